@@ -1,0 +1,70 @@
+# Needs Python 3.11 or newer, make, and a network to install packages. Nothing else has to be there.
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+TORCH := 2.13.0
+TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+# Tests share two cores with the stacks that they start.
+ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
+ARGS ?=
+# Stacks are one worker's, the rest is the other's: see tests/conftest.py.
+WORKERS ?= 2
+
+.PHONY: install up test test-slow simulate check bench protos compose-test clean
+
+install: $(STAMP)
+
+# torch comes first: a machine without an NVIDIA GPU gets the CPU build. The local version +cpu can only be met
+# by such a build, so where pip finds none by itself nothing large is fetched before the CPU index is asked.
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "kvcommons needs Python 3.11 or newer; none found (set PYTHON=...)" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) --version >/dev/null 2>&1 || $(BIN)/python -m ensurepip
+	@if $(BIN)/python -c 'import importlib.metadata as m, sys; sys.exit(not m.version("torch").startswith("$(TORCH)"))' 2>/dev/null; \
+	then :; \
+	elif [ "$$(uname -s)" != Linux ] || nvidia-smi -L >/dev/null 2>&1; then \
+		echo "Installing torch $(TORCH)"; $(PIP) install --quiet "torch==$(TORCH)" -c constraints.txt; \
+	else \
+		echo "Installing torch $(TORCH) for the CPU"; \
+		$(PIP) install --quiet --no-deps "torch==$(TORCH)+cpu" 2>/dev/null || \
+		$(PIP) install --quiet --no-deps "torch==$(TORCH)+cpu" --index-url $(TORCH_CPU_INDEX); \
+	fi
+	@echo "Installing kvcommons"
+	@$(PIP) install --quiet -c constraints.txt -e ".[all,dev]"
+	@touch $@
+
+up: $(STAMP)
+	@exec $(BIN)/kvcommons up $(ARGS)
+
+test: $(STAMP)
+	$(ONE_THREAD) $(BIN)/python -m pytest -m "not slow and not compose" -n $(WORKERS) --dist loadgroup $(ARGS)
+
+test-slow: $(STAMP)
+	$(ONE_THREAD) $(BIN)/python -m pytest -m "slow and not compose" $(ARGS)
+
+# Thousands of seeded crash schedules; SEED=n replays one, SCHEDULES=n says how many.
+simulate: $(STAMP)
+	@$(ONE_THREAD) $(BIN)/python -m tests.simulation $(if $(SEED),--seed $(SEED)) $(if $(SCHEDULES),--schedules $(SCHEDULES))
+
+compose-test: $(STAMP)
+	$(BIN)/python -m pytest -m compose --timeout 1800 tests/compose $(ARGS)
+
+check: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python protos/generate.py --check
+	$(BIN)/python -m pytest -q tests/unit/test_repository.py
+
+bench: $(STAMP)
+	$(BIN)/kvcommons bench $(or $(ARGS),sessions)
+
+protos: $(STAMP)
+	$(BIN)/python protos/generate.py
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

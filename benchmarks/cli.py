@@ -1,0 +1,260 @@
+"""`kvcommons bench …`: a progress line, a table, and with `--json` and `--picture` what others can read."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks import first_token, prefixes
+from benchmarks.plot import stacked_bars, stacked_times
+from benchmarks.prefixes_simulation import TIERS, Rates, Trial, compare
+from benchmarks.prompts import PromptWriter
+from benchmarks.report import Report
+from benchmarks.sessions import SessionsBenchmark, Workload, summarise
+from devstack.running import RunningStack
+from kvcommons.errors import KVCommonsError
+from services.router.scheduling import OVERTAKES_MAX
+
+
+def main(argv: Sequence[str]) -> int:
+    """The exit status: 0, 1 for a benchmark that failed, 2 for wrong usage."""
+    options = _parser().parse_args(argv)
+    console = Console()
+    try:
+        with console.status("starting") as status:
+            report = options.run(options, status.update)
+    except KVCommonsError as error:
+        console.print(f"kvcommons bench: {error.message}", markup=False)
+        return 1
+    report.print(console)
+    if options.json is not None:
+        report.write_json(options.json)
+    if options.picture is not None:
+        options.draw(options.picture, report)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="kvcommons bench", description="Benchmarks of a real stack.")
+    commands = parser.add_subparsers(required=True, metavar="BENCHMARK")
+    sessions = commands.add_parser(
+        "sessions", help="multi-turn chat: KV reused against KV recomputed, in one run of one stack"
+    )
+    sessions.add_argument("--random-model", metavar="SIZE", help="random weights: 7m or 246m (default: demo)")
+    sessions.add_argument("--model", metavar="DIR_OR_HUB_ID", help="a model of your own")
+    sessions.add_argument("--history", type=int, default=1024, metavar="N", help="tokens before the turns")
+    sessions.add_argument("--new", type=int, default=64, metavar="N", help="new tokens a turn")
+    sessions.add_argument("--answer", type=int, default=8, metavar="N", help="tokens of each answer")
+    sessions.add_argument("--turns", type=int, default=2, metavar="N", help="measured turns of each session")
+    sessions.add_argument("--sessions", type=int, default=5, metavar="N")
+    sessions.add_argument("--concurrency", type=int, default=1, metavar="N", help="turns at the same time")
+    sessions.add_argument("--restart", action="store_true", help="then kill all, and measure from disk")
+    sessions.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    _add_outputs(sessions)
+    sessions.set_defaults(run=_sessions, draw=_draw_sessions)
+    first = commands.add_parser(
+        "first-token", help="a short prompt on the demo model: TTFT besides the model"
+    )
+    first.add_argument("--requests", type=int, default=100, metavar="N")
+    _add_outputs(first)
+    first.set_defaults(run=_first_token, draw=_draw_first_token)
+    _add_prefixes(commands)
+    return parser
+
+
+def _add_prefixes(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "prefixes", help="many shared prefixes, little room: policies of the router's queue"
+    )
+    parser.add_argument("--prefixes", type=int, default=128, metavar="N")
+    parser.add_argument(
+        "--room", type=_room, default=(8, 32, 128), metavar="DEVICE/DRAM/DISK", help="prefixes in each tier"
+    )
+    parser.add_argument("--requests", type=int, default=4096, metavar="N")
+    parser.add_argument("--waiting", type=int, default=512, metavar="N", help="jobs that wait at any time")
+    parser.add_argument("--prefix", type=int, default=2048, metavar="N", help="tokens of a prefix")
+    parser.add_argument("--new", type=int, default=64, metavar="N", help="tokens of each request's own")
+    parser.add_argument("--skew", type=float, default=0.0, metavar="S", help="of Zipf's law; 0: all alike")
+    parser.add_argument("--look-ahead", type=int, default=64, metavar="N", help="jobs hinted; 0: none")
+    parser.add_argument("--overtakes-max", type=int, default=OVERTAKES_MAX, metavar="N")
+    parser.add_argument("--disk-gb-s", type=float, default=1.0, metavar="R", help="how fast the disk reads")
+    parser.add_argument("--seed", type=int, default=0, metavar="N")
+    parser.add_argument("--stack", action="store_true", help="real stacks with a random model, no simulation")
+    parser.add_argument("--random-model", metavar="SIZE", default="7m", help="of the stacks: 7m or 246m")
+    _add_outputs(parser)
+    parser.set_defaults(run=_prefixes, draw=_draw_prefixes)
+
+
+def _room(text: str) -> tuple[int, int, int]:
+    device, dram, disk = (int(part) for part in text.split("/"))
+    return device, dram, disk
+
+
+def _prefixes(options: argparse.Namespace, progress: Callable[[str], None]) -> Report:
+    if options.stack:
+        return _prefixes_on_stacks(options, progress)
+    progress("simulating")
+    device, dram, disk = options.room
+    trial = Trial(
+        prefixes=options.prefixes,
+        device=device,
+        dram=dram,
+        disk=disk,
+        requests=options.requests,
+        waiting=options.waiting,
+        prefix_tokens=options.prefix,
+        new_tokens=options.new,
+        skew=options.skew,
+        look_ahead=options.look_ahead,
+        overtakes_max=options.overtakes_max,
+        seed=options.seed,
+        rates=Rates(disk_bytes_s=options.disk_gb_s * 1e9),
+    )
+    return compare(trial, ("fpf", "relaxed_fpf", "bounded_fpf"))
+
+
+def _prefixes_on_stacks(options: argparse.Namespace, progress: Callable[[str], None]) -> Report:
+    from kvcommons.model.spec import ModelSpec
+
+    options.model, options.dtype = None, "bfloat16"
+    with tempfile.TemporaryDirectory(prefix="kvcommons-bench-") as name:
+        folder = Path(name)
+        model = _model(options, folder, progress)
+        spec = ModelSpec.read(Path(model))
+        workload = prefixes.Workload(
+            prefixes=options.prefixes,
+            room=options.room,
+            requests=options.requests,
+            waiting=options.waiting,
+            prefix_tokens=options.prefix,
+            new_tokens=options.new,
+            vocab_size=spec.vocab_size,
+            token_bytes=2 * spec.layers * spec.kv_heads * spec.head_dim * 2,
+            overtakes_max=options.overtakes_max,
+            look_ahead=options.look_ahead,
+            seed=options.seed,
+        )
+        trials = []
+        for policy in ("fcfs", "fpf", "bounded_fpf"):
+            progress(f"starting the stack for {policy}")
+            tables = workload.tables(policy, options.dtype)
+            with RunningStack(folder / policy, tables=tables, model=model) as stack:
+                trials.append(prefixes.measure(stack.client, workload, policy, progress))
+    room = "/".join(map(str, options.room))
+    return prefixes.summarise(
+        f"{options.random_model}: {options.prefixes} prefixes of {options.prefix} tokens, room for {room}",
+        trials,
+    )
+
+
+def _draw_prefixes(path: Path, report: Report) -> None:
+    parts, axis = tuple(f"from {tier} %" for tier in TIERS), "share of requests, by the tier of their prefix"
+    if "cached %" in report.rows[0]:
+        parts, axis = ("cached %",), "share of prompt tokens that were not computed"
+    stacked_bars(path, report.title, report.rows, parts, "policy", axis)
+
+
+def _add_outputs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="PNG or SVG")
+
+
+def _first_token(options: argparse.Namespace, progress: Callable[[str], None]) -> Report:
+    with tempfile.TemporaryDirectory(prefix="kvcommons-bench-") as name:
+        progress("starting the stack")
+        with RunningStack(Path(name)) as stack:
+            progress("asking")
+            runs = {
+                "without a session": first_token.measure(
+                    stack.client, requests=options.requests, sessions=False
+                ),
+                "with a session": first_token.measure(stack.client, requests=options.requests, sessions=True),
+            }
+    return first_token.summarise("Demo model, short prompts, one at a time", runs)
+
+
+def _draw_first_token(path: Path, report: Report) -> None:
+    stacked_times(path, report.title, report.rows, ("model p50 ms", "besides the model p50 ms"), "how")
+
+
+def _sessions(options: argparse.Namespace, progress: Callable[[str], None]) -> Report:
+    from kvcommons.model.folder import resolve_folder
+    from kvcommons.model.tokenizer import Tokenizer
+
+    workload = Workload(
+        history_tokens=options.history,
+        new_tokens=options.new,
+        answer_tokens=options.answer,
+        turns=options.turns,
+        sessions=options.sessions,
+        concurrency=options.concurrency,
+    )
+    with tempfile.TemporaryDirectory(prefix="kvcommons-bench-") as name:
+        folder = Path(name)
+        model = _model(options, folder, progress)
+        tokenizer = Tokenizer.read(resolve_folder(model))
+        write = PromptWriter(tokenizer, _template_tokens(model))
+        benchmark = SessionsBenchmark(workload, write, progress)
+        progress("starting the stack")
+        stack = RunningStack(folder / "stack", tables=_tables(workload, options.dtype), model=model)
+        with stack:
+            benchmark.begin(stack.client)
+            pairs = []
+            for turn in range(workload.turns):
+                pairs += benchmark.round(stack.client, turn, "dram")
+            if options.restart:
+                progress("restarting the stack")
+                stack.kill_all()
+                stack.start()
+                pairs += benchmark.round(stack.client, workload.turns, "disk")
+    label = options.random_model or options.model or "demo model"
+    return summarise(f"{label}: history {options.history}, {options.new} new tokens a turn", pairs)
+
+
+def _model(options: argparse.Namespace, folder: Path, progress: Callable[[str], None]) -> str:
+    if options.model:
+        return str(options.model)
+    if not options.random_model:
+        from demo import MODEL_DIR
+
+        return str(MODEL_DIR)
+    progress(f"writing a random model of {options.random_model} parameters")
+    from kvcommons.model.synthetic import random_config, write_random_folder
+
+    target = folder / f"random-{options.random_model}"
+    write_random_folder(target, random_config(options.random_model), dtype=options.dtype)
+    return str(target)
+
+
+def _template_tokens(model: str) -> int:
+    """What the chat template adds around one user message."""
+    from kvcommons.model.chat import ChatTemplate
+    from kvcommons.model.folder import resolve_folder
+    from kvcommons.model.tokenizer import Tokenizer
+
+    folder = resolve_folder(model)
+    tokenizer = Tokenizer.read(folder)
+    template = ChatTemplate.read(folder, tokenizer)
+    return len(template.prompt([{"role": "user", "content": "x"}])) - len(tokenizer.encode_text("x"))
+
+
+def _tables(workload: Workload, dtype: str) -> dict[str, dict[str, Any]]:
+    """Prefill has room for one context a concurrent turn and a little more: see `benchmarks.sessions`."""
+    grown = workload.turns * (workload.new_tokens + workload.answer_tokens)
+    context = workload.history_tokens + grown + 2 * workload.new_tokens + 128
+    return {
+        "prefill": {"dtype": dtype, "capacity_tokens": workload.concurrency * context},
+        "decode": {"dtype": dtype, "capacity_tokens": 2 * workload.concurrency * context},
+        "attention_pool": {"dtype": dtype, "capacity_tokens": context},
+        "kvstore": {"dram_bytes": 2 << 30, "disk_bytes": 16 << 30},
+    }
+
+
+def _draw_sessions(path: Path, report: Report) -> None:
+    parts = ("queue ms", "prefill queue ms", "load wait ms", "prefill ms", "rest ms")
+    stacked_times(path, report.title, report.rows, parts, "how")

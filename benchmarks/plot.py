@@ -1,0 +1,48 @@
+"""Pictures of results. matplotlib is imported when one is drawn: the command line starts without it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.report import Row
+
+
+def stacked_times(path: Path, title: str, rows: Sequence[Row], parts: Sequence[str], label: str) -> None:
+    """A bar a row, divided into `parts` (columns in milliseconds)."""
+    stacked_bars(path, title, rows, parts, label, "milliseconds to the first token (medians)", " ms")
+
+
+def stacked_bars(
+    path: Path,
+    title: str,
+    rows: Sequence[Row],
+    parts: Sequence[str],
+    label: str,
+    axis: str,
+    unit: str = "",
+) -> None:
+    """A bar a row, divided into `parts` (columns); with a unit, the sum is written beside it."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(9, 1.5 + 0.6 * len(rows)), layout="constrained")
+    names = [str(row[label]) for row in rows]
+    left = [0.0] * len(rows)
+    for part in parts:
+        widths = [max(0.0, float(row.get(part, 0.0))) for row in rows]
+        axes.barh(names, widths, left=left, label=part.removesuffix(unit or " %"))
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    for position, total in enumerate(left if unit else []):
+        axes.text(total, position, f" {total:,.0f}{unit}", va="center")
+    axes.invert_yaxis()
+    axes.set_xlim(0, max(left) * 1.15)
+    axes.set_xlabel(axis)
+    axes.set_title(title, loc="left")
+    figure.legend(loc="outside lower center", ncols=len(parts), frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

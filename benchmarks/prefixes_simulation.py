@@ -1,0 +1,255 @@
+"""Many prefixes, little room: what does the order of the queue bring? A discrete-event simulation.
+
+The workload of Jha and Wang, section VII (text analysis): so many unique prefixes, requests that each take
+one of them with a body of their own, streamed into a queue that is kept full; room for some prefixes on the
+device, for more in DRAM and on disk. The router's own queue, its policies and the kvstore's own hints run on
+a virtual clock; the tiers are least recently used ones that hold what the tiers above hold, as ours do. What
+a job takes follows from measured rates, the cheaper of loading and computing. Deterministic.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks.report import Report, Row, p50, p99
+from services.kvstore.hints import ExpectedUse, Hints
+from services.router.queue import Job, JobQueue, Prefix
+from services.router.scheduling import ABSENT, DEVICE, DISK, DRAM, OVERTAKES_MAX, scheduling
+
+_MODEL = b"model"
+_HINT_TTL_S = 5.0
+TIERS = {"device": DEVICE, "DRAM": DRAM, "disk": DISK, "computed": ABSENT}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """Measured on two cores with a random model of 246M parameters, which has 16 KiB of KV a token: prefill
+    of 2,048 tokens, the data plane over Unix sockets, slab files read with O_DIRECT."""
+
+    compute_tokens_s: float = 838.0
+    dram_bytes_s: float = 3e9
+    disk_bytes_s: float = 1e9
+    token_bytes: int = 16384
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trial:
+    """`device`, `dram` and `disk` have room for so many prefixes. `skew`: exponent of Zipf's law over them,
+    0 for all alike."""
+
+    prefixes: int = 128
+    device: int = 8
+    dram: int = 32
+    disk: int = 128
+    requests: int = 4096
+    waiting: int = 512  # so long the queue is kept
+    prefix_tokens: int = 2048
+    new_tokens: int = 64
+    skew: float = 0.0
+    look_ahead: int = 64  # next jobs hinted; 0: none
+    overtakes_max: int = OVERTAKES_MAX
+    seed: int = 0
+    rates: Rates = Rates()
+
+
+@dataclass(slots=True, kw_only=True)
+class Outcome:
+    policy: str
+    took_s: float
+    waits_s: list[float]
+    places: list[int]  # other jobs that started between a job's arrival and its start
+    overtaken: list[int]
+    served: dict[str, int]  # jobs by the tier their prefix came from
+
+    @property
+    def jobs_per_s(self) -> float:
+        return len(self.waits_s) / self.took_s
+
+
+class _Tier:
+    """The prefixes of a tier, the least recently used one first."""
+
+    def __init__(self, room: int) -> None:
+        self._room = room
+        self._prefixes: OrderedDict[int, None] = OrderedDict()
+
+    def __contains__(self, prefix: int) -> bool:
+        return prefix in self._prefixes
+
+    def use(self, prefix: int, spared: frozenset[int] = frozenset(), *, sparing: bool = False) -> bool:
+        """Puts a prefix in front. The last one that is not spared goes for it; with `sparing`, none that is,
+        and False says that there was no room."""
+        if prefix in self._prefixes:
+            self._prefixes.move_to_end(prefix)
+            return True
+        if len(self._prefixes) >= self._room:
+            victims = (one for one in self._prefixes if one not in spared)
+            victim = next(victims, None if sparing else next(iter(self._prefixes), None))
+            if victim is None:
+                return False
+            del self._prefixes[victim]
+        self._prefixes[prefix] = None
+        return True
+
+
+class Simulation:
+    """One trial under one policy. One job runs at a time: prefill is what is scarce."""
+
+    def __init__(self, trial: Trial, policy: str) -> None:
+        self._trial = trial
+        self._policy = policy
+        self._queue = JobQueue(
+            max_running=1,
+            max_waiting=trial.waiting,
+            policy=scheduling(policy, overtakes_max=trial.overtakes_max),
+        )
+        self._tiers = [(DEVICE, _Tier(trial.device)), (DRAM, _Tier(trial.dram)), (DISK, _Tier(trial.disk))]
+        self._size = trial.prefix_tokens * trial.rates.token_bytes
+        self._hints = Hints(
+            lambda _: self._size, dram_bytes=self._size * trial.dram, disk_bytes=self._size * trial.disk
+        )
+        self._waiting: dict[int, list[Job]] = {prefix: [] for prefix in range(trial.prefixes)}
+        self._disk_free_s = 0.0
+        self._fetching: tuple[float, int] | None = None  # when it has come, and what
+
+    def run(self) -> Outcome:
+        trial = self._trial
+        rng = random.Random(trial.seed)
+        weights = [(rank + 1) ** -trial.skew for rank in range(trial.prefixes)]
+        arrivals = rng.choices(range(trial.prefixes), weights, k=trial.requests)
+        came: dict[Job, tuple[int, int]] = {}  # its prefix, and how many jobs had started
+        outcome = Outcome(
+            policy=self._policy,
+            took_s=0.0,
+            waits_s=[],
+            places=[],
+            overtaken=[],
+            served=dict.fromkeys(TIERS, 0),
+        )
+        now_s, sent = 0.0, 0
+        running: Job | None = None
+        while running is not None or sent < trial.requests:
+            while sent < trial.requests and self._queue.waiting < trial.waiting:
+                job = self._submit(arrivals[sent], now_s)
+                came[job] = (arrivals[sent], len(outcome.waits_s))
+                sent += 1
+                running = running or job  # the first one starts at once
+            assert running is not None
+            prefix, started_before = came.pop(running)
+            outcome.waits_s.append(now_s - running.queued_s)
+            outcome.places.append(len(outcome.waits_s) - 1 - started_before)
+            outcome.overtaken.append(running.overtaken)
+            end_s = now_s + self._serve(running, prefix, now_s, outcome)
+            self._fetch(now_s, end_s)
+            now_s = end_s
+            self._queue.leave(running, now_s)
+            started, _ = self._queue.advance(now_s)
+            running = started[0] if started else None
+        outcome.took_s = now_s
+        return outcome
+
+    def _submit(self, prefix: int, now_s: float) -> Job:
+        job = self._queue.submit(cost=1, now_s=now_s, deadline_s=float("inf"))
+        job.prefix = Prefix(model=_MODEL, block_ids=(prefix.to_bytes(4, "little"),))
+        job.distance = self._distance(prefix)
+        if job.started_s is None:
+            self._waiting[prefix].append(job)
+        return job
+
+    def _serve(self, job: Job, prefix: int, now_s: float, outcome: Outcome) -> float:
+        """How long the job runs; its prefix is in all tiers afterwards."""
+        if job in self._waiting[prefix]:
+            self._waiting[prefix].remove(job)
+        rates, trial = self._trial.rates, self._trial
+        compute_s = trial.prefix_tokens / rates.compute_tokens_s
+        load_s = {
+            DEVICE: 0.0,
+            DRAM: self._size / rates.dram_bytes_s,
+            DISK: self._size / rates.disk_bytes_s + max(0.0, self._disk_free_s - now_s),
+        }
+        distance = self._distance(prefix)
+        found_s = load_s.get(distance, compute_s)
+        if found_s >= compute_s:
+            distance, found_s = ABSENT, compute_s
+        if distance == DISK:
+            self._disk_free_s = now_s + found_s
+        outcome.served[next(name for name, of in TIERS.items() if of == distance)] += 1
+        spared = self._spared()
+        for tier, prefixes in self._tiers:
+            prefixes.use(prefix, spared if tier == DRAM else frozenset())
+        self._measure()
+        return found_s + trial.new_tokens / rates.compute_tokens_s
+
+    def _fetch(self, now_s: float, end_s: float) -> None:
+        """What the kvstore does while a job runs: the next hinted prefixes come from disk to DRAM."""
+        if not self._trial.look_ahead:
+            return
+        uses = [
+            ExpectedUse(model=job.prefix.model, block_ids=job.prefix.block_ids, at_s=now_s + in_s)
+            for job, in_s in self._queue.look_ahead(self._trial.look_ahead, now_s)
+        ]
+        self._hints.put("router", uses, now_s=now_s, ttl_s=_HINT_TTL_S)
+        dram, disk = self._tiers[1][1], self._tiers[2][1]
+        took_s = self._size / self._trial.rates.disk_bytes_s
+        spared = self._spared()
+        while True:
+            if self._fetching is not None:
+                if self._fetching[0] > end_s:
+                    break
+                dram.use(self._fetching[1], spared, sparing=True)
+                self._fetching = None
+            wanted = next((one for one in self._order() if one not in dram and one in disk), None)
+            start_s = max(now_s, self._disk_free_s)
+            if wanted is None or start_s >= end_s:
+                break
+            self._disk_free_s = start_s + took_s
+            self._fetching = (self._disk_free_s, wanted)
+        self._measure()
+
+    def _order(self) -> Sequence[int]:
+        window = self._hints.window(disk=False).get(_MODEL, {})
+        return [int.from_bytes(block_id, "little") for block_id in window]
+
+    def _spared(self) -> frozenset[int]:
+        return frozenset(self._order())
+
+    def _distance(self, prefix: int) -> float:
+        return next((tier for tier, prefixes in self._tiers if prefix in prefixes), ABSENT)
+
+    def _measure(self) -> None:
+        for prefix, jobs in self._waiting.items():
+            if not jobs or jobs[0].distance == (distance := self._distance(prefix)):
+                continue
+            for job in jobs:
+                job.distance = distance
+
+
+def compare(trial: Trial, policies: Sequence[str]) -> Report:
+    """Ratios are of throughput, over first come first served."""
+    outcomes = [Simulation(trial, policy).run() for policy in ("fcfs", *policies)]
+    fcfs = outcomes[0]
+    return Report(
+        title=(
+            f"{trial.prefixes} prefixes of {trial.prefix_tokens} tokens, room for "
+            f"{trial.device}/{trial.dram}/{trial.disk} on the device, in DRAM, on disk (simulated)"
+        ),
+        ratios={one.policy: one.jobs_per_s / fcfs.jobs_per_s for one in outcomes[1:]},
+        rows=[_row(one) for one in outcomes],
+    )
+
+
+def _row(outcome: Outcome) -> Row:
+    jobs = len(outcome.waits_s)
+    return {
+        "policy": outcome.policy,
+        "requests/s": outcome.jobs_per_s,
+        **{f"from {tier} %": 100 * count / jobs for tier, count in outcome.served.items()},
+        "wait p50 s": p50(outcome.waits_s),
+        "wait p99 s": p99(outcome.waits_s),
+        "longest wait s": max(outcome.waits_s),
+        "longest wait, jobs": max(outcome.places),
+        "most overtaken by": max(outcome.overtaken),
+    }

@@ -1,0 +1,1 @@
+"""`kvcommons replay`: the kvstore's policies on a trace, on a virtual clock."""

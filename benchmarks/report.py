@@ -1,0 +1,88 @@
+"""The form that every benchmark's result has, as JSON, as a table and as a picture."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median, quantiles
+
+from rich.console import Console
+from rich.table import Table
+
+Row = Mapping[str, str | int | float]
+
+
+def describe_machine() -> dict[str, str | int | float]:
+    """Processor, cores and memory, as the operating system gives them."""
+    model = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [
+            line.split(":", 1)[1].strip()
+            for line in cpuinfo.read_text().splitlines()
+            if line.startswith("model name")
+        ]
+        model = names[0] if names else model
+    memory_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "processor": model,
+        "cores": os.cpu_count() or 1,
+        "memory_gib": round(memory_bytes / 2**30, 1),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": platform.python_version(),
+    }
+
+
+def command_line() -> str:
+    return shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """`ratios` answer the question, `rows` show how; `machine` and `command` let another repeat it."""
+
+    title: str
+    ratios: Mapping[str, float]
+    rows: Sequence[Row]
+    machine: Mapping[str, str | int | float] = field(default_factory=describe_machine)
+    command: str = field(default_factory=command_line)
+
+    def write_json(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+    def print(self, console: Console) -> None:
+        """A column a row of the result: there are more figures than things compared."""
+        names = list(dict.fromkeys(name for row in self.rows for name in row))
+        table = Table(title=self.title, title_justify="left")
+        table.add_column(names[0])
+        for row in self.rows:
+            table.add_column(_cell(row[names[0]]), justify="right")
+        for name in names[1:]:
+            table.add_row(name, *(_cell(row.get(name, "")) for row in self.rows))
+        console.print(table)
+        for name, ratio in self.ratios.items():
+            console.print(f"{name}: [bold]{ratio:.3g}[/bold]")
+
+
+def p50(values: Sequence[float]) -> float:
+    return median(values)
+
+
+def p99(values: Sequence[float]) -> float:
+    """The 99th percentile; of few values, their greatest."""
+    return max(values) if len(values) < 100 else quantiles(values, n=100, method="inclusive")[98]
+
+
+def _cell(value: str | int | float) -> str:
+    if isinstance(value, float):
+        return (
+            f"{value:.3f}" if abs(value) < 10 else f"{value:,.1f}" if abs(value) < 1000 else f"{value:,.0f}"
+        )
+    return f"{value:,}" if isinstance(value, int) else value

@@ -1,0 +1,93 @@
+"""The command line: `kvcommons up`, `chat`, `status`, and the commands of `benchmarks/`.
+
+It starts at once: each command imports what it needs, and none imports torch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+# Commands that take their arguments as they are: name, module with `main(argv) -> int`, help.
+_LAZY = {
+    "bench": ("benchmarks.cli", "benchmarks, with a table and a picture"),
+    "replay": ("benchmarks.replay.cli", "eviction policies on a trace of requests, on a virtual clock"),
+}
+
+_INTERRUPTED = 130
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The exit status: 0, 1 for what failed, 2 for wrong usage, 130 for a Ctrl-C before anything ran."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if arguments and arguments[0] in _LAZY:
+            module = importlib.import_module(_LAZY[arguments[0]][0])
+            return int(module.main(arguments[1:]))
+        options = _parser().parse_args(arguments)
+        return int(options.run(options))
+    except KeyboardInterrupt:  # commands that have something to end do that themselves
+        return _INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kvcommons", description="Long conversations served from a disaggregated stack."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    _add_up(commands)
+    url = os.environ.get("KVCOMMONS_URL", "http://127.0.0.1:8000")
+    chat = commands.add_parser("chat", help="a conversation in the terminal")
+    chat.add_argument("--session", metavar="ID", help="go on with this session (default: a new one)")
+    chat.add_argument("--url", default=url, help="of the router (default: %(default)s)")
+    chat.set_defaults(run=_chat)
+    status = commands.add_parser("status", help="services, sessions, tiers and debts, as tables")
+    status.add_argument("--url", default=url, help="of the router (default: %(default)s)")
+    status.add_argument("--watch", action="store_true", help="show it again every second")
+    status.set_defaults(run=_status)
+    for name, (_, text) in _LAZY.items():
+        commands.add_parser(name, help=text, add_help=False)
+    return parser
+
+
+def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    up = commands.add_parser("up", help="start the whole stack on this machine")
+    up.add_argument(
+        "--model", metavar="DIR_OR_HUB_ID", help="a model's folder or hub id (default: the demo model)"
+    )
+    for service in ("prefill", "decode", "attention-pool", "kvstore", "ledger"):
+        up.add_argument(f"--{service}", type=int, metavar="N", help=f"{service} processes (default: 1)")
+    up.add_argument("--data", metavar="DIR", help="what outlives the stack (default: .kvcommons here)")
+    up.add_argument("--port", type=int, help="of the REST API; 0 takes a free one (default: 8000)")
+    up.add_argument("--config", type=Path, metavar="FILE", help="settings file (kvcommons.toml)")
+    up.add_argument("--no-demo", action="store_true", help="skip the short conversation at the start")
+    up.add_argument("--no-restart", action="store_true", help="end the stack when a process dies")
+    up.set_defaults(run=_up)
+
+
+def _up(options: argparse.Namespace) -> int:
+    from devstack.up import up
+
+    names = ("model", "prefill", "decode", "attention_pool", "kvstore", "ledger", "data", "port")
+    flags = {name: str(value) for name in names if (value := getattr(options, name)) is not None}
+    if options.no_demo:
+        flags["demo"] = "false"
+    if options.no_restart:
+        flags["restart"] = "false"
+    return up(options.config, flags)
+
+
+def _chat(options: argparse.Namespace) -> int:
+    from devstack.chat import chat
+
+    return chat(options.url, options.session)
+
+
+def _status(options: argparse.Namespace) -> int:
+    from devstack.status import status
+
+    return status(options.url, watch=options.watch)

@@ -1,0 +1,166 @@
+"""What `kvcommons up` starts: pure, from settings to a list of processes with their settings and environment.
+
+Each service gets the same generated settings file (the user's tables over the stack's defaults) and, as
+`--set` flags, what belongs to one instance alone: its addresses and its place on disk.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from devstack.settings import DEMO_MODEL, UpSettings
+
+# Started together, stopped in this order: each before what it calls. etcd comes last of all.
+STOP_ORDER = ("router", "prefill", "decode", "attention_pool", "kvstore", "ledger", "etcd")
+# Those that compute share the machine's cores.
+MODEL_SERVICES = ("prefill", "decode", "attention_pool")
+# Small blocks, so that a prefix of the short demo conversation is already worth keeping.
+DEMO_BLOCK_TOKENS = 16
+# As clients call it; its folder is just `model`.
+DEMO_NAME = "kvcommons-demo"
+# A gigabyte-sized DRAM tier would be most of a laptop; the settings file has the last word.
+KVSTORE_DRAM_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessPlan:
+    """One child process. `sockets` are paths that its death leaves behind."""
+
+    name: str  # "decode-1"; without the number where there is one
+    service: str
+    command: tuple[str, ...]
+    environment: Mapping[str, str]
+    sockets: tuple[Path, ...] = ()
+    folder: Path | None = None  # working directory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a stack lives: `data` outlives it, `runtime` (short, for socket paths) does not."""
+
+    data: Path
+    runtime: Path
+
+    @property
+    def settings_file(self) -> Path:
+        return self.runtime / "kvcommons.toml"
+
+    @property
+    def secret_file(self) -> Path:
+        """The root of the tenants' salts: block identities are lost with it."""
+        return self.data / "secret"
+
+    @property
+    def logs(self) -> Path:
+        return self.data / "logs"
+
+    def control(self, name: str) -> str:
+        return f"unix:{self.runtime / name}.c"
+
+    def transport(self, name: str) -> str:
+        return f"unix:{self.runtime / name}.d"
+
+    def metrics(self, name: str) -> str:
+        return f"unix:{self.runtime / name}.m"
+
+
+def threads_per_process(cores: int, settings: UpSettings) -> int:
+    """Cores divided by the processes that compute, at least 1: together they must not run more threads than
+    cores (three times slower)."""
+    return max(1, cores // (settings.prefill + settings.decode + settings.attention_pool))
+
+
+def tables(
+    settings: UpSettings, place: Place, cores: int, user: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """The generated settings: the stack's defaults for each service, the user's tables over them."""
+    ledgers = [place.control(name) for name in names("ledger", settings.ledger)]
+    model: dict[str, Any] = {"ledger": ledgers, "model": settings.model_folder}
+    compute = {**model, "threads": threads_per_process(cores, settings)}
+    if settings.model == DEMO_MODEL:
+        compute |= {"block_tokens": DEMO_BLOCK_TOKENS, "model_name": DEMO_NAME}
+    defaults: dict[str, dict[str, Any]] = {
+        "router": {**model, "bind": settings.bind, "secret_file": str(place.secret_file)},
+        "prefill": compute,
+        "decode": compute,
+        "attention_pool": compute,
+        "kvstore": {"ledger": ledgers, "dram_bytes": KVSTORE_DRAM_BYTES},
+        "ledger": {"etcd": [f"unix:{place.runtime / 'etcd'}"]},
+    }
+    return {service: {**table, **user.get(service, {})} for service, table in defaults.items()}
+
+
+def names(service: str, count: int) -> list[str]:
+    """`decode` where there is one, else `decode-1`, `decode-2`, …"""
+    return [service] if count == 1 else [f"{service}-{number}" for number in range(1, count + 1)]
+
+
+def processes(
+    settings: UpSettings, place: Place, cores: int, port: int, environ: Mapping[str, str], *, model_flag: bool
+) -> list[ProcessPlan]:
+    """Every service process of the stack; etcd is planned beside it (`devstack.etcd`).
+
+    `port` is the router's. `model_flag`: the model was named on the command line, which beats file and
+    environment.
+    """
+    threads = threads_per_process(cores, settings)
+    plans = []
+    for service, count in (
+        ("ledger", settings.ledger),
+        ("kvstore", settings.kvstore),
+        ("prefill", settings.prefill),
+        ("decode", settings.decode),
+        ("attention_pool", settings.attention_pool),
+        ("router", 1),
+    ):
+        for name in names(service, count):
+            flags = _instance_flags(service, name, port, place)
+            if model_flag and service in ("router", *MODEL_SERVICES):
+                flags["model"] = settings.model_folder
+            command = [sys.executable, "-m", f"services.{service}", "--config", str(place.settings_file)]
+            for key, value in flags.items():
+                command += ["--set", f"{key}={value}"]
+            addresses = (place.control(name), place.transport(name), place.metrics(name))
+            plans.append(
+                ProcessPlan(
+                    name=name,
+                    service=service,
+                    command=tuple(command),
+                    environment=_environment(environ, threads if service in MODEL_SERVICES else 1),
+                    sockets=tuple(Path(address.removeprefix("unix:")) for address in addresses),
+                )
+            )
+    return plans
+
+
+def _instance_flags(service: str, name: str, port: int, place: Place) -> dict[str, str]:
+    flags = {"listen": place.control(name)}
+    if service in ("kvstore", "decode", "attention_pool"):  # prefill only sends
+        flags["data_listen"] = place.transport(name)
+    if service == "router":
+        flags["port"] = str(port)
+    else:
+        flags["metrics_listen"] = place.metrics(name)
+    if service == "kvstore":
+        flags["data"] = str(place.data / name)
+    return flags
+
+
+def _environment(environ: Mapping[str, str], threads: int) -> dict[str, str]:
+    """The stack's own environment, with every library's threads bounded and no buffering of what is
+    logged."""
+    bounds = {
+        name: str(threads)
+        for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS")
+    }
+    return {
+        **environ,
+        **bounds,
+        "TOKENIZERS_PARALLELISM": "false",
+        "MALLOC_ARENA_MAX": "4",  # glibc's arenas, one per thread, are what idle services mostly weigh
+        "PYTHONUNBUFFERED": "1",
+    }

@@ -1,0 +1,224 @@
+"""A small client of the router's REST API: standard library only, so that the command line starts at once."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import socket
+import time
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import quote, urlsplit
+
+from kvcommons import errors
+from kvcommons.errors import InvalidInput, KVCommonsError, Unavailable
+from kvcommons.pb import common_pb2 as pb
+
+DEFAULT_URL = "http://127.0.0.1:8000"
+ANSWER_S_MAX = 600.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """A part of a streamed answer, and when it came (seconds since the request was sent)."""
+
+    text: str
+    after_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """What is known of a streamed turn once it has ended."""
+
+    text: str
+    session_id: str
+    model: str
+    finish_reason: str
+    prompt_tokens: int
+    cached_tokens: int
+    completion_tokens: int
+    ttft_s: float
+    total_s: float
+    timings: Mapping[str, float]  # the server's own account: milliseconds by part, tokens found on the device
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Of the tokens after the first; 0 where there are none."""
+        spent_s = self.total_s - self.ttft_s
+        return (self.completion_tokens - 1) / spent_s if self.completion_tokens > 1 and spent_s > 0 else 0.0
+
+
+class RestClient:
+    """One connection a call. Errors of the server arrive as the classes of `kvcommons.errors`; a server that
+    cannot be reached is Unavailable."""
+
+    def __init__(self, url: str = DEFAULT_URL, *, api_key: str = "", timeout_s: float = ANSWER_S_MAX) -> None:
+        parts = urlsplit(url if "//" in url else f"http://{url}")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise InvalidInput(f"{url} is no address of a server: expected http://HOST:PORT", param="url")
+        self.url = f"{parts.scheme}://{parts.netloc}"
+        self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._host, self._port = parts.hostname, parts.port
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        self._timeout_s = timeout_s
+
+    def get(self, path: str, *, timeout_s: float | None = None) -> Any:
+        return self._call("GET", path, None, timeout_s)
+
+    def post(self, path: str, body: Mapping[str, Any]) -> Any:
+        return self._call("POST", path, body, None)
+
+    def delete(self, path: str) -> Any:
+        return self._call("DELETE", path, None, None)
+
+    def session(self, session_id: str) -> Any:
+        """GET /v1/sessions/{id}. Raises SessionNotFound."""
+        return self.get(f"/v1/sessions/{quote(session_id, safe='')}")
+
+    def delete_session(self, session_id: str) -> None:
+        self.delete(f"/v1/sessions/{quote(session_id, safe='')}")
+
+    def healthy(self, timeout_s: float = 2.0) -> bool:
+        """Whether the server answers and is ready."""
+        try:
+            self.get("/health", timeout_s=timeout_s)
+        except KVCommonsError:
+            return False
+        return True
+
+    def reachable(self) -> bool:
+        """Whether anything listens there."""
+        try:
+            self._connect(2.0).close()
+        except Unavailable:
+            return False
+        return True
+
+    def chat(self, message: str, session_id: str | None, **parameters: Any) -> Generator[Piece | Turn]:
+        """Streams one turn: pieces of text as they come, then the Turn. Close the iterator to stop the
+        turn."""
+        body: dict[str, Any] = {
+            "messages": [{"role": "user", "content": message}],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            **parameters,
+        }
+        if session_id:
+            body["session_id"] = session_id
+        started = time.monotonic()
+        texts: list[str] = []
+        facts: dict[str, Any] = {
+            "session_id": session_id or "",
+            "model": "",
+            "finish_reason": "",
+            "usage": {},
+            "timings": {},
+        }
+        ttft_s = 0.0
+        for event in self._events("/v1/chat/completions", body):
+            after_s = time.monotonic() - started
+            for name in ("session_id", "model", "usage", "timings"):
+                facts[name] = event.get(name) or facts[name]
+            for choice in event.get("choices", []):
+                facts["finish_reason"] = choice.get("finish_reason") or facts["finish_reason"]
+                text = choice.get("delta", {}).get("content")
+                if text:
+                    ttft_s = ttft_s or after_s
+                    texts.append(text)
+                    yield Piece(text=text, after_s=after_s)
+        usage = facts["usage"]
+        total_s = time.monotonic() - started
+        yield Turn(
+            text="".join(texts),
+            session_id=facts["session_id"],
+            model=facts["model"],
+            finish_reason=facts["finish_reason"],
+            prompt_tokens=usage.get("prompt_tokens", 0),
+            cached_tokens=(usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0),
+            completion_tokens=usage.get("completion_tokens", 0),
+            ttft_s=ttft_s or total_s,
+            total_s=total_s,
+            timings=facts["timings"],
+        )
+
+    def say(self, message: str, session_id: str | None, **parameters: Any) -> Turn:
+        """One turn, waited for."""
+        for part in self.chat(message, session_id, **parameters):
+            if isinstance(part, Turn):
+                return part
+        raise AssertionError("a chat ends with its Turn")
+
+    def _events(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        connection = self._connect(None)
+        try:
+            response = self._send(connection, "POST", path, body)
+            if response.status != http.client.OK:
+                raise _error(response.status, response.read())
+            for line in response:
+                if not line.startswith(b"data:"):
+                    continue
+                data = line[5:].strip()
+                if data == b"[DONE]":
+                    return
+                event = json.loads(data)
+                if "error" in event:
+                    raise _error(response.status, data)
+                yield event
+            raise Unavailable(f"the answer of {self.url} ended before it was complete")
+        except (OSError, http.client.HTTPException) as error:
+            raise Unavailable(f"the connection to {self.url} broke: {error}") from error
+        finally:
+            connection.close()
+
+    def _call(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float | None) -> Any:
+        connection = self._connect(timeout_s)
+        try:
+            response = self._send(connection, method, path, body)
+            data = response.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise Unavailable(f"the connection to {self.url} broke: {error}") from error
+        finally:
+            connection.close()
+        if response.status >= http.client.BAD_REQUEST:
+            raise _error(response.status, data)
+        try:
+            return json.loads(data) if data else {}
+        except ValueError:
+            return data.decode(errors="replace")
+
+    def _connect(self, timeout_s: float | None) -> http.client.HTTPConnection:
+        connection = self._kind(self._host, self._port, timeout=timeout_s or self._timeout_s)
+        try:
+            connection.connect()
+        except OSError as error:
+            raise Unavailable(
+                f"no server answers at {self.url} ({error}): start one with `kvcommons up`"
+            ) from error
+        connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return connection
+
+    def _send(
+        self, connection: http.client.HTTPConnection, method: str, path: str, body: Mapping[str, Any] | None
+    ) -> http.client.HTTPResponse:
+        data = None if body is None else json.dumps(body).encode()
+        headers = {**self._headers, "Connection": "close"}
+        if data is not None:
+            headers["Content-Type"] = "application/json"
+        connection.request(method, path, body=data, headers=headers)
+        return connection.getresponse()
+
+
+def _error(status: int, data: bytes) -> KVCommonsError:
+    """The error that the server told in OpenAI's shape; otherwise its status, in words."""
+    try:
+        told = json.loads(data)["error"]
+        detail = pb.ErrorDetail(
+            code=told.get("code") or "", message=told.get("message") or "", param=told.get("param") or ""
+        )
+    except (ValueError, KeyError, TypeError, AttributeError):
+        text = data.decode(errors="replace").strip()[:200]
+        return Unavailable(
+            f"the server answered {status}: {text or http.client.responses.get(status, 'no reason')}"
+        )
+    return errors.from_detail(detail)

@@ -1,0 +1,41 @@
+"""Settings of `kvcommons up`: the `[up]` table of kvcommons.toml, `KVCOMMONS_UP__…`, and its flags."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from annotated_types import Ge, Gt, Le
+
+# The model that ships with the repository, by its name here and in `--model`.
+DEMO_MODEL = "demo"
+
+Count = Annotated[int, Ge(0), Le(64)]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpSettings:
+    """What `kvcommons up` starts, and where."""
+
+    model: str = DEMO_MODEL  # a folder, a hub id, or "demo"
+    prefill: Annotated[int, Gt(0), Le(64)] = 1
+    decode: Annotated[int, Gt(0), Le(64)] = 1
+    attention_pool: Count = 1
+    kvstore: Annotated[int, Gt(0), Le(1)] = 1  # several kvstores are a later issue
+    ledger: Annotated[int, Gt(0), Le(64)] = 1
+    data: Path = Path(".kvcommons")  # sessions, KV, etcd and logs: all that outlives the stack
+    bind: str = "127.0.0.1"
+    port: Annotated[int, Ge(0), Le(65535)] = 8000  # 0 takes a free one
+    restart: bool = True  # a child that dies is started again
+    demo: bool = True  # hold the short conversation once all is ready
+    ready_wait_s: Annotated[float, Gt(0)] = 300.0  # a large model reads its weights for minutes
+    log_bytes: Annotated[int, Ge(1 << 16)] = 8 << 20  # per service, one older file kept beside it
+
+    @property
+    def model_folder(self) -> str:
+        """What the services take as `model`."""
+        if self.model == DEMO_MODEL:
+            return str(Path(__file__).parent.parent / "demo" / "model")
+        path = Path(self.model).expanduser()
+        return str(path.resolve()) if path.is_dir() else self.model

@@ -1,0 +1,193 @@
+"""`kvcommons up`: the whole stack on this machine, from its first process to its last."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import time
+import tomllib
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from devstack import etcd, toml
+from devstack.place import Claim
+from devstack.plan import ProcessPlan, processes, tables
+from devstack.rest import RestClient
+from devstack.settings import UpSettings
+from devstack.supervisor import Supervisor
+from devstack.terminal import Terminal
+from devstack.welcome import Welcome
+from kvcommons.config import load
+from kvcommons.errors import Conflict, InvalidInput, KVCommonsError, Unauthenticated, Unavailable
+
+POLL_S = 0.1
+SPINNER = "|/-\\"
+
+
+def up(config: Path | None, flags: Mapping[str, str]) -> int:
+    """Runs the stack until it is interrupted; the exit status."""
+    terminal = Terminal()
+    try:
+        settings = load("up", UpSettings, file=config, environ=os.environ, flags=flags)
+        user = tomllib.loads(config.read_text()) if config is not None else {}
+        claim = Claim(settings.data)
+    except KVCommonsError as error:
+        terminal.say(f"kvcommons up: {error.message}")
+        return 2
+    try:
+        return asyncio.run(_Up(settings, claim, terminal, user, flags).run())
+    except KVCommonsError as error:
+        terminal.say(f"kvcommons up: {error.message}")
+        return 1
+    finally:
+        claim.release()
+
+
+class _Up:
+    def __init__(
+        self,
+        settings: UpSettings,
+        claim: Claim,
+        terminal: Terminal,
+        user: Mapping[str, Any],
+        flags: Mapping[str, str],
+    ) -> None:
+        self._claim = claim
+        self._terminal = terminal
+        self._user = user
+        self._flags = flags
+        self._interrupts = 0
+        self._stop = asyncio.Event()
+        self._supervisor: Supervisor | None = None
+        self._settings = settings
+
+    async def run(self) -> int:
+        settings = self._settings
+        port = _free_port(settings.bind, settings.port)
+        plans = self._plans(port)
+        supervisor = Supervisor(
+            plans, self._claim.place, self._terminal, restart=settings.restart, log_bytes=settings.log_bytes
+        )
+        self._supervisor = supervisor
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(number, self._interrupted)
+        url = f"http://{settings.bind}:{port}"
+        status = 1
+        try:
+            await supervisor.start()
+            self._claim.record({"url": url, "ready": False})
+            status = await self._until_stopped(
+                RestClient(url, api_key=os.environ.get("KVCOMMONS_API_KEY", "")), supervisor
+            )
+        finally:
+            self._terminal.progress("")
+            self._terminal.say("Stopping")
+            await supervisor.stop()
+            self._terminal.say("Stopped")
+        return status
+
+    def _plans(self, port: int) -> list[ProcessPlan]:
+        place = self._claim.place
+        cores = len(os.sched_getaffinity(0))
+        settings = self._settings
+        place.settings_file.write_text(toml.dumps(tables(settings, place, cores, self._user)))
+        plans = processes(settings, place, cores, port, os.environ, model_flag="model" in self._flags)
+        return [etcd.plan(place.data / "etcd", place.runtime, os.environ), *plans]
+
+    def _interrupted(self) -> None:
+        self._interrupts += 1
+        self._stop.set()
+        if self._interrupts > 1 and self._supervisor is not None:
+            self._terminal.say("Killed")
+            self._supervisor.kill()
+
+    async def _until_stopped(self, client: RestClient, supervisor: Supervisor) -> int:
+        stopped = asyncio.ensure_future(self._stop.wait())
+        for step in (self._ready, self._welcome, self._stay):
+            task = asyncio.ensure_future(step(client))
+            events: list[asyncio.Future[Any]] = [task, stopped, supervisor.failed]
+            await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
+            if self._stop.is_set() or supervisor.failed.done():
+                task.cancel()
+                await asyncio.wait([task], timeout=1.0)
+                break
+            task.result()
+        stopped.cancel()
+        if supervisor.failed.done() and not self._stop.is_set():
+            self._terminal.say(f"kvcommons up: {supervisor.failed.result()}")
+            return 1
+        return 0
+
+    async def _ready(self, client: RestClient) -> None:
+        """Until the router says that all it needs is there. Raises Unavailable past `ready_wait_s`."""
+        started = time.monotonic()
+        wait_s = self._settings.ready_wait_s
+        turn = 0
+        while missing := await asyncio.to_thread(self._missing, client):
+            after_s = time.monotonic() - started
+            if after_s > wait_s:
+                raise Unavailable(
+                    f"the stack was not ready within {wait_s:g} s; {self._claim.place.logs} says why"
+                )
+            turn += 1
+            tick = f"{SPINNER[turn % len(SPINNER)]} {after_s:.0f} s, "
+            self._terminal.progress(f"waiting for {missing}", tick=tick)
+            await asyncio.sleep(POLL_S)
+        self._terminal.progress("")
+        self._claim.record({"url": client.url, "ready": True})
+        self._terminal.say(f"Ready after {time.monotonic() - started:.1f} s")
+
+    def _missing(self, client: RestClient) -> str:
+        """What the stack still waits for; empty when each of its processes is ready."""
+        if not client.healthy():
+            return "the router" if not client.reachable() else "its services"
+        try:
+            instances = client.get("/v1/status", timeout_s=2.0)["instances"]
+        except Unauthenticated:  # keys are configured, and we have none: health has to do
+            return ""
+        except KVCommonsError as error:
+            return error.message
+        ready = Counter(instance["service"] for instance in instances if instance["ready"])
+        settings = self._settings
+        wanted = {
+            "prefill": settings.prefill,
+            "decode": settings.decode,
+            "attention_pool": settings.attention_pool,
+            "kvstore": settings.kvstore,
+        }
+        short = {name: count - ready[name] for name, count in wanted.items() if ready[name] < count}
+        return ", ".join(f"{count} {name}" for name, count in short.items())
+
+    async def _welcome(self, client: RestClient) -> None:
+        """A failure of the conversation is told and leaves the stack up: people can look at it."""
+        if not self._settings.demo:
+            return
+        try:
+            await asyncio.to_thread(Welcome(client, self._terminal.say).hold)
+        except KVCommonsError as error:
+            self._terminal.say(f"The conversation failed: {error.message}")
+
+    async def _stay(self, client: RestClient) -> None:
+        self._terminal.say(f"kvcommons answers at {client.url}/v1 (try: kvcommons chat --url {client.url})")
+        self._terminal.say(f"Sessions and KV lie in {self._claim.place.data}. Ctrl-C stops the stack.")
+        await asyncio.Event().wait()
+
+
+def _free_port(bind: str, port: int) -> int:
+    """`port`, or a free one for 0. Raises Conflict when it is taken, InvalidInput for an address that is not
+    ours."""
+    family = socket.AF_INET6 if ":" in bind else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((bind, port))
+        except OSError as error:
+            if isinstance(error, socket.gaierror) or error.errno not in (98, 48):
+                raise InvalidInput(f"{bind}:{port} cannot be bound: {error}", param="bind") from error
+            raise Conflict(f"port {port} is in use: choose another one with --port", param="port") from error
+        return int(probe.getsockname()[1])

@@ -1,0 +1,1 @@
+"""The shared library of kvcommons. It imports no service."""

@@ -1,0 +1,190 @@
+"""The queue and the thread of a BlockSaver for one store: order is kept, a store that is away holds up no
+other."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvcommons.blockstore.progress import Progress
+from kvcommons.errors import DeadlineExceeded, KVCommonsError, Unavailable
+from kvcommons.pb import data_pb2 as pb
+from kvcommons.rblock.checksum import checksum
+from kvcommons.transport.base import Observer
+from kvcommons.transport.client import DataClient, PendingCall
+from kvcommons.transport.deadline import Deadline
+
+_LOG = logging.getLogger(__name__)
+
+# Between attempts to reach a store that is away: the first wait, doubled up to the last.
+_BACKOFF_S = (0.05, 1.0)
+# A lane without work ends its thread.
+_IDLE_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Save:
+    """One layer of consecutive blocks; payload one object a block."""
+
+    model: bytes
+    layers: int
+    tenant: str
+    parent: bytes
+    first_index: int
+    block_ids: tuple[bytes, ...]
+    layer: int
+    payload: tuple[memoryview, ...]
+    done: Callable[[], None]
+    give_up: Deadline
+    traceparent: str
+
+    @property
+    def bytes(self) -> int:
+        return sum(view.nbytes for view in self.payload)
+
+
+class Lane:
+    """One store's saves, in order, on one thread and one connection."""
+
+    def __init__(
+        self,
+        address: str,
+        *,
+        writer: str,
+        call_s: float,
+        changed: threading.Condition,
+        settle: Callable[[Save, int, int], None],
+        observer: Observer | None,
+    ) -> None:
+        """`changed` is the saver's, and held by callers of `put`, `stop` and `over`. `settle(save, saved,
+        unwanted)` is called once for each save, without it."""
+        self._address = address
+        self._writer = writer
+        self._call_s = call_s
+        self._changed = changed
+        self._settle = settle
+        self._client = DataClient(address, kept_max=1, observer=observer)
+        self._progress = Progress()
+        self._queue: deque[Save] = deque()
+        self._stopping = False
+        self._call: PendingCall | None = None
+        self._backoff_s = 0.0
+        self._thread = threading.Thread(target=self._run, name=f"save-{writer}", daemon=True)
+        self.over = False
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def put(self, save: Save) -> None:
+        self._queue.append(save)
+        self._changed.notify_all()
+
+    def stop(self) -> None:
+        """Drops what is queued, and breaks off the call under way."""
+        self._stopping = True
+        if self._call is not None:
+            self._call.abort()
+        self._changed.notify_all()
+
+    def join(self) -> None:
+        self._thread.join()
+
+    def _run(self) -> None:
+        while (save := self._next()) is not None:
+            saved = unwanted = 0
+            try:
+                saved, unwanted = self._carry_out(save)
+            except Exception:
+                # `done` must be called whatever happens: it unpins memory.
+                _LOG.exception("saving to %s", self._address)
+            self._settle(save, saved, unwanted)
+        self._client.close()
+
+    def _next(self) -> Save | None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._queue or self._stopping, _IDLE_S)
+            if self._queue:
+                return self._queue.popleft()
+            self.over = True
+            return None
+
+    def _carry_out(self, save: Save) -> tuple[int, int]:
+        """Objects saved, and objects that need not be. Tries again while the store is away, until it is time
+        to give up."""
+        sums: list[int] = []
+        while not self._stopping:
+            if save.layer and not self._client.connected():
+                # Another process answers there by now, without the layers before this one.
+                self._progress.lost()
+            runs = self._progress.runs(save.model, save.layer, save.block_ids)
+            wanted = sum(map(len, runs))
+            if not wanted:
+                return 0, len(save.block_ids)
+            if self._backoff_s and save.give_up.passed():
+                return 0, 0
+            if not sums:
+                sums = [
+                    checksum(block_id, save.layer, view)
+                    for block_id, view in zip(save.block_ids, save.payload, strict=True)
+                ]
+            try:
+                refused = sum(self._put(save, run, sums) for run in runs)
+            except (Unavailable, DeadlineExceeded) as error:
+                self._progress.lost()
+                if save.layer:
+                    return 0, 0  # it follows layers that the store may have forgotten
+                self._pause(save, error)
+            except KVCommonsError as error:
+                _LOG.warning(
+                    "%s refused layer %d of %d blocks: %s", self._address, save.layer, wanted, error.message
+                )
+                self._progress.unwanted(save.model, save.block_ids)
+                return 0, 0
+            else:
+                self._backoff_s = 0.0
+                return wanted - refused, len(save.block_ids) - wanted + refused
+        return 0, 0
+
+    def _put(self, save: Save, run: range, sums: list[int]) -> int:
+        """Sends one run; how many of its blocks the store does not want."""
+        block_ids = save.block_ids[run.start : run.stop]
+        put = pb.PutLayer(
+            model=save.model,
+            tenant=save.tenant,
+            writer=self._writer,
+            layer=save.layer,
+            layers=save.layers,
+            parent=save.block_ids[run.start - 1] if run.start else save.parent,
+            first_block=save.first_index + run.start,
+            block_ids=block_ids,
+            checksums=sums[run.start : run.stop],
+        )
+        deadline = Deadline.after(self._call_s)
+        payload = save.payload[run.start : run.stop]
+        with self._client.begin(
+            pb.DataRequest(traceparent=save.traceparent, put_layer=put), payload, deadline=deadline
+        ) as call:
+            with self._changed:
+                self._call = call
+                if self._stopping:
+                    call.abort()
+            try:
+                reply = call.finish()
+            finally:
+                with self._changed:
+                    self._call = None
+        unwanted = {index for index in reply.put_layer.unwanted if index < len(block_ids)}
+        self._progress.sent(save.model, save.layer, save.layers, block_ids)
+        self._progress.unwanted(save.model, [block_ids[index] for index in unwanted])
+        return len(unwanted)
+
+    def _pause(self, save: Save, error: KVCommonsError) -> None:
+        """Waits before the next attempt, at most until it is time to give up."""
+        if not self._backoff_s:
+            _LOG.warning("the store at %s is away: %s", self._address, error.message)
+        self._backoff_s = min(max(self._backoff_s * 2, _BACKOFF_S[0]), _BACKOFF_S[1])
+        with self._changed:
+            self._changed.wait_for(lambda: self._stopping, min(self._backoff_s, save.give_up.left()))

@@ -1,0 +1,265 @@
+"""Reads runs of blocks from a kvstore, layer by layer, so that a layer can be used while later ones come
+(AttentionStore, section 3.2.1: layer-wise pre-loading)."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvcommons.errors import DataLoss, DeadlineExceeded, Internal, KVCommonsError, Unavailable
+from kvcommons.pb import data_pb2 as pb
+from kvcommons.rblock.checksum import checksum
+from kvcommons.rblock.layout import Layout
+from kvcommons.telemetry.trace import current_traceparent
+from kvcommons.transport.base import Observer
+from kvcommons.transport.client import DataClient, PendingCall
+from kvcommons.transport.deadline import Deadline
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+    # (layer, first block of the run, blocks) to one writable buffer an object, which are final when the
+    # context ends.
+    Destination = Callable[[int, int, int], AbstractContextManager[Sequence[Buffer]]]
+
+_LOG = logging.getLogger(__name__)
+
+# Stores whose connections are kept.
+_CLIENTS_MAX = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CorruptObject:
+    """An object whose bytes do not have the checksum that they were stored with; for Blocks.Condemn."""
+
+    address: str  # of the store's data plane
+    model: bytes
+    block_id: bytes
+    layer: int
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Wanted:
+    address: str
+    model: bytes
+    layout: Layout
+    block_ids: tuple[bytes, ...]
+    traceparent: str
+
+    def request(self) -> pb.DataRequest:
+        wanted = pb.GetLayers(model=self.model, block_ids=self.block_ids, layers=self.layout.layers)
+        return pb.DataRequest(traceparent=self.traceparent, get_layers=wanted)
+
+    def check(self, reply: pb.DataReply, payload_bytes: int, layer: int) -> int:
+        """How many objects follow. Raises DataLoss for a reply that does not fit the question."""
+        got, asked = reply.got_layer, len(self.block_ids)
+        count = len(got.checksums)
+        if got.layer != layer or count > asked or len(got.generations) != count:
+            raise DataLoss(
+                f"{self.address} sent {count} blocks of layer {got.layer} for {asked} of layer {layer}"
+            )
+        if payload_bytes != count * self.layout.object_bytes:
+            raise DataLoss(f"{self.address} sent {payload_bytes} bytes for {count} objects of this model")
+        return count
+
+
+class LayerLoad:
+    """A load under way. Its buffers belong to it until it has ended: by itself, or by `cancel`."""
+
+    def __init__(self, layers: int) -> None:
+        self._layers = layers
+        self._changed = threading.Condition()
+        self._runs: list[int] = []
+        self._ended = False
+        self._cancelled = False
+        self._call: PendingCall | None = None
+        self._failure: KVCommonsError | None = None
+
+    def wait(self, layer: int, deadline: Deadline) -> int:
+        """How many leading blocks are there and verified in all layers up to this one; fewer than asked for
+        where blocks were missing or corrupt, 0 where the load failed or was cancelled before this layer.
+
+        Raises DeadlineExceeded; the load goes on then.
+        """
+        with self._changed:
+            ready = self._changed.wait_for(lambda: len(self._runs) > layer or self._ended, deadline.left())
+            if not ready:
+                raise DeadlineExceeded(f"layer {layer} was not loaded within its deadline")
+            return self._runs[layer] if layer < len(self._runs) else 0
+
+    def wait_all(self, deadline: Deadline) -> int:
+        """Blocks that are there and verified in all layers. Raises DeadlineExceeded."""
+        return self.wait(self._layers - 1, deadline)
+
+    @property
+    def cancelled(self) -> bool:
+        return self._cancelled
+
+    @property
+    def ended(self) -> bool:
+        with self._changed:
+            return self._ended
+
+    @property
+    def failure(self) -> KVCommonsError | None:
+        """Why it ended early, if it was not cancelled."""
+        with self._changed:
+            return self._failure
+
+    def cancel(self) -> None:
+        """Stops the load. When this returns nothing writes to its buffers any more."""
+        with self._changed:
+            self._cancelled = True
+            if self._call is not None:
+                self._call.abort()
+            # Only a copy or a checksum under way is waited for: the connection answers no more.
+            self._changed.wait_for(lambda: self._ended or self._call is None)
+
+    def _begin(self, call: PendingCall) -> bool:
+        """False when it was cancelled before; the call is the caller's then."""
+        with self._changed:
+            if not self._cancelled:
+                self._call = call
+            return not self._cancelled
+
+    def _advance(self, run: int) -> None:
+        with self._changed:
+            self._runs.append(run)
+            self._changed.notify_all()
+
+    def _end(self, failure: KVCommonsError | None) -> None:
+        with self._changed:
+            self._call = None
+            self._failure = failure
+            self._ended = True
+            self._changed.notify_all()
+
+
+class BlockLoader:
+    """Loads on threads of its own, `loads_max` at a time; further ones wait, within their deadlines."""
+
+    def __init__(
+        self,
+        condemn: Callable[[CorruptObject], None],
+        *,
+        name: str = "load",
+        loads_max: int = 4,
+        observer: Observer | None = None,
+    ) -> None:
+        """`condemn` is told of each corrupt object, on a loading thread: it must not block."""
+        self._condemn = condemn
+        self._observer = observer
+        self._pool = ThreadPoolExecutor(loads_max, thread_name_prefix=name)
+        self._lock = threading.Lock()
+        self._clients: OrderedDict[str, DataClient] = OrderedDict()
+        self._active: set[LayerLoad] = set()
+        self._closed = False
+
+    def load(
+        self,
+        address: str,
+        model: bytes,
+        layout: Layout,
+        block_ids: Sequence[bytes],
+        destination: Destination,
+        deadline: Deadline,
+    ) -> LayerLoad:
+        """Reads all layers of consecutive blocks from a store's data address. Never blocks, and never raises
+        for what the store does."""
+        load = LayerLoad(layout.layers)
+        wanted = _Wanted(
+            address=address,
+            model=model,
+            layout=layout,
+            block_ids=tuple(block_ids),
+            traceparent=current_traceparent(),
+        )
+        with self._lock:
+            if self._closed:
+                raise Unavailable("the loader was closed")
+            self._active.add(load)
+            self._pool.submit(self._run, load, wanted, destination, deadline)
+        return load
+
+    def close(self) -> None:
+        """Cancels all loads and ends the threads."""
+        with self._lock:
+            self._closed = True
+            active, clients = list(self._active), list(self._clients.values())
+        for load in active:
+            load.cancel()
+        self._pool.shutdown()
+        for client in clients:
+            client.close()
+
+    def _run(self, load: LayerLoad, wanted: _Wanted, destination: Destination, deadline: Deadline) -> None:
+        failure: KVCommonsError | None = None
+        try:
+            if not load.cancelled:
+                with self._client(wanted.address).begin(wanted.request(), deadline=deadline) as call:
+                    if load._begin(call):
+                        self._receive(load, call, wanted, destination)
+        except KVCommonsError as error:
+            failure = error
+            if not load.cancelled:
+                count = len(wanted.block_ids)
+                _LOG.warning("loading %d blocks from %s: %s", count, wanted.address, error.message)
+        except Exception as error:
+            _LOG.exception("loading blocks from %s", wanted.address)
+            failure = Internal(f"{type(error).__name__} while loading; see the log")
+        finally:
+            load._end(failure)
+            with self._lock:
+                self._active.discard(load)
+
+    def _receive(self, load: LayerLoad, call: PendingCall, wanted: _Wanted, destination: Destination) -> None:
+        run, layers = len(wanted.block_ids), wanted.layout.layers
+        for layer in range(layers):
+            with ExitStack() as open_buffers:
+                buffers: Sequence[Buffer] = ()
+
+                def choose(reply: pb.DataReply, payload_bytes: int, layer: int = layer) -> Sequence[Buffer]:
+                    nonlocal buffers
+                    count = wanted.check(reply, payload_bytes, layer)
+                    buffers = open_buffers.enter_context(destination(layer, 0, count)) if count else ()
+                    return buffers
+
+                got = call.next(choose, last=layer == layers - 1).got_layer
+                run = self._verify(wanted, got, buffers, min(run, len(buffers)))
+            load._advance(run)
+            if not run:
+                return  # the rest is of no use: leaving the call early hangs up
+
+    def _verify(self, wanted: _Wanted, got: pb.GotLayer, buffers: Sequence[Buffer], run: int) -> int:
+        """How many of the leading `run` objects are what was stored; the first that is not is condemned."""
+        for index, block_id in enumerate(wanted.block_ids[:run]):
+            if checksum(block_id, got.layer, buffers[index]) == got.checksums[index]:
+                continue
+            _LOG.warning("block %s, layer %d, of %s is corrupt", block_id.hex(), got.layer, wanted.address)
+            self._condemn(
+                CorruptObject(
+                    address=wanted.address,
+                    model=wanted.model,
+                    block_id=block_id,
+                    layer=got.layer,
+                    generation=got.generations[index],
+                )
+            )
+            return index
+        return run
+
+    def _client(self, address: str) -> DataClient:
+        with self._lock:
+            client = self._clients.pop(address, None) or DataClient(address, observer=self._observer)
+            self._clients[address] = client
+            if len(self._clients) > _CLIENTS_MAX:
+                _, oldest = self._clients.popitem(last=False)
+                oldest.close()
+            return client

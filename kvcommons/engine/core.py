@@ -1,0 +1,143 @@
+"""A loaded model and the blocks that its KV lies in: what an engine computes with."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import torch
+from annotated_types import Ge, Gt
+
+from kvcommons.attention.memory import BlockMemory
+from kvcommons.attention.partial import BatchPlan, ChunkPlan
+from kvcommons.errors import InvalidInput
+from kvcommons.model.slices import Model
+from kvcommons.model.spec import ModelSpec, fingerprint, model_info, resolve_folder
+from kvcommons.pb import common_pb2 as pb
+from kvcommons.rblock.allocator import BlockAllocator
+from kvcommons.rblock.layout import Layout
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """Settings that prefill and decode share."""
+
+    model: str  # folder or Hugging Face hub id
+    model_name: str | None = None  # as clients call it; default: the folder's name, or the hub id
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    device: str = "cpu"  # as torch names it: "cpu", "cuda", "cuda:1"
+    threads: Annotated[int, Ge(1)] = 1  # of the model's operators; more than cores over processes is slower
+    block_tokens: Annotated[int, Ge(1)] = 64
+    capacity_tokens: Annotated[int, Gt(0)] = 65536  # room for KV
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Core:
+    """`memory` has `allocator.total` blocks; `info` is what the instance registers."""
+
+    model: Model
+    info: pb.ModelInfo
+    layout: Layout
+    memory: BlockMemory
+    allocator: BlockAllocator
+
+    @property
+    def block_tokens(self) -> int:
+        return self.layout.block_tokens
+
+    def positions(self, first: int, count: int) -> torch.Tensor:
+        """LongTensor [count] on the model's device."""
+        return torch.arange(first, first + count, device=self.model.device)
+
+
+def load_core(settings: EngineSettings) -> Core:
+    """Reads the model and makes its block memory; seconds to minutes, so never on an event loop.
+
+    Raises InvalidInput for a model or device that cannot be served.
+    """
+    started = time.monotonic()
+    torch.set_num_threads(settings.threads)
+    device = _device(settings.device)
+    folder = resolve_folder(settings.model)
+    spec = ModelSpec.read(folder)
+    identity = fingerprint(folder, spec, settings.dtype, settings.block_tokens)
+    name = settings.model_name or (folder.name if settings.model == str(folder) else settings.model)
+    info = model_info(name, spec, identity, settings.dtype, settings.block_tokens)
+    core = make_core(
+        Model.load(folder, dtype=settings.dtype, device=device),
+        info,
+        capacity_tokens=settings.capacity_tokens,
+    )
+    _warm_up(core)
+    log.info(
+        "model loaded",
+        extra={
+            "model": name,
+            "blocks": core.allocator.total,
+            "seconds": round(time.monotonic() - started, 2),
+        },
+    )
+    return core
+
+
+def make_core(model: Model, info: pb.ModelInfo, *, capacity_tokens: int) -> Core:
+    """A model that is in memory already, with blocks for `capacity_tokens`."""
+    layout = Layout.of(info)
+    blocks = capacity_tokens // info.block_tokens
+    if blocks < 1:
+        raise InvalidInput(
+            f"capacity_tokens = {capacity_tokens} is less than one block of {info.block_tokens} tokens",
+            param="capacity_tokens",
+        )
+    memory = BlockMemory(layout, blocks, str(model.device))
+    return Core(model=model, info=info, layout=layout, memory=memory, allocator=BlockAllocator(blocks))
+
+
+def _device(name: str) -> str:
+    try:
+        torch.empty(1, device=name)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).split("\n")[0]
+        raise InvalidInput(f"device {name!r} cannot be used: {reason}", param="device") from error
+    return name
+
+
+def _warm_up(core: Core) -> None:
+    """One chunk and one decode step, so that the first request does not pay for what is made lazily."""
+    model, layout = core.model, core.layout
+    blocks = core.allocator.allocate(1)
+    rows = max(1, min(8, core.block_tokens - 1))
+    try:
+        with torch.inference_mode():
+            device = model.device
+            table = torch.tensor(blocks, device=device)
+            for first, count in ((0, rows), (rows, 1)):
+                positions = core.positions(first, count)
+                state = model.begin(torch.zeros(count, dtype=torch.long, device=device), positions)
+                length = first + count
+                for layer in range(layout.layers):
+                    slots = positions % core.block_tokens + blocks[0] * core.block_tokens
+                    core.memory.write_tokens(layer, slots, state.k, state.v)
+                    kv, window = core.memory.layer(layer), model.window(layer)
+                    if count > 1:
+                        chunk = ChunkPlan(
+                            kv.shape, layout.query_heads, table, length,
+                            first_key_position=0, query_positions=positions, window=window,
+                        )  # fmt: skip
+                        out = chunk.attend(state.q, kv, model.scale).out
+                    else:
+                        batch = BatchPlan(
+                            kv.shape, table.view(1, 1), torch.tensor([length], device=device),
+                            first_key_positions=torch.zeros(1, dtype=torch.long, device=device),
+                            query_positions=positions, window=window,
+                        )  # fmt: skip
+                        out = batch.attend(state.q, kv, model.scale).out
+                    if layer < layout.layers - 1:
+                        state = model.advance(layer, state, out)
+                model.end(state, out, [count - 1])
+    finally:
+        core.allocator.release(blocks)

@@ -1,0 +1,298 @@
+"""A holder from a debtor's side: segments borrowed there, kept by renewing their leases, written to and
+attended over."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextvars import Context
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvcommons.attention.partial import Partial
+from kvcommons.errors import KVCommonsError
+from kvcommons.holder.attending import byte_view
+from kvcommons.holder.segments import SegmentRef
+from kvcommons.pb import data_pb2, holder_pb2
+from kvcommons.pb import holder_pb2_grpc as rpc
+from kvcommons.rpc.channel import open_channel
+from kvcommons.telemetry.trace import current_traceparent
+from kvcommons.transport.base import Observer
+from kvcommons.transport.client import DataClient, PendingCall
+from kvcommons.transport.deadline import Deadline
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+_LOG = logging.getLogger(__name__)
+
+# A lease survives two renewals that fail.
+_RENEWALS_PER_LEASE = 3
+_RENEW_TIMEOUT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttendPart:
+    """Rows that attend over one segment; see AttendSegment in data.proto."""
+
+    ref: SegmentRef
+    rows: int
+    first_position: int
+    length: int
+    append: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PendingPartial:
+    """A holder computes; `finish` or `cancel` it."""
+
+    call: PendingCall
+    rows: int
+    query_heads: int
+    head_dim: int
+
+    def finish(self) -> Partial:
+        """The partial of all parts' rows, in order, on the CPU. Raises what the holder raised (StaleEpoch),
+        Unavailable, DeadlineExceeded."""
+        out = torch.empty((self.rows, self.query_heads, self.head_dim), dtype=torch.float32)
+        lse = torch.empty((self.rows, self.query_heads), dtype=torch.float32)
+        self.call.finish([byte_view(out), byte_view(lse)])
+        return Partial(out=out, lse=lse)
+
+    def cancel(self) -> None:
+        self.call.cancel()
+
+
+class RemoteHolder:
+    """One creditor, for one debtor. The coroutines belong to the event loop; data operations block, may come
+    from any thread, and run at the same time."""
+
+    def __init__(
+        self,
+        control_address: str,
+        data_address: str,
+        *,
+        owner: str,
+        model: bytes,
+        lost: Callable[[Sequence[SegmentRef]], None],
+        lease_s: float = 10.0,
+        observer: Observer | None = None,
+    ) -> None:
+        """`owner` is this instance's id. `lost` is told, on the event loop, of segments that the holder does
+        not have any more, or that could not be renewed for as long as their lease; they need no release."""
+        self.control_address = control_address
+        self.data_address = data_address
+        self._owner = owner
+        self._model = model
+        self._lost = lost
+        self._lease_s = lease_s
+        self._channel = open_channel(control_address)
+        self._stub = rpc.HolderStub(self._channel)
+        self._data = DataClient(data_address, observer=observer)
+        self._borrowed: dict[SegmentRef, float] = {}  # to when its lease runs out, at the latest
+        self._renewal: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begins to renew leases. Call it on the event loop."""
+        # Not in the context of the request that happens to borrow first: its trace ends some day.
+        self._renewal = asyncio.get_running_loop().create_task(
+            self._renew_for_ever(), name="renew", context=Context()
+        )
+
+    async def close(self) -> None:
+        """Releases nothing: what is still borrowed comes free when its lease runs out."""
+        if self._renewal is not None:
+            self._renewal.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._renewal
+        await self._channel.close(None)
+        self._data.close()
+
+    @property
+    def borrowed(self) -> list[SegmentRef]:
+        """Segments whose leases are renewed."""
+        return list(self._borrowed)
+
+    async def reserve(
+        self, sequence: str, blocks: int, *, first_position: int, shift: int = 0, timeout_s: float
+    ) -> SegmentRef:
+        """A segment whose first token has `first_position`. Raises CapacityExhausted, InvalidInput for
+        another model."""
+        asked_s = time.monotonic()
+        request = self._reservation(blocks)
+        request.sequence, request.first_position, request.shift = sequence, first_position, shift
+        reply = await self._stub.Reserve(request, timeout=timeout_s)
+        ref = SegmentRef(handle=reply.handle, epoch=reply.epoch)
+        self._borrowed[ref] = asked_s + self._lease_s
+        return ref
+
+    async def grow(self, ref: SegmentRef, blocks: int, *, timeout_s: float) -> None:
+        """More blocks at the segment's end. Raises CapacityExhausted, StaleEpoch."""
+        request = self._reservation(blocks)
+        request.handle, request.epoch = ref.handle, ref.epoch
+        await self._stub.Reserve(request, timeout=timeout_s)
+
+    async def release(self, refs: Iterable[SegmentRef], *, timeout_s: float) -> None:
+        """Leases are not renewed any more, even where this raises: the holder reclaims the blocks then."""
+        gone = list(refs)
+        for ref in gone:
+            self._borrowed.pop(ref, None)
+        if not gone:
+            return
+        segments = [_message(ref) for ref in gone]
+        await self._stub.Release(holder_pb2.ReleaseRequest(segments=segments), timeout=timeout_s)
+
+    async def load(
+        self,
+        ref: SegmentRef,
+        store_address: str,
+        block_ids: Sequence[bytes],
+        *,
+        first_block: int,
+        store_control: str = "",
+        timeout_s: float,
+    ) -> int:
+        """Has the holder read blocks from a kvstore's data plane; how many leading ones are there and
+        verified. `store_control` is where the store is told about corrupt ones."""
+        request = holder_pb2.LoadRequest(
+            segment=_message(ref),
+            data_address=store_address,
+            control_address=store_control,
+            first_block=first_block,
+            block_ids=block_ids,
+        )
+        return (await self._stub.Load(request, timeout=timeout_s)).blocks
+
+    async def save(
+        self,
+        ref: SegmentRef,
+        store_address: str,
+        block_ids: Sequence[bytes],
+        *,
+        tenant: str,
+        parent: bytes,
+        first_block: int,
+        first_index: int,
+        timeout_s: float,
+    ) -> None:
+        """Has the holder write full blocks to a kvstore in the background. `first_block` is within the
+        segment, `first_index` the same block's index within the sequence."""
+        request = holder_pb2.SaveRequest(
+            segment=_message(ref),
+            data_address=store_address,
+            tenant=tenant,
+            parent=parent,
+            first_block=first_block,
+            first_index=first_index,
+            block_ids=block_ids,
+        )
+        await self._stub.Save(request, timeout=timeout_s)
+
+    async def inspect(self, *, timeout_s: float) -> holder_pb2.InspectReply:
+        return await self._stub.Inspect(holder_pb2.InspectRequest(), timeout=timeout_s)
+
+    def write_blocks(
+        self, ref: SegmentRef, layer: int, first_block: int, objects: Sequence[Buffer], deadline: Deadline
+    ) -> None:
+        """One layer of whole blocks, one buffer an object. Returns when they are there."""
+        write = data_pb2.WriteBlocks(
+            handle=ref.handle, epoch=ref.epoch, layer=layer, first_block=first_block, blocks=len(objects)
+        )
+        self._data.call(
+            data_pb2.DataRequest(traceparent=current_traceparent(), write_blocks=write),
+            objects,
+            deadline=deadline,
+        )
+
+    def read_blocks(
+        self, ref: SegmentRef, layer: int, first_block: int, into: Sequence[Buffer], deadline: Deadline
+    ) -> None:
+        """The other way: one writable buffer an object."""
+        read = data_pb2.ReadBlocks(
+            handle=ref.handle, epoch=ref.epoch, layer=layer, first_block=first_block, blocks=len(into)
+        )
+        self._data.call(
+            data_pb2.DataRequest(traceparent=current_traceparent(), read_blocks=read),
+            into=into,
+            deadline=deadline,
+        )
+
+    def begin_attend(
+        self,
+        layer: int,
+        parts: Sequence[AttendPart],
+        q: Tensor,
+        appended: Sequence[Tensor],
+        deadline: Deadline,
+    ) -> PendingPartial:
+        """Sends queries, so that local attention can be computed meanwhile.
+
+        q [sum of rows, query_heads, head_dim], rotated; appended, for each part with `append`, in order: K
+        and V [2, kv_heads, rows, head_dim] in the KV dtype.
+        """
+        request = data_pb2.DataRequest(
+            traceparent=current_traceparent(),
+            attend_layer=data_pb2.AttendLayer(
+                layer=layer, segments=[_attend_segment(part) for part in parts]
+            ),
+        )
+        payload = [byte_view(tensor.detach().cpu().contiguous()) for tensor in (q.float(), *appended)]
+        call = self._data.begin(request, payload, deadline=deadline)
+        return PendingPartial(call=call, rows=q.shape[0], query_heads=q.shape[1], head_dim=q.shape[2])
+
+    def _reservation(self, blocks: int) -> holder_pb2.ReserveRequest:
+        lease_ms = int(self._lease_s * 1000)
+        return holder_pb2.ReserveRequest(
+            owner=self._owner, model=self._model, blocks=blocks, lease_ms=lease_ms
+        )
+
+    async def _renew_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(self._lease_s / _RENEWALS_PER_LEASE)
+            if not self._borrowed:
+                continue
+            try:
+                gone = await self._renew(list(self._borrowed))
+            except KVCommonsError as error:
+                now_s = time.monotonic()
+                gone = [ref for ref, until_s in self._borrowed.items() if until_s <= now_s]
+                _LOG.warning("leases at %s were not renewed: %s", self.control_address, error.message)
+            gone = [ref for ref in gone if self._borrowed.pop(ref, None) is not None]
+            if gone:
+                self._lost(gone)
+
+    async def _renew(self, refs: list[SegmentRef]) -> list[SegmentRef]:
+        """Those that the holder does not have (any more)."""
+        asked_s = time.monotonic()
+        request = holder_pb2.RenewRequest(
+            owner=self._owner,
+            segments=[_message(ref) for ref in refs],
+            lease_ms=int(self._lease_s * 1000),
+        )
+        reply = await self._stub.Renew(request, timeout=min(_RENEW_TIMEOUT_S, self._lease_s))
+        unknown = set(reply.unknown)
+        for ref in refs:
+            if ref in self._borrowed and ref.handle not in unknown:
+                self._borrowed[ref] = asked_s + self._lease_s
+        return [ref for ref in refs if ref.handle in unknown]
+
+
+def _message(ref: SegmentRef) -> holder_pb2.SegmentRef:
+    return holder_pb2.SegmentRef(handle=ref.handle, epoch=ref.epoch)
+
+
+def _attend_segment(part: AttendPart) -> data_pb2.AttendSegment:
+    return data_pb2.AttendSegment(
+        handle=part.ref.handle,
+        epoch=part.ref.epoch,
+        rows=part.rows,
+        first_position=part.first_position,
+        append=part.append,
+        length=part.length,
+    )

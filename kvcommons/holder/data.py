@@ -1,0 +1,89 @@
+"""The holder's data plane: blocks in, blocks out, partials, and a sequence's start."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from kvcommons.errors import InvalidInput, UnsupportedParameter
+from kvcommons.holder.attending import Attention
+from kvcommons.holder.holder import Holder
+from kvcommons.holder.segments import SegmentRef
+from kvcommons.pb import data_pb2 as pb
+from kvcommons.telemetry.trace import Tracer
+from kvcommons.transport.server import Exchange
+
+StartHook = Callable[[pb.StartSequence], None]
+
+# However long a peer is ready to wait: a segment stays pinned for no longer than this.
+_OPERATION_S = 60.0
+
+
+class HolderData:
+    """A DataServer's handler. `on_start_sequence` is called by a data thread once prefill has delivered all
+    of a sequence; it must not block, and what it raises goes back to prefill."""
+
+    def __init__(
+        self,
+        holder: Holder,
+        *,
+        on_start_sequence: StartHook | None = None,
+        compute: threading.Lock | None = None,
+        tracer: Tracer | None = None,
+    ) -> None:
+        """`compute`: see Attention. `tracer` makes a span of each request that belongs to a trace."""
+        self._tracer = tracer or Tracer.off()
+        self._holder = holder
+        self._attention = Attention(holder, compute)
+        self._on_start_sequence = on_start_sequence
+
+    def __call__(self, request: pb.DataRequest, exchange: Exchange) -> None:
+        exchange.deadline = exchange.deadline.within(_OPERATION_S)
+        if not request.traceparent:
+            self._answer(request, exchange)
+            return
+        with self._tracer.span(f"holder.{request.WhichOneof('op')}", parent=request.traceparent):
+            self._answer(request, exchange)
+
+    def _answer(self, request: pb.DataRequest, exchange: Exchange) -> None:
+        op = request.WhichOneof("op")
+        if op == "write_blocks":
+            self._write(request.write_blocks, exchange)
+        elif op == "read_blocks":
+            self._read(request.read_blocks, exchange)
+        elif op == "attend_layer":
+            self._attention.answer(request.attend_layer, exchange)
+        elif op == "start_sequence" and self._on_start_sequence is not None:
+            self._start(request.start_sequence, self._on_start_sequence, exchange)
+        else:
+            raise UnsupportedParameter(f"this holder does not answer {op}", param="op")
+
+    def _write(self, write: pb.WriteBlocks, exchange: Exchange) -> None:
+        layout = self._holder.memory.layout
+        _check_layer(write.layer, layout.layers)
+        with self._holder.pinned([SegmentRef(handle=write.handle, epoch=write.epoch)]) as (segment,):
+            blocks = self._holder.blocks(segment, write.first_block, write.blocks)
+            due = len(blocks) * layout.object_bytes
+            if exchange.payload_bytes != due:
+                raise InvalidInput(
+                    f"{len(blocks)} blocks came with {exchange.payload_bytes} bytes, not {due}"
+                )
+            with self._holder.memory.write_buffers(write.layer, blocks) as buffers:
+                exchange.receive_payload(buffers)
+        exchange.reply(pb.DataReply(done=pb.Done()))
+
+    def _read(self, read: pb.ReadBlocks, exchange: Exchange) -> None:
+        _check_layer(read.layer, self._holder.memory.layout.layers)
+        with self._holder.pinned([SegmentRef(handle=read.handle, epoch=read.epoch)]) as (segment,):
+            blocks = self._holder.blocks(segment, read.first_block, read.blocks)
+            exchange.reply(pb.DataReply(done=pb.Done()), self._holder.memory.read_buffers(read.layer, blocks))
+
+    def _start(self, start: pb.StartSequence, hook: StartHook, exchange: Exchange) -> None:
+        with self._holder.pinned([SegmentRef(handle=start.handle, epoch=start.epoch)]):
+            hook(start)
+        exchange.reply(pb.DataReply(done=pb.Done()))
+
+
+def _check_layer(layer: int, layers: int) -> None:
+    if layer >= layers:
+        raise InvalidInput(f"layer {layer} of a model with {layers} layers", param="layer")

@@ -1,0 +1,168 @@
+"""A holder's memory and who has what of it: the one object that gRPC, the data plane and the owner process
+share."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from kvcommons.attention.memory import BlockMemory
+from kvcommons.errors import InvalidInput
+from kvcommons.holder.segments import Segment, SegmentRef, SegmentTable, new_epoch
+from kvcommons.rblock.allocator import BlockAllocator
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldModel:
+    """What a holder must know of the model whose KV it holds."""
+
+    fingerprint: bytes
+    scale: float  # of scores
+    windows: tuple[int | None, ...]  # by layer: sliding window in tokens
+
+
+class Holder:
+    """Thread-safe. The lock is held for table operations only, never while bytes move: operations on blocks
+    pin their segments instead, so that blocks released meanwhile are given to nobody until the operation has
+    ended."""
+
+    def __init__(
+        self,
+        memory: BlockMemory,
+        allocator: BlockAllocator,
+        model: HeldModel,
+        *,
+        instance_id: str,
+        lend_blocks_max: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`lend_blocks_max`: what others may have of it in all; all of it unless set. `allocator` may be used
+        by the owner process beside the holder."""
+        self.memory = memory
+        self.allocator = allocator
+        self.model = model
+        self.instance_id = instance_id
+        self._clock = clock
+        self._lock = threading.Lock()
+        lend = allocator.total if lend_blocks_max is None else lend_blocks_max
+        self._table = SegmentTable(allocator, epoch=new_epoch(), lend_blocks_max=lend)
+
+    def check_model(self, fingerprint: bytes) -> None:
+        if fingerprint != self.model.fingerprint:
+            raise InvalidInput(
+                f"this holder has KV of model {self.model.fingerprint.hex()[:12]}, not "
+                f"{fingerprint.hex()[:12]}: start all services with one model, dtype and block size",
+                param="model",
+            )
+
+    def lend(
+        self, owner: str, sequence: str, blocks: int, *, first_position: int, lease_s: float
+    ) -> SegmentRef:
+        """Errors as in SegmentTable."""
+        with self._lock:
+            now_s = self._clock()
+            return self._table.lend(
+                owner, sequence, blocks, first_position=first_position, lease_s=lease_s, now_s=now_s
+            )
+
+    def grow(self, ref: SegmentRef, blocks: int, *, owner: str, lease_s: float) -> None:
+        with self._lock:
+            self._table.grow(ref, blocks, owner=owner, lease_s=lease_s, now_s=self._clock())
+
+    def adopt(self, sequence: str, blocks: Sequence[int], *, first_position: int = 0) -> SegmentRef:
+        """A segment of the owner process's own, over blocks that it has allocated or matched: it can be
+        written to by prefill, and needs no lease. The segment keeps references of its own, until
+        `release`."""
+        with self._lock:
+            return self._table.adopt(self.instance_id, sequence, blocks, first_position=first_position)
+
+    def extend(self, ref: SegmentRef, blocks: Sequence[int]) -> None:
+        """More blocks for a segment of the owner process's own."""
+        with self._lock:
+            self._table.extend(ref, blocks)
+
+    def release(self, refs: Sequence[SegmentRef]) -> None:
+        with self._lock:
+            self._table.release(refs)
+
+    def renew(self, owner: str, refs: Sequence[SegmentRef], *, lease_s: float) -> list[int]:
+        """Handles that are unknown."""
+        with self._lock:
+            return self._table.renew(owner, refs, lease_s=lease_s, now_s=self._clock())
+
+    def expire(self) -> int:
+        """Releases segments whose lease has run out; call it every second or so."""
+        with self._lock:
+            over = self._table.expire(self._clock())
+        for segment in over:
+            _LOG.warning(
+                "lease ran out: segment %d of %s, sequence %s, %d blocks",
+                segment.handle,
+                segment.owner,
+                segment.sequence,
+                len(segment.blocks),
+            )
+        return len(over)
+
+    def pin(self, ref: SegmentRef) -> Segment:
+        """Raises StaleEpoch. Whoever pins has to unpin; see `pinned`."""
+        with self._lock:
+            return self._table.pin(ref)
+
+    def unpin(self, segment: Segment) -> None:
+        with self._lock:
+            self._table.unpin(segment)
+
+    @contextmanager
+    def pinned(self, refs: Sequence[SegmentRef]) -> Iterator[list[Segment]]:
+        """All of the segments, or StaleEpoch."""
+        segments: list[Segment] = []
+        try:
+            with self._lock:
+                for ref in refs:
+                    segments.append(self._table.pin(ref))
+            yield segments
+        finally:
+            with self._lock:
+                for segment in segments:
+                    self._table.unpin(segment)
+
+    def blocks(self, segment: Segment, first: int, count: int) -> list[int]:
+        """Physical numbers of blocks of a pinned segment. Raises InvalidInput outside of it."""
+        with self._lock:
+            if count < 1 or first + count > len(segment.blocks):
+                raise InvalidInput(
+                    f"blocks {first}..{first + count} are not within segment {segment.handle} "
+                    f"of {len(segment.blocks)} blocks: reserve more first"
+                )
+            return segment.blocks[first : first + count]
+
+    def held(self) -> list[tuple[Segment, float | None]]:
+        """Segments, each with the seconds left of its lease (None: it has none)."""
+        with self._lock:
+            now_s = self._clock()
+            return [
+                (segment, None if segment.expires_s is None else max(0.0, segment.expires_s - now_s))
+                for segment in self._table.segments
+            ]
+
+    def stop_lending(self) -> None:
+        """Before the process ends: no new reservations; what is lent stays until it is given back."""
+        with self._lock:
+            self._table.lend_blocks_max = 0
+
+    @property
+    def lent_blocks(self) -> int:
+        with self._lock:
+            return self._table.lent_blocks
+
+    @property
+    def lendable_blocks(self) -> int:
+        with self._lock:
+            return self._table.lendable_blocks

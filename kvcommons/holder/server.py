@@ -1,0 +1,173 @@
+"""The Holder service: gRPC messages to the holder and back. Its data plane is `HolderData`."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from typing import Any, Protocol, TypeVar
+
+import grpc.aio
+
+from kvcommons.blockstore.loader import BlockLoader
+from kvcommons.blockstore.saver import BlockSaver
+from kvcommons.errors import InvalidInput
+from kvcommons.holder.holder import Holder
+from kvcommons.holder.segments import Segment, SegmentRef
+from kvcommons.pb import holder_pb2 as pb
+from kvcommons.pb import holder_pb2_grpc as rpc
+from kvcommons.transport.deadline import Deadline
+
+_LOG = logging.getLogger(__name__)
+
+# Loads that wait for a store at the same time, a thread each.
+_LOADS_MAX = 8
+_LOAD_S = 60.0
+_SWEEP_S = 0.5
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+_T = TypeVar("_T")
+
+
+class Stores(Protocol):
+    """Learns where a kvstore is told about corrupt objects that `loader` finds."""
+
+    def know(self, *, data_address: str, control_address: str) -> None: ...
+
+
+class HolderService(rpc.HolderServicer):
+    """`loader` and `saver` are the owner process's; `close` leaves them open."""
+
+    def __init__(self, holder: Holder, loader: BlockLoader, saver: BlockSaver, stores: Stores) -> None:
+        self._holder = holder
+        self._loader = loader
+        self._saver = saver
+        self._stores = stores
+        self._threads = ThreadPoolExecutor(_LOADS_MAX, thread_name_prefix="holder")
+        self._sweep: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begins to reclaim what nobody renews. Call it on the event loop."""
+        self._sweep = asyncio.get_running_loop().create_task(self._expire(), name="leases")
+
+    async def close(self) -> None:
+        if self._sweep is not None:
+            self._sweep.cancel()
+            await asyncio.wait([self._sweep])
+        await asyncio.to_thread(self._threads.shutdown)
+
+    async def Reserve(self, request: pb.ReserveRequest, context: _Context) -> pb.ReserveReply:
+        self._holder.check_model(request.model)
+        lease_s = request.lease_ms / 1000
+        if request.handle:
+            ref = SegmentRef(handle=request.handle, epoch=request.epoch)
+            self._holder.grow(ref, request.blocks, owner=request.owner, lease_s=lease_s)
+        else:
+            ref = self._holder.lend(
+                request.owner,
+                request.sequence,
+                request.blocks,
+                first_position=request.first_position + request.shift,
+                lease_s=lease_s,
+            )
+        return pb.ReserveReply(handle=ref.handle, epoch=ref.epoch)
+
+    async def Release(self, request: pb.ReleaseRequest, context: _Context) -> pb.ReleaseReply:
+        self._holder.release([_ref(segment) for segment in request.segments])
+        return pb.ReleaseReply()
+
+    async def Renew(self, request: pb.RenewRequest, context: _Context) -> pb.RenewReply:
+        refs = [_ref(segment) for segment in request.segments]
+        unknown = self._holder.renew(request.owner, refs, lease_s=request.lease_ms / 1000)
+        return pb.RenewReply(unknown=unknown)
+
+    async def Load(self, request: pb.LoadRequest, context: _Context) -> pb.LoadReply:
+        if request.control_address:
+            self._stores.know(data_address=request.data_address, control_address=request.control_address)
+        left_s = context.time_remaining()
+        deadline = Deadline.after(_LOAD_S if left_s is None else min(left_s, _LOAD_S))
+        return await self._on_thread(lambda: self._load(request, deadline))
+
+    async def Save(self, request: pb.SaveRequest, context: _Context) -> pb.SaveReply:
+        return await self._on_thread(lambda: self._save(request))
+
+    async def Inspect(self, request: pb.InspectRequest, context: _Context) -> pb.InspectReply:
+        """A segment without a lease, the holder's own, has lease_left_ms 0."""
+        allocator = self._holder.allocator
+        reply = pb.InspectReply(
+            total_blocks=allocator.total, free_blocks=allocator.free, cached_blocks=allocator.cached
+        )
+        for segment, left_s in self._holder.held():
+            reply.segments.add(
+                handle=segment.handle,
+                owner=segment.owner,
+                sequence=segment.sequence,
+                blocks=len(segment.blocks),
+                lease_left_ms=int((left_s or 0) * 1000),
+            )
+        return reply
+
+    async def _on_thread(self, work: Callable[[], _T]) -> _T:
+        # With the call's trace and ids: what it reads and writes at a store is part of it.
+        return await asyncio.get_running_loop().run_in_executor(self._threads, copy_context().run, work)
+
+    def _load(self, request: pb.LoadRequest, deadline: Deadline) -> pb.LoadReply:
+        holder, count = self._holder, len(request.block_ids)
+        with holder.pinned([_ref(request.segment)]) as (segment,):
+            blocks = holder.blocks(segment, request.first_block, count)
+            load = self._loader.load(
+                request.data_address,
+                holder.model.fingerprint,
+                holder.memory.layout,
+                request.block_ids,
+                lambda layer, first, number: holder.memory.write_buffers(
+                    layer, blocks[first : first + number]
+                ),
+                deadline,
+            )
+            try:
+                # The load itself ends at the deadline; this only waits for it to have ended.
+                loaded = load.wait_all(Deadline.after(deadline.left() + 1))
+            finally:
+                load.cancel()
+        return pb.LoadReply(blocks=loaded)
+
+    def _save(self, request: pb.SaveRequest) -> pb.SaveReply:
+        """Each layer pins the segment until the saver is done with it."""
+        holder, count = self._holder, len(request.block_ids)
+        if not count:
+            raise InvalidInput("nothing to save: block_ids is empty", param="block_ids")
+        layout = holder.memory.layout
+        with holder.pinned([_ref(request.segment)]) as (segment,):
+            blocks = holder.blocks(segment, request.first_block, count)
+            for layer in range(layout.layers):
+                taken = self._saver.save(
+                    address=request.data_address,
+                    model=holder.model.fingerprint,
+                    layers=layout.layers,
+                    tenant=request.tenant,
+                    parent=request.parent,
+                    first_index=request.first_index,
+                    block_ids=request.block_ids,
+                    layer=layer,
+                    payload=holder.memory.read_buffers(layer, blocks),
+                    done=self._pin_until_done(_ref(request.segment)),
+                )
+                if not taken:
+                    break  # the later layers would be of no use
+        return pb.SaveReply()
+
+    def _pin_until_done(self, ref: SegmentRef) -> Callable[[], None]:
+        segment: Segment = self._holder.pin(ref)
+        return lambda: self._holder.unpin(segment)
+
+    async def _expire(self) -> None:
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            self._holder.expire()
+
+
+def _ref(message: pb.SegmentRef) -> SegmentRef:
+    return SegmentRef(handle=message.handle, epoch=message.epoch)

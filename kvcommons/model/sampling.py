@@ -1,0 +1,173 @@
+"""From logits to tokens.
+
+A token is drawn by inverting the cumulative distribution, in order of token ids and in float64, at one
+uniform number that is a hash of (seed, choice, position). So it does not depend on the device, on what
+else is in the batch, or on which process draws it: a resumed turn goes on as the undisturbed one would have.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvcommons.pb import common_pb2 as pb
+
+# top_p is looked for among this many most probable tokens first; few distributions need a full sort.
+_LIKELY_TOKENS = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """A sequence's sampling parameters: `SamplingParams.of(proto)` once, used for each of its tokens."""
+
+    temperature: float = 0.0  # 0 is greedy
+    top_p: float = 1.0  # 1 keeps all
+    top_k: int = 0  # 0 keeps all
+    min_p: float = 0.0
+    seed: int = 0
+    choice: int = 0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: bool = False
+    top_logprobs: int = 0
+
+    @classmethod
+    def of(cls, sampling: pb.Sampling) -> SamplingParams:
+        return cls(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p or 1.0,  # an unset one keeps all
+            top_k=sampling.top_k,
+            min_p=sampling.min_p,
+            seed=sampling.seed,
+            choice=sampling.choice,
+            frequency_penalty=sampling.frequency_penalty,
+            presence_penalty=sampling.presence_penalty,
+            logit_bias=tuple(sorted(sampling.logit_bias.items())),
+            logprobs=sampling.logprobs,
+            top_logprobs=sampling.top_logprobs,
+        )
+
+    @property
+    def penalised(self) -> bool:
+        return self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingRow:
+    """`position`: index in the sequence of the token to sample; `generated`: how often each token after the
+    prompt boundary came (only read where a penalty is set)."""
+
+    params: SamplingParams
+    position: int
+    generated: Mapping[int, int]
+
+
+def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[pb.SampledToken]:
+    """logits [B, vocab] float32 (left unchanged), a row each -> SampledToken with position, logprob and
+    top set.
+
+    logprob and top are of the unmodified distribution, and set only where `logprobs` asks for them.
+    """
+    adjusted = _adjusted(logits, rows)
+    tokens = adjusted.argmax(-1).tolist()
+    drawn = [i for i, row in enumerate(rows) if row.params.temperature > 0]
+    if drawn:
+        chosen = adjusted[torch.tensor(drawn, device=logits.device)]
+        for i, token in zip(drawn, _draw(chosen, [rows[i] for i in drawn]), strict=True):
+            tokens[i] = token
+    sampled = [
+        pb.SampledToken(token=token, position=row.position) for token, row in zip(tokens, rows, strict=True)
+    ]
+    _add_logprobs(sampled, logits, rows)
+    return sampled
+
+
+def uniform(seed: int, choice: int, position: int) -> float:
+    """The number in [0, 1) that decides a token: the first 53 bits of BLAKE2b over (u64, u32, u64), LE."""
+    data = struct.pack("<QIQ", seed & 0xFFFFFFFFFFFFFFFF, choice & 0xFFFFFFFF, position)
+    digest = hashlib.blake2b(data, digest_size=8, person=b"kvcommons-noise").digest()
+    return float((int.from_bytes(digest, "little") >> 11) * 2.0**-53)
+
+
+def _adjusted(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+    """With logit_bias and penalties; `logits` itself where no row has any."""
+    adjusted = logits
+    for i, row in enumerate(rows):
+        changes: dict[int, float] = {}
+        for token, bias in row.params.logit_bias:
+            if token < logits.shape[1]:
+                changes[token] = bias
+        if row.params.penalised:
+            for token, count in row.generated.items():
+                penalty = row.params.frequency_penalty * count + row.params.presence_penalty
+                changes[token] = changes.get(token, 0.0) - penalty
+        if changes:
+            if adjusted is logits:
+                adjusted = logits.clone()
+            tokens = torch.tensor(list(changes), device=logits.device)
+            adjusted[i, tokens] += torch.tensor(list(changes.values()), device=logits.device)
+    return adjusted
+
+
+def _draw(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
+    """A token for each row of logits [R, vocab], all with a temperature above 0."""
+
+    def column(values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, dtype=torch.float64, device=logits.device).unsqueeze(1)
+
+    params = [row.params for row in rows]
+    wide = logits.double()
+    # In units of the most probable token's probability.
+    shares = torch.exp((wide - wide.amax(-1, keepdim=True)) / column([p.temperature for p in params]))
+    threshold = column([p.min_p for p in params])
+    if any(p.top_k > 0 or p.top_p < 1 for p in params):
+        threshold = torch.maximum(threshold, _top_threshold(shares, params))
+    cumulative = torch.cumsum(shares.masked_fill_(shares < threshold, 0.0), dim=-1)
+    total = cumulative[:, -1:].contiguous()
+    point = column([uniform(row.params.seed, row.params.choice, row.position) for row in rows]) * total
+    token = torch.searchsorted(cumulative, point, right=True)
+    # Rounding can bring the point to the total: the last token that is kept is meant then.
+    last = torch.searchsorted(cumulative, total)
+    drawn: list[int] = torch.minimum(token, last).squeeze(1).tolist()
+    return drawn
+
+
+def _top_threshold(shares: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+    """[R, 1]: the share of the least probable token that top_k, then top_p (of what top_k kept), keep."""
+    vocab = shares.shape[1]
+    most = torch.tensor([min(p.top_k or vocab, vocab) for p in params], device=shares.device).unsqueeze(1)
+    top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=shares.device).unsqueeze(1)
+    looked_at = min(max([_LIKELY_TOKENS, *(p.top_k for p in params)]), vocab)
+    while True:
+        best = shares.topk(looked_at, dim=-1).values
+        within = torch.arange(looked_at, device=shares.device) < most
+        reached = torch.cumsum(best * within, dim=-1)
+        kept = torch.where(most < vocab, reached[:, -1:], shares.sum(-1, keepdim=True))
+        target = top_p * kept
+        if looked_at == vocab or bool(((reached[:, -1:] >= target) | (top_p >= 1)).all()):
+            break
+        looked_at = vocab
+    count = torch.minimum((reached < target).sum(-1, keepdim=True) + 1, most)
+    threshold = best.gather(1, (count - 1).clamp_max(looked_at - 1))
+    return threshold.masked_fill((top_p >= 1) & (most >= vocab), 0.0)
+
+
+def _add_logprobs(sampled: Sequence[pb.SampledToken], logits: Tensor, rows: Sequence[SamplingRow]) -> None:
+    asked = [i for i, row in enumerate(rows) if row.params.logprobs]
+    if not asked:
+        return
+    logprobs = torch.log_softmax(logits[torch.tensor(asked, device=logits.device)].double(), dim=-1)
+    most = max(rows[i].params.top_logprobs for i in asked)
+    top = logprobs.topk(most, dim=-1)
+    values, tokens = top.values.tolist(), top.indices.tolist()
+    for at, i in enumerate(asked):
+        sampled[i].logprob = float(logprobs[at, sampled[i].token])
+        for token, value in zip(tokens[at], values[at], strict=True):
+            if len(sampled[i].top) < rows[i].params.top_logprobs:
+                sampled[i].top.add(token=token, logprob=value)

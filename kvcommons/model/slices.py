@@ -1,0 +1,154 @@
+"""The model as slices cut at attention (Lamina): pure functions of tensors.
+
+Slice 0 is the embedding and layer 0 up to q, k, v; slice i ends layer i-1 and begins layer i; the last one
+ends with logits. Between two slices the caller stores k and v and computes attention wherever the KV lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kvcommons.errors import InvalidInput
+from kvcommons.model.spec import ModelSpec
+from kvcommons.model.weights import LayerWeights, Weights, random_weights, read_weights, torch_dtype
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """Between two slices: the residual stream and what a layer's attention needs, in the model's dtype.
+
+    hidden [T, hidden]; q [T, query_heads, head_dim] and k, v [T, kv_heads, head_dim]; q and k are rotated for
+    `positions` [T]. `unrotated_q`, `cos` and `sin` [T, 1, head_dim / 2] are for the slices themselves.
+    """
+
+    hidden: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    positions: Tensor
+    unrotated_q: Tensor
+    cos: Tensor
+    sin: Tensor
+
+
+class Model:
+    """Weights and slices. Thread-safe: nothing changes after loading."""
+
+    def __init__(self, spec: ModelSpec, weights: Weights, dtype: torch.dtype, device: torch.device) -> None:
+        self.spec = spec
+        self.dtype = dtype
+        self.device = device
+        self.scale = spec.head_dim**-0.5
+        self._weights = weights
+        self._frequencies = torch.tensor(spec.rotary.frequencies, dtype=torch.float64, device=device)
+
+    @classmethod
+    def load(cls, folder: Path, *, dtype: str = "bfloat16", device: str = "cpu") -> Model:
+        """Raises InvalidInput for a folder, dtype or device that is not served; the message says why."""
+        spec, kind, place = ModelSpec.read(folder), torch_dtype(dtype), _device(device)
+        return cls(spec, read_weights(folder, spec, kind, place), kind, place)
+
+    @classmethod
+    def random(
+        cls, spec: ModelSpec, *, seed: int, init_range: float, dtype: str = "bfloat16", device: str = "cpu"
+    ) -> Model:
+        """The same weights for the same arguments; their identity is `spec.random_fingerprint`."""
+        kind, place = torch_dtype(dtype), _device(device)
+        weights = random_weights(spec, seed=seed, init_range=init_range, dtype=kind, device=place)
+        return cls(spec, weights, kind, place)
+
+    def window(self, layer: int) -> int | None:
+        """Sliding window of a layer in tokens, the query's own included; None where it sees all."""
+        return self.spec.windows[layer]
+
+    def begin(self, tokens: Tensor, positions: Tensor) -> State:
+        """tokens, positions LongTensor [T] -> q, k, v of layer 0."""
+        hidden = F.embedding(tokens, self._weights.embedding)
+        cos, sin = self._rotation(positions)
+        return self._open(0, hidden, positions, cos, sin)
+
+    def advance(self, layer: int, state: State, attention: Tensor) -> State:
+        """Finishes `layer` with its attention [T, query_heads, head_dim] (any float), begins layer + 1."""
+        hidden = self._close(self._weights.layers[layer], state.hidden, attention)
+        return self._open(layer + 1, hidden, state.positions, state.cos, state.sin)
+
+    def end(self, state: State, attention: Tensor, rows: Sequence[int]) -> Tensor:
+        """Finishes the last layer for `rows` only -> logits [len(rows), vocab] float32."""
+        hidden = state.hidden
+        if len(rows) != hidden.shape[0]:
+            chosen = torch.tensor(list(rows), dtype=torch.int64, device=hidden.device)
+            hidden, attention = hidden[chosen], attention[chosen]
+        hidden = self._close(self._weights.layers[-1], hidden, attention)
+        hidden = self._norm(hidden, self._weights.final_norm)
+        return F.linear(hidden, self._weights.head).float()
+
+    def shifted_query(self, state: State, shift: int) -> Tensor:
+        """q [T, query_heads, head_dim] for keys that were rotated `shift` positions before where they are
+        now.
+
+        A segment's shift is what is added to its stored positions to give the logical ones.
+        """
+        return _rotate(state.unrotated_q, *self._rotation(state.positions - shift))
+
+    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [T, 1, head_dim / 2] in float32, of angles in float64."""
+        angles = positions.double().unsqueeze(-1) * self._frequencies
+        factor = self.spec.rotary.attention_factor
+        cos, sin = angles.cos() * factor, angles.sin() * factor
+        return cos.float().unsqueeze(1), sin.float().unsqueeze(1)
+
+    def _open(self, layer: int, hidden: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> State:
+        """A layer up to q, k, v."""
+        weights, spec = self._weights.layers[layer], self.spec
+        qkv = F.linear(self._norm(hidden, weights.attention_norm), weights.qkv, weights.qkv_bias)
+        qkv = qkv.view(len(hidden), -1, spec.head_dim)
+        query_heads, rotated_heads = spec.query_heads, spec.query_heads + spec.kv_heads
+        qk = qkv[:, :rotated_heads]
+        if weights.qk_norm is not None:
+            qk = self._norm(qk, weights.qk_norm)
+        rotated = _rotate(qk, cos, sin)
+        return State(
+            hidden=hidden,
+            q=rotated[:, :query_heads],
+            k=rotated[:, query_heads:],
+            v=qkv[:, rotated_heads:],
+            positions=positions,
+            unrotated_q=qk[:, :query_heads],
+            cos=cos,
+            sin=sin,
+        )
+
+    def _close(self, weights: LayerWeights, hidden: Tensor, attention: Tensor) -> Tensor:
+        """A layer from its attention output on."""
+        attended = attention.reshape(len(hidden), -1).to(self.dtype)
+        hidden = hidden + F.linear(attended, weights.output, weights.output_bias)
+        mixed = F.linear(self._norm(hidden, weights.mlp_norm), weights.gate_up, weights.gate_up_bias)
+        gate, up = mixed.chunk(2, dim=-1)
+        return hidden + F.linear(F.silu(gate) * up, weights.down, weights.down_bias)
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        """RMSNorm over the last dimension, in float32."""
+        wide = x.float()
+        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.spec.norm_eps)
+        return (scaled * weight).to(x.dtype)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x [T, heads, head_dim]; pairs lie half a head apart, as in Hugging Face's weights."""
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def _device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise InvalidInput(f"the device {name!r} cannot be used: {error}", param="device") from error
+    return device

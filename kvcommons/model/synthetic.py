@@ -1,0 +1,78 @@
+"""Model folders with random weights: real input for benchmarks and tests without a download."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from safetensors.torch import save_file
+
+from kvcommons.errors import InvalidInput
+from kvcommons.model.spec import ModelSpec
+from kvcommons.model.synthetic_tokenizer import EOS_ID, make_tokenizer, write_tokenizer
+from kvcommons.model.weights import random_source, tensor_shapes, torch_dtype
+
+# Configs by the names of `kvcommons bench --random-model`; 246m is the one that docs compare engines with.
+_SIZES: dict[str, dict[str, int]] = {
+    "246m": {
+        "hidden_size": 1024,
+        "num_hidden_layers": 16,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 4,
+        "intermediate_size": 2816,
+        "vocab_size": 32000,
+        "max_position_embeddings": 32768,
+    },
+    "7m": {
+        "hidden_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "intermediate_size": 704,
+        "vocab_size": 8000,
+        "max_position_embeddings": 8192,
+    },
+}
+
+
+def random_config(name: str) -> dict[str, Any]:
+    """The config.json of a Llama of a known size. Raises InvalidInput for another name."""
+    if name not in _SIZES:
+        raise InvalidInput(f"there is no random model {name!r}; there are {', '.join(_SIZES)}")
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        **_SIZES[name],
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+        "eos_token_id": EOS_ID,
+    }
+
+
+def write_random_folder(
+    folder: Path,
+    config: dict[str, Any],
+    *,
+    seed: int = 0,
+    init_range: float = 0.05,
+    dtype: str = "bfloat16",
+    tokenizer: tokenizers.Tokenizer | None = None,
+) -> ModelSpec:
+    """Writes config.json, model.safetensors, tokenizer.json and tokenizer_config.json (ChatML).
+
+    The same bytes for the same arguments. Without a `tokenizer` one of config's vocab_size is made.
+    """
+    spec, kind = ModelSpec.of(config), torch_dtype(dtype)
+    source = random_source(seed, init_range)
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = {name: source(name, shape).to(kind) for name, shape in tensor_shapes(spec).items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(
+        json.dumps({**config, "torch_dtype": dtype}, indent=2) + "\n", encoding="utf-8"
+    )
+    write_tokenizer(folder, tokenizer or make_tokenizer(spec.vocab_size))
+    return spec

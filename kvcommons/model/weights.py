@@ -1,0 +1,176 @@
+"""Weights in the form in which the slices use them: q, k, v in one matrix, gate and up in another."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from kvcommons.attention.memory import TORCH_DTYPES
+from kvcommons.errors import InvalidInput
+from kvcommons.model.folder import weight_files
+from kvcommons.model.spec import ModelSpec
+
+_FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+# Gives the tensor of a name in a Hugging Face folder, whose shape must be the one given.
+Source = Callable[[str, tuple[int, ...]], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWeights:
+    """Matrices are [out, in], as `F.linear` takes them; norms are float32."""
+
+    attention_norm: Tensor  # [hidden]
+    qkv: Tensor  # [(query_heads + 2 * kv_heads) * head_dim, hidden]
+    qkv_bias: Tensor | None
+    qk_norm: Tensor | None  # [query_heads + kv_heads, head_dim]
+    output: Tensor  # [hidden, query_heads * head_dim]
+    output_bias: Tensor | None
+    mlp_norm: Tensor  # [hidden]
+    gate_up: Tensor  # [2 * mlp, hidden]
+    gate_up_bias: Tensor | None
+    down: Tensor  # [hidden, mlp]
+    down_bias: Tensor | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    embedding: Tensor  # [vocab, hidden]
+    layers: tuple[LayerWeights, ...]
+    final_norm: Tensor  # [hidden]
+    head: Tensor  # [vocab, hidden]; the embedding itself where they are tied
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """Raises InvalidInput for anything but "bfloat16" and "float32"."""
+    if name not in TORCH_DTYPES:
+        raise InvalidInput(f"dtype {name!r} is not served; {', '.join(TORCH_DTYPES)} are", param="dtype")
+    return TORCH_DTYPES[name]
+
+
+def read_weights(folder: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Weights:
+    """Raises InvalidInput where tensors are missing, broken, or of other shapes than the config says."""
+    holder: dict[str, Any] = {}
+    try:
+        for path in weight_files(folder):
+            file: Any = safe_open(path, framework="pt")
+            holder |= dict.fromkeys(file.keys(), file)
+    except (SafetensorError, OSError) as error:
+        raise InvalidInput(f"{path} cannot be read: {error}; download it again", param="model") from error
+
+    def source(name: str, shape: tuple[int, ...]) -> Tensor:
+        if name not in holder:
+            raise InvalidInput(f"{folder} lacks the tensor {name}", param="model")
+        tensor: Tensor = holder[name].get_tensor(name)
+        if tuple(tensor.shape) != shape:
+            raise InvalidInput(
+                f"{name} of {folder} has shape {list(tensor.shape)}, its config says {list(shape)}",
+                param="model",
+            )
+        if tensor.dtype not in _FLOAT_DTYPES:
+            raise InvalidInput(
+                f"{tensor.dtype} of the tensor {name} of {folder} is not served", param="model"
+            )
+        return tensor
+
+    return _assemble(spec, source, dtype, device)
+
+
+def random_weights(
+    spec: ModelSpec, *, seed: int, init_range: float, dtype: torch.dtype, device: torch.device
+) -> Weights:
+    """The same for the same arguments on every device: each tensor has a seed of its own."""
+    return _assemble(spec, random_source(seed, init_range), dtype, device)
+
+
+def random_source(seed: int, init_range: float) -> Source:
+    """Gaussian with deviation `init_range`, around 1 for norms."""
+
+    def source(name: str, shape: tuple[int, ...]) -> Tensor:
+        digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=7).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
+        mean = 1.0 if "norm" in name else 0.0
+        return torch.empty(shape).normal_(mean, init_range, generator=generator)
+
+    return source
+
+
+def _assemble(spec: ModelSpec, source: Source, dtype: torch.dtype, device: torch.device) -> Weights:
+    def read(names: Sequence[str], rows: Sequence[int], columns: int | None) -> Tensor:
+        """Tensors [rows, columns] (or [rows]) of several names, one below the other."""
+        parts = [
+            source(name, (count,) if columns is None else (count, columns)).to(dtype)
+            for name, count in zip(names, rows, strict=True)
+        ]
+        # Always a copy: what stays mapped from a file would change with it.
+        return torch.cat(parts).to(device)
+
+    def norm(name: str, size: int) -> Tensor:
+        return source(name, (size,)).to(device, torch.float32)
+
+    def biased(
+        prefix: str, names: Sequence[str], rows: Sequence[int], columns: int, bias: bool
+    ) -> tuple[Tensor, Tensor | None]:
+        weight = read([f"{prefix}.{name}.weight" for name in names], rows, columns)
+        return weight, read([f"{prefix}.{name}.bias" for name in names], rows, None) if bias else None
+
+    def layer(index: int) -> LayerWeights:
+        prefix = f"model.layers.{index}"
+        heads, kv_heads, dim = spec.query_heads, spec.kv_heads, spec.head_dim
+        attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
+        qkv_rows = [heads * dim, kv_heads * dim, kv_heads * dim]
+        qkv, qkv_bias = biased(
+            attention, ["q_proj", "k_proj", "v_proj"], qkv_rows, spec.hidden, spec.qkv_bias
+        )
+        output, output_bias = biased(attention, ["o_proj"], [spec.hidden], heads * dim, spec.output_bias)
+        gate_up, gate_up_bias = biased(
+            mlp, ["gate_proj", "up_proj"], [spec.mlp, spec.mlp], spec.hidden, spec.mlp_bias
+        )
+        down, down_bias = biased(mlp, ["down_proj"], [spec.hidden], spec.mlp, spec.mlp_bias)
+        qk_norm = None
+        if spec.qk_norm:
+            q_norm = norm(f"{attention}.q_norm.weight", dim).expand(heads, dim)
+            k_norm = norm(f"{attention}.k_norm.weight", dim).expand(kv_heads, dim)
+            qk_norm = torch.cat([q_norm, k_norm])
+        return LayerWeights(
+            attention_norm=norm(f"{prefix}.input_layernorm.weight", spec.hidden),
+            qkv=qkv,
+            qkv_bias=qkv_bias,
+            qk_norm=qk_norm,
+            output=output,
+            output_bias=output_bias,
+            mlp_norm=norm(f"{prefix}.post_attention_layernorm.weight", spec.hidden),
+            gate_up=gate_up,
+            gate_up_bias=gate_up_bias,
+            down=down,
+            down_bias=down_bias,
+        )
+
+    embedding = read(["model.embed_tokens.weight"], [spec.vocab_size], spec.hidden)
+    head = embedding
+    if not spec.tied_embeddings:
+        head = read(["lm_head.weight"], [spec.vocab_size], spec.hidden)
+    return Weights(
+        embedding=embedding,
+        layers=tuple(layer(index) for index in range(spec.layers)),
+        final_norm=norm("model.norm.weight", spec.hidden),
+        head=head,
+    )
+
+
+def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of all tensors in a folder of such a model."""
+    shapes: dict[str, tuple[int, ...]] = {}
+
+    def note(name: str, shape: tuple[int, ...]) -> Tensor:
+        shapes[name] = shape
+        return torch.empty(shape, device="meta")
+
+    _assemble(spec, note, torch.float32, torch.device("meta"))
+    return shapes

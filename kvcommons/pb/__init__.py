@@ -1,0 +1,1 @@
+"""Stubs of the contracts in protos/, made by `make protos`."""

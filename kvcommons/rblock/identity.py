@@ -1,0 +1,91 @@
+"""Who a block is: a keyed hash over everything its KV depends on.
+
+    id = BLAKE2b-256(key = tenant salt, model fingerprint | layout version u32 | parent length u32 | parent |
+    token ids u32 ...)
+
+All integers are little-endian; see docs/formats/block-object.md. Two blocks have one identity only if they
+hold the KV of the same tokens after the same tokens, for the same model, layout and tenant. The salt comes
+from the authenticated tenant, so that nobody can name, or time, a block of another tenant.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from hashlib import blake2b
+
+LAYOUT_VERSION = 1
+ID_BYTES = 32
+SALT_BYTES = 32
+
+_MAX_TOKEN = 0xFFFFFFFF
+
+
+def tenant_salt(secret: bytes, tenant: str) -> bytes:
+    """The key (32 bytes) of a tenant's block identities.
+
+    `secret` is the deployment's, of any length but empty.
+    """
+    if not secret:
+        raise ValueError("the salt secret is empty: tenants could compute each other's block identities")
+    root = blake2b(secret, digest_size=SALT_BYTES, person=b"kvc-salt-root").digest()
+    return blake2b(tenant.encode(), digest_size=SALT_BYTES, key=root, person=b"kvc-tenant").digest()
+
+
+def block_id(salt: bytes, model: bytes, parent: bytes, tokens: Sequence[int]) -> bytes:
+    """Identity (32 bytes) of the block of `tokens` that follows `parent` (empty at the beginning).
+
+    `model` is the model's fingerprint (32 bytes), which covers weights, config, KV dtype and block size.
+    """
+    if len(salt) != SALT_BYTES:
+        raise ValueError(f"a tenant salt has {SALT_BYTES} bytes, not {len(salt)}")
+    if len(parent) not in (0, ID_BYTES):
+        raise ValueError(f"a parent identity has 0 or {ID_BYTES} bytes, not {len(parent)}")
+    digest = blake2b(digest_size=ID_BYTES, key=salt, person=b"kvc-block")
+    digest.update(struct.pack("<I", len(model)))
+    digest.update(model)
+    digest.update(struct.pack("<II", LAYOUT_VERSION, len(parent)))
+    digest.update(parent)
+    digest.update(struct.pack(f"<{len(tokens)}I", *tokens))
+    return digest.digest()
+
+
+def reusable_blocks(tokens: int, block_tokens: int) -> int:
+    """How many full blocks of a sequence of `tokens` can be reused: the last token has no KV yet."""
+    return (tokens - 1) // block_tokens if tokens > 0 else 0
+
+
+class IdentityChain:
+    """Identities of a growing sequence's full blocks, in order.
+
+    `parent` starts the chain elsewhere than at the beginning of a prompt (after a truncation record).
+    """
+
+    def __init__(self, salt: bytes, model: bytes, block_tokens: int, *, parent: bytes = b"") -> None:
+        if block_tokens < 1:
+            raise ValueError("block_tokens must be at least 1")
+        self.ids: list[bytes] = []
+        self._salt = salt
+        self._model = model
+        self._block_tokens = block_tokens
+        self._parent = parent
+        self._tail: list[int] = []
+
+    @property
+    def tokens(self) -> int:
+        """Tokens seen so far, those of the unfinished block included."""
+        return len(self.ids) * self._block_tokens + len(self._tail)
+
+    def extend(self, tokens: Sequence[int]) -> list[bytes]:
+        """Appends tokens; the identities of the blocks that they complete."""
+        if any(not 0 <= token <= _MAX_TOKEN for token in tokens):
+            raise ValueError("a token id does not fit 32 bits")
+        pending = self._tail + list(tokens)
+        first_new = len(self.ids)
+        size = self._block_tokens
+        full = len(pending) // size * size
+        for start in range(0, full, size):
+            parent = self.ids[-1] if self.ids else self._parent
+            self.ids.append(block_id(self._salt, self._model, parent, pending[start : start + size]))
+        self._tail = pending[full:]
+        return self.ids[first_new:]

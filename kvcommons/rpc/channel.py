@@ -1,0 +1,111 @@
+"""Channels to other services.
+
+A call without a timeout is a programming error. What fails arrives as a class of `kvcommons.errors`, also in
+the middle of a stream. Trace context, request id and session id travel along.
+
+    channel = open_channel("unix:/run/kvcommons/kvstore.sock")
+    reply = await BlocksStub(channel).Match(request, timeout=0.5)
+    await channel.close()
+
+Streams are iterated (`async for`), never read with `.read()`; leave one early with `call.cancel()`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterable, AsyncIterator, Callable
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from kvcommons.errors import Unavailable, from_grpc
+from kvcommons.telemetry import logs
+from kvcommons.telemetry.trace import current_traceparent
+
+# Token lists travel in requests, hundreds of thousands of them for a long context.
+MESSAGE_BYTES_MAX = 64 << 20
+TRACEPARENT_KEY = "traceparent"
+REQUEST_ID_KEY = "kvcommons-request-id"
+SESSION_ID_KEY = "kvcommons-session-id-bin"  # clients choose session ids: any text, so not a plain header
+
+_OPTIONS: tuple[tuple[str, int], ...] = (
+    ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    # A peer that restarts is found again within a second.
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 500),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    # A peer that is paused, or whose machine is gone, is noticed though no packet says so.
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.max_pings_without_data", 0),
+    # A proxy in the environment is for the world outside.
+    ("grpc.enable_http_proxy", 0),
+)
+
+
+def open_channel(address: str) -> grpc.aio.Channel:
+    """A channel to "unix:/path" or "host:port". It connects at its first call and reconnects by itself. Close
+    it."""
+    interceptors: list[Any] = [_UnaryInterceptor(), _StreamInterceptor()]
+    return grpc.aio.insecure_channel(address, options=_OPTIONS, interceptors=interceptors)
+
+
+def _outgoing(details: grpc.aio.ClientCallDetails) -> grpc.aio.ClientCallDetails:
+    method = details.method.decode() if isinstance(details.method, bytes) else details.method
+    assert details.timeout is not None, f"{method} was called without a timeout"
+    metadata = grpc.aio.Metadata(*(details.metadata or ()))
+    for key, value in (
+        (TRACEPARENT_KEY, current_traceparent()),
+        (REQUEST_ID_KEY, logs.request_id.get()),
+        (SESSION_ID_KEY, logs.session_id.get().encode()),
+    ):
+        if value:
+            metadata.add(key, value)
+    return grpc.aio.ClientCallDetails(
+        details.method, details.timeout, metadata, details.credentials, details.wait_for_ready
+    )
+
+
+class _UnaryInterceptor(grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[type-arg]
+    async def intercept_unary_unary(
+        self,
+        continuation: Callable[[grpc.aio.ClientCallDetails, Any], Any],
+        client_call_details: grpc.aio.ClientCallDetails,
+        request: Any,
+    ) -> Any:
+        try:
+            call = await continuation(_outgoing(client_call_details), request)
+            return await call
+        except grpc.aio.AioRpcError as error:
+            raise from_grpc(error) from error
+
+
+class _StreamInterceptor(grpc.aio.UnaryStreamClientInterceptor):  # type: ignore[type-arg]
+    async def intercept_unary_stream(
+        self,
+        continuation: Callable[[grpc.aio.ClientCallDetails, Any], Any],
+        client_call_details: grpc.aio.ClientCallDetails,
+        request: Any,
+    ) -> Any:
+        try:
+            call = await continuation(_outgoing(client_call_details), request)
+        except grpc.aio.AioRpcError as error:
+            raise from_grpc(error) from error
+        return _translated(call)
+
+
+async def _translated(call: AsyncIterable[Any]) -> AsyncIterator[Any]:
+    try:
+        async for message in call:
+            yield message
+    except grpc.aio.AioRpcError as error:
+        raise from_grpc(error) from error
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        # gRPC raises this for a call that was cancelled, too: whoever iterates was not.
+        raise Unavailable("the call was cancelled") from None

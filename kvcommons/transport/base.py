@@ -1,0 +1,125 @@
+"""What every transport offers: connections that carry frames, and listeners that accept them.
+
+A frame is a head (a serialised DataRequest or DataReply) followed by a payload of raw bytes. One connection
+carries one exchange at a time, and belongs to one thread at a time; only `abort` may be called by another.
+Errors are Unavailable (peer gone or unreachable), DeadlineExceeded, TooLarge (over a limit) and DataLoss
+(bytes that are no frame). After any of them the connection is of no more use and must be closed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from kvcommons.errors import Unavailable
+from kvcommons.transport.deadline import Deadline
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What a peer may send. Both ends check before they send and before they receive."""
+
+    head_bytes: int = 4 << 20
+    payload_bytes: int = 4 << 30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Observation:
+    """One finished exchange, told to an Observer at either end."""
+
+    op: str  # the request's field in DataRequest, e.g. "attend_layer"
+    sent_bytes: int  # payload
+    received_bytes: int  # payload
+    seconds: float
+    error: str  # code of kvcommons.errors; empty when all went well
+
+
+Observer = Callable[[Observation], None]
+
+
+class SendBroken(Unavailable):
+    """The peer went away while a frame was being sent."""
+
+    def __init__(self, message: str, *, sent_bytes: int) -> None:
+        super().__init__(message)
+        self.sent_bytes = sent_bytes
+
+
+class Connection(Protocol):
+    @property
+    def peer(self) -> str:
+        """The other end's address, for messages."""
+        ...
+
+    def send(self, head: bytes, payload: Sequence[Buffer], deadline: Deadline, *, last: bool = False) -> None:
+        """Sends one frame straight from the payload's buffers, in order. `last` announces that this end takes
+        no more frames. Raises SendBroken when the peer is gone."""
+        ...
+
+    def receive_head(self, deadline: Deadline) -> tuple[bytes, int]:
+        """The next frame's head, and the bytes of the payload that follows."""
+        ...
+
+    def receive_payload(self, into: Sequence[Buffer], deadline: Deadline) -> None:
+        """Fills writable buffers, in order, from the current frame's payload. They may ask for a part of it
+        only."""
+        ...
+
+    def drain(self, deadline: Deadline) -> None:
+        """Throws away what is left of the current frame's payload."""
+        ...
+
+    @property
+    def unread_bytes(self) -> int:
+        """Of the current frame's payload."""
+        ...
+
+    @property
+    def peer_leaves(self) -> bool:
+        """Whether the last frame received said that its sender takes no more."""
+        ...
+
+    def linger(self, deadline: Deadline) -> None:
+        """Says that nothing more will be sent, and throws away what comes until the peer has closed its
+        end."""
+        ...
+
+    def wait_readable(self, deadline: Deadline) -> bool:
+        """Whether bytes, or the peer's end, can be read before the deadline. Between exchanges it tells a
+        stale connection from a live one: nothing is ever sent there unasked."""
+        ...
+
+    def abort(self) -> None:
+        """Makes all pending and later operations fail at once. May be called by any thread."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Listener(Protocol):
+    @property
+    def address(self) -> str:
+        """Where it can be reached, with the port that the system chose."""
+        ...
+
+    def accept(self) -> Connection | None:
+        """The next connection; None once the listener was stopped."""
+        ...
+
+    def stop(self) -> None:
+        """Makes accept return None. May be called by any thread."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class Transport(Protocol):
+    """`rest` is an address without its scheme."""
+
+    def connect(self, rest: str, limits: Limits, deadline: Deadline) -> Connection: ...
+
+    def listen(self, rest: str, limits: Limits) -> Listener: ...

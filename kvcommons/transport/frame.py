@@ -1,0 +1,47 @@
+"""The fixed header before every frame. docs/formats/data-frame.md is its page, a golden test pins it."""
+
+from __future__ import annotations
+
+import struct
+
+from kvcommons.errors import DataLoss, TooLarge
+from kvcommons.transport.base import Limits
+
+MAGIC = b"KVCF"
+VERSION = 1
+# magic, version, flags, head bytes, payload bytes
+_HEADER = struct.Struct("<4sHHIQ")
+HEADER_BYTES = _HEADER.size
+_FLAG_LAST = 1
+
+
+def pack(head_bytes: int, payload_bytes: int, limits: Limits, *, last: bool = False) -> bytes:
+    """`last`: after this frame the sender takes no more, and closes. Raises TooLarge for a frame that the
+    peer would refuse."""
+    _check(head_bytes, payload_bytes, limits)
+    return _HEADER.pack(MAGIC, VERSION, _FLAG_LAST if last else 0, head_bytes, payload_bytes)
+
+
+def unpack(header: bytes | bytearray, limits: Limits) -> tuple[int, int, bool]:
+    """Head bytes, payload bytes, and whether it is the last. Raises DataLoss for what is no frame of this
+    version, TooLarge over a limit."""
+    magic, version, flags, head_bytes, payload_bytes = _HEADER.unpack(header)
+    if magic != MAGIC:
+        raise DataLoss(
+            f"not a data frame: it begins with {magic!r}; is something else talking to this address?"
+        )
+    if version != VERSION or flags & ~_FLAG_LAST:
+        raise DataLoss(
+            f"data frame of version {version}, flags {flags}; this build speaks {VERSION}: run one version"
+        )
+    _check(head_bytes, payload_bytes, limits)
+    return head_bytes, payload_bytes, bool(flags & _FLAG_LAST)
+
+
+def _check(head_bytes: int, payload_bytes: int, limits: Limits) -> None:
+    if head_bytes > limits.head_bytes:
+        raise TooLarge(f"data frame with a head of {head_bytes} bytes; the limit is {limits.head_bytes}")
+    if payload_bytes > limits.payload_bytes:
+        raise TooLarge(
+            f"data frame with a payload of {payload_bytes} bytes; the limit is {limits.payload_bytes}"
+        )

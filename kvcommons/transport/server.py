@@ -1,0 +1,268 @@
+"""The answering end: one thread accepts, one thread serves each connection, one request at a time on each."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from google.protobuf.message import DecodeError
+
+from kvcommons.errors import DataLoss, Internal, InvalidInput, KVCommonsError, Overloaded, Unavailable
+from kvcommons.pb import data_pb2 as pb
+from kvcommons.transport.addresses import listen
+from kvcommons.transport.base import Connection, Limits, Observation, Observer
+from kvcommons.transport.deadline import Deadline
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+_LOG = logging.getLogger(__name__)
+
+# A connection on which nothing comes for so long is closed. Clients drop theirs much earlier (client.KEPT_S).
+IDLE_S = 300.0
+# A frame's head, from its first byte to its last.
+_HEAD_S = 30.0
+# What an error may take to reach a peer whose own deadline has passed, or that sent what is no frame.
+_REFUSAL_S = 1.0
+
+
+class Exchange:
+    """One request's payload and its replies. Belongs to the handler's thread, for the handler's time."""
+
+    def __init__(self, connection: Connection, deadline: Deadline, payload_bytes: int) -> None:
+        self._connection = connection
+        self.deadline = deadline
+        self.payload_bytes = payload_bytes
+        self.sent_bytes = 0
+        self.replies = 0
+
+    @property
+    def unread_bytes(self) -> int:
+        """Of the request's payload."""
+        return self._connection.unread_bytes
+
+    def receive_payload(self, into: Sequence[Buffer]) -> None:
+        """Fills writable buffers, in order, with the next bytes of the payload; may be called several times.
+
+        Raises InvalidInput when the peer sent less than that, and then receives nothing.
+        """
+        wanted = sum(memoryview(buffer).nbytes for buffer in into)
+        if wanted > self.unread_bytes:
+            raise InvalidInput(
+                f"the payload has {self.unread_bytes} bytes left where {wanted} belong: send whole objects"
+            )
+        self._connection.receive_payload(into, self.deadline)
+
+    def reply(self, reply: pb.DataReply, payload: Sequence[Buffer] = ()) -> None:
+        """Sends one reply; what was not read of the request's payload is thrown away first, so that a peer
+        that is still sending gets to reading. Only GetLayers is answered by more than one."""
+        self._connection.drain(self.deadline)
+        self._send(reply, payload, self.deadline)
+
+    def refuse(self, error: KVCommonsError) -> None:
+        """Answers with an error, even past the deadline; used by the server for what a handler raises."""
+        deadline = Deadline.after(max(_REFUSAL_S, self.deadline.left()))
+        self._connection.drain(deadline)
+        self._send(pb.DataReply(error=error.to_detail()), (), deadline)
+
+    def _send(self, reply: pb.DataReply, payload: Sequence[Buffer], deadline: Deadline) -> None:
+        try:
+            self._connection.send(reply.SerializeToString(), payload, deadline)
+        except KVCommonsError as error:
+            # Part of a frame may be out: nothing that follows would be understood.
+            raise _ConnectionLost(error) from error
+        self.replies += 1
+        self.sent_bytes += sum(memoryview(buffer).nbytes for buffer in payload)
+
+
+class _ConnectionLost(Exception):
+    """The connection is of no more use; not for handlers to catch."""
+
+    def __init__(self, cause: KVCommonsError) -> None:
+        super().__init__(cause.message)
+        self.cause = cause
+
+
+Handler = Callable[[pb.DataRequest, Exchange], None]
+
+
+class DataServer:
+    """Serves data requests at one address. `handler` runs on the connections' threads, many at a time; what
+    it raises becomes DataReply.error (anything but a KVCommonsError is logged and becomes Internal)."""
+
+    def __init__(
+        self,
+        address: str,
+        handler: Handler,
+        *,
+        name: str,
+        limits: Limits | None = None,
+        max_connections: int = 256,
+        observer: Observer | None = None,
+    ) -> None:
+        """Binds at once: `address` then says where, with the port that the system chose. `name` is for
+        threads' names and logs."""
+        self._handler = handler
+        self._name = name
+        self._limits = limits or Limits()
+        self._max_connections = max_connections
+        self._observer = observer
+        self._listener = listen(address, self._limits)
+        self.address = self._listener.address
+        self._lock = threading.Lock()
+        self._serving: dict[Connection, threading.Thread] = {}
+        self._stopping = False
+        self._acceptor = threading.Thread(target=self._accept, name=f"{name}-accept", daemon=True)
+
+    def start(self) -> None:
+        self._acceptor.start()
+
+    def stop(self, timeout_s: float = 5.0) -> bool:
+        """Closes the listener and all connections; calls under way fail at their peers with Unavailable.
+        Returns whether all threads ended in time: a handler that computes cannot be interrupted."""
+        deadline = Deadline.after(timeout_s)
+        with self._lock:
+            if self._stopping:
+                return not self._serving
+            self._stopping = True
+        self._listener.stop()
+        if self._acceptor.ident is not None:
+            self._acceptor.join(deadline.left())
+        self._listener.close()
+        with self._lock:
+            serving = dict(self._serving)
+        for connection in serving:
+            connection.abort()
+        for thread in serving.values():
+            thread.join(deadline.left())
+        late = [thread.name for thread in serving.values() if thread.is_alive()]
+        if late:
+            _LOG.warning("%s: still busy after %.1f s: %s", self._name, timeout_s, ", ".join(late))
+        return not late
+
+    @property
+    def connections(self) -> int:
+        with self._lock:
+            return len(self._serving)
+
+    def _accept(self) -> None:
+        number = 0
+        while (connection := self._next_connection()) is not None:
+            number += 1
+            thread = threading.Thread(
+                target=self._serve, args=(connection,), name=f"{self._name}-data-{number}", daemon=True
+            )
+            with self._lock:
+                full = len(self._serving) >= self._max_connections
+                if not full:
+                    self._serving[connection] = thread
+            if full:
+                self._refuse_connection(connection)
+            else:
+                thread.start()
+
+    def _next_connection(self) -> Connection | None:
+        while True:
+            try:
+                return self._listener.accept()
+            except OSError as error:
+                # Out of descriptors, for one: connections that end give some back.
+                _LOG.warning("%s: cannot accept: %s", self._name, error)
+                time.sleep(0.1)
+
+    def _refuse_connection(self, connection: Connection) -> None:
+        error = Overloaded(
+            f"{self._name} serves {self._max_connections} connections already: retry later",
+            retry_after_ms=200,
+        )
+        try:
+            # It fits into any socket's buffer: no waiting here.
+            connection.send(
+                pb.DataReply(error=error.to_detail()).SerializeToString(), (), Deadline.after(0), last=True
+            )
+        except KVCommonsError:
+            pass  # gone already
+        connection.close()
+
+    def _serve(self, connection: Connection) -> None:
+        try:
+            while not self._stopping and connection.wait_readable(Deadline.after(IDLE_S)):
+                if not self._serve_one(connection):
+                    break
+        finally:
+            connection.close()
+            with self._lock:
+                del self._serving[connection]
+
+    def _serve_one(self, connection: Connection) -> bool:
+        """Whether the connection can carry another exchange."""
+        try:
+            head, payload_bytes = connection.receive_head(Deadline.after(_HEAD_S))
+        except Unavailable:
+            return False  # how clients leave
+        except KVCommonsError as error:
+            _LOG.warning("%s: refused a peer: %s", self._name, error.message)
+            _refuse_garbage(connection, error)
+            return False
+        started = time.monotonic()
+        try:
+            request = pb.DataRequest.FromString(head)
+        except DecodeError:
+            _refuse_garbage(connection, DataLoss("the head is no DataRequest: do both ends run one version?"))
+            return False
+        op = request.WhichOneof("op") or "none"
+        exchange = Exchange(connection, Deadline.after(request.deadline_ms / 1000), payload_bytes)
+        failure: KVCommonsError | None = None
+        usable = True
+        try:
+            failure = self._carry_out(request, exchange)
+        except _ConnectionLost as lost:
+            failure, usable = lost.cause, False
+        except KVCommonsError as error:  # while the refusal drained the payload
+            failure, usable = error, False
+        if self._observer is not None:
+            self._observer(
+                Observation(
+                    op=op,
+                    sent_bytes=exchange.sent_bytes,
+                    received_bytes=payload_bytes - exchange.unread_bytes,
+                    seconds=time.monotonic() - started,
+                    error=failure.code if failure else "",
+                )
+            )
+        return usable
+
+    def _carry_out(self, request: pb.DataRequest, exchange: Exchange) -> KVCommonsError | None:
+        """The error that the request was answered with, if any. Raises _ConnectionLost."""
+        try:
+            if not request.deadline_ms:
+                raise InvalidInput("the request has no deadline: set deadline_ms", param="deadline_ms")
+            self._handler(request, exchange)
+            if not exchange.replies:
+                raise Internal(f"{self._name} has no answer to {request.WhichOneof('op')}")
+            return None
+        except KVCommonsError as error:
+            failure = error
+        except _ConnectionLost:
+            raise
+        except Exception as error:
+            _LOG.exception("%s: %s failed", self._name, request.WhichOneof("op"))
+            failure = Internal(
+                f"{self._name}: {type(error).__name__} in {request.WhichOneof('op')}; see its log"
+            )
+        exchange.refuse(failure)
+        return failure
+
+
+def _refuse_garbage(connection: Connection, error: KVCommonsError) -> None:
+    """Says why, and reads on for a moment: closing at once would take the answer from a TCP peer that still
+    sends."""
+    deadline = Deadline.after(_REFUSAL_S)
+    try:
+        connection.send(pb.DataReply(error=error.to_detail()).SerializeToString(), (), deadline, last=True)
+        connection.linger(deadline)
+    except KVCommonsError:
+        pass  # it has hung up, or keeps sending past the deadline

@@ -1,0 +1,1 @@
+"""The services. None imports another; the contracts in protos/ are all they share beyond the library."""

@@ -1,0 +1,22 @@
+"""The attention pool's settings: table `[attention_pool]` of kvcommons.toml."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import Gt
+
+from kvcommons.config import Addresses, DataPlane, Node
+from kvcommons.engine.core import EngineSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionPoolConfig:
+    """`model` is read for its layout and fingerprint: dtype and block_tokens have to be decode's."""
+
+    node: Node
+    data_plane: DataPlane
+    engine: EngineSettings
+    ledger: Addresses
+    save_buffer_bytes: Annotated[int, Gt(0)] = 256 << 20  # KV on its way to the kvstore; more is not saved

@@ -1,0 +1,1 @@
+"""Decode: continuous batching over sequences whose KV lies on this holder and on others."""

@@ -1,0 +1,285 @@
+"""A sequence from its reservation to its first token: room here and elsewhere, its part of the history, its
+start."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from kvcommons.engine.core import Core
+from kvcommons.engine.history import Histories
+from kvcommons.errors import KVCommonsError, Unavailable
+from kvcommons.holder.holder import Holder
+from kvcommons.holder.segments import SegmentRef
+from kvcommons.pb import common_pb2 as pb
+from kvcommons.rblock.identity import IdentityChain, reusable_blocks
+from kvcommons.transport.deadline import Deadline
+from services.decode.engine import DecodeEngine
+from services.decode.gate import Go, Missing, StartGate
+from services.decode.lenders import Lenders
+from services.decode.placement import place
+from services.decode.sequence import Generation, LocalRun, RemoteRun, Run, Sequence
+from services.decode.stream import Stream
+
+log = logging.getLogger(__name__)
+
+FETCHES_MAX = 16  # that wait for a kvstore at the same time
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Piece:
+    """Blocks of the history that lie in one run: `first` is an index within it."""
+
+    run: Run
+    first: int
+    ids: tuple[bytes, ...]
+
+
+def pieces(runs: list[Run], ids: list[bytes], begin: int, end: int) -> list[Piece]:
+    """Blocks [begin, end) of a sequence, by the run that they lie in, in order."""
+    found = []
+    for run in runs:
+        first, last = max(begin, run.first_block), min(end, run.first_block + run.count)
+        if first < last:
+            found.append(Piece(run=run, first=first - run.first_block, ids=tuple(ids[first:last])))
+    return found
+
+
+class Arrival:
+    """One sequence's. Belongs to the event loop."""
+
+    def __init__(
+        self, sequence: Sequence, ref: SegmentRef, placements: list[pb.Placement], push_from: int
+    ) -> None:
+        self.sequence = sequence
+        self.ref = ref  # of the local segment that prefill writes to, until the start
+        self.placements = placements
+        self.push_from_block = push_from
+        self.stream = Stream()
+        self.gate: StartGate
+        self.timer: asyncio.TimerHandle | None = None
+        self.fetch: asyncio.Task[None] | None = None
+
+
+class Arrivals:
+    """Makes room for sequences, sees them to their start, and frees what they held. Belongs to the event
+    loop."""
+
+    def __init__(
+        self,
+        core: Core,
+        *,
+        policy: str,
+        data_address: str,
+        fetch_deadline_s: float,
+        engine: DecodeEngine,
+        holder: Holder,
+        histories: Histories,
+        lenders: Lenders,
+    ) -> None:
+        self._core = core
+        self._policy = policy
+        self._data_address = data_address
+        self._fetch_deadline_s = fetch_deadline_s
+        self._engine = engine
+        self._holder = holder
+        self._histories = histories
+        self._lenders = lenders
+        self._threads = ThreadPoolExecutor(FETCHES_MAX, thread_name_prefix="decode-fetch")
+        self._by_key: dict[int, Arrival] = {}
+        self._by_handle: dict[int, Arrival] = {}
+        self._next_key = 1
+
+    def __len__(self) -> int:
+        return len(self._by_key)
+
+    def close(self) -> None:
+        self._threads.shutdown()
+
+    def find(self, key: int) -> Arrival | None:
+        return self._by_key.get(key)
+
+    async def open(self, generation: Generation) -> Arrival:
+        """Reserves room and begins to fetch history. Raises CapacityExhausted, with nothing held then."""
+        core, key = self._core, self._next_key
+        self._next_key += 1
+        chain = IdentityChain(generation.salt, core.info.fingerprint, core.block_tokens)
+        ids = chain.extend(generation.tokens)
+        reusable = (
+            [] if generation.no_reuse else ids[: reusable_blocks(len(generation.tokens), core.block_tokens)]
+        )
+        runs, found = await self._reserve(key, generation, reusable)
+        sequence = Sequence(key=key, generation=generation, block_tokens=core.block_tokens, chain=chain)
+        for run in runs:
+            sequence.append_run(run)
+        matched = min(generation.matched_blocks, len(reusable)) if generation.store_data else 0
+        push_from = max(found, matched)
+        ref, placements = self._placements(generation, runs, found)
+        arrival = Arrival(sequence, ref, placements, push_from)
+        arrival.gate = StartGate(push_from_block=push_from, fetching=push_from > found)
+        self._by_key[key] = self._by_handle[ref.handle] = arrival
+        self._engine.add(sequence)
+        self._expect(arrival)
+        if push_from > found:
+            arrival.fetch = asyncio.create_task(self._fetch(arrival, ids, found), name="fetch")
+        return arrival
+
+    def started(self, handle: int, first: pb.SampledToken, pushed_from_block: int) -> None:
+        """Prefill has delivered (StartSequence)."""
+        arrival = self._by_handle.get(handle)
+        if arrival is not None:
+            self._act(arrival, arrival.gate.started(first, pushed_from_block))
+
+    def leave(self, arrival: Arrival) -> None:
+        """The call is over, whatever became of it."""
+        self._by_key.pop(arrival.sequence.key, None)
+        self._close_gate(arrival)
+        if arrival.fetch is not None:
+            arrival.fetch.cancel()
+        if not arrival.stream.ended:
+            self._engine.cancel(arrival.sequence.key)
+
+    async def _reserve(
+        self, key: int, generation: Generation, reusable: list[bytes]
+    ) -> tuple[list[Run], int]:
+        """Runs for the prompt and the first token, and how many leading blocks are known here already."""
+        allocator = self._core.allocator
+        needed = self._core.layout.blocks_of(len(generation.tokens) + 1)
+        held = allocator.match(reusable)
+        found = len(held)
+        try:
+            layout = place(
+                policy=self._policy,
+                blocks=needed - found,
+                free_blocks=allocator.free,
+                sequences=len(self._by_key),
+            )
+            local = allocator.allocate(layout.local_blocks)
+            held = held + local
+            remote: list[RemoteRun] = []
+            if layout.remote_blocks:
+                remote = await self._lenders.borrow(
+                    key, generation.request_id, blocks=layout.remote_blocks, first_block=found
+                )
+        except BaseException:
+            allocator.release(held)
+            raise
+        runs: list[Run] = [LocalRun(first_block=0, blocks=held[:found])] if found else []
+        runs += remote
+        if local:
+            runs.append(LocalRun(first_block=needed - len(local), blocks=local))
+        return runs, found
+
+    def _placements(
+        self, generation: Generation, runs: list[Run], found: int
+    ) -> tuple[SegmentRef, list[pb.Placement]]:
+        """Where prefill writes: the first is this holder's own, of no block where all lie elsewhere."""
+        size, tail = self._core.block_tokens, runs[-1]
+        own = tail.blocks if isinstance(tail, LocalRun) else []
+        first = tail.first_block if isinstance(tail, LocalRun) else tail.first_block + tail.count
+        ref = self._holder.adopt(generation.request_id, own, first_position=first * size)
+        placements = [
+            pb.Placement(
+                data_address=self._data_address,
+                handle=ref.handle,
+                epoch=ref.epoch,
+                first_block=first,
+                blocks=len(own),
+            )
+        ]
+        placements += [
+            pb.Placement(
+                data_address=run.holder.data_address,
+                handle=run.ref.handle,
+                epoch=run.ref.epoch,
+                first_block=run.first_block,
+                blocks=run.count,
+            )
+            for run in runs
+            if isinstance(run, RemoteRun)
+        ]
+        return ref, placements
+
+    async def _fetch(self, arrival: Arrival, ids: list[bytes], found: int) -> None:
+        """History that lies before `push_from_block`, each holder its part, all at once."""
+        wanted = pieces(arrival.sequence.runs, ids, found, arrival.push_from_block)
+        generation = arrival.sequence.generation
+        counts = await asyncio.gather(*(self._fetch_piece(generation, piece) for piece in wanted))
+        present = found
+        for piece, count in zip(wanted, counts, strict=True):
+            present += count
+            if count < len(piece.ids):
+                break
+        self._act(arrival, arrival.gate.fetched(present))
+
+    async def _fetch_piece(self, generation: Generation, piece: Piece) -> int:
+        """How many leading blocks of it are there."""
+        try:
+            if isinstance(piece.run, RemoteRun):
+                return await piece.run.holder.load(
+                    piece.run.ref,
+                    generation.store_data,
+                    piece.ids,
+                    first_block=piece.first,
+                    store_control=generation.store_control,
+                    timeout_s=self._fetch_deadline_s,
+                )
+            blocks = piece.run.blocks[piece.first : piece.first + len(piece.ids)]
+            return await self._load_here(generation.store_data, piece.ids, blocks)
+        except KVCommonsError as error:
+            log.warning("history was not loaded: %s", error.message)
+            return 0
+
+    async def _load_here(self, store: str, ids: tuple[bytes, ...], blocks: list[int]) -> int:
+        """The blocks are pinned for as long as anything may write to them, whoever lets go of them
+        meanwhile."""
+        allocator = self._core.allocator
+        deadline = Deadline.after(self._fetch_deadline_s)
+        allocator.retain(blocks)
+        try:
+            load = self._histories.load(store=store, ids=ids, blocks=blocks, deadline=deadline)
+
+            def finish() -> int:
+                try:
+                    return load.wait(self._core.layout.layers - 1, deadline)
+                finally:
+                    load.cancel()
+                    allocator.release(blocks)
+
+            finishing = self._threads.submit(finish)
+        except BaseException:
+            allocator.release(blocks)
+            raise
+        try:
+            # Shielded: a thread's turn that was cancelled before it came would let go of nothing.
+            return await asyncio.shield(asyncio.wrap_future(finishing))
+        except asyncio.CancelledError:
+            load.cancel()  # wakes the thread
+            raise
+
+    def _act(self, arrival: Arrival, action: Missing | Go | None) -> None:
+        if isinstance(action, Missing):
+            self._expect(arrival)
+            arrival.stream.missing(action.push_from_block)
+        elif isinstance(action, Go):
+            self._close_gate(arrival)
+            self._engine.begin(arrival.sequence.key, action.first)
+
+    def _expect(self, arrival: Arrival) -> None:
+        """Waits for prefill, a bounded time from now on."""
+        if arrival.timer is not None:
+            arrival.timer.cancel()
+        wait_s = arrival.sequence.generation.start_wait_s
+        error = Unavailable(f"prefill did not deliver the prompt within {wait_s:g} s")
+        arrival.timer = asyncio.get_running_loop().call_later(
+            wait_s, self._engine.fail, arrival.sequence.key, error
+        )
+
+    def _close_gate(self, arrival: Arrival) -> None:
+        """Prefill has nothing more to write here."""
+        if arrival.timer is not None:
+            arrival.timer.cancel()
+        if self._by_handle.pop(arrival.ref.handle, None) is not None:
+            self._holder.release([arrival.ref])

@@ -1,0 +1,158 @@
+"""The tensors of an iteration: rows, their KV here, and their KV elsewhere.
+
+A batch is built when its composition changes (a sequence joins, ends or grows) and then stepped: what differs
+from one iteration to the next is a token, a position and a length per row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from kvcommons.attention.partial import Partial, merge
+from kvcommons.holder.client import RemoteHolder
+from services.decode.sequence import LocalRun, RemoteRun, Sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Group:
+    """Of a source's partials: those at `index` belong to `rows` of the batch, no row twice."""
+
+    index: Tensor
+    rows: Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RemoteSegment:
+    """A row's segment on a holder. `tail` takes the row's new K and V."""
+
+    row: int
+    run: RemoteRun
+    tail: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HolderShare:
+    """What one other holder attends over for this batch."""
+
+    holder: RemoteHolder
+    segments: list[RemoteSegment]
+    rows: Tensor  # [segments]
+    append_rows: Tensor  # of the segments that are tails, in order
+    groups: list[Group]
+
+
+@dataclass(slots=True)
+class Batch:
+    """Rows are `sequences` in order. Local parts: rows of `tables` [P, nb]; most rows have one part, and then
+    parts and rows are the same and nothing is merged (`plain`)."""
+
+    sequences: list[Sequence]
+    block_tokens: int
+    device: torch.device
+    tokens: Tensor = field(init=False)
+    positions: Tensor = field(init=False)
+    tables: Tensor = field(init=False)
+    lengths: Tensor = field(init=False)
+    first_keys: Tensor = field(init=False)
+    part_rows: Tensor = field(init=False)
+    part_groups: list[Group] = field(init=False)
+    shares: list[HolderShare] = field(init=False)
+    plain: bool = field(init=False)
+    _tails: Tensor = field(init=False)  # parts that take new tokens
+    append_rows: Tensor = field(init=False)  # and their rows
+
+    def __post_init__(self) -> None:
+        parts = [
+            (row, run, run is sequence.tail)
+            for row, sequence in enumerate(self.sequences)
+            for run in sequence.runs
+            if isinstance(run, LocalRun)
+        ]
+        size = self.block_tokens
+        widest = max((run.count for _, run, _ in parts), default=1)
+        padded = [run.blocks + [0] * (widest - run.count) for _, run, _ in parts]
+        self.tables = self._longs(padded).reshape(len(parts), widest)
+        self.first_keys = self._longs([run.first_block * size for _, run, _ in parts])
+        self.lengths = self._longs(
+            [
+                len(self.sequences[row].tokens) - run.first_block * size if tail else run.count * size
+                for row, run, tail in parts
+            ]
+        )
+        self.part_rows = self._longs([row for row, _, _ in parts])
+        self._tails = self._longs([part for part, (_, _, tail) in enumerate(parts) if tail])
+        self.append_rows = self.part_rows[self._tails]
+        self.tokens = self._longs([sequence.tokens[-1] for sequence in self.sequences])
+        self.positions = self._longs([sequence.kv_tokens for sequence in self.sequences])
+        self.shares = self._remote()
+        self.plain = not self.shares and len(parts) == len(self.sequences)
+        self.part_groups = [] if self.plain else self._groups([row for row, _, _ in parts])
+
+    def step(self) -> None:
+        """To the next iteration of the same composition: each sequence has one token more."""
+        self.tokens = self._longs([sequence.tokens[-1] for sequence in self.sequences])
+        self.positions += 1
+        self.lengths[self._tails] += 1
+
+    def slots(self) -> Tensor:
+        """Where the K and V of `append_rows` go: block * block_tokens + offset."""
+        inside = self.positions[self.append_rows] - self.first_keys[self._tails]
+        block = self.tables[self._tails, inside // self.block_tokens]
+        return block * self.block_tokens + inside % self.block_tokens
+
+    def gather(self, contributions: Items[tuple[Items[Group], Partial]], like: Tensor) -> Partial:
+        """Merges partials of several sources into one [B, H, D]: each group is laid over the batch's rows,
+        empty (lse -inf) where it has none, and the layers are merged exactly. `like` is the query [B, H,
+        D]."""
+        layers = []
+        for groups, partial in contributions:
+            for group in groups:
+                heads, width = partial.out.shape[1:]
+                out = partial.out.new_zeros(len(self.sequences), heads, width)
+                lse = partial.lse.new_full((len(self.sequences), heads), -torch.inf)
+                out[group.rows] = partial.out[group.index]
+                lse[group.rows] = partial.lse[group.index]
+                layers.append(Partial(out=out, lse=lse))
+        if not layers:  # all that these rows have lay on holders that are lost
+            return Partial.empty(like)
+        return layers[0] if len(layers) == 1 else merge(layers)
+
+    def _remote(self) -> list[HolderShare]:
+        by_holder: dict[RemoteHolder, list[RemoteSegment]] = {}
+        for row, sequence in enumerate(self.sequences):
+            for run in sequence.remote_runs():
+                segment = RemoteSegment(row=row, run=run, tail=run is sequence.tail)
+                by_holder.setdefault(run.holder, []).append(segment)
+        return [self.share(holder, segments) for holder, segments in by_holder.items()]
+
+    def share(self, holder: RemoteHolder, segments: list[RemoteSegment]) -> HolderShare:
+        """What a holder is asked for when these are its segments."""
+        return HolderShare(
+            holder=holder,
+            segments=segments,
+            rows=self._longs([segment.row for segment in segments]),
+            append_rows=self._longs([segment.row for segment in segments if segment.tail]),
+            groups=self._groups([segment.row for segment in segments]),
+        )
+
+    def _groups(self, rows: list[int]) -> list[Group]:
+        """Splits a source's partials so that no group has a row twice."""
+        seen: dict[int, int] = {}
+        layers: list[list[int]] = []
+        for index, row in enumerate(rows):
+            depth = seen.get(row, 0)
+            seen[row] = depth + 1
+            if depth == len(layers):
+                layers.append([])
+            layers[depth].append(index)
+        return [
+            Group(index=self._longs(layer), rows=self._longs([rows[index] for index in layer]))
+            for layer in layers
+        ]
+
+    def _longs(self, values: list[int] | list[list[int]]) -> Tensor:
+        return torch.tensor(values, dtype=torch.long, device=self.device)

@@ -1,0 +1,86 @@
+"""From the engine's thread to the event loop: one hand-over an iteration, whatever the batch."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from kvcommons.errors import KVCommonsError
+from services.decode.arrival import Arrivals
+from services.decode.engine import DecodeEngine, Step
+from services.decode.lenders import BlockSave, Lenders
+from services.decode.sequence import RemoteRun, Sequence
+
+
+class Crossing:
+    """The engine's Surroundings. Made on the event loop, then connected to what it serves."""
+
+    def __init__(self, *, borrow_blocks: int) -> None:
+        """`borrow_blocks` are asked for at once when a sequence grows elsewhere."""
+        self._borrow_blocks = borrow_blocks
+        self._loop = asyncio.get_running_loop()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._engine: DecodeEngine
+        self._arrivals: Arrivals
+        self._lenders: Lenders
+
+    def connect(self, engine: DecodeEngine, arrivals: Arrivals, lenders: Lenders) -> None:
+        self._engine, self._arrivals, self._lenders = engine, arrivals, lenders
+
+    def deliver(self, steps: list[Step]) -> None:
+        self._cross(self._deliver, steps)
+
+    def borrow(self, sequence: Sequence) -> None:
+        tail = sequence.tail if isinstance(sequence.tail, RemoteRun) else None
+        request_id, blocks = sequence.generation.request_id, sequence.blocks
+        self._cross(self._borrow, sequence.key, request_id, tail, blocks)
+
+    def give_back(self, runs: list[RemoteRun]) -> None:
+        self._cross(self._give_back, list(runs))
+
+    def save_remote(self, run: RemoteRun, sequence: Sequence, index: int) -> None:
+        generation, ids = sequence.generation, sequence.chain.ids
+        block = BlockSave(
+            store=generation.store_data,
+            tenant=generation.tenant,
+            parent=ids[index - 1] if index else b"",
+            block_id=ids[index],
+            first_block=index - run.first_block,
+            first_index=index,
+        )
+        self._cross(self._save, run, block)
+
+    # Below: the event loop.
+
+    def _cross(self, work: Callable[..., None], *arguments: Any) -> None:
+        with suppress(RuntimeError):  # the loop is closed: the process is ending
+            self._loop.call_soon_threadsafe(work, *arguments)
+
+    def _deliver(self, steps: list[Step]) -> None:
+        for step in steps:
+            arrival = self._arrivals.find(step.key)
+            if arrival is not None:
+                arrival.stream.step(step)
+
+    def _borrow(self, key: int, request_id: str, tail: RemoteRun | None, blocks: int) -> None:
+        task = self._loop.create_task(self._extend(key, request_id, tail, blocks))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _extend(self, key: int, request_id: str, tail: RemoteRun | None, blocks: int) -> None:
+        try:
+            run = await self._lenders.extend(
+                key, request_id, tail=tail, blocks=self._borrow_blocks, first_block=blocks
+            )
+        except KVCommonsError:
+            self._engine.refused(key)
+        else:
+            self._engine.grown(key, run)
+
+    def _give_back(self, runs: list[RemoteRun]) -> None:
+        self._lenders.give_back(runs)
+
+    def _save(self, run: RemoteRun, block: BlockSave) -> None:
+        self._lenders.save(run, block)

@@ -1,0 +1,375 @@
+"""Decode's loop, on a thread of its own: an iteration for each token of all running sequences.
+
+Sequences are touched on this thread only, from `add` until their end. What others have to say comes as a
+command between two iterations; what an iteration made goes out in one call of `Surroundings.deliver`.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from kvcommons.engine.core import Core
+from kvcommons.engine.keeper import BlockKeeper, KeptRun
+from kvcommons.errors import CapacityExhausted, Internal, KVCommonsError, Unavailable
+from kvcommons.pb import common_pb2 as pb
+from services.decode.batch import Batch
+from services.decode.iteration import Iteration
+from services.decode.remote import RemoteAttention
+from services.decode.scheduler import BatchScheduler, Plan
+from services.decode.sequence import LocalRun, RemoteRun, Run, Sequence
+
+log = logging.getLogger(__name__)
+
+SHORT_S = 0.02  # between looks whether a block has come free
+SETTLE_S = 0.1  # blocks of a preempted sequence that are being saved come free within about this time
+
+
+@dataclass(slots=True, kw_only=True)
+class Step:
+    """What a sequence has to tell after an iteration. `reason` or `error` is set with its last one."""
+
+    key: int
+    tokens: list[pb.SampledToken] = field(default_factory=list)
+    reason: str = ""  # "stop" or "length"
+    error: KVCommonsError | None = None
+    saved_blocks: int = 0
+
+
+class Surroundings(Protocol):
+    """What the engine asks of the world, on its thread and, where it is on behalf of one sequence, in that
+    one's context; nothing here may block."""
+
+    def deliver(self, steps: list[Step]) -> None:
+        """An iteration's tokens and ends."""
+
+    def borrow(self, sequence: Sequence) -> None:
+        """Room for a sequence's next tokens on another holder; the engine hears `grown` or `refused`."""
+
+    def give_back(self, runs: list[RemoteRun]) -> None:
+        """Borrowed blocks that are not needed any more."""
+
+    def save_remote(self, run: RemoteRun, sequence: Sequence, index: int) -> None:
+        """Block `index` of the sequence, which lies in `run`, is full: its holder should save it."""
+
+
+class EngineMetrics(Protocol):
+    """What the engine reports, on its thread."""
+
+    def iteration(self, batch: int, seconds: float) -> None:
+        """Of `batch` sequences."""
+
+    def ended(self, step: Step) -> None:
+        """A sequence, for a reason or with an error."""
+
+
+class DecodeEngine:
+    """Runs sequences until stopped. Public methods may be called from any thread."""
+
+    def __init__(
+        self,
+        core: Core,
+        *,
+        max_batch: int,
+        may_borrow: bool,
+        attend_deadline_s: float,
+        keeper: BlockKeeper,
+        surroundings: Surroundings,
+        metrics: EngineMetrics,
+    ) -> None:
+        """`attend_deadline_s` bounds what an iteration waits for other holders."""
+        self._core = core
+        self._may_borrow = may_borrow
+        self._attend_deadline_s = attend_deadline_s
+        self._keeper = keeper
+        self._surroundings = surroundings
+        self._metrics = metrics
+        self._scheduler = BatchScheduler(max_batch=max_batch)
+        self._remote = RemoteAttention(core.layout, core.model.device)
+        self._sequences: dict[int, Sequence] = {}
+        self._batch: Batch | None = None
+        self._steps: dict[int, Step] = {}
+        self._commands: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._stopping = False
+        self._preempted_s = -SETTLE_S
+        self._thread = threading.Thread(target=self._run, name="decode-engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> None:
+        """Ends after the iteration under way; sequences that are left fail with Unavailable."""
+        with self._wake:
+            self._stopping = True
+            self._wake.notify()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    @property
+    def running(self) -> int:
+        return self._scheduler.running
+
+    @property
+    def queued(self) -> int:
+        return self._scheduler.queued
+
+    def add(self, sequence: Sequence) -> None:
+        """The sequence holds its blocks; its prompt is on the way. From here on it is the engine's."""
+        self._post(lambda: self._add(sequence))
+
+    def begin(self, key: int, first: pb.SampledToken) -> None:
+        """The prompt's KV is complete: the sequence joins at the next iteration."""
+        self._post(lambda: self._begin(key, first))
+
+    def cancel(self, key: int) -> None:
+        """Frees the sequence within one iteration; nothing more is delivered."""
+        self._post(lambda: self._cancel(key))
+
+    def fail(self, key: int, error: KVCommonsError) -> None:
+        """Ends the sequence with an error (its borrowed blocks are gone, its prompt did not come)."""
+        self._post(lambda: self._fail(key, error))
+
+    def grown(self, key: int, run: RemoteRun) -> None:
+        """The answer to `borrow`."""
+        self._post(lambda: self._grown(key, run))
+
+    def refused(self, key: int) -> None:
+        """The other answer to `borrow`: nobody lends."""
+        self._post(lambda: self._refused(key))
+
+    def _post(self, command: Callable[[], None]) -> None:
+        with self._wake:
+            self._commands.append(command)
+            self._wake.notify()
+
+    # Below: the engine's thread.
+
+    def _run(self) -> None:
+        with torch.inference_mode():
+            idle = True
+            while (commands := self._take_commands(wait=idle)) is not None:
+                try:
+                    for command in commands:
+                        command()
+                    idle = not self._advance()
+                except Exception:
+                    log.exception("the engine's loop failed")
+                    for key in list(self._sequences):
+                        self._fail(key, Internal("decode failed unexpectedly; its log says why"))
+                self._flush()
+        for key in list(self._sequences):
+            self._fail(key, Unavailable("this decode instance is stopping"))
+        self._flush()
+
+    def _advance(self) -> bool:
+        """One iteration; False when no sequence can run."""
+        plan = self._plan()
+        self._carry_out(plan)
+        batch = self._compose(plan.batch)
+        if batch is not None:
+            self._iterate(batch)
+        return batch is not None
+
+    def _take_commands(self, *, wait: bool) -> deque[Callable[[], None]] | None:
+        """What was posted; waits for something if there is nothing to compute. None when stopping."""
+        with self._wake:
+            if wait and not self._commands and not self._stopping:
+                self._wake.wait(SHORT_S if self._scheduler.able else None)
+            commands, self._commands = self._commands, deque()
+            return None if self._stopping else commands
+
+    def _add(self, sequence: Sequence) -> None:
+        self._sequences[sequence.key] = sequence
+        self._scheduler.reserve(sequence.key)
+
+    def _begin(self, key: int, first: pb.SampledToken) -> None:
+        sequence = self._sequences.get(key)
+        if sequence is None:
+            return
+        reason = sequence.start(first.token)
+        self._step(key).tokens.append(first)
+        self._settle(sequence, prompt=True)
+        if reason:
+            self._end(key, reason=reason)
+        else:
+            self._scheduler.start(key)
+
+    def _cancel(self, key: int) -> None:
+        if key in self._sequences:
+            self._end(key)
+            self._steps.pop(key, None)
+
+    def _fail(self, key: int, error: KVCommonsError) -> None:
+        if key in self._sequences:
+            self._end(key, error=error)
+
+    def _grown(self, key: int, run: RemoteRun) -> None:
+        sequence = self._sequences.get(key)
+        if sequence is None:
+            self._surroundings.give_back([run])
+            return
+        sequence.append_run(run)
+        self._batch = None
+        self._scheduler.borrowed(key)
+
+    def _refused(self, key: int) -> None:
+        if key not in self._sequences:
+            return
+        if not self._core.allocator.free:  # else room has come free here meanwhile
+            self._preempt(self._scheduler.victim_for(key, self._freed_by()))
+        self._scheduler.borrowed(key)
+
+    def _plan(self) -> Plan:
+        needy = frozenset(
+            key for key, sequence in self._sequences.items() if sequence.tokens and sequence.full
+        )
+        free = self._core.allocator.free
+        short = len(needy) > free and not self._may_borrow
+        return self._scheduler.plan(
+            needy=needy,
+            free_blocks=free,
+            freed_by=self._freed_by() if short else {},
+            may_borrow=self._may_borrow,
+            may_preempt=time.monotonic() - self._preempted_s > SETTLE_S,
+        )
+
+    def _carry_out(self, plan: Plan) -> None:
+        for key in plan.preempt:
+            self._preempt(key)
+        for key in plan.borrow:
+            sequence = self._sequences[key]
+            sequence.on_behalf(self._surroundings.borrow, sequence)
+        for key in plan.grow:
+            sequence = self._sequences[key]
+            try:
+                blocks = self._core.allocator.allocate(1)
+            except CapacityExhausted:  # a new sequence was quicker: the next iteration decides anew
+                continue
+            sequence.append_run(LocalRun(first_block=sequence.blocks, blocks=blocks))
+            self._batch = None
+
+    def _preempt(self, key: int) -> None:
+        self._preempted_s = time.monotonic()
+        self._fail(
+            key,
+            CapacityExhausted(
+                "this decode instance has no block left and gives older sequences precedence: "
+                "go on elsewhere, or here when there is room",
+                retry_after_ms=200,
+            ),
+        )
+
+    def _compose(self, keys: list[int]) -> Batch | None:
+        """The batch of these sequences, as far as they have room; the last one goes on if it is the same."""
+        sequences = [sequence for key in keys if not (sequence := self._sequences[key]).full]
+        if not sequences:
+            self._batch = None
+        elif self._batch is not None and self._batch.sequences == sequences:
+            self._batch.step()
+        else:
+            self._batch = Batch(sequences, self._core.block_tokens, self._core.model.device)
+        return self._batch
+
+    def _iterate(self, batch: Batch) -> None:
+        iteration = Iteration(self._core, self._remote, batch, self._attend_deadline_s)
+        try:
+            tokens = iteration.run()
+        except Exception:
+            log.exception("an iteration failed", extra={"batch": len(batch.sequences)})
+            for sequence in batch.sequences:
+                self._fail(sequence.key, Internal("decode failed in an iteration; its log says why"))
+            return
+        for row, (sequence, token) in enumerate(zip(batch.sequences, tokens, strict=True)):
+            if row in iteration.lost:
+                self._fail(sequence.key, iteration.lost[row])
+                continue
+            self._settle(sequence)
+            self._step(sequence.key).tokens.append(token)
+            reason = sequence.append(token.token)
+            if reason:
+                self._end(sequence.key, reason=reason)
+        self._metrics.iteration(len(batch.sequences), iteration.seconds)
+
+    def _settle(self, sequence: Sequence, *, prompt: bool = False) -> None:
+        """Blocks that became full are published here and saved; those of a prompt were saved by prefill.
+
+        After an iteration all of `tokens` have KV; at the start, all but the first sampled one.
+        """
+        kv_tokens = len(sequence.tokens) - (1 if prompt else 0)
+        full = sequence.newly_full(kv_tokens)
+        if not full or sequence.generation.no_reuse:
+            return
+        ids = sequence.identities(kv_tokens)
+        for index in full:
+            run, inside = sequence.locate(index)
+            if isinstance(run, LocalRun):
+                self._publish(run, inside, ids[index], share=prompt)
+            if not prompt and sequence.generation.store_data:
+                sequence.saved_blocks += 1
+                self._save(sequence, run, inside, index)
+
+    def _publish(self, run: LocalRun, inside: int, identity: bytes, *, share: bool) -> None:
+        """Makes a block findable. Where another block is known under this identity already (n > 1 choices of
+        one prompt), that one is shared and this one is free again."""
+        allocator, block = self._core.allocator, run.blocks[inside]
+        if allocator.publish(block, identity) or not share:
+            return
+        known = allocator.match([identity])
+        if known:
+            run.blocks[inside] = known[0]
+            allocator.release([block])
+
+    def _save(self, sequence: Sequence, run: Run, inside: int, index: int) -> None:
+        if isinstance(run, RemoteRun):
+            sequence.on_behalf(self._surroundings.save_remote, run, sequence, index)
+            return
+        generation, ids = sequence.generation, sequence.chain.ids
+        kept = KeptRun(
+            store=generation.store_data,
+            tenant=generation.tenant,
+            parent=ids[index - 1] if index else b"",
+            first_index=index,
+            ids=(ids[index],),
+            blocks=(run.blocks[inside],),
+        )
+        sequence.on_behalf(self._keeper.save_all_layers, kept)
+
+    def _end(self, key: int, *, reason: str = "", error: KVCommonsError | None = None) -> None:
+        """The sequence holds nothing any more; what it published stays in the device tier."""
+        sequence = self._sequences.pop(key)
+        self._scheduler.remove(key)
+        self._batch = None
+        sequence.ended = True
+        self._core.allocator.release(sequence.local_blocks())
+        remote = sequence.remote_runs()
+        if remote:
+            sequence.on_behalf(self._surroundings.give_back, remote)
+        step = self._step(key)
+        step.reason, step.error, step.saved_blocks = reason, error, sequence.saved_blocks
+        if reason or error is not None:
+            self._metrics.ended(step)
+
+    def _freed_by(self) -> dict[int, int]:
+        """Blocks that would come free if a sequence ended: those that it alone holds. None of a sequence that
+        waits for its prompt: prefill may be writing to them."""
+        holders = Counter(block for sequence in self._sequences.values() for block in sequence.local_blocks())
+        return {
+            key: sum(holders[block] == 1 for block in sequence.local_blocks()) if sequence.tokens else 0
+            for key, sequence in self._sequences.items()
+        }
+
+    def _step(self, key: int) -> Step:
+        return self._steps.setdefault(key, Step(key=key))
+
+    def _flush(self) -> None:
+        if self._steps:
+            steps, self._steps = self._steps, {}
+            self._surroundings.deliver(list(steps.values()))

@@ -1,0 +1,62 @@
+"""When a sequence may begin: its history is here, and prefill has delivered the rest. A pure class.
+
+Decode fetches the blocks before `push_from_block` itself; prefill pushes those from there on, then says so
+(StartSequence). Where the fetch falls short, prefill is asked to push from an earlier block, and says so
+again. The first token is the one that came first: it may have reached the client already.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvcommons.pb import common_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Missing:
+    """Prefill has to push from this block on."""
+
+    push_from_block: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Go:
+    """The sequence begins with this token."""
+
+    first: pb.SampledToken
+
+
+class StartGate:
+    """Events in, at most one action out of each."""
+
+    def __init__(self, *, push_from_block: int, fetching: bool) -> None:
+        """`fetching`: decode is about to fetch blocks before `push_from_block`; else they are all here."""
+        self._push_from_block = push_from_block
+        self._present = None if fetching else push_from_block
+        self._pushed_from: int | None = None
+        self._first: pb.SampledToken | None = None
+        self._gone = False
+
+    def fetched(self, blocks: int) -> Missing | Go | None:
+        """The fetch has ended: `blocks` leading blocks of the sequence are here."""
+        self._present = min(blocks, self._push_from_block)
+        if self._pushed_from is None or self._pushed_from > self._present:
+            if self._present < self._push_from_block:
+                return Missing(push_from_block=self._present)
+            return None
+        return self._go()
+
+    def started(self, first: pb.SampledToken, pushed_from_block: int) -> Go | None:
+        """Prefill has pushed all blocks from `pushed_from_block` on."""
+        self._first = self._first or first
+        earlier = self._pushed_from
+        self._pushed_from = pushed_from_block if earlier is None else min(earlier, pushed_from_block)
+        if self._present is None or self._pushed_from > self._present:
+            return None
+        return self._go()
+
+    def _go(self) -> Go | None:
+        if self._gone or self._first is None:
+            return None
+        self._gone = True
+        return Go(first=self._first)

@@ -1,0 +1,93 @@
+"""One iteration: a token for each row of a batch, slice by slice, with attention here and elsewhere between
+them."""
+
+from __future__ import annotations
+
+import time
+
+from torch import Tensor
+
+from kvcommons.attention.partial import BatchPlan
+from kvcommons.engine.core import Core
+from kvcommons.errors import KVCommonsError
+from kvcommons.model.sampling import sample
+from kvcommons.model.slices import State
+from kvcommons.pb import common_pb2 as pb
+from kvcommons.transport.deadline import Deadline
+from services.decode.batch import Batch
+from services.decode.remote import RemoteAttention, RemoteStep
+
+
+class Iteration:
+    """Use once. Rows in `lost` have no valid token: their sequences' KV is not there any more."""
+
+    def __init__(self, core: Core, remote: RemoteAttention, batch: Batch, attend_deadline_s: float) -> None:
+        self._core = core
+        self._remote = remote
+        self._batch = batch
+        self._attend_deadline_s = attend_deadline_s
+        self._remote_step = RemoteStep(batch, Deadline.after(attend_deadline_s))
+        self._plans: dict[int | None, BatchPlan] = {}
+        self._slots = batch.slots()
+        self._all_append = len(batch.append_rows) == len(batch.sequences)
+        self.seconds = 0.0
+
+    @property
+    def lost(self) -> dict[int, KVCommonsError]:
+        return self._remote_step.lost
+
+    def run(self) -> list[pb.SampledToken]:
+        """A sampled token for each row, lost ones included."""
+        started = time.monotonic()
+        model, batch = self._core.model, self._batch
+        state = model.begin(batch.tokens, batch.positions)
+        last = self._core.layout.layers - 1
+        for layer in range(last):
+            state = model.advance(layer, state, self._attend(layer, state))
+        rows = range(len(batch.sequences))
+        logits = model.end(state, self._attend(last, state), list(rows))
+        tokens = sample(logits, [sequence.sampling_row() for sequence in batch.sequences])
+        self.seconds = time.monotonic() - started
+        return tokens
+
+    def _attend(self, layer: int, state: State) -> Tensor:
+        """[B, H, D] float32: other holders are asked first, and answer while the local part is computed."""
+        batch, memory, model = self._batch, self._core.memory, self._core.model
+        step = self._remote_step
+        if not batch.shares:
+            self._write(layer, state)
+            if batch.plain:
+                return self._plan(model.window(layer)).attend(state.q, memory.layer(layer), model.scale).out
+            asked = []
+        else:
+            step.deadline = Deadline.after(self._attend_deadline_s)
+            asked = self._remote.ask(step, layer, state.q, state.k, state.v)
+            self._write(layer, state)
+        contributions = []
+        if len(batch.part_rows):
+            q = state.q.index_select(0, batch.part_rows)
+            partial = self._plan(model.window(layer)).attend(q, memory.layer(layer), model.scale)
+            contributions.append((batch.part_groups, partial))
+        contributions += self._remote.collect(step, layer, asked, state.q, state.k, state.v)
+        return batch.gather(contributions, state.q).out
+
+    def _write(self, layer: int, state: State) -> None:
+        """K and V of rows whose tail lies here."""
+        if self._all_append:
+            self._core.memory.write_tokens(layer, self._slots, state.k, state.v)
+        elif len(self._slots):
+            rows = self._batch.append_rows
+            self._core.memory.write_tokens(layer, self._slots, state.k[rows], state.v[rows])
+
+    def _plan(self, window: int | None) -> BatchPlan:
+        if window not in self._plans:
+            batch = self._batch
+            self._plans[window] = BatchPlan(
+                self._core.memory.layer(0).shape,
+                batch.tables,
+                batch.lengths,
+                first_key_positions=batch.first_keys,
+                query_positions=batch.positions[batch.part_rows],
+                window=window,
+            )
+        return self._plans[window]

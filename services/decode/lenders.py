@@ -1,0 +1,266 @@
+"""Borrowed memory, from the debtor's side: found through the ledger, leased, given back.
+
+The contract protocol of Infinite-LLM, section 4.4: up to three candidates, asked in turn; a refusal is
+reported. Leases are renewed with the creditors themselves, so that loans outlive an outage of ledger and
+etcd.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvcommons.errors import CapacityExhausted, DataLoss, KVCommonsError
+from kvcommons.holder.client import RemoteHolder
+from kvcommons.holder.segments import SegmentRef
+from kvcommons.pb import ledger_pb2, ledger_pb2_grpc
+from kvcommons.rpc.channel import open_channel
+from kvcommons.transport.base import Observer
+from services.decode.sequence import RemoteRun
+
+log = logging.getLogger(__name__)
+
+CALL_S = 1.0  # one question to a ledger or holder
+ROUNDS = 2  # times the ledger is asked for candidates
+PAUSE_S = 0.25  # before a growing sequence asks again: heartbeats may tell of other room
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Debtor:
+    """Who borrows, and for which model."""
+
+    instance_id: str
+    host: str
+    model: bytes
+    block_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockSave:
+    """A full block of a sequence, for a kvstore: the arguments of RemoteHolder.save."""
+
+    store: str
+    tenant: str
+    parent: bytes
+    block_id: bytes
+    first_block: int  # within the run
+    first_index: int  # within the sequence
+
+
+@dataclass(slots=True)
+class _Creditor:
+    instance_id: str
+    holder: RemoteHolder
+
+
+class Lenders:
+    """Belongs to the event loop."""
+
+    def __init__(
+        self,
+        debtor: Debtor,
+        ledgers: Sequence[str],
+        *,
+        lease_ms: int,
+        lost: Callable[[int, KVCommonsError], None],
+        observer: Observer | None = None,
+    ) -> None:
+        """`lost` is told of a sequence (its key) whose borrowed blocks a creditor does not have any more."""
+        self._debtor = debtor
+        self._lease_ms = lease_ms
+        self._lost = lost
+        self._observer = observer
+        self._ledgers = {address: open_channel(address) for address in ledgers}
+        self._creditors: dict[tuple[str, str], _Creditor] = {}  # by control and data address
+        self._sequences: dict[tuple[RemoteHolder, SegmentRef], tuple[int, int]] = {}  # to key and blocks
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def close(self) -> None:
+        """Gives back what is left, for a bounded time."""
+        left: dict[RemoteHolder, list[SegmentRef]] = {}
+        for holder, ref in self._sequences:
+            left.setdefault(holder, []).append(ref)
+        await asyncio.gather(*self._tasks, *(self._release(holder, refs) for holder, refs in left.items()))
+        for creditor in self._creditors.values():
+            await creditor.holder.close()
+        for channel in self._ledgers.values():
+            await channel.close(None)
+
+    def debts(self) -> dict[str, int]:
+        """Blocks borrowed, by creditor."""
+        owed: dict[str, int] = {}
+        names = {creditor.holder: creditor.instance_id for creditor in self._creditors.values()}
+        for (holder, _), (_, blocks) in self._sequences.items():
+            owed[names[holder]] = owed.get(names[holder], 0) + blocks
+        return owed
+
+    async def borrow(self, key: int, name: str, *, blocks: int, first_block: int) -> list[RemoteRun]:
+        """Runs that together hold `blocks`, in order, from `first_block` of sequence `key` on. Raises
+        CapacityExhausted, and keeps nothing then."""
+        runs: list[RemoteRun] = []
+        left = blocks
+        try:
+            for asked_before in range(ROUNDS):
+                for instance in await self._candidates(left):
+                    # What the ledger knows is a heartbeat old: blocks may have come free since.
+                    want = left if asked_before else min(left, max(instance.load.lendable_blocks, 1))
+                    run = await self._reserve(key, name, instance, want, first_block + blocks - left)
+                    if run is not None:
+                        runs.append(run)
+                        left -= run.count
+                    if not left:
+                        return runs
+        except BaseException:
+            self.give_back(runs)
+            raise
+        self.give_back(runs)
+        raise CapacityExhausted(
+            f"{blocks} blocks do not fit here and nobody lends them: retry later, or add an attention_pool "
+            "instance",
+            retry_after_ms=500,
+        )
+
+    async def extend(
+        self, key: int, name: str, *, tail: RemoteRun | None, blocks: int, first_block: int
+    ) -> RemoteRun:
+        """One run of at most `blocks` more, where the sequence's tail is if it has room there. Raises
+        CapacityExhausted."""
+        if tail is not None:
+            for want in dict.fromkeys((blocks, 1)):
+                if await self._grow(tail, want):
+                    return RemoteRun(first_block=first_block, count=want, holder=tail.holder, ref=tail.ref)
+        for asked_before in range(ROUNDS):
+            if asked_before:
+                await asyncio.sleep(PAUSE_S)
+            for instance in await self._candidates(blocks):
+                want = min(blocks, max(instance.load.lendable_blocks, 1))
+                run = await self._reserve(key, name, instance, want, first_block)
+                if run is not None:
+                    return run
+        raise CapacityExhausted("nobody lends the sequence another block", retry_after_ms=500)
+
+    def give_back(self, runs: Sequence[RemoteRun]) -> None:
+        """In the background; what a creditor does not hear of, it reclaims when the lease runs out."""
+        by_holder: dict[RemoteHolder, list[SegmentRef]] = {}
+        for run in runs:
+            if self._sequences.pop((run.holder, run.ref), None) is not None:
+                by_holder.setdefault(run.holder, []).append(run.ref)
+        for holder, refs in by_holder.items():
+            self._spawn(self._release(holder, refs))
+
+    def save(self, run: RemoteRun, block: BlockSave) -> None:
+        """Has the holder write a full block to a kvstore, in the background."""
+        self._spawn(self._save(run, block))
+
+    async def _candidates(self, blocks: int) -> list[ledger_pb2.Instance]:
+        """Of the first ledger that answers; empty when none does."""
+        debtor = self._debtor
+        request = ledger_pb2.CandidatesRequest(
+            debtor=debtor.instance_id, host=debtor.host, model=debtor.model, blocks=blocks
+        )
+        for address, channel in self._ledgers.items():
+            try:
+                reply = await ledger_pb2_grpc.LedgerStub(channel).Candidates(request, timeout=CALL_S)
+            except KVCommonsError as error:
+                log.info("a ledger does not answer: %s", error.message, extra={"ledger": address})
+                continue
+            return list(reply.creditors)
+        return []
+
+    async def _reserve(
+        self, key: int, name: str, instance: ledger_pb2.Instance, blocks: int, first_block: int
+    ) -> RemoteRun | None:
+        """At most `blocks`: what the ledger knows of the creditor is a heartbeat old, so that less is asked
+        for when it has not that many. None where it refuses altogether."""
+        holder = self._holder(instance)
+        position = first_block * self._debtor.block_tokens
+        while True:
+            try:
+                ref = await holder.reserve(name, blocks, first_position=position, timeout_s=CALL_S)
+                break
+            except KVCommonsError as error:
+                if blocks == 1 or not isinstance(error, CapacityExhausted):
+                    await self._report(instance.id, error)
+                    return None
+                blocks //= 2
+        self._sequences[holder, ref] = (key, blocks)
+        return RemoteRun(first_block=first_block, count=blocks, holder=holder, ref=ref)
+
+    async def _grow(self, tail: RemoteRun, blocks: int) -> bool:
+        try:
+            await tail.holder.grow(tail.ref, blocks, timeout_s=CALL_S)
+        except KVCommonsError:
+            return False
+        key, before = self._sequences[tail.holder, tail.ref]
+        self._sequences[tail.holder, tail.ref] = (key, before + blocks)
+        return True
+
+    async def _report(self, creditor: str, reason: KVCommonsError) -> None:
+        log.info("a creditor refused: %s", reason.message, extra={"creditor": creditor})
+        request = ledger_pb2.ReportRefusalRequest(debtor=self._debtor.instance_id, creditor=creditor)
+        for channel in self._ledgers.values():
+            try:
+                await ledger_pb2_grpc.LedgerStub(channel).ReportRefusal(request, timeout=CALL_S)
+            except KVCommonsError:
+                continue
+            return
+
+    async def _release(self, holder: RemoteHolder, refs: Sequence[SegmentRef]) -> None:
+        try:
+            await holder.release(refs, timeout_s=CALL_S)
+        except KVCommonsError as error:
+            log.info(
+                "blocks come free by their lease: %s",
+                error.message,
+                extra={"creditor": holder.control_address},
+            )
+
+    async def _save(self, run: RemoteRun, block: BlockSave) -> None:
+        try:
+            await run.holder.save(
+                run.ref,
+                block.store,
+                [block.block_id],
+                tenant=block.tenant,
+                parent=block.parent,
+                first_block=block.first_block,
+                first_index=block.first_index,
+                timeout_s=CALL_S,
+            )
+        except KVCommonsError as error:
+            log.warning("a holder did not save a block: %s", error.message)
+
+    def _holder(self, instance: ledger_pb2.Instance) -> RemoteHolder:
+        place = (instance.control_address, instance.data_address)
+        known = self._creditors.get(place)
+        if known is None:
+            holder = RemoteHolder(
+                *place,
+                owner=self._debtor.instance_id,
+                model=self._debtor.model,
+                lost=lambda refs: self._lose(holder, refs),
+                lease_s=self._lease_ms / 1000,
+                observer=self._observer,
+            )
+            holder.start()
+            known = self._creditors[place] = _Creditor(instance.id, holder)
+        known.instance_id = instance.id  # another life of it, maybe
+        return known.holder
+
+    def _lose(self, holder: RemoteHolder, refs: Sequence[SegmentRef]) -> None:
+        for ref in refs:
+            lease = self._sequences.pop((holder, ref), None)
+            if lease is not None:
+                error = DataLoss(
+                    f"the holder at {holder.control_address} has the sequence's blocks no more: "
+                    "compute them again"
+                )
+                self._lost(lease[0], error)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,170 @@
+"""A sequence: its tokens, and the runs of blocks, here and on other holders, in which their KV lies. No
+I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as Items
+from contextvars import Context, copy_context
+from dataclasses import dataclass, field
+from typing import ParamSpec
+
+from kvcommons.holder.client import RemoteHolder
+from kvcommons.holder.segments import SegmentRef
+from kvcommons.model.sampling import SamplingParams, SamplingRow
+from kvcommons.rblock.identity import IdentityChain
+
+P = ParamSpec("P")
+
+
+@dataclass(slots=True, kw_only=True)
+class LocalRun:
+    """Blocks `first_block` … of the sequence, in this holder's memory: `blocks` are their physical
+    numbers."""
+
+    first_block: int
+    blocks: list[int]
+
+    @property
+    def count(self) -> int:
+        return len(self.blocks)
+
+
+@dataclass(slots=True, kw_only=True)
+class RemoteRun:
+    """Blocks `first_block` … of the sequence, borrowed: `ref` names the segment at its `holder`."""
+
+    first_block: int
+    count: int
+    holder: RemoteHolder
+    ref: SegmentRef
+
+
+Run = LocalRun | RemoteRun
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generation:
+    """What was asked for, as the request has it."""
+
+    request_id: str
+    session_id: str
+    tenant: str
+    salt: bytes
+    tokens: tuple[int, ...]  # prompt, and what was generated before a resumption
+    prompt_tokens: int
+    max_position: int
+    sampling: SamplingParams
+    stop_token_ids: frozenset[int]
+    store_control: str  # the kvstore's addresses; empty: no store
+    store_data: str
+    matched_blocks: int  # leading blocks that the store said it has
+    no_reuse: bool
+    start_wait_s: float
+    origin: Context = field(default_factory=copy_context, repr=False)  # of the call: its trace and ids
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """State of one generation. Runs ascend without gaps; the last one takes appended tokens, wherever it
+    lies.
+
+    Of `tokens` all but the last have KV (`kv_tokens`) once the sequence has started.
+    """
+
+    key: int
+    generation: Generation
+    block_tokens: int
+    chain: IdentityChain
+    runs: list[Run] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    generated: dict[int, int] = field(default_factory=dict)  # token to count, for penalties
+    settled_blocks: int = 0  # leading full blocks that were published, and saved or known to be saved
+    saved_blocks: int = 0
+    ended: bool = False
+
+    @property
+    def kv_tokens(self) -> int:
+        return len(self.tokens) - 1
+
+    @property
+    def blocks(self) -> int:
+        """Blocks held, here and elsewhere."""
+        return self.runs[-1].first_block + self.runs[-1].count if self.runs else 0
+
+    @property
+    def full(self) -> bool:
+        """Whether the next token's KV has no room."""
+        return len(self.tokens) > self.blocks * self.block_tokens
+
+    @property
+    def tail(self) -> Run:
+        return self.runs[-1]
+
+    def local_blocks(self) -> list[int]:
+        return [block for run in self.runs if isinstance(run, LocalRun) for block in run.blocks]
+
+    def remote_runs(self) -> list[RemoteRun]:
+        return [run for run in self.runs if isinstance(run, RemoteRun)]
+
+    def append_run(self, run: Run) -> None:
+        """More room at the end; local blocks after a local run lengthen it, and so does a grown remote
+        segment."""
+        assert run.first_block == self.blocks
+        last = self.runs[-1] if self.runs else None
+        if isinstance(run, LocalRun) and isinstance(last, LocalRun):
+            last.blocks.extend(run.blocks)
+        elif isinstance(run, RemoteRun) and isinstance(last, RemoteRun) and run.ref == last.ref:
+            last.count += run.count
+        else:
+            self.runs.append(run)
+
+    def start(self, first: int) -> str | None:
+        """The prompt's KV is complete and `first` follows it; the reason where the sequence ends with
+        that."""
+        prompt = self.generation.prompt_tokens
+        self.tokens = list(self.generation.tokens)
+        for token in self.tokens[prompt:]:
+            self.generated[token] = self.generated.get(token, 0) + 1
+        return self.append(first)
+
+    def append(self, token: int) -> str | None:
+        """A sampled token; the reason ("stop" or "length") where the sequence ends with it."""
+        self.tokens.append(token)
+        self.generated[token] = self.generated.get(token, 0) + 1
+        if token in self.generation.stop_token_ids:
+            return "stop"
+        return "length" if len(self.tokens) >= self.generation.max_position else None
+
+    def sampling_row(self) -> SamplingRow:
+        """For the token that the next iteration samples."""
+        return SamplingRow(
+            params=self.generation.sampling, position=len(self.tokens), generated=self.generated
+        )
+
+    def identities(self, tokens: int) -> Items[bytes]:
+        """Identities of the full blocks among the first `tokens`."""
+        if self.chain.tokens < tokens:
+            self.chain.extend(self.tokens[self.chain.tokens : tokens])
+        return self.chain.ids[: tokens // self.block_tokens]
+
+    def newly_full(self, kv_tokens: int) -> range:
+        """Indices of blocks that became full up to `kv_tokens` and were not settled yet; marks them
+        settled."""
+        first, self.settled_blocks = (
+            self.settled_blocks,
+            max(self.settled_blocks, kv_tokens // self.block_tokens),
+        )
+        return range(first, self.settled_blocks)
+
+    def on_behalf(self, work: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+        """Does `work` in the context of the call that asked for the sequence, on whatever thread: spans and
+        log lines that come of it are that request's."""
+        self.generation.origin.copy().run(work, *args, **kwargs)
+
+    def locate(self, block: int) -> tuple[Run, int]:
+        """The run that a block lies in, and the block's index in it."""
+        for run in self.runs:
+            if block < run.first_block + run.count:
+                return run, block - run.first_block
+        raise IndexError(f"block {block} of a sequence of {self.blocks}")

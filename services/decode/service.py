@@ -1,0 +1,195 @@
+"""A decode instance from start to drain: what it is made of, in the order in which the parts come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from kvcommons.blockstore.loader import BlockLoader
+from kvcommons.blockstore.metrics import SaverCollector
+from kvcommons.blockstore.saver import BlockSaver
+from kvcommons.engine.core import Core, load_core
+from kvcommons.engine.history import Condemner, Histories
+from kvcommons.engine.keeper import BlockKeeper
+from kvcommons.holder.data import HolderData
+from kvcommons.holder.holder import HeldModel, Holder
+from kvcommons.holder.server import HolderService
+from kvcommons.pb import data_pb2, decode_pb2_grpc, holder_pb2_grpc, ledger_pb2
+from kvcommons.rpc.directory import Heartbeat
+from kvcommons.rpc.process import Process
+from kvcommons.rpc.server import RpcServer
+from kvcommons.telemetry.metrics import LoadMetrics
+from kvcommons.transport.deadline import Deadline
+from kvcommons.transport.metrics import DataMetrics
+from kvcommons.transport.server import DataServer
+from services.decode.arrival import Arrivals
+from services.decode.config import DecodeConfig
+from services.decode.crossing import Crossing
+from services.decode.engine import DecodeEngine
+from services.decode.lenders import Debtor, Lenders
+from services.decode.lending import Lending
+from services.decode.metrics import DecodeMetrics
+from services.decode.placement import check_policy
+from services.decode.server import DecodeService
+
+STOP_S = 1.0  # for threads to end, once nothing is under way
+
+
+class DecodeParts:
+    """The engine and what it stands on, for a core that is loaded. Made on the event loop."""
+
+    def __init__(self, config: DecodeConfig, core: Core, process: Process) -> None:
+        self.core = core
+        instance_id, registry = process.instance_id, process.telemetry.registry
+        self.condemner = Condemner()
+        asking = DataMetrics(registry, "client")
+        self.loader = BlockLoader(self.condemner, name="decode-load", observer=asking)
+        self.saver = BlockSaver(instance_id, buffer_bytes=config.save_buffer_bytes, observer=asking)
+        registry.register(SaverCollector(self.saver))
+        self.keeper = BlockKeeper(core, self.saver)
+        model = core.model
+        self.holder = Holder(
+            core.memory,
+            core.allocator,
+            HeldModel(
+                fingerprint=core.info.fingerprint,
+                scale=model.scale,
+                windows=tuple(model.window(layer) for layer in range(core.layout.layers)),
+            ),
+            instance_id=instance_id,
+            lend_blocks_max=int(core.allocator.total * config.lend_share),
+        )
+        self.holder_service = HolderService(self.holder, self.loader, self.saver, self.condemner)
+        self.crossing = Crossing(borrow_blocks=config.borrow_blocks)
+        metrics = DecodeMetrics(registry)
+        self.engine = DecodeEngine(
+            core,
+            max_batch=config.max_batch,
+            may_borrow=config.placement == "overflow",
+            attend_deadline_s=config.attend_deadline_s,
+            keeper=self.keeper,
+            surroundings=self.crossing,
+            metrics=metrics,
+        )
+        self.lenders = Lenders(
+            Debtor(
+                instance_id=instance_id,
+                host=process.host,
+                model=core.info.fingerprint,
+                block_tokens=core.block_tokens,
+            ),
+            config.ledger,
+            lease_ms=config.lease_ms,
+            lost=self.engine.fail,
+            observer=asking,
+        )
+        self.data = DataServer(
+            config.data_plane.data_listen,
+            HolderData(self.holder, on_start_sequence=self._started, tracer=process.telemetry.tracer),
+            name="decode",
+            observer=DataMetrics(registry, "server"),
+        )
+        self.data_address = config.data_plane.advertise_data or self.data.address
+        self.arrivals = Arrivals(
+            core,
+            policy=config.placement,
+            data_address=self.data_address,
+            fetch_deadline_s=config.fetch_deadline_s,
+            engine=self.engine,
+            holder=self.holder,
+            histories=Histories(core, self.loader),
+            lenders=self.lenders,
+        )
+        self.crossing.connect(self.engine, self.arrivals, self.lenders)
+        self._loop = asyncio.get_running_loop()
+        LoadMetrics(
+            registry,
+            core.info.name,
+            running=lambda: self.engine.running,
+            waiting=lambda: self.engine.queued,
+            kv_cache_usage=lambda: core.allocator.in_use / core.allocator.total,
+        )
+
+    def start(self) -> None:
+        self.engine.start()
+        self.data.start()
+        self.holder_service.start()
+
+    async def close(self) -> None:
+        """Saves that are pending get a moment to reach the store."""
+        await asyncio.to_thread(self.engine.stop, STOP_S)
+        await asyncio.to_thread(self.data.stop, STOP_S)
+        await self.lenders.close()
+        await self.holder_service.close()
+        await asyncio.to_thread(self._close)
+        await self.condemner.close()
+
+    def _close(self) -> None:
+        self.loader.close()
+        self.arrivals.close()
+        self.keeper.close()
+        self.saver.close(Deadline.after(STOP_S))
+
+    def describe(self, load: ledger_pb2.Load) -> None:
+        allocator = self.core.allocator
+        load.total_blocks = allocator.total
+        load.free_blocks = allocator.free
+        load.lendable_blocks = self.holder.lendable_blocks
+        load.running = self.engine.running
+        load.queued = max(len(self.arrivals) - load.running, 0)
+        load.debts.update(self.lenders.debts())
+
+    def _started(self, start: data_pb2.StartSequence) -> None:
+        """On a data thread."""
+        self._loop.call_soon_threadsafe(
+            self.arrivals.started, start.handle, start.first, start.pushed_from_block
+        )
+
+
+async def serve(config: DecodeConfig, process: Process) -> None:
+    """Answers health at once, is ready when the model is loaded, drains when told to stop."""
+    check_policy(config.placement)
+    server = RpcServer(config.node.listen, process.telemetry, call_deadline_s=config.node.call_deadline_s)
+    service = DecodeService(max_sequences=config.max_sequences)
+    server.add(decode_pb2_grpc.add_DecodeServicer_to_server, service)
+    lending = Lending()
+    server.add(holder_pb2_grpc.add_HolderServicer_to_server, lending)
+    await server.start()
+    started_ms = int(time.time() * 1000)
+    parts: DecodeParts | None = None
+
+    def describe() -> ledger_pb2.Instance:
+        instance = ledger_pb2.Instance(
+            id=process.instance_id,
+            service="decode",
+            control_address=config.node.advertise_control or server.address,
+            host=process.host,
+            started_ms=started_ms,
+        )
+        if parts is not None:
+            instance.data_address = parts.data_address
+            instance.model.CopyFrom(parts.core.info)
+            parts.describe(instance.load)
+        instance.load.ready = server.ready and not process.stop.is_set()
+        return instance
+
+    heartbeat = Heartbeat(config.ledger, describe)
+    heartbeat.start()
+    try:
+        core = await asyncio.to_thread(load_core, config.engine)
+        parts = DecodeParts(config, core, process)
+        parts.start()
+        service.open(core, parts.arrivals, parts.condemner)
+        lending.open(parts.holder_service)
+        await server.set_ready(True)
+        heartbeat.beat_now()
+        await process.stop.wait()
+    finally:
+        service.draining = True
+        heartbeat.beat_now()
+        if parts is not None:
+            parts.holder.stop_lending()
+        await server.drain(config.node.drain_s / 2)
+        await heartbeat.stop()
+        if parts is not None:
+            await parts.close()

@@ -1,0 +1,55 @@
+"""One call's way back to the router: what is to be told, in order, until the end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from kvcommons.pb import common_pb2
+from kvcommons.pb import decode_pb2 as pb
+from services.decode.engine import Step
+
+
+class Stream:
+    """Belongs to the event loop. Tokens that pile up while the router is slow leave in one message; there are
+    never more than the sequence may have."""
+
+    def __init__(self) -> None:
+        self._tokens: list[common_pb2.SampledToken] = []
+        self._missing: int | None = None
+        self._end: Step | None = None
+        self._news = asyncio.Event()
+
+    @property
+    def ended(self) -> bool:
+        """The engine has let go of the sequence."""
+        return self._end is not None
+
+    def step(self, step: Step) -> None:
+        """What an iteration made of this sequence."""
+        self._tokens += step.tokens
+        if step.reason or step.error:
+            self._end = step
+        self._news.set()
+
+    def missing(self, push_from_block: int) -> None:
+        self._missing = push_from_block
+        self._news.set()
+
+    async def events(self) -> AsyncIterator[pb.GenerateEvent]:
+        """Until the sequence's end; raises the error that it ended with."""
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            if self._missing is not None:
+                missing, self._missing = self._missing, None
+                yield pb.GenerateEvent(missing=pb.Missing(push_from_block=missing))
+            if self._tokens:
+                tokens, self._tokens = self._tokens, []
+                yield pb.GenerateEvent(tokens=pb.Tokens(tokens=tokens))
+            if self._end is not None and not self._tokens:
+                if self._end.error is not None:
+                    raise self._end.error
+                finished = pb.Finished(reason=self._end.reason, saved_blocks=self._end.saved_blocks)
+                yield pb.GenerateEvent(finished=finished)
+                return

@@ -1,0 +1,179 @@
+"""`python -m services.kvstore --config FILE`: wiring."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from kvcommons.errors import KVCommonsError
+from kvcommons.pb import kvstore_pb2_grpc as rpc
+from kvcommons.pb import ledger_pb2
+from kvcommons.rpc.directory import Heartbeat
+from kvcommons.rpc.process import Process, run
+from kvcommons.rpc.server import RpcServer
+from kvcommons.transport.metrics import DataMetrics
+from kvcommons.transport.server import DataServer
+from services.kvstore.blocks import BlockStore, BlockStoreSettings
+from services.kvstore.clock import SystemClock
+from services.kvstore.config import Config
+from services.kvstore.data import DataHandler
+from services.kvstore.database import DamagedDatabase
+from services.kvstore.folder import DataFolder
+from services.kvstore.mark import Mark
+from services.kvstore.medium import Medium
+from services.kvstore.metrics import SessionMetrics, StoreCollector
+from services.kvstore.server import BlocksServicer, SessionsServicer
+from services.kvstore.sessions import Sessions, open_sessions
+
+log = logging.getLogger(__name__)
+
+_MARK_S = 1.0
+RPC_THREADS = 4  # RocksDB holds the GIL: more would only wait for each other
+
+
+async def serve(config: Config, process: Process) -> None:
+    """Opens the data folder, serves until told to stop, and leaves everything on disk."""
+    folder = await asyncio.to_thread(DataFolder, config.data)
+    try:
+        store = await asyncio.to_thread(_open_blocks, folder, config)
+        try:
+            sessions = await asyncio.to_thread(_open_sessions, folder, config, store)
+            mark = Mark(folder.mark)
+            try:
+                mark.check(sessions.step)
+                marking = asyncio.create_task(_keep(mark, sessions), name="mark")
+                try:
+                    await _serve(config, process, store, sessions)
+                finally:
+                    marking.cancel()
+            finally:
+                await asyncio.to_thread(sessions.close)
+        finally:
+            await asyncio.to_thread(store.close, config.node.drain_s / 4)
+    finally:
+        folder.close()
+
+
+async def _serve(config: Config, process: Process, store: BlockStore, sessions: Sessions) -> None:
+    process.telemetry.registry.register(StoreCollector(store, sessions))
+    executor = ThreadPoolExecutor(RPC_THREADS, thread_name_prefix="kvstore-rpc")
+    server = RpcServer(config.node.listen, process.telemetry, call_deadline_s=config.node.call_deadline_s)
+    metrics = SessionMetrics(process.telemetry.registry)
+    server.add(rpc.add_BlocksServicer_to_server, BlocksServicer(store, sessions))
+    server.add(rpc.add_SessionsServicer_to_server, SessionsServicer(store, sessions, executor, metrics))
+    handler = DataHandler(store, process.telemetry)
+    data_server = DataServer(
+        config.data_plane.data_listen,
+        handler,
+        name="kvstore",
+        observer=DataMetrics(process.telemetry.registry, "server"),
+    )
+    store.start()
+    data_server.start()
+    await server.start()
+    heartbeat = Heartbeat(config.ledger, _describe(config, process, server, data_server.address, store))
+    sweep = asyncio.create_task(_sweep(sessions, config.sweep_s, executor), name="sweep")
+    try:
+        await server.set_ready(True)
+        heartbeat.start()
+        log.info("serving", extra={"control": server.address, "data": data_server.address})
+        await process.stop.wait()
+    finally:
+        sweep.cancel()
+        await heartbeat.stop()
+        await server.drain(config.node.drain_s / 4)
+        await asyncio.to_thread(data_server.stop, config.node.drain_s / 4)
+        executor.shutdown(wait=True)
+
+
+def _open_blocks(folder: DataFolder, config: Config) -> BlockStore:
+    """Without what an index that is damaged had named: KV is a cache, and is computed again."""
+    try:
+        return _blocks(folder, config)
+    except DamagedDatabase as error:
+        log.error("%s. It is set aside, and the blocks on disk are given up", error.message)
+    folder.set_index_aside()
+    return _blocks(folder, config)
+
+
+def _blocks(folder: DataFolder, config: Config) -> BlockStore:
+    settings = BlockStoreSettings(
+        dram_bytes=config.dram_bytes,
+        disk_bytes=config.disk_bytes,
+        policy=config.policy,
+        io_threads=config.io_threads,
+        blocks_max=config.blocks_max,
+        staging_s=config.staging_s,
+        scrub_bytes_per_s=config.scrub_bytes_per_s,
+    )
+    medium = Medium.local(folder.slabs, folder.index)
+    try:
+        return BlockStore(medium, settings)
+    except KVCommonsError:
+        medium.index.close()
+        raise
+
+
+def _open_sessions(folder: DataFolder, config: Config, store: BlockStore) -> Sessions:
+    return Sessions(
+        open_sessions(folder.sessions),
+        default_ttl_s=config.session_ttl_s,
+        clock=SystemClock(),
+        unnamed=store.forget,
+    )
+
+
+def _describe(
+    config: Config, process: Process, server: RpcServer, data_address: str, store: BlockStore
+) -> Callable[[], ledger_pb2.Instance]:
+    started_ms = int(time.time() * 1000)
+
+    def describe() -> ledger_pb2.Instance:
+        stats = store.stats()
+        return ledger_pb2.Instance(
+            id=process.instance_id,
+            service="kvstore",
+            control_address=config.node.advertise_control or server.address,
+            data_address=config.data_plane.advertise_data or data_address,
+            host=process.host,
+            load=ledger_pb2.Load(
+                total_blocks=stats.disk_capacity_blocks,
+                free_blocks=max(0, stats.disk_capacity_blocks - stats.disk_blocks),
+                queued=stats.pending_writes,
+                ready=server.ready,
+            ),
+            started_ms=started_ms,
+        )
+
+    return describe
+
+
+async def _keep(mark: Mark, sessions: Sessions) -> None:
+    """Writes down how far the sessions have come."""
+    while True:
+        try:
+            await asyncio.to_thread(mark.write, sessions.step)
+        except OSError as error:
+            log.warning("the mark of the sessions is not up to date: %s", error)
+        await asyncio.sleep(_MARK_S)
+
+
+async def _sweep(sessions: Sessions, pause_s: float, executor: ThreadPoolExecutor) -> None:
+    """Removes expired sessions now and then."""
+    loop = asyncio.get_running_loop()
+    while True:
+        await asyncio.sleep(pause_s)
+        try:
+            removed = await loop.run_in_executor(executor, sessions.sweep)
+            if removed:
+                log.info("expired sessions removed", extra={"sessions": removed})
+        except KVCommonsError as error:
+            log.error("expired sessions stay for now: %s", error.message)
+
+
+if __name__ == "__main__":
+    sys.exit(run("kvstore", Config, serve))

@@ -1,0 +1,154 @@
+"""What the store keeps in mind of a block: while its layers come in, and once it is whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from services.kvstore.policy import Policy
+from services.kvstore.tier import BlockShape, Slot
+
+if TYPE_CHECKING:
+    from services.kvstore.loader import Load
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockOrigin:
+    """Where a block comes from: goes into its index entry and is not needed in memory after that."""
+
+    tenant: str
+    parent: bytes
+    first_index: int
+
+
+class Space:
+    """The blocks of one model."""
+
+    __slots__ = ("blocks", "disk_policy", "dram_policy", "shape", "stagings")
+
+    def __init__(self, shape: BlockShape, dram_policy: Policy, disk_policy: Policy) -> None:
+        self.shape = shape
+        self.dram_policy = dram_policy
+        self.disk_policy = disk_policy
+        self.blocks: dict[bytes, Block] = {}
+        self.stagings: dict[bytes, dict[str, Staging]] = {}  # by block, then by writer
+
+
+class Staging:
+    """A block of which not all layers have come. Layers of two writers never meet in one.
+
+    Each has its own.
+    """
+
+    __slots__ = (
+        "block_id",
+        "checksums",
+        "dropped",
+        "missing",
+        "origin",
+        "receiving",
+        "slot",
+        "space",
+        "touched_s",
+        "writer",
+    )
+
+    def __init__(
+        self, space: Space, block_id: bytes, writer: str, origin: BlockOrigin, slot: Slot, now_s: float
+    ) -> None:
+        self.space = space
+        self.block_id = block_id
+        self.writer = writer
+        self.origin = origin
+        self.slot = slot
+        self.checksums = [0] * space.shape.layers
+        self.missing = set(range(space.shape.layers))
+        self.receiving: set[int] = set()  # layers whose bytes are under way into the slot
+        self.touched_s = now_s
+        self.dropped = False  # given up while bytes were still under way
+
+
+class Block:
+    """A whole block. There are many: it holds what every request needs, the rest is in the index.
+
+    `pins` keep its DRAM slot, `disk_pins` its disk slot, though it be detached (no longer to be found).
+    """
+
+    __slots__ = (
+        "block_id",
+        "checksums",
+        "detached",
+        "disk",
+        "disk_pins",
+        "dram",
+        "generation",
+        "load",
+        "origin",
+        "pins",
+        "space",
+        "unindexed",
+    )
+
+    def __init__(self, space: Space, block_id: bytes, generation: int) -> None:
+        self.space = space
+        self.block_id = block_id
+        self.generation = generation
+        self.dram: Slot | None = None
+        self.disk: Slot | None = None
+        self.checksums: tuple[int, ...] | None = None  # known while it is in DRAM
+        self.origin: BlockOrigin | None = None  # until it is on disk
+        self.load: Load | None = None  # while it comes from disk
+        self.pins = 0
+        self.disk_pins = 0
+        self.detached = False
+        self.unindexed = False  # detached, and its index entry is deleted
+
+
+@dataclass(slots=True, kw_only=True)
+class Doomed:
+    """A disk copy whose index entry has to go before its slot may be used again."""
+
+    model: bytes
+    block_id: bytes
+    slot: Slot
+    block: Block | None  # a detached block, whose readers may still have the slot pinned
+
+
+@dataclass(slots=True)
+class Counters:
+    """What happened since the start."""
+
+    hits_dram: int = 0
+    hits_disk: int = 0
+    misses: int = 0
+    prefetched: int = 0
+    evictions_dram: int = 0
+    evictions_disk: int = 0
+    corrupt: int = 0
+    forgotten: int = 0
+    read_errors: int = 0
+    write_failures: int = 0
+    refused: int = 0
+    abandoned: int = 0
+    put_bytes: int = 0
+    sent_bytes: int = 0
+    disk_read_bytes: int = 0
+    scrubbed_bytes: int = 0
+    disk_written_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreStats:
+    """What a store holds, and what happened in it."""
+
+    dram_blocks: int
+    dram_capacity_blocks: int
+    disk_blocks: int
+    disk_capacity_blocks: int
+    dram_used_bytes: int
+    dram_capacity_bytes: int
+    disk_used_bytes: int
+    disk_capacity_bytes: int
+    pending_writes: int
+    staging: int
+    counters: Counters

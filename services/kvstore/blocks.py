@@ -1,0 +1,388 @@
+"""The block store: one catalog, one lock around it, and the threads that move bytes.
+
+The lock is held for dictionary work only, never for I/O. Bytes move straight between sockets, DRAM slots and
+slab files; what moves is pinned meanwhile.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from kvcommons.errors import InvalidInput
+from services.kvstore.arena import Arena
+from services.kvstore.block import Block, BlockOrigin, Staging, StoreStats
+from services.kvstore.catalog import Catalog, Refusal
+from services.kvstore.clock import Clock, SystemClock
+from services.kvstore.durability import Durability, DurableWatch
+from services.kvstore.incoming import Incoming, LayerPut
+from services.kvstore.index import BlockIndex
+from services.kvstore.loader import READ_BYTES, Loader, Outcome
+from services.kvstore.medium import Medium
+from services.kvstore.policy import policy_factory
+from services.kvstore.prefetch import Prefetcher
+from services.kvstore.recovery import recover
+from services.kvstore.run import Run
+from services.kvstore.scrub import Scrub, ScrubThread
+from services.kvstore.slab import SlabFiles
+from services.kvstore.tier import PAGE_BYTES, Tier
+from services.kvstore.writer import Round, Writer
+
+log = logging.getLogger(__name__)
+
+_MIB = 1 << 20
+_REGIONS = 16  # of DRAM
+_SLABS = 64
+_SLAB_BYTES_MAX = 1 << 30
+_WRITE_THREADS = 2
+_IDLE_S = 1.0
+_RETRY_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockStoreSettings:
+    dram_bytes: int
+    disk_bytes: int
+    policy: str = "lru"
+    io_threads: int = 4
+    blocks_max: int = 100_000  # on disk; each takes about 500 bytes of memory to know
+    scrub_bytes_per_s: int = 4 * _MIB
+    staging_s: float = 30.0  # a block whose next layer does not come for so long is given up
+    put_wait_s: float = 0.5  # how long a writer waits for room in DRAM
+    region_bytes_min: int = _MIB  # of DRAM that a model takes at a time
+    slab_bytes_min: int = 16 * _MIB
+    read_bytes: int = READ_BYTES  # layers are read together up to here
+
+
+class BlockStore:
+    """Blocks of all models, in DRAM and on disk.
+
+    All methods but `start` and `close` may be called by any thread.
+    """
+
+    def __init__(self, medium: Medium, settings: BlockStoreSettings, clock: Clock | None = None) -> None:
+        """Opens what is on disk. Raises UnknownFormat, StoreUnavailable, InvalidInput."""
+        self.arena = Arena()
+        self._settings = settings
+        self._clock = clock or SystemClock()
+        new_policy = policy_factory(settings.policy)
+        self._slabs = SlabFiles(medium.disk)
+        self._index = BlockIndex(medium.index)
+        self._catalog = Catalog(
+            dram=Tier(settings.dram_bytes, max(settings.region_bytes_min, settings.dram_bytes // _REGIONS)),
+            disk=Tier(
+                settings.disk_bytes,
+                min(_SLAB_BYTES_MAX, max(settings.slab_bytes_min, settings.disk_bytes // _SLABS)),
+                overhead_bytes=PAGE_BYTES,
+            ),
+            memory=self.arena,
+            new_policy=new_policy,
+            first_generation=self._index.first_generation,
+        )
+        self._lock = threading.Lock()
+        self._freed = threading.Condition(self._lock)  # a DRAM slot may have become free
+        self._work = threading.Condition(self._lock)  # there is something for the writer
+        self._durability = Durability(self._catalog)
+        self._stopping = False
+        pool = medium.executor(settings.io_threads, "kvstore-read")
+        self._loader = Loader(self._slabs, self.arena, pool, self._load_done, settings.read_bytes)
+        self._writer = Writer(
+            catalog=self._catalog,
+            lock=self._lock,
+            slabs=self._slabs,
+            index=self._index,
+            arena=self.arena,
+            pool=medium.executor(_WRITE_THREADS, "kvstore-write"),
+            blocks_max=settings.blocks_max,
+            clock=self._clock,
+            settled=self._settled,
+        )
+        self.prefetcher = Prefetcher(
+            self._catalog,
+            self._lock,
+            self._clock,
+            begin_load=self._loader.begin,
+            start_loads=self._start_loads,
+        )
+        self.scrub = Scrub(
+            catalog=self._catalog,
+            lock=self._lock,
+            slabs=self._slabs,
+            index=self._index,
+            clock=self._clock,
+            bytes_per_s=settings.scrub_bytes_per_s,
+        )
+        self._scrubbing = ScrubThread(self.scrub)
+        self._thread = threading.Thread(target=self._write_loop, name="kvstore-writer", daemon=True)
+        log.info("%d blocks found on disk", recover(self._catalog, self._slabs, self._index))
+
+    def start(self) -> None:
+        self._thread.start()
+        self.prefetcher.start()
+        self._scrubbing.start()
+
+    def close(self, timeout_s: float = 10.0) -> None:
+        """Writes what is pending, as far as the time allows, and ends all threads."""
+        with self._lock:
+            self._stopping = True
+            self._work.notify_all()
+        self.prefetcher.stop(timeout_s / 2)
+        self._scrubbing.stop(timeout_s / 2)
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+        self._loader.close()
+        self._writer.close()
+        if not self._thread.is_alive():
+            self._index.close()
+            self._slabs.close()
+
+    # ---- in
+
+    def begin_put(self, put: LayerPut) -> Incoming:
+        """Room for a layer; waits a moment for some if there is none.
+
+        Raises InvalidInput, CapacityExhausted.
+        """
+        now_s = self._clock.monotonic_s()
+        give_up_s = now_s + self._settings.put_wait_s
+        places: list[Staging | Refusal] = []
+        with self._lock:
+            for number, block_id in enumerate(put.block_ids):
+                origin = BlockOrigin(
+                    tenant=put.tenant,
+                    parent=put.block_ids[number - 1] if number else put.parent,
+                    first_index=put.first_block + number,
+                )
+                place = self._catalog.stage(put.shape, put.writer, block_id, origin, put.layer, now_s)
+                while place is Refusal.NO_ROOM and (left_s := give_up_s - self._clock.monotonic_s()) > 0:
+                    self._freed.wait(left_s)
+                    place = self._catalog.stage(put.shape, put.writer, block_id, origin, put.layer, now_s)
+                places.append(place)
+        return Incoming(self, put, places)
+
+    def finish_put(self, put: LayerPut, places: Sequence[Staging | Refusal]) -> list[int]:
+        """See Incoming.finish."""
+        now_s = self._clock.monotonic_s()
+        unwanted = []
+        with self._lock:
+            counters = self._catalog.counters
+            for number, place in enumerate(places):
+                result: Block | Refusal | None
+                if isinstance(place, Staging):
+                    result = self._catalog.received(place, put.layer, put.checksums[number], now_s)
+                    counters.put_bytes += put.shape.object_bytes
+                else:
+                    result = place
+                    counters.refused += place is Refusal.NO_ROOM
+                if result in (Refusal.STORED, Refusal.NO_ROOM):
+                    unwanted.append(number)
+            if self._catalog.pending:
+                self._work.notify()
+            if unwanted:
+                self._freed.notify_all()
+        return unwanted
+
+    def break_put(self, put: LayerPut, places: Sequence[Staging | Refusal]) -> None:
+        """See Incoming.break_off."""
+        with self._lock:
+            for place in places:
+                if isinstance(place, Staging):
+                    self._catalog.broken_off(place, put.layer)
+            self._freed.notify_all()
+
+    # ---- out
+
+    def match(self, model: bytes, block_ids: Sequence[bytes], *, peek: bool = False) -> list[bool]:
+        """Of the leading blocks that are stored: whether they are in DRAM (else they are on disk).
+
+        With `peek` it counts as no use of them, and as neither hit nor miss.
+        """
+        with self._lock:
+            if peek:
+                return [_in_dram(block) for block in self._catalog.stored(model, block_ids)]
+            found = self._catalog.leading(model, block_ids)
+            tiers = [_in_dram(block) for block in found]
+            counters = self._catalog.counters
+            counters.hits_dram += sum(tiers)
+            counters.hits_disk += len(tiers) - sum(tiers)
+            counters.misses += len(block_ids) - len(tiers)
+            return tiers
+
+    def open_run(
+        self, model: bytes, block_ids: Sequence[bytes], first_layer: int = 0, last_layer: int = 0
+    ) -> Run:
+        """Pins the leading blocks that are stored and begins to load those on disk, `first_layer` first.
+
+        One load per block, whoever waits for it. The run is shorter where DRAM has no room for all of it.
+        """
+        blocks: list[Block] = []
+        started: list[Block] = []
+        with self._lock:
+            condition = threading.Condition()
+            for block in self._catalog.leading(model, block_ids):
+                layers = block.space.shape.layers
+                if not 0 <= first_layer <= max(first_layer, last_layer) < layers:
+                    raise InvalidInput(f"the model has {layers} layers", param="layers")
+                on_disk = block.dram is None
+                if not self._catalog.pin(block):
+                    break
+                blocks.append(block)
+                if on_disk:
+                    self._loader.begin(block, condition)
+                    started.append(block)
+            loads = [block.load for block in blocks]
+        self._start_loads(model, started, first_layer)
+        return Run(self, blocks, loads)
+
+    def unpin(self, blocks: Sequence[Block]) -> None:
+        """See Run.close."""
+        with self._lock:
+            for block in blocks:
+                self._catalog.unpin(block)
+            self._freed.notify_all()
+
+    def sent(self, size_bytes: int) -> None:
+        """Counts what went out."""
+        with self._lock:
+            self._catalog.counters.sent_bytes += size_bytes
+
+    def condemn(self, model: bytes, block_id: bytes, generation: int) -> bool:
+        """A reader found this generation of the block corrupt. Whether it was still there."""
+        with self._lock:
+            gone = self._catalog.condemn(model, block_id, generation)
+            self._catalog.counters.corrupt += gone
+            self._work.notify()
+            return gone
+
+    def forget(self, model: bytes, block_ids: Sequence[bytes]) -> None:
+        """Nobody names these blocks any more: they go at once, and their room goes back to the system."""
+        with self._lock:
+            for block_id in block_ids:
+                block = self._catalog.find(model, block_id)
+                if block is not None:
+                    self._catalog.room.detach(block)
+                    self._catalog.counters.forgotten += 1
+            self._work.notify()
+            self._freed.notify_all()
+
+    # ---- durability
+
+    def durable(self, model: bytes, block_ids: Sequence[bytes]) -> int:
+        """How many of the leading blocks are on disk."""
+        with self._lock:
+            return self._durability.leading(model, block_ids)
+
+    def watch(self, model: bytes, block_ids: Sequence[bytes], callback: Callable[[], None]) -> DurableWatch:
+        """`callback` is called once, by any thread, when no block is worth waiting for any more.
+
+        See `unwatch`.
+        """
+        with self._lock:
+            watch = self._durability.watch(model, block_ids, callback)
+            over = not watch.waiting_for
+        if over:
+            callback()
+        return watch
+
+    @property
+    def watching(self) -> int:
+        """Watches that are not over."""
+        return self._durability.watching
+
+    def unwatch(self, watch: DurableWatch) -> None:
+        with self._lock:
+            self._durability.unwatch(watch)
+
+    # ---- figures
+
+    def stats(self) -> StoreStats:
+        with self._lock:
+            catalog = self._catalog
+            shape = max(
+                (region.shape for region in catalog.disk.regions.values()),
+                key=lambda shape: shape.slot_bytes,
+                default=next((region.shape for region in catalog.dram.regions.values()), None),
+            )
+            return StoreStats(
+                dram_blocks=catalog.dram.taken,
+                dram_capacity_blocks=catalog.dram.capacity_slots(shape) if shape else 0,
+                disk_blocks=catalog.disk.taken,
+                disk_capacity_blocks=catalog.disk.capacity_slots(shape) if shape else 0,
+                dram_used_bytes=catalog.dram.taken_bytes,
+                dram_capacity_bytes=catalog.dram.capacity_bytes,
+                disk_used_bytes=catalog.disk.taken_bytes,
+                disk_capacity_bytes=catalog.disk.capacity_bytes,
+                pending_writes=len(catalog.pending) + catalog.writing,
+                staging=catalog.staging,
+                counters=replace(catalog.counters),
+            )
+
+    # ---- within
+
+    def _start_loads(self, model: bytes, blocks: list[Block], first_layer: int) -> None:
+        if not blocks:
+            return
+        good: list[Block] = []
+        try:
+            entries = self._index.get(model, [block.block_id for block in blocks])
+        except Exception as error:
+            log.error("the block index cannot be read: %s", error)
+            entries = [None] * len(blocks)
+        for block, entry in zip(blocks, entries, strict=True):
+            if entry is None or entry.generation != block.generation or entry.slot != block.disk:
+                assert block.load is not None
+                block.load.fail(Outcome.UNREADABLE)
+                self._load_done(block, Outcome.UNREADABLE)
+            else:
+                block.checksums = entry.checksums
+                good.append(block)
+        self._loader.start(good, first_layer)
+
+    def _load_done(self, block: Block, outcome: Outcome) -> None:
+        with self._lock:
+            counters = self._catalog.counters
+            if outcome is Outcome.GOOD:
+                counters.disk_read_bytes += block.space.shape.slot_bytes
+                self._catalog.loaded(block)
+            else:
+                if not block.detached:  # else somebody condemned it while it was loading
+                    counters.corrupt += outcome is Outcome.CORRUPT
+                    counters.read_errors += outcome is Outcome.UNREADABLE
+                    log.error("block %s on disk is %s: dropped", block.block_id.hex(), outcome.value)
+                self._catalog.load_failed(block)
+                self._work.notify()
+            self._freed.notify_all()
+
+    def _settled(self, blocks: Sequence[Block], durable: bool) -> None:
+        with self._lock:
+            self._freed.notify_all()
+            done = self._durability.settled(blocks, durable)
+        for watch in done:
+            watch.callback()
+
+    def write_round(self) -> Round:
+        """One round of the thread that changes the disk."""
+        with self._lock:
+            if self._catalog.drop_stale(self._clock.monotonic_s() - self._settings.staging_s):
+                self._freed.notify_all()
+        return self._writer.cycle()
+
+    def _write_loop(self) -> None:
+        while True:
+            try:
+                outcome = self.write_round()
+            except Exception:
+                log.exception("a round of writing failed")
+                outcome = Round.REFUSED
+            with self._lock:
+                if outcome is Round.WORKED or (outcome is Round.IDLE and self._catalog.work_waits):
+                    continue
+                if self._stopping:
+                    return
+                self._work.wait(_IDLE_S if outcome is Round.IDLE else _RETRY_S)
+
+
+def _in_dram(block: Block) -> bool:
+    return block.dram is not None and block.load is None

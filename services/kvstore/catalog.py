@@ -1,0 +1,334 @@
+"""Which block is where, and what happens to it: events in, decisions out.
+
+No I/O, no clock, no lock: the caller holds one lock around every call, passes the time in, and carries out
+what comes back. Life of a block:
+
+    staging ──all layers──▶ in DRAM, pending ──payload, fdatasync, index──▶ in DRAM and on disk
+       │ time-out, lost race                │ write failed                     │ DRAM wanted      ▲ load
+       ▼                                    ▼                                  ▼                  │
+      gone                             in DRAM only ──DRAM wanted──▶ gone   on disk only ─────────┘ ──▶ gone
+
+A block that is condemned, or evicted from its last tier, is detached: nobody finds it any more, and its slots
+are free once nobody has them pinned and, on disk, its index entry is deleted.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from enum import Enum
+
+from kvcommons.errors import CapacityExhausted, InvalidInput, Overloaded
+from services.kvstore.block import Block, BlockOrigin, Space, Staging
+from services.kvstore.policy import Policy
+from services.kvstore.room import Memory, Room
+from services.kvstore.tier import BlockShape, Slot, Tier
+
+MODELS_MAX = 64
+
+
+class Refusal(Enum):
+    """Why a layer is not taken."""
+
+    STORED = "stored"  # the block is there already
+    DUPLICATE = "duplicate"  # this layer of it is
+    NO_ROOM = "no room"  # DRAM is full of blocks that cannot go
+
+
+class Catalog:
+    """All blocks of all models in both tiers."""
+
+    def __init__(
+        self,
+        *,
+        dram: Tier,
+        disk: Tier,
+        memory: Memory,
+        new_policy: Callable[[], Policy],
+        first_generation: int,
+    ) -> None:
+        self.room = Room(dram=dram, disk=disk, memory=memory)
+        self.dram = dram
+        self.disk = disk
+        self.counters = self.room.counters
+        self.pending: deque[Block] = deque()  # whole, to be written
+        self.writing = 0  # taken from `pending`, not settled yet
+        self._new_policy = new_policy
+        self._generation = first_generation
+        self._spaces = self.room.spaces
+        self._tick = 0
+
+    # ---- what is there
+
+    def find(self, model: bytes, block_id: bytes) -> Block | None:
+        """The block, without counting it as used."""
+        space = self._spaces.get(model)
+        return space.blocks.get(block_id) if space else None
+
+    def leading(self, model: bytes, block_ids: Sequence[bytes]) -> list[Block]:
+        """The leading blocks that are stored, and so were asked for: they count as used."""
+        found = self.stored(model, block_ids)
+        if found:
+            self._use(found[0].space, found)
+        return found
+
+    def stored(self, model: bytes, block_ids: Sequence[bytes]) -> list[Block]:
+        """The leading blocks that are stored, without counting them as used."""
+        found: list[Block] = []
+        for block_id in block_ids:
+            block = self.find(model, block_id)
+            if block is None:
+                break
+            found.append(block)
+        return found
+
+    def pin(self, block: Block, *, sparing: bool = False) -> bool:
+        """Pins a block's DRAM copy, making room for one where there is none yet. False: there is no room;
+        with `sparing`, none but that of blocks whose use is expected, or of another model.
+
+        A block that has to come from disk gets its slot here, and its disk copy is pinned too: the caller
+        sets `load` and calls `loaded` or `load_failed` later. It has one pin of its own for that, besides the
+        caller's.
+        """
+        if block.dram is None:
+            slot = self.room.dram_slot(block.space, sparing=sparing)
+            if slot is None:
+                return False
+            block.dram = slot
+            block.space.dram_policy.admit(block.block_id)
+            self.dram.used(slot, self._tick)
+            block.pins += 1
+            block.disk_pins += 1
+        block.pins += 1
+        return True
+
+    def unpin(self, block: Block) -> None:
+        block.pins -= 1
+        self.room.give_dram(block)
+
+    def unpin_disk(self, block: Block) -> None:
+        """Whoever read the disk copy is done with it."""
+        block.disk_pins -= 1
+        if block.unindexed and not block.disk_pins and block.disk is not None:
+            self.disk.give(block.disk)
+
+    def loaded(self, block: Block) -> None:
+        """All layers came from disk and are right."""
+        block.load = None
+        self.unpin_disk(block)
+        self.unpin(block)
+
+    def load_failed(self, block: Block) -> None:
+        """Some layer did not come, or came wrong: this generation of the block is dropped."""
+        self.room.detach(block)
+        self.loaded(block)
+
+    # ---- what comes in
+
+    def stage(
+        self, shape: BlockShape, writer: str, block_id: bytes, origin: BlockOrigin, layer: int, now_s: float
+    ) -> Staging | Refusal:
+        """Room for one layer of a block; end with `received` or `broken_off`. Raises as `_admit` does."""
+        space = self._admit(shape)
+        if block_id in space.blocks:
+            return Refusal.STORED
+        staging = space.stagings.get(block_id, {}).get(writer)
+        if staging is None:
+            slot = self.room.dram_slot(space)
+            if slot is None:
+                return Refusal.NO_ROOM
+            self.dram.used(slot, self._tick)
+            staging = Staging(space, block_id, writer, origin, slot, now_s)
+            space.stagings.setdefault(block_id, {})[writer] = staging
+        if layer not in staging.missing or layer in staging.receiving:
+            return Refusal.DUPLICATE
+        staging.receiving.add(layer)
+        staging.touched_s = now_s
+        return staging
+
+    def received(self, staging: Staging, layer: int, checksum: int, now_s: float) -> Block | Refusal | None:
+        """A layer's bytes have come. The block if it was the last one.
+
+        STORED if another writer was faster.
+        """
+        staging.receiving.discard(layer)
+        staging.touched_s = now_s
+        space = staging.space
+        if staging.dropped or staging.block_id in space.blocks:
+            self._drop(staging)
+            return Refusal.STORED
+        staging.missing.discard(layer)
+        staging.checksums[layer] = checksum
+        if staging.missing:
+            return None
+        self._generation += 1
+        block = Block(space, staging.block_id, self._generation)
+        block.dram = staging.slot
+        block.checksums = tuple(staging.checksums)
+        block.origin = staging.origin
+        block.pins = 1  # the writer's
+        others = space.stagings.pop(staging.block_id)
+        del others[staging.writer]
+        space.blocks[block.block_id] = block
+        space.dram_policy.admit(block.block_id)
+        self.pending.append(block)
+        for other in others.values():
+            self._drop(other)
+        return block
+
+    def broken_off(self, staging: Staging, layer: int) -> None:
+        """A layer's bytes will not come: the connection broke."""
+        staging.receiving.discard(layer)
+        if staging.dropped:
+            self._drop(staging)
+
+    def drop_stale(self, before_s: float) -> int:
+        """Gives up stagings that nothing came for since then: their writer is dead. How many."""
+        stale = [
+            staging
+            for space in self._spaces.values()
+            for writers in space.stagings.values()
+            for staging in writers.values()
+            if staging.touched_s < before_s and not staging.receiving
+        ]
+        for staging in stale:
+            self._drop(staging)
+        self.counters.abandoned += len(stale)
+        return len(stale)
+
+    @property
+    def staging(self) -> int:
+        """Blocks that are not whole yet."""
+        return sum(len(writers) for space in self._spaces.values() for writers in space.stagings.values())
+
+    # ---- what goes to disk
+
+    @property
+    def work_waits(self) -> bool:
+        """Whether there is something to write, or to delete from the index."""
+        return bool(self.pending or self.room.doomed)
+
+    def take_pending(self, blocks_max: int, bytes_max: int) -> list[Block]:
+        """The next blocks to write, all of one model; none that was condemned meanwhile."""
+        taken: list[Block] = []
+        size = 0
+        while self.pending and len(taken) < blocks_max:
+            block = self.pending[0]
+            if block.detached:
+                self.writing += 1
+                self.not_wanted(self.pending.popleft())
+                continue
+            size += block.space.shape.slot_bytes
+            if taken and (size > bytes_max or block.space is not taken[0].space):
+                break
+            taken.append(self.pending.popleft())
+        self.writing += len(taken)
+        return taken
+
+    def durable(self, block: Block, slot: Slot) -> None:
+        """The block's payload and index entry are on disk."""
+        self.writing -= 1
+        block.disk = slot
+        block.origin = None
+        if block.detached:
+            self.room.doom(block)
+        else:
+            block.space.disk_policy.admit(block.block_id)
+            self.disk.used(slot, self._tick)
+        self.unpin(block)
+
+    def write_failed(self, block: Block) -> None:
+        """The block stays in DRAM for as long as nobody wants the room, and is lost then."""
+        self.writing -= 1
+        self.counters.write_failures += 1
+        block.origin = None
+        self.unpin(block)
+
+    def not_wanted(self, block: Block) -> None:
+        """The block was condemned before it got to disk: its successor may be on the way already."""
+        self.writing -= 1
+        block.origin = None
+        self.unpin(block)
+
+    def put_back(self, block: Block) -> None:
+        """Not written for a reason that may be over at the next attempt."""
+        self.writing -= 1
+        self.pending.appendleft(block)
+
+    # ---- what goes
+
+    def condemn(self, model: bytes, block_id: bytes, generation: int) -> bool:
+        """Drops this generation of the block, and no other."""
+        block = self.find(model, block_id)
+        if block is None or block.generation != generation:
+            return False
+        self.room.detach(block)
+        return True
+
+    # ---- at start
+
+    def restore(self, shape: BlockShape, blocks: Iterable[tuple[bytes, int, Slot]]) -> None:
+        """Blocks found in the index, least recently used first: (id, generation, slot)."""
+        space = self._admit(shape)
+        for block_id, generation, slot in blocks:
+            self._tick += 1
+            block = Block(space, block_id, generation)
+            block.disk = slot
+            space.blocks[block_id] = block
+            space.disk_policy.admit(block_id)
+            self.disk.used(slot, self._tick)
+
+    # ---- within
+
+    def _admit(self, shape: BlockShape) -> Space:
+        """The model's space.
+
+        Raises InvalidInput for another shape than before, Overloaded, CapacityExhausted.
+        """
+        space = self._spaces.get(shape.model)
+        if space is None or (space.shape != shape and not space.blocks and not space.stagings):
+            self._check_room(shape)
+            space = Space(shape, self._new_policy(), self._new_policy())
+            self._spaces[shape.model] = space
+        if space.shape != shape:
+            raise InvalidInput(
+                f"blocks of this model have {space.shape.layers} layers of {space.shape.object_bytes} bytes, "
+                f"not {shape.layers} of {shape.object_bytes}",
+                param="layers",
+            )
+        return space
+
+    def _check_room(self, shape: BlockShape) -> None:
+        if shape.layers < 1 or shape.object_bytes < 1:
+            raise InvalidInput("a block has at least one layer of at least one byte", param="layers")
+        if not self.dram.fits(shape):
+            raise CapacityExhausted(
+                f"a block of this model takes {shape.slot_bytes} bytes and the store has "
+                f"{self.dram.capacity_bytes} of DRAM: raise dram_bytes of the kvstore"
+            )
+        for model in [m for m, s in self._spaces.items() if not s.blocks and not s.stagings]:
+            del self._spaces[model]
+        if len(self._spaces) >= MODELS_MAX:
+            raise Overloaded(f"the store has blocks of {MODELS_MAX} models and takes no further one")
+
+    def _use(self, space: Space, blocks: Sequence[Block]) -> None:
+        self._tick += 1
+        ids = [block.block_id for block in blocks]
+        space.dram_policy.use(ids)
+        space.disk_policy.use(ids)
+        for block in blocks:
+            if block.dram is not None:
+                self.dram.used(block.dram, self._tick)
+            if block.disk is not None:
+                self.disk.used(block.disk, self._tick)
+
+    def _drop(self, staging: Staging) -> None:
+        """Frees a staging's slot once no bytes are under way into it."""
+        writers = staging.space.stagings.get(staging.block_id, {})
+        if writers.get(staging.writer) is staging:
+            del writers[staging.writer]
+            if not writers:
+                del staging.space.stagings[staging.block_id]
+        staging.dropped = True
+        if not staging.receiving:
+            self.dram.give(staging.slot)

@@ -1,0 +1,34 @@
+"""Settings of the kvstore: table [kvstore]."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from annotated_types import Ge, Gt, Le
+
+from kvcommons.config import Addresses, DataPlane, Node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    node: Node
+    data_plane: DataPlane
+    ledger: Addresses
+    data: Path  # folder of all that survives; one process at a time
+    dram_bytes: Annotated[int, Ge(1 << 20)] = (
+        1 << 30
+    )  # of blocks in memory; the process takes up to 150 MB beside them
+    disk_bytes: Annotated[int, Ge(0)] = 16 << 30  # of slab files at most; they grow as blocks come
+    policy: Literal["lru"] = "lru"  # which blocks go first when a tier is full
+    io_threads: Annotated[int, Gt(0), Le(64)] = 4  # reads of slab files at once
+    blocks_max: Annotated[int, Gt(0)] = 100_000  # on disk; each takes about 500 bytes of memory to know
+    scrub_bytes_per_s: Annotated[int, Ge(0)] = 4 << 20  # read to find what went bad on disk; 0: never
+    staging_s: Annotated[float, Gt(0)] = (
+        30.0  # a block whose next layer does not come for so long is given up
+    )
+    session_ttl_s: Annotated[int, Ge(0)] = (
+        30 * 86_400
+    )  # of sessions without a ttl_s of their own; 0: for ever
+    sweep_s: Annotated[float, Gt(0)] = 10.0  # between looks for expired sessions

@@ -1,0 +1,101 @@
+"""The data plane: layers of blocks in and out, on a blocking thread per connection.
+
+Payloads go from the socket into DRAM slots and from DRAM slots to the socket; nothing is copied in between.
+"""
+
+from __future__ import annotations
+
+from kvcommons.errors import InvalidInput, UnsupportedParameter
+from kvcommons.pb import data_pb2 as pb
+from kvcommons.telemetry.telemetry import Telemetry
+from kvcommons.transport.server import Exchange
+from services.kvstore.blocks import BlockStore
+from services.kvstore.incoming import LayerPut
+from services.kvstore.tier import BlockShape
+
+BLOCKS_MAX = 65_536  # of one request
+ID_BYTES = 32
+
+
+class DataHandler:
+    """Answers PutLayer and GetLayers."""
+
+    def __init__(self, store: BlockStore, telemetry: Telemetry) -> None:
+        self._store = store
+        self._tracer = telemetry.tracer
+
+    def __call__(self, request: pb.DataRequest, exchange: Exchange) -> None:
+        if not request.traceparent:
+            self._answer(request, exchange)
+            return
+        with self._tracer.span(f"kvstore.{request.WhichOneof('op')}", parent=request.traceparent):
+            self._answer(request, exchange)
+
+    def _answer(self, request: pb.DataRequest, exchange: Exchange) -> None:
+        op = request.WhichOneof("op")
+        if op == "put_layer":
+            self._put_layer(request.put_layer, exchange)
+        elif op == "get_layers":
+            self._get_layers(request.get_layers, exchange)
+        else:
+            raise UnsupportedParameter(f"a kvstore does not answer {op}: it is for holders", param="op")
+
+    def _put_layer(self, put: pb.PutLayer, exchange: Exchange) -> None:
+        _check_ids(put.model, put.block_ids)
+        if not put.layers:
+            raise InvalidInput(
+                "layers is not set: the store cannot tell when a block is complete", param="layers"
+            )
+        if exchange.payload_bytes == 0 or exchange.payload_bytes % len(put.block_ids):
+            raise InvalidInput(
+                f"{exchange.payload_bytes} bytes are no whole objects for {len(put.block_ids)} blocks"
+            )
+        shape = BlockShape(
+            model=put.model, layers=put.layers, object_bytes=exchange.payload_bytes // len(put.block_ids)
+        )
+        incoming = self._store.begin_put(
+            LayerPut(
+                shape=shape,
+                tenant=put.tenant,
+                writer=put.writer,
+                layer=put.layer,
+                parent=put.parent,
+                first_block=put.first_block,
+                block_ids=list(put.block_ids),
+                checksums=list(put.checksums),
+            )
+        )
+        try:
+            wanted = [place for place in incoming.into if place is not None]
+            if len(wanted) == len(incoming.into):
+                exchange.receive_payload(wanted)
+            elif wanted:
+                waste = memoryview(bytearray(shape.object_bytes))
+                exchange.receive_payload([waste if place is None else place for place in incoming.into])
+        except BaseException:
+            incoming.break_off()
+            raise
+        unwanted = incoming.finish()
+        exchange.reply(pb.DataReply(put_layer=pb.PutLayerReply(unwanted=unwanted)))
+
+    def _get_layers(self, get: pb.GetLayers, exchange: Exchange) -> None:
+        _check_ids(get.model, get.block_ids)
+        if not get.layers:
+            raise InvalidInput("layers is 0: nothing is asked for", param="layers")
+        last_layer = get.first_layer + get.layers - 1
+        with self._store.open_run(get.model, list(get.block_ids), get.first_layer, last_layer) as run:
+            for layer in range(get.first_layer, last_layer + 1):
+                checksums, generations, objects = run.layer(layer, exchange.deadline.left())
+                reply = pb.GotLayer(layer=layer, checksums=checksums, generations=generations)
+                exchange.reply(pb.DataReply(got_layer=reply), objects)
+                self._store.sent(sum(len(part) for part in objects))
+
+
+def _check_ids(model: bytes, block_ids: object) -> None:
+    ids = list(block_ids)  # type: ignore[call-overload]
+    if not model or len(model) > ID_BYTES:
+        raise InvalidInput(f"a model fingerprint has 1 to {ID_BYTES} bytes", param="model")
+    if not ids or len(ids) > BLOCKS_MAX:
+        raise InvalidInput(f"a request names 1 to {BLOCKS_MAX} blocks", param="block_ids")
+    if any(len(block_id) != ID_BYTES for block_id in ids):
+        raise InvalidInput(f"a block identity has {ID_BYTES} bytes", param="block_ids")

@@ -1,0 +1,84 @@
+"""The data folder: one process at a time, one format.
+
+<data>/lock        held (flock) by the process that uses the folder
+<data>/format      "kvcommons-kvstore 1"
+<data>/slabs/      slab files
+<data>/index/      RocksDB: block index
+<data>/index.damaged/  the last one that could not be read, for whoever wants to know why
+<data>/sessions/   RocksDB: session records and turn leases
+<data>/sessions.mark   how far the sessions had come (mark.py)
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from pathlib import Path
+
+from kvcommons.errors import Conflict, DataLoss, StoreUnavailable
+
+FORMAT = "kvcommons-kvstore 1"
+
+
+class UnknownFormat(DataLoss):
+    """What lies on disk was written by another version: it is refused, not guessed at."""
+
+
+class DataFolder:
+    """Holds the folder's lock from construction to `close`; the kernel drops it when the process dies.
+
+    Raises Conflict where another process has it, UnknownFormat where another version wrote it,
+    StoreUnavailable where it cannot be made.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.slabs = root / "slabs"
+        self.index = root / "index"
+        self.sessions = root / "sessions"
+        self.mark = root / "sessions.mark"
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise StoreUnavailable(f"the data folder {root} cannot be used: {error}") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._lock)
+            raise Conflict(
+                f"the data folder {root} is in use by another process: stop that one, or use another folder"
+            ) from error
+        try:
+            self._check_format(root / "format")
+        except (UnknownFormat, StoreUnavailable):
+            os.close(self._lock)
+            raise
+
+    def close(self) -> None:
+        os.close(self._lock)
+
+    def set_index_aside(self) -> None:
+        """The next index is a new one, and so are the slab files: those that no index names are deleted.
+
+        Raises OSError.
+        """
+        aside = self.index.with_suffix(".damaged")
+        shutil.rmtree(aside, ignore_errors=True)
+        self.index.rename(aside)
+
+    @staticmethod
+    def _check_format(path: Path) -> None:
+        try:
+            if not path.exists():
+                fresh = path.with_suffix(".new")
+                fresh.write_text(FORMAT + "\n")
+                fresh.replace(path)
+            found = path.read_text().strip()
+        except OSError as error:
+            raise StoreUnavailable(f"the data folder {path.parent} cannot be used: {error}") from error
+        if found != FORMAT:
+            raise UnknownFormat(
+                f"{path.parent} was written in format {found!r}; this version of kvcommons reads {FORMAT!r}: "
+                "use the version that wrote it, or another data folder"
+            )

@@ -1,0 +1,212 @@
+"""From disk to DRAM.
+
+Layer after layer, all blocks of a run at once, each layer checked before anyone sees it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass
+from enum import Enum
+
+from kvcommons.rblock.checksum import checksum
+from services.kvstore.arena import Arena
+from services.kvstore.block import Block
+from services.kvstore.slab import SlabFiles
+from services.kvstore.tier import PAGE_BYTES, BlockShape
+
+log = logging.getLogger(__name__)
+
+READ_BYTES = 256 << 10  # layers are read together up to here: smaller reads waste the disk
+JOINED_BYTES_MAX = 1 << 20  # blocks that lie side by side and are read whole share one read up to here
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadPart:
+    """A page-aligned part of a slot, and the layers in it."""
+
+    offset: int
+    length: int
+    first_layer: int
+    end_layer: int
+
+
+def read_parts(shape: BlockShape, part_bytes: int) -> list[ReadPart]:
+    """Cuts a slot into reads. Parts do not overlap; together they are the slot.
+
+    A part has whole layers only, for parts come in any order: where layers do not end at the ends of pages,
+    more of them share a part than `part_bytes` asks for.
+    """
+    parts: list[ReadPart] = []
+    offset = layer = 0
+    for end_layer in range(1, shape.layers + 1):
+        end = end_layer * shape.object_bytes
+        last = end_layer == shape.layers
+        if not last and (end % PAGE_BYTES or end + shape.object_bytes - offset <= part_bytes):
+            continue
+        end = -(-end // PAGE_BYTES) * PAGE_BYTES
+        parts.append(ReadPart(offset=offset, length=end - offset, first_layer=layer, end_layer=end_layer))
+        offset, layer = end, end_layer
+    return parts
+
+
+class Outcome(Enum):
+    """How a load ended."""
+
+    GOOD = "good"
+    CORRUPT = "corrupt"
+    UNREADABLE = "unreadable"
+
+
+class Load:
+    """Progress of one block's load. Layers become readable in order; any number of threads wait for them."""
+
+    __slots__ = ("_condition", "_parts_left", "_ready", "outcome")
+
+    def __init__(self, layers: int, parts: int, condition: threading.Condition) -> None:
+        self.outcome: Outcome | None = None  # set once nothing more will come
+        self._condition = condition
+        self._ready = [False] * layers
+        self._parts_left = parts
+
+    def wait(self, layer: int, timeout_s: float) -> bool:
+        """Whether this layer is in DRAM and right; False after the time-out as well."""
+        with self._condition:
+            self._condition.wait_for(lambda: self._ready[layer] or self._failed, timeout_s)
+            return self._ready[layer]
+
+    def wait_over(self, timeout_s: float) -> None:
+        """Until nothing more will come, or the time-out."""
+        with self._condition:
+            self._condition.wait_for(lambda: self.outcome is not None, timeout_s)
+
+    @property
+    def _failed(self) -> bool:
+        return self.outcome in (Outcome.CORRUPT, Outcome.UNREADABLE)
+
+    def fail(self, outcome: Outcome) -> None:
+        """No layer that is not ready yet will be."""
+        with self._condition:
+            if not self._failed:
+                self.outcome = outcome
+            self._condition.notify_all()
+
+    def part_done(self, layers: range) -> bool:
+        """These layers are readable (none if their part failed). Whether this was the last part."""
+        with self._condition:
+            for layer in layers:
+                self._ready[layer] = True
+            self._parts_left -= 1
+            if not self._parts_left and self.outcome is None:
+                self.outcome = Outcome.GOOD
+            self._condition.notify_all()
+            return not self._parts_left
+
+    @property
+    def given_up(self) -> bool:
+        return self._failed
+
+
+class Loader:
+    """Reads blocks into the DRAM slots that they have, on the threads of `pool`.
+
+    `done` is told how each load ended.
+    """
+
+    def __init__(
+        self,
+        slabs: SlabFiles,
+        arena: Arena,
+        pool: Executor,
+        done: Callable[[Block, Outcome], None],
+        read_bytes: int = READ_BYTES,
+    ) -> None:
+        self._slabs = slabs
+        self._arena = arena
+        self._done = done
+        self._pool = pool
+        self._read_bytes = read_bytes
+
+    def begin(self, block: Block, condition: threading.Condition) -> Load:
+        """Gives the block a load that nothing has come for yet; `start` is to follow."""
+        shape = block.space.shape
+        block.load = Load(shape.layers, len(read_parts(shape, self._read_bytes)), condition)
+        return block.load
+
+    def start(self, blocks: Sequence[Block], first_layer: int) -> None:
+        """Queues the reads of blocks of one model, whose `load` and `checksums` are set.
+
+        The part with `first_layer` comes first, for all blocks; then the rest in turn, so that while one
+        layer is sent the next ones are being read.
+        """
+        if not blocks:
+            return
+        parts = read_parts(blocks[0].space.shape, self._read_bytes)
+        wanted = next(i for i, part in enumerate(parts) if part.end_layer > first_layer)
+        for part in parts[wanted:] + parts[:wanted]:
+            for row in _rows(blocks) if len(parts) == 1 else [[block] for block in blocks]:
+                self._pool.submit(self._read, row, part)
+
+    def close(self) -> None:
+        """Loads under way finish, queued ones never do."""
+        self._pool.shutdown(wait=True, cancel_futures=True)
+
+    def _read(self, blocks: Sequence[Block], part: ReadPart) -> None:
+        try:
+            self._fill(blocks, part)
+        except Exception as error:
+            log.error("reading %d blocks from disk failed: %s", len(blocks), error)
+            for block in blocks:
+                self._finish(block, part, Outcome.UNREADABLE)
+            return
+        for block in blocks:
+            self._finish(block, part, self._verify(block, part))
+
+    def _fill(self, blocks: Sequence[Block], part: ReadPart) -> None:
+        assert blocks[0].disk is not None
+        if blocks[0].load is not None and blocks[0].load.given_up:
+            return
+        into = []
+        for block in blocks:
+            assert block.dram is not None
+            into.append(self._arena.slot(block.dram)[part.offset : part.offset + part.length])
+        self._slabs.read(blocks[0].disk, part.offset, into)
+
+    def _verify(self, block: Block, part: ReadPart) -> Outcome:
+        assert block.dram is not None
+        assert block.checksums is not None
+        for layer in range(part.first_layer, part.end_layer):
+            if (
+                checksum(block.block_id, layer, self._arena.object(block.dram, layer))
+                != block.checksums[layer]
+            ):
+                return Outcome.CORRUPT
+        return Outcome.GOOD
+
+    def _finish(self, block: Block, part: ReadPart, outcome: Outcome) -> None:
+        load = block.load
+        assert load is not None
+        layers = range(part.first_layer, part.end_layer) if outcome is Outcome.GOOD else range(0)
+        if outcome is not Outcome.GOOD:
+            load.fail(outcome)
+        if load.part_done(layers):
+            assert load.outcome is not None
+            self._done(block, load.outcome)
+
+
+def _rows(blocks: Sequence[Block]) -> list[list[Block]]:
+    """Blocks that lie side by side on disk, together: one read fetches them all."""
+    rows: list[list[Block]] = []
+    size = 0
+    for block in sorted(blocks, key=lambda block: block.disk or (0, 0)):
+        assert block.disk is not None
+        last = rows[-1][-1].disk if rows else None
+        size += block.space.shape.slot_bytes
+        if last is None or block.disk != (last.region, last.place + 1) or size > JOINED_BYTES_MAX:
+            rows.append([])
+            size = block.space.shape.slot_bytes
+        rows[-1].append(block)
+    return rows

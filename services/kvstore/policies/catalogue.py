@@ -1,0 +1,63 @@
+"""The policies by name."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any
+
+from kvcommons.errors import InvalidInput
+from services.kvstore.policies.arc import Arc
+from services.kvstore.policies.base import Policy
+from services.kvstore.policies.chance import Chance
+from services.kvstore.policies.greedy_dual import GreedyDual
+from services.kvstore.policies.hit_density import HitDensity
+from services.kvstore.policies.look_ahead import LookAhead
+from services.kvstore.policies.recency import Fifo, Lru, SegmentedLru
+from services.kvstore.policies.s3_fifo import S3Fifo
+
+AnyPolicy = Policy[Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """A policy that can be chosen: what makes one for a tier, and what it does with the queue."""
+
+    make: Callable[[random.Random], AnyPolicy]
+    looks_ahead: bool = False  # it uses the queue, and blocks of the next jobs are fetched from disk for it
+    paper_window: bool = False  # it looks no further than AttentionStore's eviction window
+
+
+def _blind(make: Callable[[], AnyPolicy]) -> Choice:
+    return Choice(make=lambda _: make())
+
+
+def _ahead(make: Callable[[], AnyPolicy], *, paper_window: bool = False) -> Choice:
+    return Choice(make=lambda _: LookAhead(make()), looks_ahead=True, paper_window=paper_window)
+
+
+CHOICES: dict[str, Choice] = {
+    "scheduler-aware": Choice(make=lambda _: HitDensity[Hashable](), looks_ahead=True),
+    "attention-store": _ahead(Lru, paper_window=True),
+    "lru": _blind(Lru),
+    "fifo": _blind(Fifo),
+    "random": Choice(make=Chance),
+    "slru": _blind(SegmentedLru),
+    "s3-fifo": _blind(S3Fifo),
+    "arc": _blind(Arc),
+    "gdsf": _blind(GreedyDual),
+    "hit-density": _blind(HitDensity),
+    "lru+queue": _ahead(Lru),
+    "slru+queue": _ahead(SegmentedLru),
+    "s3-fifo+queue": _ahead(S3Fifo),
+    "arc+queue": _ahead(Arc),
+    "gdsf+queue": _ahead(GreedyDual),
+}
+
+
+def choice(name: str) -> Choice:
+    """The policy of that name. Raises InvalidInput for an unknown one."""
+    if name not in CHOICES:
+        raise InvalidInput(f"policy {name!r} is not one of {', '.join(CHOICES)}", param="policy")
+    return CHOICES[name]

@@ -1,0 +1,117 @@
+"""Fetches hinted blocks from disk to DRAM ahead of their use, on a thread of its own.
+
+It works through the window of the hints in the order of use, a batch at a time and only when the one before
+has come, so that a request that waits for its blocks is never behind more than a batch. What it makes room
+for never drives out a block that is itself expected.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from services.kvstore.block import Block
+from services.kvstore.catalog import Catalog
+from services.kvstore.clock import Clock
+from services.kvstore.hints import ExpectedUse
+from services.kvstore.loader import Load
+
+log = logging.getLogger(__name__)
+
+BATCH_BYTES = 8 << 20
+_LOAD_S_MAX = 10.0  # of a batch; a disk that takes longer has other troubles
+_POLL_S = 1.0  # between looks for hints that ran out
+
+
+class Prefetcher:
+    """`start_loads` reads pinned blocks of one model from disk, as for a request."""
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        lock: threading.Lock,
+        clock: Clock,
+        *,
+        begin_load: Callable[[Block, threading.Condition], Load],
+        start_loads: Callable[[bytes, list[Block], int], None],
+    ) -> None:
+        self._catalog = catalog
+        self._hints = catalog.room.hints
+        self._lock = lock
+        self._wake = threading.Condition(lock)
+        self._clock = clock
+        self._begin_load = begin_load
+        self._start_loads = start_loads
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="kvstore-prefetch", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> None:
+        with self._lock:
+            self._stopping = True
+            self._wake.notify_all()
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
+
+    def hint(self, router: str, uses: Sequence[tuple[bytes, Sequence[bytes], float]], ttl_s: float) -> int:
+        """Takes a router's look-ahead: (model, block ids, seconds until the start). How many uses it
+        remembers."""
+        with self._lock:
+            now_s = self._clock.monotonic_s()
+            expected = [ExpectedUse(model=m, block_ids=ids, at_s=now_s + in_s) for m, ids, in_s in uses]
+            accepted = self._hints.put(router, expected, now_s=now_s, ttl_s=ttl_s)
+            self._wake.notify_all()
+            return accepted
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if self._stopping:
+                    return
+                self._hints.expire(self._clock.monotonic_s())
+                model, batch, loads = self._begin()
+                if not batch:
+                    self._wake.wait(_POLL_S if len(self._hints) else None)
+                    continue
+            try:
+                self._start_loads(model, batch, 0)
+            except Exception:
+                log.exception("blocks could not be fetched ahead of use")
+            self._await(loads)
+
+    def _begin(self) -> tuple[bytes, list[Block], list[Load]]:
+        """Pins the next blocks to fetch, all of one model. The load of each keeps it pinned."""
+        batch: list[Block] = []
+        loads: list[Load] = []
+        condition = threading.Condition()
+        window = self._hints.window(disk=False)
+        size = 0
+        for use in self._hints.upcoming():
+            wanted = window.get(use.model, {})
+            for block_id in use.block_ids:
+                block = self._catalog.find(use.model, block_id)
+                if block is None or block_id not in wanted:
+                    break  # without it those after it are of no use
+                if block.dram is not None or (batch and block.space is not batch[0].space):
+                    continue
+                size += block.space.shape.slot_bytes
+                if (batch and size > BATCH_BYTES) or not self._catalog.pin(block, sparing=True):
+                    return _model_of(batch), batch, loads
+                loads.append(self._begin_load(block, condition))
+                batch.append(block)
+                self._catalog.unpin(block)
+                self._catalog.counters.prefetched += 1
+        return _model_of(batch), batch, loads
+
+    def _await(self, loads: Sequence[Load]) -> None:
+        give_up_s = time.monotonic() + _LOAD_S_MAX
+        for load in loads:
+            load.wait_over(max(0.0, give_up_s - time.monotonic()))
+
+
+def _model_of(batch: Sequence[Block]) -> bytes:
+    return batch[0].space.shape.model if batch else b""

@@ -1,0 +1,204 @@
+"""gRPC to domain and back: Blocks and Sessions."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
+from typing import Any, ParamSpec, TypeVar
+
+from kvcommons.errors import InvalidInput, Overloaded
+from kvcommons.pb import kvstore_pb2 as pb
+from kvcommons.pb import kvstore_pb2_grpc as rpc
+from services.kvstore.blocks import BlockStore
+from services.kvstore.metrics import SessionMetrics
+from services.kvstore.session import Turn
+from services.kvstore.sessions import LIST_MAX, Sessions
+
+log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+LIST_DEFAULT = 100
+WAIT_MS_MAX = 60_000
+WATCHES_MAX = 1000
+CALLS_MAX = 1000  # that wait for the executor
+
+
+async def until_durable(store: BlockStore, model: bytes, block_ids: Sequence[bytes], wait_ms: int) -> int:
+    """Waits at most `wait_ms` for blocks to be on disk; how many of the leading ones are.
+
+    Where very many wait already, it does not: what is durable by now is the answer.
+    """
+    if wait_ms and block_ids and store.watching < WATCHES_MAX:
+        loop = asyncio.get_running_loop()
+        over = asyncio.Event()
+        watch = store.watch(model, block_ids, lambda: _set_soon(loop, over))
+        try:
+            async with asyncio.timeout(min(wait_ms, WAIT_MS_MAX) / 1000):
+                await over.wait()
+        except TimeoutError:
+            pass  # what is durable by now is the answer
+        finally:
+            store.unwatch(watch)
+    return store.durable(model, block_ids)
+
+
+def _set_soon(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
+    try:
+        loop.call_soon_threadsafe(event.set)
+    except RuntimeError:
+        pass  # the loop is closed: nobody waits any more
+
+
+class BlocksServicer(rpc.BlocksServicer):
+    """Calls on the store hold its lock for dictionary work only: they may run on the event loop."""
+
+    def __init__(self, store: BlockStore, sessions: Sessions) -> None:
+        self._store = store
+        self._sessions = sessions
+
+    async def Match(self, request: pb.MatchRequest, context: Any) -> pb.MatchReply:
+        in_dram = self._store.match(request.model, list(request.block_ids), peek=request.peek)
+        return pb.MatchReply(tiers=[pb.TIER_DRAM if dram else pb.TIER_DISK for dram in in_dram])
+
+    async def Hint(self, request: pb.HintRequest, context: Any) -> pb.HintReply:
+        if not request.router:
+            raise InvalidInput("a hint says which router it is from", param="router")
+        uses = [(use.model, list(use.block_ids), use.starts_in_ms / 1000) for use in request.uses]
+        accepted = self._store.prefetcher.hint(request.router, uses, request.ttl_ms / 1000)
+        return pb.HintReply(accepted_uses=accepted)
+
+    async def Condemn(self, request: pb.CondemnRequest, context: Any) -> pb.CondemnReply:
+        self._store.condemn(request.model, request.block_id, request.generation)
+        return pb.CondemnReply()
+
+    async def AwaitDurable(self, request: pb.AwaitDurableRequest, context: Any) -> pb.AwaitDurableReply:
+        durable = await until_durable(self._store, request.model, list(request.block_ids), request.wait_ms)
+        return pb.AwaitDurableReply(durable_blocks=durable)
+
+    async def Stats(self, request: pb.StatsRequest, context: Any) -> pb.StatsReply:
+        stats = self._store.stats()
+        return pb.StatsReply(
+            dram_blocks=stats.dram_blocks,
+            dram_capacity_blocks=stats.dram_capacity_blocks,
+            disk_blocks=stats.disk_blocks,
+            disk_capacity_blocks=stats.disk_capacity_blocks,
+            sessions=self._sessions.count,
+            pending_writes=stats.pending_writes,
+            block_hits=stats.counters.hits_dram + stats.counters.hits_disk,
+            block_misses=stats.counters.misses,
+            corrupt_blocks=stats.counters.corrupt,
+        )
+
+
+class SessionsServicer(rpc.SessionsServicer):
+    """Each call goes to the executor: RocksDB blocks."""
+
+    def __init__(
+        self, store: BlockStore, sessions: Sessions, executor: ThreadPoolExecutor, metrics: SessionMetrics
+    ) -> None:
+        self._store = store
+        self._sessions = sessions
+        self._executor = executor
+        self._metrics = metrics
+        self._calls = 0
+
+    async def Create(self, request: pb.CreateSessionRequest, context: Any) -> pb.SessionRecord:
+        return await self._call(self._sessions.create, request.tenant, request.session_id, request.ttl_s)
+
+    async def Get(self, request: pb.GetSessionRequest, context: Any) -> pb.SessionRecord:
+        return await self._call(self._sessions.get, request.tenant, request.session_id)
+
+    async def List(self, request: pb.ListSessionsRequest, context: Any) -> pb.ListSessionsReply:
+        limit = min(request.limit or LIST_DEFAULT, LIST_MAX)
+        sessions, more = await self._call(self._sessions.page, request.tenant, request.after, limit)
+        return pb.ListSessionsReply(sessions=sessions, more=more)
+
+    async def Delete(self, request: pb.DeleteSessionRequest, context: Any) -> pb.DeleteSessionReply:
+        await self._call(self._sessions.delete, request.tenant, request.session_id)
+        return pb.DeleteSessionReply()
+
+    async def Fork(self, request: pb.ForkSessionRequest, context: Any) -> pb.SessionRecord:
+        return await self._call(self._sessions.fork, request.tenant, request.session_id, request.new_id)
+
+    async def BeginTurn(self, request: pb.BeginTurnRequest, context: Any) -> pb.BeginTurnReply:
+        record, lease = await self._call(
+            self._sessions.begin,
+            request.tenant,
+            request.session_id,
+            turn_id=request.turn_id,
+            owner=request.owner,
+            lease_ms=request.lease_ms,
+        )
+        return pb.BeginTurnReply(record=record, fencing=lease.fencing)
+
+    async def RenewTurn(self, request: pb.RenewTurnRequest, context: Any) -> pb.RenewTurnReply:
+        await self._call(
+            self._sessions.renew,
+            request.tenant,
+            request.session_id,
+            turn_id=request.turn_id,
+            fencing=request.fencing,
+            lease_ms=request.lease_ms,
+        )
+        return pb.RenewTurnReply()
+
+    async def CommitTurn(self, request: pb.CommitTurnRequest, context: Any) -> pb.CommitTurnReply:
+        """The blocks first, if they come in time; the tokens in any case."""
+        started = time.monotonic()
+        ids = list(request.block_ids)
+        wait_ms = request.durable_wait_ms
+        left_s = context.time_remaining()
+        if left_s is not None:  # waiting for blocks must not eat the time for the tokens
+            wait_ms = min(wait_ms, int(left_s * 1000 / 2))
+        durable = await until_durable(self._store, request.model, ids, wait_ms)
+        committed = await self._call(
+            self._sessions.commit,
+            request.tenant,
+            request.session_id,
+            Turn(
+                turn_id=request.turn_id,
+                fencing=request.fencing,
+                expected_version=request.expected_version,
+                model=request.model,
+                model_name=request.model_name,
+                new_tokens=request.new_tokens,
+                new_messages=request.new_messages,
+                block_ids=ids,
+            ),
+        )
+        self._metrics.committed(time.monotonic() - started, new=committed.new)
+        facts = {"version": committed.version, "blocks": len(ids), "durable_blocks": durable}
+        log.info("turn committed", extra={**facts, "new_tokens": len(request.new_tokens)})
+        return pb.CommitTurnReply(version=committed.version, durable_blocks=durable)
+
+    async def AbandonTurn(self, request: pb.AbandonTurnRequest, context: Any) -> pb.AbandonTurnReply:
+        await self._call(
+            self._sessions.abandon,
+            request.tenant,
+            request.session_id,
+            turn_id=request.turn_id,
+            fencing=request.fencing,
+        )
+        return pb.AbandonTurnReply()
+
+    async def _call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        for value in (*args, *kwargs.values()):
+            if isinstance(value, str) and "\0" in value:
+                raise InvalidInput("an id contains a zero byte")
+        if self._calls >= CALLS_MAX:
+            raise Overloaded(f"{CALLS_MAX} calls on sessions wait already: retry later", retry_after_ms=500)
+        loop = asyncio.get_running_loop()
+        context = copy_context()  # for the ids in log lines
+        call = loop.run_in_executor(self._executor, lambda: context.run(function, *args, **kwargs))
+        self._calls += 1
+        call.add_done_callback(self._ended)
+        return await call
+
+    def _ended(self, _: object) -> None:
+        self._calls -= 1

@@ -1,0 +1,1 @@
+"""The ledger: who is there, how much room each has, who may lend."""

@@ -1,0 +1,82 @@
+"""Wires the ledger."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import sys
+import time
+
+from kvcommons.pb import ledger_pb2 as pb
+from kvcommons.pb.ledger_pb2_grpc import add_LedgerServicer_to_server
+from kvcommons.rpc.process import Process, run
+from kvcommons.rpc.server import RpcServer
+from services.ledger.candidates import Candidates
+from services.ledger.config import Config
+from services.ledger.etcd import Etcd
+from services.ledger.feed import Feed
+from services.ledger.metrics import LedgerMetrics
+from services.ledger.mirror import Mirror
+from services.ledger.presence import Presence
+from services.ledger.registry import Registry
+from services.ledger.server import LedgerService
+
+GRACE_S = 1.0  # its calls are short; its watches are ended
+
+
+async def serve(config: Config, process: Process) -> None:
+    registry = Registry(lease_s=config.lease_s, heartbeat_s=config.heartbeat_ms / 1e3)
+    feed = Feed(registry)
+    etcd = Etcd(config.etcd, timeout_s=config.etcd_timeout_s)
+    health_changed = asyncio.Event()
+
+    def changed() -> None:
+        feed.touch()
+        health_changed.set()
+
+    mirror = Mirror(etcd, registry, prefix=config.etcd_prefix, lease_s=config.lease_s, changed=changed)
+    LedgerMetrics(registry, mirror, feed).register(process.telemetry.registry)
+    server = RpcServer(config.node.listen, process.telemetry, call_deadline_s=config.node.call_deadline_s)
+    service = LedgerService(
+        registry,
+        mirror,
+        feed,
+        Candidates(random.Random()),
+        heartbeat_ms=config.heartbeat_ms,
+        lease_s=config.lease_s,
+    )
+    server.add(add_LedgerServicer_to_server, service)
+    await server.start()
+    started_ms = int(time.time() * 1e3)
+
+    def describe() -> pb.Instance:
+        return pb.Instance(
+            id=process.instance_id,
+            service="ledger",
+            control_address=config.node.advertise_control or server.address,
+            host=process.host,
+            load=pb.Load(ready=mirror.connected),
+            started_ms=started_ms,
+        )
+
+    async def follow_health() -> None:
+        while True:
+            await health_changed.wait()
+            health_changed.clear()
+            await server.set_ready(mirror.connected)
+
+    presence = Presence(registry, mirror, feed, describe, heartbeat_ms=config.heartbeat_ms)
+    async with asyncio.TaskGroup() as tasks:
+        running = [
+            tasks.create_task(part) for part in (mirror.run(), feed.run(), presence.run(), follow_health())
+        ]
+        await process.stop.wait()
+        await presence.leave()
+        await feed.close()
+        await server.drain(GRACE_S)
+        for task in running:
+            task.cancel()
+
+
+if __name__ == "__main__":
+    sys.exit(run("ledger", Config, serve))

@@ -1,0 +1,25 @@
+"""Settings of the ledger. Who is registered and for how long is one matter; where etcd is, the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import Ge, Gt, Le, MinLen
+
+from kvcommons.config import Address, Node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    node: Node
+    # "host:port" or "unix:DIR/name" of each member; on a socket etcd listens as `unix://name:0` in DIR.
+    etcd: Annotated[tuple[Address, ...], MinLen(1)]
+    etcd_prefix: str = "/kvcommons/"  # stacks that share an etcd have different ones
+    etcd_timeout_s: Annotated[float, Gt(0)] = 1.5  # of one call: a paused etcd is noticed in this time
+    lease_s: Annotated[int, Ge(2), Le(60)] = 5  # a silent instance is gone after it; etcd's least is 2 or so
+    heartbeat_ms: Annotated[int, Ge(100)] = 1_000  # what instances are told
+
+    def __post_init__(self) -> None:
+        if self.heartbeat_ms * 2 > self.lease_s * 1_000:
+            raise ValueError("heartbeat_ms must fit twice into lease_s: one lost heartbeat is no death")

@@ -1,0 +1,87 @@
+"""The view as its watchers get it: at once, after each change, and now and then as a sign of life."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+
+from kvcommons.pb import ledger_pb2 as pb
+from services.ledger.registry import Change, Registry
+
+# Who is there goes out at most ten times a second; how much is free, twice: it changes all the time and is
+# only a hint, and with many instances and watchers it would be most of the traffic.
+MEMBERS_PAUSE_S = 0.1
+LOAD_PAUSE_S = 0.5
+SIGN_OF_LIFE_S = 2.0
+
+
+class Feed:
+    def __init__(self, registry: Registry) -> None:
+        self._registry = registry
+        self._dirty = asyncio.Event()
+        self._published = asyncio.Condition()
+        self._publications = 0
+        self._closed = False
+        self._view = pb.View()
+        self.watchers = 0
+
+    def touch(self) -> None:
+        """The registry may have changed."""
+        self._dirty.set()
+
+    @property
+    def view(self) -> pb.View:
+        return self._view
+
+    async def run(self) -> None:
+        """Publishes until cancelled."""
+        load_waits = False
+        published_at = 0.0
+        while True:
+            timeout_s = LOAD_PAUSE_S if load_waits else MEMBERS_PAUSE_S * 5
+            try:
+                async with asyncio.timeout(timeout_s):
+                    await self._dirty.wait()
+            except TimeoutError:
+                pass  # silence is news, too: heartbeats grow old
+            self._dirty.clear()
+            now = time.monotonic()
+            change = self._registry.refresh(now)
+            load_waits = load_waits or change is Change.LOAD
+            due = (
+                change is Change.MEMBERS
+                or (load_waits and now - published_at >= LOAD_PAUSE_S)
+                or now - published_at >= SIGN_OF_LIFE_S
+            )
+            if due:
+                if change is Change.MEMBERS or load_waits:
+                    revision = self._view.revision + 1
+                    self._view = pb.View(instances=self._registry.view(), revision=revision)
+                load_waits = False
+                published_at = now
+                await self._publish()
+            await asyncio.sleep(MEMBERS_PAUSE_S)
+
+    async def close(self) -> None:
+        """Ends all watches: whoever watched goes to another replica."""
+        self._closed = True
+        await self._publish()
+
+    async def views(self) -> AsyncIterator[pb.View]:
+        """For one watcher. One that is slow gets the newest view, not each one."""
+        self.watchers += 1
+        try:
+            while not self._closed:
+                seen = self._publications
+                yield self._view
+                async with self._published:
+                    while self._publications == seen:
+                        await self._published.wait()
+        finally:
+            self.watchers -= 1
+
+    async def _publish(self) -> None:
+        self._publications += 1
+        async with self._published:
+            self._published.notify_all()

@@ -1,0 +1,88 @@
+"""The ledger's gRPC face. No method waits for etcd."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+from kvcommons.config import TABLES
+from kvcommons.errors import InvalidInput, Loading
+from kvcommons.pb import ledger_pb2 as pb
+from kvcommons.pb import ledger_pb2_grpc as rpc
+from services.ledger.candidates import Candidates
+from services.ledger.feed import Feed
+from services.ledger.mirror import Mirror
+from services.ledger.registry import Registry
+
+log = logging.getLogger(__name__)
+
+ID_BYTES_MAX = 256
+SERVICES = frozenset(TABLES) - {"up"}
+
+
+class LedgerService(rpc.LedgerServicer):
+    def __init__(
+        self,
+        registry: Registry,
+        mirror: Mirror,
+        feed: Feed,
+        candidates: Candidates,
+        *,
+        heartbeat_ms: int,
+        lease_s: float,
+    ) -> None:
+        self._registry = registry
+        self._mirror = mirror
+        self._feed = feed
+        self._candidates = candidates
+        self._heartbeat_ms = heartbeat_ms
+        # By then every living instance that knows this replica alone has been heard again.
+        self._complete_at = time.monotonic() + lease_s
+
+    async def Heartbeat(self, request: pb.HeartbeatRequest, context: Any) -> pb.HeartbeatReply:
+        instance = request.instance
+        _check(instance)
+        now = time.monotonic()
+        if request.leaving:
+            log.info("left", extra={"peer": instance.id})
+            self._registry.left(instance, now)
+        else:
+            self._registry.heard(instance, now)
+            self._candidates.heard(instance.id)
+        self._feed.touch()
+        self._mirror.wake()
+        return pb.HeartbeatReply(heartbeat_ms=self._heartbeat_ms)
+
+    async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.View]:
+        # An empty or partial view would replace the fuller one that the watcher has kept.
+        if not self._has_view():
+            raise Loading("the ledger has not heard from etcd yet", retry_after_ms=500)
+        async for view in self._feed.views():
+            yield view
+
+    async def Candidates(self, request: pb.CandidatesRequest, context: Any) -> pb.CandidatesReply:
+        if not request.model:
+            raise InvalidInput("model: the fingerprint of the debtor's model is needed", param="model")
+        creditors = self._candidates.choose(request, self._registry.view(), time.monotonic())
+        return pb.CandidatesReply(creditors=creditors)
+
+    async def ReportRefusal(self, request: pb.ReportRefusalRequest, context: Any) -> pb.ReportRefusalReply:
+        self._candidates.refused(request.creditor, time.monotonic())
+        return pb.ReportRefusalReply()
+
+    def _has_view(self) -> bool:
+        return self._mirror.has_listed or time.monotonic() >= self._complete_at
+
+
+def _check(instance: pb.Instance) -> None:
+    if not instance.id or len(instance.id.encode()) > ID_BYTES_MAX:
+        raise InvalidInput(f"instance.id: 1 to {ID_BYTES_MAX} bytes are needed", param="instance.id")
+    if instance.service not in SERVICES:
+        raise InvalidInput(
+            f"instance.service: {instance.service!r} is none of {', '.join(sorted(SERVICES))}",
+            param="instance.service",
+        )
+    if not instance.control_address:
+        raise InvalidInput("instance.control_address: others need it", param="instance.control_address")

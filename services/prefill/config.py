@@ -1,0 +1,32 @@
+"""Prefill's settings: table `[prefill]` of kvcommons.toml."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import Ge, Gt
+
+from kvcommons.config import Addresses, Node
+from kvcommons.engine.core import EngineSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrefillConfig:
+    """Prefill has no data address: it only sends."""
+
+    node: Node
+    engine: EngineSettings
+    ledger: Addresses
+    chunk_tokens: Annotated[int, Gt(0)] = 512  # computed at once; other jobs take their turn between chunks
+    max_running: Annotated[int, Ge(1)] = 4  # jobs that hold memory and take turns
+    max_queue: Annotated[int, Ge(0)] = 256  # jobs that wait for memory; more are refused
+    push_deadline_s: Annotated[float, Gt(0)] = 5.0  # of one write; past it the decode side counts as lost
+    save_buffer_bytes: Annotated[int, Gt(0)] = 256 << 20  # KV on its way to the kvstore; more is not saved
+
+    def __post_init__(self) -> None:
+        if self.chunk_tokens % self.engine.block_tokens:
+            raise ValueError(
+                f"chunk_tokens = {self.chunk_tokens} is not a multiple of "
+                f"block_tokens = {self.engine.block_tokens}"
+            )

@@ -1,0 +1,142 @@
+"""A job: one prompt on its way to its first token. Values and bookkeeping, no I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from kvcommons.model.sampling import SamplingParams
+from kvcommons.pb import common_pb2 as pb
+from kvcommons.rblock.identity import reusable_blocks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A run of the sequence's blocks at the holder that will attend over them."""
+
+    data_address: str
+    handle: int
+    epoch: int
+    first_block: int
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """What was asked for, as the request has it. `tokens` may end with generated ones, after
+    `prompt_tokens`."""
+
+    request_id: str
+    session_id: str
+    tenant: str
+    salt: bytes
+    tokens: tuple[int, ...]
+    prompt_tokens: int
+    sampling: SamplingParams
+    store_control: str  # the kvstore's addresses; empty: no store
+    store_data: str
+    matched_blocks: int  # leading blocks that the store said it has
+    targets: tuple[Target, ...]
+    push_from_block: int
+    no_reuse: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class First:
+    """A job's result."""
+
+    token: pb.SampledToken
+    cached_tokens: int
+    device_tokens: int
+    queue_us: int
+    compute_us: int
+    load_wait_us: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Write:
+    """Blocks `first` … of a job (indices in the sequence) that go to one target."""
+
+    target: Target
+    first: int
+    count: int
+
+
+def writes(targets: Iterable[Target], first: int, count: int) -> list[Write]:
+    """Which targets blocks [first, first + count) of a sequence go to, and which of them to each."""
+    found = []
+    for target in targets:
+        begin = max(first, target.first_block)
+        end = min(first + count, target.first_block + target.blocks)
+        if begin < end:
+            found.append(Write(target=target, first=begin, count=end - begin))
+    return found
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Job:
+    """Blocks are reused from this instance's memory (`device_blocks`), then from the store (`loaded_blocks`),
+    and the rest is computed: `done_tokens` have KV so far, reused ones included."""
+
+    key: int
+    prompt: Prompt
+    block_tokens: int
+    deadline_s: float
+    submitted_s: float
+    ids: list[bytes]  # of all full blocks
+    blocks: list[int] = field(default_factory=list)  # physical, in order; held while the job runs
+    device_blocks: int = 0
+    loaded_blocks: int = 0
+    save_from: int = 0  # the store is not known to have blocks from here on
+    done_tokens: int = 0
+    admitted_s: float = 0.0
+    compute_s: float = 0.0
+    load_wait_s: float = 0.0
+
+    @property
+    def tokens(self) -> int:
+        return len(self.prompt.tokens)
+
+    @property
+    def tokens_left(self) -> int:
+        return self.tokens - self.done_tokens
+
+    @property
+    def total_blocks(self) -> int:
+        """The last one maybe partly filled."""
+        return -(-self.tokens // self.block_tokens)
+
+    @property
+    def reused_blocks(self) -> int:
+        return self.device_blocks + self.loaded_blocks
+
+    def reusable(self) -> list[bytes]:
+        """Identities of the blocks that may be found instead of computed: the last token is always
+        computed."""
+        return [] if self.prompt.no_reuse else self.ids[: reusable_blocks(self.tokens, self.block_tokens)]
+
+    def loadable_blocks(self) -> int:
+        """Blocks to ask the store for, after those that this instance has."""
+        if not self.prompt.store_data:
+            return 0
+        return max(0, min(self.prompt.matched_blocks, len(self.reusable())) - self.device_blocks)
+
+    def set_back(self, loaded_blocks: int) -> None:
+        """Only so many blocks could be loaded: what follows them is computed."""
+        self.loaded_blocks = loaded_blocks
+        self.done_tokens = self.reused_blocks * self.block_tokens
+
+    def chunk(self, chunk_tokens: int) -> range:
+        """Positions of the next chunk. All but a job's last chunk end at a block's border."""
+        return range(self.done_tokens, min(self.done_tokens + chunk_tokens, self.tokens))
+
+    def covered_blocks(self, chunk: range) -> range:
+        """Blocks that a chunk fills, the last one maybe partly."""
+        return range(chunk.start // self.block_tokens, -(-chunk.stop // self.block_tokens))
+
+    def generated(self) -> dict[int, int]:
+        """How often each token after the prompt boundary came, for penalties."""
+        counts: dict[int, int] = {}
+        for token in self.prompt.tokens[self.prompt.prompt_tokens :]:
+            counts[token] = counts.get(token, 0) + 1
+        return counts

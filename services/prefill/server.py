@@ -1,0 +1,205 @@
+"""Prefill's gRPC face: requests to jobs, results to events."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from typing import Any
+
+import grpc.aio
+
+from kvcommons.engine.core import Core
+from kvcommons.engine.history import Condemner
+from kvcommons.errors import (
+    ContextLengthExceeded,
+    InvalidInput,
+    KVCommonsError,
+    Loading,
+    ModelNotFound,
+    Overloaded,
+)
+from kvcommons.model.sampling import SamplingParams
+from kvcommons.pb import ledger_pb2, prefill_pb2_grpc
+from kvcommons.pb import prefill_pb2 as pb
+from kvcommons.rblock.identity import SALT_BYTES, IdentityChain
+from kvcommons.telemetry.trace import current_traceparent
+from kvcommons.transport.deadline import Deadline
+from services.prefill.engine import PrefillEngine
+from services.prefill.job import First, Job, Prompt, Target
+from services.prefill.metrics import PrefillMetrics
+from services.prefill.push import Delivery
+
+log = logging.getLogger(__name__)
+
+CALL_S_MAX = 3600.0  # of a call without a deadline of its own
+
+
+class PrefillService(prefill_pb2_grpc.PrefillServicer):
+    """Answers Loading until it is given its engine."""
+
+    def __init__(self, metrics: PrefillMetrics) -> None:
+        self._metrics = metrics
+        self._core: Core | None = None
+        self._engine: PrefillEngine | None = None
+        self._condemner: Condemner | None = None
+        self._keys = itertools.count(1)
+        self._jobs = 0
+        self.draining = False
+
+    def open(self, core: Core, engine: PrefillEngine, condemner: Condemner) -> None:
+        """The model is loaded."""
+        self._core, self._engine, self._condemner = core, engine, condemner
+
+    def describe(self, instance: ledger_pb2.Instance, *, ready: bool) -> ledger_pb2.Instance:
+        """Adds to an instance what others should know of it now."""
+        if self._core is not None and self._engine is not None:
+            allocator = self._core.allocator
+            instance.model.CopyFrom(self._core.info)
+            instance.load.total_blocks = allocator.total
+            instance.load.free_blocks = allocator.free
+            instance.load.running = self._engine.running
+            instance.load.queued = self._engine.waiting
+        instance.load.ready = ready
+        return instance
+
+    async def Compute(
+        self, request: pb.PrefillRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.PrefillEvent]:
+        core, engine = self._parts()
+        if self.draining:
+            raise Overloaded("this prefill instance is being stopped: use another", retry_after_ms=100)
+        left_s = context.time_remaining()
+        deadline_s = time.monotonic() + min(CALL_S_MAX if left_s is None else left_s, CALL_S_MAX)
+        job = _job(next(self._keys), _prompt(core, request), core, deadline_s)
+        loop = asyncio.get_running_loop()
+        if self._condemner is not None:
+            self._condemner.know(data_address=job.prompt.store_data, control_address=job.prompt.store_control)
+        events: asyncio.Queue[int | First | KVCommonsError] = asyncio.Queue()
+        delivery = Delivery(Deadline(deadline_s), current_traceparent())
+
+        def listen(event: int | First | KVCommonsError) -> None:
+            with suppress(RuntimeError):  # the loop is closed: the process is ending
+                loop.call_soon_threadsafe(events.put_nowait, event)
+
+        self._jobs += 1
+        try:
+            engine.submit(job, delivery, listen)
+            while True:
+                event = await events.get()
+                if isinstance(event, int):
+                    yield pb.PrefillEvent(started=pb.PrefillStarted(queued_us=event))
+                elif isinstance(event, First):
+                    self._metrics.ended(job.tokens, event)
+                    log.info("prefilled", extra=_facts(job, event))
+                    yield pb.PrefillEvent(first=_first(event))
+                    return
+                else:
+                    raise event
+        finally:
+            self._jobs -= 1
+            engine.cancel(job.key)
+
+    async def Inspect(
+        self, request: pb.PrefillInspectRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.PrefillInspectReply:
+        core, _ = self._parts()
+        allocator = core.allocator
+        return pb.PrefillInspectReply(
+            total_blocks=allocator.total,
+            free_blocks=allocator.free,
+            cached_blocks=allocator.cached,
+            jobs=self._jobs,
+        )
+
+    def _parts(self) -> tuple[Core, PrefillEngine]:
+        if self._core is None or self._engine is None:
+            raise Loading("this prefill instance is still loading its model", retry_after_ms=500)
+        return self._core, self._engine
+
+
+def _prompt(core: Core, request: pb.PrefillRequest) -> Prompt:
+    """Raises InvalidInput, ContextLengthExceeded or ModelNotFound for what cannot be computed here."""
+    info = core.info
+    if request.model != info.fingerprint:
+        raise ModelNotFound(
+            "this prefill instance serves another model than the one asked for", param="model"
+        )
+    if len(request.salt) != SALT_BYTES:
+        raise InvalidInput(f"salt must have {SALT_BYTES} bytes, not {len(request.salt)}", param="salt")
+    if not request.tokens:
+        raise InvalidInput("a prompt needs at least one token", param="tokens")
+    if len(request.tokens) > info.context_window:
+        raise ContextLengthExceeded(
+            f"{len(request.tokens)} tokens are more than the context window of {info.context_window}: "
+            "shorten the prompt",
+            param="tokens",
+        )
+    if max(request.tokens) >= info.vocab_size:
+        raise InvalidInput(
+            f"token {max(request.tokens)} is not in the vocabulary of {info.vocab_size}", param="tokens"
+        )
+    if request.prompt_tokens > len(request.tokens):
+        raise InvalidInput("prompt_tokens is larger than the number of tokens", param="prompt_tokens")
+    return Prompt(
+        request_id=request.request_id,
+        session_id=request.session_id,
+        tenant=request.tenant,
+        salt=request.salt,
+        tokens=tuple(request.tokens),
+        prompt_tokens=request.prompt_tokens,
+        sampling=SamplingParams.of(request.sampling),
+        store_control=request.history.control_address,
+        store_data=request.history.data_address,
+        matched_blocks=request.history.matched_blocks,
+        targets=tuple(
+            Target(
+                data_address=target.data_address,
+                handle=target.handle,
+                epoch=target.epoch,
+                first_block=target.first_block,
+                blocks=target.blocks,
+            )
+            for target in request.targets
+        ),
+        push_from_block=request.push_from_block,
+        no_reuse=request.no_reuse,
+    )
+
+
+def _job(key: int, prompt: Prompt, core: Core, deadline_s: float) -> Job:
+    chain = IdentityChain(prompt.salt, core.info.fingerprint, core.block_tokens)
+    return Job(
+        key=key,
+        prompt=prompt,
+        block_tokens=core.block_tokens,
+        deadline_s=deadline_s,
+        submitted_s=time.monotonic(),
+        ids=chain.extend(prompt.tokens),
+    )
+
+
+def _facts(job: Job, first: First) -> dict[str, str | int | float]:
+    return {
+        "attempt": job.prompt.request_id,
+        "tokens": job.tokens,
+        "cached_tokens": first.cached_tokens,
+        "device_tokens": first.device_tokens,
+        "queue_ms": first.queue_us / 1000,
+        "compute_ms": first.compute_us / 1000,
+        "load_wait_ms": first.load_wait_us / 1000,
+    }
+
+
+def _first(first: First) -> pb.PrefillFirst:
+    return pb.PrefillFirst(
+        token=first.token,
+        cached_tokens=first.cached_tokens,
+        device_tokens=first.device_tokens,
+        queue_us=first.queue_us,
+        compute_us=first.compute_us,
+        load_wait_us=first.load_wait_us,
+    )

@@ -1,0 +1,113 @@
+"""A prefill instance from start to drain: what it is made of, in the order in which the parts come and go."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from kvcommons.blockstore.loader import BlockLoader
+from kvcommons.blockstore.metrics import SaverCollector
+from kvcommons.blockstore.saver import BlockSaver
+from kvcommons.engine.core import Core, load_core
+from kvcommons.engine.history import Condemner, Histories
+from kvcommons.engine.keeper import BlockKeeper
+from kvcommons.pb import ledger_pb2, prefill_pb2_grpc
+from kvcommons.rpc.directory import Heartbeat
+from kvcommons.rpc.process import Process
+from kvcommons.rpc.server import RpcServer
+from kvcommons.telemetry.metrics import LoadMetrics
+from kvcommons.telemetry.telemetry import Telemetry
+from kvcommons.transport.deadline import Deadline
+from kvcommons.transport.metrics import DataMetrics
+from services.prefill.config import PrefillConfig
+from services.prefill.engine import PrefillEngine
+from services.prefill.metrics import PrefillMetrics
+from services.prefill.push import Pusher
+from services.prefill.server import PrefillService
+
+STOP_S = 1.0  # for threads to end, once nothing is under way
+
+
+class PrefillParts:
+    """The engine and what it stands on, for a core that is loaded. Made on the event loop."""
+
+    def __init__(self, config: PrefillConfig, core: Core, telemetry: Telemetry) -> None:
+        self.core = core
+        self.condemner = Condemner()
+        asking = DataMetrics(telemetry.registry, "client")
+        self.loader = BlockLoader(self.condemner, name="prefill-load", observer=asking)
+        self.saver = BlockSaver(telemetry.instance_id, buffer_bytes=config.save_buffer_bytes, observer=asking)
+        telemetry.registry.register(SaverCollector(self.saver))
+        self.keeper = BlockKeeper(core, self.saver)
+        self.pusher = Pusher(
+            core.memory, core.allocator, call_deadline_s=config.push_deadline_s, observer=asking
+        )
+        self.engine = PrefillEngine(
+            core,
+            chunk_tokens=config.chunk_tokens,
+            max_running=config.max_running,
+            max_queue=config.max_queue,
+            pusher=self.pusher,
+            keeper=self.keeper,
+            histories=Histories(core, self.loader),
+            tracer=telemetry.tracer,
+        )
+        LoadMetrics(
+            telemetry.registry,
+            core.info.name,
+            running=lambda: self.engine.running,
+            waiting=lambda: self.engine.waiting,
+            kv_cache_usage=lambda: core.allocator.in_use / core.allocator.total,
+        )
+        self.engine.start()
+
+    async def close(self) -> None:
+        """Saves that are pending get a moment to reach the store."""
+        await asyncio.to_thread(self._close)
+        await self.condemner.close()
+
+    def _close(self) -> None:
+        self.engine.stop(STOP_S)
+        self.pusher.stop()
+        self.loader.close()
+        self.keeper.close()
+        self.saver.close(Deadline.after(STOP_S))
+
+
+async def serve(config: PrefillConfig, process: Process) -> None:
+    """Answers health at once, is ready when the model is loaded, drains when told to stop."""
+    server = RpcServer(config.node.listen, process.telemetry, call_deadline_s=config.node.call_deadline_s)
+    service = PrefillService(PrefillMetrics(process.telemetry.registry))
+    server.add(prefill_pb2_grpc.add_PrefillServicer_to_server, service)
+    await server.start()
+    started_ms = int(time.time() * 1000)
+
+    def describe() -> ledger_pb2.Instance:
+        return service.describe(
+            ledger_pb2.Instance(
+                id=process.instance_id,
+                service="prefill",
+                control_address=config.node.advertise_control or server.address,
+                host=process.host,
+                started_ms=started_ms,
+            ),
+            ready=server.ready and not process.stop.is_set(),
+        )
+
+    heartbeat = Heartbeat(config.ledger, describe)
+    heartbeat.start()
+    parts: PrefillParts | None = None
+    try:
+        core = await asyncio.to_thread(load_core, config.engine)
+        parts = PrefillParts(config, core, process.telemetry)
+        service.open(core, parts.engine, parts.condemner)
+        await server.set_ready(True)
+        heartbeat.beat_now()
+        await process.stop.wait()
+    finally:
+        service.draining = True
+        heartbeat.beat_now()
+        await server.drain(config.node.drain_s / 2)
+        await heartbeat.stop()
+        if parts is not None:
+            await parts.close()

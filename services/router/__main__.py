@@ -1,0 +1,165 @@
+"""The router process: wiring only."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sys
+import time
+from pathlib import Path
+
+from kvcommons.errors import InvalidInput
+from kvcommons.model.chat import ChatTemplate
+from kvcommons.model.spec import resolve_folder
+from kvcommons.model.tokenizer import Tokenizer
+from kvcommons.pb import ledger_pb2
+from kvcommons.rpc.channel import open_channel
+from kvcommons.rpc.directory import Directory, Heartbeat
+from kvcommons.rpc.process import Process, run
+from kvcommons.rpc.server import RpcServer
+from services.router.admission import Admission
+from services.router.api.health import health_of
+from services.router.config import RouterConfig
+from services.router.dispatch import Dispatch
+from services.router.fleet import Fleet
+from services.router.look_ahead import LookAhead
+from services.router.metrics import RouterMetrics
+from services.router.plan import Text
+from services.router.queue import JobQueue
+from services.router.scheduling import scheduling
+from services.router.server import HttpServer
+from services.router.serving import Serving
+from services.router.store import SessionStore
+from services.router.tenants import Tenants, parse_keys
+
+# The salt's root of a stack without tenants: nobody to keep apart, and the KV on disk has to be found again.
+_LOCAL_SECRET = b"kvcommons: a single local tenant"
+_SECRET_BYTES_MIN = 16
+_READY_S = 1.0
+_PRUNE_S = 30.0
+
+
+async def serve(config: RouterConfig, process: Process) -> None:
+    serving = await _serving(config, process)
+    http = HttpServer(serving)
+    rpc = RpcServer(config.node.listen, process.telemetry)
+    directory = serving.directory
+    directory.start()
+    await rpc.start()
+    await http.start()
+    started_ms = time.time_ns() // 1_000_000
+
+    def describe() -> ledger_pb2.Instance:
+        load = ledger_pb2.Load(
+            running=serving.admission.running, queued=serving.admission.waiting, ready=rpc.ready
+        )
+        return ledger_pb2.Instance(
+            id=process.instance_id,
+            service=process.service,
+            control_address=config.node.advertise_control or rpc.address,
+            host=process.host,
+            load=load,
+            started_ms=started_ms,
+        )
+
+    heartbeat = Heartbeat(config.ledger, describe)
+    heartbeat.start()
+    watch = asyncio.create_task(_watch(serving, rpc, heartbeat))
+    looking = asyncio.create_task(serving.look_ahead.run())
+    try:
+        await process.stop.wait()
+    finally:
+        watch.cancel()
+        looking.cancel()
+        await heartbeat.stop()
+        await http.drain()
+        await serving.close(config.node.drain_s / 4)
+        await rpc.drain(0.0)
+        await directory.stop()
+
+
+async def _serving(config: RouterConfig, process: Process) -> Serving:
+    folder = await asyncio.to_thread(resolve_folder, config.model)
+    tokenizer = Tokenizer.read(folder)
+    text = Text(tokenizer=tokenizer, template=ChatTemplate.read(folder, tokenizer))
+    directory = Directory(config.ledger, process.instance_id)
+    fleet = Fleet(directory, open_channel)
+    policy = scheduling(config.policy, overtakes_max=config.overtakes_max)
+    queue = JobQueue(max_running=config.max_running, max_waiting=config.max_queue, policy=policy)
+    look_ahead = LookAhead(
+        queue,
+        fleet,
+        router=process.instance_id,
+        jobs_max=config.look_ahead_jobs,
+        asks_distance=policy.asks_distance,
+    )
+    admission = Admission(queue, look_ahead)
+    metrics = RouterMetrics(
+        process.telemetry.registry,
+        running=lambda: admission.running,
+        waiting=lambda: admission.waiting,
+    )
+    return Serving(
+        config=config,
+        instance_id=process.instance_id,
+        tenants=_tenants(config),
+        text=text,
+        directory=directory,
+        fleet=fleet,
+        store=SessionStore(fleet),
+        admission=admission,
+        look_ahead=look_ahead,
+        dispatch=Dispatch(fleet),
+        metrics=metrics,
+        tracer=process.telemetry.tracer,
+        started_s=int(time.time()),
+    )
+
+
+def _tenants(config: RouterConfig) -> Tenants:
+    """Raises InvalidInput for a file that cannot be read, and for a secret that is too short to be one."""
+    secret = _LOCAL_SECRET
+    if config.secret_file is not None:
+        secret = _read(config.secret_file, "secret_file")
+        if len(secret) < _SECRET_BYTES_MIN:
+            raise InvalidInput(
+                f"secret_file {config.secret_file} has {len(secret)} bytes, and a secret has at least "
+                f"{_SECRET_BYTES_MIN}",
+                param="secret_file",
+            )
+    if config.api_keys is None:
+        return Tenants({}, secret)
+    try:
+        text = _read(config.api_keys, "api_keys").decode()
+    except UnicodeDecodeError:
+        raise InvalidInput(f"api_keys {config.api_keys} is not UTF-8 text", param="api_keys") from None
+    return Tenants(parse_keys(text, config.api_keys), secret)
+
+
+def _read(path: str, setting: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise InvalidInput(f"{setting} {path} cannot be read: {error.strerror}", param=setting) from error
+
+
+async def _watch(serving: Serving, rpc: RpcServer, heartbeat: Heartbeat) -> None:
+    """Keeps gRPC health at what /health says, and closes channels to instances that are gone."""
+    pruned_s = time.monotonic()
+    while True:
+        for model in serving.fleet.models()[:1]:
+            serving.metrics.requests(model.name)  # from here on /metrics has all of its families
+        ready = health_of(serving)[1]
+        if ready != rpc.ready:
+            await rpc.set_ready(ready)
+            heartbeat.beat_now()
+        if time.monotonic() - pruned_s > _PRUNE_S:
+            pruned_s = time.monotonic()
+            await serving.fleet.prune()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_READY_S):
+                await serving.directory.changed()
+
+
+if __name__ == "__main__":
+    sys.exit(run("router", RouterConfig, serve))

@@ -1,0 +1,144 @@
+"""A generation as an HTTP answer: one JSON body, or a stream of server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import aclosing
+from dataclasses import asdict
+from typing import Any
+
+from aiohttp import web
+
+from kvcommons.errors import DeadlineExceeded
+from kvcommons.telemetry.trace import (
+    RESPONSE_FINISH_REASONS,
+    USAGE_CACHED_TOKENS,
+    USAGE_INPUT_TOKENS,
+    USAGE_OUTPUT_TOKENS,
+)
+from services.router import events as ev
+from services.router import sse
+from services.router.gate import SERVING, known_error
+from services.router.generation import Generation
+from services.router.shapes import Shape, error_body
+
+log = logging.getLogger(__name__)
+
+# Telling a client of a failure is a courtesy: one that does not read is not waited for.
+_FAREWELL_S = 1.0
+# The dispatch knows better why a deadline passed: this one is for clients that do not read.
+_GRACE_S = 1.0
+
+
+async def answer(
+    request: web.Request, generation: Generation, shape: Shape, *, stream: bool
+) -> web.StreamResponse:
+    """Bounded by the request's deadline, slow clients included. One span, and one line in the log."""
+    serving = request.app[SERVING]
+    deadline_s = serving.config.request_deadline_s + _GRACE_S
+    name = f"{generation.operation} {shape.model.name}"
+    with serving.tracer.span(name, attributes=generation.attributes()) as span:
+        if stream:
+            response = await _Stream(request, generation, shape).run(deadline_s)
+        else:
+            response = await _whole(generation, shape, deadline_s)
+        usage = generation.turn.usage
+        span.set(USAGE_INPUT_TOKENS, usage.prompt_tokens)
+        span.set(USAGE_OUTPUT_TOKENS, usage.completion_tokens)
+        span.set(USAGE_CACHED_TOKENS, usage.cached_tokens)
+        reasons = [choice.finish_reason or "error" for choice in generation.turn.choices]
+        span.set(RESPONSE_FINISH_REASONS, reasons)
+        facts = {"finish_reasons": reasons, "stream": stream, **asdict(usage), **generation.timings()}
+        log.info("answered", extra=facts)
+        return response
+
+
+async def _whole(generation: Generation, shape: Shape, deadline_s: float) -> web.Response:
+    async with asyncio.timeout(deadline_s):
+        async with aclosing(generation.deltas()) as deltas:
+            async for _ in deltas:
+                pass
+    turn = generation.turn
+    body = shape.answer(turn.choices, generation.shown, turn.usage)
+    return web.json_response(body, headers={"Server-Timing": _server_timing(generation.timings())})
+
+
+class _Stream:
+    """Headers go out with the first token, so that what fails before it has a status of its own."""
+
+    def __init__(self, request: web.Request, generation: Generation, shape: Shape) -> None:
+        self._request = request
+        self._generation = generation
+        self._shape = shape
+        self._response = web.StreamResponse(headers=sse.HEADERS)
+        self._begun: set[int] = set()
+
+    async def run(self, deadline_s: float) -> web.StreamResponse:
+        try:
+            async with asyncio.timeout(deadline_s):
+                async with aclosing(self._generation.deltas()) as batches:
+                    async for batch in batches:
+                        await self._send(b"".join(map(self._delta, batch)))
+                await self._send(self._end())
+                await self._response.write_eof()
+            return self._response
+        except ConnectionResetError:
+            raise asyncio.CancelledError("the client went away") from None
+        except Exception as error:
+            if not self._response.prepared:
+                raise
+            return await self._fail(error)
+
+    async def _send(self, data: bytes) -> None:
+        if not self._response.prepared:
+            await self._response.prepare(self._request)
+        stall_s = self._request.app[SERVING].config.client_stall_s
+        try:
+            async with asyncio.timeout(stall_s):
+                await self._response.write(data)
+        except TimeoutError:  # it holds blocks, a place in the batch, and its session
+            raise DeadlineExceeded(f"the client read nothing of its stream for {stall_s:g} s") from None
+
+    def _delta(self, delta: ev.Delta) -> bytes:
+        return self._begin(delta.choice) + sse.event(
+            self._shape.delta(delta.choice, delta.text, delta.tokens)
+        )
+
+    def _begin(self, choice: int) -> bytes:
+        if choice in self._begun:
+            return b""
+        self._begun.add(choice)
+        first = self._shape.begin(choice)
+        return sse.event(first) if first is not None else b""
+
+    def _end(self) -> bytes:
+        parts: list[bytes] = []
+        for choice in self._generation.turn.choices:
+            parts.append(self._begin(choice.index))
+            parts.append(sse.event(self._shape.finish(choice.index, choice.finish_reason or "")))
+        if self._shape.include_usage:
+            usage = self._shape.usage(self._generation.turn.usage, self._generation.timings())
+            parts.append(sse.event(usage))
+        parts.append(sse.DONE)
+        return b"".join(parts)
+
+    async def _fail(self, error: Exception) -> web.StreamResponse:
+        """The stream began: an event tells what is wrong, and the stream ends without [DONE]."""
+        known = known_error(error)
+        self._request.app[SERVING].metrics.errors.labels(known.code).inc()
+        log.warning("a stream failed: %s", known.message, extra={"code": known.code})
+        try:
+            async with asyncio.timeout(_FAREWELL_S):
+                await self._response.write(sse.event(error_body(known)))
+                await self._response.write_eof()
+        except (TimeoutError, ConnectionResetError):
+            if self._request.transport is not None:
+                self._request.transport.abort()
+        return self._response
+
+
+def _server_timing(timings: dict[str, Any]) -> str:
+    return ", ".join(
+        f"{name.removesuffix('_ms')};dur={value:g}" for name, value in timings.items() if name.endswith("_ms")
+    )

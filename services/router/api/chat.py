@@ -1,0 +1,33 @@
+"""POST /v1/chat/completions"""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from kvcommons.telemetry import logs
+from services.router.api.answering import answer
+from services.router.body import read_body, session_id_of
+from services.router.gate import SERVING, TENANT
+from services.router.generation import Generation
+from services.router.sampling import logprobs_of
+from services.router.schemas.requests import ChatRequest
+from services.router.shapes import ChatShape
+
+
+async def chat_completions(request: web.Request) -> web.StreamResponse:
+    body = await read_body(request, ChatRequest)
+    session_id = session_id_of(request, body.session_id)
+    serving = request.app[SERVING]
+    with logs.bound(session_id=session_id or ""):
+        async with Generation(serving, tenant=request[TENANT]) as generation:
+            await generation.plan_chat(body, session_id)
+            shape = ChatShape(
+                id=generation.turn_id,
+                created_s=generation.created_s,
+                model=generation.model,
+                tokenizer=serving.text.tokenizer,
+                logprobs=logprobs_of(body)[0],
+                include_usage=bool(body.stream_options and body.stream_options.include_usage),
+                session_id=session_id,
+            )
+            return await answer(request, generation, shape, stream=bool(body.stream))

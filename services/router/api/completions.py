@@ -1,0 +1,35 @@
+"""POST /v1/completions"""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from kvcommons.errors import UnsupportedParameter
+from services.router.api.answering import answer
+from services.router.body import read_body, session_id_of
+from services.router.gate import SERVING, TENANT
+from services.router.generation import Generation
+from services.router.sampling import logprobs_of
+from services.router.schemas.requests import CompletionRequest
+from services.router.shapes import CompletionShape
+
+
+async def completions(request: web.Request) -> web.StreamResponse:
+    body = await read_body(request, CompletionRequest)
+    if session_id_of(request, None) is not None:
+        raise UnsupportedParameter(
+            "sessions are conversations: use /v1/chat/completions, or leave the session header out",
+            param="session_id",
+        )
+    serving = request.app[SERVING]
+    async with Generation(serving, tenant=request[TENANT]) as generation:
+        await generation.plan_completion(body)
+        shape = CompletionShape(
+            id=generation.turn_id,
+            created_s=generation.created_s,
+            model=generation.model,
+            tokenizer=serving.text.tokenizer,
+            logprobs=logprobs_of(body)[0],
+            include_usage=bool(body.stream_options and body.stream_options.include_usage),
+        )
+        return await answer(request, generation, shape, stream=bool(body.stream))

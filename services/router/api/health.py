@@ -1,0 +1,101 @@
+"""GET /health, /metrics and /v1/status"""
+
+from __future__ import annotations
+
+from aiohttp import web
+from prometheus_client import generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+from kvcommons.errors import KVCommonsError
+from kvcommons.pb import kvstore_pb2, ledger_pb2
+from services.router.gate import SERVING
+from services.router.serving import Serving
+from services.router.shapes import Json
+
+_NEEDED = ("prefill", "decode", "kvstore")
+_SERVICES = ("router", "prefill", "decode", "attention_pool", "kvstore", "ledger")
+_STATS_S = 1.0
+_OK = 200
+_UNAVAILABLE = 503
+
+
+async def health(request: web.Request) -> web.Response:
+    """200 when chats and sessions are served. "degraded" (503): calls without a session are answered."""
+    body, healthy = health_of(request.app[SERVING])
+    headers = {} if healthy else {"Retry-After": "2"}
+    return web.json_response(body, status=_OK if healthy else _UNAVAILABLE, headers=headers)
+
+
+def health_of(serving: Serving) -> tuple[Json, bool]:
+    """The body of /health, and whether all is served."""
+    fleet = serving.fleet
+    components = {
+        service: {
+            "ready": len(fleet.instances(service)),
+            "known": len(fleet.instances(service, ready=False)),
+        }
+        for service in _NEEDED
+    }
+    store = components["kvstore"]["ready"] > 0
+    if not fleet.models():
+        status, message = "loading", "no prefill and decode are ready for one model; see `kvcommons status`"
+    elif not store:
+        status, message = "degraded", "the session store is away: calls without a session are answered"
+    else:
+        status, message = "ok", "ready"
+    return {"status": status, "components": components, "message": message}, status == "ok"
+
+
+async def metrics(request: web.Request) -> web.Response:
+    """Prometheus. Needs a key where keys are configured, as all paths but /health do."""
+    registry = request.app[SERVING].metrics.registry
+    return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
+
+
+async def status(request: web.Request) -> web.Response:
+    """What `kvcommons status` shows."""
+    serving = request.app[SERVING]
+    instances = [
+        _instance(instance)
+        for service in _SERVICES
+        for instance in serving.fleet.instances(service, ready=False)
+    ]
+    return web.json_response(
+        {
+            "instances": instances,
+            "store": await _store(serving),
+            "queue": {"running": serving.admission.running, "waiting": serving.admission.waiting},
+            "models": [model.name for model in serving.fleet.models()],
+        }
+    )
+
+
+async def _store(serving: Serving) -> Json | None:
+    store = serving.fleet.store()
+    if store is None:
+        return None
+    try:
+        stats = await serving.fleet.blocks(store).Stats(kvstore_pb2.StatsRequest(), timeout=_STATS_S)
+    except KVCommonsError:
+        return None
+    return {field.name: getattr(stats, field.name) for field in stats.DESCRIPTOR.fields}
+
+
+def _instance(instance: ledger_pb2.Instance) -> Json:
+    load = instance.load
+    return {
+        "id": instance.id,
+        "service": instance.service,
+        "host": instance.host,
+        "control_address": instance.control_address,
+        "data_address": instance.data_address,
+        "ready": load.ready,
+        "started_at": instance.started_ms // 1000,
+        "model": instance.model.name or None,
+        "total_blocks": load.total_blocks,
+        "free_blocks": load.free_blocks,
+        "lendable_blocks": load.lendable_blocks,
+        "running": load.running,
+        "queued": load.queued,
+        "debts": dict(load.debts),
+    }

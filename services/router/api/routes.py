@@ -1,0 +1,147 @@
+"""All paths in one table: the server and /openapi.json are made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from pydantic import BaseModel
+
+from services.router.api import chat, completions, health, models, sessions
+from services.router.gate import Handler
+from services.router.schemas import answers, requests
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Route:
+    method: str
+    path: str
+    handler: Handler
+    summary: str
+    body: type[BaseModel] | None = None
+    answers: Mapping[int, type[BaseModel]] = field(default_factory=dict)
+    stream: type[BaseModel] | None = None  # each event, where the request asks for a stream
+    query: tuple[str, ...] = ()
+    errors: tuple[int, ...] = (401,)
+
+
+_GENERATION_ERRORS = (400, 401, 404, 409, 413, 429, 500, 503)
+_SESSION_ERRORS = (400, 401, 404, 503)
+
+
+def routes() -> list[Route]:
+    return [*_generation(), *_sessions(), *_operation()]
+
+
+def _generation() -> list[Route]:
+    return [
+        Route(
+            method="POST",
+            path="/v1/chat/completions",
+            handler=chat.chat_completions,
+            summary="An answer to messages; with a session id, to all that was said before.",
+            body=requests.ChatRequest,
+            answers={200: answers.ChatCompletion},
+            stream=answers.ChatCompletionChunk,
+            errors=_GENERATION_ERRORS,
+        ),
+        Route(
+            method="POST",
+            path="/v1/completions",
+            handler=completions.completions,
+            summary="Text that goes on from a prompt.",
+            body=requests.CompletionRequest,
+            answers={200: answers.Completion},
+            stream=answers.Completion,
+            errors=_GENERATION_ERRORS,
+        ),
+        Route(
+            method="GET",
+            path="/v1/models",
+            handler=models.list_models,
+            summary="The models that are served.",
+            answers={200: answers.ModelList},
+        ),
+        Route(
+            method="GET",
+            path="/v1/models/{id}",
+            handler=models.get_model,
+            summary="One model.",
+            answers={200: answers.Model},
+            errors=(401, 404),
+        ),
+    ]
+
+
+def _sessions() -> list[Route]:
+    return [
+        Route(
+            method="POST",
+            path="/v1/sessions",
+            handler=sessions.create_session,
+            summary="A new session; a chat with an unused session id begins one too.",
+            body=requests.SessionCreate,
+            answers={201: answers.Session},
+            errors=(400, 401, 409, 413, 503),
+        ),
+        Route(
+            method="GET",
+            path="/v1/sessions",
+            handler=sessions.list_sessions,
+            summary="The tenant's sessions, by id.",
+            answers={200: answers.SessionList},
+            query=("limit", "after"),
+            errors=(400, 401, 503),
+        ),
+        Route(
+            method="GET",
+            path="/v1/sessions/{id}",
+            handler=sessions.get_session,
+            summary="A session: its messages, tokens, and the tiers its blocks lie in.",
+            answers={200: answers.SessionDetail},
+            errors=_SESSION_ERRORS,
+        ),
+        Route(
+            method="POST",
+            path="/v1/sessions/{id}/fork",
+            handler=sessions.fork_session,
+            summary="A new session that goes on from here; the KV is shared.",
+            body=requests.SessionFork,
+            answers={201: answers.Session},
+            errors=(*_SESSION_ERRORS, 409),
+        ),
+        Route(
+            method="DELETE",
+            path="/v1/sessions/{id}",
+            handler=sessions.delete_session,
+            summary="Forgets a session.",
+            answers={200: answers.SessionDeleted},
+            errors=(*_SESSION_ERRORS, 409),
+        ),
+    ]
+
+
+def _operation() -> list[Route]:
+    return [
+        Route(
+            method="GET",
+            path="/health",
+            handler=health.health,
+            summary="200 when all is served. The one path that needs no key.",
+            answers={200: answers.Health, 503: answers.Health},
+            errors=(),
+        ),
+        Route(
+            method="GET",
+            path="/metrics",
+            handler=health.metrics,
+            summary="Prometheus metrics, as text. Needs a key where keys are configured.",
+        ),
+        Route(
+            method="GET",
+            path="/v1/status",
+            handler=health.status,
+            summary="Instances, loads, store and queue.",
+            answers={200: answers.Status},
+        ),
+    ]

@@ -1,0 +1,139 @@
+"""/v1/sessions: create, list, get, fork, delete"""
+
+from __future__ import annotations
+
+import secrets
+
+from aiohttp import web
+
+from kvcommons.errors import InvalidInput, KVCommonsError
+from kvcommons.pb import kvstore_pb2 as pb
+from services.router.body import read_body
+from services.router.gate import SERVING, TENANT
+from services.router.schemas.requests import SessionCreate, SessionFork
+from services.router.serving import Serving
+from services.router.session_id import check_session_id
+from services.router.shapes import Json
+
+# Reading waits for a store that restarts; what changes something is for the client to repeat.
+_READ_PATIENCE_S = 5.0
+_MATCH_S = 1.0
+_LIMIT_DEFAULT = 20
+_LIMIT_MAX = 100
+_CREATED = 201
+
+
+async def create_session(request: web.Request) -> web.Response:
+    body = await read_body(request, SessionCreate, may_be_empty=True)
+    create = pb.CreateSessionRequest(
+        tenant=request[TENANT].name, session_id=body.id or _new_id(), ttl_s=body.ttl_s or 0
+    )
+    record = await request.app[SERVING].store.call(
+        lambda stub, timeout_s: stub.Create(create, timeout=timeout_s)
+    )
+    return web.json_response(session_body(record), status=_CREATED)
+
+
+async def list_sessions(request: web.Request) -> web.Response:
+    limit = _limit(request.query.get("limit"))
+    unknown = set(request.query) - {"limit", "after"}
+    if unknown:
+        name = min(unknown)
+        raise InvalidInput(f"unknown query parameter {name[:80]!r}; known: limit, after", param=name[:80])
+    wanted = pb.ListSessionsRequest(
+        tenant=request[TENANT].name, after=request.query.get("after", ""), limit=limit
+    )
+    reply = await request.app[SERVING].store.call(
+        lambda stub, timeout_s: stub.List(wanted, timeout=timeout_s), patience_s=_READ_PATIENCE_S
+    )
+    data = [session_body(record) for record in reply.sessions]
+    return web.json_response(
+        {
+            "object": "list",
+            "data": data,
+            "first_id": data[0]["id"] if data else None,
+            "last_id": data[-1]["id"] if data else None,
+            "has_more": reply.more,
+        }
+    )
+
+
+async def get_session(request: web.Request) -> web.Response:
+    serving = request.app[SERVING]
+    wanted = pb.GetSessionRequest(tenant=request[TENANT].name, session_id=_id(request))
+    record = await serving.store.call(
+        lambda stub, timeout_s: stub.Get(wanted, timeout=timeout_s), patience_s=_READ_PATIENCE_S
+    )
+    body = session_body(record)
+    body["messages"] = [
+        {"role": message.role, "content": message.content} | ({"name": message.name} if message.name else {})
+        for message in record.messages
+    ]
+    body["tokens"] = len(record.tokens)
+    body["token_ids"] = list(record.tokens)
+    body["blocks"] = len(record.block_ids)
+    body["tiers"] = await _tiers(serving, record)
+    return web.json_response(body)
+
+
+async def fork_session(request: web.Request) -> web.Response:
+    body = await read_body(request, SessionFork, may_be_empty=True)
+    fork = pb.ForkSessionRequest(
+        tenant=request[TENANT].name, session_id=_id(request), new_id=body.id or _new_id()
+    )
+    record = await request.app[SERVING].store.call(lambda stub, timeout_s: stub.Fork(fork, timeout=timeout_s))
+    return web.json_response(session_body(record), status=_CREATED)
+
+
+async def delete_session(request: web.Request) -> web.Response:
+    session_id = _id(request)
+    delete = pb.DeleteSessionRequest(tenant=request[TENANT].name, session_id=session_id)
+    await request.app[SERVING].store.call(lambda stub, timeout_s: stub.Delete(delete, timeout=timeout_s))
+    return web.json_response({"id": session_id, "object": "session.deleted", "deleted": True})
+
+
+def session_body(record: pb.SessionRecord) -> Json:
+    return {
+        "id": record.session_id,
+        "object": "session",
+        "created_at": record.created_ms // 1000,
+        "last_used_at": record.last_used_ms // 1000,
+        "ttl_s": record.ttl_s or None,
+        "version": record.version,
+        "model": record.model_name or None,
+        "parent": record.parent or None,
+    }
+
+
+async def _tiers(serving: Serving, record: pb.SessionRecord) -> Json | None:
+    """How many of the session's full blocks lie in which tier; None while the store cannot say."""
+    store = serving.fleet.store()
+    if store is None:
+        return None
+    wanted = pb.MatchRequest(model=record.model, block_ids=record.block_ids)
+    try:
+        reply = await serving.fleet.blocks(store).Match(wanted, timeout=_MATCH_S)
+    except KVCommonsError:
+        return None
+    tiers = list(reply.tiers)
+    dram, disk = tiers.count(pb.TIER_DRAM), tiers.count(pb.TIER_DISK)
+    return {"dram": dram, "disk": disk, "absent": len(record.block_ids) - dram - disk}
+
+
+def _id(request: web.Request) -> str:
+    try:
+        return check_session_id(request.match_info["id"])
+    except ValueError as error:
+        raise InvalidInput(str(error), param="id") from None
+
+
+def _limit(given: str | None) -> int:
+    if given is None:
+        return _LIMIT_DEFAULT
+    if not given.isascii() or not given.isdigit() or not 1 <= int(given[:9]) <= _LIMIT_MAX:
+        raise InvalidInput(f"limit is a number from 1 to {_LIMIT_MAX}", param="limit")
+    return int(given)
+
+
+def _new_id() -> str:
+    return f"sess-{secrets.token_hex(12)}"

@@ -1,0 +1,244 @@
+"""One attempt of a choice: a decode stream and a prefill call on a pair of instances, heard as events."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc.aio
+
+from kvcommons.errors import METADATA_KEY, Internal, KVCommonsError, Unavailable
+from kvcommons.pb import common_pb2, decode_pb2, kvstore_pb2, prefill_pb2
+from kvcommons.pb.common_pb2 import ModelInfo
+from kvcommons.rblock.identity import reusable_blocks
+from services.router import events as ev
+from services.router.choice import Choice
+from services.router.fleet import Fleet
+from services.router.placement import Pair
+
+log = logging.getLogger(__name__)
+
+# A store that is slow to say what it has costs more than computing does.
+_MATCH_S = 2.0
+_LINGER_S = 2.0
+_CALL_S_MIN = 0.001
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobContext:
+    """What all attempts of a request have in common. `deadline_s` is on the clock."""
+
+    turn_id: str
+    session_id: str
+    tenant: str
+    salt: bytes
+    model: ModelInfo
+    affinity: str
+    reuse: bool
+    deadline_s: float
+
+
+class Attempt:
+    """Runs until `close`. Events go to `hear`, on the event loop."""
+
+    def __init__(
+        self,
+        *,
+        job: JobContext,
+        choice: Choice,
+        block_ids: Sequence[bytes],
+        fleet: Fleet,
+        failed: Collection[str],
+        hear: Callable[[ev.Event], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`block_ids`: of the full blocks of `choice.tokens`; `failed`: instances better avoided."""
+        self.failed_ids: set[str] = set()  # instances on which this attempt failed
+        self._pair: Pair | None = None
+        self._job = job
+        self._number = choice.attempt
+        self._id = f"{job.turn_id}-{choice.index}-{choice.attempt}"  # unique: of this attempt alone
+        self._choice = choice
+        self._tokens = choice.tokens
+        self._block_ids = block_ids[: reusable_blocks(len(self._tokens), job.model.block_tokens)]
+        self._fleet = fleet
+        self._failed = failed
+        self._hear = hear
+        self._clock = clock
+        self._history = common_pb2.History()
+        self._targets: Sequence[common_pb2.Placement] = ()
+        self._closed = False
+        self._decoding = asyncio.create_task(self._decode())
+        self._prefilling: asyncio.Task[None] | None = None
+
+    def compute(self, push_from_block: int) -> None:
+        """Calls prefill. An earlier call has given its token already."""
+        self._prefilling = asyncio.create_task(self._prefill(push_from_block))
+
+    def close(self) -> None:
+        """Cancels both calls; nothing is heard from them any more."""
+        self._closed = True
+        self._decoding.cancel()
+        if self._prefilling is not None:
+            self._prefilling.cancel()
+
+    async def linger(self) -> None:
+        """Waits, for a short while, until decode has ended its stream by itself, then closes."""
+        self._closed = True
+        if self._prefilling is not None:
+            self._prefilling.cancel()
+        try:
+            await asyncio.wait((self._decoding,), timeout=_LINGER_S)
+        finally:
+            self.close()
+
+    async def _decode(self) -> None:
+        at = {"choice": self._choice.index, "attempt": self._number}
+        try:
+            self._history = await self._match()
+            pair = self._fleet.place(
+                self._job.model, affinity=self._job.affinity, tokens=len(self._tokens), failed=self._failed
+            )
+            if pair is None:
+                raise Unavailable(
+                    f"no prefill and decode are ready for the model {self._job.model.name!r}; "
+                    "see `kvcommons status`",
+                    retry_after_ms=2000,
+                )
+            self._pair = pair
+            with self._fleet.engaged(pair):
+                finished = await self._stream(pair, at)
+            if not finished:
+                raise Unavailable("decode ended its stream without a reason")
+        except KVCommonsError as error:
+            if self._pair is not None:
+                self._blame(self._pair.decode.id, error)
+            self._tell(ev.DecodeFailed(error=error, **at))
+        except Exception:
+            log.exception("an attempt failed unexpectedly")
+            self._tell(
+                ev.DecodeFailed(error=Internal("the router failed unexpectedly; its log says why"), **at)
+            )
+
+    async def _stream(self, pair: Pair, at: dict[str, int]) -> bool:
+        """Whether the stream came to its Finished."""
+        request = decode_pb2.GenerateRequest(
+            request_id=self._id,
+            session_id=self._job.session_id,
+            tenant=self._job.tenant,
+            salt=self._job.salt,
+            model=self._job.model.fingerprint,
+            tokens=self._tokens,
+            prompt_tokens=len(self._choice.prompt),
+            max_position=self._choice.max_position,
+            sampling=self._choice.sampling,
+            history=self._history,
+            no_reuse=not self._job.reuse,
+            start_wait_ms=int(self._left_s() * 1000),
+        )
+        call = self._fleet.decode(pair.decode).Generate(request, timeout=self._left_s())
+        try:
+            async for event in call:
+                match event.WhichOneof("event"):
+                    case "tokens":
+                        self._tell(ev.Tokens(tokens=tuple(event.tokens.tokens), **at))
+                    case "reserved":
+                        self._targets = event.reserved.placements
+                        self._tell(ev.Reserved(push_from_block=event.reserved.push_from_block, **at))
+                    case "missing":
+                        self._tell(ev.Missing(push_from_block=event.missing.push_from_block, **at))
+                    case "finished":
+                        self._tell(ev.Finished(reason=event.finished.reason, **at))
+                        return True
+        finally:
+            call.cancel()
+        return False
+
+    async def _prefill(self, push_from_block: int) -> None:
+        at = {"choice": self._choice.index, "attempt": self._number}
+        assert self._pair is not None, "decode has reserved before prefill is called"
+        request = prefill_pb2.PrefillRequest(
+            request_id=self._id,
+            session_id=self._job.session_id,
+            tenant=self._job.tenant,
+            salt=self._job.salt,
+            model=self._job.model.fingerprint,
+            tokens=self._tokens,
+            prompt_tokens=len(self._choice.prompt),
+            sampling=self._choice.sampling,
+            history=self._history,
+            targets=self._targets,
+            push_from_block=push_from_block,
+            no_reuse=not self._job.reuse,
+        )
+        try:
+            call = self._fleet.prefill(self._pair.prefill).Compute(request, timeout=self._left_s())
+            try:
+                async for event in call:
+                    if event.WhichOneof("event") == "started":
+                        self._tell(ev.PrefillStarted(**at))
+                    elif event.WhichOneof("event") == "first":
+                        self._tell(_first(event.first, at))
+                        return
+            finally:
+                call.cancel()
+            raise Unavailable("prefill ended its stream without a token")
+        except KVCommonsError as error:
+            self._blame(self._pair.prefill.id, error)
+            self._tell(ev.PrefillFailed(error=error, **at))
+        except Exception:
+            log.exception("an attempt failed unexpectedly")
+            self._tell(
+                ev.PrefillFailed(error=Internal("the router failed unexpectedly; its log says why"), **at)
+            )
+
+    async def _match(self) -> common_pb2.History:
+        """What of the history is stored; nothing where the store is away, for it can be computed."""
+        store = self._fleet.store()
+        if store is None:
+            return common_pb2.History()
+        matched = 0
+        if self._job.reuse and self._block_ids:
+            request = kvstore_pb2.MatchRequest(model=self._job.model.fingerprint, block_ids=self._block_ids)
+            try:
+                reply = await self._fleet.blocks(store).Match(request, timeout=min(_MATCH_S, self._left_s()))
+                matched = min(len(reply.tiers), len(self._block_ids))
+            except KVCommonsError as error:
+                log.info("nothing is known of stored blocks, so the prompt is computed: %s", error)
+        return common_pb2.History(
+            control_address=store.control_address, data_address=store.data_address, matched_blocks=matched
+        )
+
+    def _tell(self, event: ev.Event) -> None:
+        if not self._closed:
+            self._hear(event)
+
+    def _blame(self, instance_id: str, error: KVCommonsError) -> None:
+        """An instance that cannot be reached is left out by all requests, until its next heartbeat."""
+        self.failed_ids.add(instance_id)
+        if isinstance(error, Unavailable) and _unreached(error):
+            self._fleet.suspect(instance_id)
+
+    def _left_s(self) -> float:
+        return max(self._job.deadline_s - self._clock(), _CALL_S_MIN)
+
+
+def _unreached(error: KVCommonsError) -> bool:
+    """The peer itself said nothing: gRPC says that it is away."""
+    cause = error.__cause__
+    if not isinstance(cause, grpc.aio.AioRpcError):
+        return False
+    metadata: Any = cause.trailing_metadata()  # pairs, though its stub says otherwise
+    return all(key != METADATA_KEY for key, _ in metadata or ())
+
+
+def _first(first: prefill_pb2.PrefillFirst, at: dict[str, int]) -> ev.First:
+    figures: dict[str, Any] = {
+        name: getattr(first, name)
+        for name in ("cached_tokens", "device_tokens", "queue_us", "compute_us", "load_wait_us")
+    }
+    return ev.First(token=first.token, **figures, **at)

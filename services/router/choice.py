@@ -1,0 +1,276 @@
+"""One choice of a turn: a state machine without I/O, from its prompt to its finish reason over any failures.
+
+    idle -> opening -> computing -> streaming -> done
+              ^_____________|___________|         (an attempt fails: the next one begins with prompt +
+              generated)
+
+Tokens are known by their position, so that one heard twice (from prefill and from decode, or after a
+resumption) counts once, and one that comes early (decode's stream overtook prefill's) waits for those before
+it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvcommons.errors import (
+    Conflict,
+    DeadlineExceeded,
+    InvalidInput,
+    KVCommonsError,
+    NotFound,
+    Overloaded,
+    PermissionDenied,
+    TooLarge,
+    Unauthenticated,
+    Unavailable,
+    Unprocessable,
+)
+from kvcommons.pb import common_pb2 as pb
+from services.router import events as ev
+from services.router.answer_text import AnswerText, Piece, Shown
+
+# Errors that any instance would give: trying another one is of no use.
+_FINAL = (
+    InvalidInput, NotFound, Conflict, PermissionDenied, TooLarge, Unauthenticated, Unprocessable,
+)  # fmt: skip
+
+_RETRY_DELAY_S_MIN = 0.05
+_RETRY_DELAY_S_MAX = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """`resume_s`: how long without a new token while attempts fail. `stall_s`: how long a decode stream may
+    be silent. `strikes`: how many attempts in a row may fail after prefill began to compute, for a request
+    that kills its instances must not go through all of them. For room in memory a choice waits as long as its
+    request may."""
+
+    resume_s: float
+    stall_s: float
+    strikes: int = 4
+
+
+@dataclass(slots=True, kw_only=True)
+class Reuse:
+    """Where the prompt's KV came from in the first prefill that finished (tokens), and what that took."""
+
+    cached_tokens: int
+    device_tokens: int
+    queue_us: int
+    compute_us: int
+    load_wait_us: int
+
+
+class Choice:
+    """Events in (`start`, `handle`, `tick`), actions out. Ended when `finish_reason` or `error` is set."""
+
+    def __init__(
+        self,
+        *,
+        index: int,
+        prompt: Sequence[int],
+        max_position: int,
+        sampling: pb.Sampling,
+        text: AnswerText,
+        patience: Patience,
+    ) -> None:
+        """`max_position`: the sequence's length in tokens, prompt included, at which it ends with
+        "length"."""
+        self.index = index
+        self.prompt = prompt
+        self.max_position = max_position
+        self.sampling = sampling
+        self.answer = text
+        self.finish_reason: str | None = None
+        self.error: KVCommonsError | None = None
+        self.reuse: Reuse | None = None
+        self.first_token_s: float | None = None
+        self.resumptions = 0  # how often tokens came again after a failure
+        self.waits_for: KVCommonsError | None = None  # what its last attempt failed of, until the next token
+        self._patience = patience
+        self._attempt = 0
+        self._streaming = False  # decode has sent a token in this attempt
+        self._computing = False  # prefill has begun in this attempt
+        self._prefilled = False  # prefill has given its token in this attempt
+        self._missing: int | None = None  # what prefill has to push from, once it is done with this job
+        self._waiting = False  # this attempt was given up, the next one has not begun
+        self._early: dict[int, pb.SampledToken] = {}
+        self._heard_s: float | None = None  # the last token of this attempt
+        self._stuck_s: float | None = None  # since when attempts fail without a new token
+        self._failures = 0
+        self._strikes = 0
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and what was generated: what the next attempt computes."""
+        return [*self.prompt, *self.answer.tokens]
+
+    @property
+    def ended(self) -> bool:
+        return self.finish_reason is not None or self.error is not None
+
+    @property
+    def attempt(self) -> int:
+        """Number of the attempt under way, from 1; 0 before the first."""
+        return self._attempt
+
+    def start(self) -> list[ev.Action]:
+        """Begins the next attempt."""
+        self._attempt += 1
+        self._streaming = False
+        self._computing = False
+        self._prefilled = False
+        self._missing = None
+        self._waiting = False
+        self._early.clear()
+        self._heard_s = None
+        return [ev.Start(choice=self.index, attempt=self._attempt)]
+
+    def handle(self, event: ev.Event, now_s: float) -> list[ev.Action]:
+        """What follows from an event; nothing if it comes from an attempt that was given up."""
+        if event.attempt != self._attempt or self.ended or self._waiting != isinstance(event, ev.RetryDue):
+            return []
+        match event:
+            case ev.Reserved():
+                return [self._compute(event.push_from_block)]
+            case ev.Missing():
+                return self._lacks(event.push_from_block)
+            case ev.PrefillStarted():
+                self._computing = True
+                return []
+            case ev.First():
+                return self._first(event, now_s)
+            case ev.Tokens():
+                self._streaming = True
+                return self._take(event.tokens, now_s)
+            case ev.Finished():
+                return self._finished(event.reason, now_s)
+            case ev.PrefillFailed():
+                # Once decode streams without a gap, the end of prefill's call is of no interest.
+                return [] if self._streaming and not self._early else self._failed(event.error, now_s)
+            case ev.DecodeFailed():
+                return self._failed(event.error, now_s)
+            case ev.RetryDue():
+                return self.start()
+            case _:
+                raise AssertionError(f"no such event: {event!r}")
+
+    def tick(self, now_s: float) -> list[ev.Action]:
+        """Call it about once a second: finds a stream that is silent though its sequence runs."""
+        if self.ended or self._heard_s is None or now_s - self._heard_s < self._patience.stall_s:
+            return []
+        silent = Unavailable(f"decode sent no token for {self._patience.stall_s:g} s")
+        return self._failed(silent, now_s)
+
+    def fail(self, error: KVCommonsError) -> list[ev.Action]:
+        """Ends the choice with an error, from outside (a deadline, a sibling's failure)."""
+        if self.ended:
+            return []
+        self.error = error
+        return [ev.Release(choice=self.index, attempt=self._attempt)]
+
+    def _compute(self, push_from_block: int) -> ev.Action:
+        return ev.Compute(choice=self.index, attempt=self._attempt, push_from_block=push_from_block)
+
+    def _lacks(self, push_from_block: int) -> list[ev.Action]:
+        """Prefill pushes the rest in a second job, which costs it little, for the KV is in its memory by
+        then; the first one still gives its token, and a true account of what was cached."""
+        if self._prefilled:
+            return [self._compute(push_from_block)]
+        self._missing = push_from_block
+        return []
+
+    def _first(self, event: ev.First, now_s: float) -> list[ev.Action]:
+        self._prefilled = True
+        if self.reuse is None:
+            self.reuse = Reuse(
+                # The last token of a prompt is always computed, whatever was found.
+                cached_tokens=min(event.cached_tokens, len(self.prompt) - 1),
+                device_tokens=event.device_tokens,
+                queue_us=event.queue_us,
+                compute_us=event.compute_us,
+                load_wait_us=event.load_wait_us,
+            )
+        actions = self._take((event.token,), now_s)
+        if self._missing is not None and not self.ended:
+            actions.append(self._compute(self._missing))
+            self._missing = None
+        return actions
+
+    def _take(self, tokens: Sequence[pb.SampledToken], now_s: float) -> list[ev.Action]:
+        text: list[str] = []
+        shown: list[Shown] = []
+        self._heard_s = now_s
+        for token in tokens:
+            if token.position >= len(self.prompt) + len(self.answer.tokens):
+                self._early[token.position] = token
+        while not self.ended:
+            position = len(self.prompt) + len(self.answer.tokens)
+            following = self._early.pop(position, None)
+            if following is None:
+                break
+            self._progress(now_s)
+            piece = self.answer.push(following)
+            if piece.reason is None and position + 1 >= self.max_position:
+                piece = _joined(piece, self.answer.end("length"))
+            text.append(piece.text)
+            shown.extend(piece.tokens)
+            self.finish_reason = piece.reason
+        actions = self._delta("".join(text), shown)
+        if self.finish_reason is not None:
+            actions.append(self._leave())
+        return actions
+
+    def _finished(self, reason: str, now_s: float) -> list[ev.Action]:
+        if reason not in ("stop", "length") or self._early or not self.answer.tokens:
+            return self._failed(
+                Unavailable(f"decode ended with {reason!r} before all of its tokens came"), now_s
+            )
+        piece = self.answer.end(reason)
+        self.finish_reason = piece.reason
+        return self._delta(piece.text, piece.tokens)
+
+    def _leave(self) -> ev.Action:
+        if len(self.answer.kept) == len(self.answer.tokens):
+            return ev.Linger(choice=self.index, attempt=self._attempt)
+        return ev.Release(choice=self.index, attempt=self._attempt)  # a stop string: decode goes on
+
+    def _delta(self, text: str, tokens: Sequence[Shown]) -> list[ev.Action]:
+        if not text and not tokens:
+            return []
+        return [ev.Delta(choice=self.index, attempt=self._attempt, text=text, tokens=tuple(tokens))]
+
+    def _progress(self, now_s: float) -> None:
+        self.waits_for = None
+        self.resumptions += self._failures > 0
+        if self.first_token_s is None:
+            self.first_token_s = now_s
+        self._stuck_s = None
+        self._failures = 0
+        self._strikes = 0
+
+    def _failed(self, error: KVCommonsError, now_s: float) -> list[ev.Action]:
+        release = ev.Release(choice=self.index, attempt=self._attempt)
+        self._stuck_s = now_s if self._stuck_s is None else self._stuck_s
+        self._strikes += self._computing
+        if not isinstance(error, DeadlineExceeded):  # which says nothing of why
+            self.waits_for = error
+        full = isinstance(error, Overloaded)
+        stuck = now_s - self._stuck_s >= self._patience.resume_s and not full
+        spent = stuck or self._strikes >= self._patience.strikes
+        if spent or isinstance(error, _FINAL):
+            self.error = error
+            return [release]
+        delay_s = 0.0
+        if self._failures > 0 or full:
+            delay_s = min(_RETRY_DELAY_S_MIN * 2.0**self._failures, _RETRY_DELAY_S_MAX)
+        self._waiting = True
+        self._failures += 1
+        self._heard_s = None
+        retry = ev.Retry(choice=self.index, attempt=self._attempt, delay_s=delay_s)
+        return [release, retry]
+
+
+def _joined(before: Piece, after: Piece) -> Piece:
+    return Piece(text=before.text + after.text, tokens=before.tokens + after.tokens, reason=after.reason)

@@ -1,0 +1,73 @@
+"""The router's settings: table `[router]` of kvcommons.toml."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass
+
+from kvcommons.config import Addresses, Node
+from kvcommons.errors import InvalidInput
+from services.router.scheduling import OVERTAKES_MAX, scheduling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RouterConfig:
+    """Each field with its reason; defaults suit one machine."""
+
+    node: Node  # `listen` serves gRPC health
+    ledger: Addresses  # of its replicas
+    model: str  # folder or hub id: the router reads tokenizer and chat template from it, never weights
+    bind: str = "127.0.0.1"  # anything but loopback needs api_keys
+    port: int = 8000  # 0: any free one
+    api_keys: str | None = None  # file: a line per key, "tenant key"; none: one tenant, loopback only
+    secret_file: str | None = None  # root of the tenants' salts; needed with api_keys
+    policy: str = "fcfs"  # of the job queue; or fpf, relaxed_fpf, bounded_fpf
+    overtakes_max: int = OVERTAKES_MAX  # with bounded_fpf: how many later jobs may start before one
+    look_ahead_jobs: int = 64  # of those that wait, so many next ones are hinted to the kvstore; 0: none
+    max_running: int = 64  # choices under way at once; more wait in the queue
+    max_queue: int = 1024  # choices that wait; more are answered 429
+    max_choices: int = 16  # n times prompts of one request
+    max_body_bytes: int = 8 * 1024 * 1024
+    request_deadline_s: float = 600.0  # a request in all, its queueing included
+    resume_deadline_s: float = 60.0  # how long a turn may go without a new token while its instances fail
+    client_stall_s: float = 60.0  # a client that reads nothing of its stream for so long loses its turn
+    stall_s: float = 20.0  # a decode stream that is silent for so long is taken for dead
+    commit_deadline_s: float = 30.0  # how long a commit is tried again while the kvstore is away
+    durable_wait_ms: int = 2000  # how long a commit waits for the turn's KV to be on disk
+    lease_ms: int = 15000  # of a turn; renewed each third of it
+
+    def __post_init__(self) -> None:
+        """Raises InvalidInput for settings that cannot be served."""
+        scheduling(self.policy)  # raises for an unknown one
+        if self.api_keys is None and not is_loopback(self.bind):
+            raise InvalidInput(
+                f"without api_keys the router serves anyone who can reach it, so it binds to loopback only, "
+                f"not to {self.bind!r}: set api_keys (KVCOMMONS_ROUTER__API_KEYS=FILE), or bind to 127.0.0.1",
+                param="bind",
+            )
+        if self.api_keys is not None and self.secret_file is None:
+            raise InvalidInput(
+                "api_keys without secret_file: tenants' block identities are keyed by a secret; write some "
+                "random bytes to a file and set secret_file (KVCOMMONS_ROUTER__SECRET_FILE=FILE)",
+                param="secret_file",
+            )
+        for name in ("max_running", "max_queue", "max_choices", "max_body_bytes", "lease_ms"):
+            if getattr(self, name) < 1:
+                raise InvalidInput(f"router {name} must be at least 1", param=name)
+        for name in ("overtakes_max", "look_ahead_jobs"):
+            if getattr(self, name) < 0:
+                raise InvalidInput(f"router {name} must be at least 0", param=name)
+        deadlines = ("request_deadline_s", "resume_deadline_s", "stall_s", "client_stall_s")
+        for name in (*deadlines, "commit_deadline_s"):
+            if not getattr(self, name) > 0:  # nor nan, which TOML can write
+                raise InvalidInput(f"router {name} must be more than 0", param=name)
+
+
+def is_loopback(bind: str) -> bool:
+    """Whether only processes of this machine can reach `bind`."""
+    if bind == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(bind).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,173 @@
+"""The instances this router knows, the channels to them, and what it has under way on each."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Protocol
+
+import grpc.aio
+
+from kvcommons.errors import ContextLengthExceeded, Loading, ModelNotFound, StoreUnavailable
+from kvcommons.pb.common_pb2 import ModelInfo
+from kvcommons.pb.decode_pb2_grpc import DecodeStub
+from kvcommons.pb.kvstore_pb2_grpc import BlocksStub, SessionsStub
+from kvcommons.pb.ledger_pb2 import Instance
+from kvcommons.pb.prefill_pb2_grpc import PrefillStub
+from services.router.placement import Pair, choose_pair, room_blocks, served_models
+
+if TYPE_CHECKING:
+    from kvcommons.pb.decode_pb2_grpc import DecodeAsyncStub
+    from kvcommons.pb.kvstore_pb2_grpc import BlocksAsyncStub, SessionsAsyncStub
+    from kvcommons.pb.prefill_pb2_grpc import PrefillAsyncStub
+
+# A channel to an address that is in nobody's view any more is closed after so long.
+_CHANNEL_IDLE_S = 120.0
+
+
+class View(Protocol):
+    """What is asked of `kvcommons.rpc.directory.Directory`."""
+
+    def instances(self, service: str, *, ready: bool = True) -> list[Instance]: ...
+
+    def suspect(self, instance_id: str) -> None: ...
+
+
+class Fleet:
+    """All of it on the event loop's thread."""
+
+    def __init__(
+        self,
+        view: View,
+        open_channel: Callable[[str], grpc.aio.Channel],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._view = view
+        self._open_channel = open_channel
+        self._clock = clock
+        self._channels: dict[str, tuple[grpc.aio.Channel, float]] = {}  # and when it was used last
+        self._known: dict[str, ModelInfo] = {}
+        self._own: Counter[str] = Counter()
+
+    def models(self) -> list[ModelInfo]:
+        """Those that a prefill and a decode are ready to serve; most instances first, a name once."""
+        served = served_models(self._view.instances("prefill"), self._view.instances("decode"))
+        found: dict[str, ModelInfo] = {}
+        for instance in served:
+            found.setdefault(instance.model.name, instance.model)
+        self._known.update(found)
+        return list(found.values())
+
+    def model(self, name: str | None) -> ModelInfo:
+        """The model a request means; None means the only one, or the first.
+
+        One that was served before is given though its instances are away: a request waits for them for a
+        while. Raises ModelNotFound, or Loading when there has been none at all.
+        """
+        served = {model.name: model for model in self.models()} or self._known
+        if not served:
+            raise Loading("no model is ready yet; try again in some seconds", retry_after_ms=2000)
+        if name is None:
+            return next(iter(served.values()))
+        if name not in served and name not in self._known:
+            known = ", ".join(sorted(served))
+            raise ModelNotFound(
+                f"the model {name[:200]!r} is not served here; served: {known}", param="model"
+            )
+        return served.get(name) or self._known[name]
+
+    def place(self, model: ModelInfo, *, affinity: str, tokens: int, failed: Collection[str]) -> Pair | None:
+        """The pair to try next for a sequence of `tokens`, and one more.
+
+        Raises ContextLengthExceeded for a sequence that has room nowhere, however long it waits.
+        """
+        blocks = -(-(tokens + 1) // model.block_tokens)
+        room = room_blocks(
+            self._view.instances("decode"), self._view.instances("attention_pool"), model.fingerprint
+        )
+        if room is not None and blocks > room:
+            raise ContextLengthExceeded(
+                f"a sequence of {tokens} tokens needs {blocks} blocks of KV, and decode has {room} in all: "
+                "shorten the prompt, or raise capacity_tokens",
+                param="messages",
+            )
+        return choose_pair(
+            prefills=self._view.instances("prefill"),
+            decodes=self._view.instances("decode"),
+            model=model.fingerprint,
+            own=self._own,
+            affinity=affinity,
+            blocks=blocks,
+            failed=failed,
+        )
+
+    def instances(self, service: str, *, ready: bool = True) -> list[Instance]:
+        return self._view.instances(service, ready=ready)
+
+    def suspect(self, instance_id: str) -> None:
+        """A call could not reach it: it is left out until a newer heartbeat."""
+        self._view.suspect(instance_id)
+
+    def store(self) -> Instance | None:
+        """The kvstore; None while none is known."""
+        stores = self._view.instances("kvstore") or self._view.instances("kvstore", ready=False)
+        return min(stores, key=lambda instance: instance.started_ms, default=None)
+
+    def decode(self, instance: Instance) -> DecodeAsyncStub:
+        return DecodeStub(self._channel(instance.control_address))
+
+    def prefill(self, instance: Instance) -> PrefillAsyncStub:
+        return PrefillStub(self._channel(instance.control_address))
+
+    def blocks(self, store: Instance) -> BlocksAsyncStub:
+        return BlocksStub(self._channel(store.control_address))
+
+    def sessions(self) -> SessionsAsyncStub:
+        """Raises StoreUnavailable while no kvstore is known."""
+        store = self.store()
+        if store is None:
+            raise StoreUnavailable(
+                "no session store is there; try again in some seconds", retry_after_ms=1000
+            )
+        return SessionsStub(self._channel(store.control_address))
+
+    @contextmanager
+    def engaged(self, pair: Pair) -> Iterator[None]:
+        """Counts a choice as under way on both instances."""
+        ids = (pair.prefill.id, pair.decode.id)
+        self._own.update(ids)
+        try:
+            yield
+        finally:
+            self._own.subtract(ids)
+            for instance_id in ids:
+                if self._own[instance_id] <= 0:
+                    del self._own[instance_id]
+
+    async def close(self) -> None:
+        channels = [channel for channel, _ in self._channels.values()]
+        self._channels.clear()
+        for channel in channels:
+            await channel.close(None)
+
+    async def prune(self) -> None:
+        """Closes channels to addresses that are gone. Call it now and then."""
+        now_s = self._clock()
+        services = ("prefill", "decode", "kvstore")
+        alive = {
+            instance.control_address
+            for service in services
+            for instance in self._view.instances(service, ready=False)
+        }
+        for address, (channel, used_s) in list(self._channels.items()):
+            if address not in alive and now_s - used_s > _CHANNEL_IDLE_S:
+                del self._channels[address]
+                await channel.close(None)
+
+    def _channel(self, address: str) -> grpc.aio.Channel:
+        kept = self._channels.get(address)
+        channel = kept[0] if kept else self._open_channel(address)
+        self._channels[address] = (channel, self._clock())
+        return channel

@@ -1,0 +1,153 @@
+"""The shell around what the queue looks ahead to: where the prefixes of waiting jobs lie, asked of the store,
+and what the queue will need next, told to the store.
+
+Neither holds up the queue: both run beside it, bounded in number, size and time, and jobs start in the order
+that the last answers give. A store that does not answer costs the order its knowledge, never a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from kvcommons.errors import KVCommonsError
+from kvcommons.pb import kvstore_pb2 as pb
+from kvcommons.pb.ledger_pb2 import Instance
+from services.router.distance import DeviceBlocks, distance_of
+from services.router.fleet import Fleet
+from services.router.queue import Job, JobQueue
+
+log = logging.getLogger(__name__)
+
+_ROUND_S = 0.1
+_LOOKS_MAX = 8  # calls of a round, at once
+_FRESH_S = 1.0  # how long an answer counts before it is asked again
+_HINT_S = 0.5
+_HINT_TTL_S = 5.0
+_HINT_BLOCKS_MAX = 8192
+_CALL_S = 1.0
+_AWAY_S = 1.0  # after a call failed
+
+
+class _Look:
+    """What the store said of a job's blocks, and when."""
+
+    __slots__ = ("at_s", "tiers")
+
+    def __init__(self) -> None:
+        self.at_s = float("-inf")
+        self.tiers: Sequence[int] = ()
+
+
+class LookAhead:
+    """Told of jobs by `Admission`; `run` does the rest. All of it on the event loop's thread."""
+
+    def __init__(
+        self,
+        queue: JobQueue,
+        fleet: Fleet,
+        *,
+        router: str,
+        jobs_max: int,
+        asks_distance: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`jobs_max`: of the next jobs the store is told; 0: none."""
+        self.asks_distance = asks_distance
+        self._queue = queue
+        self._fleet = fleet
+        self._router = router
+        self._jobs_max = jobs_max
+        self._clock = clock
+        self._device = DeviceBlocks()
+        self._looks: dict[Job, _Look] = {}  # of the jobs that wait
+        self._wake = asyncio.Event()
+        self._hinted_s = float("-inf")
+        self._hinted = False  # the store remembers something of ours
+
+    def waits(self, job: Job) -> None:
+        """The job waits from now on."""
+        if job.prefix.block_ids:
+            self._looks[job] = _Look()
+            self._measure(job)
+            self._wake.set()
+
+    def started(self, job: Job) -> None:
+        """Its prefix will be on the device: others that begin alike come nearer."""
+        self._looks.pop(job, None)
+        ids = job.prefix.block_ids
+        if not self.asks_distance or not ids:
+            return
+        prefills = self._fleet.instances("prefill")
+        self._device.used(ids, sum(instance.load.total_blocks for instance in prefills))
+        for other in self._looks:
+            if other.prefix.block_ids[0] == ids[0]:
+                self._measure(other)
+
+    def left(self, job: Job) -> None:
+        """The job waits no longer."""
+        self._looks.pop(job, None)
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        while True:
+            await self._wake.wait()
+            if not self._looks and not self._hinted:
+                self._wake.clear()
+                continue
+            pause_s = _ROUND_S
+            store = self._fleet.store()
+            try:
+                if store is not None:
+                    await self._look(store)
+                    await self._hint(store)
+            except KVCommonsError as error:
+                log.debug("the store heard nothing of the queue, which is tried again: %s", error)
+                self._hinted = self._hinted and bool(self._looks)  # what it remembers runs out by itself
+                pause_s = _AWAY_S
+            except Exception:
+                log.exception("looking ahead failed")
+                pause_s = _AWAY_S
+            await asyncio.sleep(pause_s)
+
+    async def _look(self, store: Instance) -> None:
+        if not self.asks_distance:
+            return
+        before_s = self._clock() - _FRESH_S
+        stale = [job for job, look in self._looks.items() if look.at_s < before_s]
+        stale.sort(key=lambda job: self._looks[job].at_s)
+        await asyncio.gather(*(self._match(store, job) for job in stale[:_LOOKS_MAX]))
+
+    async def _match(self, store: Instance, job: Job) -> None:
+        request = pb.MatchRequest(model=job.prefix.model, block_ids=job.prefix.block_ids, peek=True)
+        reply = await self._fleet.blocks(store).Match(request, timeout=_CALL_S)
+        look = self._looks.get(job)
+        if look is not None:
+            look.at_s, look.tiers = self._clock(), reply.tiers
+            self._measure(job)
+
+    async def _hint(self, store: Instance) -> None:
+        now_s = self._clock()
+        if not self._jobs_max or (self._looks and now_s - self._hinted_s < _HINT_S):
+            return
+        request = pb.HintRequest(router=self._router, ttl_ms=int(_HINT_TTL_S * 1000))
+        blocks = 0
+        for job, starts_in_s in self._queue.look_ahead(self._jobs_max, now_s):
+            blocks += len(job.prefix.block_ids)
+            if blocks > _HINT_BLOCKS_MAX:
+                break
+            if job.prefix.block_ids:
+                request.uses.add(
+                    model=job.prefix.model,
+                    block_ids=job.prefix.block_ids,
+                    starts_in_ms=int(starts_in_s * 1000),
+                )
+        self._hinted_s = now_s
+        await self._fleet.blocks(store).Hint(request, timeout=_CALL_S)
+        self._hinted = bool(request.uses)
+
+    def _measure(self, job: Job) -> None:
+        ids = job.prefix.block_ids
+        job.distance = distance_of(len(ids), self._device.leading(ids), self._looks[job].tiers)

@@ -1,0 +1,53 @@
+"""What the router measures, beside what all services do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from kvcommons.telemetry.metrics import CALL_BUCKETS, RequestMetrics
+
+
+class RouterMetrics:
+    def __init__(
+        self,
+        registry: CollectorRegistry,
+        *,
+        running: Callable[[], int],
+        waiting: Callable[[], int],
+    ) -> None:
+        """`running` and `waiting` give the job queue's choices when they are asked for."""
+        self.registry = registry
+        self._requests: RequestMetrics | None = None
+        self.resumptions = Counter(
+            "kvcommons_turn_resumptions_total",
+            "How often a choice went on on other instances after a failure.",
+            registry=registry,
+        )
+        self.commit_s = Histogram(
+            "kvcommons_turn_commit_seconds",
+            "From a turn's last token until it was durable.",
+            registry=registry,
+            buckets=CALL_BUCKETS,
+        )
+        self.errors = Counter(
+            "kvcommons_request_errors_total",
+            "Requests that ended with an error.",
+            ["code"],
+            registry=registry,
+        )
+        self.disconnects = Counter(
+            "kvcommons_request_disconnects_total", "Requests whose client went away.", registry=registry
+        )
+        for name, text, count in (
+            ("num_requests_running", "Choices under way.", running),
+            ("num_requests_waiting", "Choices in the queue.", waiting),
+        ):
+            Gauge(f"kvcommons_{name}", text, registry=registry).set_function(count)
+
+    def requests(self, model_name: str) -> RequestMetrics:
+        """Made when the first model is known by its name, which stays the label: one is served at a time."""
+        if self._requests is None:
+            self._requests = RequestMetrics(self.registry, model_name)
+        return self._requests

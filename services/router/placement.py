@@ -1,0 +1,101 @@
+"""Which instances serve a turn: pure decisions over the directory's view and the router's own counts."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+from kvcommons.pb import ledger_pb2
+
+# How much busier than the idlest instance a session's own instance may be and still be preferred: what its
+# device tier saves is worth about that many sequences' share of an iteration.
+_AFFINITY_SLACK = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pair:
+    """The instances of one attempt."""
+
+    prefill: ledger_pb2.Instance
+    decode: ledger_pb2.Instance
+
+
+def choose_pair(
+    *,
+    prefills: Sequence[ledger_pb2.Instance],
+    decodes: Sequence[ledger_pb2.Instance],
+    model: bytes,
+    own: Mapping[str, int],
+    affinity: str,
+    blocks: int,
+    failed: Collection[str] = (),
+) -> Pair | None:
+    """The pair to try next; None when the model has no ready prefill or no ready decode.
+
+    `model`: fingerprint. `own`: choices that this router has under way, by instance id. `affinity`: what goes
+    to the same instances while they are about as busy as others: a session id, so that its device tier is
+    hit. `blocks`: room the sequence needs at the start. `failed`: ids that failed this turn lately; they are
+    taken only when there is no other.
+    """
+    prefill = _choose(_of_model(prefills, model), own=own, affinity=affinity, blocks=0, failed=failed)
+    decode = _choose(_of_model(decodes, model), own=own, affinity=affinity, blocks=blocks, failed=failed)
+    if prefill is None or decode is None:
+        return None
+    return Pair(prefill=prefill, decode=decode)
+
+
+def room_blocks(
+    decodes: Sequence[ledger_pb2.Instance], pools: Sequence[ledger_pb2.Instance], model: bytes
+) -> int | None:
+    """What the largest sequence may take at most, in blocks: all of one decode, and of the pools that lend to
+    it. None where nobody has said yet."""
+    own = max((instance.load.total_blocks for instance in _of_model(decodes, model)), default=0)
+    return own + sum(instance.load.total_blocks for instance in _of_model(pools, model)) if own else None
+
+
+def served_models(
+    prefills: Sequence[ledger_pb2.Instance], decodes: Sequence[ledger_pb2.Instance]
+) -> list[ledger_pb2.Instance]:
+    """A decode instance for each model (fingerprint) that a prefill serves too; most instances first."""
+    computed = {instance.model.fingerprint for instance in prefills}
+    by_model: dict[bytes, list[ledger_pb2.Instance]] = {}
+    for instance in decodes:
+        if instance.model.fingerprint in computed:
+            by_model.setdefault(instance.model.fingerprint, []).append(instance)
+    ranked = sorted(by_model.items(), key=lambda item: (-len(item[1]), item[0]))
+    return [instances[0] for _, instances in ranked]
+
+
+def _choose(
+    candidates: Sequence[ledger_pb2.Instance],
+    *,
+    own: Mapping[str, int],
+    affinity: str,
+    blocks: int,
+    failed: Collection[str],
+) -> ledger_pb2.Instance | None:
+    fresh = [instance for instance in candidates if instance.id not in failed] or list(candidates)
+    if not fresh:
+        return None
+    roomy = [instance for instance in fresh if instance.load.free_blocks >= blocks] or fresh
+    least = min(_busy(instance, own) for instance in roomy)
+    near = [
+        instance for instance in roomy if _busy(instance, own) <= least + (_AFFINITY_SLACK if affinity else 0)
+    ]
+    # Rendezvous hashing: every replica of the router prefers the same instance, with nothing to remember.
+    return max(near, key=lambda instance: _weight(affinity, instance.id))
+
+
+def _busy(instance: ledger_pb2.Instance, own: Mapping[str, int]) -> int:
+    """The heartbeat's count is some seconds old and the own count is of this router alone: the larger is
+    nearer."""
+    return max(instance.load.running + instance.load.queued, own.get(instance.id, 0))
+
+
+def _weight(affinity: str, instance_id: str) -> bytes:
+    return hashlib.blake2b(f"{affinity}\0{instance_id}".encode(), digest_size=8).digest()
+
+
+def _of_model(instances: Sequence[ledger_pb2.Instance], model: bytes) -> list[ledger_pb2.Instance]:
+    return [instance for instance in instances if instance.model.fingerprint == model]

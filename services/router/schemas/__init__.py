@@ -1,0 +1,1 @@
+"""Bodies of requests and answers, and how a body that does not fit is told to its sender."""

@@ -1,0 +1,249 @@
+"""Bodies of answers, as /openapi.json describes them. The router builds them as plain dicts (shapes.py), for
+speed; tests hold both together."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Answer(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class ErrorBody(Answer):
+    message: str = Field(description="What is wrong and what to do.")
+    type: str
+    param: str | None = Field(description="The field at fault, as a path: messages[0].content")
+    code: str | None
+
+
+class Error(Answer):
+    error: ErrorBody
+
+
+class PromptTokensDetails(Answer):
+    cached_tokens: int = Field(description="Of the prompt: their KV was found and not computed.")
+
+
+class Usage(Answer):
+    prompt_tokens: int = Field(description="The session so far included.")
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: PromptTokensDetails
+
+
+class TopLogprob(Answer):
+    token: str
+    logprob: float
+    bytes: list[int]
+
+
+class TokenLogprob(TopLogprob):
+    top_logprobs: list[TopLogprob]
+
+
+class ChatLogprobs(Answer):
+    content: list[TokenLogprob]
+    refusal: None
+
+
+class AssistantMessage(Answer):
+    role: Literal["assistant"]
+    content: str
+    refusal: None
+
+
+class ChatChoice(Answer):
+    index: int
+    message: AssistantMessage
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length"]
+
+
+class ChatCompletion(Answer):
+    id: str
+    object: Literal["chat.completion"]
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    system_fingerprint: str
+    session_id: str | None = Field(None, description="Where the call had one.")
+
+
+class ChatDelta(Answer):
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+
+
+class ChatChunkChoice(Answer):
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+
+
+class Timings(Answer):
+    queue_ms: float
+    ttft_ms: float = Field(description="From the request's arrival to its first token.")
+    prefill_queue_ms: float
+    prefill_ms: float = Field(description="Model execution for the prompt.")
+    load_wait_ms: float = Field(description="Prefill waited for stored KV.")
+    decode_ms: float = Field(description="From the first token to the last.")
+    commit_ms: float
+    total_ms: float
+    device_tokens: int = Field(description="Of the cached tokens: found in prefill's own memory.")
+    resumptions: int = Field(description="How often the turn went on on other instances.")
+
+
+class ChatCompletionChunk(Answer):
+    id: str
+    object: Literal["chat.completion.chunk"]
+    created: int
+    model: str
+    choices: list[ChatChunkChoice]
+    system_fingerprint: str
+    usage: Usage | None = None
+    timings: Timings | None = Field(None, description="In the chunk that has the usage.")
+    session_id: str | None = None
+
+
+class CompletionLogprobs(Answer):
+    tokens: list[str]
+    token_logprobs: list[float]
+    top_logprobs: list[dict[str, float]]
+    text_offset: list[int]
+
+
+class CompletionChoice(Answer):
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: Literal["stop", "length"] | None
+
+
+class Completion(Answer):
+    """Also each chunk of a stream, where `finish_reason` is null until the last one of a choice."""
+
+    id: str
+    object: Literal["text_completion"]
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    system_fingerprint: str
+    usage: Usage | None = None
+    timings: Timings | None = None
+
+
+class Model(Answer):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    max_model_len: int = Field(description="The context window, in tokens.")
+
+
+class ModelList(Answer):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class Session(Answer):
+    id: str
+    object: Literal["session"]
+    created_at: int
+    last_used_at: int
+    ttl_s: int | None
+    version: int = Field(description="Committed turns.")
+    model: str | None
+    parent: str | None = Field(description="The session it was forked from.")
+
+
+class SessionMessage(Answer):
+    role: str
+    content: str
+    name: str | None = None
+
+
+class Tiers(Answer):
+    dram: int
+    disk: int
+    absent: int
+
+
+class SessionDetail(Session):
+    messages: list[SessionMessage]
+    tokens: int
+    token_ids: list[int]
+    blocks: int = Field(description="Full blocks of KV that the session's tokens make.")
+    tiers: Tiers | None = Field(
+        description="Of those blocks: how many lie where. null while no model is ready."
+    )
+
+
+class SessionList(Answer):
+    object: Literal["list"]
+    data: list[Session]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class SessionDeleted(Answer):
+    id: str
+    object: Literal["session.deleted"]
+    deleted: Literal[True]
+
+
+class Component(Answer):
+    ready: int
+    known: int
+
+
+class Health(Answer):
+    status: Literal["ok", "degraded", "loading"]
+    components: dict[str, Component]
+    message: str
+
+
+class InstanceStatus(Answer):
+    id: str
+    service: str
+    host: str
+    control_address: str
+    data_address: str
+    ready: bool
+    started_at: int
+    model: str | None
+    total_blocks: int
+    free_blocks: int
+    lendable_blocks: int
+    running: int
+    queued: int
+    debts: dict[str, int]
+
+
+class StoreStatus(Answer):
+    dram_blocks: int
+    dram_capacity_blocks: int
+    disk_blocks: int
+    disk_capacity_blocks: int
+    sessions: int
+    pending_writes: int
+    block_hits: int
+    block_misses: int
+    corrupt_blocks: int
+
+
+class QueueStatus(Answer):
+    running: int
+    waiting: int
+
+
+class Status(Answer):
+    instances: list[InstanceStatus]
+    store: StoreStatus | None
+    queue: QueueStatus
+    models: list[str]

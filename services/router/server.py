@@ -1,0 +1,86 @@
+"""The HTTP server: routes behind the gate, bound to its address, drained when the router stops."""
+
+from __future__ import annotations
+
+import json
+import logging
+from importlib.metadata import PackageNotFoundError, version
+
+from aiohttp import web
+
+from kvcommons.errors import Unavailable
+from services.router.api.routes import routes
+from services.router.api.unbuilt import unbuilt
+from services.router.gate import SERVING, add_request_id, gate
+from services.router.openapi import describe
+from services.router.serving import Serving
+
+log = logging.getLogger(__name__)
+
+_UNBUILT = ("/v1/responses", "/v1/conversations")
+_KEEPALIVE_S = 75.0
+# Of the request line, and of a header: enough that what is merely too long (a session id, a path) comes as
+# far as to the gate, which says so in OpenAI's shape; past it the parser breaks off.
+_LINE_BYTES_MAX = 64 * 1024
+
+
+def application(serving: Serving) -> web.Application:
+    app = web.Application(middlewares=[gate], client_max_size=serving.config.max_body_bytes)
+    app[SERVING] = serving
+    app.on_response_prepare.append(add_request_id)
+    table = routes()
+    document = json.dumps(describe(table, version=_version())).encode()
+
+    async def openapi(request: web.Request) -> web.Response:
+        return web.Response(body=document, content_type="application/json")
+
+    app.router.add_get("/openapi.json", openapi)
+    for route in table:
+        # A session's id may have any character but a slash; aiohttp's own pattern excludes braces too.
+        app.router.add_route(route.method, route.path.replace("{id}", "{id:[^/]+}"), route.handler)
+    for path in _UNBUILT:
+        app.router.add_route("*", path, unbuilt)
+        app.router.add_route("*", path + "/{rest:.*}", unbuilt)
+    return app
+
+
+class HttpServer:
+    def __init__(self, serving: Serving) -> None:
+        # A client that goes away cancels its handler, and with it the calls to prefill and decode.
+        self._runner = web.AppRunner(
+            application(serving),
+            handler_cancellation=True,
+            access_log=None,
+            keepalive_timeout=_KEEPALIVE_S,
+            max_line_size=_LINE_BYTES_MAX,
+            max_field_size=_LINE_BYTES_MAX,
+            shutdown_timeout=serving.config.node.drain_s / 2,
+        )
+        self._bind = serving.config.bind
+        self._port = serving.config.port
+        self.port = 0  # what was bound, once started
+
+    async def start(self) -> None:
+        """Raises Unavailable when the address cannot be bound."""
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self._bind, self._port)
+        try:
+            await site.start()
+        except OSError as error:
+            await self._runner.cleanup()
+            raise Unavailable(
+                f"{self._bind}:{self._port} cannot be bound ({error.strerror}): is another router using it?"
+            ) from error
+        self.port = self._runner.addresses[0][1]
+        log.info("serving", extra={"address": f"http://{self._bind}:{self.port}"})
+
+    async def drain(self) -> None:
+        """No new requests; those under way get half of the drain's time to end, then they are cancelled."""
+        await self._runner.cleanup()
+
+
+def _version() -> str:
+    try:
+        return version("kvcommons")
+    except PackageNotFoundError:  # run from a checkout
+        return "0"

@@ -1,0 +1,62 @@
+"""What all requests share, put together once; handlers get it from the application."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvcommons.rpc.directory import Directory
+from kvcommons.telemetry.trace import Tracer
+from services.router.admission import Admission
+from services.router.config import RouterConfig
+from services.router.dispatch import Dispatch
+from services.router.fleet import Fleet
+from services.router.look_ahead import LookAhead
+from services.router.metrics import RouterMetrics
+from services.router.plan import Text
+from services.router.sampling import SEED_BITS
+from services.router.store import SessionStore
+from services.router.tenants import Tenants
+
+
+def draw_seed() -> int:
+    return secrets.randbits(SEED_BITS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    config: RouterConfig
+    instance_id: str
+    tenants: Tenants
+    text: Text
+    directory: Directory
+    fleet: Fleet
+    store: SessionStore
+    admission: Admission
+    look_ahead: LookAhead
+    dispatch: Dispatch
+    metrics: RouterMetrics
+    tracer: Tracer
+    started_s: int  # since the epoch
+    clock: Callable[[], float] = time.monotonic
+    seed: Callable[[], int] = draw_seed
+    _background: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def in_background(self, work: Coroutine[Any, Any, None]) -> None:
+        """Work that outlives its request, and ends before the router does. It is bounded by itself."""
+        task = asyncio.create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def close(self, grace_s: float) -> None:
+        """Waits for background work, for `grace_s` at most, and closes what requests used."""
+        if self._background:
+            await asyncio.wait(set(self._background), timeout=grace_s)
+        for task in set(self._background):
+            task.cancel()
+        await self.dispatch.close()
+        await self.fleet.close()

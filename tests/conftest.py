@@ -1,0 +1,28 @@
+"""What all tests share: bounded threads, so that tests and the stacks they start fit on two cores."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+# Before any test imports numpy or torch: they read these once.
+for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"):
+    os.environ.setdefault(_name, "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# Models in tests are made on the spot; nothing asks a hub.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# A developer's own settings must not steer the tests.
+for _name in [name for name in os.environ if name.startswith("KVCOMMONS_") and "__" in name]:
+    del os.environ[_name]
+
+# Tests that run whole stacks; they take turns, or they would wait for each other's cores.
+STACKS = (Path(__file__).parent / "system", Path(__file__).parent / "fault")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With several workers, all stacks are one worker's."""
+    for item in items:
+        if item.path.is_relative_to(STACKS[0]) or item.path.is_relative_to(STACKS[1]):
+            item.add_marker(pytest.mark.xdist_group("stacks"))

@@ -1,0 +1,39 @@
+"""A stack of real instances for one test, of a small random model."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+
+import pytest
+
+from tests.contract.engine_stack import Stack
+from tests.contract.engine_turns import Reference
+from tests.unit.model import reference_folders
+
+
+@pytest.fixture(scope="session")
+def engine_reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Path, Reference]]:
+    """By the model's kind: its folder, and transformers with its weights. Made once."""
+    made: dict[str, tuple[Path, Reference]] = {}
+
+    def make(kind: str) -> tuple[Path, Reference]:
+        if kind not in made:
+            folder = tmp_path_factory.mktemp(kind)
+            reference_folders.write(folder, kind)
+            made[kind] = (folder, Reference(folder))
+        return made[kind]
+
+    return make
+
+
+@pytest.fixture(params=["llama"])
+async def engines(
+    request: pytest.FixtureRequest,
+    socket_folder: Path,
+    engine_reference: Callable[[str], tuple[Path, Reference]],
+) -> AsyncIterator[Stack]:
+    """An empty stack: a test starts in it what it needs."""
+    stack = Stack(socket_folder, *engine_reference(request.param))
+    yield stack
+    await stack.close()

@@ -1,0 +1,243 @@
+"""Real prefill and decode instances (kvstore and attention pool, too) on Unix sockets in one process, driven
+by gRPC as a router drives them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from prometheus_client import CollectorRegistry
+
+from kvcommons.config import DataPlane, Node
+from kvcommons.engine.core import EngineSettings
+from kvcommons.errors import KVCommonsError, Unavailable
+from kvcommons.model.spec import ModelSpec, fingerprint
+from kvcommons.pb import (
+    common_pb2,
+    decode_pb2_grpc,
+    holder_pb2,
+    holder_pb2_grpc,
+    kvstore_pb2,
+    ledger_pb2,
+    prefill_pb2,
+    prefill_pb2_grpc,
+)
+from kvcommons.pb.kvstore_pb2_grpc import BlocksStub
+from kvcommons.pb.ledger_pb2_grpc import LedgerStub
+from kvcommons.rpc.channel import open_channel
+from kvcommons.rpc.process import Process
+from kvcommons.telemetry.telemetry import Telemetry
+from kvcommons.telemetry.trace import Tracer
+from services.attention_pool.config import AttentionPoolConfig
+from services.attention_pool.service import serve as serve_pool
+from services.decode.config import DecodeConfig
+from services.decode.service import serve as serve_decode
+from services.kvstore.__main__ import serve as serve_kvstore
+from services.kvstore.config import Config as KvstoreConfig
+from services.ledger.__main__ import serve as serve_ledger
+from services.ledger.config import Config as LedgerConfig
+from services.prefill.config import PrefillConfig
+from services.prefill.service import serve as serve_prefill
+from tests.contract.engine_turns import Reference
+from tests.etcd import RealEtcd
+
+BLOCK = 16
+CHUNK = 32
+
+
+def settings(folder: Path, **changes: Any) -> EngineSettings:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    known = {"dtype": "float32", "device": device, "block_tokens": BLOCK, "capacity_tokens": 64 * BLOCK}
+    return EngineSettings(model=str(folder), **(known | changes))
+
+
+@dataclass(slots=True)
+class Stack:
+    """Instances by name, of one model; all end with the stack."""
+
+    runtime: Path
+    folder: Path
+    reference: Reference
+    tasks: dict[str, asyncio.Task[None]] = field(default_factory=dict)
+    processes: dict[str, Process] = field(default_factory=dict)
+    channels: list[Any] = field(default_factory=list)
+    children: list[subprocess.Popen[bytes]] = field(default_factory=list)
+    etcd: RealEtcd | None = None
+
+    @property
+    def model(self) -> bytes:
+        return fingerprint(self.folder, ModelSpec.read(self.folder), "float32", BLOCK)
+
+    def address(self, name: str) -> str:
+        return f"unix:{self.runtime}/{name}.c"
+
+    def data(self, name: str) -> str:
+        return f"unix:{self.runtime}/{name}.d"
+
+    def node(self, name: str) -> Node:
+        return Node(listen=self.address(name), instance_id=name, host="here", drain_s=8.0)
+
+    @property
+    def ledger(self) -> tuple[str, ...]:
+        return (self.address("ledger"),)
+
+    def channel(self, name: str) -> Any:
+        channel = open_channel(self.address(name))
+        self.channels.append(channel)
+        return channel
+
+    def launch(
+        self, name: str, service: str, serve: Callable[[Any, Process], Awaitable[None]], config: Any
+    ) -> None:
+        telemetry = Telemetry(
+            service=service, instance_id=name, registry=CollectorRegistry(), tracer=Tracer.off()
+        )
+        process = Process(
+            service=service, instance_id=name, host="here", stop=asyncio.Event(), telemetry=telemetry
+        )
+        self.processes[name] = process
+        self.tasks[name] = asyncio.create_task(_run(serve, config, process), name=name)
+
+    async def stop(self, name: str) -> None:
+        self.processes.pop(name).stop.set()
+        await asyncio.wait_for(self.tasks.pop(name), 15)
+
+    async def close(self) -> None:
+        for channel in self.channels:
+            await channel.close()
+        # Whoever borrows goes before who lends, and the ledger last.
+        for name in sorted(self.tasks, key=lambda one: (one == "ledger", one.startswith("pool"))):
+            await self.stop(name)
+        for child in self.children:
+            child.kill()
+            child.wait()
+        if self.etcd is not None:
+            self.etcd.close()
+
+    async def prefill(
+        self, name: str = "prefill", *, engine: dict[str, Any] | None = None, **changes: Any
+    ) -> Any:
+        config = PrefillConfig(
+            node=self.node(name),
+            engine=settings(self.folder, **(engine or {})),
+            ledger=self.ledger,
+            **({"chunk_tokens": CHUNK} | changes),
+        )
+        self.launch(name, "prefill", serve_prefill, config)
+        stub = prefill_pb2_grpc.PrefillStub(self.channel(name))
+        await ready(lambda: stub.Inspect(prefill_pb2.PrefillInspectRequest(), timeout=5))
+        return stub
+
+    async def decode(
+        self, name: str = "decode", *, engine: dict[str, Any] | None = None, **changes: Any
+    ) -> Any:
+        config = DecodeConfig(
+            node=self.node(name),
+            data_plane=DataPlane(data_listen=self.data(name)),
+            engine=settings(self.folder, **(engine or {})),
+            ledger=self.ledger,
+            **({"placement": "local"} | changes),
+        )
+        self.launch(name, "decode", serve_decode, config)
+        await ready(lambda: self.inspect(name))
+        return decode_pb2_grpc.DecodeStub(self.channel(name))
+
+    async def kvstore(self, name: str = "kvstore") -> BlocksStub:
+        config = KvstoreConfig(
+            node=self.node(name),
+            data_plane=DataPlane(data_listen=self.data(name)),
+            ledger=self.ledger,
+            data=self.runtime / f"{name}-data",
+            dram_bytes=64 << 20,
+            disk_bytes=256 << 20,
+        )
+        self.launch(name, "kvstore", serve_kvstore, config)
+        stub = BlocksStub(self.channel(name))
+        await ready(lambda: stub.Stats(kvstore_pb2.StatsRequest(), timeout=5))
+        return stub
+
+    def history(self, matched_blocks: int, name: str = "kvstore") -> common_pb2.History:
+        return common_pb2.History(
+            control_address=self.address(name), data_address=self.data(name), matched_blocks=matched_blocks
+        )
+
+    async def lenders(self, *pools: int, process: bool = False) -> list[subprocess.Popen[bytes]]:
+        """A ledger on a real etcd, and attention pools ("pool-0", …) of so many blocks, in this process or
+        each in its own."""
+        self.etcd = RealEtcd()
+        self.etcd.start()
+        config = LedgerConfig(node=self.node("ledger"), etcd=(self.etcd.endpoint,), heartbeat_ms=200)
+        self.launch("ledger", "ledger", serve_ledger, config)
+        started = []
+        for number, blocks in enumerate(pools):
+            name, engine = f"pool-{number}", settings(self.folder, capacity_tokens=blocks * BLOCK)
+            if process:
+                started.append(self._pool_process(name, engine))
+                continue
+            pool = AttentionPoolConfig(
+                node=self.node(name),
+                data_plane=DataPlane(data_listen=self.data(name)),
+                engine=engine,
+                ledger=self.ledger,
+            )
+            self.launch(name, "attention_pool", serve_pool, pool)
+        stub = LedgerStub(self.channel("ledger"))
+
+        async def lend() -> None:
+            request = ledger_pb2.CandidatesRequest(debtor="nobody", host="here", model=self.model, blocks=1)
+            if len((await stub.Candidates(request, timeout=5)).creditors) < len(pools):
+                raise Unavailable("not all pools are registered yet")
+
+        await ready(lend)
+        return started
+
+    def _pool_process(self, name: str, engine: EngineSettings) -> subprocess.Popen[bytes]:
+        values = {
+            "listen": self.address(name), "data_listen": self.data(name), "instance_id": name, "host": "here",
+            "ledger": self.ledger[0], "model": engine.model, "dtype": engine.dtype, "device": engine.device,
+            "block_tokens": engine.block_tokens, "capacity_tokens": engine.capacity_tokens,
+        }  # fmt: skip
+        flags = [f"--set={key}={value}" for key, value in values.items()]
+        command = [sys.executable, "-m", "services.attention_pool", f"--parent-pid={os.getpid()}", *flags]
+        with (self.runtime / f"{name}.log").open("wb") as log:
+            child = subprocess.Popen(command, stdout=log, stderr=log)
+        self.children.append(child)
+        return child
+
+    async def inspect(self, name: str) -> holder_pb2.InspectReply:
+        """What a holder says of its memory."""
+        stub = holder_pb2_grpc.HolderStub(self.channel(name))
+        reply: holder_pb2.InspectReply = await stub.Inspect(holder_pb2.InspectRequest(), timeout=5)
+        return reply
+
+    async def idle(self, *names: str) -> None:
+        """Once all blocks of these holders are free and no segment is held."""
+        until = time.monotonic() + 10
+        for name in names:
+            while (seen := await self.inspect(name)).free_blocks < seen.total_blocks or seen.segments:
+                assert time.monotonic() < until, f"{name} keeps blocks: {seen}"
+                await asyncio.sleep(0.02)
+
+
+async def _run(serve: Callable[[Any, Process], Awaitable[None]], config: Any, process: Process) -> None:
+    await serve(config, process)
+
+
+async def ready(call: Callable[[], Awaitable[Any]]) -> Any:
+    """The call's answer as soon as there is one."""
+    until = time.monotonic() + 20
+    while True:
+        try:
+            return await call()
+        except KVCommonsError:
+            if time.monotonic() > until:
+                raise
+            await asyncio.sleep(0.02)

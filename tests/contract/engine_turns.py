@@ -1,0 +1,145 @@
+"""Turns driven as a router drives them, and what transformers says of them."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvcommons.pb import common_pb2, decode_pb2, prefill_pb2
+
+SALT = bytes(range(32))
+CALL_S = 30.0
+
+
+def prompt(length: int, seed: int = 1) -> list[int]:
+    draw = random.Random(seed)
+    return [draw.randrange(2, 199) for _ in range(length)]
+
+
+class Reference:
+    """What transformers says in float32, greedy, for prompts all of whose steps are evidence: the two best
+    logits of each are further apart than 1e-3."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        self._model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
+        )
+
+    def prompt(self, length: int, new: int = 1, first_seed: int = 1) -> tuple[list[int], list[int]]:
+        """A prompt and the `new` tokens that follow it."""
+        for seed in range(first_seed, first_seed + 200):
+            tokens = prompt(length, seed)
+            following = self.follow(tokens, new)
+            if following is not None:
+                return tokens, following
+        raise AssertionError("no prompt of 200 is evidence")
+
+    def follow(self, tokens: Sequence[int], new: int, *, sure: bool = True) -> list[int] | None:
+        """The `new` tokens after these; None where one is no evidence, unless `sure` is False."""
+        made: list[int] = []
+        past, step = None, list(tokens)
+        with torch.inference_mode():
+            while len(made) < new:
+                out = self._model(torch.tensor([step]), past_key_values=past, use_cache=True)
+                past = out.past_key_values
+                best = out.logits[0, -1].topk(2)
+                if sure and best.values[0] - best.values[1] < 1e-3:
+                    return None
+                step = [int(best.indices[0])]
+                made += step
+        return made
+
+
+def prefill_request(model: bytes, tokens: Sequence[int], **changes: Any) -> prefill_pb2.PrefillRequest:
+    known: dict[str, Any] = {
+        "request_id": "r", "tenant": "t", "salt": SALT, "model": model, "tokens": tokens,
+        "prompt_tokens": len(tokens), "sampling": common_pb2.Sampling(temperature=0.0, top_p=1.0),
+    }  # fmt: skip
+    return prefill_pb2.PrefillRequest(**(known | changes))
+
+
+async def compute(stub: Any, request: prefill_pb2.PrefillRequest) -> prefill_pb2.PrefillFirst:
+    """The result of a job; checks that it is told as the contract says."""
+    events = [event async for event in stub.Compute(request, timeout=CALL_S)]
+    assert [event.WhichOneof("event") for event in events] == ["started", "first"]
+    return events[1].first
+
+
+@dataclass(slots=True)
+class Turn:
+    """One attempt at a generation, driven as a router drives it: what was heard from both sides."""
+
+    prefill: Any
+    decode: Any
+    request: decode_pb2.GenerateRequest
+    tokens: list[int] = field(default_factory=list)
+    sampled: list[common_pb2.SampledToken] = field(default_factory=list)
+    first: prefill_pb2.PrefillFirst | None = None
+    reserved: decode_pb2.Reserved | None = None
+    missing: list[int] = field(default_factory=list)
+    finished: decode_pb2.Finished | None = None
+
+    async def run(self) -> Turn:
+        computing: asyncio.Task[None] | None = None
+        try:
+            async for event in self.decode.Generate(self.request, timeout=CALL_S):
+                kind = event.WhichOneof("event")
+                if kind in ("reserved", "missing"):
+                    if kind == "reserved":
+                        self.reserved = event.reserved
+                    else:
+                        self.missing.append(event.missing.push_from_block)
+                    if computing is not None:
+                        computing.cancel()
+                    computing = asyncio.create_task(self._compute(getattr(event, kind).push_from_block))
+                elif kind == "tokens":
+                    self._take(event.tokens.tokens)
+                else:
+                    self.finished = event.finished
+            if computing is not None:
+                await computing
+        finally:
+            if computing is not None:
+                computing.cancel()
+        return self
+
+    async def _compute(self, push_from_block: int) -> None:
+        assert self.reserved is not None
+        asked = self.request
+        request = prefill_pb2.PrefillRequest(
+            request_id=asked.request_id, tenant=asked.tenant, salt=asked.salt, model=asked.model,
+            tokens=asked.tokens, prompt_tokens=asked.prompt_tokens, sampling=asked.sampling,
+            history=asked.history, targets=self.reserved.placements, push_from_block=push_from_block,
+            no_reuse=asked.no_reuse,
+        )  # fmt: skip
+        self.first = await compute(self.prefill, request)
+        self._take([self.first.token])
+
+    def _take(self, tokens: Sequence[common_pb2.SampledToken]) -> None:
+        """Tokens are told by their position: one heard twice has to be the same."""
+        for token in tokens:
+            index = token.position - len(self.request.tokens)
+            if index < len(self.tokens):
+                assert self.tokens[index] == token.token
+            else:
+                assert index == len(self.tokens), "a token is missing"
+                self.tokens.append(token.token)
+                self.sampled.append(token)
+
+
+def turn(prefill: Any, decode: Any, model: bytes, tokens: Sequence[int], new: int, **changes: Any) -> Turn:
+    """A greedy turn that ends with `length` after `new` tokens, unless `changes` say otherwise."""
+    known: dict[str, Any] = {
+        "request_id": "r", "tenant": "t", "salt": SALT, "model": model, "tokens": tokens,
+        "prompt_tokens": len(tokens), "max_position": len(tokens) + new, "start_wait_ms": 20_000,
+        "sampling": common_pb2.Sampling(temperature=0.0, top_p=1.0),
+    }  # fmt: skip
+    return Turn(prefill, decode, decode_pb2.GenerateRequest(**(known | changes)))

@@ -1,0 +1,246 @@
+"""Holders for the holder suites: one embedded in the test process, as decode has it, and real attention
+pools."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvcommons.attention.memory import BlockMemory
+from kvcommons.attention.partial import Partial, attend_chunk
+from kvcommons.blockstore.loader import BlockLoader, CorruptObject
+from kvcommons.blockstore.saver import BlockSaver
+from kvcommons.errors import KVCommonsError
+from kvcommons.holder.attending import byte_view
+from kvcommons.holder.client import RemoteHolder
+from kvcommons.holder.data import HolderData, StartHook
+from kvcommons.holder.holder import HeldModel, Holder
+from kvcommons.holder.segments import SegmentRef
+from kvcommons.holder.server import HolderService
+from kvcommons.model.spec import ModelSpec, fingerprint
+from kvcommons.model.synthetic import write_random_folder
+from kvcommons.pb import holder_pb2_grpc
+from kvcommons.rblock.allocator import BlockAllocator
+from kvcommons.rblock.layout import Layout
+from kvcommons.rpc.server import RpcServer
+from kvcommons.telemetry.telemetry import Telemetry
+from kvcommons.transport.deadline import Deadline
+from kvcommons.transport.server import DataServer
+
+BLOCKS = 24
+BLOCK_TOKENS = 4
+CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "vocab_size": 512,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+}
+LAYOUT = Layout(
+    layers=2, kv_heads=2, block_tokens=BLOCK_TOKENS, head_dim=16, kv_dtype="float32", query_heads=4
+)
+SCALE = 16**-0.5
+FINGERPRINT = b"f" * 32
+
+
+def soon() -> Deadline:
+    return Deadline.after(20)
+
+
+async def eventually(condition: Callable[[], object], seconds: float = 20.0) -> None:
+    deadline = Deadline.after(seconds)
+    while not condition():
+        deadline.check("what the test waits for")
+        await asyncio.sleep(0.01)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """A holder that answers, wherever it runs."""
+
+    control: str
+    data: str
+    model: bytes
+    holder: Holder | None = None  # of an embedded one
+
+    @asynccontextmanager
+    async def debtor(
+        self, owner: str = "debtor-1", *, lease_s: float = 10.0, lost: list[SegmentRef] | None = None
+    ) -> AsyncIterator[RemoteHolder]:
+        """A client; what it still has at the end is released."""
+        gone = [] if lost is None else lost
+        client = RemoteHolder(
+            self.control, self.data, owner=owner, model=self.model, lost=gone.extend, lease_s=lease_s
+        )
+        client.start()
+        try:
+            yield client
+        finally:
+            try:
+                await client.release(client.borrowed, timeout_s=5)
+            except KVCommonsError:
+                pass  # the holder is gone, which some tests want
+            await client.close()
+
+
+class NoStores:
+    """For holders whose kvstore is never told anything."""
+
+    def know(self, *, data_address: str, control_address: str) -> None:
+        raise AssertionError("no control address was given")
+
+
+@asynccontextmanager
+async def embedded(
+    folder: Path,
+    *,
+    windows: tuple[int | None, ...] = (None, None),
+    lend_blocks_max: int | None = None,
+    corrupt: list[CorruptObject] | None = None,
+    on_start: StartHook | None = None,
+) -> AsyncIterator[Served]:
+    """A holder in this process, its data plane on TCP."""
+    memory = BlockMemory(LAYOUT, BLOCKS)
+    memory.tensor.fill_(float("nan"))  # what was never written must never count
+    model = HeldModel(fingerprint=FINGERPRINT, scale=SCALE, windows=windows)
+    holder = Holder(
+        memory, BlockAllocator(BLOCKS), model, instance_id="holder-1", lend_blocks_max=lend_blocks_max
+    )
+    loader = BlockLoader(([] if corrupt is None else corrupt).append)
+    saver = BlockSaver("holder-1", hold_s=1)
+    service = HolderService(holder, loader, saver, NoStores())
+    server = RpcServer(f"unix:{folder}/control", Telemetry.off("decode"))
+    server.add(holder_pb2_grpc.add_HolderServicer_to_server, service)
+    data_server = DataServer("tcp:127.0.0.1:0", HolderData(holder, on_start_sequence=on_start), name="holder")
+    data_server.start()
+    await server.start()
+    service.start()
+    try:
+        yield Served(control=server.address, data=data_server.address, model=FINGERPRINT, holder=holder)
+    finally:
+        await server.drain(1)
+        assert await asyncio.to_thread(data_server.stop, 5)
+        await service.close()
+        await asyncio.to_thread(loader.close)
+        await asyncio.to_thread(saver.close, Deadline.after(1))
+
+
+class PoolProcess:
+    """A real attention pool on Unix sockets. No ledger answers: services start in any order."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        model = folder / "model"
+        if not model.exists():
+            write_random_folder(model, CONFIG, dtype="float32")
+        spec = ModelSpec.read(model)
+        settings = {
+            "listen": f"unix:{folder}/pool",
+            "data_listen": f"unix:{folder}/pool.d",
+            "ledger": json.dumps([f"unix:{folder}/no-ledger"]),
+            "model": str(model),
+            "dtype": "float32",
+            "block_tokens": str(BLOCK_TOKENS),
+            "capacity_tokens": str(BLOCKS * BLOCK_TOKENS),
+            "drain_s": "8",
+            "log_level": "error",
+        }
+        flags = [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]
+        self.process = subprocess.Popen([sys.executable, "-m", "services.attention_pool", *flags])
+        self.served = Served(
+            control=settings["listen"],
+            data=settings["data_listen"],
+            model=fingerprint(model, spec, "float32", BLOCK_TOKENS),
+        )
+
+    async def ready(self) -> Served:
+        async with self.served.debtor() as client:
+            deadline = Deadline.after(60)
+            while True:
+                assert self.process.poll() is None, "the pool did not start"
+                try:
+                    await client.inspect(timeout_s=1)
+                    return self.served
+                except KVCommonsError:
+                    deadline.check("starting the pool")
+                    await asyncio.sleep(0.05)
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(10)
+
+    def terminate(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+
+    async def exit_code(self) -> int:
+        await eventually(lambda: self.process.poll() is not None)
+        return int(self.process.returncode)
+
+
+class Tokens:
+    """A sequence's K and V in one layer, and what attention over all of them is."""
+
+    def __init__(self, count: int, seed: int) -> None:
+        source = torch.Generator().manual_seed(seed)
+        self.k = torch.randn(count, LAYOUT.kv_heads, LAYOUT.head_dim, generator=source)
+        self.v = torch.randn(count, LAYOUT.kv_heads, LAYOUT.head_dim, generator=source)
+        self.q = torch.randn(count, LAYOUT.query_heads, LAYOUT.head_dim, generator=source)
+
+    def objects(self, first: int, last: int) -> list[memoryview]:
+        """Tokens first..last as objects, the last block filled up with NaN: those bytes must not count."""
+        blocks = -(-(last - first) // BLOCK_TOKENS)
+        both = torch.full((2, blocks * BLOCK_TOKENS, LAYOUT.kv_heads, LAYOUT.head_dim), float("nan"))
+        both[0, : last - first], both[1, : last - first] = self.k[first:last], self.v[first:last]
+        shaped = both.view(2, blocks, BLOCK_TOKENS, LAYOUT.kv_heads, LAYOUT.head_dim).permute(1, 0, 3, 2, 4)
+        return [byte_view(block) for block in shaped.contiguous()]
+
+    def appended(self, first: int, last: int) -> Tensor:
+        """[2, kv_heads, rows, D]."""
+        return torch.stack((self.k[first:last], self.v[first:last])).transpose(1, 2).contiguous()
+
+    def whole(self, rows: Sequence[int], window: int | None = None) -> Partial:
+        """One holder's result for the rows, over everything before them and themselves."""
+        memory = BlockMemory(LAYOUT, -(-len(self.k) // BLOCK_TOKENS))
+        memory.write_tokens(0, torch.arange(len(self.k)), self.k, self.v)
+        return attend_chunk(
+            self.q[list(rows)],
+            memory.layer(0),
+            torch.arange(memory.blocks),
+            len(self.k),
+            first_key_position=0,
+            query_positions=torch.tensor(list(rows)),
+            scale=SCALE,
+            window=window,
+        )
+
+
+def local_partial(
+    tokens: Tokens, rows: Sequence[int], first: int, last: int, window: int | None = None
+) -> Partial:
+    """Of keys first..last, held here."""
+    memory = BlockMemory(LAYOUT, max(1, -(-(last - first) // BLOCK_TOKENS)))
+    memory.write_tokens(0, torch.arange(last - first), tokens.k[first:last], tokens.v[first:last])
+    return attend_chunk(
+        tokens.q[list(rows)],
+        memory.layer(0),
+        torch.arange(memory.blocks),
+        last - first,
+        first_key_position=first,
+        query_positions=torch.tensor(list(rows)),
+        scale=SCALE,
+        window=window,
+    )

@@ -1,0 +1,155 @@
+"""A real kvstore process, and the calls of its peers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from kvcommons.errors import from_grpc
+from kvcommons.pb import data_pb2 as data
+from kvcommons.pb import kvstore_pb2_grpc as rpc
+from kvcommons.rblock.checksum import checksum
+from kvcommons.transport.client import DataClient
+from kvcommons.transport.deadline import Deadline
+from services.kvstore.tier import BlockShape
+from tests.unit.kvstore.samples import SHAPE, payload
+
+START_S = 20.0
+
+
+class Errors(grpc.UnaryUnaryClientInterceptor):  # type: ignore[misc]
+    """Raises what the peer raised."""
+
+    def intercept_unary_unary(self, continuation, details, request):  # type: ignore[no-untyped-def]
+        call = continuation(details, request)
+        if call.exception() is not None:
+            raise from_grpc(call.exception())
+        return call
+
+
+class KvstoreProcess:
+    """`python -m services.kvstore` on Unix sockets in `sockets`, keeping its data in `data`."""
+
+    def __init__(self, sockets: Path, data_folder: Path, **settings: object) -> None:
+        self.control = f"unix:{sockets}/control"
+        self.data_address = f"unix:{sockets}/data"
+        self.metrics = sockets / "metrics"
+        flags = {
+            "listen": self.control,
+            "data_listen": self.data_address,
+            "metrics_listen": f"unix:{self.metrics}",
+            "ledger": f"unix:{sockets}/no-ledger",
+            "data": data_folder,
+            "dram_bytes": 16 << 20,
+            "disk_bytes": 64 << 20,
+            "staging_s": 2,
+            "drain_s": 5,
+        } | settings
+        command = [sys.executable, "-m", "services.kvstore"]
+        for name, value in flags.items():
+            command += ["--set", f"{name}={value}"]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        self.channel = grpc.insecure_channel(self.control)
+        intercepted = grpc.intercept_channel(self.channel, Errors())
+        self.blocks = rpc.BlocksStub(intercepted)
+        self.sessions = rpc.SessionsStub(intercepted)
+        self.client = DataClient(self.data_address)
+
+    def wait_ready(self) -> KvstoreProcess:
+        health = health_pb2_grpc.HealthStub(self.channel)
+        give_up = time.monotonic() + START_S
+        while time.monotonic() < give_up and self.process.poll() is None:
+            try:
+                answer = health.Check(health_pb2.HealthCheckRequest(), timeout=1, wait_for_ready=True)
+            except grpc.RpcError:
+                continue
+            if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                return self
+        self.kill()
+        raise AssertionError(f"the kvstore did not come up: {self.errors}")
+
+    def kill(self) -> None:
+        self.process.kill()
+        self._end()
+
+    def terminate(self, timeout_s: float = 15.0) -> int:
+        self.process.terminate()
+        self.process.wait(timeout_s)
+        self._end()
+        return self.process.returncode
+
+    def _end(self) -> None:
+        self.client.close()
+        self.channel.close()
+        _, self.errors = self.process.communicate(timeout=10)
+
+    @property
+    def resident_bytes(self) -> int:
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmRSS"))
+
+    # ---- the data plane
+
+    def put_layer(
+        self,
+        ids: Sequence[bytes],
+        layer: int,
+        *,
+        shape: BlockShape = SHAPE,
+        writer: str = "writer",
+        deadline_s: float = 10.0,
+    ) -> list[int]:
+        """The indices that the store does not want."""
+        objects = [payload(block_id, layer, shape) for block_id in ids]
+        request = data.DataRequest(
+            put_layer=data.PutLayer(
+                model=shape.model,
+                tenant="tenant",
+                writer=writer,
+                layer=layer,
+                layers=shape.layers,
+                first_block=0,
+                block_ids=ids,
+                checksums=[
+                    checksum(block_id, layer, part) for block_id, part in zip(ids, objects, strict=True)
+                ],
+            )
+        )
+        reply = self.client.call(request, objects, deadline=Deadline.after(deadline_s))
+        return list(reply.put_layer.unwanted)
+
+    def put_blocks(self, ids: Sequence[bytes], *, shape: BlockShape = SHAPE, writer: str = "writer") -> None:
+        for layer in range(shape.layers):
+            self.put_layer(ids, layer, shape=shape, writer=writer)
+
+    def get_blocks(
+        self, ids: Sequence[bytes], *, shape: BlockShape = SHAPE, deadline_s: float = 10.0
+    ) -> tuple[int, list[int]]:
+        """How many leading blocks came in all layers, and their generations; asserts that all is right."""
+        request = data.DataRequest(
+            get_layers=data.GetLayers(model=shape.model, block_ids=ids, first_layer=0, layers=shape.layers)
+        )
+        room = bytearray(len(ids) * shape.object_bytes)
+        length, generations = len(ids), [0] * len(ids)
+        replies = self.client.stream(
+            request,
+            into=lambda _, size: [memoryview(room)[:size]],
+            replies=shape.layers,
+            deadline=Deadline.after(deadline_s),
+        )
+        for layer, reply in enumerate(replies):
+            got = reply.got_layer
+            assert got.layer == layer
+            assert len(got.checksums) == len(got.generations) <= length
+            length, generations = len(got.checksums), list(got.generations)
+            for number, digest in enumerate(got.checksums):
+                part = room[number * shape.object_bytes : (number + 1) * shape.object_bytes]
+                assert part == payload(ids[number], layer, shape)
+                assert digest == checksum(ids[number], layer, part)
+        return length, generations

@@ -1,0 +1,239 @@
+"""A scripted prefill and decode behind real gRPC, for what only the router does: tokens come as a test says,
+and streams break where it says. What they answer is a function of the position alone, as a real pair's is of
+the tokens."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from kvcommons.errors import KVCommonsError
+from kvcommons.pb import common_pb2 as pb
+from kvcommons.pb import (
+    decode_pb2,
+    decode_pb2_grpc,
+    ledger_pb2,
+    ledger_pb2_grpc,
+    prefill_pb2,
+    prefill_pb2_grpc,
+)
+from kvcommons.rpc.server import RpcServer
+from kvcommons.telemetry.telemetry import Telemetry
+
+
+@dataclass
+class Started:
+    """A sequence that waits for prefill: `called` when a job for it has begun, `first` when one that pushed
+    enough is done."""
+
+    push_from_block: int
+    called: asyncio.Event = field(default_factory=asyncio.Event)
+    first: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass
+class Script:
+    """What the pair answers with, and where it fails. `answers[choice]` are ids, the last of them
+    repeated."""
+
+    answers: list[list[int]] = field(default_factory=list)
+    delay_s: float = 0.0
+    cached_tokens: int = 0
+    reserve_error: KVCommonsError | None = None
+    reserve_errors: int = 0  # how many Generate calls fail with it
+    fail_at: dict[int, KVCommonsError] = field(default_factory=dict)  # answer index to error, once each
+    prefill_fails: list[KVCommonsError] = field(default_factory=list)  # one a Compute call
+    missing: list[int] = field(default_factory=list)  # push_from_block of a Missing event, one a sequence
+    stall_at: int | None = None  # answer index before which decode falls silent, once
+    # What any prefill tells any decode, by the handle of the sequence.
+    started: dict[int, Started] = field(default_factory=dict)
+    handles: Iterator[int] = field(default_factory=lambda: itertools.count(1))
+
+    def token(self, request: Any, position: int) -> pb.SampledToken:
+        answer = self.answers[request.sampling.choice % len(self.answers)]
+        at = position - request.prompt_tokens
+        token = answer[min(at, len(answer) - 1)]
+        sampled = pb.SampledToken(token=token, position=position)
+        if request.sampling.logprobs:
+            sampled.logprob = math.log(0.5)
+            for rank in range(request.sampling.top_logprobs):
+                sampled.top.add(token=(token + rank) % 1024, logprob=math.log(0.5) - rank)
+        return sampled
+
+
+class ScriptedDecode(decode_pb2_grpc.DecodeServicer):
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.requests: list[decode_pb2.GenerateRequest] = []
+        self.running = 0
+
+    async def Generate(
+        self, request: decode_pb2.GenerateRequest, context: Any
+    ) -> AsyncIterator[decode_pb2.GenerateEvent]:
+        self.requests.append(request)
+        if self.script.reserve_errors > 0 and self.script.reserve_error is not None:
+            self.script.reserve_errors -= 1
+            raise self.script.reserve_error
+        handle = next(self.script.handles)
+        matched = request.history.matched_blocks
+        started = self.script.started[handle] = Started(push_from_block=matched)
+        self.running += 1
+        try:
+            placement = pb.Placement(data_address="unix:/nowhere", handle=handle, epoch=1, blocks=8)
+            yield decode_pb2.GenerateEvent(
+                reserved=decode_pb2.Reserved(placements=[placement], push_from_block=matched)
+            )
+            if self.script.missing:
+                await started.called.wait()
+                started.push_from_block = self.script.missing.pop(0)
+                missing = decode_pb2.Missing(push_from_block=started.push_from_block)
+                yield decode_pb2.GenerateEvent(missing=missing)
+            await started.first.wait()
+            async for event in self._tokens(request):
+                yield event
+        finally:
+            self.running -= 1
+
+    async def _tokens(self, request: decode_pb2.GenerateRequest) -> AsyncIterator[decode_pb2.GenerateEvent]:
+        for position in itertools.count(len(request.tokens)):
+            index = position - request.prompt_tokens
+            if index in self.script.fail_at:
+                raise self.script.fail_at.pop(index)
+            if self.script.stall_at == index:
+                self.script.stall_at = None
+                await asyncio.Event().wait()
+            token = self.script.token(request, position)
+            await asyncio.sleep(self.script.delay_s)
+            yield decode_pb2.GenerateEvent(tokens=decode_pb2.Tokens(tokens=[token]))
+            if token.token in request.sampling.stop_token_ids:
+                yield decode_pb2.GenerateEvent(finished=decode_pb2.Finished(reason="stop"))
+                return
+            if position + 1 >= request.max_position:
+                yield decode_pb2.GenerateEvent(finished=decode_pb2.Finished(reason="length"))
+                return
+
+
+class ScriptedPrefill(prefill_pb2_grpc.PrefillServicer):
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.requests: list[prefill_pb2.PrefillRequest] = []
+        self.running = 0
+
+    async def Compute(
+        self, request: prefill_pb2.PrefillRequest, context: Any
+    ) -> AsyncIterator[prefill_pb2.PrefillEvent]:
+        self.requests.append(request)
+        started = self.script.started[request.targets[0].handle]
+        started.called.set()
+        self.running += 1
+        try:
+            yield prefill_pb2.PrefillEvent(started=prefill_pb2.PrefillStarted(queued_us=1))
+            await asyncio.sleep(self.script.delay_s)
+            if self.script.prefill_fails:
+                raise self.script.prefill_fails.pop(0)
+            token = self.script.token(request, len(request.tokens))
+            if request.push_from_block <= started.push_from_block:
+                started.first.set()
+            first = prefill_pb2.PrefillFirst(
+                token=token, cached_tokens=self.script.cached_tokens, queue_us=10, compute_us=20
+            )
+            yield prefill_pb2.PrefillEvent(first=first)
+        finally:
+            self.running -= 1
+
+    async def Inspect(
+        self, request: prefill_pb2.PrefillInspectRequest, context: Any
+    ) -> prefill_pb2.PrefillInspectReply:
+        return prefill_pb2.PrefillInspectReply(jobs=self.running)
+
+
+class Engine:
+    """One instance of each on a socket of its own."""
+
+    def __init__(self, folder: Path, name: str, script: Script, model: pb.ModelInfo) -> None:
+        self.script = script
+        self.decode = ScriptedDecode(script)
+        self.prefill = ScriptedPrefill(script)
+        self._model = model
+        self._name = name
+        self._server = RpcServer(f"unix:{folder}/{name}.sock", Telemetry.off(name))
+        self._server.add(decode_pb2_grpc.add_DecodeServicer_to_server, self.decode)
+        self._server.add(prefill_pb2_grpc.add_PrefillServicer_to_server, self.prefill)
+
+    async def start(self) -> None:
+        await self._server.start()
+
+    async def stop(self) -> None:
+        """At once, calls under way included."""
+        await self._server.drain(0.0)
+
+    @property
+    def calls(self) -> int:
+        """Under way."""
+        return self.decode.running + self.prefill.running
+
+    def instances(self, *, ready: bool = True) -> list[ledger_pb2.Instance]:
+        load = ledger_pb2.Load(total_blocks=128, free_blocks=128, ready=ready)
+        return [
+            ledger_pb2.Instance(
+                id=f"{service}-{self._name}",
+                service=service,
+                control_address=self._server.address,
+                host="here",
+                model=self._model,
+                load=load,
+            )
+            for service in ("prefill", "decode")
+        ]
+
+
+class ScriptedLedger(ledger_pb2_grpc.LedgerServicer):
+    """A view that a test writes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.address = f"unix:{folder}/ledger.sock"
+        self._instances: list[ledger_pb2.Instance] = []
+        self._changed = asyncio.Condition()
+        self._server = RpcServer(self.address, Telemetry.off("ledger"))
+        self._server.add(ledger_pb2_grpc.add_LedgerServicer_to_server, self)
+
+    async def start(self) -> None:
+        await self._server.start()
+
+    async def stop(self) -> None:
+        await self._server.drain(0.0)
+
+    async def show(self, instances: list[ledger_pb2.Instance]) -> None:
+        async with self._changed:
+            self._instances = instances
+            self._changed.notify_all()
+
+    async def Heartbeat(
+        self, request: ledger_pb2.HeartbeatRequest, context: Any
+    ) -> ledger_pb2.HeartbeatReply:
+        return ledger_pb2.HeartbeatReply(heartbeat_ms=500)
+
+    async def Watch(self, request: ledger_pb2.WatchRequest, context: Any) -> AsyncIterator[ledger_pb2.View]:
+        for revision in itertools.count(1):
+            yield ledger_pb2.View(instances=self._instances, revision=revision)
+            async with self._changed:
+                try:
+                    async with asyncio.timeout(1.0):
+                        await self._changed.wait()
+                except TimeoutError:
+                    pass
+
+    async def Candidates(
+        self, request: ledger_pb2.CandidatesRequest, context: Any
+    ) -> ledger_pb2.CandidatesReply:
+        return ledger_pb2.CandidatesReply()
+
+    async def ReportRefusal(
+        self, request: ledger_pb2.ReportRefusalRequest, context: Any
+    ) -> ledger_pb2.ReportRefusalReply:
+        return ledger_pb2.ReportRefusalReply()

@@ -1,0 +1,168 @@
+"""From a router's queue to the kvstore's DRAM, over real sockets: a real kvstore, a real router, scripted
+engines."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcommons.errors import InvalidInput
+from kvcommons.pb import kvstore_pb2 as pb
+from kvcommons.pb import ledger_pb2
+from kvcommons.rblock.identity import IdentityChain, tenant_salt
+from services.kvstore.tier import BlockShape
+from services.router.tenants import LOCAL_TENANT
+from tests.contract.kvstore_process import KvstoreProcess
+from tests.contract.rest_stack import BLOCK_TOKENS, MODEL, KvStore, Stack, eventually, stack
+from tests.unit.kvstore.samples import SHAPE, block_ids
+from tests.unit.kvstore.samples import eventually as eventually_now
+
+IDS = block_ids(12)
+SECRET = b"a secret of sixteen bytes or more"
+
+
+def peek(store: KvstoreProcess, ids: list[bytes], model: bytes = SHAPE.model) -> list[int]:
+    request = pb.MatchRequest(model=model, block_ids=ids, peek=True)
+    return list(store.blocks.Match(request, timeout=5).tiers)
+
+
+class Known(KvStore):
+    """A store process as the router's stack knows it."""
+
+    def __init__(self, process: KvstoreProcess) -> None:
+        self._known = process
+
+    @property
+    def instance(self) -> ledger_pb2.Instance:
+        return ledger_pb2.Instance(
+            id="kvstore-0",
+            service="kvstore",
+            control_address=self._known.control,
+            data_address=self._known.data_address,
+            host="here",
+            load=ledger_pb2.Load(ready=True),
+        )
+
+
+def in_dram(store: KvstoreProcess, ids: list[bytes]) -> bool:
+    return peek(store, ids, MODEL.fingerprint) == [pb.TIER_DRAM] * len(ids)
+
+
+def durable(store: KvstoreProcess, ids: list[bytes], model: bytes = SHAPE.model) -> int:
+    request = pb.AwaitDurableRequest(model=model, block_ids=ids, wait_ms=10_000)
+    return int(store.blocks.AwaitDurable(request, timeout=20).durable_blocks)
+
+
+def test_after_a_restart_hinted_sessions_are_served_from_dram(socket_folder: Path) -> None:
+    store = KvstoreProcess(socket_folder, socket_folder / "store").wait_ready()
+    store.put_blocks(IDS)
+    assert durable(store, IDS) == len(IDS)
+    store.kill()
+    again = KvstoreProcess(socket_folder, socket_folder / "store").wait_ready()
+    assert peek(again, IDS) == [pb.TIER_DISK] * len(IDS)
+    use = pb.ExpectedUse(model=SHAPE.model, block_ids=IDS[:8], starts_in_ms=500)
+    hint = pb.HintRequest(router="router-1", uses=[use], ttl_ms=30_000)
+    assert again.blocks.Hint(hint, timeout=5).accepted_uses == 1
+    expected = [pb.TIER_DRAM] * 8 + [pb.TIER_DISK] * 4
+    assert eventually_now(lambda: peek(again, IDS) == expected)
+    stats = again.blocks.Stats(pb.StatsRequest(), timeout=5)
+    assert (stats.block_hits, stats.block_misses) == (0, 0)  # looks of a scheduler count as neither
+    assert again.get_blocks(IDS)[0] == len(IDS)
+    with pytest.raises(InvalidInput, match="router"):
+        again.blocks.Hint(pb.HintRequest(uses=[use]), timeout=5)
+    assert again.terminate() == 0, again.errors
+
+
+def prompt(name: int, blocks: int = 6) -> list[int]:
+    """Token ids of a prompt with so many blocks to reuse."""
+    return [5 + (name * 131 + at * 7) % 900 for at in range(blocks * BLOCK_TOKENS + 1)]
+
+
+def ids_of(tokens: list[int]) -> list[bytes]:
+    chain = IdentityChain(tenant_salt(SECRET, LOCAL_TENANT), MODEL.fingerprint, BLOCK_TOKENS)
+    return chain.extend(tokens)
+
+
+async def ask(served: Stack, tokens: list[int]) -> dict[str, Any]:
+    status, body = await served.post("/v1/completions", {"prompt": tokens, "max_tokens": 2})
+    assert status == 200, body
+    return body
+
+
+async def waiting(served: Stack, count: int) -> None:
+    async def there() -> bool:
+        return bool((await served.get("/v1/status"))[1]["queue"]["waiting"] == count)
+
+    await eventually(there)
+
+
+@pytest.mark.parametrize(
+    ("policy", "order"), [("fcfs", [0, 1, 2, 3]), ("fpf", [0, 3, 2, 1]), ("bounded_fpf", [0, 3, 2, 1])]
+)
+async def test_the_queue_starts_the_nearest_prefix_first_and_has_it_fetched(
+    socket_folder: Path, policy: str, order: list[int]
+) -> None:
+    """One job runs; behind it wait one that is stored nowhere, one on disk that is to come to DRAM, and one
+    with the running job's own prefix, which is on the device."""
+    shape = BlockShape(model=MODEL.fingerprint, layers=2, object_bytes=4096)
+    secret = socket_folder / "secret"
+    secret.write_bytes(SECRET)
+    prompts = [prompt(0), prompt(1), prompt(2), [*prompt(0), 7, 8]]
+    stored = ids_of(prompts[2])[:6]
+    store = KvstoreProcess(socket_folder, socket_folder / "store").wait_ready()
+    store.put_blocks(stored, shape=shape)
+    assert durable(store, stored, MODEL.fingerprint) == len(stored)
+    store.kill()
+    store = KvstoreProcess(socket_folder, socket_folder / "store").wait_ready()
+    settings = {"max_running": 1, "policy": policy, "secret_file": str(secret)}
+    async with stack(socket_folder, Known(store), settings=settings) as served:
+        served.says("yes and no")
+        await served.show()
+        served.script.delay_s = 1.0
+        asked = [asyncio.create_task(ask(served, prompts[0]))]
+        await eventually(lambda: served.calls > 0)
+        for number in (1, 2, 3):
+            asked.append(asyncio.create_task(ask(served, prompts[number])))
+            await waiting(served, number)
+        assert await asyncio.to_thread(eventually_now, lambda: in_dram(store, stored))
+        assert not any(task.done() for task in asked)  # nobody asked for it: the hint did it
+        served.script.delay_s = 0.0
+        await asyncio.gather(*asked)
+        started = [prompts.index(list(request.tokens)) for request in served.engines[0].prefill.requests]
+        assert started == order
+    assert store.terminate() == 0, store.errors
+
+
+async def test_a_store_that_dies_holds_up_nobody_and_hears_of_the_queue_when_it_is_back(
+    socket_folder: Path,
+) -> None:
+    """Jobs wait, the store dies under the hints, jobs go on; one that is back gets the hints of those that
+    still wait."""
+    shape = BlockShape(model=MODEL.fingerprint, layers=2, object_bytes=4096)
+    (socket_folder / "secret").write_bytes(SECRET)
+    stored = ids_of(prompt(3))[:6]
+    store = KvstoreProcess(socket_folder, socket_folder / "store").wait_ready()
+    store.put_blocks(stored, shape=shape)
+    assert durable(store, stored, MODEL.fingerprint) == len(stored)
+    settings = {"max_running": 1, "policy": "bounded_fpf", "secret_file": str(socket_folder / "secret")}
+    async with stack(socket_folder, Known(store), settings=settings) as served:
+        served.says("yes")
+        await served.show()
+        served.script.delay_s = 2.0
+        asked = [asyncio.create_task(ask(served, prompt(0)))]
+        await eventually(lambda: served.calls > 0)
+        for number in (1, 2):
+            asked.append(asyncio.create_task(ask(served, [*prompt(3), number])))
+            await waiting(served, number)
+        store.kill()
+        done, _ = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED, timeout=15)
+        assert len(done) == 1
+        again = KvstoreProcess(socket_folder, socket_folder / "store").wait_ready()
+        assert await asyncio.to_thread(eventually_now, lambda: in_dram(again, stored))
+        served.script.delay_s = 0.0
+        await asyncio.gather(*asked)
+        assert (await served.get("/v1/status"))[1]["queue"] == {"running": 0, "waiting": 0}
+    assert again.terminate() == 0, again.errors

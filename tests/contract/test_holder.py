@@ -1,0 +1,264 @@
+"""The holder contract, on a holder embedded as in decode and on a real attention pool process."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvcommons.attention.partial import merge
+from kvcommons.errors import CapacityExhausted, InvalidInput, StaleEpoch, UnsupportedParameter
+from kvcommons.holder.client import AttendPart, RemoteHolder
+from kvcommons.holder.segments import SegmentRef
+from kvcommons.pb import data_pb2 as pb
+from kvcommons.pb.common_pb2 import SampledToken
+from kvcommons.transport.client import DataClient
+from tests.contract.holder_cases import (
+    BLOCK_TOKENS,
+    BLOCKS,
+    LAYOUT,
+    PoolProcess,
+    Served,
+    Tokens,
+    embedded,
+    local_partial,
+    soon,
+)
+
+CLOSE = {"rtol": 0.0, "atol": 1e-5}
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[PoolProcess]:
+    folder = Path(tempfile.mkdtemp(prefix="kvc-"))
+    pool = PoolProcess(folder)
+    yield pool
+    pool.kill()
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(params=["embedded", "process"])
+async def served(request: pytest.FixtureRequest, socket_folder: Path) -> AsyncIterator[Served]:
+    """Ends with a check that every block came back."""
+    if request.param == "embedded":
+        async with embedded(socket_folder) as served:
+            yield served
+            await check_all_back(served)
+    else:
+        served = await request.getfixturevalue("pool").ready()
+        yield served
+        await check_all_back(served)
+
+
+async def check_all_back(served: Served) -> None:
+    async with served.debtor() as client:
+        reply = await client.inspect(timeout_s=5)
+    assert (reply.free_blocks, len(reply.segments)) == (BLOCKS, 0)
+
+
+async def borrow(client: RemoteHolder, tokens: int, *, first_position: int = 0) -> SegmentRef:
+    blocks = -(-tokens // BLOCK_TOKENS)
+    return await client.reserve("sequence", blocks, first_position=first_position, timeout_s=5)
+
+
+async def test_blocks_come_back_as_they_were_written(served: Served) -> None:
+    async with served.debtor() as client:
+        ref = await borrow(client, 5 * BLOCK_TOKENS)
+        layers = [Tokens(20, seed).objects(0, 20) for seed in range(2)]
+        for layer, objects in enumerate(layers):
+            client.write_blocks(ref, layer, 0, objects[:2], soon())
+            client.write_blocks(ref, layer, 2, objects[2:], soon())
+        for layer, objects in enumerate(layers):
+            into = [bytearray(LAYOUT.object_bytes) for _ in range(3)]
+            client.read_blocks(ref, layer, 1, into, soon())
+            assert into == objects[1:4]
+
+
+@pytest.mark.parametrize("split", [1, 8, 13, 29])
+async def test_a_sequence_over_two_holders_is_exact(served: Served, split: int) -> None:
+    """Decode's row and a prefill chunk, older tokens at the holder: the merge is one holder's result."""
+    tokens = Tokens(30, seed=split)
+    async with served.debtor() as client:
+        ref = await borrow(client, split)
+        client.write_blocks(ref, 0, 0, tokens.objects(0, split), soon())
+        for rows in ([29], list(range(split, 30))):
+            part = AttendPart(ref=ref, rows=len(rows), first_position=rows[0], length=split)
+            pending = client.begin_attend(0, [part], tokens.q[rows], [], soon())
+            local = local_partial(tokens, rows, split, 30)
+            merged = merge([pending.finish(), local])
+            whole = tokens.whole(rows)
+            torch.testing.assert_close(merged.out, whole.out, **CLOSE)
+            torch.testing.assert_close(merged.lse, whole.lse, **CLOSE)
+
+
+async def test_a_batch_that_appends_and_one_that_does_not(served: Served) -> None:
+    """Three sequences in one request, token by token: newest tokens here, there, and nothing there at all."""
+    tokens = [Tokens(11, seed=seed) for seed in range(3)]
+    async with served.debtor() as client:
+        head = await borrow(client, 6)  # of the first: tokens 0..6
+        tail = await borrow(client, 8, first_position=3)  # of the second: tokens 3.. are appended
+        empty = await borrow(client, 1)
+        client.write_blocks(head, 0, 0, tokens[0].objects(0, 6), soon())
+        for row in range(6, 11):
+            parts = [
+                AttendPart(ref=head, rows=1, first_position=row, length=6),
+                AttendPart(ref=tail, rows=1, first_position=row - 3, length=row - 5, append=True),
+                AttendPart(ref=empty, rows=1, first_position=row, length=0),
+            ]
+            q = torch.stack((tokens[0].q[row], tokens[1].q[row - 3], tokens[2].q[row]))
+            new = tokens[1].appended(row - 3, row - 2)
+            partial = client.begin_attend(0, parts, q, [new], soon()).finish()
+            others = [
+                local_partial(tokens[0], [row], 6, row + 1),
+                local_partial(tokens[1], [row - 3], 0, 3),
+                local_partial(tokens[2], [row], 0, row + 1),
+            ]
+            for index, (position, other) in enumerate(zip((row, row - 3, row), others, strict=True)):
+                one = type(partial)(out=partial.out[index : index + 1], lse=partial.lse[index : index + 1])
+                whole = tokens[index].whole([position])
+                torch.testing.assert_close(merge([one, other]).out, whole.out, **CLOSE)
+            assert torch.isneginf(partial.lse[2]).all()
+
+
+async def test_a_chunk_is_appended_and_masked(served: Served) -> None:
+    """Prefill's rows at the holder: each row sees those before it, not those after; asking twice is the
+    same."""
+    tokens = Tokens(14, seed=9)
+    async with served.debtor() as client:
+        ref = await borrow(client, 14)
+        client.write_blocks(ref, 0, 0, tokens.objects(0, 4), soon())
+        part = AttendPart(ref=ref, rows=10, first_position=4, length=14, append=True)
+        for _ in range(2):
+            pending = client.begin_attend(0, [part], tokens.q[4:], [tokens.appended(4, 14)], soon())
+            torch.testing.assert_close(pending.finish().out, tokens.whole(range(4, 14)).out, **CLOSE)
+
+
+async def test_what_is_released_or_of_another_life_is_stale(served: Served) -> None:
+    async with served.debtor() as client:
+        ref = await borrow(client, 4)
+        other_life = SegmentRef(handle=ref.handle, epoch=ref.epoch - 1)
+        gone = await borrow(client, 4)
+        await client.release([gone], timeout_s=5)
+        await client.release([gone, other_life], timeout_s=5)
+        objects = Tokens(4, 0).objects(0, 4)
+        for bad in (gone, other_life):
+            with pytest.raises(StaleEpoch):
+                client.write_blocks(bad, 0, 0, objects, soon())
+            with pytest.raises(StaleEpoch):
+                client.read_blocks(bad, 0, 0, [bytearray(LAYOUT.object_bytes)], soon())
+            with pytest.raises(StaleEpoch):
+                await client.grow(bad, 1, timeout_s=5)
+            good = AttendPart(ref=ref, rows=1, first_position=5, length=0)
+            part = AttendPart(ref=bad, rows=1, first_position=5, length=4)
+            with pytest.raises(StaleEpoch):
+                client.begin_attend(0, [good, part], torch.zeros(2, 4, 16), [], soon()).finish()
+        client.write_blocks(ref, 0, 0, objects, soon())
+
+
+async def test_segments_grow_and_no_room_is_said(served: Served) -> None:
+    async with served.debtor() as client, served.debtor("debtor-2") as other:
+        ref = await borrow(client, 4)
+        await client.grow(ref, 3, timeout_s=5)
+        client.write_blocks(ref, 1, 3, Tokens(4, 0).objects(0, 4), soon())
+        with pytest.raises(InvalidInput, match="reserve more"):
+            client.write_blocks(ref, 1, 4, Tokens(4, 0).objects(0, 4), soon())
+        with pytest.raises(CapacityExhausted):
+            await other.reserve("big", BLOCKS - 3, first_position=0, timeout_s=5)
+        with pytest.raises(CapacityExhausted):
+            await client.grow(ref, BLOCKS - 3, timeout_s=5)
+        reply = await client.inspect(timeout_s=5)
+        held = reply.segments[0]
+        assert (reply.total_blocks, reply.free_blocks, len(reply.segments)) == (BLOCKS, BLOCKS - 4, 1)
+        assert (held.owner, held.sequence, held.blocks) == ("debtor-1", "sequence", 4)
+        assert 5000 < held.lease_left_ms <= 10000
+
+
+async def test_another_model_and_senseless_requests_are_refused(served: Served) -> None:
+    stranger = Served(control=served.control, data=served.data, model=b"x" * 32)
+    async with stranger.debtor() as client:
+        with pytest.raises(InvalidInput, match="one model"):
+            await borrow(client, 1)
+    async with served.debtor() as client:
+        ref = await borrow(client, 4)
+        with pytest.raises(InvalidInput, match="layer 2"):
+            client.write_blocks(ref, 2, 0, Tokens(4, 0).objects(0, 4), soon())
+        with pytest.raises(InvalidInput, match="1 blocks came with 5 bytes"):
+            client.write_blocks(ref, 0, 0, [b"12345"], soon())
+        for part in (
+            AttendPart(ref=ref, rows=1, first_position=0, length=5),
+            AttendPart(ref=ref, rows=2, first_position=0, length=1, append=True),
+        ):
+            with pytest.raises(InvalidInput):
+                client.begin_attend(0, [part], torch.zeros(1, 4, 16), [], soon()).finish()
+        part = AttendPart(ref=ref, rows=1, first_position=0, length=4)
+        with pytest.raises(InvalidInput, match="bytes where"):
+            client.begin_attend(0, [part], torch.zeros(2, 4, 16), [], soon()).finish()
+
+
+async def test_calls_for_several_holders_overlap_and_many_threads_agree(served: Served) -> None:
+    tokens = Tokens(20, seed=3)
+    async with served.debtor() as client:
+        ref = await borrow(client, 20)
+        client.write_blocks(ref, 0, 0, tokens.objects(0, 20), soon())
+        part = AttendPart(ref=ref, rows=1, first_position=19, length=20)
+
+        def ask() -> torch.Tensor:
+            pending = [client.begin_attend(0, [part], tokens.q[19:], [], soon()) for _ in range(4)]
+            return torch.cat([one.finish().out for one in pending])
+
+        answers = await asyncio.gather(*(asyncio.to_thread(ask) for _ in range(4)))
+        for answer in answers:
+            torch.testing.assert_close(answer, tokens.whole([19]).out.expand(4, -1, -1), **CLOSE)
+
+
+async def test_a_sliding_window_is_masked_at_the_holder(socket_folder: Path) -> None:
+    tokens = Tokens(20, seed=4)
+    async with embedded(socket_folder, windows=(6, None)) as served, served.debtor() as client:
+        ref = await borrow(client, 12, first_position=0)
+        client.write_blocks(ref, 0, 0, tokens.objects(0, 12), soon())
+        for rows in ([14], list(range(12, 20))):
+            part = AttendPart(ref=ref, rows=len(rows), first_position=rows[0], length=12)
+            remote = client.begin_attend(0, [part], tokens.q[rows], [], soon()).finish()
+            merged = merge([remote, local_partial(tokens, rows, 12, 20, window=6)])
+            torch.testing.assert_close(merged.out, tokens.whole(rows, window=6).out, **CLOSE)
+
+
+async def test_the_owners_own_segments_take_writes_and_a_start(socket_folder: Path) -> None:
+    started: list[pb.StartSequence] = []
+    async with embedded(socket_folder, on_start=started.append, lend_blocks_max=3) as served:
+        holder = served.holder
+        assert holder is not None
+        blocks = holder.allocator.allocate(2)
+        ref = holder.adopt("mine", blocks[:1])
+        holder.extend(ref, blocks[1:])
+        async with served.debtor("prefill-1") as client:
+            objects = Tokens(8, 0).objects(0, 8)
+            client.write_blocks(ref, 1, 0, objects, soon())
+            assert holder.memory.read_buffers(1, blocks) == objects
+            data = DataClient(served.data)
+            start = pb.StartSequence(handle=ref.handle, epoch=ref.epoch, first=SampledToken(token=42))
+            data.call(pb.DataRequest(start_sequence=start), deadline=soon())
+            assert [one.first.token for one in started] == [42]
+            with pytest.raises(CapacityExhausted, match="3 more may be lent"):
+                await client.reserve("s", 4, first_position=0, timeout_s=5)
+            holder.release([ref])
+            with pytest.raises(StaleEpoch):
+                data.call(pb.DataRequest(start_sequence=start), deadline=soon())
+            data.close()
+        assert len(started) == 1
+        assert holder.allocator.in_use == 2, "the owner's own references"
+
+
+async def test_a_pool_starts_no_sequence(served: Served) -> None:
+    async with served.debtor() as client:
+        ref = await borrow(client, 1)
+        data = DataClient(served.data)
+        start = pb.StartSequence(handle=ref.handle, epoch=ref.epoch)
+        with pytest.raises(UnsupportedParameter, match="start_sequence"):
+            data.call(pb.DataRequest(start_sequence=start), deadline=soon())
+        data.close()

@@ -1,0 +1,276 @@
+"""What the kvstore promises its peers, asked of a real process over gRPC and the data plane."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvcommons.errors import (
+    AlreadyExists,
+    Conflict,
+    InvalidInput,
+    SessionNotFound,
+    TurnInProgress,
+    UnsupportedParameter,
+)
+from kvcommons.pb import data_pb2 as data
+from kvcommons.pb import kvstore_pb2 as pb
+from kvcommons.transport.base import Limits
+from kvcommons.transport.deadline import Deadline
+from kvcommons.transport.frame import pack
+from services.kvstore.tier import BlockShape
+from tests.contract.kvstore_process import KvstoreProcess
+from tests.unit.kvstore.samples import MIB, OTHER, SHAPE, block_ids
+
+IDS = block_ids(12)
+MODEL = SHAPE.model
+
+
+@pytest.fixture
+def store(socket_folder: Path, tmp_path: Path) -> Iterator[KvstoreProcess]:
+    process = KvstoreProcess(socket_folder, tmp_path / "data").wait_ready()
+    yield process
+    if process.process.poll() is None:
+        assert process.terminate() == 0, process.errors
+
+
+def tiers(store: KvstoreProcess, ids: list[bytes], model: bytes = MODEL) -> list[int]:
+    return list(store.blocks.Match(pb.MatchRequest(model=model, block_ids=ids), timeout=5).tiers)
+
+
+def durable(store: KvstoreProcess, ids: list[bytes], wait_ms: int = 10_000) -> int:
+    request = pb.AwaitDurableRequest(model=MODEL, block_ids=ids, wait_ms=wait_ms)
+    return store.blocks.AwaitDurable(request, timeout=20).durable_blocks
+
+
+def begin(store: KvstoreProcess, turn_id: str, session_id: str = "s") -> pb.BeginTurnReply:
+    request = pb.BeginTurnRequest(
+        tenant="alice", session_id=session_id, turn_id=turn_id, owner="router", lease_ms=30_000
+    )
+    return store.sessions.BeginTurn(request, timeout=5)
+
+
+def commit(
+    store: KvstoreProcess, turn_id: str, begun: pb.BeginTurnReply, ids: list[bytes], wait_ms: int
+) -> pb.CommitTurnReply:
+    request = pb.CommitTurnRequest(
+        tenant="alice",
+        session_id="s",
+        turn_id=turn_id,
+        fencing=begun.fencing,
+        expected_version=begun.record.version,
+        model=MODEL,
+        model_name="demo",
+        new_tokens=[1, 2, 3],
+        new_messages=[pb.Message(role="user", content="Hi")],
+        block_ids=ids,
+        durable_wait_ms=wait_ms,
+    )
+    return store.sessions.CommitTurn(request, timeout=20)
+
+
+def test_blocks_go_in_and_come_out(store: KvstoreProcess) -> None:
+    for layer in (0, 1):
+        assert store.put_layer(IDS, layer) == []
+    assert tiers(store, IDS) == []
+    assert store.get_blocks(IDS)[0] == 0
+    assert store.put_layer(IDS, 2) == []
+    assert tiers(store, [*IDS, b"x" * 32]) == [pb.TIER_DRAM] * len(IDS)
+    assert store.get_blocks(IDS)[0] == len(IDS)
+    assert store.put_layer(IDS[:3], 0, writer="another") == [0, 1, 2]
+    assert durable(store, IDS) == len(IDS)
+    stats = store.blocks.Stats(pb.StatsRequest(), timeout=5)
+    assert (stats.dram_blocks, stats.disk_blocks, stats.pending_writes) == (12, 12, 0)
+    assert stats.block_hits == 12
+    assert stats.block_misses == len(IDS) + 1
+    assert stats.dram_capacity_blocks == 16 * MIB // SHAPE.slot_bytes
+
+
+def test_a_killed_store_finds_what_was_durable(
+    store: KvstoreProcess, socket_folder: Path, tmp_path: Path
+) -> None:
+    store.put_blocks(IDS)
+    store.put_blocks(IDS, shape=OTHER)
+    begun = begin(store, "t1")
+    reply = commit(store, "t1", begun, IDS, 10_000)
+    assert (reply.version, reply.durable_blocks) == (1, len(IDS))
+    started = begin(store, "t2")
+    store.kill()
+    again = KvstoreProcess(socket_folder, tmp_path / "data").wait_ready()
+    assert tiers(again, IDS) == [pb.TIER_DISK] * len(IDS)
+    assert again.get_blocks(IDS)[0] == len(IDS)
+    assert tiers(again, IDS) == [pb.TIER_DRAM] * len(IDS)
+    record = again.sessions.Get(pb.GetSessionRequest(tenant="alice", session_id="s"), timeout=5)
+    assert (list(record.tokens), list(record.block_ids), record.version) == ([1, 2, 3], IDS, 1)
+    assert commit(again, "t2", started, IDS, 0).version == 2  # the turn went on meanwhile
+    assert again.terminate() == 0
+
+
+def test_part_of_the_layers_can_be_asked_for(
+    store: KvstoreProcess, socket_folder: Path, tmp_path: Path
+) -> None:
+    store.put_blocks(IDS)
+    assert durable(store, IDS) == len(IDS)
+    store.kill()
+    again = KvstoreProcess(socket_folder, tmp_path / "data").wait_ready()
+    request = data.DataRequest(get_layers=data.GetLayers(model=MODEL, block_ids=IDS, first_layer=2, layers=1))
+    reply = again.client.call(request, into=None, deadline=Deadline.after(5))
+    assert (reply.got_layer.layer, len(reply.got_layer.checksums)) == (2, len(IDS))
+    assert again.terminate() == 0
+
+
+def test_a_commit_waits_for_blocks_on_their_way(store: KvstoreProcess) -> None:
+    for layer in (0, 1):
+        store.put_layer(IDS, layer)
+    late = threading.Timer(0.3, store.put_layer, (IDS, 2))
+    late.start()
+    reply = commit(store, "t1", begin(store, "t1"), IDS, 10_000)
+    late.join()
+    assert (reply.version, reply.durable_blocks) == (1, len(IDS))
+
+
+def test_a_commit_waits_no_longer_than_it_was_told(store: KvstoreProcess) -> None:
+    store.put_blocks(IDS[:4])
+    durable(store, IDS[:4])
+    reply = commit(store, "t1", begin(store, "t1"), IDS, 200)
+    assert (reply.version, reply.durable_blocks) == (1, 4)
+
+
+def test_a_condemned_block_is_gone(store: KvstoreProcess) -> None:
+    store.put_blocks(IDS)
+    _, generations = store.get_blocks(IDS)
+    for generation, left in ((generations[4], len(IDS)), (generations[5], 5)):
+        request = pb.CondemnRequest(model=MODEL, block_id=IDS[5], generation=generation)
+        store.blocks.Condemn(request, timeout=5)
+        assert len(tiers(store, IDS)) == left
+    assert store.blocks.Stats(pb.StatsRequest(), timeout=5).corrupt_blocks == 1
+
+
+def test_turns_are_exclusive_and_tenants_apart(store: KvstoreProcess) -> None:
+    begun = begin(store, "t1")
+    with pytest.raises(TurnInProgress):
+        begin(store, "t2")
+    renewal = pb.RenewTurnRequest(
+        tenant="alice", session_id="s", turn_id="t1", fencing=begun.fencing, lease_ms=1000
+    )
+    store.sessions.RenewTurn(renewal, timeout=5)
+    abandon = pb.AbandonTurnRequest(tenant="alice", session_id="s", turn_id="t1", fencing=begun.fencing)
+    store.sessions.AbandonTurn(abandon, timeout=5)
+    next_turn = begin(store, "t2")
+    assert commit(store, "t2", next_turn, [], 0).version == 1
+    assert commit(store, "t2", next_turn, [], 0).version == 1  # a repeated commit changes nothing
+    with pytest.raises(Conflict):
+        commit(store, "t1", begun, [], 0)
+    with pytest.raises(SessionNotFound):
+        store.sessions.Get(pb.GetSessionRequest(tenant="bob", session_id="s"), timeout=5)
+    fork = store.sessions.Fork(pb.ForkSessionRequest(tenant="alice", session_id="s", new_id="s2"), timeout=5)
+    assert (fork.parent, list(fork.tokens)) == ("s", [1, 2, 3])
+    with pytest.raises(AlreadyExists):
+        store.sessions.Create(pb.CreateSessionRequest(tenant="alice", session_id="s2"), timeout=5)
+    listed = store.sessions.List(pb.ListSessionsRequest(tenant="alice"), timeout=5)
+    assert ([head.session_id for head in listed.sessions], listed.more) == (["s", "s2"], False)
+    store.sessions.Delete(pb.DeleteSessionRequest(tenant="alice", session_id="s"), timeout=5)
+    with pytest.raises(SessionNotFound):
+        store.sessions.Delete(pb.DeleteSessionRequest(tenant="alice", session_id="s"), timeout=5)
+
+
+def test_a_put_that_makes_no_sense_is_refused(store: KvstoreProcess) -> None:
+    fields: dict[str, object] = {
+        "model": MODEL,
+        "tenant": "t",
+        "writer": "w",
+        "layer": 0,
+        "layers": 3,
+        "block_ids": IDS[:1],
+        "checksums": [1],
+    }
+    wrong: list[tuple[dict[str, object], str]] = [
+        ({"layers": 0}, "layers"),
+        ({"layer": 3}, "layer 3"),
+        ({"model": b""}, "fingerprint"),
+        ({"block_ids": [b"short"]}, "identity"),
+        ({"checksums": []}, "checksums"),
+        ({"writer": ""}, "writer"),
+    ]
+    for changes, what in wrong:
+        request = data.DataRequest(put_layer=data.PutLayer(**(fields | changes)))  # type: ignore[arg-type]
+        with pytest.raises(InvalidInput, match=what):
+            store.client.call(request, [bytes(5000)], deadline=Deadline.after(5))
+    odd = data.PutLayer(**(fields | {"block_ids": IDS, "checksums": [0] * 12}))  # type: ignore[arg-type]
+    with pytest.raises(InvalidInput, match="whole objects"):
+        store.client.call(data.DataRequest(put_layer=odd), [bytes(5000)], deadline=Deadline.after(5))
+    assert store.put_layer(IDS, 0) == []
+
+
+def test_what_is_for_holders_is_refused(store: KvstoreProcess) -> None:
+    request = data.DataRequest(read_blocks=data.ReadBlocks(handle=1))
+    with pytest.raises(UnsupportedParameter, match="holders"):
+        store.client.call(request, deadline=Deadline.after(5))
+
+
+def test_a_writer_that_dies_in_mid_layer_leaves_no_half_block(store: KvstoreProcess) -> None:
+    store.put_layer(IDS, 0)
+    request = data.DataRequest(
+        deadline_ms=60_000,
+        put_layer=data.PutLayer(
+            model=MODEL, tenant="t", writer="writer", layer=1, layers=3, block_ids=IDS, checksums=[0] * 12
+        ),
+    )
+    head = request.SerializeToString()
+    with socket.socket(socket.AF_UNIX) as peer:
+        peer.connect(store.data_address.removeprefix("unix:"))
+        peer.sendall(pack(len(head), 12 * 5000, Limits()) + head + b"?" * 30_000)
+    assert tiers(store, IDS) == []
+
+    def whole() -> bool:
+        # Until its death is noticed, the dead writer's half layer may take what came after it along.
+        for layer in range(3):
+            store.put_layer(IDS, layer)
+        return store.get_blocks(IDS)[0] == len(IDS)
+
+    deadline = Deadline.after(10)
+    while not whole():
+        deadline.check()
+
+
+def test_memory_stays_within_bounds(store: KvstoreProcess) -> None:
+    small = BlockShape(model=b"s" * 32, layers=2, object_bytes=2048)
+    for number in range(20):
+        store.put_blocks(block_ids(500, f"wave {number}"), shape=small)
+    assert store.get_blocks(block_ids(500, "wave 3"), shape=small)[0] == 500
+    assert store.resident_bytes < 16 * MIB + 150 * MIB
+
+
+def test_metrics_have_their_names(store: KvstoreProcess) -> None:
+    store.put_blocks(IDS)
+    tiers(store, IDS)
+    with socket.socket(socket.AF_UNIX) as scrape:
+        scrape.settimeout(5)
+        scrape.connect(str(store.metrics))
+        scrape.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+        text = b"".join(iter(lambda: scrape.recv(1 << 16), b"")).decode()
+    assert 'kvcommons_block_hits_total{tier="dram"} 12.0' in text
+    for name in ("kv_cache_usage_perc", "block_evictions_total", "block_pending_writes", "sessions"):
+        assert f"kvcommons_{name}" in text
+
+
+def test_a_data_folder_in_use_is_refused(store: KvstoreProcess, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "services.kvstore"]
+    for name, value in {
+        "listen": f"unix:{tmp_path}/c",
+        "data_listen": f"unix:{tmp_path}/d",
+        "ledger": f"unix:{tmp_path}/l",
+        "data": tmp_path / "data",
+    }.items():
+        command += ["--set", f"{name}={value}"]
+    second = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    assert second.returncode == 1
+    assert "in use by another process" in second.stderr
+    store.put_blocks(IDS)
+    assert store.get_blocks(IDS)[0] == len(IDS)

@@ -1,0 +1,209 @@
+"""The ledger's contract: two real replicas on one real etcd."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvcommons.errors import InvalidInput
+from kvcommons.pb import ledger_pb2 as pb
+from kvcommons.rpc.directory import Directory, Heartbeat
+from tests.contract.ledger_process import (
+    HEARTBEAT_MS,
+    LEASE_S,
+    Ledger,
+    LedgerProcess,
+    eventually,
+    instance,
+)
+from tests.etcd import RealEtcd
+
+
+@pytest.fixture(scope="module")
+def replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LedgerProcess, LedgerProcess]]:
+    etcd = RealEtcd()
+    etcd.start()
+    pair = tuple(LedgerProcess(etcd.folder, name, etcd.endpoint) for name in ("a", "b"))
+    for process in pair:
+        process.start()
+    yield pair  # type: ignore[misc]
+    for process in pair:
+        process.close()
+    etcd.close()
+
+
+@pytest.fixture
+async def ledgers(replicas: tuple[LedgerProcess, LedgerProcess]) -> AsyncIterator[tuple[Ledger, Ledger]]:
+    pair = Ledger(replicas[0].address), Ledger(replicas[1].address)
+    for ledger in pair:
+        await eventually("ready", ledger.ready, within_s=20)
+    yield pair
+    for ledger in pair:
+        await ledger.close()
+
+
+async def test_what_one_replica_hears_all_tell(ledgers: tuple[Ledger, Ledger]) -> None:
+    a, b = ledgers
+    one = instance("decode-1", free=7)
+    assert await a.beat(one) == HEARTBEAT_MS
+    await eventually("in a's view", lambda: a.has("decode-1"), within_s=10)
+    await eventually("in b's view", lambda: b.has("decode-1"), within_s=10)
+    assert (await b.view())["decode-1"] == one
+    assert await b.has("ledger-a", "ledger-b")
+    # The heartbeat moves to the other replica, with news.
+    moved = instance("decode-1", free=3)
+    await b.beat(moved)
+
+    async def a_knows() -> bool:
+        # On a starved machine the lease may run out for a moment between two heartbeats.
+        found = (await a.view()).get("decode-1")
+        return found is not None and found.load.free_blocks == 3
+
+    await eventually("a has b's news", a_knows, within_s=10)
+    await a.beat(moved, leaving=True)
+    for ledger in ledgers:
+        await eventually(
+            "left", lambda ledger=ledger: _lacks(ledger, "decode-1"), within_s=1
+        )  # long before its lease
+    # A heartbeat that was under way comes late: it does not come back.
+    await a.beat(moved)
+    await asyncio.sleep(0.5)
+    assert not await a.has("decode-1")
+    # Another life under the same name does.
+    await a.beat(instance("decode-1", started_ms=2))
+    await eventually("back", lambda: b.has("decode-1"), within_s=10)
+    await a.beat(instance("decode-1", started_ms=2), leaving=True)
+
+
+async def _lacks(ledger: Ledger, name: str) -> bool:
+    return name not in await ledger.view()
+
+
+async def test_who_falls_silent_is_gone_after_its_lease(ledgers: tuple[Ledger, Ledger]) -> None:
+    a, b = ledgers
+    until = time.monotonic() + 2 * LEASE_S
+    while time.monotonic() < until:  # far longer than a lease: heartbeats keep it
+        await a.beat(instance("decode-2"))
+        await asyncio.sleep(HEARTBEAT_MS / 1e3)
+        if time.monotonic() > until - LEASE_S:
+            assert await a.has("decode-2")
+            assert await b.has("decode-2")
+    within_s = 2 * LEASE_S + 2
+    gone_s = await eventually("gone from a", lambda: _lacks(a, "decode-2"), within_s=within_s)
+    await eventually("gone from b", lambda: _lacks(b, "decode-2"), within_s=1)
+    assert gone_s > LEASE_S / 4
+
+
+async def test_candidates_over_the_wire(ledgers: tuple[Ledger, Ledger]) -> None:
+    a, b = ledgers
+    # On a host of their own, so that other tests' instances are far.
+    mine = [
+        instance("pool-1", service="attention_pool", lendable=50),
+        instance("pool-2", service="attention_pool", lendable=60),
+        instance("kvstore-1", service="kvstore", lendable=90),
+        instance("pool-far", service="attention_pool", lendable=99, host="h2"),
+    ]
+
+    async def beat(names: set[str]) -> None:
+        for one in mine:
+            if one.id in names:
+                await a.beat(one)
+
+    await beat({one.id for one in mine})
+    await eventually("b knows them", lambda: b.has(*(one.id for one in mine)), within_s=10)
+    for ledger in ledgers:
+        assert await ledger.candidates(20) == ["pool-2", "pool-1", "pool-far"]
+        assert (await ledger.candidates(55)) == ["pool-2", "pool-far"]
+    await a.refuse("pool-2")
+    assert await a.candidates(20) == ["pool-1", "pool-far"]
+    await beat({"pool-1"})
+    assert await a.candidates(20) == ["pool-1", "pool-far"]
+    await beat({"pool-2"})
+    assert await a.candidates(20) == ["pool-2", "pool-1", "pool-far"]
+    for one in mine:
+        await a.beat(one, leaving=True)
+
+
+async def test_bad_heartbeats_are_refused(ledgers: tuple[Ledger, Ledger]) -> None:
+    for bad, param in (
+        (instance(""), "instance.id"),
+        (instance("x" * 300), "instance.id"),
+        (instance("x", service="decod"), "instance.service"),
+        (pb.Instance(id="x", service="decode"), "instance.control_address"),
+    ):
+        with pytest.raises(InvalidInput) as caught:
+            await ledgers[0].beat(bad)
+        assert caught.value.param == param
+
+
+async def test_load_that_changes_all_the_time_is_no_storm(ledgers: tuple[Ledger, Ledger]) -> None:
+    a, b = ledgers
+    names = [f"decode-s{index}" for index in range(20)]
+    for name in names:
+        await a.beat(instance(name))
+    await eventually("b knows them", lambda: b.has(*names), within_s=10)
+    stop = asyncio.Event()
+
+    async def chatter() -> None:
+        free = 0
+        while not stop.is_set():
+            for name in names:
+                free += 1
+                await a.beat(instance(name, free=free))
+
+    task = asyncio.create_task(chatter())
+    views = [view async for view in a.views(2.0)]
+    stop.set()
+    await task
+    assert 2 <= len(views) <= 7  # two a second, and the first
+    frees = [max(one.load.free_blocks for one in view.instances) for view in views]
+    assert frees == sorted(frees)
+    assert frees[-1] > frees[0]
+    for name in names:
+        await a.beat(instance(name), leaving=True)
+
+
+async def test_directory_and_heartbeat(replicas: tuple[LedgerProcess, LedgerProcess]) -> None:
+    addresses = [replica.address for replica in replicas]
+    ready = False
+
+    def describe() -> pb.Instance:
+        one = instance("prefill-1", service="prefill")
+        one.load.ready = ready
+        return one
+
+    directory = Directory(addresses, "router-1")
+    heartbeat = Heartbeat(addresses, describe)
+    directory.start()
+    heartbeat.start()
+    try:
+        await eventually("seen", lambda: directory.find("prefill-1"), within_s=5)
+        assert directory.connected
+        assert directory.instances("prefill") == []
+        assert [one.id for one in directory.instances("prefill", ready=False)] == ["prefill-1"]
+        ready = True
+        heartbeat.beat_now()
+        assert [one.id for one in await directory.wait_for("prefill", timeout_s=2)] == ["prefill-1"]
+        # A failed call: left out, until a heartbeat says something new.
+        directory.suspect("prefill-1")
+        assert directory.instances("prefill") == []
+        back_s = await eventually("suspicion lapses", lambda: directory.instances("prefill"), within_s=7)
+        assert back_s > 1
+        await heartbeat.stop()
+        await eventually("left", lambda: directory.find("prefill-1") is None, within_s=1)
+    finally:
+        await directory.stop()
+
+
+def test_it_stays_small_and_never_imports_torch(replicas: tuple[LedgerProcess, LedgerProcess]) -> None:
+    process = replicas[0].process
+    assert process is not None
+    assert process.poll() is None, replicas[0].log()
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    resident_kb = int(next(line for line in status.splitlines() if line.startswith("VmRSS")).split()[1])
+    assert resident_kb < 150 << 10
+    assert "torch" not in Path(f"/proc/{process.pid}/maps").read_text()

@@ -1,0 +1,251 @@
+"""Ledger replicas and etcd are killed, paused and late; what is known stays known, and nobody waits."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+
+import pytest
+
+from kvcommons.errors import KVCommonsError, Loading, Unavailable
+from kvcommons.rpc.directory import Directory, Heartbeat
+from tests.contract.ledger_process import LEASE_S, Ledger, LedgerProcess, eventually, instance
+from tests.etcd import RealEtcd
+
+
+@pytest.fixture
+def etcd() -> Iterator[RealEtcd]:
+    etcd = RealEtcd()
+    yield etcd
+    etcd.close()
+
+
+@pytest.fixture
+def processes(etcd: RealEtcd) -> Iterator[list[LedgerProcess]]:
+    """Two replicas, not started."""
+    processes = [LedgerProcess(etcd.folder, name, etcd.endpoint) for name in ("a", "b")]
+    yield processes
+    for process in processes:
+        process.close()
+
+
+@pytest.fixture
+async def ledgers(processes: list[LedgerProcess]) -> AsyncIterator[list[Ledger]]:
+    ledgers = [Ledger(process.address) for process in processes]
+    yield ledgers
+    for ledger in ledgers:
+        await ledger.close()
+
+
+async def start(etcd: RealEtcd, processes: list[LedgerProcess], ledgers: list[Ledger]) -> None:
+    etcd.start()
+    for process in processes:
+        process.start()
+    for ledger in ledgers:
+        await eventually("ready", ledger.ready, within_s=20)
+
+
+class Fleet:
+    """Instances that heartbeat, and a directory; notes whenever one of them is missing from its view."""
+
+    def __init__(self, addresses: list[str], names: list[str]) -> None:
+        self.names = names
+        self.directory = Directory(addresses, "router-1")
+        self.beats = [Heartbeat(addresses, lambda name=name: instance(name)) for name in names]
+        self.missing: list[tuple[float, str]] = []
+        self._watch: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> Fleet:
+        self.directory.start()
+        for beat in self.beats:
+            beat.start()
+        await eventually("all there", lambda: self._absent() == [], within_s=10)
+        self._watch = asyncio.create_task(self._note())
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        assert self._watch is not None
+        self._watch.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._watch
+        for beat in self.beats:
+            await beat.stop()
+        await self.directory.stop()
+
+    def _absent(self) -> list[str]:
+        return [name for name in self.names if self.directory.find(name) is None]
+
+    async def _note(self) -> None:
+        began = time.monotonic()
+        while True:
+            self.missing += [(time.monotonic() - began, name) for name in self._absent()]
+            await asyncio.sleep(0.02)
+
+
+async def test_a_replica_dies_and_nobody_goes_missing(
+    etcd: RealEtcd, processes: list[LedgerProcess], ledgers: list[Ledger]
+) -> None:
+    await start(etcd, processes, ledgers)
+    addresses = [ledger.address for ledger in ledgers]
+    async with Fleet(addresses, ["decode-1", "decode-2", "decode-3", "pool-1"]) as fleet:
+        for dying, living in ((0, 1), (1, 0)):
+            processes[dying].kill()
+            await ledgers[living].beat(instance(f"prefill-{dying}"))
+            seen_s = await eventually(
+                "the directory follows the other replica",
+                lambda dying=dying: fleet.directory.find(f"prefill-{dying}"),
+                within_s=5,
+            )
+            assert seen_s < 3
+            await asyncio.sleep(LEASE_S + 1)  # whoever was registered at the dead one only would be gone now
+            assert fleet.missing == []
+            processes[dying].start()
+            await eventually("back", ledgers[dying].ready, within_s=20)
+
+
+async def test_a_paused_replica_is_left_for_another(
+    etcd: RealEtcd, processes: list[LedgerProcess], ledgers: list[Ledger]
+) -> None:
+    await start(etcd, processes, ledgers)
+    async with Fleet([ledger.address for ledger in ledgers], ["decode-1", "decode-2"]) as fleet:
+        processes[0].send(signal.SIGSTOP)
+        await ledgers[1].beat(instance("late"))
+        # At most: the silence after which a watch is given up, and the time to open the next one.
+        await eventually("seen", lambda: fleet.directory.find("late"), within_s=8)
+        assert fleet.missing == []
+        processes[0].send(signal.SIGCONT)
+
+
+async def test_etcd_dies_and_comes_back(
+    etcd: RealEtcd, processes: list[LedgerProcess], ledgers: list[Ledger]
+) -> None:
+    await start(etcd, processes, ledgers)
+    async with Fleet([ledger.address for ledger in ledgers], ["decode-1", "decode-2", "decode-3"]) as fleet:
+        etcd.kill()
+        for ledger in ledgers:
+            await eventually("noticed", lambda ledger=ledger: _not_ready(ledger), within_s=4)
+        # While it is away new ones are told by the replica that hears them, and those it heard last are kept.
+        await ledgers[0].beat(instance("decode-new"))
+        await eventually("told", lambda: ledgers[0].has("decode-new"), within_s=1)
+        assert await ledgers[1].has("decode-1", "decode-2", "decode-3")
+        await asyncio.sleep(LEASE_S + 1)
+        assert not await ledgers[0].has("decode-new")  # it fell silent: etcd is not needed to know that
+        etcd.start()
+        for ledger in ledgers:
+            await eventually("ready again", ledger.ready, within_s=6)
+        await ledgers[0].beat(instance("prefill-1"))
+        await eventually("the replicas agree again", lambda: ledgers[1].has("prefill-1"), within_s=10)
+        await asyncio.sleep(LEASE_S + 1)
+        assert fleet.missing == []
+
+
+async def _not_ready(ledger: Ledger) -> bool:
+    return not await ledger.ready()
+
+
+async def test_a_paused_etcd_holds_nobody_up(
+    etcd: RealEtcd, processes: list[LedgerProcess], ledgers: list[Ledger]
+) -> None:
+    await start(etcd, processes, ledgers)
+    a, b = ledgers
+    async with Fleet([a.address, b.address], ["decode-1", "decode-2", "decode-3"]) as fleet:
+        etcd.pause()
+        slowest_s = 0.0
+        until = time.monotonic() + LEASE_S + 3
+        while time.monotonic() < until:
+            for call in (a.beat(instance("other")), a.candidates(), a.view(), b.view()):
+                began = time.monotonic()
+                await call
+                slowest_s = max(slowest_s, time.monotonic() - began)
+            await asyncio.sleep(0.05)
+        assert slowest_s < 0.5
+        assert not await a.ready()
+        etcd.resume()
+        for ledger in ledgers:
+            await eventually("ready again", ledger.ready, within_s=6)
+        # It wakes to leases that have run out; the living are written again before anyone takes note.
+        await asyncio.sleep(LEASE_S + 1)
+        assert fleet.missing == []
+        await a.beat(instance("prefill-1"))
+        await eventually("the replicas agree again", lambda: b.has("prefill-1"), within_s=10)
+
+
+async def test_it_starts_before_etcd(
+    etcd: RealEtcd, processes: list[LedgerProcess], ledgers: list[Ledger]
+) -> None:
+    processes[0].start()
+    ledger = ledgers[0]
+
+    async def answers() -> bool:
+        with contextlib.suppress(Unavailable):
+            await ledger.beat(instance("decode-1"))
+            return True
+        return False
+
+    await eventually("answers", answers, within_s=20)
+    assert not await ledger.ready()
+    with pytest.raises(Loading):  # nothing that it knows would be worth replacing an older view
+        await ledger.view()
+
+    async def beats_and_has() -> bool:
+        await ledger.beat(instance("decode-1"))
+        return await ledger.has("decode-1")
+
+    # After a lease it has heard everyone who is left to be heard.
+    await eventually("tells what it heard", beats_and_has, within_s=LEASE_S + 2)
+    assert not await ledger.ready()
+    etcd.start()
+    await eventually("ready", ledger.ready, within_s=6)
+    processes[1].start()
+    await ledger.beat(instance("decode-1"))
+    await eventually("its replica agrees", lambda: ledgers[1].has("decode-1"), within_s=20)
+
+
+async def test_a_directory_needs_no_ledger_to_start(
+    etcd: RealEtcd, processes: list[LedgerProcess], ledgers: list[Ledger]
+) -> None:
+    addresses = [ledger.address for ledger in ledgers]
+    directory, beat = Directory(addresses, "router-1"), Heartbeat(addresses, lambda: instance("decode-1"))
+    directory.start()
+    beat.start()
+    try:
+        with pytest.raises(Unavailable, match="no decode instance is ready"):
+            await directory.wait_for("decode", timeout_s=0.2)
+        await asyncio.sleep(1.5)
+        await start(etcd, processes[:1], ledgers[:1])
+        assert await directory.wait_for("decode", timeout_s=4)
+        # All ledgers die, and etcd with them: what was known last stays.
+        processes[0].kill()
+        etcd.kill()
+        await eventually("noticed", lambda: not directory.connected, within_s=5)
+        assert [one.id for one in directory.instances("decode")] == ["decode-1"]
+        etcd.start()
+        processes[0].start()
+        await eventually("connected again", lambda: directory.connected, within_s=20)
+        assert directory.find("decode-1")
+    finally:
+        began = time.monotonic()
+        await beat.stop()
+        await directory.stop()
+        assert time.monotonic() - began < 3
+
+
+async def test_a_replica_that_drains_leaves_and_ends_its_watches(
+    etcd: RealEtcd, processes: list[LedgerProcess], ledgers: list[Ledger]
+) -> None:
+    await start(etcd, processes, ledgers)
+    await eventually("b knows a", lambda: ledgers[1].has("ledger-a", "ledger-b"), within_s=3)
+    views = ledgers[0].views(30)
+    await anext(views)
+    process = processes[0].process
+    assert process is not None
+    process.terminate()
+    with contextlib.suppress(KVCommonsError):
+        async for _ in views:
+            pass
+    await eventually("ended", lambda: process.poll() is not None, within_s=5)
+    assert process.returncode == 0, processes[0].log()
+    assert "ledger-a" not in await ledgers[1].view()

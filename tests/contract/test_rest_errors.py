@@ -1,0 +1,248 @@
+"""Every refusal has the right status, and OpenAI's shape with all four keys."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import pytest
+
+from kvcommons.config import Node
+from kvcommons.errors import InvalidInput
+from services.router.config import RouterConfig
+from tests.contract.rest_stack import MODEL_FOLDER, KvStore, Stack, eventually, stack
+
+pytest_plugins = ("tests.contract.rest_fixtures",)
+
+CHAT = "/v1/chat/completions"
+HI: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+async def refusal(served: Stack, method: str, path: str, **options: Any) -> tuple[int, dict[str, Any]]:
+    async with served.http.request(method, path, **options) as response:
+        assert response.headers["X-Request-Id"]
+        assert response.content_type == "application/json"
+        body = await response.json()
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    assert body["error"]["message"]
+    return response.status, body["error"]
+
+
+BAD_BODIES: list[tuple[bytes, str | None, str]] = [
+    (b"", None, "empty"),
+    (b"\xff\xfe", None, "UTF-8"),
+    (b"{", None, "not JSON"),
+    (b"[]", None, "a list"),
+    (b"[" * 100_000, None, "nested"),
+    (b"{}", "messages", "missing"),
+    (b'{"messages": []}', "messages", "at least 1"),
+    (b'{"messages": "hi"}', "messages", "list"),
+    (b'{"messages": [{"role": "user", "content": 5}]}', "messages[0].content", "string"),
+    (b'{"messages": [{"role": "user"}]}', "messages[0].content", "missing"),
+    (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', None, "surrogate"),
+]
+
+
+@pytest.mark.parametrize(("body", "param", "says"), BAD_BODIES, ids=[says for _, _, says in BAD_BODIES])
+async def test_bad_bodies(served: Stack, body: bytes, param: str | None, says: str) -> None:
+    status, error = await refusal(served, "POST", CHAT, data=body)
+    assert (status, error["param"]) == (400, param)
+    assert says in error["message"]
+
+
+BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
+    ({"temperature": -0.1}, "temperature", "invalid_value"),
+    ({"temperature": "1"}, "temperature", "invalid_value"),
+    ({"temprature": 1}, "temprature", "invalid_value"),
+    ({"max_tokens": 0}, "max_tokens", "invalid_value"),
+    ({"max_tokens": 5000}, "max_tokens", "context_length_exceeded"),
+    ({"n": 99}, "n", "invalid_value"),
+    ({"top_logprobs": 2}, "top_logprobs", "invalid_value"),
+    ({"logit_bias": {"x": 1}}, "logit_bias", "invalid_value"),
+    ({"logit_bias": {"99999": 1}}, "logit_bias", "invalid_value"),
+    ({"tools": [{"type": "function"}]}, "tools", "unsupported_parameter"),
+    ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
+    ({"truncation": "auto"}, "truncation", "unsupported_parameter"),
+    ({"store_partial": True}, "store_partial", "unsupported_parameter"),
+]
+
+
+@pytest.mark.parametrize(("field", "param", "code"), BAD_FIELDS)
+async def test_bad_fields(served: Stack, field: dict[str, Any], param: str, code: str) -> None:
+    status, error = await refusal(served, "POST", CHAT, json=HI | field)
+    assert (status, error["param"], error["code"]) == (400, param, code)
+
+
+async def test_unbuilt_paths_and_headers_say_so(served: Stack) -> None:
+    for path in ("/v1/responses", "/v1/conversations/x/items"):
+        status, error = await refusal(served, "POST", path, json={})
+        assert (status, error["code"]) == (400, "unsupported_parameter")
+    status, error = await refusal(served, "POST", CHAT, json=HI, headers={"Idempotency-Key": "k"})
+    assert (status, error["param"]) == (400, "Idempotency-Key")
+    status, error = await refusal(
+        served, "POST", "/v1/completions", json={"prompt": "a"}, headers={"X-Session-ID": "s"}
+    )
+    assert (status, error["param"]) == (400, "session_id")
+
+
+async def test_paths_methods_and_sizes(served: Stack) -> None:
+    assert (await refusal(served, "GET", "/v2/chat"))[0] == 404
+    status, error = await refusal(served, "PUT", CHAT)
+    assert (status, error["code"]) == (405, "method_not_allowed")
+    big = json.dumps({"messages": [{"role": "user", "content": "x" * 10_000_000}]}).encode()
+    status, error = await refusal(served, "POST", CHAT, data=io.BytesIO(big))
+    assert (status, error["code"]) == (413, "request_too_large")
+    status, error = await refusal(
+        served, "POST", CHAT, json={"messages": [{"role": "user", "content": "word " * 9000}]}
+    )
+    assert (status, error["code"]) == (400, "context_length_exceeded")
+    long = json.dumps({"prompt": "all the words of a book, said again and again; " * 100_000}).encode()
+    began_s = time.monotonic()
+    status, error = await refusal(served, "POST", "/v1/completions", data=io.BytesIO(long))
+    assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", "prompt")
+    assert time.monotonic() - began_s < 2, "megabytes are not tokenized to find that out"
+    assert served.engines[0].decode.requests == []
+
+
+async def test_a_sessions_full_window(served: Stack) -> None:
+    served.says("word " * 1900)
+    status, _ = await served.post(CHAT, HI | {"session_id": "long"})
+    assert status == 200
+    status, error = await refusal(
+        served,
+        "POST",
+        CHAT,
+        json={"messages": [{"role": "user", "content": "more " * 300}], "session_id": "long"},
+    )
+    assert (status, error["code"]) == (400, "context_length_exceeded")
+    assert "session" in error["message"]
+
+
+async def test_request_ids(served: Stack) -> None:
+    async with served.http.get("/health", headers={"X-Request-Id": "abc-1"}) as response:
+        assert response.headers["X-Request-Id"] == "abc-1"
+    async with served.http.get("/health", headers={"X-Request-Id": "a b;c"}) as response:
+        assert response.headers["X-Request-Id"].startswith("req-")
+    served.says("hi")
+    options: dict[str, Any] = {"json": HI | {"stream": True}, "headers": {"X-Request-Id": "abc-2"}}
+    async with served.http.post(CHAT, **options) as response:
+        assert response.headers["X-Request-Id"] == "abc-2"
+
+
+async def test_loading_and_degraded(socket_folder: Path, rest_store: KvStore) -> None:
+    async with stack(socket_folder, rest_store) as served:
+        status, health = await served.get("/health")
+        assert (status, health["status"]) == (503, "loading")
+        status, error = await refusal(served, "POST", CHAT, json=HI)
+        assert (status, error["code"]) == (503, "loading")
+        await served.show(store=False)
+        status, health = await served.get("/health")
+        assert (status, health["status"]) == (503, "degraded")
+        served.says("hi")
+        assert (await served.post(CHAT, HI))[0] == 200
+        status, error = await refusal(served, "POST", "/v1/sessions", json={})
+        assert (status, error["code"]) == (503, "store_unavailable")
+        await served.show()
+        status, health = await served.get("/health")
+        assert (status, health["status"]) == (200, "ok")
+
+
+async def test_a_full_queue_is_a_429(socket_folder: Path, rest_store: KvStore) -> None:
+    async with stack(socket_folder, rest_store, settings={"max_running": 1, "max_queue": 1}) as served:
+        await served.show()
+        served.says("word " * 30)
+        served.script.delay_s = 0.02
+        first, second = (asyncio.create_task(served.post(CHAT, HI)) for _ in range(2))
+
+        async def full() -> bool:
+            queue = (await served.get("/v1/status"))[1]["queue"]
+            return bool(queue == {"running": 1, "waiting": 1})
+
+        await eventually(full)
+        async with served.http.post(CHAT, json=HI) as response:
+            assert response.status == 429
+            assert int(response.headers["Retry-After"]) >= 1
+            assert (await response.json())["error"]["type"] == "rate_limit_error"
+        assert [(await first)[0], (await second)[0]] == [200, 200]
+
+
+async def test_keys_and_tenants(socket_folder: Path, rest_store: KvStore, tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("# tenants\nann key-of-ann-1\nbob key-of-bob-1\n")
+    (tmp_path / "secret").write_bytes(b"0123456789abcdef")
+    settings = {"api_keys": str(tmp_path / "keys"), "secret_file": str(tmp_path / "secret")}
+    async with stack(socket_folder, rest_store, settings=settings) as served:
+        ann = {"Authorization": "Bearer key-of-ann-1"}
+        bob = {"Authorization": "Bearer key-of-bob-1"}
+        await served.show(headers=ann)
+        served.says("hello")
+        for path in ("/v1/models", "/metrics", "/openapi.json", "/nowhere", "/v1/status"):
+            status, error = await refusal(served, "GET", path)
+            assert (status, error["code"]) == (401, "invalid_api_key")
+        status, error = await refusal(
+            served, "POST", CHAT, json=HI, headers={"Authorization": "Bearer wrong-key-1"}
+        )
+        assert (status, error["type"]) == (401, "authentication_error")
+        assert (await served.get("/health"))[0] == 200
+        body = HI | {"session_id": "mine"}
+        assert (await served.post(CHAT, body, headers=ann))[0] == 200
+        assert (await served.get("/v1/sessions/mine", headers=ann))[0] == 200
+        status, error = await refusal(served, "GET", "/v1/sessions/mine", headers=bob)
+        assert (status, error["code"]) == (404, "session_not_found")
+        assert (await served.post(CHAT, body, headers=bob))[0] == 200
+        salts = {request.salt for request in served.engines[0].decode.requests}
+        assert len(salts) == 2
+
+
+def test_settings_that_cannot_be_served() -> None:
+    common: dict[str, Any] = {
+        "node": Node(listen="unix:/tmp/r.sock"),
+        "ledger": ("unix:/tmp/l.sock",),
+        "model": str(MODEL_FOLDER),
+    }
+    with pytest.raises(InvalidInput, match="loopback"):
+        RouterConfig(**common, bind="0.0.0.0")
+    with pytest.raises(InvalidInput, match="secret_file"):
+        RouterConfig(**common, bind="0.0.0.0", api_keys="keys")
+    with pytest.raises(InvalidInput, match="request_deadline_s"):
+        RouterConfig(**common, request_deadline_s=float("nan"))
+    assert RouterConfig(**common, bind="0.0.0.0", api_keys="keys", secret_file="secret").port == 8000
+
+
+async def test_metrics_count_what_was_served(served: Stack) -> None:
+    served.says("hello")
+    served.script.cached_tokens = 3
+    await served.post(CHAT, HI)
+    async with served.http.get("/metrics") as response:
+        text = await response.text()
+    assert 'kvcommons_request_success_total{finished_reason="stop",model_name="demo"} 1.0' in text
+    assert 'kvcommons_prefix_cache_hits_total{model_name="demo"} 3.0' in text
+    assert "kvcommons_time_to_first_token_seconds_count" in text
+    assert "kvcommons_num_requests_running 0.0" in text
+
+
+async def test_openapi_describes_every_path(served: Stack) -> None:
+    _, document = await served.get("/openapi.json")
+    assert document["openapi"] == "3.1.0"
+    text = json.dumps(document)
+    for reference in {part.split('"')[0] for part in text.split('"$ref": "')[1:]}:
+        at: Any = document
+        for step in reference.removeprefix("#/").split("/"):
+            at = at[step]
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            assert operation["responses"], (method, path)
+            status, _ = await _status(served.http, method, path.replace("{id}", "nobody"))
+            assert str(status) in operation["responses"], (method, path, status)
+    fields = document["components"]["schemas"]["ChatRequest"]["properties"]
+    assert {"messages", "session_id", "top_k", "min_p", "ignore_eos", "seed", "reuse"} <= set(fields)
+
+
+async def _status(http: aiohttp.ClientSession, method: str, path: str) -> tuple[int, bytes]:
+    async with http.request(method, path, data=b"not json" if method == "post" else None) as response:
+        return response.status, await response.read()

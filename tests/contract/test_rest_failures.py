@@ -1,0 +1,293 @@
+"""Turns over failing instances and a store that goes away: the client sees the very same tokens, or a clear
+error."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import tempfile
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcommons.errors import CapacityExhausted, Internal, InvalidInput, StaleEpoch, Unavailable
+from tests.contract.rest_stack import KvStore, Stack, eventually, stack
+
+pytest_plugins = ("tests.contract.rest_fixtures",)
+
+CHAT = "/v1/chat/completions"
+TEXT = "one two three four five six seven"
+
+
+def ask(**more: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": "go"}], **more}
+
+
+async def events(served: Stack, body: dict[str, Any]) -> list[Any]:
+    """Of a stream, in order; the last one is "[DONE]" where it came."""
+    async with served.http.post(CHAT, json=body | {"stream": True}) as response:
+        assert response.status == 200
+        lines = [line async for line in response.content if line.startswith(b"data: ")]
+    return ["[DONE]" if line == b"data: [DONE]\n" else json.loads(line[6:]) for line in lines]
+
+
+def text_of(found: list[Any]) -> str:
+    chunks = [event for event in found if isinstance(event, dict) and event.get("choices")]
+    return "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
+
+
+async def test_a_stream_goes_on_elsewhere_without_a_gap(pair: Stack) -> None:
+    (answer,) = pair.says(TEXT)
+    pair.script.fail_at = {3: Unavailable("gone"), 6: StaleEpoch("another epoch")}
+    found = await events(pair, ask(seed=1, stream_options={"include_usage": True}))
+    assert text_of(found) == TEXT
+    assert found[-1] == "[DONE]"
+    assert found[-2]["timings"]["resumptions"] == 2
+    assert found[-2]["usage"]["completion_tokens"] == len(answer)
+    requests = sorted(
+        (request for engine in pair.engines for request in engine.decode.requests),
+        key=lambda request: len(request.tokens),
+    )
+    prompt = requests[0].prompt_tokens
+    assert [len(request.tokens) - prompt for request in requests] == [0, 3, 6]
+    assert {request.prompt_tokens for request in requests} == {prompt}
+    assert {request.sampling.seed for request in requests} == {1}
+    assert all(engine.decode.requests for engine in pair.engines), "it went on on the other instance"
+    await eventually(lambda: pair.calls == 0)
+
+
+async def test_an_instance_that_dies_for_real(pair: Stack) -> None:
+    pair.says(TEXT)
+    pair.script.delay_s = 0.05
+    asked = asyncio.create_task(events(pair, ask()))
+    await eventually(lambda: pair.calls > 0)
+    busy = next(engine for engine in pair.engines if engine.decode.running)
+    await asyncio.sleep(0.1)
+    await busy.stop()
+    found = await asked
+    assert text_of(found) == TEXT
+    assert found[-1] == "[DONE]"
+
+
+async def test_prefill_fails_and_is_tried_again(pair: Stack) -> None:
+    pair.says(TEXT)
+    pair.script.prefill_fails = [Unavailable("gone"), Internal("broken")]
+    assert text_of(await events(pair, ask())) == TEXT
+
+
+async def test_missing_history_is_pushed_by_prefill(served: Stack) -> None:
+    served.says(TEXT)
+    served.script.missing = [0]
+    served.script.delay_s = 0.05
+    assert text_of(await events(served, ask())) == TEXT
+    pushes = [request.push_from_block for request in served.engines[0].prefill.requests]
+    assert pushes == [0, 0]
+    assert len(served.engines[0].decode.requests) == 1
+
+
+async def test_a_silent_decode_is_taken_for_dead(pair: Stack) -> None:
+    pair.says(TEXT)
+    pair.script.stall_at = 4
+    found = await events(pair, ask())
+    assert text_of(found) == TEXT
+    assert found[-1] == "[DONE]"
+
+
+async def test_a_full_decode_is_waited_for_and_then_a_429(socket_folder: Path, rest_store: KvStore) -> None:
+    settings = {"request_deadline_s": 2.0, "resume_deadline_s": 0.2}
+    async with stack(socket_folder, rest_store, settings=settings) as served:
+        await served.show()
+        served.says(TEXT)
+        served.script.reserve_error = CapacityExhausted("no blocks", retry_after_ms=1500)
+        served.script.reserve_errors = 4
+        assert (await served.post(CHAT, ask()))[0] == 200
+        served.script.reserve_errors = 10_000
+        async with served.http.post(CHAT, json=ask()) as response:
+            assert response.status == 429
+            assert response.headers["Retry-After"] == "2"
+            assert (await response.json())["error"]["code"] == "capacity_exhausted"
+
+
+async def test_a_client_of_a_whole_answer_that_leaves_stops_it(served: Stack) -> None:
+    served.says("word " * 1000)
+    served.script.delay_s = 0.01
+    asked = asyncio.create_task(served.post(CHAT, ask()))
+    await eventually(lambda: served.calls > 0)
+    asked.cancel()
+    await eventually(lambda: served.calls == 0, within_s=1.0)
+
+
+async def test_a_client_that_does_not_read_loses_its_turn(socket_folder: Path, rest_store: KvStore) -> None:
+    async with stack(socket_folder, rest_store, settings={"client_stall_s": 0.5}) as served:
+        await served.show()
+        served.says("word " * 1900)
+        many = ask(session_id="idle", stream=True, logprobs=True, top_logprobs=20, max_tokens=1900)
+        async with served.http.post(CHAT, json=many) as response:
+            assert response.status == 200
+            # aiohttp's client stops reading once its buffer is full: what is sent stays in the sockets.
+
+            async def ended() -> bool:
+                return bool((await served.get("/v1/status"))[1]["queue"]["running"] == 0)
+
+            await eventually(ended)
+        status, session = await served.get("/v1/sessions/idle")
+        assert (status, session["error"]["code"]) == (404, "session_not_found")
+
+
+async def test_an_error_any_instance_would_give_ends_the_request(pair: Stack) -> None:
+    pair.says(TEXT)
+    pair.script.reserve_error = InvalidInput("no such thing", param="logit_bias")
+    pair.script.reserve_errors = 1
+    status, reply = await pair.post(CHAT, ask())
+    assert (status, reply["error"]["param"]) == (400, "logit_bias")
+
+
+async def test_a_request_that_kills_its_instances_does_not_go_through_all(pair: Stack) -> None:
+    pair.says(TEXT)
+    pair.script.prefill_fails = [Internal(f"crash {at}") for at in range(20)]
+    status, reply = await pair.post(CHAT, ask())
+    assert (status, reply["error"]["code"]) == (500, "internal_error")
+    assert sum(len(engine.prefill.requests) for engine in pair.engines) == 4
+    await eventually(lambda: pair.calls == 0)
+
+
+async def test_instances_that_do_not_come_back_are_a_clear_error(pair: Stack) -> None:
+    pair.says(TEXT)
+    pair.script.delay_s = 0.1
+    asked = asyncio.create_task(events(pair, ask()))
+    await eventually(lambda: pair.calls > 0)
+    await asyncio.sleep(0.25)
+    for engine in pair.engines:
+        await engine.stop()
+    found = await asyncio.wait_for(asked, 8)
+    assert found[-1]["error"]["code"] == "unavailable"
+    assert all(choice["finish_reason"] is None for event in found[:-1] for choice in event["choices"])
+
+
+async def test_the_deadline_of_a_request_holds(socket_folder: Path, rest_store: KvStore) -> None:
+    async with stack(socket_folder, rest_store, settings={"request_deadline_s": 1.0}) as served:
+        await served.show()
+        served.says("word " * 200)
+        served.script.delay_s = 0.1
+        found = await asyncio.wait_for(events(served, ask()), 5)
+        assert found[-1]["error"]["code"] == "deadline_exceeded"
+        await eventually(lambda: served.calls == 0)
+
+
+@pytest.fixture
+def lone_store() -> Iterator[KvStore]:
+    folder = Path(tempfile.mkdtemp(prefix="kvc-"))
+    kvstore = KvStore(folder)
+    kvstore.start()
+    yield kvstore
+    kvstore.stop()
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(params=[6.0])
+async def lone(
+    request: pytest.FixtureRequest, socket_folder: Path, lone_store: KvStore
+) -> AsyncIterator[Stack]:
+    """Its parameter is the deadline of a commit in seconds."""
+    settings = {"lease_ms": 600, "commit_deadline_s": request.param}
+    async with stack(socket_folder, lone_store, settings=settings) as it:
+        await it.show()
+        yield it
+
+
+async def test_the_store_restarts_in_mid_turn(lone: Stack) -> None:
+    """The stream goes on, and its end waits for the commit. The lease is renewed: the turn outlasts it."""
+    lone.says(TEXT)
+    lone.script.delay_s = 0.1
+    session = uuid.uuid4().hex
+    asked = asyncio.create_task(events(lone, ask(session_id=session)))
+    await eventually(lambda: lone.calls > 0)
+    lone.store.kill()
+    await asyncio.to_thread(lone.store.start)
+    found = await asked
+    assert text_of(found) == TEXT
+    assert found[-1] == "[DONE]"
+    _, record = await lone.get(f"/v1/sessions/{session}")
+    assert record["messages"][1]["content"] == TEXT
+
+
+@pytest.mark.parametrize("lone", [1.0], indirect=True)
+async def test_a_turn_that_cannot_be_committed_never_ends_well(lone: Stack) -> None:
+    lone.says(TEXT)
+    session = uuid.uuid4().hex
+    lone.script.delay_s = 0.05
+    streamed = asyncio.create_task(events(lone, ask(session_id=session)))
+    await eventually(lambda: lone.calls > 0)
+    lone.store.kill()
+    found = await streamed
+    assert text_of(found) == TEXT
+    assert found[-1]["error"]["code"] == "store_unavailable"
+    assert all(choice["finish_reason"] is None for event in found[:-1] for choice in event["choices"])
+    status, reply = await lone.post(CHAT, ask(session_id=session))
+    assert (status, reply["error"]["code"]) == (503, "store_unavailable")
+    # Without a session nothing has to be kept.
+    assert (await lone.post(CHAT, ask()))[0] == 200
+    await asyncio.to_thread(lone.store.start)
+    await eventually(lambda: _free(lone, session), within_s=15)
+
+
+async def _free(lone: Stack, session: str) -> bool:
+    """The next turn of the session is served: the last one's lease ran out or was given back."""
+    status, _ = await lone.post(CHAT, ask(session_id=session))
+    return status == 200
+
+
+async def test_a_session_deleted_in_mid_turn_ends_it(lone: Stack) -> None:
+    session = uuid.uuid4().hex
+    lone.says(TEXT)
+    assert (await lone.post(CHAT, ask(session_id=session)))[0] == 200
+    lone.says("word " * 500)
+    lone.script.delay_s = 0.02
+    asked = asyncio.create_task(events(lone, ask(session_id=session)))
+    await eventually(lambda: lone.calls > 0)
+    async with lone.http.delete(f"/v1/sessions/{session}") as response:
+        assert response.status == 200
+    found = await asyncio.wait_for(asked, 5)
+    assert found[-1]["error"]["code"] == "session_not_found"
+    await eventually(lambda: lone.calls == 0)
+
+
+def router_tasks() -> Counter[str]:
+    """The router's own tasks, by what they run; those of connections are aiohttp's."""
+    names = Counter(getattr(task.get_coro(), "__qualname__", "") for task in asyncio.all_tasks())
+    kinds = ("Attempt", "SessionTurn", "Generation", "Dispatch", "_watch")
+    return Counter({name: count for name, count in names.items() if name.startswith(kinds)})
+
+
+async def test_nothing_is_left_behind(pair: Stack) -> None:
+    """Requests that end well, fail, are stopped by a stop string, and lose their client, in one heap."""
+    pair.says(TEXT)
+    pair.script.delay_s = 0.005
+    before = router_tasks()
+
+    async def one(number: int) -> None:
+        kinds: list[dict[str, Any]] = [{}, {"n": 3}, {"stop": " four"}, {"max_tokens": 1}]
+        body = ask(**kinds[number % 4])
+        if number % 5 == 0:
+            pair.script.fail_at[number % 6 + 1] = Unavailable("gone")
+        if number % 3 == 0:
+            body["session_id"] = uuid.uuid4().hex
+            body["n"] = 1
+        call = asyncio.create_task(pair.post(CHAT, body))
+        if number % 7 == 0:
+            await asyncio.sleep(0.02)
+            call.cancel()
+            await asyncio.wait((call,))
+        else:
+            assert (await call)[0] == 200
+
+    await asyncio.gather(*map(one, range(60)))
+    await eventually(lambda: pair.calls == 0)
+    await eventually(lambda: router_tasks() == before)
+    _, status = await pair.get("/v1/status")
+    assert status["queue"] == {"running": 0, "waiting": 0}

@@ -1,0 +1,312 @@
+"""What every transport must do when peers die, stall, leave, or are none."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvcommons.errors import (
+    AlreadyExists,
+    DataLoss,
+    DeadlineExceeded,
+    InvalidInput,
+    KVCommonsError,
+    Overloaded,
+    Unavailable,
+    UnsupportedParameter,
+)
+from kvcommons.pb import data_pb2 as pb
+from kvcommons.transport.addresses import connect, listen
+from kvcommons.transport.base import Limits
+from kvcommons.transport.client import DataClient
+from kvcommons.transport.deadline import Deadline
+from kvcommons.transport.frame import pack
+from kvcommons.transport.server import DataServer
+from tests.contract import transport_peer as peer
+
+
+def soon() -> Deadline:
+    return Deadline.after(10)
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = soon()
+    while not condition():
+        deadline.check()
+        time.sleep(0.002)
+
+
+def pause(child: subprocess.Popen[str]) -> None:
+    child.send_signal(signal.SIGSTOP)
+    tasks = Path(f"/proc/{child.pid}/task")
+    wait_for(lambda: all(") T" in (task / "stat").read_text() for task in tasks.iterdir()))
+
+
+@pytest.fixture
+def process(address: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """A data server in a process of its own, and its address."""
+    process = subprocess.Popen(
+        [sys.executable, str(Path(peer.__file__)), address], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    with process.stdout:
+        yield process, process.stdout.readline().strip()
+        process.kill()
+        process.wait(10)
+
+
+def test_a_call_past_its_deadline_fails_in_time_and_the_client_goes_on(address: str) -> None:
+    server = DataServer(address, peer.answer, name="peer")
+    server.start()
+    client = DataClient(server.address)
+    started = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match="until the deadline"):
+        client.call(peer.request(peer.SLEEP, number=700), deadline=Deadline.after(0.2))
+    assert 0.2 <= time.monotonic() - started < 0.6
+    client.call(peer.request(peer.ECHO), [b"x"], deadline=soon())
+    client.close()
+    assert server.stop(5)
+
+
+def test_a_killed_peer_is_noticed_at_once(process: tuple[subprocess.Popen[str], str]) -> None:
+    child, address = process
+    client = DataClient(address)
+    client.call(peer.request(peer.ECHO), [b"x"], deadline=soon())
+    threading.Timer(0.2, child.kill).start()
+    deadline = soon()
+    with pytest.raises(Unavailable, match=r"went away|closed the connection"):
+        client.call(peer.request(peer.SLEEP, number=9000), deadline=deadline)
+    assert deadline.left() > 8
+    child.wait(10)
+    with pytest.raises(Unavailable, match="is it running"):
+        client.call(peer.request(peer.ECHO), [b"x"], deadline=soon())
+    client.close()
+
+
+def test_a_peer_killed_while_it_is_sent_to_is_noticed(process: tuple[subprocess.Popen[str], str]) -> None:
+    child, address = process
+    client = DataClient(address)
+    client.call(peer.request(peer.ECHO), [b"x"], deadline=soon())
+    pause(child)
+    threading.Timer(0.3, child.kill).start()
+    deadline = soon()
+    with pytest.raises(Unavailable, match=r"went away|closed the connection"):
+        client.call(peer.request(peer.ECHO), [bytes(64 << 20)], deadline=deadline)
+    assert deadline.left() > 8
+    client.close()
+
+
+@pytest.mark.parametrize("size", [1, 64 << 20])
+def test_a_paused_peer_costs_the_deadline(process: tuple[subprocess.Popen[str], str], size: int) -> None:
+    child, address = process
+    client = DataClient(address)
+    client.call(peer.request(peer.ECHO), [b"x"], deadline=soon())
+    pause(child)
+    started = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match="slow, paused or unreachable"):
+        client.call(peer.request(peer.ECHO), [bytes(size)], deadline=Deadline.after(0.3))
+    assert 0.3 <= time.monotonic() - started < 1.5
+    client.close()
+
+
+def test_a_restarted_peer_is_called_again_without_an_error(socket_folder: Path) -> None:
+    address = f"unix:{socket_folder}/data"
+    first = DataServer(address, peer.answer, name="first")
+    first.start()
+    client = DataClient(address)
+    client.call(peer.request(peer.ECHO), [b"x"], deadline=soon())
+    assert first.stop(5)
+    second = DataServer(address, peer.answer, name="second")
+    second.start()
+    client.call(peer.request(peer.ECHO), [b"x"], deadline=soon())
+    client.close()
+    assert second.stop(5)
+
+
+def test_stopping_a_server_fails_the_calls_under_way(address: str) -> None:
+    server = DataServer(address, peer.answer, name="peer")
+    server.start()
+    client = DataClient(server.address)
+    call = client.begin(peer.request(peer.SLEEP, number=400), deadline=soon())
+    wait_for(lambda: server.connections)
+    assert server.stop(5), "the handler slept for 0.4 s only"
+    with pytest.raises(Unavailable):
+        call.finish()
+    with pytest.raises(Unavailable, match="is it running"):
+        client.call(peer.request(peer.ECHO), [b"x"], deadline=soon())
+    client.close()
+
+
+def test_stop_is_bounded_where_a_handler_is_not(address: str) -> None:
+    server = DataServer(address, peer.answer, name="peer")
+    server.start()
+    client = DataClient(server.address)
+    call = client.begin(peer.request(peer.SLEEP, number=1500), deadline=soon())
+    wait_for(lambda: server.connections)
+    time.sleep(0.1)  # for the handler to begin
+    started = time.monotonic()
+    assert not server.stop(0.2)
+    assert time.monotonic() - started < 1.0
+    call.cancel()
+    client.close()
+    wait_for(lambda: not server.connections)
+
+
+def test_a_waiting_call_can_be_aborted_from_another_thread(address: str) -> None:
+    server = DataServer(address, peer.answer, name="peer")
+    server.start()
+    client = DataClient(server.address)
+    deadline = soon()
+    call = client.begin(peer.request(peer.SLEEP, number=300), deadline=deadline)
+    threading.Timer(0.05, call.abort).start()
+    with pytest.raises(Unavailable):
+        call.finish()
+    assert deadline.left() > 9
+    client.close()
+    assert server.stop(5)
+
+
+def test_one_connection_too_many_is_told_so(address: str) -> None:
+    server = DataServer(address, peer.answer, name="peer", max_connections=2)
+    server.start()
+    clients = [DataClient(server.address) for _ in range(3)]
+    for client in clients[:2]:
+        client.call(peer.request(peer.ECHO), [b"x"], deadline=soon())
+    for size in (1, 8 << 20):
+        with pytest.raises(Overloaded, match="2 connections already"):
+            clients[2].call(peer.request(peer.ECHO), [bytes(size)], deadline=soon())
+    clients[0].close()
+    wait_for(lambda: server.connections < 2)
+    clients[2].call(peer.request(peer.ECHO), [b"x"], deadline=soon())
+    for client in clients:
+        client.close()
+    assert server.stop(5)
+
+
+@pytest.mark.parametrize(
+    ("sent", "error", "message"),
+    [
+        (b"GET / HTTP/1.1\r\nHost: x\r\n\r\n", DataLoss, "not a data frame"),
+        (b"KVCF" + bytes([2, 0]) + bytes(14), DataLoss, "version 2"),
+        (pack(5, 0, Limits()) + b"\xff" * 5, DataLoss, "no DataRequest"),
+        (pack(0, 0, Limits()), InvalidInput, "no deadline"),
+    ],
+)
+def test_garbage_is_refused_with_a_reason(
+    address: str, sent: bytes, error: type[KVCommonsError], message: str
+) -> None:
+    server = DataServer(address, peer.answer, name="peer")
+    server.start()
+    scheme, _, rest = server.address.partition(":")
+    raw = socket.socket(socket.AF_UNIX if scheme == "unix" else socket.AF_INET)
+    raw.settimeout(10)
+    raw.connect(rest if scheme == "unix" else ("127.0.0.1", int(rest.rpartition(":")[2])))
+    raw.sendall(sent)
+    answer = raw.recv(10000)
+    detail = pb.DataReply.FromString(answer[20:]).error
+    assert detail.code == error.code
+    assert message in detail.message
+    raw.close()
+    client = DataClient(server.address)
+    client.call(peer.request(peer.ECHO), [b"x"], deadline=soon())
+    client.close()
+    assert server.stop(5)
+
+
+def test_no_descriptor_and_no_thread_is_left(address: str) -> None:
+    def count() -> tuple[int, int]:
+        return len(os.listdir("/proc/self/fd")), threading.active_count()
+
+    before = count()
+    chance = random.Random(3)
+    for _ in range(3):
+        server = DataServer(address, peer.answer, name="peer", max_connections=4)
+        server.start()
+        clients = [DataClient(server.address, kept_max=1) for _ in range(3)]
+        for _ in range(30):
+            what = chance.choice((peer.ECHO, peer.STALE, peer.IGNORE_PAYLOAD, peer.GIVE))
+            try:
+                into = [bytearray(4)] if chance.random() < 0.2 else None
+                chance.choice(clients).call(peer.request(what), [bytes(100_000)], into=into, deadline=soon())
+            except KVCommonsError:
+                pass
+        for client in clients:
+            client.close()
+        assert server.stop(5)
+    assert count() == before
+
+
+def test_an_address_in_use_is_an_error_and_a_dead_ones_socket_is_not(
+    process: tuple[subprocess.Popen[str], str],
+) -> None:
+    child, address = process
+    with pytest.raises(AlreadyExists, match="in use"):
+        listen(address)
+    client = DataClient(address)
+    client.call(peer.request(peer.ECHO), [b"x"], deadline=soon())  # still served
+    client.close()
+    child.kill()
+    child.wait(10)
+    server = DataServer(address, peer.answer, name="heir")
+    server.start()
+    assert server.address == address
+    assert server.stop(5)
+
+
+def test_a_stopped_unix_server_leaves_no_file_and_takes_no_other(socket_folder: Path) -> None:
+    path = socket_folder / "data"
+    first = DataServer(f"unix:{path}", peer.answer, name="first")
+    path.unlink()
+    second = DataServer(f"unix:{path}", peer.answer, name="second")
+    first.stop(1)
+    assert path.is_socket()
+    second.stop(1)
+    assert not path.exists()
+    path.write_text("precious")
+    with pytest.raises(AlreadyExists, match="no socket"):
+        listen(f"unix:{path}")
+    assert path.read_text() == "precious"
+
+
+@pytest.mark.parametrize(
+    ("bad", "error", "message"),
+    [
+        ("shm:/x", UnsupportedParameter, "not built yet"),
+        ("ucx:host:1", UnsupportedParameter, "not built yet"),
+        ("host:1", InvalidInput, "no data address"),
+        ("", InvalidInput, "no data address"),
+        ("tcp:host", InvalidInput, "tcp:host:port"),
+        ("tcp:host:70000", InvalidInput, "tcp:host:port"),
+        ("unix:relative", InvalidInput, "absolute path"),
+        ("unix:/" + "x" * 120, InvalidInput, "at most 107"),
+    ],
+)
+def test_a_bad_address_says_what_is_wrong(bad: str, error: type[KVCommonsError], message: str) -> None:
+    with pytest.raises(error, match=message):
+        connect(bad, soon())
+    with pytest.raises(error, match=message):
+        listen(bad)
+
+
+def test_a_name_that_does_not_exist_is_unavailable() -> None:
+    with pytest.raises((Unavailable, DeadlineExceeded)):
+        connect("tcp:no-such-host.invalid:1", Deadline.after(3))
+
+
+def test_a_name_is_looked_up() -> None:
+    server = DataServer("tcp:localhost:0", peer.answer, name="peer")
+    server.start()
+    client = DataClient(server.address)
+    client.call(peer.request(peer.ECHO), [b"x"], deadline=soon())
+    client.close()
+    assert server.stop(5)

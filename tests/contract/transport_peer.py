@@ -1,0 +1,61 @@
+"""A data server for the transport's conformance suite, in-process or as a process of its own that tests may
+kill.
+
+A request says in WriteBlocks.layer what it wants done; see `answer`.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+
+from kvcommons.errors import StaleEpoch
+from kvcommons.pb import data_pb2 as pb
+from kvcommons.transport.server import DataServer, Exchange
+
+ECHO, SLEEP, STALE, CRASH, IGNORE_PAYLOAD, SILENT, GIVE, PART = range(8)
+
+
+def request(what: int, *, number: int = 0) -> pb.DataRequest:
+    return pb.DataRequest(write_blocks=pb.WriteBlocks(layer=what, blocks=number))
+
+
+def answer(request: pb.DataRequest, exchange: Exchange) -> None:
+    if request.WhichOneof("op") == "get_layers":
+        for layer in range(request.get_layers.layers):
+            reply = pb.DataReply(got_layer=pb.GotLayer(layer=layer))
+            exchange.reply(reply, [bytes([layer]) * 1000])
+            if layer == request.get_layers.first_layer:
+                raise StaleEpoch("gone in the middle")
+        return
+    what, number = request.write_blocks.layer, request.write_blocks.blocks
+    payload: list[bytearray] = []
+    if what in (ECHO, SLEEP):
+        payload = [bytearray(exchange.payload_bytes)]
+        exchange.receive_payload(payload)
+    if what == SLEEP:
+        time.sleep(number / 1000)
+    elif what == STALE:
+        raise StaleEpoch("the holder has restarted: reserve again", param="epoch", retry_after_ms=7)
+    elif what == CRASH:
+        raise RuntimeError("a mistake")
+    elif what == SILENT:
+        return
+    elif what == GIVE:
+        payload = [bytearray(number)]
+    elif what == PART:
+        payload = [bytearray(number)]
+        exchange.receive_payload(payload)
+    exchange.reply(pb.DataReply(done=pb.Done()), payload)
+
+
+def main() -> None:
+    server = DataServer(sys.argv[1], answer, name="peer")
+    server.start()
+    print(server.address, flush=True)
+    threading.Event().wait(60)
+
+
+if __name__ == "__main__":
+    main()

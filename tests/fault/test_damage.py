@@ -1,0 +1,304 @@
+"""Bytes on disk that change, go missing or find no room: nothing wrong is served, and no committed turn is
+lost without a word."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import shutil
+import signal
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from devstack.rest import Turn
+from kvcommons.errors import StoreUnavailable
+from kvcommons.pb import kvstore_pb2 as pb
+from tests.contract.kvstore_process import KvstoreProcess
+from tests.fault.streams import token_ids
+from tests.system.conftest import FLOAT32
+from tests.system.stack import Stack
+from tests.unit.kvstore.samples import SHAPE, block_ids
+
+SEED = 20_260
+COMMIT_S = 3.0
+BLOCK_TOKENS = 16
+# Little memory everywhere, so that what was said a moment ago has to come from disk.
+TABLES = {
+    **{name: {**table, "capacity_tokens": 2048} for name, table in FLOAT32.items()},
+    "kvstore": {"dram_bytes": 4 << 20},
+    "router": {"commit_deadline_s": COMMIT_S},
+}
+FACTS = "My cat is called Zuzu. My brother is called Benno. My house is green. My dog is called Rex. "
+QUESTION = "What is my cat called?"
+
+
+# ---- a whole stack
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    shared = Stack(tmp_path_factory.mktemp("damaged"), tables=TABLES)
+    with shared:
+        yield shared
+    shared.assert_gone()
+
+
+def say(stack: Stack, session: str, text: str, *, reuse: bool = True) -> Turn:
+    return stack.client.say(text, session, max_tokens=24, temperature=0.0, ignore_eos=True, reuse=reuse)
+
+
+def undisturbed(stack: Stack, name: str) -> tuple[str, list[int]]:
+    """The second answer, and the session's tokens, where everything is computed; nothing of it is stored."""
+    session = f"{name}-undisturbed"
+    say(stack, session, f"{name}. {FACTS}", reuse=False)
+    answer = say(stack, session, QUESTION, reuse=False)
+    return answer.text, token_ids(stack, session)
+
+
+def flood(stack: Stack, seed: int) -> None:
+    """Leaves nothing of what was said before in memory; all of it is on disk already."""
+    dice = random.Random(seed)
+    prompt = [dice.randrange(10, 900) for _ in range(2040)]
+    stack.client.post("/v1/completions", {"prompt": prompt, "max_tokens": 1})
+
+
+def slabs(stack: Stack) -> list[Path]:
+    found = sorted((stack.data / "kvstore" / "slabs").glob("slab-*"))
+    assert found
+    return found
+
+
+def flip(path: Path) -> None:
+    """One byte in each 512, headers of slabs left alone."""
+    with path.open("r+b") as file:
+        for at in range(4096 + 100, path.stat().st_size, 512):
+            file.seek(at)
+            byte = file.read(1)
+            file.seek(at)
+            file.write(bytes([byte[0] ^ 0x40]))
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 3)
+
+
+def garble(folder: Path, pattern: str) -> None:
+    for path in folder.glob(pattern):
+        content = bytearray(path.read_bytes())
+        for at in range(0, len(content), 64):
+            content[at] ^= 0x15
+        path.write_bytes(content)
+
+
+def each_slab(damage: Callable[[Path], object]) -> Callable[[Path], None]:
+    def apply(store: Path) -> None:
+        for path in (store / "slabs").glob("slab-*"):
+            damage(path)
+
+    return apply
+
+
+def restarted(stack: Stack, damage: Callable[[Path], None]) -> None:
+    """kill -9 of the kvstore, and damage before the stack can start it again."""
+    supervisor = stack.pid("up")
+    os.kill(supervisor, signal.SIGSTOP)
+    try:
+        before = stack.kill("kvstore")
+        stack.until(lambda: all(process.pid != before for process in stack.processes()), 5, "kvstore stays")
+        damage(stack.data / "kvstore")
+    finally:
+        os.kill(supervisor, signal.SIGCONT)
+
+
+DAMAGES: dict[str, Callable[[Path], None]] = {
+    "bytes flipped": each_slab(flip),
+    "slabs cut": each_slab(cut),
+    "slabs gone": each_slab(Path.unlink),
+    "index garbled": lambda store: garble(store / "index", "*.log"),
+    "index without manifest": lambda store: garble(store / "index", "MANIFEST*"),
+    "index gone": lambda store: shutil.rmtree(store / "index"),
+}
+
+
+def _serves(stack: Stack) -> bool:
+    return stack.client.healthy() and stack.client.get("/v1/status")["store"] is not None
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_damaged_blocks_are_computed_again(stack: Stack, name: str) -> None:
+    expected, expected_ids = undisturbed(stack, name)
+    first = say(stack, name, f"{name}. {FACTS}")
+    flood(stack, len(name))
+    restarted(stack, DAMAGES[name])
+    stack.until(lambda: _serves(stack), 20, "the kvstore does not come back")
+    turn = say(stack, name, QUESTION)
+    assert (turn.text, token_ids(stack, name)) == (expected, expected_ids)
+    history = first.prompt_tokens + first.completion_tokens
+    whole = (history - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    assert turn.cached_tokens < whole if name == "slabs cut" else turn.cached_tokens == 0
+    if name == "bytes flipped":
+        assert stack.client.get("/v1/status")["store"]["corrupt_blocks"] > 0
+    # And what was computed again is stored again.
+    flood(stack, len(name) + 1000)
+    assert say(stack, name, QUESTION).cached_tokens >= whole
+    stack.assert_no_block_is_held()
+
+
+def test_bytes_that_change_under_a_running_store(stack: Stack) -> None:
+    expected, expected_ids = undisturbed(stack, "running")
+    say(stack, "running", f"running. {FACTS}")
+    flood(stack, 5)
+    before = stack.client.get("/v1/status")["store"]["corrupt_blocks"]
+    for path in slabs(stack):
+        flip(path)
+    turn = say(stack, "running", QUESTION)
+    assert (turn.text, token_ids(stack, "running")) == (expected, expected_ids)
+    assert turn.cached_tokens == 0
+    assert stack.client.get("/v1/status")["store"]["corrupt_blocks"] > before
+
+
+def test_a_disk_that_fills_up_before_the_commit(stack: Stack) -> None:
+    """A clear error within the commit's deadline; the turn is not there, those before it are, and once there
+    is room all goes on."""
+    say(stack, "full", FACTS)
+    before = stack.client.session("full")
+    store = stack.pid("kvstore")
+    parts = stack.client.chat(QUESTION, "full", max_tokens=200, ignore_eos=True)
+    next(parts)
+    resource.prlimit(store, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
+    began_s = time.monotonic()
+    try:
+        with pytest.raises(StoreUnavailable, match="session store"):
+            for _ in parts:
+                pass
+        assert time.monotonic() - began_s < COMMIT_S + 5
+        # What needs no session goes on.
+        assert stack.client.post("/v1/completions", {"prompt": "Hi", "max_tokens": 2})["choices"]
+    finally:
+        resource.prlimit(store, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    stack.until(lambda: _answers(stack, "full"), 25, "no turn is possible any more")
+    after = stack.client.session("full")
+    assert after["token_ids"][: before["tokens"]] == before["token_ids"]
+    assert after["version"] == before["version"] + 1
+    stack.assert_no_block_is_held()
+
+
+def _answers(stack: Stack, session: str) -> bool:
+    try:
+        return bool(say(stack, session, QUESTION).text)
+    except Exception:
+        return False
+
+
+def test_sessions_that_are_damaged_end_the_stack_with_a_reason(stack: Stack) -> None:
+    """The last test of this stack."""
+    restarted(stack, lambda store: garble(store / "sessions", "MANIFEST*"))
+    assert stack.wait(30) == 1
+    assert "kvstore refused to start" in stack.said()
+    assert "restore it from a backup" in stack.said()
+    stack.assert_gone()
+
+
+# ---- the kvstore alone
+
+
+@pytest.fixture
+def sockets() -> Iterator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="kvc-"))
+    yield folder
+    shutil.rmtree(folder)
+
+
+def commit(store: KvstoreProcess, number: int, ids: list[bytes]) -> None:
+    begin = pb.BeginTurnRequest(tenant="t", session_id="s", turn_id=f"{number}", owner="o", lease_ms=5000)
+    begun = store.sessions.BeginTurn(begin, timeout=5)
+    store.sessions.CommitTurn(
+        pb.CommitTurnRequest(
+            tenant="t",
+            session_id="s",
+            turn_id=f"{number}",
+            fencing=begun.fencing,
+            expected_version=number,
+            model=SHAPE.model,
+            new_tokens=[number] * 50,
+            block_ids=ids,
+            durable_wait_ms=5000,
+        ),
+        timeout=10,
+    )
+
+
+def filled(sockets: Path, data: Path) -> list[bytes]:
+    """A store with a session of four turns and its blocks, killed once its mark is written."""
+    ids = block_ids(8, "damage")
+    store = KvstoreProcess(sockets, data).wait_ready()
+    try:
+        store.put_blocks(ids)
+        for number in range(4):
+            commit(store, number, ids)
+        mark = data / "sessions.mark"
+        give_up_s = time.monotonic() + 5
+        while not (mark.exists() and int(mark.read_text()) >= 8):
+            assert time.monotonic() < give_up_s
+            time.sleep(0.02)
+    finally:
+        store.kill()
+    return ids
+
+
+# Open finding: of many runs one started without the session; which damage it was is not known yet.
+@pytest.mark.slow
+def test_no_damage_of_the_sessions_goes_unnoticed(sockets: Path, tmp_path: Path) -> None:
+    """Flipped bytes, files cut or gone: the store starts with every turn, or not at all."""
+    filled(sockets, tmp_path / "whole")
+    dice = random.Random(SEED)
+    folder = tmp_path / "whole" / "sessions"
+    damaged = [path.name for pattern in ("*.log", "MANIFEST*") for path in folder.glob(pattern)]
+    refusals = 0
+    for name in damaged:
+        for how in ("flip", "cut", "unlink"):
+            data = tmp_path / f"{name}-{how}"
+            shutil.copytree(tmp_path / "whole", data)
+            path = data / "sessions" / name
+            if how == "flip":
+                content = bytearray(path.read_bytes())
+                content[dice.randrange(len(content))] ^= 0x81
+                path.write_bytes(content)
+            elif how == "cut":
+                os.truncate(path, path.stat().st_size // 2)
+            else:
+                path.unlink()
+            refusals += _refused_or_whole(sockets, data)
+    assert refusals >= len(damaged)
+
+
+def _refused_or_whole(sockets: Path, data: Path) -> bool:
+    store = KvstoreProcess(sockets, data)
+    try:
+        store.wait_ready()
+    except AssertionError:
+        assert store.process.returncode == 2, store.errors
+        assert "backup" in store.errors
+        return True
+    try:
+        record = store.sessions.Get(pb.GetSessionRequest(tenant="t", session_id="s"), timeout=5)
+        assert (record.version, len(record.tokens)) == (4, 200)
+        return False
+    finally:
+        store.kill()
+
+
+def test_sessions_that_are_gone_are_missed(sockets: Path, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    filled(sockets, data)
+    shutil.rmtree(data / "sessions")
+    assert _refused_or_whole(sockets, data)
+    (data / "sessions.mark").unlink()  # as the refusal says, for whoever wants to go on
+    store = KvstoreProcess(sockets, data).wait_ready()
+    assert not store.sessions.List(pb.ListSessionsRequest(tenant="t"), timeout=5).sessions
+    assert store.terminate() == 0

@@ -1,0 +1,152 @@
+"""kill -9 of each service in mid-stream: the client gets the very tokens of an undisturbed run."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from devstack.rest import Turn
+from kvcommons.errors import KVCommonsError
+from tests.fault.conftest import TWINS, slow_tables
+from tests.fault.streams import ANSWER_TOKENS, NEVER_ENDS, SAMPLINGS, Victims, stream, token_ids, until_whole
+from tests.system.conftest import FLOAT32
+from tests.system.stack import Stack
+
+MESSAGE = "My cat is called Zuzu and my brother is called Benno. Tell me a long story about them."
+DELAY_S_MAX = 5.0  # an instance's death may cost a stream so much
+_serial = itertools.count()
+
+
+@pytest.fixture(scope="module", params=sorted(SAMPLINGS))
+def undisturbed(request: pytest.FixtureRequest, twins: Stack) -> tuple[dict[str, float], Turn, list[int]]:
+    """Parameters, and what a run without reuse and without a death gives with them."""
+    parameters = SAMPLINGS[request.param]
+    session = f"undisturbed-{request.param}"
+    turn, _ = stream(twins, session, MESSAGE, reuse=False, **parameters)
+    return parameters, turn, token_ids(twins, session)
+
+
+@pytest.fixture(autouse=True)
+def whole(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Each test begins and ends with all instances there and no block held."""
+    yield
+    if "twins" in request.fixturenames:
+        stack = request.getfixturevalue("twins")
+        until_whole(stack, {**TWINS, "kvstore": 1})
+        stack.assert_no_block_is_held()
+
+
+@pytest.mark.parametrize("victim", ["prefill", "decode", "attention_pool", "ledger", "etcd", "kvstore"])
+def test_a_death_in_mid_stream_changes_no_token(
+    twins: Stack, undisturbed: tuple[dict[str, float], Turn, list[int]], victim: str
+) -> None:
+    parameters, expected, expected_ids = undisturbed
+    session = f"{victim}-{next(_serial)}"
+
+    victims = Victims(twins, victim)
+    kill = victims.kill_busy if victim == "decode" else victims.kill_any
+    turn, silence_s = stream(twins, session, MESSAGE, kill, **parameters)
+    assert turn.text == expected.text
+    assert turn.finish_reason == expected.finish_reason
+    assert turn.completion_tokens == expected.completion_tokens
+    assert token_ids(twins, session) == expected_ids
+    assert silence_s < DELAY_S_MAX
+    assert turn.timings["resumptions"] == (1 if victim == "decode" else 0)
+
+
+def test_all_instances_of_a_kind_may_die_one_after_the_other(
+    twins: Stack, undisturbed: tuple[dict[str, float], Turn, list[int]]
+) -> None:
+    parameters, expected, expected_ids = undisturbed
+    session = f"twice-{next(_serial)}"
+    victims = Victims(twins, "decode")
+    calls = twins.client.chat(MESSAGE, session, max_tokens=ANSWER_TOKENS, **NEVER_ENDS, **parameters)
+    for number, part in enumerate(calls):
+        if number in (10, 90):
+            victims.kill_busy()
+        if isinstance(part, Turn):
+            assert part.text == expected.text
+    assert len(victims.killed) == 2
+    assert token_ids(twins, session) == expected_ids
+
+
+def test_prefill_dies_while_it_computes(
+    twins: Stack, undisturbed: tuple[dict[str, float], Turn, list[int]]
+) -> None:
+    """The prompt is long, and each death is as early as a job can be seen."""
+    parameters, _, _ = undisturbed
+    words = " ".join(f"My friend number {i} likes the colour blue." for i in range(60))
+    plain = twins.client.say(words, f"long-{next(_serial)}", reuse=False, max_tokens=40, **parameters)
+    session = f"long-{next(_serial)}"
+
+    victims = Victims(twins, "prefill")
+
+    def kill_when_at_work() -> None:
+        deadline = time.monotonic() + 5
+        while not victims.killed and time.monotonic() < deadline:
+            with contextlib.suppress(AssertionError):
+                victims.kill_busy()
+
+    killer = threading.Thread(target=kill_when_at_work)
+    killer.start()
+    turn = twins.client.say(words, session, reuse=False, max_tokens=40, **parameters)
+    killer.join()
+    assert victims.killed
+    assert turn.text == plain.text
+
+
+def test_borrowed_memory_dies_with_its_pool(tmp_path: Path, slow_model: Path) -> None:
+    """Decode has room for a part of the sequence only: the rest lies on a pool, which is killed."""
+    tables = slow_tables(decode={"capacity_tokens": 160})
+    stack = Stack(tmp_path, tables=tables, model=str(slow_model), attention_pool=2)
+    with stack:
+        for name, parameters in SAMPLINGS.items():
+            expected, _ = stream(stack, f"calm-{name}", MESSAGE, reuse=False, **parameters)
+            victims = Victims(stack, "attention_pool")
+            turn, silence_s = stream(
+                stack, f"killed-{name}", MESSAGE, victims.kill_busy, at_piece=120, **parameters
+            )
+            assert turn.text == expected.text
+            assert token_ids(stack, f"killed-{name}") == token_ids(stack, f"calm-{name}")
+            assert silence_s < DELAY_S_MAX
+            until_whole(stack, {"attention_pool": 2})
+        stack.assert_no_block_is_held()
+    stack.assert_gone()
+
+
+@pytest.mark.parametrize("alone", ["prefill", "decode", "kvstore"])
+def test_an_instance_that_is_alone_and_stays_away(tmp_path: Path, alone: str) -> None:
+    """A paused process is one that does not come back: the request ends with a clear error within its
+    deadline, and all is well again once the process goes on."""
+    deadlines = {
+        "request_deadline_s": 10.0,
+        "resume_deadline_s": 6.0,
+        "stall_s": 2.0,
+        "commit_deadline_s": 4.0,
+    }
+    stack = Stack(tmp_path, tables={**FLOAT32, "router": deadlines})
+    with stack:
+        before = stack.client.say("My cat is called Zuzu.", "kept", temperature=0)
+        assert before.text
+        stack.kill(alone, signal.SIGSTOP)
+        began = time.monotonic()
+        try:
+            with pytest.raises(KVCommonsError) as failure:
+                stack.client.say("What is my cat called?", "kept", temperature=0)
+            assert time.monotonic() - began < 45.0
+            assert failure.value.http_status in (429, 503)
+            assert failure.value.message
+        finally:
+            stack.kill(alone, signal.SIGCONT)
+        stack.until(stack.client.healthy, 20.0, "the stack is not healthy again")
+        after = stack.client.say("What is my cat called?", "kept", temperature=0)
+        assert "Zuzu" in after.text
+        stack.assert_no_block_is_held()
+    stack.assert_gone()

@@ -1,0 +1,384 @@
+"""One life of a block store on a machine that fails: what clients do, what breaks, and what has to hold."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from hashlib import shake_128
+
+from kvcommons.errors import StoreUnavailable
+from kvcommons.rblock.checksum import checksum
+from services.kvstore.block import Block
+from services.kvstore.blocks import BlockStore, BlockStoreSettings
+from services.kvstore.incoming import Incoming, LayerPut
+from services.kvstore.medium import Medium
+from services.kvstore.run import Run
+from services.kvstore.tier import PAGE_BYTES, BlockShape
+from services.kvstore.writer import Round
+from tests.simulation.machine import Killed, Machine, Rocks, Threads, require
+from tests.simulation.platter import Platter
+from tests.simulation.store_invariants import blocks_of, check, check_untouched, on_disk
+
+# A page with a gap at its end; layers that end where pages do, or in the middle of them.
+SMALL = BlockShape(model=b"s" * 32, layers=2, object_bytes=1500)
+LARGE = BlockShape(model=b"l" * 32, layers=4, object_bytes=PAGE_BYTES // 2)
+ODD = BlockShape(model=b"o" * 32, layers=3, object_bytes=3500)
+STEPS = 60
+RUN_BLOCKS = 5
+STAGING_S = 30.0
+
+
+@lru_cache(maxsize=4096)
+def payload(block_id: bytes, layer: int, size: int) -> bytes:
+    return shake_128(block_id + bytes([layer])).digest(size)
+
+
+SEQUENCES = [
+    (shape, [shake_128(f"{name} {index} {shape.layers}".encode()).digest(32) for index in range(RUN_BLOCKS)])
+    for name in range(3)
+    for shape in (SMALL, LARGE, ODD)
+]
+
+
+class StoreSchedule:
+    """`run` lives it through; it raises Violation."""
+
+    def __init__(self, seed: int) -> None:
+        self.dice = random.Random(seed)
+        self.machine = Machine(self.dice)
+        self.platter = Platter(self.machine)
+        self.rocks = Rocks(self.machine)
+        self.damage = 0  # blocks whose bytes were spoilt on the medium
+        self.failed_reads = False  # reads were made to fail at some time
+        self.platter.punches = self.machine.strikes(0.8)
+        self._disk_pages = self.dice.randint(3, 24)
+        self._dram_pages = self.dice.randint(4, 16)
+        self._within = False  # a step is under way: what comes now is another thread
+        self._writing = self._scrubbing = False
+        self._begin_life()
+        self._open()
+
+    def _begin_life(self) -> None:
+        self.threads = Threads(self.dice)
+        self.writers = Threads(self.dice)
+        self.puts: list[tuple[LayerPut, Incoming]] = []
+        self.runs: list[tuple[Run, BlockShape, Sequence[bytes]]] = []
+        self.seen: dict[int, Block] = {}  # every block that somebody had pinned
+        self.generations: list[tuple[bytes, bytes, int]] = []
+        self.condemned = 0
+
+    def _open(self) -> None:
+        pools = {"kvstore-read": self.threads, "kvstore-write": self.writers}
+        self.machine.meanwhile = lambda: None
+        settings = BlockStoreSettings(
+            dram_bytes=self._dram_pages * PAGE_BYTES,
+            disk_bytes=self._disk_pages * PAGE_BYTES,
+            staging_s=STAGING_S,
+            put_wait_s=0.0,
+            region_bytes_min=4 * PAGE_BYTES,
+            slab_bytes_min=6 * PAGE_BYTES,
+            read_bytes=PAGE_BYTES,
+        )
+        medium = Medium(disk=self.platter, index=self.rocks, executor=lambda _, name: pools[name])
+        self.platter.touched = lambda name, offset, length: None
+        self.store = BlockStore(medium, settings, self.machine)
+        self.platter.touched = lambda name, offset, length: check_untouched(self, name, offset, length)
+        self.machine.meanwhile = self._meanwhile
+        check(self)
+
+    def run(self) -> None:
+        for _ in range(STEPS):
+            self._step(self.dice.choices(self._actions, self._weights)[0])
+        self._settle()
+        before = on_disk(self.store)
+        self._reopen(before)
+        self._settle()
+
+    @property
+    def _actions(self) -> list[Callable[[], object]]:
+        return [
+            self._put_blocks,
+            self._begin_put,
+            self._end_put,
+            self._open_run,
+            self._read_run,
+            self._close_run,
+            self.threads.run_one,
+            self._write_round,
+            self._condemn,
+            self._replace,
+            self._forget,
+            self._scrub,
+            self._ask,
+            self._advance,
+            self._change_faults,
+            self._spoil,
+            self._arm,
+            self._restart,
+        ]
+
+    _weights = (9, 7, 7, 7, 8, 5, 12, 14, 2, 2, 1, 3, 2, 2, 2, 1, 2, 1)
+    _threads = 12  # of these actions, the first may happen while another thread is in the middle of I/O
+
+    # ---- steps
+
+    def _step(self, action: Callable[[], object]) -> None:
+        store, lost_before, there_before = self.store, self._dropped(), on_disk(self.store)
+        self._within = True
+        try:
+            action()
+        except Killed:
+            self._crash()
+            return
+        finally:
+            self._within = False
+        check(self)
+        if store is self.store:
+            gone = [key for key in there_before if key not in on_disk(self.store)]
+            require(len(gone) <= self._dropped() - lost_before, f"{len(gone)} blocks left the disk uncounted")
+
+    def _dropped(self) -> int:
+        counters = self.store.stats().counters
+        return counters.evictions_disk + counters.corrupt + counters.read_errors + counters.forgotten
+
+    def _meanwhile(self) -> None:
+        """Another thread's turn, in the middle of this one's I/O."""
+        if not self._within or not self.machine.strikes(0.1):
+            return
+        self._within = False
+        try:
+            actions = [
+                a for a in self._actions[: self._threads] if a != self._write_round or not self._writing
+            ]
+            self.dice.choice(actions)()
+        finally:
+            self._within = True
+
+    def _put(self, layer: int, ids: Sequence[bytes], shape: BlockShape, writer: str) -> LayerPut:
+        return LayerPut(
+            shape=shape,
+            tenant="t",
+            writer=writer,
+            layer=layer,
+            parent=b"",
+            first_block=0,
+            block_ids=ids,
+            checksums=[
+                checksum(block_id, layer, payload(block_id, layer, shape.object_bytes)) for block_id in ids
+            ],
+        )
+
+    def _some(self) -> tuple[BlockShape, list[bytes]]:
+        shape, ids = self.dice.choice(SEQUENCES)
+        return shape, ids[: self.dice.randint(1, RUN_BLOCKS)]
+
+    def _put_blocks(self) -> None:
+        self._send(*self._some())
+
+    def _send(self, shape: BlockShape, ids: Sequence[bytes]) -> None:
+        layers = list(range(shape.layers))
+        self.dice.shuffle(layers)
+        for layer in layers:
+            put = self._put(layer, ids, shape, "whole")
+            self._fill(put, self.store.begin_put(put), 0, shape.object_bytes).finish()
+
+    def _begin_put(self) -> None:
+        shape, ids = self._some()
+        put = self._put(self.dice.randrange(shape.layers), ids, shape, self.dice.choice("ab"))
+        self.puts.append((put, self._fill(put, self.store.begin_put(put), 0, shape.object_bytes // 2)))
+
+    def _end_put(self) -> None:
+        if self.puts:
+            put, incoming = self.puts.pop(self.dice.randrange(len(self.puts)))
+            if self.machine.strikes(0.15):
+                incoming.break_off()
+            else:
+                self._fill(put, incoming, put.shape.object_bytes // 2, put.shape.object_bytes).finish()
+
+    @staticmethod
+    def _fill(put: LayerPut, incoming: Incoming, start: int, end: int) -> Incoming:
+        for block_id, place in zip(put.block_ids, incoming.into, strict=True):
+            if place is not None:
+                place[start:end] = payload(block_id, put.layer, put.shape.object_bytes)[start:end]
+        return incoming
+
+    def _open_run(self) -> None:
+        shape, ids = self._some()
+        run = self.store.open_run(shape.model, ids)
+        self.runs.append((run, shape, ids))
+        self.seen.update((id(block), block) for block in run._blocks)
+
+    def _read_run(self) -> None:
+        if not self.runs:
+            return
+        run, shape, ids = self.dice.choice(self.runs)
+        if self.machine.strikes(0.7):
+            while self.threads.run_one():
+                pass
+        layer = self.dice.randrange(shape.layers)
+        checksums, generations, objects = run.layer(layer, 0.0)
+        for block_id, digest, view in zip(ids, checksums, objects, strict=False):
+            right = payload(block_id, layer, shape.object_bytes)
+            require(bytes(view) == right, f"wrong bytes of layer {layer}")
+            require(digest == checksum(block_id, layer, right), f"a wrong checksum of layer {layer}")
+        self.generations += [(shape.model, *pair) for pair in zip(ids, generations, strict=False)]
+
+    def _close_run(self) -> None:
+        if self.runs:
+            self.runs.pop(self.dice.randrange(len(self.runs)))[0].close()
+
+    def _write_round(self) -> None:
+        self._writing = True
+        try:
+            self.store.write_round()
+        finally:
+            self._writing = False
+
+    def _scrub(self) -> None:
+        self._scrubbing = True
+        try:
+            for _ in range(self.dice.randint(1, 4)):
+                self.store.scrub.step()
+        finally:
+            self._scrubbing = False
+
+    def _condemn(self) -> None:
+        if self.generations:
+            model, block_id, generation = self.dice.choice(self.generations)
+            found = self.store._catalog.find(model, block_id)
+            gone = self.store.condemn(model, block_id, generation)
+            require(
+                gone == (found is not None and found.generation == generation),
+                "a condemnation hit another generation than it named",
+            )
+            self.condemned += gone
+
+    def _replace(self) -> None:
+        """A reader found a block wrong; it is computed and sent again."""
+        shape, ids = self._some()
+        block = self.store._catalog.find(shape.model, ids[0])
+        if block is not None:
+            self.condemned += self.store.condemn(shape.model, ids[0], block.generation)
+            self.generations += [(shape.model, ids[0], block.generation)] * 3  # slow readers name it again
+            self._send(shape, ids[:1])
+
+    def _forget(self) -> None:
+        shape, ids = self._some()
+        self.store.forget(shape.model, ids)
+        require(not self.store.match(shape.model, ids), "a forgotten block is found")
+
+    def _ask(self) -> None:
+        shape, ids = self._some()
+        found = len(self.store.match(shape.model, ids))
+        require(self.store.durable(shape.model, ids) <= found, "a durable block is not found")
+
+    def _advance(self) -> None:
+        self.machine.time_s += self.dice.choice((0.1, 5.0, STAGING_S + 1, 3600.0))
+
+    def _change_faults(self) -> None:
+        machine, rate = self.machine, self.dice.choice((0.0, 0.05, 0.3, 1.0))
+        fault = self.dice.choice(("heal", "read", "write", "sync", "table", "full"))
+        if fault == "heal":
+            machine.heal()
+        elif fault == "full":
+            machine.room_pages = self.platter.allocated_pages + self.dice.randint(0, 2)
+        elif fault == "read":
+            machine.read_errors = rate
+            self.failed_reads = True
+        else:
+            setattr(machine, f"{fault}_errors", rate)
+
+    def _spoil(self) -> None:
+        """Flips a bit, or swaps two slots, on the medium itself."""
+        stored = [block for block in blocks_of(self.store) if block.disk is not None]
+        if not stored:
+            return
+        block = self.dice.choice(stored)
+        size = block.space.shape.slot_bytes
+        name, start = _place(block)
+        if self.machine.strikes(0.5):
+            self.platter.flip(name, start + self.dice.randrange(block.space.shape.block_bytes))
+            self.damage += 1
+            return
+        others = [other for other in stored if _place(other)[0] == name]
+        self.platter.swap(name, start, _place(self.dice.choice(others))[1], size)
+        self.damage += 2
+
+    def _arm(self) -> None:
+        self.machine.kill_in = self.dice.randint(0, 20)
+
+    def _restart(self) -> None:
+        self._settle()
+        self._reopen(on_disk(self.store))
+
+    # ---- death and rest
+
+    def _crash(self) -> None:
+        before = on_disk(self.store)
+        power = self.machine.strikes(0.5)
+        self.platter.crash(power=power)
+        self.rocks.crash(power=power)
+        self._reopen(before)
+
+    def _reopen(self, before: dict[tuple[bytes, bytes], int]) -> None:
+        """Starts the process anew; it may die over that, too."""
+        smaller = self.machine.strikes(0.1)
+        if smaller:
+            self._disk_pages = max(3, self._disk_pages - 6)
+        if self.machine.strikes(0.2):
+            self._arm()
+        while True:
+            self._begin_life()
+            self._within = self._writing = self._scrubbing = False
+            try:
+                self._open()
+                break
+            except Killed:
+                power = self.machine.strikes(0.5)
+                self.platter.crash(power=power)
+                self.rocks.crash(power=power)
+            except StoreUnavailable:
+                self.machine.heal()
+        if not smaller:
+            after = on_disk(self.store)
+            for key, generation in before.items():
+                require(after.get(key) == generation, "a durable block is not there after the restart")
+
+    def _settle(self) -> None:
+        """All faults over, everybody done: nothing may be left behind, and everything is readable."""
+        self.machine.heal()
+        self._within = False
+        while self.puts:
+            self._end_put()
+        self._drain()
+        while self.runs:
+            self._close_run()
+        self.machine.time_s += STAGING_S + 60
+        for _ in range(100):
+            if self.store.write_round() is Round.IDLE:
+                break
+        else:
+            require(False, "the writer finds no end")
+        check(self)
+        stats = self.store.stats()
+        require(not stats.staging and not stats.pending_writes, "something was left behind")
+        require(not any(b.pins or b.disk_pins for b in blocks_of(self.store)), "a pin was left behind")
+        for shape, ids in SEQUENCES:
+            run = self.store.open_run(shape.model, ids)
+            self.runs.append((run, shape, ids))
+            self._drain()
+            for _ in range(shape.layers):
+                self._read_run()
+            self._close_run()
+        check(self)
+
+    def _drain(self) -> None:
+        while self.threads.run_one():
+            pass
+
+
+def _place(block: Block) -> tuple[str, int]:
+    assert block.disk is not None
+    start = PAGE_BYTES + block.disk.place * block.space.shape.slot_bytes
+    return f"slab-{block.disk.region:08d}", start

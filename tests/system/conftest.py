@@ -1,0 +1,20 @@
+"""One stack for all tests that leave it as they found it; those that kill things start their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.system.stack import Stack
+
+# Exactness is judged in float32; bfloat16, the default, may round differently on different paths.
+FLOAT32 = {service: {"dtype": "float32"} for service in ("prefill", "decode", "attention_pool")}
+
+
+@pytest.fixture(scope="session")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    shared = Stack(tmp_path_factory.mktemp("stack"), tables=FLOAT32)
+    with shared:
+        yield shared
+    shared.assert_gone()

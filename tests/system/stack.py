@@ -1,0 +1,105 @@
+"""A real stack under test: every service its own process, real etcd, RocksDB and sockets, on a free port.
+
+with Stack(tmp_path, tables={"prefill": {"dtype": "float32"}}, decode=2) as stack:
+    turn = stack.client.say("My cat is called Zuzu.", "s")
+    stack.kill("decode-1")
+    ...
+stack.assert_gone()
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import grpc
+
+from devstack.running import RunningStack
+from kvcommons.pb import holder_pb2, holder_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+
+INSPECT_S_MAX = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Blocks:
+    """What a holder or prefill says about its memory."""
+
+    total: int
+    free: int
+    cached: int
+    users: int  # segments or jobs
+
+
+class Stack(RunningStack):
+    """What tests ask of a stack beyond running it."""
+
+    @property
+    def v1(self) -> str:
+        """`base_url` for the OpenAI SDK."""
+        return f"{self.url}/v1"
+
+    def blocks(self, name: str) -> Blocks:
+        """Of "decode…", "attention_pool…" or "prefill…"."""
+        with grpc.insecure_channel(self._control(name)) as channel:
+            return _inspector(name, channel)()
+
+    def inspector(self, name: str) -> Callable[[], Blocks]:
+        """`blocks` over a channel that stays open: for what has to be found out within a token's time."""
+        inspect = _inspector(name, grpc.insecure_channel(self._control(name)))
+        inspect()
+        return inspect
+
+    def assert_no_block_is_held(self, wait_s: float = 10.0) -> None:
+        """On no instance, once what was under way has ended."""
+        services = ("decode", "attention_pool", "prefill")
+        names = [process.name for process in self.processes() if process.name.startswith(services)]
+        assert names
+        for name in names:
+            self.until(
+                lambda name=name: self._is_idle(name), wait_s, f"{name} holds blocks or does not answer"
+            )
+
+    def assert_gone(self) -> None:
+        """No process, no port, no socket is left."""
+        assert self.processes() == []
+        address = urlsplit(self.url)
+        with socket.socket() as probe:
+            assert probe.connect_ex((address.hostname, address.port)) != 0, "the port still answers"
+        assert str(self.runtime) not in Path("/proc/net/unix").read_text()
+        assert not self.runtime.exists()
+
+    def _control(self, name: str) -> str:
+        return f"unix:{self.runtime / name}.c"
+
+    def _is_idle(self, name: str) -> bool:
+        try:
+            blocks = self.blocks(name)
+        except grpc.RpcError:  # killed a moment ago, and loading its model again
+            return False
+        return blocks.users == 0 and blocks.free == blocks.total
+
+
+def _inspector(name: str, channel: grpc.Channel) -> Callable[[], Blocks]:
+    def prefill() -> Blocks:
+        found = prefill_pb2_grpc.PrefillStub(channel).Inspect(
+            prefill_pb2.PrefillInspectRequest(), timeout=INSPECT_S_MAX, wait_for_ready=True
+        )
+        return Blocks(
+            total=found.total_blocks, free=found.free_blocks, cached=found.cached_blocks, users=found.jobs
+        )
+
+    def holder() -> Blocks:
+        found = holder_pb2_grpc.HolderStub(channel).Inspect(
+            holder_pb2.InspectRequest(), timeout=INSPECT_S_MAX, wait_for_ready=True
+        )
+        return Blocks(
+            total=found.total_blocks,
+            free=found.free_blocks,
+            cached=found.cached_blocks,
+            users=len(found.segments),
+        )
+
+    return prefill if name.startswith("prefill") else holder

@@ -1,0 +1,156 @@
+"""The `openai` SDK with nothing but `base_url` changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import openai
+import pytest
+
+from tests.system.stack import Stack
+
+BLOCK_TOKENS = 16
+
+
+@pytest.fixture
+def sdk(stack: Stack) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=stack.v1, api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+@pytest.fixture
+def model(sdk: openai.OpenAI) -> str:
+    return sdk.models.list().data[0].id
+
+
+def ask(text: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": text}]
+
+
+def test_a_chat_streams_with_usage_at_its_end(sdk: openai.OpenAI, model: str) -> None:
+    stream = sdk.chat.completions.create(
+        model=model,
+        messages=ask("My dog is called Rexo. What is my dog called?"),
+        temperature=0,
+        max_tokens=40,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
+    chunks = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant"
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices)
+    assert "Rexo" in text
+    *_, finish, usage = chunks
+    assert finish.choices[0].finish_reason in ("stop", "length")
+    assert usage.choices == []
+    assert usage.usage is not None
+    assert usage.usage.prompt_tokens_details is not None
+    assert usage.usage.total_tokens == usage.usage.prompt_tokens + usage.usage.completion_tokens
+
+
+def test_the_same_prompt_again_comes_from_cache_and_says_the_same(sdk: openai.OpenAI, model: str) -> None:
+    messages = ask("My parrot is called Mimosa. My house is green. What is my parrot called?")
+    first, second = (
+        sdk.chat.completions.create(model=model, messages=messages, temperature=0, max_tokens=30)
+        for _ in range(2)
+    )
+    assert first.choices[0].message.content == second.choices[0].message.content
+    assert second.usage is not None
+    assert second.usage.prompt_tokens_details is not None
+    expected = (second.usage.prompt_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+    assert second.usage.prompt_tokens_details.cached_tokens == expected > 0
+
+
+def test_a_seed_decides_and_choices_differ(sdk: openai.OpenAI, model: str) -> None:
+    def sample(seed: int) -> list[str]:
+        # No chat: what the demo model says in one is too certain to differ.
+        answer = sdk.completions.create(
+            model=model,
+            prompt="Names: ",
+            temperature=2.0,
+            seed=seed,
+            n=2,
+            max_tokens=32,
+            extra_body={"ignore_eos": True},
+        )
+        return [choice.text for choice in answer.choices]
+
+    first, again, other = sample(11), sample(11), sample(12)
+    assert first == again
+    assert first != other
+    assert first[0] != first[1]
+
+
+def test_logprobs_are_of_the_tokens_sent(sdk: openai.OpenAI, model: str) -> None:
+    answer = sdk.chat.completions.create(
+        model=model, messages=ask("Hello!"), temperature=0, max_tokens=8, logprobs=True, top_logprobs=3
+    )
+    choice = answer.choices[0]
+    assert choice.logprobs is not None
+    assert choice.logprobs.content
+    for token in choice.logprobs.content:
+        assert token.logprob <= 0
+        assert len(token.top_logprobs) == 3
+        assert token.top_logprobs[0].logprob == pytest.approx(token.logprob, abs=1e-6)  # greedy
+        values = [top.logprob for top in token.top_logprobs]
+        assert values == sorted(values, reverse=True)
+
+
+@pytest.mark.parametrize("header", ["X-Session-ID", "session-id", "x-claude-code-session-id"])
+def test_a_session_by_header_keeps_the_conversation(sdk: openai.OpenAI, model: str, header: str) -> None:
+    headers = {header: f"by-{header}"}
+
+    def say(text: str) -> str:
+        answer = sdk.chat.completions.create(
+            model=model, messages=ask(text), temperature=0, max_tokens=40, extra_headers=headers
+        )
+        assert answer.model_extra is not None
+        assert answer.model_extra["session_id"] == f"by-{header}"
+        return answer.choices[0].message.content or ""
+
+    say("My horse is called Tulpo.")
+    assert "Tulpo" in say("What is my horse called?")
+
+
+def test_completions(sdk: openai.OpenAI, model: str) -> None:
+    whole = sdk.completions.create(model=model, prompt="The weather is", temperature=0, max_tokens=12)
+    stream = sdk.completions.create(
+        model=model, prompt="The weather is", temperature=0, max_tokens=12, stream=True
+    )
+    assert "".join(chunk.choices[0].text for chunk in stream if chunk.choices) == whole.choices[0].text
+    assert whole.choices[0].text
+
+
+def test_stop_strings_are_not_sent(sdk: openai.OpenAI, model: str) -> None:
+    free = sdk.chat.completions.create(
+        model=model,
+        messages=ask("My cat is called Zuzu. What is my cat called?"),
+        temperature=0,
+        max_tokens=40,
+    )
+    text = free.choices[0].message.content or ""
+    assert "Zuzu" in text
+    cut = sdk.chat.completions.create(
+        model=model,
+        messages=ask("My cat is called Zuzu. What is my cat called?"),
+        temperature=0,
+        max_tokens=40,
+        stop=["Zuzu"],
+    )
+    assert cut.choices[0].message.content == text.partition("Zuzu")[0]
+    assert cut.choices[0].finish_reason == "stop"
+
+
+def test_errors_are_the_sdks_own_classes(sdk: openai.OpenAI, model: str) -> None:
+    with pytest.raises(openai.NotFoundError) as unknown:
+        sdk.chat.completions.create(model="no-such-model", messages=ask("Hi"))
+    assert unknown.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError) as negative:
+        sdk.chat.completions.create(model=model, messages=ask("Hi"), temperature=-1)
+    assert negative.value.param == "temperature"
+    with pytest.raises(openai.BadRequestError) as long:
+        sdk.chat.completions.create(model=model, messages=ask("word " * 5000))
+    assert long.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError) as unbuilt:
+        sdk.chat.completions.create(model=model, messages=ask("Hi"), response_format={"type": "json_object"})
+    assert unbuilt.value.param == "response_format"

@@ -1,0 +1,79 @@
+"""A kvstore's data plane over a dictionary, with faults that can be ordered."""
+
+from __future__ import annotations
+
+import threading
+
+from kvcommons.errors import KVCommonsError
+from kvcommons.pb import data_pb2 as pb
+from kvcommons.rblock.checksum import checksum
+from kvcommons.rblock.layout import Layout
+from kvcommons.transport.server import DataServer, Exchange
+
+LAYOUT = Layout(layers=3, kv_heads=2, block_tokens=4, head_dim=8, kv_dtype="float32", query_heads=4)
+MODEL = b"m" * 32
+
+
+def ids(count: int, first: int = 0) -> list[bytes]:
+    return [bytes([number]) * 32 for number in range(first, first + count)]
+
+
+def content(block_id: bytes, layer: int) -> bytes:
+    """An object's bytes, of its own for each block and layer."""
+    return bytes([block_id[0], layer]) * (LAYOUT.object_bytes // 2)
+
+
+class DictionaryStore:
+    """Keeps objects under (block id, layer). Set the attributes to make it misbehave."""
+
+    def __init__(self, address: str) -> None:
+        self.objects: dict[tuple[bytes, int], bytes] = {}
+        self.sums: dict[tuple[bytes, int], int] = {}
+        self.puts: list[pb.PutLayer] = []
+        self.unwanted: set[bytes] = set()
+        self.refusal: KVCommonsError | None = None
+        self.gate = threading.Event()  # replies to GetLayers after layer 0, and to PutLayer, wait for it
+        self.gate.set()
+        self.server = DataServer(address, self._answer, name="store")
+        self.server.start()
+
+    def fill(self, block_ids: list[bytes], layers: range = range(LAYOUT.layers)) -> None:
+        for block_id in block_ids:
+            for layer in layers:
+                self.objects[block_id, layer] = content(block_id, layer)
+                self.sums[block_id, layer] = checksum(block_id, layer, content(block_id, layer))
+
+    def _answer(self, request: pb.DataRequest, exchange: Exchange) -> None:
+        if self.refusal is not None:
+            raise self.refusal
+        if request.WhichOneof("op") == "put_layer":
+            self._put(request.put_layer, exchange)
+            return
+        get = request.get_layers
+        for layer in range(get.first_layer, get.first_layer + get.layers):
+            if layer:
+                self.gate.wait(5)
+            keys = []
+            for block_id in get.block_ids:
+                if (block_id, layer) not in self.objects:
+                    break
+                keys.append((block_id, layer))
+            got = pb.GotLayer(
+                layer=layer, checksums=[self.sums[key] for key in keys], generations=[7] * len(keys)
+            )
+            exchange.reply(pb.DataReply(got_layer=got), [self.objects[key] for key in keys])
+
+    def _put(self, put: pb.PutLayer, exchange: Exchange) -> None:
+        size = exchange.payload_bytes // len(put.block_ids)
+        into = [bytearray(size) for _ in put.block_ids]
+        exchange.receive_payload(into)
+        self.gate.wait(5)
+        self.puts.append(put)
+        unwanted = []
+        for index, block_id in enumerate(put.block_ids):
+            if block_id in self.unwanted:
+                unwanted.append(index)
+                continue
+            self.objects[block_id, put.layer] = bytes(into[index])
+            self.sums[block_id, put.layer] = put.checksums[index]
+        exchange.reply(pb.DataReply(put_layer=pb.PutLayerReply(unwanted=unwanted)))

@@ -1,0 +1,89 @@
+from __future__ import annotations
+
+from typing import cast
+
+import pytest
+
+from kvcommons.holder.client import RemoteHolder
+from kvcommons.holder.segments import SegmentRef
+from kvcommons.model.sampling import SamplingParams
+from kvcommons.rblock.identity import IdentityChain
+from services.decode.sequence import Generation, LocalRun, RemoteRun, Sequence
+
+BLOCK = 4
+HOLDER = cast(RemoteHolder, "never called here")
+
+
+def make(tokens: int, *, prompt: int = 0, max_position: int = 100, stops: tuple[int, ...] = ()) -> Sequence:
+    generation = Generation(
+        request_id="r", session_id="", tenant="t", salt=bytes(32), tokens=tuple(range(tokens)),
+        prompt_tokens=prompt or tokens, max_position=max_position, sampling=SamplingParams(),
+        stop_token_ids=frozenset(stops), store_control="", store_data="", matched_blocks=0, no_reuse=False,
+        start_wait_s=1.0,
+    )  # fmt: skip
+    return Sequence(
+        key=1,
+        generation=generation,
+        block_tokens=BLOCK,
+        chain=IdentityChain(generation.salt, bytes(32), BLOCK),
+    )
+
+
+def remote(first: int, count: int, handle: int = 5) -> RemoteRun:
+    return RemoteRun(first_block=first, count=count, holder=HOLDER, ref=SegmentRef(handle=handle, epoch=1))
+
+
+def test_runs_join_where_they_can() -> None:
+    sequence = make(8)
+    sequence.append_run(LocalRun(first_block=0, blocks=[7]))
+    sequence.append_run(LocalRun(first_block=1, blocks=[3, 4]))
+    sequence.append_run(remote(3, 2))
+    sequence.append_run(remote(5, 1))
+    sequence.append_run(remote(6, 1, handle=6))
+    sequence.append_run(LocalRun(first_block=7, blocks=[9]))
+    assert [(run.first_block, run.count) for run in sequence.runs] == [(0, 3), (3, 3), (6, 1), (7, 1)]
+    assert sequence.local_blocks() == [7, 3, 4, 9]
+    assert [run.ref.handle for run in sequence.remote_runs()] == [5, 6]
+    assert sequence.locate(5) == (sequence.runs[1], 2)
+    with pytest.raises(IndexError):
+        sequence.locate(8)
+
+
+def test_the_last_token_needs_room_for_its_kv() -> None:
+    sequence = make(7)
+    sequence.append_run(LocalRun(first_block=0, blocks=[0, 1]))
+    assert not sequence.full
+    assert sequence.start(50) is None  # 8 tokens: KV for the 8th has room
+    assert not sequence.full
+    assert sequence.append(51) is None
+    assert sequence.full
+
+
+def test_ends_with_a_stop_token_or_at_its_length() -> None:
+    assert make(3, stops=(9,)).start(9) == "stop"
+    sequence = make(3, stops=(9,), max_position=5)
+    assert sequence.start(8) is None
+    assert sequence.append(9) == "stop"
+    sequence = make(3, max_position=5)
+    assert sequence.start(8) is None
+    assert sequence.append(8) == "length"
+
+
+def test_penalties_and_noise_follow_the_prompt_boundary() -> None:
+    sequence = make(6, prompt=4)
+    sequence.start(5)
+    row = sequence.sampling_row()
+    assert dict(row.generated) == {4: 1, 5: 2}
+    assert row.position == 7
+
+
+def test_each_full_block_is_settled_once_with_the_identity_of_its_tokens() -> None:
+    sequence = make(7)
+    sequence.start(50)
+    assert sequence.newly_full(7) == range(1)
+    assert sequence.newly_full(8) == range(1, 2)
+    assert list(sequence.newly_full(8)) == []
+    expected = IdentityChain(bytes(32), bytes(32), BLOCK).extend([*range(7), 50])
+    assert list(sequence.identities(8)) == expected
+    sequence.append(51)
+    assert list(sequence.identities(9)) == expected

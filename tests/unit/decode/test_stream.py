@@ -1,0 +1,46 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from kvcommons.errors import DataLoss
+from kvcommons.pb import common_pb2 as pb
+from services.decode.engine import Step
+from services.decode.stream import Stream
+
+
+def sampled(*positions: int) -> list[pb.SampledToken]:
+    return [pb.SampledToken(token=1, position=position) for position in positions]
+
+
+async def test_tokens_that_pile_up_leave_in_one_message() -> None:
+    stream = Stream()
+    stream.step(Step(key=1, tokens=sampled(5)))
+    stream.step(Step(key=1, tokens=sampled(6, 7)))
+    stream.step(Step(key=1, tokens=sampled(8), reason="stop", saved_blocks=2))
+    events = [event async for event in stream.events()]
+    assert [event.WhichOneof("event") for event in events] == ["tokens", "finished"]
+    assert [token.position for token in events[0].tokens.tokens] == [5, 6, 7, 8]
+    assert (events[1].finished.reason, events[1].finished.saved_blocks) == ("stop", 2)
+
+
+async def test_tokens_come_before_the_error_that_ends_them() -> None:
+    stream = Stream()
+    events = stream.events()
+    stream.missing(3)
+    stream.step(Step(key=1, tokens=sampled(5), error=DataLoss("gone")))
+    assert stream.ended
+    assert (await anext(events)).missing.push_from_block == 3
+    assert (await anext(events)).tokens.tokens[0].position == 5
+    with pytest.raises(DataLoss, match="gone"):
+        await anext(events)
+
+
+async def test_waits_for_news() -> None:
+    stream = Stream()
+    following = asyncio.ensure_future(anext(stream.events()))
+    await asyncio.sleep(0)
+    assert not following.done()
+    stream.step(Step(key=1, tokens=sampled(5)))
+    assert (await following).tokens.tokens[0].position == 5

@@ -1,0 +1,121 @@
+"""What a stack is made of: settings, threads, addresses and names."""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from devstack import toml
+from devstack.plan import Place, names, processes, tables, threads_per_process
+from devstack.settings import UpSettings
+from devstack.supervisor import restart_delay_s
+from kvcommons.config import load
+from kvcommons.errors import InvalidInput
+
+PLACE = Place(data=Path("/data"), runtime=Path("/tmp/kvc-x"))
+
+
+def flags(command: tuple[str, ...]) -> dict[str, str]:
+    return dict(command[i + 1].split("=", 1) for i, word in enumerate(command) if word == "--set")
+
+
+def test_processes_have_their_own_addresses_and_share_the_rest() -> None:
+    settings = UpSettings(decode=2, ledger=2)
+    plans = {plan.name: plan for plan in processes(settings, PLACE, 8, 8123, {}, model_flag=False)}
+    expected = {
+        "ledger-1",
+        "ledger-2",
+        "kvstore",
+        "prefill",
+        "decode-1",
+        "decode-2",
+        "attention_pool",
+        "router",
+    }
+    assert plans.keys() == expected
+    sockets = [socket for plan in plans.values() for socket in plan.sockets]
+    assert len(sockets) == len(set(sockets))
+    assert flags(plans["decode-2"].command)["listen"] == "unix:/tmp/kvc-x/decode-2.c"
+    assert flags(plans["kvstore"].command)["data"] == "/data/kvstore"
+    assert flags(plans["router"].command)["port"] == "8123"
+    assert {plan.command[2] for plan in plans.values()} >= {"services.decode", "services.router"}
+
+
+def test_only_the_router_has_a_port() -> None:
+    plans = processes(UpSettings(), PLACE, 8, 8000, {}, model_flag=False)
+    for plan in plans:
+        addresses = [value for name, value in flags(plan.command).items() if name.endswith("listen")]
+        assert addresses
+        assert all(address.startswith("unix:") for address in addresses), plan.name
+
+
+@pytest.mark.parametrize(("cores", "decode", "threads"), [(2, 1, 1), (16, 1, 5), (16, 2, 4), (1, 8, 1)])
+def test_processes_together_run_no_more_threads_than_there_are_cores(
+    cores: int, decode: int, threads: int
+) -> None:
+    settings = UpSettings(decode=decode)
+    assert threads_per_process(cores, settings) == threads
+    plans = {plan.name: plan for plan in processes(settings, PLACE, cores, 1, {}, model_flag=False)}
+    assert plans["prefill"].environment["OMP_NUM_THREADS"] == str(threads)
+    assert plans["router"].environment["OMP_NUM_THREADS"] == "1"
+
+
+def test_the_users_tables_beat_the_defaults_and_a_flag_beats_both() -> None:
+    user = {
+        "decode": {"threads": 3, "dtype": "float32"},
+        "kvstore": {"dram_bytes": 7},
+        "router": {"secret_file": "/own/secret"},
+    }
+    made = tables(UpSettings(), PLACE, 2, user)
+    assert made["router"]["secret_file"] == "/own/secret"
+    assert tables(UpSettings(), PLACE, 2, {})["router"]["secret_file"] == str(PLACE.secret_file)
+    assert (made["decode"]["threads"], made["decode"]["dtype"]) == (3, "float32")
+    assert made["prefill"]["threads"] == 1
+    assert made["kvstore"]["dram_bytes"] == 7
+    settings = UpSettings(model="org/name")
+    for named, expected in ((True, "org/name"), (False, None)):
+        plans = {p.name: p for p in processes(settings, PLACE, 2, 1, {}, model_flag=named)}
+        assert "secret_file" not in flags(plans["router"].command)
+        assert flags(plans["decode"].command).get("model") == expected
+        assert "model" not in flags(plans["kvstore"].command)
+
+
+def test_the_demo_model_has_small_blocks() -> None:
+    assert tables(UpSettings(), PLACE, 2, {})["prefill"]["block_tokens"] == 16
+    assert "block_tokens" not in tables(replace(UpSettings(), model="org/name"), PLACE, 2, {})["prefill"]
+
+
+def test_settings_are_written_as_toml_that_reads_the_same() -> None:
+    document = {"a": {"text": 'quo"te\n\\ü😀', "n": 1, "x": 0.5, "yes": True, "list": ["a", "b"]}, "b": {}}
+    assert tomllib.loads(toml.dumps(document)) == document
+    assert math.isnan(tomllib.loads(toml.dumps({"a": {"x": math.nan}}))["a"]["x"])
+    assert tomllib.loads(toml.dumps({"a": {"x": -math.inf}})) == {"a": {"x": -math.inf}}
+
+
+def test_names() -> None:
+    assert names("decode", 1) == ["decode"]
+    assert names("decode", 2) == ["decode-1", "decode-2"]
+    assert names("attention_pool", 0) == []
+
+
+def test_up_is_set_by_file_environment_and_flag(tmp_path: Path) -> None:
+    file = tmp_path / "kvcommons.toml"
+    file.write_text("[up]\ndecode = 2\nport = 1\n[decode]\nthreads = 1\n")
+    environ = {"KVCOMMONS_UP__PORT": "2", "KVCOMMONS_DECODE__THREADS": "1"}
+    settings = load("up", UpSettings, file=file, environ=environ, flags={"prefill": "3"})
+    assert (settings.decode, settings.port, settings.prefill) == (2, 2, 3)
+    with pytest.raises(InvalidInput, match="'prefill'"):
+        load("up", UpSettings, file=None, environ={}, flags={"prefil": "3"})
+    with pytest.raises(InvalidInput, match="decode"):
+        load("up", UpSettings, file=None, environ={}, flags={"decode": "0"})
+
+
+def test_restarts_back_off() -> None:
+    delays = [restart_delay_s(deaths) for deaths in range(1, 10)]
+    assert delays[0] <= 0.2
+    assert delays == sorted(delays)
+    assert delays[-1] == 10

@@ -1,0 +1,102 @@
+"""Blocks whose bytes follow from their identity, so that any reader can tell whether they are right."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from hashlib import shake_128
+from pathlib import Path
+
+from kvcommons.rblock.checksum import checksum
+from services.kvstore.blocks import BlockStore, BlockStoreSettings
+from services.kvstore.incoming import LayerPut
+from services.kvstore.medium import Medium
+from services.kvstore.tier import BlockShape
+
+# Odd sizes: objects are no whole pages, several layers share one.
+SHAPE = BlockShape(model=b"m" * 32, layers=3, object_bytes=5000)
+OTHER = BlockShape(model=b"o" * 32, layers=2, object_bytes=20_000)
+MIB = 1 << 20
+
+
+def block_ids(count: int, name: str = "block") -> list[bytes]:
+    return [shake_128(f"{name} {number}".encode()).digest(32) for number in range(count)]
+
+
+def payload(block_id: bytes, layer: int, shape: BlockShape = SHAPE) -> bytes:
+    return shake_128(block_id + bytes([layer])).digest(shape.object_bytes)
+
+
+def layer_put(
+    ids: Sequence[bytes], layer: int, *, writer: str = "writer", shape: BlockShape = SHAPE
+) -> LayerPut:
+    return LayerPut(
+        shape=shape,
+        tenant="tenant",
+        writer=writer,
+        layer=layer,
+        parent=b"",
+        first_block=0,
+        block_ids=ids,
+        checksums=[checksum(block_id, layer, payload(block_id, layer, shape)) for block_id in ids],
+    )
+
+
+def put_layer(store: BlockStore, put: LayerPut) -> list[int]:
+    """Sends one layer as a connection does; the indices that the store does not want."""
+    incoming = store.begin_put(put)
+    for block_id, place in zip(put.block_ids, incoming.into, strict=True):
+        if place is not None:
+            place[:] = payload(block_id, put.layer, put.shape)
+    return incoming.finish()
+
+
+def put_blocks(
+    store: BlockStore, ids: Sequence[bytes], *, writer: str = "writer", shape: BlockShape = SHAPE
+) -> list[int]:
+    """Sends whole blocks layer by layer; the indices that the store did not want of the last layer."""
+    unwanted: list[int] = []
+    for layer in range(shape.layers):
+        unwanted = put_layer(store, layer_put(ids, layer, writer=writer, shape=shape))
+    return unwanted
+
+
+def read_blocks(store: BlockStore, ids: Sequence[bytes], shape: BlockShape = SHAPE) -> int:
+    """How many leading blocks the store has in all layers; asserts that their bytes are right."""
+    with store.open_run(shape.model, ids) as run:
+        for layer in range(shape.layers):
+            checksums, _, objects = run.layer(layer, 10)
+            for block_id, digest, view in zip(ids, checksums, objects, strict=False):
+                assert bytes(view) == payload(block_id, layer, shape)
+                assert digest == checksum(block_id, layer, view)
+        return len(run)
+
+
+def open_store(folder: Path, **settings: object) -> BlockStore:
+    defaults: dict[str, object] = {"dram_bytes": 4 * MIB, "disk_bytes": 64 * MIB, "put_wait_s": 0.05}
+    store = BlockStore(
+        Medium.local(folder / "slabs", folder / "index"),
+        BlockStoreSettings(**(defaults | settings)),  # type: ignore[arg-type]
+    )
+    store.start()
+    return store
+
+
+def wait_durable(store: BlockStore, ids: Sequence[bytes], shape: BlockShape = SHAPE) -> int:
+    """Waits until the blocks are on disk, or will not get there; how many of the leading ones are."""
+    over = threading.Event()
+    watch = store.watch(shape.model, ids, over.set)
+    over.wait(20)
+    store.unwatch(watch)
+    return store.durable(shape.model, ids)
+
+
+def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
+    """Whether the condition came true in time."""
+    give_up = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > give_up:
+            return False
+        time.sleep(0.005)
+    return True

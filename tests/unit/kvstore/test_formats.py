@@ -1,0 +1,104 @@
+"""What lies on disk is pinned byte by byte, and what another version wrote is refused, not guessed at."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from kvcommons.errors import DataLoss
+from kvcommons.pb import kvstore_pb2 as pb
+from services.kvstore import session as rules
+from services.kvstore.folder import UnknownFormat
+from services.kvstore.index import IndexEntry, decode_entry, decode_key, encode_entry, encode_key
+from services.kvstore.session import TurnLease, decode_lease, encode_lease
+from services.kvstore.slab import decode_header, encode_header
+from services.kvstore.tier import PAGE_BYTES, BlockShape, Slot
+
+GOLDEN = Path(__file__).parents[2] / "golden"
+SHAPE = BlockShape(model=bytes(range(32)), layers=3, object_bytes=5000)
+ENTRY = IndexEntry(
+    model=bytes(range(32)),
+    tenant="alice",
+    parent=bytes(range(32, 64)),
+    first_index=7,
+    slot=Slot(3, 41),
+    generation=(5 << 40) + 2,
+    created_ms=1_750_000_000_123,
+    checksums=(1, 2**64 - 1, 0x97114D1DBC3732B7),
+)
+LEASE = TurnLease(turn_id="turn-1", owner="router-a", fencing=9, expires_ms=1_750_000_060_000)
+RECORD = pb.SessionRecord(
+    format=1,
+    tenant="alice",
+    session_id="s-1",
+    version=2,
+    model=bytes(range(32)),
+    model_name="demo",
+    tokens=[1, 300, 70000],
+    messages=[pb.Message(role="user", content="Hi"), pb.Message(role="assistant", content="Hello")],
+    block_ids=[bytes(range(32))],
+    truncations=[pb.TruncationRecord(at_token=100, kept_head_tokens=16, dropped_tokens=32)],
+    created_ms=1_750_000_000_000,
+    last_used_ms=1_750_000_000_001,
+    ttl_s=60,
+    parent="s-0",
+    root="s-0",
+    dropped_tokens=32,
+    last_turn_id="turn-1",
+)
+
+
+def test_golden_slab_header() -> None:
+    golden = (GOLDEN / "slab-header.bin").read_bytes()
+    assert encode_header(3, SHAPE, 100) == golden.ljust(PAGE_BYTES, b"\0")
+    assert decode_header(golden) == (3, SHAPE, 100)
+
+
+def test_golden_index_entry() -> None:
+    golden = (GOLDEN / "index-entry.bin").read_bytes()
+    assert encode_entry(ENTRY) == golden
+    assert decode_entry(golden) == ENTRY
+    key = encode_key(ENTRY.model, b"b" * 32)
+    assert key == b"\x20\x00" + ENTRY.model + b"b" * 32
+    assert decode_key(key) == (ENTRY.model, b"b" * 32)
+
+
+def test_golden_session_record_and_lease() -> None:
+    assert RECORD.SerializeToString(deterministic=True) == (GOLDEN / "session-record.bin").read_bytes()
+    assert rules.decode_record((GOLDEN / "session-record.bin").read_bytes()) == RECORD
+    assert encode_lease(LEASE) == (GOLDEN / "turn-lease.bin").read_bytes()
+    assert decode_lease((GOLDEN / "turn-lease.bin").read_bytes()) == LEASE
+
+
+def test_other_versions_are_refused() -> None:
+    header = bytearray(encode_header(3, SHAPE, 100))
+    header[8] = 2
+    with pytest.raises(UnknownFormat, match="format 2"):
+        decode_header(bytes(header))
+    with pytest.raises(UnknownFormat, match="format 2"):
+        decode_entry(b"\x02" + encode_entry(ENTRY)[1:])
+    with pytest.raises(UnknownFormat, match="format 2"):
+        rules.decode_record(pb.SessionRecord(format=2, tenant="alice").SerializeToString())
+    with pytest.raises(UnknownFormat, match="unknown format"):
+        decode_lease(b"\x02" + encode_lease(LEASE)[1:])
+
+
+@pytest.mark.parametrize("place", [0, 12, 20, 84, 100])
+def test_a_damaged_slab_header_is_noticed(place: int) -> None:
+    header = bytearray(encode_header(3, SHAPE, 100))
+    header[place] ^= 0x10
+    with pytest.raises(DataLoss):
+        decode_header(bytes(header))
+
+
+@pytest.mark.parametrize("length", [1, 20, -1])
+def test_a_cut_index_entry_is_noticed(length: int) -> None:
+    with pytest.raises(ValueError, match="index entry"):
+        decode_entry(encode_entry(ENTRY)[:length])
+
+
+def test_an_entry_at_the_beginning_of_a_sequence_has_no_parent() -> None:
+    first = dataclasses.replace(ENTRY, parent=b"", first_index=0, tenant="ünïcode")
+    assert decode_entry(encode_entry(first)) == first

@@ -1,0 +1,46 @@
+"""What goes bad on disk is found before somebody asks for it, at a bounded rate."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from services.kvstore.tier import PAGE_BYTES
+from tests.unit.kvstore.samples import SHAPE, block_ids, eventually, open_store, put_blocks, wait_durable
+
+IDS = block_ids(12)
+
+
+def stored(folder: Path) -> None:
+    store = open_store(folder, scrub_bytes_per_s=0)
+    put_blocks(store, IDS)
+    assert wait_durable(store, IDS) == len(IDS)
+    assert store.stats().counters.scrubbed_bytes == 0
+    store.close()
+
+
+def test_a_flipped_bit_is_found_though_nobody_reads_the_block(tmp_path: Path) -> None:
+    stored(tmp_path)
+    with (tmp_path / "slabs" / "slab-00000001").open("r+b") as file:
+        file.seek(PAGE_BYTES + 5 * SHAPE.slot_bytes + 77)
+        byte = file.read(1)[0]
+        file.seek(-1, 1)
+        file.write(bytes([byte ^ 8]))
+    store = open_store(tmp_path, scrub_bytes_per_s=1 << 30)
+    assert eventually(lambda: store.stats().counters.scrubbed_bytes == len(IDS) * SHAPE.slot_bytes)
+    assert store.stats().counters.corrupt == 1
+    assert eventually(lambda: store.stats().disk_blocks == len(IDS) - 1)
+    store.close()
+    again = open_store(tmp_path, scrub_bytes_per_s=1 << 30)
+    assert eventually(lambda: again.stats().counters.scrubbed_bytes == (len(IDS) - 1) * SHAPE.slot_bytes)
+    assert again.stats().counters.corrupt == 0
+    again.close()
+
+
+def test_the_rate_is_kept_and_a_pass_is_not_repeated_at_once(tmp_path: Path) -> None:
+    stored(tmp_path)
+    store = open_store(tmp_path, scrub_bytes_per_s=0)
+    store.scrub._bytes_per_s = 10 * SHAPE.slot_bytes
+    assert [store.scrub.step() for _ in IDS] == [0.1] * len(IDS)
+    assert store.scrub.step() > 1
+    assert store.stats().counters.scrubbed_bytes == len(IDS) * SHAPE.slot_bytes
+    store.close()

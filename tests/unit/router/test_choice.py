@@ -1,0 +1,272 @@
+"""One choice's state machine: positions, stops, lengths, failures. No I/O, no clock but the test's."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from kvcommons.errors import CapacityExhausted, InvalidInput, Unavailable
+from kvcommons.model.tokenizer import Tokenizer
+from kvcommons.pb import common_pb2 as pb
+from services.router import events as ev
+from services.router.answer_text import AnswerText
+from services.router.choice import Choice, Patience
+
+PROMPT = [5, 6, 7]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.read(Path(__file__).parents[3] / "demo" / "model")
+
+
+def choice_of(tokenizer: Tokenizer, *, stops: tuple[str, ...] = (), room: int = 100) -> Choice:
+    return Choice(
+        index=0,
+        prompt=PROMPT,
+        max_position=len(PROMPT) + room,
+        sampling=pb.Sampling(),
+        text=AnswerText(tokenizer, stops=stops, stop_ids=tokenizer.eos_ids),
+        patience=Patience(resume_s=10, stall_s=5),
+    )
+
+
+def sampled(tokens: list[int], first: int = 0) -> tuple[pb.SampledToken, ...]:
+    return tuple(
+        pb.SampledToken(token=token, position=len(PROMPT) + first + at) for at, token in enumerate(tokens)
+    )
+
+
+def tokens(attempt: int, ids: list[int], first: int = 0) -> ev.Tokens:
+    return ev.Tokens(choice=0, attempt=attempt, tokens=sampled(ids, first))
+
+
+def first_of(attempt: int, token: int, at: int = 0, cached: int = 2) -> ev.First:
+    return ev.First(
+        choice=0,
+        attempt=attempt,
+        token=sampled([token], at)[0],
+        cached_tokens=cached,
+        device_tokens=0,
+        queue_us=1,
+        compute_us=2,
+        load_wait_us=3,
+    )
+
+
+def decode_failed(attempt: int) -> ev.DecodeFailed:
+    return ev.DecodeFailed(choice=0, attempt=attempt, error=Unavailable("gone"))
+
+
+def shown(actions: list[ev.Action]) -> str:
+    return "".join(action.text for action in actions if isinstance(action, ev.Delta))
+
+
+def test_a_turn_without_failures(tokenizer: Tokenizer) -> None:
+    answer = tokenizer.encode_text("hello, my friend")
+    eos = min(tokenizer.eos_ids)
+    choice = choice_of(tokenizer)
+    assert choice.start() == [ev.Start(choice=0, attempt=1)]
+    assert choice.handle(ev.Reserved(choice=0, attempt=1, push_from_block=3), 0) == [
+        ev.Compute(choice=0, attempt=1, push_from_block=3)
+    ]
+    text = shown(choice.handle(first_of(1, answer[0]), 1.5))
+    actions = choice.handle(tokens(1, [*answer[1:], eos], first=1), 2)
+    assert text + shown(actions) == "hello, my friend"
+    assert actions[-1] == ev.Linger(choice=0, attempt=1)
+    assert choice.finish_reason == "stop"
+    assert choice.first_token_s == 1.5
+    assert choice.answer.kept == [*answer, eos]
+    assert choice.reuse is not None
+    assert choice.reuse.cached_tokens == 2
+
+
+def test_what_decode_lacks_is_pushed_after_the_first_token(tokenizer: Tokenizer) -> None:
+    choice = choice_of(tokenizer)
+    choice.start()
+    choice.handle(ev.Reserved(choice=0, attempt=1, push_from_block=4), 0)
+    assert choice.handle(ev.Missing(choice=0, attempt=1, push_from_block=1), 0) == []
+    again = ev.Compute(choice=0, attempt=1, push_from_block=1)
+    assert choice.handle(first_of(1, 50, cached=1), 0)[-1] == again
+    choice.handle(first_of(1, 50, cached=2), 0)
+    assert choice.reuse is not None
+    assert choice.reuse.cached_tokens == 1, "the second job finds what the first has computed"
+    assert choice.handle(ev.Missing(choice=0, attempt=1, push_from_block=0), 0) == [
+        ev.Compute(choice=0, attempt=1, push_from_block=0)
+    ]
+
+
+def test_cached_tokens_never_reach_the_last_one(tokenizer: Tokenizer) -> None:
+    choice = choice_of(tokenizer)
+    choice.start()
+    choice.handle(first_of(1, 50, cached=99), 0)
+    assert choice.reuse is not None
+    assert choice.reuse.cached_tokens == len(PROMPT) - 1
+
+
+def test_any_order_and_any_repetition_give_each_token_once(tokenizer: Tokenizer) -> None:
+    """Prefill's first token and decode's stream come over two connections, and decode may repeat the
+    first."""
+    answer = tokenizer.encode_text("one two three four five")
+    eos = min(tokenizer.eos_ids)
+    whole = [*answer, eos]
+    for seed in range(50):
+        rng = random.Random(seed)
+        choice = choice_of(tokenizer)
+        choice.start()
+        heard: list[ev.Event] = [tokens(1, [token], at) for at, token in enumerate(whole)]
+        heard += [first_of(1, whole[0]), *rng.sample(heard, 3)]
+        rng.shuffle(heard)
+        text = "".join(shown(choice.handle(event, 0)) for event in heard)
+        assert text == "one two three four five", seed
+        assert choice.answer.kept == whole, seed
+        assert choice.finish_reason == "stop", seed
+
+
+def test_a_failure_at_every_token_resumes_with_what_was_generated(tokenizer: Tokenizer) -> None:
+    answer = tokenizer.encode_text("one two 🙂 three")
+    whole = [*answer, min(tokenizer.eos_ids)]
+    for broken_at in range(len(whole)):
+        choice = choice_of(tokenizer, stops=("zzz",))
+        choice.start()
+        text = shown(choice.handle(tokens(1, whole[:broken_at]), 1))
+        actions = choice.handle(decode_failed(1), 2)
+        assert actions == [
+            ev.Release(choice=0, attempt=1),
+            ev.Retry(choice=0, attempt=1, delay_s=0.0),
+        ]
+        assert choice.handle(decode_failed(1), 2) == [], "an attempt fails once"
+        assert choice.handle(ev.RetryDue(choice=0, attempt=1), 2) == [ev.Start(choice=0, attempt=2)]
+        assert choice.tokens == [*PROMPT, *whole[:broken_at]]
+        assert choice.handle(tokens(1, whole[broken_at:], broken_at), 3) == [], "from an attempt given up"
+        text += shown(choice.handle(tokens(2, whole[broken_at:], broken_at), 3))
+        assert text == "one two 🙂 three"
+        assert choice.answer.kept == whole
+        assert choice.resumptions == 1
+
+
+def test_failures_without_progress_end_after_the_patience(tokenizer: Tokenizer) -> None:
+    choice = choice_of(tokenizer)
+    choice.start()
+    now_s, delays = 0.0, []
+    while not choice.ended:
+        actions = choice.handle(decode_failed(choice.attempt), now_s)
+        for action in actions:
+            if isinstance(action, ev.Retry):
+                delays.append(action.delay_s)
+                now_s += action.delay_s
+                choice.handle(ev.RetryDue(choice=0, attempt=choice.attempt), now_s)
+    assert isinstance(choice.error, Unavailable)
+    assert 10 <= now_s < 12
+    assert delays == sorted(delays)
+    assert delays[0] == 0
+    assert delays[-1] == 1
+
+
+def test_progress_renews_the_patience(tokenizer: Tokenizer) -> None:
+    choice = choice_of(tokenizer)
+    choice.start()
+    for at in range(30):
+        choice.handle(tokens(choice.attempt, [50], first=at), at * 3.0)
+        choice.handle(decode_failed(choice.attempt), at * 3.0 + 1)
+        assert choice.error is None
+        choice.handle(ev.RetryDue(choice=0, attempt=choice.attempt), at * 3.0 + 1)
+
+
+def test_a_request_that_kills_instances_gets_few_of_them(tokenizer: Tokenizer) -> None:
+    choice = choice_of(tokenizer)
+    choice.start()
+    attempts = 0
+    while not choice.ended:
+        attempts += 1
+        choice.handle(ev.PrefillStarted(choice=0, attempt=choice.attempt), 0)
+        choice.handle(ev.PrefillFailed(choice=0, attempt=choice.attempt, error=Unavailable("died")), 0)
+        choice.handle(ev.RetryDue(choice=0, attempt=choice.attempt), 0)
+    assert attempts == 4
+
+
+def test_errors_that_any_instance_would_give_are_final(tokenizer: Tokenizer) -> None:
+    choice = choice_of(tokenizer)
+    choice.start()
+    error = InvalidInput("no")
+    actions = choice.handle(ev.DecodeFailed(choice=0, attempt=1, error=error), 0)
+    assert choice.error is error
+    assert actions == [ev.Release(choice=0, attempt=1)]
+
+
+def test_a_full_decode_is_not_asked_again_at_once(tokenizer: Tokenizer) -> None:
+    choice = choice_of(tokenizer)
+    choice.start()
+    full = ev.DecodeFailed(choice=0, attempt=1, error=CapacityExhausted("full"))
+    retry = choice.handle(full, 0)[-1]
+    assert isinstance(retry, ev.Retry)
+    assert retry.delay_s > 0
+
+
+def test_prefills_end_does_not_matter_once_decode_streams(tokenizer: Tokenizer) -> None:
+    choice = choice_of(tokenizer)
+    choice.start()
+    choice.handle(tokens(1, [50, 51]), 0)
+    assert choice.handle(ev.PrefillFailed(choice=0, attempt=1, error=Unavailable("gone")), 0) == []
+    gap = choice_of(tokenizer)
+    gap.start()
+    gap.handle(tokens(1, [51], first=1), 0)
+    actions = gap.handle(ev.PrefillFailed(choice=0, attempt=1, error=Unavailable("gone")), 0)
+    assert isinstance(actions[-1], ev.Retry), "the first token is lost with prefill"
+
+
+def test_a_silent_stream_is_given_up(tokenizer: Tokenizer) -> None:
+    choice = choice_of(tokenizer)
+    choice.start()
+    assert choice.tick(100) == [], "nothing was heard yet: prefill may take long"
+    choice.handle(tokens(1, [50]), 100)
+    assert choice.tick(104) == []
+    assert isinstance(choice.tick(105)[-1], ev.Retry)
+    assert choice.tick(200) == []
+
+
+def test_the_length_ends_it(tokenizer: Tokenizer) -> None:
+    answer = tokenizer.encode_text("one two three four")
+    choice = choice_of(tokenizer, room=2)
+    choice.start()
+    actions = choice.handle(tokens(1, answer), 0)
+    assert choice.finish_reason == "length"
+    assert choice.answer.kept == answer[:2]
+    assert shown(actions) == tokenizer.decode(answer[:2])
+
+
+def test_text_held_for_a_stop_string_comes_at_the_end(tokenizer: Tokenizer) -> None:
+    answer = tokenizer.encode_text("one two thr")
+    choice = choice_of(tokenizer, stops=("three",), room=len(answer))
+    choice.start()
+    actions = choice.handle(tokens(1, answer), 0)
+    assert shown(actions) == "one two thr"
+    assert choice.finish_reason == "length"
+
+
+def test_a_stop_string_over_tokens_cuts_before_it(tokenizer: Tokenizer) -> None:
+    text = "one two three four"
+    answer = tokenizer.encode_text(text)
+    for stop in ("wo th", " three", "t", "four"):
+        choice = choice_of(tokenizer, stops=(stop,))
+        choice.start()
+        out = ""
+        for at, token in enumerate(answer):
+            actions = choice.handle(tokens(1, [token], first=at), 0)
+            out += shown(actions)
+        assert out == text[: text.index(stop)] == choice.answer.text
+        assert choice.finish_reason == "stop"
+        kept = tokenizer.decode(choice.answer.kept)
+        assert out.startswith(kept)
+        assert choice.answer.kept == answer[: len(choice.answer.kept)]
+        assert len(choice.answer.kept) < len(answer)
+
+
+def test_decode_that_ends_early_is_a_failure(tokenizer: Tokenizer) -> None:
+    choice = choice_of(tokenizer)
+    choice.start()
+    choice.handle(tokens(1, [51], first=1), 0)
+    actions = choice.handle(ev.Finished(choice=0, attempt=1, reason="length"), 0)
+    assert isinstance(actions[-1], ev.Retry)

@@ -1,0 +1,101 @@
+"""Which pair is tried next."""
+
+from __future__ import annotations
+
+from kvcommons.pb.common_pb2 import ModelInfo
+from kvcommons.pb.ledger_pb2 import Instance, Load
+from services.router.placement import Pair, choose_pair, room_blocks, served_models
+
+MODEL = b"m" * 32
+
+
+def instance(
+    instance_id: str, *, model: bytes = MODEL, running: int = 0, free: int = 100, queued: int = 0
+) -> Instance:
+    return Instance(
+        id=instance_id,
+        model=ModelInfo(fingerprint=model, name="m"),
+        load=Load(running=running, queued=queued, free_blocks=free, ready=True),
+    )
+
+
+def choose(
+    prefills: list[Instance],
+    decodes: list[Instance],
+    *,
+    own: dict[str, int] | None = None,
+    affinity: str = "",
+    failed: tuple[str, ...] = (),
+) -> Pair | None:
+    return choose_pair(
+        prefills=prefills,
+        decodes=decodes,
+        model=MODEL,
+        own=own or {},
+        affinity=affinity,
+        blocks=10,
+        failed=failed,
+    )
+
+
+def test_both_are_needed_and_of_the_model() -> None:
+    assert choose([instance("p")], []) is None
+    assert choose([instance("p")], [instance("d", model=b"x" * 32)]) is None
+    pair = choose([instance("p")], [instance("d")])
+    assert pair is not None
+    assert (pair.prefill.id, pair.decode.id) == ("p", "d")
+
+
+def test_the_least_busy_counting_what_is_under_way_here() -> None:
+    pair = choose(
+        [instance("p1", queued=3), instance("p2", running=1)],
+        [instance("d1"), instance("d2")],
+        own={"d1": 2},
+    )
+    assert pair is not None
+    assert (pair.prefill.id, pair.decode.id) == ("p2", "d2")
+
+
+def test_decode_with_room_goes_first_and_none_at_all_is_no_reason_to_refuse() -> None:
+    pair = choose([instance("p")], [instance("d1", free=2), instance("d2", free=50, running=9)])
+    assert pair is not None
+    assert pair.decode.id == "d2"
+    assert choose([instance("p")], [instance("d1", free=2)]) is not None
+
+
+def test_sessions_stay_where_they_were_until_it_is_much_busier() -> None:
+    decodes = [instance(f"d{at}") for at in range(4)]
+    home: dict[str, str] = {}
+    for session in map(str, range(40)):
+        pair = choose([instance("p")], decodes, affinity=session)
+        assert pair is not None
+        home[session] = pair.decode.id
+        again = choose([instance("p")], list(reversed(decodes)), affinity=session, own={pair.decode.id: 3})
+        assert again is not None
+        assert again.decode.id == home[session]
+        busy = choose([instance("p")], decodes, affinity=session, own={pair.decode.id: 9})
+        assert busy is not None
+        assert busy.decode.id != home[session]
+    assert len(set(home.values())) == 4
+
+
+def test_what_failed_is_passed_over_if_there_is_another() -> None:
+    pair = choose([instance("p")], [instance("d1"), instance("d2")], failed=("d1", "p"))
+    assert pair is not None
+    assert (pair.prefill.id, pair.decode.id) == ("p", "d2")
+
+
+def test_room_is_all_of_one_decode_and_of_the_pools() -> None:
+    decodes = [instance("d1"), instance("d2")]
+    decodes[0].load.total_blocks, decodes[1].load.total_blocks = 10, 30
+    pools = [instance("a1"), instance("a2", model=b"x" * 32)]
+    for pool in pools:
+        pool.load.total_blocks = 100
+    assert room_blocks(decodes, pools, MODEL) == 130
+    assert room_blocks([instance("d3")], pools, MODEL) is None
+
+
+def test_models_need_both_services() -> None:
+    prefills = [instance("p1"), instance("p2", model=b"n" * 32)]
+    decodes = [instance("d1"), instance("d2"), instance("d3", model=b"o" * 32)]
+    assert [one.id for one in served_models(prefills, decodes)] == ["d1"]

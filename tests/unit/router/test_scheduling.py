@@ -1,0 +1,138 @@
+"""The order in which jobs start, by policy; what each promises about waiting."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcommons.errors import InvalidInput
+from services.router.queue import Job, JobQueue
+from services.router.scheduling import ABSENT, DEVICE, DISK, DRAM, scheduling
+
+
+def queued(queue: JobQueue, distance: float, now_s: float) -> Job:
+    job = queue.submit(cost=1, now_s=now_s, deadline_s=1e9)
+    job.distance = distance
+    return job
+
+
+def order_of(policy: str, *jobs: tuple[float, float], now_s: float, overtakes_max: int = 256) -> list[int]:
+    """In which order jobs of (distance, arrival) start after `now_s`, one a second."""
+    queue = JobQueue(max_running=1, max_waiting=100, policy=scheduling(policy, overtakes_max=overtakes_max))
+    running = queue.submit(cost=1, now_s=0.0, deadline_s=1e9)
+    waiting = [queued(queue, distance, arrival_s) for distance, arrival_s in jobs]
+    started: list[int] = []
+    while queue.waiting:
+        queue.leave(running, now_s)
+        running = queue.advance(now_s)[0][0]
+        started.append(waiting.index(running))
+        now_s += 1.0
+    return started
+
+
+def test_first_come_first_served_does_not_look_at_prefixes() -> None:
+    assert order_of("fcfs", (ABSENT, 0), (DEVICE, 1), (DISK, 2), now_s=3) == [0, 1, 2]
+
+
+def test_the_fastest_prefix_first_and_among_equals_the_first_come() -> None:
+    jobs = ((ABSENT, 0.0), (DRAM, 1.0), (DEVICE, 2.0), (DISK, 3.0), (DEVICE, 4.0))
+    assert order_of("fpf", *jobs, now_s=5) == [2, 4, 1, 3, 0]
+
+
+def test_relaxed_weighs_waiting_by_nearness() -> None:
+    """At 10 s: 10 * 1, 4 * 3, 2 * 4 and 5 * 2; at 11 s 11, 12, 12; at 12 s 12, 14; the paper's formula."""
+    assert order_of("relaxed_fpf", (ABSENT, 0), (DRAM, 6), (DEVICE, 8), (DISK, 5), now_s=10) == [1, 2, 3, 0]
+
+
+def test_relaxed_lets_a_long_wait_win() -> None:
+    assert order_of("relaxed_fpf", (ABSENT, 0), (DEVICE, 8), now_s=10) == [0, 1]
+    assert order_of("relaxed_fpf", (ABSENT, 0), (DEVICE, 7), now_s=10) == [1, 0]
+
+
+def test_bounded_is_fastest_first_until_somebody_is_due() -> None:
+    near = [(DEVICE, float(at)) for at in range(1, 6)]
+    assert order_of("bounded_fpf", (ABSENT, 0), *near, now_s=9, overtakes_max=3) == [1, 2, 3, 0, 4, 5]
+    assert order_of("bounded_fpf", (ABSENT, 0), *near, now_s=9, overtakes_max=0) == [0, 1, 2, 3, 4, 5]
+
+
+def test_bounded_starts_who_is_due_before_what_is_nearer_but_not_before_the_device() -> None:
+    jobs = ((ABSENT, 0.0), (DRAM, 1.0), (DEVICE, 2.0), (DRAM, 3.0), (DEVICE, 4.0), (DRAM, 5.0))
+    assert order_of("fpf", *jobs, now_s=9) == [2, 4, 1, 3, 5, 0]
+    assert order_of("bounded_fpf", *jobs, now_s=9, overtakes_max=8) == [2, 4, 1, 3, 0, 5]
+    assert order_of("bounded_fpf", *jobs, now_s=9, overtakes_max=4) == [2, 4, 0, 1, 3, 5]
+
+
+def test_an_unknown_policy_names_the_known_ones() -> None:
+    with pytest.raises(InvalidInput, match="fcfs, fpf, relaxed_fpf, bounded_fpf"):
+        scheduling("sjf")
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**32),
+    overtakes_max=st.integers(0, 12),
+    max_running=st.integers(1, 4),
+)
+def test_bounded_never_passes_its_bound(seed: int, overtakes_max: int, max_running: int) -> None:
+    """Under arrivals, costs and distances that change at random, a job starts after at most as many others as
+    waited when it came, and `overtakes_max` more; in the worst case it is so many."""
+    rng = random.Random(seed)
+    policy = scheduling("bounded_fpf", overtakes_max=overtakes_max)
+    queue = JobQueue(max_running=max_running, max_waiting=1000, policy=policy)
+    starts, running = 0, list[Job]()
+    came: dict[Job, tuple[int, int]] = {}  # starts and waiting jobs when it came
+    for now_s in range(300):
+        for _ in range(rng.randint(0, 2)):
+            ahead = len(queue.jobs)
+            job = queue.submit(cost=rng.randint(1, max_running), now_s=now_s, deadline_s=1e9)
+            job.distance = rng.choice((DEVICE, DRAM, DISK, ABSENT))
+            if job.started_s is None:
+                came[job] = (starts, ahead)
+            else:
+                starts += 1
+                running.append(job)
+        for job in queue.jobs:
+            if rng.random() < 0.1:
+                job.distance = rng.choice((DEVICE, DRAM, DISK, ABSENT))
+        if running and rng.random() < 0.8:
+            queue.leave(running.pop(rng.randrange(len(running))), now_s)
+        for job in queue.advance(now_s)[0]:
+            before, ahead = came[job]
+            assert starts - before <= ahead + overtakes_max
+            assert job.overtaken <= overtakes_max
+            starts += 1
+            running.append(job)
+
+
+def starve(policy: str, rounds: int = 2000) -> int | None:
+    """A cold job among hot ones that never end coming: after how many starts does it start?"""
+    queue = JobQueue(max_running=1, max_waiting=100, policy=scheduling(policy, overtakes_max=64))
+    running = queue.submit(cost=1, now_s=0.0, deadline_s=1e9)
+    cold = queued(queue, ABSENT, 0.0)
+    for number in range(rounds):
+        now_s = float(number + 1)
+        queued(queue, DEVICE, now_s)
+        queue.leave(running, now_s)
+        running = queue.advance(now_s)[0][0]
+        if running is cold:
+            return number
+    return None
+
+
+def test_who_starves() -> None:
+    assert starve("fcfs") == 0
+    assert starve("fpf") is None
+    assert starve("relaxed_fpf") == 0
+    assert starve("bounded_fpf") == 64
+
+
+def test_a_queue_knows_what_comes_next_and_when() -> None:
+    queue = JobQueue(max_running=2, max_waiting=10, policy=scheduling("fpf"))
+    for _ in range(2):
+        queue.submit(cost=1, now_s=0.0, deadline_s=1e9)
+    far, near = queued(queue, DISK, 0.0), queued(queue, DRAM, 1.0)
+    assert queue.look_ahead(9, 2.0) == [(near, 0.5), (far, 1.0)]  # jobs are thought to run for a second
+    assert queue.look_ahead(1, 2.0) == [(near, 0.5)]

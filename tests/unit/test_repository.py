@@ -1,0 +1,117 @@
+"""The repository as a whole: links that lead somewhere, no traces of one machine, files of a readable
+length."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# Files that pass this are asking to be divided.
+LINES_MAX = 400
+# Written by programs, or lists of data.
+UNMEASURED = ("kvcommons/pb/", "demo/model/", "demo/phrases.py", "constraints.txt", "LICENSE")
+LINK = re.compile(r"\[[^\]\n]*\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)")
+HEADING = re.compile(r"^#{1,6}\s+(.*?)\s*#*$", re.MULTILINE)
+FENCE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
+# Home directories and checkouts of whoever wrote a file; what a container has inside is no such thing.
+MACHINE_PATH = re.compile(r"(?<![\w.])/(?:home|Users|root|work)/\w+")
+
+
+def tracked() -> list[Path]:
+    """All files of the repository, without what git ignores."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if listed.returncode != 0:
+        pytest.skip("not a git checkout: nothing says which files belong to the repository")
+    return [path for name in listed.stdout.splitlines() if (path := ROOT / name).is_file()]
+
+
+def texts(*suffixes: str) -> list[tuple[str, str]]:
+    """(name, text) of the tracked text files with one of the suffixes, of all where none is given."""
+    found = []
+    for path in tracked():
+        if suffixes and path.suffix not in suffixes:
+            continue
+        try:
+            found.append((str(path.relative_to(ROOT)), path.read_text(encoding="utf-8")))
+        except UnicodeDecodeError:
+            continue
+    return found
+
+
+def anchors(markdown: str) -> set[str]:
+    """The fragments that headings of a page answer to, as the common renderers make them."""
+    found = set()
+    for heading in HEADING.findall(FENCE.sub("", markdown)):
+        text = re.sub(r"[^\w\- ]", "", re.sub(r"[`*]", "", heading).lower())
+        found.add(text.replace(" ", "-"))
+    return found
+
+
+def dead_links(name: str, text: str) -> list[str]:
+    dead = []
+    for target in LINK.findall(FENCE.sub("", text)):
+        if "://" in target or target.startswith("mailto:"):
+            continue
+        path, _, fragment = target.partition("#")
+        file = (ROOT / name).parent / path if path else ROOT / name
+        if not file.resolve().is_relative_to(ROOT) or not file.exists():
+            dead.append(f"{name}: {target} is not there")
+        elif fragment and file.suffix == ".md" and fragment not in anchors(file.read_text(encoding="utf-8")):
+            dead.append(f"{name}: {target} has no such heading")
+    return dead
+
+
+def test_links_in_docs_lead_somewhere() -> None:
+    pages = texts(".md")
+    assert pages, "no page found"
+    assert [problem for name, text in pages for problem in dead_links(name, text)] == []
+
+
+def test_a_dead_link_is_found() -> None:
+    page = "# Here\n[a](no-such-file.md) [b](#here) [c](#nowhere) [d](https://example.org)\n```\n[e](x.md)\n```\n"
+    assert [problem.split(": ")[1].split()[0] for problem in dead_links("README.md", page)][:1] == [
+        "no-such-file.md"
+    ]
+    assert anchors(page) == {"here"}
+
+
+def test_no_path_of_a_developers_machine() -> None:
+    own = str(Path(__file__).relative_to(ROOT))
+    problems = [
+        f"{name}:{number}: {line.strip()}"
+        for name, text in texts()
+        if name != own
+        for number, line in enumerate(text.splitlines(), 1)
+        if MACHINE_PATH.search(line)
+    ]
+    assert problems == []
+
+
+def test_files_are_of_a_readable_length() -> None:
+    lengths = {
+        name: text.count("\n")
+        for name, text in texts(".py", ".md", ".proto", ".toml")
+        if not name.startswith(UNMEASURED)
+    }
+    assert lengths, "no file found"
+    assert {name: lines for name, lines in lengths.items() if lines > LINES_MAX} == {}
+
+
+def test_packages_have_no_code_that_runs_on_import() -> None:
+    """What imports one module of a package must not pull in the others: torch would follow."""
+    packages = [ROOT / name for name in ("kvcommons", "services", "devstack")]
+    empty = re.compile(
+        r'\A\s*(?:""".*?"""|"[^"\n]*")?\s*(?:from __future__ import annotations\s*)?\Z', re.DOTALL
+    )
+    problems = [
+        str(path.relative_to(ROOT))
+        for package in packages
+        for path in package.rglob("__init__.py")
+        if not empty.match(path.read_text())
+    ]
+    assert problems == []
