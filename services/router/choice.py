@@ -5,8 +5,9 @@
               generated)
 
 Tokens are known by their position, so that one heard twice (from prefill and from decode, or after a
-resumption) counts once, and one that comes early (decode's stream overtook prefill's) waits for those before
-it."""
+resumption) counts once, and one that comes early waits for those before it. Decode's stream may overtake
+prefill's: what decode sends waits until prefill has told what it reused, for the end of a short answer would
+else come without that account."""
 
 from __future__ import annotations
 
@@ -37,6 +38,9 @@ _FINAL = (
 
 _RETRY_DELAY_S_MIN = 0.05
 _RETRY_DELAY_S_MAX = 1.0
+# Decode starts when prefill tells it to, and prefill's own word comes within milliseconds of that. Where it
+# does not, the answer is worth more than the account.
+_ACCOUNT_S = 2.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +100,10 @@ class Choice:
         self._missing: int | None = None  # what prefill has to push from, once it is done with this job
         self._waiting = False  # this attempt was given up, the next one has not begun
         self._early: dict[int, pb.SampledToken] = {}
-        self._heard_s: float | None = None  # the last token of this attempt
+        self._holds = False  # until prefill's account: what decode sends is kept, and not given out
+        self._held_s: float | None = None  # since when there is something that is held
+        self._end: str | None = None  # decode's reason, held like its tokens
+        self._heard_s: float | None = None  # the last word of decode, or prefill's token, in this attempt
         self._stuck_s: float | None = None  # since when attempts fail without a new token
         self._failures = 0
         self._strikes = 0
@@ -115,6 +122,11 @@ class Choice:
         """Number of the attempt under way, from 1; 0 before the first."""
         return self._attempt
 
+    @property
+    def _runs(self) -> bool:
+        """The attempt under way goes on."""
+        return not self.ended and not self._waiting
+
     def start(self) -> list[ev.Action]:
         """Begins the next attempt."""
         self._attempt += 1
@@ -124,6 +136,9 @@ class Choice:
         self._missing = None
         self._waiting = False
         self._early.clear()
+        self._holds = self.reuse is None
+        self._held_s = None
+        self._end = None
         self._heard_s = None
         return [ev.Start(choice=self.index, attempt=self._attempt)]
 
@@ -143,25 +158,36 @@ class Choice:
                 return self._first(event, now_s)
             case ev.Tokens():
                 self._streaming = True
-                return self._take(event.tokens, now_s)
+                self._keep(event.tokens, now_s)
+                return [] if self._holds else self._give_out(now_s)
             case ev.Finished():
-                return self._finished(event.reason, now_s)
+                self._keep((), now_s)
+                self._end = event.reason
+                return [] if self._holds else self._give_out(now_s)
             case ev.PrefillFailed():
-                # Once decode streams without a gap, the end of prefill's call is of no interest.
-                return [] if self._streaming and not self._early else self._failed(event.error, now_s)
+                return self._prefill_failed(event.error, now_s)
             case ev.DecodeFailed():
-                return self._failed(event.error, now_s)
+                # What it has sent before is as good as what is sent later: the next attempt goes on after it.
+                actions = self._give_out(now_s)
+                return actions + self._failed(event.error, now_s) if self._runs else actions
             case ev.RetryDue():
                 return self.start()
             case _:
                 raise AssertionError(f"no such event: {event!r}")
 
     def tick(self, now_s: float) -> list[ev.Action]:
-        """Call it about once a second: finds a stream that is silent though its sequence runs."""
-        if self.ended or self._heard_s is None or now_s - self._heard_s < self._patience.stall_s:
+        """Call it about once a second: finds a stream that is silent though its sequence runs, and a prefill
+        that does not say what it reused."""
+        if self.ended or self._heard_s is None:
             return []
+        actions: list[ev.Action] = []
+        if self._holds and self._held_s is not None and now_s - self._held_s >= _ACCOUNT_S:
+            actions = self._give_out(now_s)
+        decodes = self._runs and self._end is None
+        if not decodes or now_s - self._heard_s < self._patience.stall_s:
+            return actions
         silent = Unavailable(f"decode sent no token for {self._patience.stall_s:g} s")
-        return self._failed(silent, now_s)
+        return actions + self._failed(silent, now_s)
 
     def fail(self, error: KVCommonsError) -> list[ev.Action]:
         """Ends the choice with an error, from outside (a deadline, a sibling's failure)."""
@@ -192,19 +218,39 @@ class Choice:
                 compute_us=event.compute_us,
                 load_wait_us=event.load_wait_us,
             )
-        actions = self._take((event.token,), now_s)
-        if self._missing is not None and not self.ended:
+        self._keep((event.token,), now_s)
+        actions = self._give_out(now_s)
+        if self._missing is not None and self._runs:
             actions.append(self._compute(self._missing))
             self._missing = None
         return actions
 
-    def _take(self, tokens: Sequence[pb.SampledToken], now_s: float) -> list[ev.Action]:
-        text: list[str] = []
-        shown: list[Shown] = []
+    def _prefill_failed(self, error: KVCommonsError, now_s: float) -> list[ev.Action]:
+        """Once decode streams without a gap, the end of prefill's call is of no interest."""
+        actions = self._give_out(now_s)
+        streams = self._streaming and not self._early
+        return actions + self._failed(error, now_s) if self._runs and not streams else actions
+
+    def _keep(self, tokens: Sequence[pb.SampledToken], now_s: float) -> None:
         self._heard_s = now_s
+        if self._held_s is None:
+            self._held_s = now_s
         for token in tokens:
             if token.position >= len(self.prompt) + len(self.answer.tokens):
                 self._early[token.position] = token
+
+    def _give_out(self, now_s: float) -> list[ev.Action]:
+        """What was kept, and from here on whatever comes in this attempt."""
+        self._holds = False
+        actions = self._take(now_s)
+        if self._end is not None and not self.ended:
+            actions += self._finished(self._end, now_s)
+        return actions
+
+    def _take(self, now_s: float) -> list[ev.Action]:
+        """The tokens that were kept, as far as there is no gap."""
+        text: list[str] = []
+        shown: list[Shown] = []
         while not self.ended:
             position = len(self.prompt) + len(self.answer.tokens)
             following = self._early.pop(position, None)

@@ -91,14 +91,16 @@ class _Run:
         self._wake.clear()
         heard, self._heard = self._heard, []
         now_s = self._clock()
-        deltas: dict[int, ev.Delta] = {}
+        found: list[ev.Delta] = []
         for event in heard:
-            for delta in self.carry_out(self._turn.handle(event, now_s)):
-                before = deltas.get(delta.choice)
-                deltas[delta.choice] = _joined(before, delta) if before else delta
+            found += self.carry_out(self._turn.handle(event, now_s))
         if now_s >= self._tick_s:
             self._tick_s = now_s + _TICK_S
-            self.carry_out(self._turn.tick(now_s))
+            found += self.carry_out(self._turn.tick(now_s))
+        deltas: dict[int, ev.Delta] = {}
+        for delta in found:
+            before = deltas.get(delta.choice)
+            deltas[delta.choice] = _joined(before, delta) if before else delta
         return list(deltas.values())
 
     def carry_out(self, actions: list[ev.Action]) -> list[ev.Delta]:

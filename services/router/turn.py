@@ -76,8 +76,11 @@ class Turn:
 
     def tick(self, now_s: float) -> list[ev.Action]:
         """About once a second."""
-        actions = [action for choice in self.choices for action in choice.tick(now_s)]
-        return actions + self._failed()
+        actions: list[ev.Action] = []
+        for choice in self.choices:
+            actions += choice.tick(now_s)
+            actions += self._after(choice.index)
+        return actions
 
     def _after(self, index: int) -> list[ev.Action]:
         choice = self.choices[index]

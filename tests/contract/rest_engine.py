@@ -10,7 +10,7 @@ import math
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from kvcommons.errors import KVCommonsError
 from kvcommons.pb import common_pb2 as pb
@@ -29,11 +29,12 @@ from kvcommons.telemetry.telemetry import Telemetry
 @dataclass
 class Started:
     """A sequence that waits for prefill: `called` when a job for it has begun, `first` when one that pushed
-    enough is done."""
+    enough is done, `ended` when decode's stream is over."""
 
     push_from_block: int
     called: asyncio.Event = field(default_factory=asyncio.Event)
     first: asyncio.Event = field(default_factory=asyncio.Event)
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 @dataclass
@@ -44,6 +45,7 @@ class Script:
     answers: list[list[int]] = field(default_factory=list)
     delay_s: float = 0.0
     cached_tokens: int = 0
+    tells: Literal["first", "last", "never"] = "first"  # when prefill gives its token and account
     reserve_error: KVCommonsError | None = None
     reserve_errors: int = 0  # how many Generate calls fail with it
     fail_at: dict[int, KVCommonsError] = field(default_factory=dict)  # answer index to error, once each
@@ -97,6 +99,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer):
             async for event in self._tokens(request):
                 yield event
         finally:
+            started.ended.set()
             self.running -= 1
 
     async def _tokens(self, request: decode_pb2.GenerateRequest) -> AsyncIterator[decode_pb2.GenerateEvent]:
@@ -139,6 +142,10 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServicer):
             token = self.script.token(request, len(request.tokens))
             if request.push_from_block <= started.push_from_block:
                 started.first.set()
+            if self.script.tells == "last":
+                await started.ended.wait()
+            elif self.script.tells == "never":
+                await asyncio.Event().wait()
             first = prefill_pb2.PrefillFirst(
                 token=token, cached_tokens=self.script.cached_tokens, queue_us=10, compute_us=20
             )

@@ -80,6 +80,18 @@ async def test_prefill_fails_and_is_tried_again(pair: Stack) -> None:
     assert text_of(await events(pair, ask())) == TEXT
 
 
+async def test_a_prefill_that_never_gives_its_token_holds_nothing_up(pair: Stack) -> None:
+    """It told decode to start, and fell silent: what decode sends is worth more than prefill's account."""
+    pair.says(TEXT)
+    pair.script.tells = "never"
+    found = await events(pair, ask(stream_options={"include_usage": True}))
+    assert text_of(found) == TEXT
+    assert found[-1] == "[DONE]"
+    assert found[-2]["timings"]["resumptions"] == 0
+    assert sum(len(engine.decode.requests) for engine in pair.engines) == 1
+    await eventually(lambda: pair.calls == 0)
+
+
 async def test_missing_history_is_pushed_by_prefill(served: Stack) -> None:
     served.says(TEXT)
     served.script.missing = [0]

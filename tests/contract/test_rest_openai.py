@@ -29,6 +29,20 @@ async def test_chat(served: Stack) -> None:
     assert asked.max_position == 2048
 
 
+@pytest.mark.parametrize("max_tokens", [1, 4])
+async def test_what_was_cached_is_told_though_prefills_word_comes_last(
+    served: Stack, max_tokens: int
+) -> None:
+    served.says("one two three four five six")
+    served.script.cached_tokens = 5
+    served.script.tells = "last"
+    reply = await served.client.chat.completions.create(model="demo", messages=HI, max_tokens=max_tokens)
+    assert reply.usage is not None
+    assert reply.usage.completion_tokens == max_tokens
+    assert reply.usage.prompt_tokens_details is not None
+    assert reply.usage.prompt_tokens_details.cached_tokens == 5
+
+
 async def test_stream_has_role_deltas_finish_usage_and_done(served: Stack) -> None:
     served.says("hello, my friend")
     stream = await served.client.chat.completions.create(

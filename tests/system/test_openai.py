@@ -61,6 +61,20 @@ def test_the_same_prompt_again_comes_from_cache_and_says_the_same(sdk: openai.Op
     assert second.usage.prompt_tokens_details.cached_tokens == expected > 0
 
 
+def test_an_answer_of_one_token_says_what_came_from_cache(stack: Stack) -> None:
+    """Decode's stream of it is over about when prefill gives its account, over another connection."""
+    history = 0
+    for turn in range(8):
+        answer = stack.client.say(
+            f"This is number {turn} of some remarks on cats.", "terse", max_tokens=1, ignore_eos=True
+        )
+        assert (answer.completion_tokens, answer.finish_reason) == (1, "length")
+        # Of a history of n tokens the last has no KV yet.
+        assert answer.cached_tokens == max(0, history - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+        history = stack.client.session("terse")["tokens"]
+    assert answer.cached_tokens >= 8 * BLOCK_TOKENS
+
+
 def test_a_seed_decides_and_choices_differ(sdk: openai.OpenAI, model: str) -> None:
     def sample(seed: int) -> list[str]:
         # No chat: what the demo model says in one is too certain to differ.

@@ -22,14 +22,16 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.read(Path(__file__).parents[3] / "demo" / "model")
 
 
-def choice_of(tokenizer: Tokenizer, *, stops: tuple[str, ...] = (), room: int = 100) -> Choice:
+def choice_of(
+    tokenizer: Tokenizer, *, stops: tuple[str, ...] = (), room: int = 100, stall_s: float = 5
+) -> Choice:
     return Choice(
         index=0,
         prompt=PROMPT,
         max_position=len(PROMPT) + room,
         sampling=pb.Sampling(),
         text=AnswerText(tokenizer, stops=stops, stop_ids=tokenizer.eos_ids),
-        patience=Patience(resume_s=10, stall_s=5),
+        patience=Patience(resume_s=10, stall_s=stall_s),
     )
 
 
@@ -54,6 +56,14 @@ def first_of(attempt: int, token: int, at: int = 0, cached: int = 2) -> ev.First
         compute_us=2,
         load_wait_us=3,
     )
+
+
+def finished(attempt: int, reason: str = "length") -> ev.Finished:
+    return ev.Finished(choice=0, attempt=attempt, reason=reason)
+
+
+def prefill_failed(attempt: int) -> ev.PrefillFailed:
+    return ev.PrefillFailed(choice=0, attempt=attempt, error=Unavailable("gone"))
 
 
 def decode_failed(attempt: int) -> ev.DecodeFailed:
@@ -121,6 +131,7 @@ def test_any_order_and_any_repetition_give_each_token_once(tokenizer: Tokenizer)
         rng.shuffle(heard)
         text = "".join(shown(choice.handle(event, 0)) for event in heard)
         assert text == "one two three four five", seed
+        assert choice.reuse is not None, seed
         assert choice.answer.kept == whole, seed
         assert choice.finish_reason == "stop", seed
 
@@ -131,7 +142,8 @@ def test_a_failure_at_every_token_resumes_with_what_was_generated(tokenizer: Tok
     for broken_at in range(len(whole)):
         choice = choice_of(tokenizer, stops=("zzz",))
         choice.start()
-        text = shown(choice.handle(tokens(1, whole[:broken_at]), 1))
+        text = shown(choice.handle(first_of(1, whole[0]), 1)) if broken_at else ""
+        text += shown(choice.handle(tokens(1, whole[:broken_at]), 1))
         actions = choice.handle(decode_failed(1), 2)
         assert actions == [
             ev.Release(choice=0, attempt=1),
@@ -141,6 +153,7 @@ def test_a_failure_at_every_token_resumes_with_what_was_generated(tokenizer: Tok
         assert choice.handle(ev.RetryDue(choice=0, attempt=1), 2) == [ev.Start(choice=0, attempt=2)]
         assert choice.tokens == [*PROMPT, *whole[:broken_at]]
         assert choice.handle(tokens(1, whole[broken_at:], broken_at), 3) == [], "from an attempt given up"
+        text += shown(choice.handle(first_of(2, whole[broken_at], broken_at), 3))
         text += shown(choice.handle(tokens(2, whole[broken_at:], broken_at), 3))
         assert text == "one two 🙂 three"
         assert choice.answer.kept == whole
@@ -206,43 +219,166 @@ def test_a_full_decode_is_not_asked_again_at_once(tokenizer: Tokenizer) -> None:
 
 
 def test_prefills_end_does_not_matter_once_decode_streams(tokenizer: Tokenizer) -> None:
+    answer = tokenizer.encode_text("one two three")
     choice = choice_of(tokenizer)
     choice.start()
-    choice.handle(tokens(1, [50, 51]), 0)
-    assert choice.handle(ev.PrefillFailed(choice=0, attempt=1, error=Unavailable("gone")), 0) == []
+    assert choice.handle(tokens(1, answer[:2]), 0) == []
+    actions = choice.handle(prefill_failed(1), 0)
+    assert [type(action) for action in actions] == [ev.Delta], "decode's stream goes on, alone"
+    assert choice.answer.tokens == answer[:2]
+    text = shown(actions) + shown(choice.handle(tokens(1, answer[2:], first=2), 0))
+    assert text + shown(choice.handle(finished(1), 0)) == "one two three"
+    assert (choice.attempt, choice.finish_reason, choice.reuse) == (1, "length", None)
     gap = choice_of(tokenizer)
     gap.start()
     gap.handle(tokens(1, [51], first=1), 0)
-    actions = gap.handle(ev.PrefillFailed(choice=0, attempt=1, error=Unavailable("gone")), 0)
+    actions = gap.handle(prefill_failed(1), 0)
     assert isinstance(actions[-1], ev.Retry), "the first token is lost with prefill"
+    late = choice_of(tokenizer)
+    late.start()
+    late.handle(tokens(1, answer[:1]), 0)
+    late.handle(tokens(1, answer[2:], first=2), 0)
+    actions = late.handle(prefill_failed(1), 0)
+    assert [type(action) for action in actions] == [ev.Delta, ev.Release, ev.Retry]
+    assert late.tokens == [*PROMPT, *answer[:1]], "what came before the gap stays"
+
+
+def test_an_answer_that_is_whole_waits_for_prefills_account(tokenizer: Tokenizer) -> None:
+    """Decode's stream may be over before prefill's word comes over its own connection."""
+    answer = tokenizer.encode_text("one two three")
+    for reason in ("length", "stop"):
+        choice = choice_of(tokenizer)
+        choice.start()
+        assert choice.handle(tokens(1, answer), 1) == []
+        assert choice.handle(finished(1, reason), 2) == []
+        assert not choice.ended
+        assert shown(choice.handle(first_of(1, answer[0], cached=2), 3)) == "one two three"
+        assert choice.finish_reason == reason
+        assert choice.answer.kept == answer
+        assert choice.reuse is not None
+        assert choice.reuse.cached_tokens == 2
+
+
+def test_an_answer_of_one_token_tells_what_was_cached(tokenizer: Tokenizer) -> None:
+    (token,) = tokenizer.encode_text("a")
+    for decode in ([tokens(1, [token])], [tokens(1, [token]), finished(1)]):
+        for at in range(len(decode) + 1):
+            choice = choice_of(tokenizer, room=1)
+            choice.start()
+            actions = [
+                action
+                for event in [*decode[:at], first_of(1, token, cached=1), *decode[at:]]
+                for action in choice.handle(event, 0)
+            ]
+            assert shown(actions) == "a"
+            assert actions.count(ev.Linger(choice=0, attempt=1)) == 1
+            assert choice.finish_reason == "length"
+            assert choice.reuse is not None
+            assert choice.reuse.cached_tokens == 1, (decode, at)
+
+
+def test_what_decode_sent_before_it_failed_counts_though_it_was_held(tokenizer: Tokenizer) -> None:
+    answer = tokenizer.encode_text("one two three")
+    choice = choice_of(tokenizer)
+    choice.start()
+    choice.handle(tokens(1, answer[:2]), 1)
+    choice.handle(tokens(1, [50], first=3), 1)
+    actions = choice.handle(decode_failed(1), 2)
+    assert [type(action) for action in actions] == [ev.Delta, ev.Release, ev.Retry]
+    text = shown(actions)
+    choice.handle(ev.RetryDue(choice=0, attempt=1), 2)
+    assert choice.tokens == [*PROMPT, *answer[:2]], "what lies behind a gap is computed again"
+    assert choice.handle(tokens(2, answer[2:], first=2), 3) == []
+    assert choice.handle(finished(2), 3) == []
+    actions = choice.handle(first_of(2, answer[2], at=2), 4)
+    assert text + shown(actions) == "one two three"
+    assert (choice.answer.kept, choice.resumptions) == (answer, 1)
+
+
+def test_a_failure_after_the_last_token_fails_nothing(tokenizer: Tokenizer) -> None:
+    choice = choice_of(tokenizer, room=2)
+    choice.start()
+    choice.handle(tokens(1, [50, 51]), 1)
+    actions = choice.handle(decode_failed(1), 2)
+    assert (choice.finish_reason, choice.error) == ("length", None)
+    assert not [action for action in actions if isinstance(action, ev.Retry)]
+
+
+def test_once_it_is_known_what_was_cached_nothing_is_held(tokenizer: Tokenizer) -> None:
+    answer = tokenizer.encode_text("one two three")
+    choice = choice_of(tokenizer)
+    choice.start()
+    text = shown(choice.handle(first_of(1, answer[0], cached=2), 0))
+    choice.handle(decode_failed(1), 0)
+    choice.handle(ev.RetryDue(choice=0, attempt=1), 0)
+    text += shown(choice.handle(tokens(2, answer[1:], first=1), 0))
+    assert text + shown(choice.handle(finished(2), 0)) == "one two three"
+
+
+def test_a_prefill_that_does_not_give_its_account_is_not_waited_for(tokenizer: Tokenizer) -> None:
+    answer = tokenizer.encode_text("one two three")
+    choice = choice_of(tokenizer)
+    choice.start()
+    choice.handle(tokens(1, answer[:2]), 10)
+    assert choice.tick(11) == []
+    text = shown(choice.tick(12))
+    assert choice.answer.tokens == answer[:2]
+    text += shown(choice.handle(tokens(1, answer[2:], first=2), 13))
+    assert text == "one two three"
+    choice.handle(first_of(1, answer[0], cached=1), 14)
+    assert choice.reuse is not None
+    assert choice.reuse.cached_tokens == 1, "late, and in time all the same"
+    whole = choice_of(tokenizer)
+    whole.start()
+    whole.handle(tokens(1, answer), 10)
+    whole.handle(finished(1), 10)
+    assert shown(whole.tick(12)) == "one two three"
+    assert (whole.finish_reason, whole.reuse) == ("length", None)
 
 
 def test_a_silent_stream_is_given_up(tokenizer: Tokenizer) -> None:
     choice = choice_of(tokenizer)
     choice.start()
     assert choice.tick(100) == [], "nothing was heard yet: prefill may take long"
+    choice.handle(first_of(1, 50), 99)
     choice.handle(tokens(1, [50]), 100)
     assert choice.tick(104) == []
     assert isinstance(choice.tick(105)[-1], ev.Retry)
     assert choice.tick(200) == []
+    held = choice_of(tokenizer)
+    held.start()
+    held.handle(tokens(1, [50]), 100)
+    assert [type(action) for action in held.tick(105)] == [ev.Delta, ev.Release, ev.Retry]
+
+
+def test_a_stream_that_is_over_is_not_taken_for_silent(tokenizer: Tokenizer) -> None:
+    choice = choice_of(tokenizer, stall_s=1)
+    choice.start()
+    choice.handle(tokens(1, [50]), 100)
+    choice.handle(finished(1), 100)
+    assert choice.tick(101.5) == [], "decode is done; it is prefill's word that is waited for"
+    assert shown(choice.handle(first_of(1, 50), 101.6)) == choice.answer.text != ""
+    assert choice.finish_reason == "length"
 
 
 def test_the_length_ends_it(tokenizer: Tokenizer) -> None:
     answer = tokenizer.encode_text("one two three four")
     choice = choice_of(tokenizer, room=2)
     choice.start()
+    text = shown(choice.handle(first_of(1, answer[0]), 0))
     actions = choice.handle(tokens(1, answer), 0)
     assert choice.finish_reason == "length"
     assert choice.answer.kept == answer[:2]
-    assert shown(actions) == tokenizer.decode(answer[:2])
+    assert text + shown(actions) == tokenizer.decode(answer[:2])
 
 
 def test_text_held_for_a_stop_string_comes_at_the_end(tokenizer: Tokenizer) -> None:
     answer = tokenizer.encode_text("one two thr")
     choice = choice_of(tokenizer, stops=("three",), room=len(answer))
     choice.start()
+    text = shown(choice.handle(first_of(1, answer[0]), 0))
     actions = choice.handle(tokens(1, answer), 0)
-    assert shown(actions) == "one two thr"
+    assert text + shown(actions) == "one two thr"
     assert choice.finish_reason == "length"
 
 
@@ -252,7 +388,7 @@ def test_a_stop_string_over_tokens_cuts_before_it(tokenizer: Tokenizer) -> None:
     for stop in ("wo th", " three", "t", "four"):
         choice = choice_of(tokenizer, stops=(stop,))
         choice.start()
-        out = ""
+        out = shown(choice.handle(first_of(1, answer[0]), 0))
         for at, token in enumerate(answer):
             actions = choice.handle(tokens(1, [token], first=at), 0)
             out += shown(actions)
@@ -267,6 +403,14 @@ def test_a_stop_string_over_tokens_cuts_before_it(tokenizer: Tokenizer) -> None:
 def test_decode_that_ends_early_is_a_failure(tokenizer: Tokenizer) -> None:
     choice = choice_of(tokenizer)
     choice.start()
-    choice.handle(tokens(1, [51], first=1), 0)
-    actions = choice.handle(ev.Finished(choice=0, attempt=1, reason="length"), 0)
+    choice.handle(first_of(1, 50), 0)
+    choice.handle(tokens(1, [52], first=2), 0)
+    actions = choice.handle(finished(1), 0)
     assert isinstance(actions[-1], ev.Retry)
+    held = choice_of(tokenizer)
+    held.start()
+    held.handle(tokens(1, [52], first=2), 0)
+    assert held.handle(finished(1), 0) == []
+    actions = held.handle(first_of(1, 50), 0)
+    assert [type(action) for action in actions] == [ev.Delta, ev.Release, ev.Retry]
+    assert held.tokens == [*PROMPT, 50]
