@@ -39,6 +39,7 @@ class Mirror:
         self._lease_s = lease_s
         self._changed = changed
         self._due = asyncio.Event()
+        self._writing = asyncio.Lock()  # one round at a time, or a put under way would undo a removal
         self.connected = False  # the view is kept current by etcd
         self.has_listed = False  # etcd has been heard at least once
         self.writes_done = 0
@@ -56,11 +57,19 @@ class Mirror:
         finally:
             await self._etcd.close()
 
-    async def flush(self, timeout_s: float) -> None:
-        """Writes what is due, once, for a bounded time: the last words of a replica that leaves."""
-        with contextlib.suppress(TimeoutError, ExceptionGroup):
+    async def flush(self, timeout_s: float) -> bool:
+        """Writes what is due, trying again for a bounded time: the last words of a replica that leaves.
+        Whether etcd has it all."""
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await self._write_due()
+                while True:
+                    try:
+                        await self._write_due()
+                        return True
+                    except* Unavailable as failed:
+                        log.debug("etcd did not take the last words yet: %s", failed.exceptions[0])
+                    await asyncio.sleep(WRITE_PAUSE_S)
+        return False
 
     async def _follow_always(self) -> None:
         failures = 0
@@ -137,7 +146,7 @@ class Mirror:
             async with slots:
                 await self._write(one)
 
-        async with asyncio.TaskGroup() as tasks:
+        async with self._writing, asyncio.TaskGroup() as tasks:
             for one in self._registry.writes(time.monotonic()):
                 tasks.create_task(write(one))
 

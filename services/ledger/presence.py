@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable
 
@@ -11,7 +12,9 @@ from services.ledger.feed import Feed
 from services.ledger.mirror import Mirror
 from services.ledger.registry import Registry
 
-FLUSH_S = 1.0
+log = logging.getLogger(__name__)
+
+FLUSH_S = 1.5  # less than a lease: after that long the record goes by itself
 
 
 class Presence:
@@ -39,6 +42,7 @@ class Presence:
             await asyncio.sleep(self._heartbeat_ms / 1e3)
 
     async def leave(self) -> None:
+        """Out of etcd when it returns, unless etcd does not answer: then the lease runs out."""
         self._registry.left(self._describe(), time.monotonic())
-        if self._mirror.connected:
-            await self._mirror.flush(FLUSH_S)
+        if self._mirror.has_listed and not await self._mirror.flush(FLUSH_S):
+            log.warning("etcd does not answer: this replica stays in the registry until its lease runs out")

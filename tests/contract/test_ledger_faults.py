@@ -12,8 +12,13 @@ import pytest
 
 from kvcommons.errors import KVCommonsError, Loading, Unavailable
 from kvcommons.rpc.directory import Directory, Heartbeat
+from services.ledger.etcd import Etcd
+from services.ledger.mirror import Mirror
+from services.ledger.registry import Registry
 from tests.contract.ledger_process import LEASE_S, Ledger, LedgerProcess, eventually, instance
 from tests.etcd import RealEtcd
+
+PREFIX = b"/kvcommons/v1/instances/"
 
 
 @pytest.fixture
@@ -246,6 +251,82 @@ async def test_a_replica_that_drains_leaves_and_ends_its_watches(
     with contextlib.suppress(KVCommonsError):
         async for _ in views:
             pass
-    await eventually("ended", lambda: process.poll() is not None, within_s=5)
+    await eventually("ended", lambda: process.poll() is not None, within_s=15)
     assert process.returncode == 0, processes[0].log()
-    assert "ledger-a" not in await ledgers[1].view()
+    # By then etcd has it no more, whatever the lease had left; the others hear of that a moment later.
+    assert await registered(etcd) == {"ledger-b"}
+    await eventually("b knows that a left", lambda: _is_gone(ledgers[1], "ledger-a"), within_s=10)
+
+
+async def _is_gone(ledger: Ledger, name: str) -> bool:
+    return name not in await ledger.view()
+
+
+async def registered(etcd: RealEtcd) -> set[str]:
+    """The ids of the instances that etcd holds."""
+    client = Etcd([etcd.endpoint], timeout_s=5)
+    await client.reconnect()
+    try:
+        return {record.key.rpartition(b"/")[2].decode() for record in (await client.list(PREFIX)).records}
+    finally:
+        await client.close()
+
+
+class LateEtcd(Etcd):
+    """Holds each put back until it is let go: what a slow disk under etcd does."""
+
+    def __init__(self, endpoints: list[str]) -> None:
+        super().__init__(endpoints, timeout_s=5)
+        self.waiting = asyncio.Event()
+        self.let_go = asyncio.Event()
+
+    async def put(self, key: bytes, value: bytes, *, lease_id: int, lease_s: int, new: bool) -> int:
+        self.waiting.set()
+        await self.let_go.wait()
+        return await super().put(key, value, lease_id=lease_id, lease_s=lease_s, new=new)
+
+
+async def test_a_write_under_way_does_not_bring_back_who_leaves(etcd: RealEtcd) -> None:
+    """A put that reaches etcd after the lease was revoked would grant it anew."""
+    etcd.start()
+    client = LateEtcd([etcd.endpoint])
+    registry = Registry(lease_s=30, heartbeat_s=10)
+    mirror = Mirror(client, registry, prefix="/kvcommons/", lease_s=30, changed=lambda: None)
+    running = asyncio.create_task(mirror.run())
+    try:
+        await eventually("listed", lambda: mirror.connected, within_s=20)
+        registry.heard(instance("decode-1"), time.monotonic())
+        mirror.wake()
+        async with asyncio.timeout(20):
+            await client.waiting.wait()
+        registry.left(instance("decode-1"), time.monotonic())
+        leaving = asyncio.create_task(mirror.flush(20))
+        await asyncio.wait({leaving}, timeout=0.5)  # a flush that overtakes the put is done by now
+        client.let_go.set()
+        assert await leaving
+        assert await registered(etcd) == set()
+    finally:
+        running.cancel()
+        await asyncio.wait({running})
+
+
+async def test_last_words_are_tried_again(etcd: RealEtcd) -> None:
+    """etcd stumbles while a replica leaves: it is out of the registry all the same, well before its lease."""
+    etcd.start()
+    client = Etcd([etcd.endpoint], timeout_s=0.2)
+    registry = Registry(lease_s=30, heartbeat_s=10)
+    mirror = Mirror(client, registry, prefix="/kvcommons/", lease_s=30, changed=lambda: None)
+    running = asyncio.create_task(mirror.run())
+    try:
+        registry.heard(instance("decode-1"), time.monotonic())
+        await eventually("written", lambda: registry.is_stored("decode-1"), within_s=20)
+        etcd.pause()
+        registry.left(instance("decode-1"), time.monotonic())
+        leaving = asyncio.create_task(mirror.flush(20))
+        await asyncio.wait({leaving}, timeout=0.6)  # longer than a call may take
+        etcd.resume()
+        assert await leaving
+        assert await registered(etcd) == set()
+    finally:
+        running.cancel()
+        await asyncio.wait({running})
