@@ -62,6 +62,23 @@ async def test_the_record_says_what_was_said_and_where_it_lies(served: Stack) ->
     assert len(chain.extend(tokens)) >= record["blocks"]
 
 
+async def test_looking_at_a_session_is_no_use_of_its_blocks(served: Stack) -> None:
+    session = new_id()
+    served.says("fine, and what is the weather like where you are?")
+    await served.post(CHAT, user("how are you?", session_id=session))
+
+    async def used() -> tuple[int, int]:
+        store = (await served.get("/v1/status"))[1]["store"]
+        return store["block_hits"], store["block_misses"]
+
+    before = await used()
+    _, record = await served.get(f"/v1/sessions/{session}")
+    assert record["tiers"]["absent"] == record["blocks"] > 0
+    assert await used() == before
+    await served.post(CHAT, user("and you?", session_id=session))
+    assert sum(await used()) > sum(before), "a turn is a use"
+
+
 async def test_a_stop_match_cuts_the_sessions_tokens(served: Stack) -> None:
     session = new_id()
     (answer,) = served.says("one two three four", end=False)

@@ -106,11 +106,12 @@ def session_body(record: pb.SessionRecord) -> Json:
 
 
 async def _tiers(serving: Serving, record: pb.SessionRecord) -> Json | None:
-    """How many of the session's full blocks lie in which tier; None while the store cannot say."""
+    """How many of the session's full blocks lie in which tier; None while the store cannot say. Whoever
+    looks at a session does not use it: what is evicted next stays as it was."""
     store = serving.fleet.store()
     if store is None:
         return None
-    wanted = pb.MatchRequest(model=record.model, block_ids=record.block_ids)
+    wanted = pb.MatchRequest(model=record.model, block_ids=record.block_ids, peek=True)
     try:
         reply = await serving.fleet.blocks(store).Match(wanted, timeout=_MATCH_S)
     except KVCommonsError:
