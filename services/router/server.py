@@ -13,15 +13,12 @@ from services.router.api.routes import routes
 from services.router.api.unbuilt import unbuilt
 from services.router.gate import SERVING, add_request_id, gate
 from services.router.openapi import describe
+from services.router.protocol import Runner
 from services.router.serving import Serving
 
 log = logging.getLogger(__name__)
 
 _UNBUILT = ("/v1/responses", "/v1/conversations")
-_KEEPALIVE_S = 75.0
-# Of the request line, and of a header: enough that what is merely too long (a session id, a path) comes as
-# far as to the gate, which says so in OpenAI's shape; past it the parser breaks off.
-_LINE_BYTES_MAX = 64 * 1024
 
 
 def application(serving: Serving) -> web.Application:
@@ -46,16 +43,7 @@ def application(serving: Serving) -> web.Application:
 
 class HttpServer:
     def __init__(self, serving: Serving) -> None:
-        # A client that goes away cancels its handler, and with it the calls to prefill and decode.
-        self._runner = web.AppRunner(
-            application(serving),
-            handler_cancellation=True,
-            access_log=None,
-            keepalive_timeout=_KEEPALIVE_S,
-            max_line_size=_LINE_BYTES_MAX,
-            max_field_size=_LINE_BYTES_MAX,
-            shutdown_timeout=serving.config.node.drain_s / 2,
-        )
+        self._runner = Runner(application(serving), shutdown_timeout=serving.config.node.drain_s / 2)
         self._bind = serving.config.bind
         self._port = serving.config.port
         self.port = 0  # what was bound, once started

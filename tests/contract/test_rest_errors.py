@@ -110,6 +110,46 @@ async def test_paths_methods_and_sizes(served: Stack) -> None:
     assert served.engines[0].decode.requests == []
 
 
+POST = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
+MALFORMED: dict[str, tuple[bytes, int, str]] = {
+    "nonsense": (b"hello\r\n\r\n", 400, "no HTTP/1.1 request"),
+    "tls": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", 400, "HTTPS"),
+    "version": (b"GET /health HTTP/9.9\r\n\r\n", 400, "no HTTP/1.1 request"),
+    "no host": (b"GET /health HTTP/1.1\r\n\r\n", 400, "Host"),
+    "header": (POST + b"Authorization Bearer key-of-ann-1\r\n\r\n", 400, "header"),
+    "header's value": (POST + b"Authorization: key-of-ann-1\x00\r\n\r\n", 400, "header"),
+    "large header": (POST + b"A: " + b"x" * 70_000 + b"\r\n\r\n", 431, "65536 bytes"),
+    "large path": (b"GET /" + b"x" * 70_000 + b" HTTP/1.1\r\nHost: x\r\n\r\n", 431, "65536 bytes"),
+    "many headers": (POST + b"A: 1\r\n" * 3000 + b"\r\n", 400, "headers"),
+    "length": (POST + b"Content-Length: nine\r\n\r\n", 400, "Content-Length"),
+    "chunk": (POST + b"Transfer-Encoding: chunked\r\n\r\nzz\r\n\r\n", 400, "chunk"),
+    "expectation": (POST + b"Expect: miracles\r\nContent-Length: 0\r\n\r\n", 417, "100-continue"),
+}
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+async def test_what_is_no_request_is_told_so_in_the_same_shape(
+    served: Stack, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    sent, status, says = MALFORMED[name]
+    host, _, port = served.url.removeprefix("http://").rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(sent)
+    async with asyncio.timeout(10):
+        head, _, body = (await reader.read()).partition(b"\r\n\r\n")  # to the end: it closes the connection
+    writer.close()
+    assert int(head.split()[1]) == status
+    assert b"application/json" in head
+    assert b"X-Request-Id: req-" in head
+    error = json.loads(body)["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert (error["type"], error["code"]) == ("invalid_request_error", "invalid_value")
+    assert says in error["message"]
+    assert b"key-of-ann" not in body
+    assert "key-of-ann" not in caplog.text
+    assert (await served.get("/health"))[0] == 200
+
+
 async def test_a_sessions_full_window(served: Stack) -> None:
     served.says("word " * 1900)
     status, _ = await served.post(CHAT, HI | {"session_id": "long"})
