@@ -153,8 +153,9 @@ class Simulation:
 
     def _submit(self, prefix: int, now_s: float) -> Job:
         job = self._queue.submit(cost=1, now_s=now_s, deadline_s=float("inf"))
-        job.prefix = Prefix(model=_MODEL, block_ids=(prefix.to_bytes(4, "little"),))
+        self._queue.knows(job, Prefix(model=_MODEL, block_ids=(prefix.to_bytes(4, "little"),)))
         job.distance = self._distance(prefix)
+        job.on_device = int(job.distance == DEVICE)
         if job.started_s is None:
             self._waiting[prefix].append(job)
         return job
@@ -224,7 +225,7 @@ class Simulation:
             if not jobs or jobs[0].distance == (distance := self._distance(prefix)):
                 continue
             for job in jobs:
-                job.distance = distance
+                job.distance, job.on_device = distance, int(distance == DEVICE)
 
 
 def compare(trial: Trial, policies: Sequence[str]) -> Report:

@@ -41,7 +41,7 @@ class Admission:
         job = self._queue.submit(cost=cost, now_s=self._clock(), deadline_s=deadline_s)
         try:
             if job.started_s is None or self._look_ahead.asks_distance:
-                job.prefix = prefix()
+                self._queue.knows(job, prefix())
             if job.started_s is None:
                 self._look_ahead.waits(job)
                 await self._started(job)

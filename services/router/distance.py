@@ -26,19 +26,35 @@ class DeviceBlocks:
     last, as many as fit there. A guess, for other routers' jobs are not in it; it decides on order alone."""
 
     def __init__(self) -> None:
-        self._blocks: OrderedDict[bytes, None] = OrderedDict()
+        self._first: OrderedDict[bytes, bytes] = OrderedDict()  # by block: the first one of its prompt
 
-    def used(self, block_ids: Sequence[bytes], capacity: int) -> None:
-        """A job with these blocks started; `capacity` is what all prefills hold, in blocks."""
+    def used(self, block_ids: Sequence[bytes], capacity: int) -> set[bytes]:
+        """A job with these blocks started; `capacity` is what all prefills hold, in blocks. The first blocks
+        of all prompts that lie nearer or farther for it."""
+        changed = set(block_ids[:1])
         for block_id in reversed(block_ids):  # the deepest goes first
-            self._blocks[block_id] = None
-            self._blocks.move_to_end(block_id)
-        while len(self._blocks) > capacity:
-            self._blocks.popitem(last=False)
+            self._first[block_id] = block_ids[0]
+            self._first.move_to_end(block_id)
+        while len(self._first) > capacity:
+            changed.add(self._first.popitem(last=False)[1])
+        return changed
 
     def leading(self, block_ids: Sequence[bytes]) -> int:
         """How many of the first blocks are there."""
         for number, block_id in enumerate(block_ids):
-            if block_id not in self._blocks:
+            if block_id not in self._first:
                 return number
         return len(block_ids)
+
+
+def common(first: Sequence[bytes], second: Sequence[bytes]) -> int:
+    """How many blocks two prompts begin with alike: identities are chained, so where one differs, all after
+    it do."""
+    low, high = 0, min(len(first), len(second))
+    while low < high:
+        middle = (low + high) // 2
+        if first[middle] == second[middle]:
+            low = middle + 1
+        else:
+            high = middle
+    return low

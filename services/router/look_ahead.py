@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from kvcommons.errors import KVCommonsError
 from kvcommons.pb import kvstore_pb2 as pb
 from kvcommons.pb.ledger_pb2 import Instance
-from services.router.distance import DeviceBlocks, distance_of
+from services.router.distance import DeviceBlocks, common, distance_of
 from services.router.fleet import Fleet
 from services.router.queue import Job, JobQueue
 
@@ -39,6 +39,15 @@ class _Look:
     def __init__(self) -> None:
         self.at_s = float("-inf")
         self.tiers: Sequence[int] = ()
+
+    def learn(self, own: Sequence[bytes], ids: Sequence[bytes], tiers: Sequence[int], at_s: float) -> None:
+        """From what the store said of a prompt that begins alike. It is as good as an answer of its own where
+        most blocks are the same."""
+        alike = common(own, ids)
+        rest = self.tiers[alike:] if len(tiers) >= alike else ()
+        self.tiers = (*tiers[:alike], *rest)
+        if 2 * alike >= len(own):
+            self.at_s = at_s
 
 
 class LookAhead:
@@ -69,21 +78,29 @@ class LookAhead:
 
     def waits(self, job: Job) -> None:
         """The job waits from now on."""
-        if job.prefix.block_ids:
-            self._looks[job] = _Look()
-            self._measure(job)
-            self._wake.set()
+        ids = job.prefix.block_ids
+        if not ids:
+            return
+        look = _Look()
+        known = (other for other in self._looks if other.prefix.block_ids[0] == ids[0])
+        like = next(known, None)
+        if like is not None:
+            look.learn(ids, like.prefix.block_ids, self._looks[like].tiers, self._looks[like].at_s)
+        self._looks[job] = look
+        self._measure(job)
+        self._wake.set()
 
     def started(self, job: Job) -> None:
-        """Its prefix will be on the device: others that begin alike come nearer."""
+        """Its prefix will be on the device: others that begin alike come nearer, and those whose blocks go
+        for it are farther away."""
         self._looks.pop(job, None)
         ids = job.prefix.block_ids
         if not self.asks_distance or not ids:
             return
         prefills = self._fleet.instances("prefill")
-        self._device.used(ids, sum(instance.load.total_blocks for instance in prefills))
+        changed = self._device.used(ids, sum(instance.load.total_blocks for instance in prefills))
         for other in self._looks:
-            if other.prefix.block_ids[0] == ids[0]:
+            if other.prefix.block_ids[0] in changed:
                 self._measure(other)
 
     def left(self, job: Job) -> None:
@@ -118,15 +135,23 @@ class LookAhead:
         before_s = self._clock() - _FRESH_S
         stale = [job for job, look in self._looks.items() if look.at_s < before_s]
         stale.sort(key=lambda job: self._looks[job].at_s)
-        await asyncio.gather(*(self._match(store, job) for job in stale[:_LOOKS_MAX]))
+        distinct: dict[bytes, Job] = {}
+        for job in stale:
+            distinct.setdefault(job.prefix.block_ids[-1], job)  # chained: an equal end is an equal prompt
+        await asyncio.gather(*(self._match(store, job) for job in list(distinct.values())[:_LOOKS_MAX]))
 
     async def _match(self, store: Instance, job: Job) -> None:
         request = pb.MatchRequest(model=job.prefix.model, block_ids=job.prefix.block_ids, peek=True)
         reply = await self._fleet.blocks(store).Match(request, timeout=_CALL_S)
-        look = self._looks.get(job)
-        if look is not None:
-            look.at_s, look.tiers = self._clock(), reply.tiers
-            self._measure(job)
+        self._told(job.prefix.block_ids, reply.tiers)
+
+    def _told(self, ids: Sequence[bytes], tiers: Sequence[int]) -> None:
+        """An answer holds for all jobs that begin alike, as far as they do: one look serves many."""
+        now_s = self._clock()
+        for job, look in self._looks.items():
+            if job.prefix.block_ids[0] == ids[0]:
+                look.learn(job.prefix.block_ids, ids, tiers, now_s)
+                self._measure(job)
 
     async def _hint(self, store: Instance) -> None:
         now_s = self._clock()
@@ -150,4 +175,5 @@ class LookAhead:
 
     def _measure(self, job: Job) -> None:
         ids = job.prefix.block_ids
-        job.distance = distance_of(len(ids), self._device.leading(ids), self._looks[job].tiers)
+        job.on_device = self._device.leading(ids)
+        job.distance = distance_of(len(ids), job.on_device, self._looks[job].tiers)

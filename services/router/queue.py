@@ -9,7 +9,8 @@ from heapq import nsmallest
 from itertools import count
 
 from kvcommons.errors import Overloaded
-from services.router.scheduling import ABSENT, FirstCome, Scheduling
+from services.router.companions import Companions
+from services.router.scheduling import ABSENT, FirstCome, Rank, Scheduling
 
 _RETRY_AFTER_MS_MIN = 1000
 _RETRY_AFTER_MS_MAX = 60_000
@@ -38,6 +39,7 @@ class Job:
     started_s: float | None = None
     prefix: Prefix = NO_PREFIX
     distance: float = ABSENT  # of the prefix; see `scheduling`
+    on_device: int = 0  # so many of the prefix's blocks are there
     overtaken: int = 0  # jobs that came later and started earlier
 
 
@@ -51,6 +53,7 @@ class JobQueue:
         self._max_waiting = max_waiting
         self._policy = policy or FirstCome()
         self._waiting: dict[Job, None] = {}  # in the order in which they came
+        self._companions = Companions()
         self._running: set[Job] = set()
         self._numbers = count()
         self._service_s = 1.0  # how long a job runs, smoothed
@@ -92,17 +95,23 @@ class JobQueue:
         self._waiting[job] = None
         return job
 
+    def knows(self, job: Job, prefix: Prefix) -> None:
+        """What a job could reuse; told once, before it waits for long."""
+        job.prefix = prefix
+        if job in self._waiting:
+            self._companions.join(prefix.block_ids)
+
     def advance(self, now_s: float) -> tuple[list[Job], list[Job]]:
         """Jobs that start now, and jobs whose deadline passed while they waited (they leave the queue)."""
         expired = [job for job in self._waiting if job.deadline_s <= now_s]
         for job in expired:
-            del self._waiting[job]
+            self._drop(job)
         started: list[Job] = []
         while self._waiting and self.running < self._max_running:
-            job = min(self._waiting, key=lambda waiting: self._policy.rank(waiting, now_s))
+            job = min(self._waiting, key=lambda waiting: self._rank(waiting, now_s))
             if not self._fits(job):
                 break
-            del self._waiting[job]
+            self._drop(job)
             for other in self._waiting:
                 if other.number > job.number:
                     break
@@ -117,12 +126,12 @@ class JobQueue:
             self._running.remove(job)
             ran_s = now_s - (job.started_s if job.started_s is not None else now_s)
             self._service_s += _SMOOTHING * (ran_s - self._service_s)
-        else:
-            self._waiting.pop(job, None)
+        elif job in self._waiting:
+            self._drop(job)
 
     def look_ahead(self, jobs_max: int, now_s: float) -> list[tuple[Job, float]]:
         """The next jobs, and in how many seconds each will likely start, by how long jobs run."""
-        order = nsmallest(jobs_max, self._waiting, key=lambda job: self._policy.rank(job, now_s))
+        order = nsmallest(jobs_max, self._waiting, key=lambda job: self._rank(job, now_s))
         turnover_s = self._service_s / self._max_running
         return [(job, (place + 1) * turnover_s) for place, job in enumerate(order)]
 
@@ -130,6 +139,14 @@ class JobQueue:
         """How long until the queue has likely moved on by one job."""
         turnover_s = self._service_s * max(1, self.waiting) / self._max_running
         return int(min(max(turnover_s * 1000, _RETRY_AFTER_MS_MIN), _RETRY_AFTER_MS_MAX))
+
+    def _rank(self, job: Job, now_s: float) -> Rank:
+        companions = self._companions.of(job.prefix.block_ids, job.on_device)
+        return self._policy.rank(job, companions, now_s)
+
+    def _drop(self, job: Job) -> None:
+        del self._waiting[job]
+        self._companions.leave(job.prefix.block_ids)
 
     def _fits(self, job: Job) -> bool:
         return self.running + job.cost <= self._max_running

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvcommons.pb.kvstore_pb2 import TIER_DISK, TIER_DRAM
-from services.router.distance import DeviceBlocks, distance_of
+from services.router.distance import DeviceBlocks, common, distance_of
 from services.router.scheduling import ABSENT, DEVICE, DISK, DRAM
 
 
@@ -31,11 +31,20 @@ def test_the_distance_is_the_mean_over_the_blocks(
 def test_the_device_has_what_was_used_last_as_far_as_it_fits() -> None:
     a, b = [bytes([n]) for n in range(3)], [bytes([n]) for n in range(10, 12)]
     device = DeviceBlocks()
-    device.used(a, 4)
+    assert device.used(a, 4) == {a[0]}
     assert device.leading([*a, b"?"]) == 3
-    device.used(b, 4)
+    assert device.used(b, 4) == {a[0], b[0]}  # whose distance changed: the new one's, and whoever's went
     assert (device.leading(a), device.leading(b)) == (2, 2)  # the deepest of the older ones went
     device.used(a[:1], 3)
     assert (device.leading(a), device.leading(b)) == (1, 2)
     device.used(b, 0)
     assert device.leading(b) == 0
+
+
+@pytest.mark.parametrize(
+    ("first", "second"), [("", "abc"), ("abc", "abd"), ("abc", "abcde"), ("x", "y"), ("ab", "ab")]
+)
+def test_chained_prompts_part_once(first: str, second: str) -> None:
+    ids = [[text[: end + 1].encode() for end in range(len(text))] for text in (first, second)]
+    alike = sum(a == b for a, b in zip(*ids, strict=False))
+    assert common(*ids) == common(*reversed(ids)) == alike

@@ -9,21 +9,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcommons.errors import InvalidInput
-from services.router.queue import Job, JobQueue
+from services.router.queue import Job, JobQueue, Prefix
 from services.router.scheduling import ABSENT, DEVICE, DISK, DRAM, scheduling
 
 
-def queued(queue: JobQueue, distance: float, now_s: float) -> Job:
+def queued(queue: JobQueue, distance: float, now_s: float, prefix: bytes = b"") -> Job:
+    """`prefix`: its blocks, of one letter each; none of them is on the device."""
     job = queue.submit(cost=1, now_s=now_s, deadline_s=1e9)
+    queue.knows(job, Prefix(model=b"model", block_ids=[prefix[: end + 1] for end in range(len(prefix))]))
     job.distance = distance
     return job
 
 
-def order_of(policy: str, *jobs: tuple[float, float], now_s: float, overtakes_max: int = 256) -> list[int]:
-    """In which order jobs of (distance, arrival) start after `now_s`, one a second."""
+def order_of(
+    policy: str,
+    *jobs: tuple[float, float] | tuple[float, float, bytes],
+    now_s: float,
+    overtakes_max: int = 256,
+) -> list[int]:
+    """In which order jobs of (distance, arrival, prefix) start after `now_s`, one a second."""
     queue = JobQueue(max_running=1, max_waiting=100, policy=scheduling(policy, overtakes_max=overtakes_max))
     running = queue.submit(cost=1, now_s=0.0, deadline_s=1e9)
-    waiting = [queued(queue, distance, arrival_s) for distance, arrival_s in jobs]
+    waiting = [queued(queue, *job) for job in jobs]
     started: list[int] = []
     while queue.waiting:
         queue.leave(running, now_s)
@@ -52,17 +59,37 @@ def test_relaxed_lets_a_long_wait_win() -> None:
     assert order_of("relaxed_fpf", (ABSENT, 0), (DEVICE, 7), now_s=10) == [1, 0]
 
 
-def test_bounded_is_fastest_first_until_somebody_is_due() -> None:
+def test_bounded_is_fastest_first_until_somebody_was_overtaken_enough() -> None:
     near = [(DEVICE, float(at)) for at in range(1, 6)]
     assert order_of("bounded_fpf", (ABSENT, 0), *near, now_s=9, overtakes_max=3) == [1, 2, 3, 0, 4, 5]
     assert order_of("bounded_fpf", (ABSENT, 0), *near, now_s=9, overtakes_max=0) == [0, 1, 2, 3, 4, 5]
+    mixed = ((ABSENT, 0.0), (DRAM, 1.0), (DEVICE, 2.0), (DISK, 3.0), (DEVICE, 4.0))
+    assert order_of("bounded_fpf", *mixed, now_s=9) == order_of("fpf", *mixed, now_s=9) == [2, 4, 1, 3, 0]
 
 
-def test_bounded_starts_who_is_due_before_what_is_nearer_but_not_before_the_device() -> None:
-    jobs = ((ABSENT, 0.0), (DRAM, 1.0), (DEVICE, 2.0), (DRAM, 3.0), (DEVICE, 4.0), (DRAM, 5.0))
-    assert order_of("fpf", *jobs, now_s=9) == [2, 4, 1, 3, 5, 0]
-    assert order_of("bounded_fpf", *jobs, now_s=9, overtakes_max=8) == [2, 4, 1, 3, 0, 5]
-    assert order_of("bounded_fpf", *jobs, now_s=9, overtakes_max=4) == [2, 4, 0, 1, 3, 5]
+def test_bounded_brings_near_what_most_wait_for_unless_another_waited_long() -> None:
+    """At 10 s: 1 * 10 * 10 against 3 * 6 * 6, or against 3 * 5 * 5."""
+    many = [(ABSENT, 4.0, b"many") for _ in range(3)]
+    assert order_of("bounded_fpf", (ABSENT, 0.0, b"one"), *many, now_s=10)[0] == 1
+    fewer = [(ABSENT, 5.0, b"many") for _ in range(3)]
+    assert order_of("bounded_fpf", (ABSENT, 0.0, b"one"), *fewer, now_s=10)[0] == 0
+    assert order_of("fpf", (ABSENT, 0.0, b"one"), *many, now_s=10)[0] == 0
+
+
+def test_companions_share_the_next_block_that_is_missing_on_the_device() -> None:
+    """Three prompts begin with "sys" and go on in two ways: as long as that is missing, three need it."""
+    queue = JobQueue(max_running=1, max_waiting=100, policy=scheduling("bounded_fpf"))
+    queue.submit(cost=1, now_s=0.0, deadline_s=1e9)
+    jobs = [
+        queued(queue, ABSENT, at, prefix) for at, prefix in ((0.0, b"x"), (2.0, b"sys-a"), (2.0, b"sys-b"))
+    ]
+    jobs.append(queued(queue, ABSENT, 2.0, b"sys-b"))
+    assert [job for job, _ in queue.look_ahead(9, 10.0)] == [jobs[1], jobs[2], jobs[3], jobs[0]]
+    for job in jobs[1:]:
+        job.on_device = len(b"sys-")  # "-a" is wanted by one now, "-b" by two
+    assert [job for job, _ in queue.look_ahead(9, 10.0)] == [jobs[2], jobs[3], jobs[0], jobs[1]]
+    queue.leave(jobs[3], 10.0)  # who leaves is no companion
+    assert [job for job, _ in queue.look_ahead(9, 10.0)] == [jobs[0], jobs[1], jobs[2]]
 
 
 def test_an_unknown_policy_names_the_known_ones() -> None:
@@ -88,6 +115,7 @@ def test_bounded_never_passes_its_bound(seed: int, overtakes_max: int, max_runni
         for _ in range(rng.randint(0, 2)):
             ahead = len(queue.jobs)
             job = queue.submit(cost=rng.randint(1, max_running), now_s=now_s, deadline_s=1e9)
+            queue.knows(job, Prefix(model=b"model", block_ids=[b"%d" % rng.randrange(5)]))
             job.distance = rng.choice((DEVICE, DRAM, DISK, ABSENT))
             if job.started_s is None:
                 came[job] = (starts, ahead)
@@ -97,6 +125,9 @@ def test_bounded_never_passes_its_bound(seed: int, overtakes_max: int, max_runni
         for job in queue.jobs:
             if rng.random() < 0.1:
                 job.distance = rng.choice((DEVICE, DRAM, DISK, ABSENT))
+                job.on_device = int(job.distance == DEVICE)
+            if rng.random() < 0.01:
+                queue.leave(job, now_s)  # given up
         if running and rng.random() < 0.8:
             queue.leave(running.pop(rng.randrange(len(running))), now_s)
         for job in queue.advance(now_s)[0]:
