@@ -16,6 +16,8 @@ from kvcommons.attention import kernel
 
 # Keys gathered to contiguous memory at once; bounds the temporary copy (64 MiB with 8 heads of 128 in bf16).
 SPAN_TOKENS = 16384
+# The same for a chunk of rows: its scores are made a tile at a time, best of so many keys.
+CHUNK_SPAN_TOKENS = 2048
 # Sequences of a batch share one padded call while padding stays below this share of its keys.
 _PADDING_SHARE = 0.2
 
@@ -110,8 +112,8 @@ class ChunkPlan:
         cuts.append((max(seen_by_all_end, start), end, True))
         self._spans: list[_ChunkSpan] = []
         for first, last, masked in cuts:
-            for begin in range(first, last, SPAN_TOKENS):
-                stop = min(begin + SPAN_TOKENS, last)
+            for begin in range(first, last, CHUNK_SPAN_TOKENS):
+                stop = min(begin + CHUNK_SPAN_TOKENS, last)
                 block = begin // block_tokens
                 blocks = table[block : -(-stop // block_tokens)].view(1, -1)
                 gather = _Gather.of(kv_shape, blocks, begin - block * block_tokens, stop - begin)

@@ -86,7 +86,7 @@ class Model:
             hidden, attention = hidden[chosen], attention[chosen]
         hidden = self._close(self._weights.layers[-1], hidden, attention)
         hidden = self._norm(hidden, self._weights.final_norm)
-        return F.linear(hidden, self._weights.head).float()
+        return self._weights.head(hidden).float()
 
     def shifted_query(self, state: State, shift: int) -> Tensor:
         """q [T, query_heads, head_dim] for keys that were rotated `shift` positions before where they are
@@ -106,7 +106,7 @@ class Model:
     def _open(self, layer: int, hidden: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> State:
         """A layer up to q, k, v."""
         weights, spec = self._weights.layers[layer], self.spec
-        qkv = F.linear(self._norm(hidden, weights.attention_norm), weights.qkv, weights.qkv_bias)
+        qkv = weights.qkv(self._norm(hidden, weights.attention_norm))
         qkv = qkv.view(len(hidden), -1, spec.head_dim)
         query_heads, rotated_heads = spec.query_heads, spec.query_heads + spec.kv_heads
         qk = qkv[:, :rotated_heads]
@@ -127,10 +127,10 @@ class Model:
     def _close(self, weights: LayerWeights, hidden: Tensor, attention: Tensor) -> Tensor:
         """A layer from its attention output on."""
         attended = attention.reshape(len(hidden), -1).to(self.dtype)
-        hidden = hidden + F.linear(attended, weights.output, weights.output_bias)
-        mixed = F.linear(self._norm(hidden, weights.mlp_norm), weights.gate_up, weights.gate_up_bias)
+        hidden = hidden + weights.output(attended)
+        mixed = weights.gate_up(self._norm(hidden, weights.mlp_norm))
         gate, up = mixed.chunk(2, dim=-1)
-        return hidden + F.linear(F.silu(gate) * up, weights.down, weights.down_bias)
+        return hidden + weights.down(F.silu(gate) * up)
 
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """RMSNorm over the last dimension, in float32."""

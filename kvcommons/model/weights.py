@@ -13,6 +13,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvcommons.attention.memory import TORCH_DTYPES
+from kvcommons.attention.products import Matrix
 from kvcommons.errors import InvalidInput
 from kvcommons.model.folder import weight_files
 from kvcommons.model.spec import ModelSpec
@@ -24,19 +25,15 @@ Source = Callable[[str, tuple[int, ...]], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """Matrices are [out, in], as `F.linear` takes them; norms are float32."""
+    """Matrices are [out, in], with their biases; norms are float32."""
 
     attention_norm: Tensor  # [hidden]
-    qkv: Tensor  # [(query_heads + 2 * kv_heads) * head_dim, hidden]
-    qkv_bias: Tensor | None
+    qkv: Matrix  # [(query_heads + 2 * kv_heads) * head_dim, hidden]
     qk_norm: Tensor | None  # [query_heads + kv_heads, head_dim]
-    output: Tensor  # [hidden, query_heads * head_dim]
-    output_bias: Tensor | None
+    output: Matrix  # [hidden, query_heads * head_dim]
     mlp_norm: Tensor  # [hidden]
-    gate_up: Tensor  # [2 * mlp, hidden]
-    gate_up_bias: Tensor | None
-    down: Tensor  # [hidden, mlp]
-    down_bias: Tensor | None
+    gate_up: Matrix  # [2 * mlp, hidden]
+    down: Matrix  # [hidden, mlp]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +41,7 @@ class Weights:
     embedding: Tensor  # [vocab, hidden]
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor  # [hidden]
-    head: Tensor  # [vocab, hidden]; the embedding itself where they are tied
+    head: Matrix  # [vocab, hidden]; on the embedding itself where they are tied
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -114,25 +111,20 @@ def _assemble(spec: ModelSpec, source: Source, dtype: torch.dtype, device: torch
     def norm(name: str, size: int) -> Tensor:
         return source(name, (size,)).to(device, torch.float32)
 
-    def biased(
-        prefix: str, names: Sequence[str], rows: Sequence[int], columns: int, bias: bool
-    ) -> tuple[Tensor, Tensor | None]:
+    def matrix(prefix: str, names: Sequence[str], rows: Sequence[int], columns: int, bias: bool) -> Matrix:
         weight = read([f"{prefix}.{name}.weight" for name in names], rows, columns)
-        return weight, read([f"{prefix}.{name}.bias" for name in names], rows, None) if bias else None
+        added = read([f"{prefix}.{name}.bias" for name in names], rows, None) if bias else None
+        return Matrix.packed(weight, added)
 
     def layer(index: int) -> LayerWeights:
         prefix = f"model.layers.{index}"
         heads, kv_heads, dim = spec.query_heads, spec.kv_heads, spec.head_dim
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
         qkv_rows = [heads * dim, kv_heads * dim, kv_heads * dim]
-        qkv, qkv_bias = biased(
-            attention, ["q_proj", "k_proj", "v_proj"], qkv_rows, spec.hidden, spec.qkv_bias
-        )
-        output, output_bias = biased(attention, ["o_proj"], [spec.hidden], heads * dim, spec.output_bias)
-        gate_up, gate_up_bias = biased(
-            mlp, ["gate_proj", "up_proj"], [spec.mlp, spec.mlp], spec.hidden, spec.mlp_bias
-        )
-        down, down_bias = biased(mlp, ["down_proj"], [spec.hidden], spec.mlp, spec.mlp_bias)
+        qkv = matrix(attention, ["q_proj", "k_proj", "v_proj"], qkv_rows, spec.hidden, spec.qkv_bias)
+        output = matrix(attention, ["o_proj"], [spec.hidden], heads * dim, spec.output_bias)
+        gate_up = matrix(mlp, ["gate_proj", "up_proj"], [spec.mlp, spec.mlp], spec.hidden, spec.mlp_bias)
+        down = matrix(mlp, ["down_proj"], [spec.hidden], spec.mlp, spec.mlp_bias)
         qk_norm = None
         if spec.qk_norm:
             q_norm = norm(f"{attention}.q_norm.weight", dim).expand(heads, dim)
@@ -141,21 +133,17 @@ def _assemble(spec: ModelSpec, source: Source, dtype: torch.dtype, device: torch
         return LayerWeights(
             attention_norm=norm(f"{prefix}.input_layernorm.weight", spec.hidden),
             qkv=qkv,
-            qkv_bias=qkv_bias,
             qk_norm=qk_norm,
             output=output,
-            output_bias=output_bias,
             mlp_norm=norm(f"{prefix}.post_attention_layernorm.weight", spec.hidden),
             gate_up=gate_up,
-            gate_up_bias=gate_up_bias,
             down=down,
-            down_bias=down_bias,
         )
 
     embedding = read(["model.embed_tokens.weight"], [spec.vocab_size], spec.hidden)
-    head = embedding
+    head = Matrix(embedding)
     if not spec.tied_embeddings:
-        head = read(["lm_head.weight"], [spec.vocab_size], spec.hidden)
+        head = Matrix.packed(read(["lm_head.weight"], [spec.vocab_size], spec.hidden))
     return Weights(
         embedding=embedding,
         layers=tuple(layer(index) for index in range(spec.layers)),
