@@ -37,6 +37,14 @@ class State:
     sin: Tensor
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rotation:
+    """Of rows, for their positions: cos and sin [T, 1, head_dim / 2] in float32, of angles in float64."""
+
+    cos: Tensor
+    sin: Tensor
+
+
 class Model:
     """Weights and slices. Thread-safe: nothing changes after loading."""
 
@@ -70,8 +78,8 @@ class Model:
     def begin(self, tokens: Tensor, positions: Tensor) -> State:
         """tokens, positions LongTensor [T] -> q, k, v of layer 0."""
         hidden = F.embedding(tokens, self._weights.embedding)
-        cos, sin = self._rotation(positions)
-        return self._open(0, hidden, positions, cos, sin)
+        rotation = self.rotation(positions)
+        return self._open(0, hidden, positions, rotation.cos, rotation.sin)
 
     def advance(self, layer: int, state: State, attention: Tensor) -> State:
         """Finishes `layer` with its attention [T, query_heads, head_dim] (any float), begins layer + 1."""
@@ -88,20 +96,20 @@ class Model:
         hidden = self._norm(hidden, self._weights.final_norm)
         return self._weights.head(hidden).float()
 
-    def shifted_query(self, state: State, shift: int) -> Tensor:
-        """q [T, query_heads, head_dim] for keys that were rotated `shift` positions before where they are
-        now.
-
-        A segment's shift is what is added to its stored positions to give the logical ones.
-        """
-        return _rotate(state.unrotated_q, *self._rotation(state.positions - shift))
-
-    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [T, 1, head_dim / 2] in float32, of angles in float64."""
+    def rotation(self, positions: Tensor) -> Rotation:
+        """positions LongTensor [T]."""
         angles = positions.double().unsqueeze(-1) * self._frequencies
         factor = self.spec.rotary.attention_factor
         cos, sin = angles.cos() * factor, angles.sin() * factor
-        return cos.float().unsqueeze(1), sin.float().unsqueeze(1)
+        return Rotation(cos=cos.float().unsqueeze(1), sin=sin.float().unsqueeze(1))
+
+    def shifted_query(self, state: State, rotation: Rotation) -> Tensor:
+        """q [T, query_heads, head_dim] for keys that have moved since they were rotated: `rotation` is that
+        of the rows' positions less the keys' shift, made once for all layers.
+
+        A segment's shift is what is added to its stored positions to give the logical ones.
+        """
+        return _rotate(state.unrotated_q, rotation.cos, rotation.sin)
 
     def _open(self, layer: int, hidden: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> State:
         """A layer up to q, k, v."""

@@ -305,3 +305,46 @@ class History(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___History: _TypeAlias = History  # noqa: Y015
+
+@_typing.final
+class Truncated(_message.Message):
+    """A sequence behind truncations. What its context lost is not among its tokens: those are the `head_tokens` that were
+    kept at the beginning, then the rest. The rest's KV is rotated `dropped_tokens` further on than its place among the
+    tokens says; a query is rotated for the head's shift when it meets the head.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEAD_TOKENS_FIELD_NUMBER: _builtins.int
+    DROPPED_TOKENS_FIELD_NUMBER: _builtins.int
+    SINCE_TOKEN_FIELD_NUMBER: _builtins.int
+    BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    PARENT_FIELD_NUMBER: _builtins.int
+    head_tokens: _builtins.int
+    """whole blocks"""
+    dropped_tokens: _builtins.int
+    """whole blocks, since the KV of the first token was computed"""
+    since_token: _builtins.int
+    """tokens from here on were computed in this context; those before saw more"""
+    parent: _builtins.bytes
+    """what the identity of the block after those is chained from"""
+    @_builtins.property
+    def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """of the full blocks up to since_token, at least"""
+
+    def __init__(
+        self,
+        *,
+        head_tokens: _builtins.int = ...,
+        dropped_tokens: _builtins.int = ...,
+        since_token: _builtins.int = ...,
+        block_ids: _abc.Iterable[_builtins.bytes] | None = ...,
+        parent: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "dropped_tokens", b"dropped_tokens", "head_tokens", b"head_tokens", "parent", b"parent", "since_token", b"since_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Truncated: _TypeAlias = Truncated  # noqa: Y015

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvcommons.pb import common_pb2 as kvcommons_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvcommons/v1/decode.proto\x12\x0ckvcommons.v1\x1a\x19kvcommons/v1/common.proto\"\x9e\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x0c\n\x04salt\x18\x04 \x01(\x0c\x12\r\n\x05model\x18\x05 \x01(\x0c\x12\x0e\n\x06tokens\x18\x06 \x03(\r\x12\x15\n\rprompt_tokens\x18\x07 \x01(\x04\x12\x14\n\x0cmax_position\x18\x08 \x01(\x04\x12(\n\x08sampling\x18\t \x01(\x0b\x32\x16.kvcommons.v1.Sampling\x12&\n\x07history\x18\n \x01(\x0b\x32\x15.kvcommons.v1.History\x12\x10\n\x08no_reuse\x18\x0b \x01(\x08\x12\x15\n\rstart_wait_ms\x18\x0c \x01(\r\"\xc2\x01\n\rGenerateEvent\x12*\n\x08reserved\x18\x01 \x01(\x0b\x32\x16.kvcommons.v1.ReservedH\x00\x12&\n\x06tokens\x18\x02 \x01(\x0b\x32\x14.kvcommons.v1.TokensH\x00\x12(\n\x07missing\x18\x03 \x01(\x0b\x32\x15.kvcommons.v1.MissingH\x00\x12*\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x16.kvcommons.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"P\n\x08Reserved\x12+\n\nplacements\x18\x01 \x03(\x0b\x32\x17.kvcommons.v1.Placement\x12\x17\n\x0fpush_from_block\x18\x02 \x01(\r\"4\n\x06Tokens\x12*\n\x06tokens\x18\x01 \x03(\x0b\x32\x1a.kvcommons.v1.SampledToken\"\"\n\x07Missing\x12\x17\n\x0fpush_from_block\x18\x01 \x01(\r\"0\n\x08\x46inished\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x14\n\x0csaved_blocks\x18\x02 \x01(\x04\x32R\n\x06\x44\x65\x63ode\x12H\n\x08Generate\x12\x1d.kvcommons.v1.GenerateRequest\x1a\x1b.kvcommons.v1.GenerateEvent0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvcommons/v1/decode.proto\x12\x0ckvcommons.v1\x1a\x19kvcommons/v1/common.proto\"\xca\x02\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x0c\n\x04salt\x18\x04 \x01(\x0c\x12\r\n\x05model\x18\x05 \x01(\x0c\x12\x0e\n\x06tokens\x18\x06 \x03(\r\x12\x15\n\rprompt_tokens\x18\x07 \x01(\x04\x12\x14\n\x0cmax_position\x18\x08 \x01(\x04\x12(\n\x08sampling\x18\t \x01(\x0b\x32\x16.kvcommons.v1.Sampling\x12&\n\x07history\x18\n \x01(\x0b\x32\x15.kvcommons.v1.History\x12\x10\n\x08no_reuse\x18\x0b \x01(\x08\x12\x15\n\rstart_wait_ms\x18\x0c \x01(\r\x12*\n\ttruncated\x18\r \x01(\x0b\x32\x17.kvcommons.v1.Truncated\"\xc2\x01\n\rGenerateEvent\x12*\n\x08reserved\x18\x01 \x01(\x0b\x32\x16.kvcommons.v1.ReservedH\x00\x12&\n\x06tokens\x18\x02 \x01(\x0b\x32\x14.kvcommons.v1.TokensH\x00\x12(\n\x07missing\x18\x03 \x01(\x0b\x32\x15.kvcommons.v1.MissingH\x00\x12*\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x16.kvcommons.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"P\n\x08Reserved\x12+\n\nplacements\x18\x01 \x03(\x0b\x32\x17.kvcommons.v1.Placement\x12\x17\n\x0fpush_from_block\x18\x02 \x01(\r\"4\n\x06Tokens\x12*\n\x06tokens\x18\x01 \x03(\x0b\x32\x1a.kvcommons.v1.SampledToken\"\"\n\x07Missing\x12\x17\n\x0fpush_from_block\x18\x01 \x01(\r\"0\n\x08\x46inished\x12\x0e\n\x06reason\x18\x01 \x01(\t\x12\x14\n\x0csaved_blocks\x18\x02 \x01(\x04\x32R\n\x06\x44\x65\x63ode\x12H\n\x08Generate\x12\x1d.kvcommons.v1.GenerateRequest\x1a\x1b.kvcommons.v1.GenerateEvent0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,17 +33,17 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvcommons.v1.decode_pb2', _
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_GENERATEREQUEST']._serialized_start=71
-  _globals['_GENERATEREQUEST']._serialized_end=357
-  _globals['_GENERATEEVENT']._serialized_start=360
-  _globals['_GENERATEEVENT']._serialized_end=554
-  _globals['_RESERVED']._serialized_start=556
-  _globals['_RESERVED']._serialized_end=636
-  _globals['_TOKENS']._serialized_start=638
-  _globals['_TOKENS']._serialized_end=690
-  _globals['_MISSING']._serialized_start=692
-  _globals['_MISSING']._serialized_end=726
-  _globals['_FINISHED']._serialized_start=728
-  _globals['_FINISHED']._serialized_end=776
-  _globals['_DECODE']._serialized_start=778
-  _globals['_DECODE']._serialized_end=860
+  _globals['_GENERATEREQUEST']._serialized_end=401
+  _globals['_GENERATEEVENT']._serialized_start=404
+  _globals['_GENERATEEVENT']._serialized_end=598
+  _globals['_RESERVED']._serialized_start=600
+  _globals['_RESERVED']._serialized_end=680
+  _globals['_TOKENS']._serialized_start=682
+  _globals['_TOKENS']._serialized_end=734
+  _globals['_MISSING']._serialized_start=736
+  _globals['_MISSING']._serialized_end=770
+  _globals['_FINISHED']._serialized_start=772
+  _globals['_FINISHED']._serialized_end=820
+  _globals['_DECODE']._serialized_start=822
+  _globals['_DECODE']._serialized_end=904
 # @@protoc_insertion_point(module_scope)

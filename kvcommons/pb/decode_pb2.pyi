@@ -35,6 +35,7 @@ class GenerateRequest(_message.Message):
     HISTORY_FIELD_NUMBER: _builtins.int
     NO_REUSE_FIELD_NUMBER: _builtins.int
     START_WAIT_MS_FIELD_NUMBER: _builtins.int
+    TRUNCATED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     session_id: _builtins.str
     tenant: _builtins.str
@@ -52,6 +53,10 @@ class GenerateRequest(_message.Message):
     def sampling(self) -> _common_pb2.Sampling: ...
     @_builtins.property
     def history(self) -> _common_pb2.History: ...
+    @_builtins.property
+    def truncated(self) -> _common_pb2.Truncated:
+        """absent: nothing was dropped"""
+
     def __init__(
         self,
         *,
@@ -67,10 +72,11 @@ class GenerateRequest(_message.Message):
         history: _common_pb2.History | None = ...,
         no_reuse: _builtins.bool = ...,
         start_wait_ms: _builtins.int = ...,
+        truncated: _common_pb2.Truncated | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["history", b"history", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["history", b"history", "sampling", b"sampling", "truncated", b"truncated"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["history", b"history", "max_position", b"max_position", "model", b"model", "no_reuse", b"no_reuse", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "session_id", b"session_id", "start_wait_ms", b"start_wait_ms", "tenant", b"tenant", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["history", b"history", "max_position", b"max_position", "model", b"model", "no_reuse", b"no_reuse", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "session_id", b"session_id", "start_wait_ms", b"start_wait_ms", "tenant", b"tenant", "tokens", b"tokens", "truncated", b"truncated"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -340,9 +340,13 @@ class TruncationRecord(_message.Message):
     KEPT_HEAD_TOKENS_FIELD_NUMBER: _builtins.int
     DROPPED_TOKENS_FIELD_NUMBER: _builtins.int
     at_token: _builtins.int
-    """the length of the sequence when it was truncated"""
+    """tokens from this one on see the shorter context; a block's border. 0: all that are"""
     kept_head_tokens: _builtins.int
+    """kept do: their KV was computed anew, as that of a plain prompt
+    at the beginning, whole blocks; the same in all records of a session
+    """
     dropped_tokens: _builtins.int
+    """whole blocks: the oldest after the head that no truncation had dropped before"""
     def __init__(
         self,
         *,
@@ -714,6 +718,7 @@ class CommitTurnRequest(_message.Message):
     NEW_MESSAGES_FIELD_NUMBER: _builtins.int
     BLOCK_IDS_FIELD_NUMBER: _builtins.int
     DURABLE_WAIT_MS_FIELD_NUMBER: _builtins.int
+    NEW_TRUNCATIONS_FIELD_NUMBER: _builtins.int
     tenant: _builtins.str
     session_id: _builtins.str
     turn_id: _builtins.str
@@ -731,6 +736,8 @@ class CommitTurnRequest(_message.Message):
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """of all full blocks of the session after this turn"""
 
+    @_builtins.property
+    def new_truncations(self) -> _containers.RepeatedCompositeFieldContainer[Global___TruncationRecord]: ...
     def __init__(
         self,
         *,
@@ -745,10 +752,11 @@ class CommitTurnRequest(_message.Message):
         new_messages: _abc.Iterable[Global___Message] | None = ...,
         block_ids: _abc.Iterable[_builtins.bytes] | None = ...,
         durable_wait_ms: _builtins.int = ...,
+        new_truncations: _abc.Iterable[Global___TruncationRecord] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "durable_wait_ms", b"durable_wait_ms", "expected_version", b"expected_version", "fencing", b"fencing", "model", b"model", "model_name", b"model_name", "new_messages", b"new_messages", "new_tokens", b"new_tokens", "session_id", b"session_id", "tenant", b"tenant", "turn_id", b"turn_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "durable_wait_ms", b"durable_wait_ms", "expected_version", b"expected_version", "fencing", b"fencing", "model", b"model", "model_name", b"model_name", "new_messages", b"new_messages", "new_tokens", b"new_tokens", "new_truncations", b"new_truncations", "session_id", b"session_id", "tenant", b"tenant", "turn_id", b"turn_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

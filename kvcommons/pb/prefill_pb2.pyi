@@ -35,6 +35,7 @@ class PrefillRequest(_message.Message):
     TARGETS_FIELD_NUMBER: _builtins.int
     PUSH_FROM_BLOCK_FIELD_NUMBER: _builtins.int
     NO_REUSE_FIELD_NUMBER: _builtins.int
+    TRUNCATED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     session_id: _builtins.str
     """for logs and spans"""
@@ -60,6 +61,10 @@ class PrefillRequest(_message.Message):
     def targets(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Placement]:
         """where the sequence's blocks go; the first is the decode's own"""
 
+    @_builtins.property
+    def truncated(self) -> _common_pb2.Truncated:
+        """absent: nothing was dropped. DATA_LOSS where blocks before since_token are not there"""
+
     def __init__(
         self,
         *,
@@ -75,10 +80,11 @@ class PrefillRequest(_message.Message):
         targets: _abc.Iterable[_common_pb2.Placement] | None = ...,
         push_from_block: _builtins.int = ...,
         no_reuse: _builtins.bool = ...,
+        truncated: _common_pb2.Truncated | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["history", b"history", "sampling", b"sampling"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["history", b"history", "sampling", b"sampling", "truncated", b"truncated"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["history", b"history", "model", b"model", "no_reuse", b"no_reuse", "prompt_tokens", b"prompt_tokens", "push_from_block", b"push_from_block", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "session_id", b"session_id", "targets", b"targets", "tenant", b"tenant", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["history", b"history", "model", b"model", "no_reuse", b"no_reuse", "prompt_tokens", b"prompt_tokens", "push_from_block", b"push_from_block", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "session_id", b"session_id", "targets", b"targets", "tenant", b"tenant", "tokens", b"tokens", "truncated", b"truncated"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

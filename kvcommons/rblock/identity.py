@@ -6,6 +6,8 @@
 All integers are little-endian; see docs/formats/block-object.md. Two blocks have one identity only if they
 hold the KV of the same tokens after the same tokens, for the same model, layout and tenant. The salt comes
 from the authenticated tenant, so that nobody can name, or time, a block of another tenant.
+
+After a truncation the parent is the truncation's own identity (`truncation_id`) instead of the last block's.
 """
 
 from __future__ import annotations
@@ -50,6 +52,25 @@ def block_id(salt: bytes, model: bytes, parent: bytes, tokens: Sequence[int]) ->
     return digest.digest()
 
 
+def truncation_id(
+    salt: bytes, model: bytes, parent: bytes, *, head_tokens: int, dropped_tokens: int
+) -> bytes:
+    """What the block after a truncation has as its parent (32 bytes), so that it never matches a plain
+    prompt's.
+
+    `parent` is what it would have had without: it covers all tokens and truncations before. `head_tokens`
+    were kept at the beginning, and `dropped_tokens`, in all, are out of sight after them.
+    """
+    if len(salt) != SALT_BYTES:
+        raise ValueError(f"a tenant salt has {SALT_BYTES} bytes, not {len(salt)}")
+    digest = blake2b(digest_size=ID_BYTES, key=salt, person=b"kvc-truncation")
+    digest.update(struct.pack("<I", len(model)))
+    digest.update(model)
+    digest.update(struct.pack("<IQQI", LAYOUT_VERSION, head_tokens, dropped_tokens, len(parent)))
+    digest.update(parent)
+    return digest.digest()
+
+
 def reusable_blocks(tokens: int, block_tokens: int) -> int:
     """How many full blocks of a sequence of `tokens` can be reused: the last token has no KV yet."""
     return (tokens - 1) // block_tokens if tokens > 0 else 0
@@ -58,23 +79,40 @@ def reusable_blocks(tokens: int, block_tokens: int) -> int:
 class IdentityChain:
     """Identities of a growing sequence's full blocks, in order.
 
-    `parent` starts the chain elsewhere than at the beginning of a prompt (after a truncation record).
+    A chain may begin in the middle of a sequence: `ids` are the identities of the blocks before, and `parent`
+    is what the next block is chained from where that is not the last of them (after a truncation).
     """
 
-    def __init__(self, salt: bytes, model: bytes, block_tokens: int, *, parent: bytes = b"") -> None:
+    def __init__(
+        self, salt: bytes, model: bytes, block_tokens: int, *, parent: bytes = b"", ids: Sequence[bytes] = ()
+    ) -> None:
         if block_tokens < 1:
             raise ValueError("block_tokens must be at least 1")
-        self.ids: list[bytes] = []
+        self.ids: list[bytes] = list(ids)
         self._salt = salt
         self._model = model
         self._block_tokens = block_tokens
-        self._parent = parent
+        self._parent = parent or (self.ids[-1] if self.ids else b"")
         self._tail: list[int] = []
 
     @property
     def tokens(self) -> int:
         """Tokens seen so far, those of the unfinished block included."""
         return len(self.ids) * self._block_tokens + len(self._tail)
+
+    @property
+    def parent(self) -> bytes:
+        """What the next full block's identity is chained from."""
+        return self._parent
+
+    def truncate(self, *, head_tokens: int, dropped_tokens: int) -> None:
+        """The blocks from here on see less: the next identity is chained from the truncation. At a block's
+        border only."""
+        if self._tail:
+            raise ValueError("a sequence is truncated at a block's border")
+        self._parent = truncation_id(
+            self._salt, self._model, self._parent, head_tokens=head_tokens, dropped_tokens=dropped_tokens
+        )
 
     def extend(self, tokens: Sequence[int]) -> list[bytes]:
         """Appends tokens; the identities of the blocks that they complete."""
@@ -85,7 +123,7 @@ class IdentityChain:
         size = self._block_tokens
         full = len(pending) // size * size
         for start in range(0, full, size):
-            parent = self.ids[-1] if self.ids else self._parent
-            self.ids.append(block_id(self._salt, self._model, parent, pending[start : start + size]))
+            self._parent = block_id(self._salt, self._model, self._parent, pending[start : start + size])
+            self.ids.append(self._parent)
         self._tail = pending[full:]
         return self.ids[first_new:]

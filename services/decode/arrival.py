@@ -14,7 +14,7 @@ from kvcommons.errors import KVCommonsError, Unavailable
 from kvcommons.holder.holder import Holder
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import common_pb2 as pb
-from kvcommons.rblock.identity import IdentityChain, reusable_blocks
+from kvcommons.rblock.identity import reusable_blocks
 from kvcommons.transport.deadline import Deadline
 from services.decode.engine import DecodeEngine
 from services.decode.gate import Go, Missing, StartGate
@@ -45,6 +45,12 @@ def pieces(runs: list[Run], ids: list[bytes], begin: int, end: int) -> list[Piec
         if first < last:
             found.append(Piece(run=run, first=first - run.first_block, ids=tuple(ids[first:last])))
     return found
+
+
+def split(blocks: range, at: int) -> list[range]:
+    """What lies before block `at`, and what lies after; not what is empty."""
+    parts = (range(blocks.start, min(at, blocks.stop)), range(max(at, blocks.start), blocks.stop))
+    return [part for part in parts if part]
 
 
 class Arrival:
@@ -105,8 +111,10 @@ class Arrivals:
         """Reserves room and begins to fetch history. Raises CapacityExhausted, with nothing held then."""
         core, key = self._core, self._next_key
         self._next_key += 1
-        chain = IdentityChain(generation.salt, core.info.fingerprint, core.block_tokens)
-        ids = chain.extend(generation.tokens)
+        chain = generation.truncated.chain(
+            generation.salt, core.info.fingerprint, core.block_tokens, generation.tokens
+        )
+        ids = list(chain.ids)
         reusable = (
             [] if generation.no_reuse else ids[: reusable_blocks(len(generation.tokens), core.block_tokens)]
         )
@@ -149,6 +157,7 @@ class Arrivals:
         needed = self._core.layout.blocks_of(len(generation.tokens) + 1)
         held = allocator.match(reusable)
         found = len(held)
+        remote: list[RemoteRun] = []
         try:
             layout = place(
                 policy=self._policy,
@@ -158,12 +167,14 @@ class Arrivals:
             )
             local = allocator.allocate(layout.local_blocks)
             held = held + local
-            remote: list[RemoteRun] = []
             if layout.remote_blocks:
-                remote = await self._lenders.borrow(
-                    key, generation.request_id, blocks=layout.remote_blocks, first_block=found
-                )
+                head = generation.truncated.shifted_head_tokens // self._core.block_tokens
+                for part in split(range(found, found + layout.remote_blocks), head):
+                    remote += await self._lenders.borrow(
+                        key, generation.request_id, blocks=len(part), first_block=part.start
+                    )
         except BaseException:
+            self._lenders.give_back(remote)
             allocator.release(held)
             raise
         runs: list[Run] = [LocalRun(first_block=0, blocks=held[:found])] if found else []

@@ -26,6 +26,22 @@ class Group:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Queries:
+    """An iteration's, [B, H, D]: for the keys behind a truncated sequence's head, and `shifted` for the
+    head's own (None where no sequence has such a head)."""
+
+    plain: Tensor
+    shifted: Tensor | None = None
+
+    def of(self, rows: Tensor, heads: Tensor) -> Tensor:
+        """[len(rows), H, D]: one for each part; those at `heads` lie in their sequence's head."""
+        chosen = self.plain.index_select(0, rows)
+        if self.shifted is not None and len(heads):
+            chosen[heads] = self.shifted.index_select(0, rows[heads])
+        return chosen
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteSegment:
     """A row's segment on a holder. `tail` takes the row's new K and V."""
 
@@ -41,6 +57,7 @@ class HolderShare:
     holder: RemoteHolder
     segments: list[RemoteSegment]
     rows: Tensor  # [segments]
+    heads: Tensor  # those segments that lie in their sequence's head
     append_rows: Tensor  # of the segments that are tails, in order
     groups: list[Group]
 
@@ -62,6 +79,9 @@ class Batch:
     part_groups: list[Group] = field(init=False)
     shares: list[HolderShare] = field(init=False)
     plain: bool = field(init=False)
+    dropped: Tensor = field(init=False)  # [B], how much further on than its position a row is rotated
+    part_heads: Tensor = field(init=False)  # parts that lie in their sequence's head
+    has_heads: bool = field(init=False)
     _tails: Tensor = field(init=False)  # parts that take new tokens
     append_rows: Tensor = field(init=False)  # and their rows
 
@@ -88,6 +108,11 @@ class Batch:
         self.append_rows = self.part_rows[self._tails]
         self.tokens = self._longs([sequence.tokens[-1] for sequence in self.sequences])
         self.positions = self._longs([sequence.kv_tokens for sequence in self.sequences])
+        self.dropped = self._longs([s.generation.truncated.dropped_tokens for s in self.sequences])
+        self.has_heads = any(sequence.head_blocks for sequence in self.sequences)
+        self.part_heads = self._longs(
+            [part for part, (row, run, _) in enumerate(parts) if self.sequences[row].in_head(run)]
+        )
         self.shares = self._remote()
         self.plain = not self.shares and len(parts) == len(self.sequences)
         self.part_groups = [] if self.plain else self._groups([row for row, _, _ in parts])
@@ -135,6 +160,9 @@ class Batch:
             holder=holder,
             segments=segments,
             rows=self._longs([segment.row for segment in segments]),
+            heads=self._longs(
+                [i for i, segment in enumerate(segments) if self.sequences[segment.row].in_head(segment.run)]
+            ),
             append_rows=self._longs([segment.row for segment in segments if segment.tail]),
             groups=self._groups([segment.row for segment in segments]),
         )

@@ -14,7 +14,7 @@ from kvcommons.model.sampling import sample
 from kvcommons.model.slices import State
 from kvcommons.pb import common_pb2 as pb
 from kvcommons.transport.deadline import Deadline
-from services.decode.batch import Batch
+from services.decode.batch import Batch, Queries
 from services.decode.remote import RemoteAttention, RemoteStep
 
 
@@ -30,6 +30,7 @@ class Iteration:
         self._plans: dict[int | None, BatchPlan] = {}
         self._slots = batch.slots()
         self._all_append = len(batch.append_rows) == len(batch.sequences)
+        self._head_rotation = core.model.rotation(batch.positions) if batch.has_heads else None
         self.seconds = 0.0
 
     @property
@@ -40,7 +41,7 @@ class Iteration:
         """A sampled token for each row, lost ones included."""
         started = time.monotonic()
         model, batch = self._core.model, self._batch
-        state = model.begin(batch.tokens, batch.positions)
+        state = model.begin(batch.tokens, batch.positions + batch.dropped)
         last = self._core.layout.layers - 1
         for layer in range(last):
             state = model.advance(layer, state, self._attend(layer, state))
@@ -54,6 +55,9 @@ class Iteration:
         """[B, H, D] float32: other holders are asked first, and answer while the local part is computed."""
         batch, memory, model = self._batch, self._core.memory, self._core.model
         step = self._remote_step
+        queries = Queries(plain=state.q)
+        if self._head_rotation is not None:
+            queries = Queries(plain=state.q, shifted=model.shifted_query(state, self._head_rotation))
         if not batch.shares:
             self._write(layer, state)
             if batch.plain:
@@ -61,14 +65,14 @@ class Iteration:
             asked = []
         else:
             step.deadline = Deadline.after(self._attend_deadline_s)
-            asked = self._remote.ask(step, layer, state.q, state.k, state.v)
+            asked = self._remote.ask(step, layer, queries, state.k, state.v)
             self._write(layer, state)
         contributions = []
         if len(batch.part_rows):
-            q = state.q.index_select(0, batch.part_rows)
+            q = queries.of(batch.part_rows, batch.part_heads)
             partial = self._plan(model.window(layer)).attend(q, memory.layer(layer), model.scale)
             contributions.append((batch.part_groups, partial))
-        contributions += self._remote.collect(step, layer, asked, state.q, state.k, state.v)
+        contributions += self._remote.collect(step, layer, asked, queries, state.k, state.v)
         return batch.gather(contributions, state.q).out
 
     def _write(self, layer: int, state: State) -> None:

@@ -19,7 +19,7 @@ from kvcommons.errors import DataLoss, DeadlineExceeded, KVCommonsError, Unavail
 from kvcommons.holder.client import AttendPart, PendingPartial
 from kvcommons.rblock.layout import Layout
 from kvcommons.transport.deadline import Deadline
-from services.decode.batch import Batch, Group, HolderShare, RemoteSegment
+from services.decode.batch import Batch, Group, HolderShare, Queries, RemoteSegment
 
 log = logging.getLogger(__name__)
 
@@ -54,8 +54,8 @@ class RemoteAttention:
         self._device = device
         self._dtype = TORCH_DTYPES[layout.kv_dtype]
 
-    def ask(self, step: RemoteStep, layer: int, q: Tensor, k: Tensor, v: Tensor) -> list[_Asked]:
-        """Sends each holder its part: q [B, H, D]; k, v [B, kv_heads, D] of the batch's new tokens."""
+    def ask(self, step: RemoteStep, layer: int, q: Queries, k: Tensor, v: Tensor) -> list[_Asked]:
+        """Sends each holder its part: k, v [B, kv_heads, D] of the batch's new tokens."""
         asked = []
         for whole in step.batch.shares:
             share = step.live(whole)
@@ -68,7 +68,7 @@ class RemoteAttention:
         return asked
 
     def collect(
-        self, step: RemoteStep, layer: int, asked: list[_Asked], q: Tensor, k: Tensor, v: Tensor
+        self, step: RemoteStep, layer: int, asked: list[_Asked], q: Queries, k: Tensor, v: Tensor
     ) -> list[tuple[list[Group], Partial]]:
         """The holders' partials, as contributions for Batch.gather."""
         partials: list[tuple[list[Group], Partial]] = []
@@ -85,7 +85,7 @@ class RemoteAttention:
         return partials
 
     def _one_by_one(
-        self, step: RemoteStep, share: HolderShare, layer: int, q: Tensor, k: Tensor, v: Tensor
+        self, step: RemoteStep, share: HolderShare, layer: int, q: Queries, k: Tensor, v: Tensor
     ) -> list[tuple[list[Group], Partial]]:
         """The holder is well but refuses something: only the sequences whose segment is at fault are lost.
 
@@ -102,7 +102,7 @@ class RemoteAttention:
         return partials
 
     def _send(
-        self, step: RemoteStep, share: HolderShare, layer: int, q: Tensor, k: Tensor, v: Tensor
+        self, step: RemoteStep, share: HolderShare, layer: int, q: Queries, k: Tensor, v: Tensor
     ) -> PendingPartial:
         appended: Sequence[Tensor] = ()
         if len(share.append_rows):
@@ -110,7 +110,7 @@ class RemoteAttention:
             pairs = torch.stack((k[share.append_rows], v[share.append_rows]), dim=1).unsqueeze(3)
             appended = pairs.to(self._dtype).unbind(0)
         parts = [self._describe(step.batch, segment) for segment in share.segments]
-        return share.holder.begin_attend(layer, parts, q.index_select(0, share.rows), appended, step.deadline)
+        return share.holder.begin_attend(layer, parts, q.of(share.rows, share.heads), appended, step.deadline)
 
     def _describe(self, batch: Batch, segment: RemoteSegment) -> AttendPart:
         sequence, run, size = batch.sequences[segment.row], segment.run, batch.block_tokens

@@ -9,6 +9,7 @@ from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from typing import ParamSpec
 
+from kvcommons.engine.truncated import WHOLE, Truncated
 from kvcommons.holder.client import RemoteHolder
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.model.sampling import SamplingParams, SamplingRow
@@ -61,13 +62,14 @@ class Generation:
     matched_blocks: int  # leading blocks that the store said it has
     no_reuse: bool
     start_wait_s: float
+    truncated: Truncated = WHOLE
     origin: Context = field(default_factory=copy_context, repr=False)  # of the call: its trace and ids
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
     """State of one generation. Runs ascend without gaps; the last one takes appended tokens, wherever it
-    lies.
+    lies. Behind a truncation a run lies in the head or after it, never in both.
 
     Of `tokens` all but the last have KV (`kv_tokens`) once the sequence has started.
     """
@@ -98,6 +100,14 @@ class Sequence:
         return len(self.tokens) > self.blocks * self.block_tokens
 
     @property
+    def head_blocks(self) -> int:
+        """Leading blocks that are met with a shifted query."""
+        return self.generation.truncated.shifted_head_tokens // self.block_tokens
+
+    def in_head(self, run: Run) -> bool:
+        return run.first_block < self.head_blocks
+
+    @property
     def tail(self) -> Run:
         return self.runs[-1]
 
@@ -111,7 +121,12 @@ class Sequence:
         """More room at the end; local blocks after a local run lengthen it, and so does a grown remote
         segment."""
         assert run.first_block == self.blocks
-        last = self.runs[-1] if self.runs else None
+        head = self.head_blocks - run.first_block
+        if 0 < head < run.count:
+            assert isinstance(run, LocalRun), "borrowed blocks are asked for on either side of the head's end"
+            self.append_run(LocalRun(first_block=run.first_block, blocks=run.blocks[:head]))
+            run = LocalRun(first_block=run.first_block + head, blocks=run.blocks[head:])
+        last = self.runs[-1] if self.runs and run.first_block != self.head_blocks else None
         if isinstance(run, LocalRun) and isinstance(last, LocalRun):
             last.blocks.extend(run.blocks)
         elif isinstance(run, RemoteRun) and isinstance(last, RemoteRun) and run.ref == last.ref:

@@ -10,6 +10,7 @@ import grpc.aio
 
 from kvcommons.engine.core import Core
 from kvcommons.engine.history import Condemner
+from kvcommons.engine.truncated import WHOLE, Truncated
 from kvcommons.errors import (
     ContextLengthExceeded,
     InvalidInput,
@@ -98,6 +99,9 @@ def _generation(core: Core, request: pb.GenerateRequest) -> Generation:
         raise InvalidInput("prompt_tokens is larger than the number of tokens", param="prompt_tokens")
     if not request.start_wait_ms:
         raise InvalidInput("start_wait_ms must be set: no wait is unbounded", param="start_wait_ms")
+    truncated = WHOLE
+    if request.HasField("truncated"):
+        truncated = Truncated.of(request.truncated, len(tokens), info.block_tokens)
     return Generation(
         request_id=request.request_id,
         session_id=request.session_id,
@@ -113,4 +117,5 @@ def _generation(core: Core, request: pb.GenerateRequest) -> Generation:
         matched_blocks=request.history.matched_blocks,
         no_reuse=request.no_reuse,
         start_wait_s=min(request.start_wait_ms / 1000, START_WAIT_S_MAX),
+        truncated=truncated,
     )

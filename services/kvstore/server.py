@@ -170,6 +170,7 @@ class SessionsServicer(rpc.SessionsServicer):
                 new_tokens=request.new_tokens,
                 new_messages=request.new_messages,
                 block_ids=ids,
+                new_truncations=request.new_truncations,
             ),
         )
         self._metrics.committed(time.monotonic() - started, new=committed.new)

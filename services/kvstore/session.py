@@ -39,7 +39,8 @@ class TurnLease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Turn:
-    """What a turn adds to its session. `block_ids`: of all full blocks of the session after this turn."""
+    """What a turn adds to its session. `block_ids`: of all full blocks of the session's context after this
+    turn."""
 
     turn_id: str
     fencing: int
@@ -49,6 +50,7 @@ class Turn:
     new_tokens: Sequence[int]
     new_messages: Sequence[pb.Message]
     block_ids: Sequence[bytes]
+    new_truncations: Sequence[pb.TruncationRecord] = ()
 
 
 def check_name(value: str, param: str) -> None:
@@ -179,6 +181,8 @@ def commit(
     after.model_name = turn.model_name
     after.tokens.extend(turn.new_tokens)
     after.messages.extend(turn.new_messages)
+    after.truncations.extend(turn.new_truncations)
+    after.dropped_tokens = sum(one.dropped_tokens for one in after.truncations)
     del after.block_ids[:]
     after.block_ids.extend(turn.block_ids)
     after.last_used_ms = now_ms

@@ -7,14 +7,23 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvcommons.attention.partial import ChunkPlan
+from kvcommons.attention.partial import ChunkPlan, Partial, merge
 from kvcommons.engine.core import Core
+from kvcommons.engine.truncated import WHOLE, Truncated
 
 
 class Chunk:
     """Rows at `positions` of one sequence whose KV lies in `blocks` (physical, in order)."""
 
-    def __init__(self, core: Core, tokens: Sequence[int], positions: range, blocks: Sequence[int]) -> None:
+    def __init__(
+        self,
+        core: Core,
+        tokens: Sequence[int],
+        positions: range,
+        blocks: Sequence[int],
+        truncated: Truncated = WHOLE,
+    ) -> None:
+        """Behind a truncation, `positions` lie after its head."""
         self._core = core
         self._count = len(positions)
         self._length = positions.stop
@@ -23,9 +32,12 @@ class Chunk:
         self._table = torch.tensor(blocks[:needed], dtype=torch.long, device=device)
         self._positions = core.positions(positions.start, self._count)
         self._slots = self._table[self._positions // size] * size + self._positions % size
-        self._plans: dict[int | None, ChunkPlan] = {}
+        self._head = truncated.shifted_head_tokens
+        self._plans: dict[tuple[int | None, range], ChunkPlan] = {}
         ids = torch.tensor(tokens[positions.start : positions.stop], dtype=torch.long, device=device)
-        self._state = core.model.begin(ids, self._positions)
+        assert not self._head or positions.start >= self._head
+        self._state = core.model.begin(ids, self._positions + truncated.dropped_tokens)
+        self._head_rotation = core.model.rotation(self._positions) if self._head else None
         self._attention: Tensor | None = None
 
     def write(self, layer: int) -> None:
@@ -34,8 +46,8 @@ class Chunk:
 
     def attend(self, layer: int) -> None:
         """Attention over the sequence up to each row; then on to the next layer, where there is one."""
-        model, kv = self._core.model, self._core.memory.layer(layer)
-        attention = self._plan(model.window(layer)).attend(self._state.q, kv, model.scale).out
+        model = self._core.model
+        attention = self._attention_over(layer)
         if layer < self._core.layout.layers - 1:
             self._state = model.advance(layer, self._state, attention)
         else:
@@ -46,16 +58,27 @@ class Chunk:
         assert self._attention is not None
         return self._core.model.end(self._state, self._attention, [self._count - 1])
 
-    def _plan(self, window: int | None) -> ChunkPlan:
-        if window not in self._plans:
-            layout = self._core.layout
-            self._plans[window] = ChunkPlan(
-                self._core.memory.layer(0).shape,
-                layout.query_heads,
-                self._table,
-                self._length,
-                first_key_position=0,
+    def _attention_over(self, layer: int) -> Tensor:
+        """[T, query_heads, head_dim] float32."""
+        rest = self._attend_to(layer, range(self._head, self._length), self._state.q)
+        if self._head_rotation is None:
+            return rest.out
+        query = self._core.model.shifted_query(self._state, self._head_rotation)
+        return merge([self._attend_to(layer, range(self._head), query), rest]).out
+
+    def _attend_to(self, layer: int, keys: range, query: Tensor) -> Partial:
+        """`keys` begin at a block's border."""
+        core, window = self._core, self._core.model.window(layer)
+        kv = core.memory.layer(layer)
+        plan = self._plans.get((window, keys))
+        if plan is None:
+            plan = self._plans[window, keys] = ChunkPlan(
+                kv.shape,
+                core.layout.query_heads,
+                self._table[keys.start // core.block_tokens : -(-keys.stop // core.block_tokens)],
+                len(keys),
+                first_key_position=keys.start,
                 query_positions=self._positions,
                 window=window,
             )
-        return self._plans[window]
+        return plan.attend(query, kv, core.model.scale)

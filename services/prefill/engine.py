@@ -202,9 +202,12 @@ class PrefillEngine:
             allocator.release(found)
             raise
         job.device_blocks = len(found)
+        job.done_tokens = len(found) * job.block_tokens
         loadable = job.loadable_blocks()
         load_bytes = loadable * self._core.layout.block_bytes
-        if loadable and self.cost.worth_loading(load_bytes, loadable * job.block_tokens):
+        if loadable and (
+            job.lacks_history or self.cost.worth_loading(load_bytes, loadable * job.block_tokens)
+        ):
             job.loaded_blocks = loadable
         job.done_tokens = job.reused_blocks * job.block_tokens
         return True
@@ -257,6 +260,7 @@ class PrefillEngine:
             self._fail(active, failure)
             return
         try:
+            job.check_history()
             with self._tracer.span("prefill chunk"):
                 logits = self._compute(active, job.chunk(self._chunk_tokens))
         except _LoadFellShort as short:
@@ -282,7 +286,7 @@ class PrefillEngine:
         covered = job.covered_blocks(positions)
         full = range(covered.start, min(covered.stop, len(job.ids)))
         last = positions.stop == job.tokens
-        chunk = Chunk(core, job.prompt.tokens, positions, job.blocks)
+        chunk = Chunk(core, job.prompt.tokens, positions, job.blocks, job.prompt.truncated)
         early = active.load is None  # saved at once; else when the history is known to be whole
         for layer in range(core.layout.layers):
             self._await_history(active, layer)

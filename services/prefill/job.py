@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from kvcommons.engine.truncated import WHOLE, Truncated
+from kvcommons.errors import DataLoss
 from kvcommons.model.sampling import SamplingParams
 from kvcommons.pb import common_pb2 as pb
 from kvcommons.rblock.identity import reusable_blocks
@@ -39,6 +41,7 @@ class Prompt:
     targets: tuple[Target, ...]
     push_from_block: int
     no_reuse: bool
+    truncated: Truncated = WHOLE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +117,19 @@ class Job:
         """Identities of the blocks that may be found instead of computed: the last token is always
         computed."""
         return [] if self.prompt.no_reuse else self.ids[: reusable_blocks(self.tokens, self.block_tokens)]
+
+    @property
+    def lacks_history(self) -> bool:
+        """What was found ends before the part of a truncated sequence that can be computed."""
+        return self.done_tokens < self.prompt.truncated.since_token
+
+    def check_history(self) -> None:
+        """Raises DataLoss where it lacks."""
+        if self.lacks_history:
+            raise DataLoss(
+                f"{self.prompt.truncated.since_token} tokens were computed before a truncation, and the KV of "
+                f"{self.done_tokens} is there: make it again by a replay"
+            )
 
     def loadable_blocks(self) -> int:
         """Blocks to ask the store for, after those that this instance has."""

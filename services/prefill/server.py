@@ -14,6 +14,7 @@ import grpc.aio
 
 from kvcommons.engine.core import Core
 from kvcommons.engine.history import Condemner
+from kvcommons.engine.truncated import WHOLE, Truncated
 from kvcommons.errors import (
     ContextLengthExceeded,
     InvalidInput,
@@ -25,7 +26,7 @@ from kvcommons.errors import (
 from kvcommons.model.sampling import SamplingParams
 from kvcommons.pb import ledger_pb2, prefill_pb2_grpc
 from kvcommons.pb import prefill_pb2 as pb
-from kvcommons.rblock.identity import SALT_BYTES, IdentityChain
+from kvcommons.rblock.identity import SALT_BYTES
 from kvcommons.telemetry.trace import current_traceparent
 from kvcommons.transport.deadline import Deadline
 from services.prefill.engine import PrefillEngine
@@ -144,6 +145,9 @@ def _prompt(core: Core, request: pb.PrefillRequest) -> Prompt:
         )
     if request.prompt_tokens > len(request.tokens):
         raise InvalidInput("prompt_tokens is larger than the number of tokens", param="prompt_tokens")
+    truncated = WHOLE
+    if request.HasField("truncated"):
+        truncated = Truncated.of(request.truncated, len(request.tokens), info.block_tokens)
     return Prompt(
         request_id=request.request_id,
         session_id=request.session_id,
@@ -167,18 +171,19 @@ def _prompt(core: Core, request: pb.PrefillRequest) -> Prompt:
         ),
         push_from_block=request.push_from_block,
         no_reuse=request.no_reuse,
+        truncated=truncated,
     )
 
 
 def _job(key: int, prompt: Prompt, core: Core, deadline_s: float) -> Job:
-    chain = IdentityChain(prompt.salt, core.info.fingerprint, core.block_tokens)
+    chain = prompt.truncated.chain(prompt.salt, core.info.fingerprint, core.block_tokens, prompt.tokens)
     return Job(
         key=key,
         prompt=prompt,
         block_tokens=core.block_tokens,
         deadline_s=deadline_s,
         submitted_s=time.monotonic(),
-        ids=chain.extend(prompt.tokens),
+        ids=chain.ids,
     )
 
 

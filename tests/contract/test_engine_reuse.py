@@ -23,7 +23,11 @@ pytest_plugins = ("tests.contract.engine_fixtures",)
 
 async def stored(engines: Stack, store: BlocksStub, tokens: Sequence[int]) -> int:
     """How many leading blocks of these tokens the store has, once all full ones came, or after a while."""
-    ids = IdentityChain(SALT, engines.model, BLOCK).extend(tokens)
+    return await stored_ids(engines, store, IdentityChain(SALT, engines.model, BLOCK).extend(tokens))
+
+
+async def stored_ids(engines: Stack, store: BlocksStub, ids: Sequence[bytes]) -> int:
+    """The same, of these blocks."""
     until = time.monotonic() + 5
     while True:
         reply = await store.Match(kvstore_pb2.MatchRequest(model=engines.model, block_ids=ids), timeout=5)

@@ -93,12 +93,13 @@ def test_a_shifted_segment_is_met_by_a_rotated_query(tmp_path: Path, kind: str, 
     positions = torch.arange(stored, len(tokens)) + shift
     slots = fresh[torch.arange(16) // BLOCK_TOKENS] * BLOCK_TOKENS + torch.arange(16) % BLOCK_TOKENS
     state = model.begin(torch.tensor(tokens[stored:]), positions)
+    moved = model.rotation(positions - shift)
 
     def attend(layer: int) -> Tensor:
         memory.write_tokens(layer, slots, state.k, state.v)
         kv, scale, window = memory.layer(layer), model.scale, model.window(layer)
         old = attend_chunk(
-            model.shifted_query(state, shift), kv, history, stored,
+            model.shifted_query(state, moved), kv, history, stored,
             first_key_position=shift, query_positions=positions, scale=scale, window=window,
         )  # fmt: skip
         new = attend_chunk(
