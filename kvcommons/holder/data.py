@@ -42,7 +42,8 @@ class HolderData:
         if not request.traceparent:
             self._answer(request, exchange)
             return
-        with self._tracer.span(f"holder.{request.WhichOneof('op')}", parent=request.traceparent):
+        op = request.WhichOneof("op")
+        with self._tracer.span(f"holder.{op}", parent=request.traceparent, kind="server"):
             self._answer(request, exchange)
 
     def _answer(self, request: pb.DataRequest, exchange: Exchange) -> None:

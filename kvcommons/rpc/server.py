@@ -179,6 +179,7 @@ class _Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             method.removeprefix("/"),
             parent=parent,
             attributes={"rpc.system": "grpc", "rpc.method": method},
+            kind="server",
         )
 
 

@@ -3,6 +3,7 @@ needed."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 from collections.abc import Iterator, Mapping
 
@@ -12,11 +13,16 @@ from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor
 
-from kvcommons.telemetry.trace import Span, Value, split_traceparent
+from kvcommons.telemetry.trace import Kind, Span, Value, split_traceparent
 
 EXPORT_TIMEOUT_S = 2
 FLUSH_MS = 2_000
 QUEUE_SPANS_MAX = 4_096  # more are dropped: a slow collector never slows a service
+_KINDS: Mapping[Kind, api.SpanKind] = {
+    "server": api.SpanKind.SERVER,
+    "client": api.SpanKind.CLIENT,
+    "internal": api.SpanKind.INTERNAL,
+}
 
 
 class OtlpBackend:
@@ -35,7 +41,7 @@ class OtlpBackend:
         self._tracer = self._provider.get_tracer("kvcommons")
 
     @contextlib.contextmanager
-    def span(self, name: str, parent: str, attributes: Mapping[str, Value]) -> Iterator[Span]:
+    def span(self, name: str, parent: str, attributes: Mapping[str, Value], kind: Kind) -> Iterator[Span]:
         # An explicit context: the parent is ours to say, OpenTelemetry's own "current span" is not used.
         context = api.set_span_in_context(api.INVALID_SPAN)
         ids = split_traceparent(parent)
@@ -46,12 +52,16 @@ class OtlpBackend:
             flags |= api.TraceFlags.SAMPLED
             remote = api.SpanContext(trace, span_id, is_remote=True, trace_flags=api.TraceFlags(flags))
             context = api.set_span_in_context(api.NonRecordingSpan(remote))
-        span = self._tracer.start_span(name, context=context, attributes=dict(attributes))
+        span = self._tracer.start_span(name, context=context, kind=_KINDS[kind], attributes=dict(attributes))
+        made = _OtlpSpan(span)
         try:
-            yield _OtlpSpan(span)
+            yield made
+        except asyncio.CancelledError:
+            if kind != "server":
+                made.fail("cancelled", "cancelled before its end")
+            raise
         except Exception as error:
-            span.set_status(api.Status(api.StatusCode.ERROR, str(error)))
-            span.set_attribute("error.type", getattr(error, "code", type(error).__name__))
+            made.fail(getattr(error, "code", type(error).__name__), str(error))
             raise
         finally:
             span.end()
@@ -71,3 +81,7 @@ class _OtlpSpan:
 
     def set(self, name: str, value: Value) -> None:
         self._span.set_attribute(name, value)
+
+    def fail(self, code: str, message: str) -> None:
+        self._span.set_status(api.Status(api.StatusCode.ERROR, message))
+        self._span.set_attribute("error.type", code)

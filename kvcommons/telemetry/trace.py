@@ -12,7 +12,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
-from typing import Protocol
+from typing import Literal, Protocol
 
 # Span attributes: OpenTelemetry's names for generative AI.
 CONVERSATION_ID = "gen_ai.conversation.id"
@@ -30,6 +30,9 @@ USAGE_OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
 USAGE_CACHED_TOKENS = "gen_ai.usage.cache_read.input_tokens"
 
 Value = str | int | float | bool | Sequence[str]
+# What a span is to the one around it, as OpenTelemetry has it: the answer to another process, a call to
+# others, or a part of the work of its own process.
+Kind = Literal["server", "client", "internal"]
 
 _TRACEPARENT = re.compile(r"00-(?!0{32})([0-9a-f]{32})-(?!0{16})([0-9a-f]{16})-([0-9a-f]{2})")
 _current: ContextVar[str] = ContextVar("kvcommons_traceparent", default="")
@@ -54,10 +57,13 @@ class Span(Protocol):
     def set(self, name: str, value: Value) -> None:
         """Adds an attribute."""
 
+    def fail(self, code: str, message: str) -> None:
+        """Marks it failed, where no exception leaves its body. `code` as in `KVCommonsError.code`."""
+
 
 class _Backend(Protocol):
     def span(
-        self, name: str, parent: str, attributes: Mapping[str, Value]
+        self, name: str, parent: str, attributes: Mapping[str, Value], kind: Kind
     ) -> contextlib.AbstractContextManager[Span]: ...
 
     def shutdown(self) -> None: ...
@@ -83,17 +89,25 @@ class Tracer:
 
     @contextlib.contextmanager
     def span(
-        self, name: str, *, parent: str | None = None, attributes: Mapping[str, Value] | None = None
+        self,
+        name: str,
+        *,
+        parent: str | None = None,
+        attributes: Mapping[str, Value] | None = None,
+        kind: Kind = "internal",
     ) -> Iterator[Span]:
         """A span around the body. `parent` is a traceparent; None takes the innermost span of this task or
-        thread (a new thread has none: pass it), an empty or invalid one begins a trace. An exception marks it
-        failed."""
+        thread (a new thread has none: pass it), an empty or invalid one begins a trace.
+
+        An exception marks it failed, and so does a cancellation, unless it is a server's: who takes a
+        question back is the one to say whether that is a failure.
+        """
         known = _current.get() if parent is None else parent
         known = known if trace_id(known) else ""
         if self._backend is None:
             yield from self._within(_PassingSpan(known or _new_traceparent()))
             return
-        with self._backend.span(name, known, attributes or {}) as span:
+        with self._backend.span(name, known, attributes or {}, kind) as span:
             yield from self._within(span)
 
     def shutdown(self) -> None:
@@ -119,6 +133,9 @@ class _PassingSpan:
         self.traceparent = traceparent
 
     def set(self, name: str, value: Value) -> None:
+        """Nothing is recorded."""
+
+    def fail(self, code: str, message: str) -> None:
         """Nothing is recorded."""
 
 

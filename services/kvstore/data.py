@@ -28,7 +28,8 @@ class DataHandler:
         if not request.traceparent:
             self._answer(request, exchange)
             return
-        with self._tracer.span(f"kvstore.{request.WhichOneof('op')}", parent=request.traceparent):
+        op = request.WhichOneof("op")
+        with self._tracer.span(f"kvstore.{op}", parent=request.traceparent, kind="server"):
             self._answer(request, exchange)
 
     def _answer(self, request: pb.DataRequest, exchange: Exchange) -> None:

@@ -30,11 +30,13 @@ log = logging.getLogger(__name__)
 SERVING = web.AppKey("serving", Serving)
 TENANT = web.RequestKey("tenant", Tenant)
 REQUEST_ID = web.RequestKey("request_id", str)
+FAILED = web.RequestKey("failed", KVCommonsError)  # of a stream that had begun, as a 200
 
 # Load balancers ask for health without a key, and it tells nothing but that.
 _OPEN_PATHS = frozenset({"/health"})
 _REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:\-]{0,127}")
 _METHOD_NOT_ALLOWED = 405
+_SERVER_ERRORS = 500
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -50,6 +52,7 @@ async def gate(request: web.Request, handler: Handler) -> web.StreamResponse:
             f"{request.method} {route.canonical if route else 'unknown'}",
             parent=request.headers.get("traceparent", ""),
             attributes={"http.request.method": request.method, "url.path": request.path},
+            kind="server",
         ) as span,
     ):
         try:
@@ -58,6 +61,7 @@ async def gate(request: web.Request, handler: Handler) -> web.StreamResponse:
             response = await handler(request)
         except asyncio.CancelledError:
             serving.metrics.disconnects.inc()
+            span.fail("cancelled", "the client went away")
             raise
         except web.HTTPException as error:
             response = _refused(request, error)
@@ -66,6 +70,10 @@ async def gate(request: web.Request, handler: Handler) -> web.StreamResponse:
             serving.metrics.errors.labels(known.code).inc()
             log.info("refused: %s", known.message, extra={"code": known.code, "path": request.path})
             response = error_response(known)
+            if known.http_status >= _SERVER_ERRORS:  # the client's mistakes are no failure of this server
+                span.fail(known.code, known.message)
+        if FAILED in request:
+            span.fail(request[FAILED].code, request[FAILED].message)
         span.set("http.response.status_code", response.status)
         return response
 

