@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from kvcommons.telemetry.metrics import CALL_BUCKETS, RequestMetrics
+from kvcommons.telemetry.metrics import CALL_BUCKETS, LoadMetrics, RequestMetrics
 
 
 class RouterMetrics:
@@ -19,6 +19,8 @@ class RouterMetrics:
     ) -> None:
         """`running` and `waiting` give the job queue's choices when they are asked for."""
         self.registry = registry
+        self._running = running
+        self._waiting = waiting
         self._requests: RequestMetrics | None = None
         self.resumptions = Counter(
             "kvcommons_turn_resumptions_total",
@@ -40,14 +42,11 @@ class RouterMetrics:
         self.disconnects = Counter(
             "kvcommons_request_disconnects_total", "Requests whose client went away.", registry=registry
         )
-        for name, text, count in (
-            ("num_requests_running", "Choices under way.", running),
-            ("num_requests_waiting", "Choices in the queue.", waiting),
-        ):
-            Gauge(f"kvcommons_{name}", text, registry=registry).set_function(count)
 
     def requests(self, model_name: str) -> RequestMetrics:
-        """Made when the first model is known by its name, which stays the label: one is served at a time."""
+        """Made when the first model is known by its name, which stays the label: one is served at a time. So
+        are the gauges of the queue, which is empty before."""
         if self._requests is None:
             self._requests = RequestMetrics(self.registry, model_name)
+            LoadMetrics(self.registry, model_name, running=self._running, waiting=self._waiting)
         return self._requests

@@ -263,7 +263,8 @@ async def test_metrics_count_what_was_served(served: Stack) -> None:
     assert 'kvcommons_request_success_total{finished_reason="stop",model_name="demo"} 1.0' in text
     assert 'kvcommons_prefix_cache_hits_total{model_name="demo"} 3.0' in text
     assert "kvcommons_time_to_first_token_seconds_count" in text
-    assert "kvcommons_num_requests_running 0.0" in text
+    assert 'kvcommons_num_requests_running{model_name="demo"} 0.0' in text
+    assert 'kvcommons_num_requests_waiting{model_name="demo"} 0.0' in text
 
 
 async def test_openapi_describes_every_path(served: Stack) -> None:

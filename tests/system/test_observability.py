@@ -211,8 +211,8 @@ def test_the_routers_metrics_are_what_clients_were_told(observed: Observed) -> N
     total_s = sum(answer.seconds for answer in observed.answers.values())
     assert router.value("kvcommons_e2e_request_latency_seconds_sum") == pytest.approx(total_s, abs=0.1)
     assert router.value("kvcommons_inter_token_latency_seconds_sum") > 0
-    assert router.value("kvcommons_num_requests_running") == 0
-    assert router.value("kvcommons_num_requests_waiting") == 0
+    assert router.value("kvcommons_num_requests_running", model_name=MODEL) == 0
+    assert router.value("kvcommons_num_requests_waiting", model_name=MODEL) == 0
 
 
 def test_the_other_services_metrics_agree(observed: Observed) -> None:
