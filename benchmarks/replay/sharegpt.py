@@ -17,7 +17,6 @@ from benchmarks.replay.trace import Job, Trace
 
 MULTI_TURN_SHARE = 0.73
 TURNS_MEAN = 5.75
-BLOCK_TOKENS = 64
 _NORMAL = NormalDist()
 # Lognormal through the two published points: P(tokens > 2048) = 0.47 and P(tokens > 4096) = 0.30.
 _SIGMA = math.log(2) / (_NORMAL.inv_cdf(0.70) - _NORMAL.inv_cdf(0.53))
@@ -31,13 +30,15 @@ _SESSION_TOKENS_MAX = 32_768
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShareGpt:
     """`turns_per_s` is what the server manages; `context_tokens` is the model's window, of which the older
-    half is dropped when it is full (§3.4: what stays is still valid); 0 is no window."""
+    half is dropped when it is full (§3.4: what stays is still valid); 0 is no window. Larger blocks make a
+    replay as much shorter, and little else of it different: sessions use all of their blocks or none."""
 
     sessions: int = 9000
     sessions_per_s: float = 1.0
     turns_per_s: float = 0.5
     think_s: float = 60.0
     context_tokens: int = 0
+    block_tokens: int = 64
     seed: int = 1
 
 
@@ -52,7 +53,7 @@ def generate(options: ShareGpt) -> Trace:
         arrivals.append((at_s, number, 0))
         sessions.append(_turns(source))
     heapq.heapify(arrivals)
-    histories = [_History(number, options.context_tokens) for number in range(options.sessions)]
+    histories = [_History(number, options) for number in range(options.sessions)]
     jobs: list[Job] = []
     free_s = 0.0
     while arrivals:
@@ -64,7 +65,7 @@ def generate(options: ShareGpt) -> Trace:
         if turn + 1 < len(sessions[number]):
             think_s = source.expovariate(1 / options.think_s)
             heapq.heappush(arrivals, (free_s + think_s, number, turn + 1))
-    return Trace(name="sharegpt", jobs=jobs, block_tokens=BLOCK_TOKENS, queued=True)
+    return Trace(name="sharegpt", jobs=jobs, block_tokens=options.block_tokens, queued=True)
 
 
 def _turns(source: random.Random) -> list[int]:
@@ -85,19 +86,20 @@ def _turns(source: random.Random) -> list[int]:
 class _History:
     """A session's whole blocks, numbered by session and by position in the session."""
 
-    def __init__(self, session: int, context_tokens: int) -> None:
+    def __init__(self, session: int, options: ShareGpt) -> None:
         self._first = session << 24
-        self._window = context_tokens
+        self._window = options.context_tokens
+        self._block_tokens = options.block_tokens
         self._dropped_blocks = 0
         self._tokens = 0
 
     def add(self, tokens: int) -> tuple[range, int]:
         """The run of whole blocks after this turn, and the tokens in view."""
         self._tokens += tokens
-        in_view = self._tokens - self._dropped_blocks * BLOCK_TOKENS
+        in_view = self._tokens - self._dropped_blocks * self._block_tokens
         while self._window and in_view > self._window:
-            half = max(1, self._window // 2 // BLOCK_TOKENS)
+            half = max(1, self._window // 2 // self._block_tokens)
             self._dropped_blocks += half
-            in_view -= half * BLOCK_TOKENS
+            in_view -= half * self._block_tokens
         first = self._first + self._dropped_blocks
-        return range(first, self._first + self._tokens // BLOCK_TOKENS), in_view
+        return range(first, self._first + self._tokens // self._block_tokens), in_view

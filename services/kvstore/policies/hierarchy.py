@@ -118,7 +118,7 @@ class Hierarchy(Generic[K]):
     @property
     def session_blocks(self) -> float:
         """The paper's S_kv: the running mean size of what a job wants."""
-        return self._job_blocks / self._jobs if self._jobs else 1.0
+        return max(1.0, self._job_blocks / self._jobs) if self._jobs else 1.0
 
     @property
     def fetch_window(self) -> int:

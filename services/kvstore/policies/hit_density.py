@@ -16,7 +16,7 @@ import heapq
 from bisect import insort
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Generic
+from typing import Any, Generic
 
 from services.kvstore.policies.base import K
 from services.kvstore.policies.hazard import EPOCH_JOBS, ReuseCurve
@@ -40,6 +40,12 @@ class _Node(Generic[K]):
         self.kind = 0
         self.epoch = 0  # in which the last job that wanted it was served
         self.jobs: list[int] = []  # in the queue that want it, soonest first
+
+
+def _stands(entry: tuple[int, int, _Node[Any]]) -> bool:
+    """Whether an entry of the heap of queued leaves still says what is the case."""
+    node = entry[2]
+    return node.held and not node.children and bool(node.jobs) and node.jobs[0] == -entry[0]
 
 
 class HitDensity(Generic[K]):
@@ -69,6 +75,7 @@ class HitDensity(Generic[K]):
         parent: _Node[K] | None = None
         last = len(run) - 1
         length = sum(last >= limit for limit in _LENGTHS)
+        origin = 8 * (_USES_MAX + 1) * self._familiarity(run)
         for depth, key in enumerate(run):
             node = nodes.get(key)
             if node is None:
@@ -83,13 +90,25 @@ class HitDensity(Generic[K]):
                 self._link(node, parent)
             node.uses += 1
             uses = min(node.uses, _USES_MAX)
-            node.kind = 8 * uses + 2 * length + (depth == last)
+            node.kind = origin + 8 * uses + 2 * length + (depth == last)
             insort(node.jobs, job)
             if is_leaf:
                 self._show(node)
             parent = node
         for (kind, since), blocks in waited.items():
             self._curve.reused(kind, since, epoch, blocks)
+
+    def _familiarity(self, run: Sequence[K]) -> int:
+        """Of the run's blocks, how many came before: 0, the first at most (a conversation begins); 1, fewer
+        than half; 2, more. Who has come back is likelier to do so again, and it tells at the first look at
+        a block that this turn has added."""
+        known = 0
+        for key in run:
+            node = self._nodes.get(key)
+            if node is None or node.uses < 0:
+                break
+            known += 1
+        return 0 if known <= 1 else 1 if 2 * known < len(run) else 2
 
     def forget(self, job: int, run: Sequence[K]) -> None:
         if job not in self._queued:
@@ -163,10 +182,10 @@ class HitDensity(Generic[K]):
         """Of the leaves that queued jobs want, the one whose next use is the furthest."""
         passed, found = [], None
         while self._wanted and found is None:
-            minus_job, _, node = entry = self._wanted[0]
-            if node.held and not node.children and node.jobs and node.jobs[0] == -minus_job:
-                if not pinned(node.key):
-                    found = node.key
+            entry = self._wanted[0]
+            if _stands(entry):
+                if not pinned(entry[2].key):
+                    found = entry[2].key
                     break
                 passed.append(entry)
             heapq.heappop(self._wanted)
@@ -181,6 +200,9 @@ class HitDensity(Generic[K]):
         if node.jobs:
             self._pushes += 1
             heapq.heappush(self._wanted, (-node.jobs[0], self._pushes, node))
+            if len(self._wanted) > 4 * self._held + 64:
+                self._wanted = [entry for entry in self._wanted if _stands(entry)]
+                heapq.heapify(self._wanted)
             return
         cohort = (node.kind, node.epoch)
         leaves = self._cohorts.get(cohort)

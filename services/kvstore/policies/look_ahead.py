@@ -80,16 +80,22 @@ class LookAhead(Generic[K]):
     def _push(self, block: K) -> None:
         self._pushes += 1
         heapq.heappush(self._exempt, (-self._jobs[block][0], -self._depth[block], self._pushes, block))
+        if len(self._exempt) > 4 * len(self._held) + 64:
+            self._exempt = [entry for entry in self._exempt if self._stands(entry)]
+            heapq.heapify(self._exempt)
+
+    def _stands(self, entry: tuple[int, int, int, K]) -> bool:
+        """Whether an entry of the heap still says what is the case."""
+        jobs = self._jobs.get(entry[3])
+        return jobs is not None and jobs[0] == -entry[0] and entry[3] in self._held
 
     def _furthest(self, pinned: Callable[[K], bool]) -> K | None:
         passed, found = [], None
         while self._exempt:
             entry = self._exempt[0]
-            block = entry[3]
-            jobs = self._jobs.get(block)
-            if block in self._held and jobs and jobs[0] == -entry[0]:
-                if not pinned(block):
-                    found = block
+            if self._stands(entry):
+                if not pinned(entry[3]):
+                    found = entry[3]
                     break
                 passed.append(entry)
             heapq.heappop(self._exempt)

@@ -41,6 +41,9 @@ class Belady(QueueBlind, Generic[K]):
         depth = self._depth.get(block, 0) if self._deepest_first else 0
         self._pushes += 1
         heapq.heappush(self._heap, (-self._next[block], -depth, self._pushes, block))
+        if len(self._heap) > 4 * len(self._next) + 64:
+            self._heap = [entry for entry in self._heap if self._next.get(entry[3]) == -entry[0]]
+            heapq.heapify(self._heap)
 
     def remove(self, block: K) -> None:
         self._next.pop(block, None)
