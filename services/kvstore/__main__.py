@@ -28,6 +28,7 @@ from services.kvstore.medium import Medium
 from services.kvstore.metrics import SessionMetrics, StoreCollector
 from services.kvstore.server import BlocksServicer, SessionsServicer
 from services.kvstore.sessions import Sessions, open_sessions
+from services.kvstore.witness import KEPT, META, witnessed
 
 log = logging.getLogger(__name__)
 
@@ -41,17 +42,17 @@ async def serve(config: Config, process: Process) -> None:
     try:
         store = await asyncio.to_thread(_open_blocks, folder, config)
         try:
-            sessions = await asyncio.to_thread(_open_sessions, folder, config, store)
             mark = Mark(folder.mark)
+            sessions = await asyncio.to_thread(_open_sessions, folder, config, store, mark)
             try:
-                mark.check(sessions.step)
-                marking = asyncio.create_task(_keep(mark, sessions), name="mark")
+                marking = asyncio.create_task(_keep(mark), name="mark")
                 try:
                     await _serve(config, process, store, sessions)
                 finally:
                     marking.cancel()
             finally:
                 await asyncio.to_thread(sessions.close)
+                mark.close()
         finally:
             await asyncio.to_thread(store.close, config.node.drain_s / 4)
     finally:
@@ -118,13 +119,15 @@ def _blocks(folder: DataFolder, config: Config) -> BlockStore:
         raise
 
 
-def _open_sessions(folder: DataFolder, config: Config, store: BlockStore) -> Sessions:
-    return Sessions(
-        open_sessions(folder.sessions),
-        default_ttl_s=config.session_ttl_s,
-        clock=SystemClock(),
-        unnamed=store.forget,
-    )
+def _open_sessions(folder: DataFolder, config: Config, store: BlockStore, mark: Mark) -> Sessions:
+    """Raises DataLoss where what was committed is not all there."""
+    table = witnessed(open_sessions(folder.sessions), KEPT, meta=META, path=folder.sessions)
+    try:
+        table.begin(mark)
+        return Sessions(table, default_ttl_s=config.session_ttl_s, clock=SystemClock(), unnamed=store.forget)
+    except (KVCommonsError, OSError):
+        table.close()
+        raise
 
 
 def _describe(
@@ -152,11 +155,11 @@ def _describe(
     return describe
 
 
-async def _keep(mark: Mark, sessions: Sessions) -> None:
-    """Writes down how far the sessions have come."""
+async def _keep(mark: Mark) -> None:
+    """Keeps what it says of how far the sessions have come, over a loss of power too."""
     while True:
         try:
-            await asyncio.to_thread(mark.write, sessions.step)
+            await asyncio.to_thread(mark.sync)
         except OSError as error:
             log.warning("the mark of the sessions is not up to date: %s", error)
         await asyncio.sleep(_MARK_S)

@@ -58,6 +58,13 @@ class Table(Protocol):
     def close(self) -> None: ...
 
 
+class Settling(Table, Protocol):
+    """A table which can say what became of a write that failed."""
+
+    def settle(self) -> None:
+        """From now on what is read is what became of it. Raises StoreUnavailable while nobody knows."""
+
+
 class Database:
     """A table in RocksDB."""
 
@@ -68,6 +75,8 @@ class Database:
         self._cache = Cache(4 * _MIB)
         self._reopen_after: float | None = None  # monotonic; set when the open database is broken
         self._handles: dict[str, Rdict] = {}
+        if _headless(path):
+            raise DamagedDatabase(f"the database {path} is damaged: it has logs or tables and no CURRENT")
         try:
             self._open()
         except Exception as error:
@@ -127,6 +136,10 @@ class Database:
                 raise StoreUnavailable(
                     f"writing to {self._path} failed: {error}; if the disk is full, make room on it"
                 ) from error
+
+    def settle(self) -> None:
+        with self._lock:
+            self._recover()
 
     def close(self) -> None:
         with self._lock:
@@ -193,3 +206,11 @@ class Database:
                 handle.close()
             except Exception as error:  # it flushes, which a full disk refuses; the log has everything
                 log.warning("closing the database %s: %s", self._path, error)
+
+
+def _headless(path: Path) -> bool:
+    """Whether RocksDB would begin a new database here, over one that lost the file which names its parts."""
+    if (path / "CURRENT").exists():
+        return False
+    parts = [*path.glob("*.sst"), *path.glob("*.log")]
+    return any(part.stat().st_size for part in parts)

@@ -142,6 +142,9 @@ class Rocks:
             self._sync()
         self._machine.io()
 
+    def settle(self) -> None:
+        self._machine.io()
+
     def close(self) -> None: ...
 
     def crash(self, *, power: bool) -> None:

@@ -10,6 +10,7 @@ from kvcommons.errors import KVCommonsError, SessionNotFound, StoreUnavailable, 
 from kvcommons.pb import kvstore_pb2 as pb
 from services.kvstore.session import Turn
 from services.kvstore.sessions import Sessions
+from services.kvstore.witness import KEPT, META, Witness
 from tests.simulation.machine import Killed, Machine, Rocks, require
 
 NAMES = ("a", "b", "c")
@@ -62,7 +63,9 @@ class SessionSchedule:
     def _open(self) -> None:
         while True:
             try:
-                self.sessions = Sessions(self.rocks, default_ttl_s=0, clock=self.machine)
+                table = Witness(self.rocks, KEPT, meta=META)
+                require(table.whole, "the witness misses something after a crash")
+                self.sessions = Sessions(table, default_ttl_s=0, clock=self.machine)
                 return
             except StoreUnavailable:
                 self.machine.heal()

@@ -1,0 +1,146 @@
+"""Under the sessions: a table that can tell at its start whether anything that was written is missing.
+
+RocksDB checks each record and each block that it reads, and still opens without a word where the end of its
+manifest or of one of its logs is gone: column families, files or batches that were named there are not, and
+it goes on with the rest. So every batch carries a step number and a digest of all that the families hold
+after it: the sum, by exclusive or, of the hashes of (family, key, value). At the start all of it is read once
+and held against the digest, which also finds blocks that went bad at rest; and the step is held against the
+mark, which lies outside the database.
+"""
+
+from __future__ import annotations
+
+import logging
+import struct
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import xxhash
+
+from services.kvstore.database import DamagedDatabase, Put, Settling
+from services.kvstore.mark import Mark
+
+log = logging.getLogger(__name__)
+
+META = "meta"
+KEPT = ("records", "heads", META)  # of the sessions' families: what was committed, and how far they had come
+_KEY = b"witness"
+_VALUE = struct.Struct("<Q16s")  # step, digest
+
+
+class Witness:
+    """A `Table` over one whose `families` have to stay whole; its own entry is in the family `meta`.
+
+    Raises DamagedDatabase, StoreUnavailable. `begin` is to be called before the first write.
+    """
+
+    def __init__(self, table: Settling, families: Sequence[str], *, meta: str) -> None:
+        self._table = table
+        self._families = frozenset(families)
+        self._meta = meta
+        self._lock = threading.Lock()
+        self._mark: Mark | None = None
+        self._unsure = False  # the last write failed: it may be there or not
+        stored = table.get(meta, _KEY)
+        self._step, recorded = _decode(stored) if stored else (0, None)
+        self._digest = self._survey()
+        self._recorded = recorded == self._digest
+        self.whole = recorded is None or self._recorded  # None: new, or of before there was a witness
+
+    @property
+    def step(self) -> int:
+        """Grows with every batch that changes the families."""
+        return self._step
+
+    def begin(self, mark: Mark) -> None:
+        """Holds the table against its mark. Raises DataLoss where something is missing, OSError."""
+        mark.check(self._step, whole=self.whole)
+        if not self.whole:
+            log.error("the sessions are not whole; going on with what is left, as there is no mark")
+        if not self._recorded:
+            self._table.write([self._entry(self._step, self._digest)])
+            self._recorded = True
+        mark.begin(self._step)
+        self._mark = mark
+
+    # ---- as a table
+
+    def get(self, family: str, key: bytes) -> bytes | None:
+        return self._table.get(family, key)
+
+    def get_many(self, family: str, keys: Sequence[bytes]) -> list[bytes | None]:
+        return self._table.get_many(family, keys)
+
+    def items(self, family: str, start: bytes = b"", prefix: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
+        return self._table.items(family, start, prefix)
+
+    def write(self, puts: Sequence[Put], *, sync: bool = True) -> None:
+        """No key twice in one batch."""
+        with self._lock:
+            if self._unsure:
+                self._ask()
+            step, digest = self._step + 1, self._digest ^ self._change(puts)
+            self._unsure = True
+            self._table.write([*puts, self._entry(step, digest)], sync=sync)
+            self._unsure = False
+            self._step, self._digest = step, digest
+            if sync and self._mark is not None:  # a mark must not be ahead of what a loss of power leaves
+                self._mark.note(step)
+
+    def close(self) -> None:
+        self._table.close()
+
+    # ---- within
+
+    def _ask(self) -> None:
+        """What became of the write that failed."""
+        self._table.settle()
+        stored = self._table.get(self._meta, _KEY)
+        self._step, recorded = _decode(stored) if stored else (0, 0)
+        self._digest = recorded
+        self._unsure = False
+
+    def _change(self, puts: Sequence[Put]) -> int:
+        change = 0
+        for family in self._families:
+            new = {key: value for name, key, value in puts if name == family}
+            old = self._table.get_many(family, list(new))
+            for key, before in zip(new, old, strict=True):
+                after = new[key]
+                change ^= _hash(family, key, before) if before is not None else 0
+                change ^= _hash(family, key, after) if after is not None else 0
+        return change
+
+    def _survey(self) -> int:
+        digest = 0
+        for family in self._families:
+            for key, value in self._table.items(family):
+                if (family, key) != (self._meta, _KEY):
+                    digest ^= _hash(family, key, value)
+        return digest
+
+    def _entry(self, step: int, digest: int) -> Put:
+        return self._meta, _KEY, _VALUE.pack(step, digest.to_bytes(16, "little"))
+
+
+def witnessed(table: Settling, families: Sequence[str], *, meta: str, path: Path) -> Witness:
+    """The table of the database at `path`; it is closed where it is damaged."""
+    try:
+        return Witness(table, families, meta=meta)
+    except DamagedDatabase as error:
+        table.close()
+        raise DamagedDatabase(
+            f"{error.message}. It has the tokens of all sessions: restore it from a backup, or repair it; to "
+            f"begin anew without any session, move {path} and {path}.mark away"
+        ) from error
+
+
+def _decode(value: bytes) -> tuple[int, int]:
+    step, digest = _VALUE.unpack(value)
+    return step, int.from_bytes(digest, "little")
+
+
+def _hash(family: str, key: bytes, value: bytes) -> int:
+    where = xxhash.xxh3_64_intdigest(family.encode() + b"\0" + key)
+    return xxhash.xxh3_128_intdigest(value, seed=where)
