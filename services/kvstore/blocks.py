@@ -111,6 +111,7 @@ class BlockStore:
             lock=self._lock,
             slabs=self._slabs,
             index=self._index,
+            arena=self.arena,
             clock=self._clock,
             bytes_per_s=settings.scrub_bytes_per_s,
         )

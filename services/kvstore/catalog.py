@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 
 from kvcommons.errors import CapacityExhausted, InvalidInput, Overloaded
-from services.kvstore.block import Block, BlockOrigin, Space, Staging
+from services.kvstore.block import Block, BlockOrigin, Doomed, Space, Staging
 from services.kvstore.policy import Policy
 from services.kvstore.room import Memory, Room
 from services.kvstore.tier import BlockShape, Slot, Tier
@@ -249,6 +249,18 @@ class Catalog:
         self.writing -= 1
         block.origin = None
         self.unpin(block)
+
+    def rewrite(self, block: Block, origin: BlockOrigin) -> None:
+        """Its disk copy is bad and its DRAM copy is not: the one goes, the other is written elsewhere."""
+        assert block.disk is not None
+        assert block.dram is not None
+        copy = Doomed(model=block.space.shape.model, block_id=block.block_id, slot=block.disk, block=None)
+        self.room.doomed.append(copy)
+        block.space.disk_policy.remove(block.block_id)
+        block.disk = None
+        block.origin = origin
+        block.pins += 1  # the writer's
+        self.pending.append(block)
 
     def put_back(self, block: Block) -> None:
         """Not written for a reason that may be over at the next attempt."""

@@ -1,8 +1,8 @@
 """Reads what lies on disk now and then, so that a bad sector is found before somebody needs what was there.
 
 One pass goes over all blocks on disk in the order in which they lie, at a bounded rate; the next one begins
-when it is over, an hour after its beginning at the earliest. A block that fails its check is dropped and
-counted as one that a reader found.
+when it is over, an hour after its beginning at the earliest. A block that fails its check is counted as one
+that a reader found. If DRAM has it, and right, it is written again, to another slot; else it is dropped.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ import mmap
 import threading
 
 from kvcommons.rblock.checksum import checksum
-from services.kvstore.block import Block
+from services.kvstore.arena import Arena
+from services.kvstore.block import Block, BlockOrigin
 from services.kvstore.catalog import Catalog
 from services.kvstore.clock import Clock
-from services.kvstore.index import BlockIndex
+from services.kvstore.index import BlockIndex, IndexEntry
 from services.kvstore.loader import Outcome
 from services.kvstore.slab import SlabFiles
 from services.kvstore.tier import Slot
@@ -36,6 +37,7 @@ class Scrub:
         lock: threading.Lock,
         slabs: SlabFiles,
         index: BlockIndex,
+        arena: Arena,
         clock: Clock,
         bytes_per_s: int,
     ) -> None:
@@ -43,6 +45,7 @@ class Scrub:
         self._lock = lock
         self._slabs = slabs
         self._index = index
+        self._arena = arena
         self._clock = clock
         self._bytes_per_s = bytes_per_s
         self._left: list[tuple[Slot, Block]] = []  # of this pass, the last one next
@@ -60,18 +63,13 @@ class Scrub:
             if block.detached or block.disk != slot:
                 return 0.0
             block.disk_pins += 1
-        outcome = Outcome.GOOD
         try:
-            outcome = self._check(slot, block)
+            outcome, entry = self._check(slot, block)
+            if outcome is not Outcome.GOOD:
+                self._replace(block, outcome, entry)
         finally:
             with self._lock:
-                counters = self._catalog.counters
-                counters.scrubbed_bytes += block.space.shape.slot_bytes
-                if outcome is not Outcome.GOOD and not block.detached:
-                    log.error("block %s on disk is %s: dropped", block.block_id.hex(), outcome.value)
-                    counters.corrupt += outcome is Outcome.CORRUPT
-                    counters.read_errors += outcome is Outcome.UNREADABLE
-                    self._catalog.room.detach(block)
+                self._catalog.counters.scrubbed_bytes += block.space.shape.slot_bytes
                 self._catalog.unpin_disk(block)
         return block.space.shape.slot_bytes / self._bytes_per_s
 
@@ -88,24 +86,61 @@ class Scrub:
             self._next_pass_s = now_s + PASS_S_MIN
         return bool(self._left)
 
-    def _check(self, slot: Slot, block: Block) -> Outcome:
+    def _replace(self, block: Block, outcome: Outcome, entry: IndexEntry | None) -> None:
+        """What is bad on disk goes; the block stays where DRAM has it and the index says whose it is."""
+        with self._lock:
+            if block.detached:
+                return
+            counters = self._catalog.counters
+            counters.corrupt += outcome is Outcome.CORRUPT
+            counters.read_errors += outcome is Outcome.UNREADABLE
+            slot = block.dram if block.load is None else None
+            if slot is None or entry is None:
+                log.error("block %s on disk is %s: dropped", block.block_id.hex(), outcome.value)
+                self._catalog.room.detach(block)
+                return
+            block.pins += 1
+        right = False
+        try:
+            right = _is_right(block, entry, self._arena.slot(slot))
+        finally:
+            what = "written again from memory" if right else "dropped"
+            log.error("block %s on disk is %s: %s", block.block_id.hex(), outcome.value, what)
+            with self._lock:
+                if right and not block.detached:
+                    origin = BlockOrigin(
+                        tenant=entry.tenant, parent=entry.parent, first_index=entry.first_index
+                    )
+                    self._catalog.rewrite(block, origin)
+                else:
+                    self._catalog.room.detach(block)
+                self._catalog.unpin(block)
+
+    def _check(self, slot: Slot, block: Block) -> tuple[Outcome, IndexEntry | None]:
+        """And the block's entry, where there is one that fits."""
         shape = block.space.shape
         if len(self._buffer) < shape.slot_bytes:
             self._buffer = memoryview(mmap.mmap(-1, shape.slot_bytes))
         view = self._buffer[: shape.slot_bytes]
+        entry = None
         try:
             (entry,) = self._index.get(shape.model, [block.block_id])
+            if entry is None or (entry.generation, entry.slot) != (block.generation, slot):
+                return Outcome.UNREADABLE, None
             self._slabs.read(slot, 0, [view])
         except Exception as error:
             log.error("checking block %s failed: %s", block.block_id.hex(), error)
-            return Outcome.UNREADABLE
-        if entry is None or (entry.generation, entry.slot) != (block.generation, slot):
-            return Outcome.UNREADABLE
-        for layer in range(shape.layers):
-            part = view[layer * shape.object_bytes : (layer + 1) * shape.object_bytes]
-            if checksum(block.block_id, layer, part) != entry.checksums[layer]:
-                return Outcome.CORRUPT
-        return Outcome.GOOD
+            return Outcome.UNREADABLE, entry
+        return Outcome.GOOD if _is_right(block, entry, view) else Outcome.CORRUPT, entry
+
+
+def _is_right(block: Block, entry: IndexEntry, slot: memoryview) -> bool:
+    """Whether a slot's content is what was stored."""
+    size = block.space.shape.object_bytes
+    return all(
+        checksum(block.block_id, layer, slot[layer * size : (layer + 1) * size]) == digest
+        for layer, digest in enumerate(entry.checksums)
+    )
 
 
 class ScrubThread:
