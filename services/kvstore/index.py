@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.kvstore.database import Database, Put, Table
+from services.kvstore.database import Database, Put, Settling
 from services.kvstore.folder import UnknownFormat
 from services.kvstore.tier import Slot
 
@@ -105,7 +105,7 @@ def open_index(path: Path) -> Database:
 class BlockIndex:
     """The index of one data folder. Blocks; thread-safe. Raises StoreUnavailable where RocksDB fails."""
 
-    def __init__(self, table: Table) -> None:
+    def __init__(self, table: Settling) -> None:
         self._table = table
         stored = self._table.get(_META, _EPOCH_KEY)
         epoch = (struct.unpack("<Q", stored)[0] if stored else 0) + 1
@@ -139,6 +139,10 @@ class BlockIndex:
         """Deletes the entries of (model, block id), durable when it returns."""
         deletions: list[Put] = [(_BLOCKS, encode_key(model, block_id), None) for model, block_id in blocks]
         self._table.write(deletions)
+
+    def settle(self) -> None:
+        """After a failed write: from now on what is read is what became of it."""
+        self._table.settle()
 
     def close(self) -> None:
         self._table.close()

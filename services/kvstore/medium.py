@@ -7,7 +7,7 @@ from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.kvstore.database import Table
+from services.kvstore.database import Settling
 from services.kvstore.disk import Disk, LocalDisk
 from services.kvstore.index import open_index
 
@@ -15,7 +15,7 @@ from services.kvstore.index import open_index
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Medium:
     disk: Disk
-    index: Table
+    index: Settling
     executor: Callable[[int, str], Executor]  # threads, name
 
     @staticmethod

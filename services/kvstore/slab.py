@@ -8,6 +8,7 @@ different slots may run at once on several threads.
 from __future__ import annotations
 
 import logging
+import mmap
 import struct
 from collections.abc import Sequence
 
@@ -126,6 +127,21 @@ class SlabFiles:
     def sync(self, number: int) -> None:
         """fdatasync of one file."""
         self._open[number][0].sync()
+
+    def answers(self, slot: Slot) -> bool:
+        """Whether a slot that the disk failed in takes zeros again, and gives them back."""
+        file, shape = self._open[slot.region]
+        at, size = PAGE_BYTES + slot.place * shape.slot_bytes, shape.slot_bytes
+        with mmap.mmap(-1, size) as zeros, mmap.mmap(-1, size) as read:
+            read[:] = b"\xff" * size
+            with memoryview(zeros) as source, memoryview(read) as into:
+                try:
+                    file.write(at, [source])
+                    file.sync()
+                    file.read(at, [into])
+                except OSError:
+                    return False
+                return into == source
 
     def punch(self, slot: Slot) -> bool:
         """Gives the room behind a free slot back to the file system; False where it does not take it.

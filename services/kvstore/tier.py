@@ -63,7 +63,7 @@ class Region:
         self.recycled: list[int] = []
         self.unwritten: list[int] = []  # handed out once, but the medium had no room behind them
         self.taken = 0
-        self.aside = 0  # of the taken: what is in them nobody knows, so they stay unused until the next start
+        self.aside = 0  # of the taken: the medium failed in them, so they stay unused until it answers again
         self.last_used = 0
 
 
@@ -151,6 +151,11 @@ class Tier:
     def set_aside(self, slot: Slot) -> None:
         """The medium failed in this slot: it is not used again, and counts as taken."""
         self.regions[slot.region].aside += 1
+
+    def take_back(self, slot: Slot) -> None:
+        """The medium answers again in a slot that was set aside: it is free."""
+        self.regions[slot.region].aside -= 1
+        self.give(slot)
 
     def growth_slots(self, shape: BlockShape) -> int:
         """How many slots a further region may have within the capacity; 0: none."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from enum import Enum
@@ -29,6 +30,7 @@ BATCH_BYTES_MAX = 32 << 20
 WRITE_BYTES_MAX = 4 << 20
 RECLAIM_SLOTS = 64  # in one round
 FROZEN_S = 30.0  # how long after "no space left" before files may grow again
+ASIDE_S = 10.0  # between looks whether the disk answers again where it failed
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -72,6 +74,8 @@ class Writer:
         self._pool = pool
         self._frozen_until_s = 0.0
         self._reclaims = True  # until the file system refuses
+        self._aside: deque[tuple[Slot, Block]] = deque()  # slots that the disk failed in, and for which block
+        self._look_aside_s = 0.0
 
     def cycle(self) -> Round:
         """Deletes what is doomed, then writes one batch."""
@@ -93,7 +97,8 @@ class Writer:
                 with self._lock:
                     waiting = set(self._catalog.pending)
                 self._give_up([block for block in batch if block.origin and block not in waiting])
-        return Round.WORKED if doomed or batch or self._reclaim() else Round.IDLE
+        taken_back = self._look_aside()
+        return Round.WORKED if doomed or batch or taken_back or self._reclaim() else Round.IDLE
 
     def close(self) -> None:
         self._pool.shutdown(wait=True)
@@ -139,6 +144,40 @@ class Writer:
                 else:
                     self._catalog.disk.give(slot)
         return bool(empty or slots)
+
+    def _look_aside(self) -> bool:
+        """Takes slots back that the disk failed in, once it answers there again. Whether there were any."""
+        if not self._aside or self._clock.monotonic_s() < self._look_aside_s:
+            return False
+        self._look_aside_s = self._clock.monotonic_s() + ASIDE_S
+        slots = [self._aside.popleft() for _ in range(min(len(self._aside), RECLAIM_SLOTS))]
+        answering: list[Slot] = []
+        try:
+            self._unname(slots)
+            while slots and self._slabs.answers(slots[0][0]):
+                answering.append(slots.pop(0)[0])
+        except KVCommonsError as error:
+            log.warning("slots that were set aside stay so: %s", error.message)
+        finally:
+            self._aside.extend(slots)
+            with self._lock:
+                for slot in answering:
+                    self._catalog.disk.take_back(slot)
+        if answering:
+            log.info("the disk answers again: %d slots are used again", len(answering))
+        return bool(answering)
+
+    def _unname(self, slots: Sequence[tuple[Slot, Block]]) -> None:
+        """Deletes entries that name such slots after all: writing them had failed, and nobody knew how."""
+        self._index.settle()
+        stale = []
+        for slot, block in slots:
+            model = block.space.shape.model
+            (entry,) = self._index.get(model, [block.block_id])
+            if entry is not None and entry.slot == slot:
+                stale.append((model, block.block_id))
+        if stale:
+            self._index.remove(stale)
 
     def _slots(self, batch: Sequence[Block]) -> list[Slot]:
         """Room on disk for as many of the batch's blocks as can have it."""
@@ -302,10 +341,12 @@ class Writer:
         self._abandon(run)
 
     def _abandon(self, placed: Sequence[tuple[Slot, Block]]) -> None:
-        """Nobody knows what is in these slots, or whether the index names them: both stay until a restart."""
+        """Nobody knows what is in these slots, or whether the index names them: both stay for now."""
         with self._lock:
             for slot, _ in placed:
                 self._catalog.disk.set_aside(slot)
+        self._aside.extend(placed)
+        self._look_aside_s = self._clock.monotonic_s() + ASIDE_S
         self._give_up([block for _, block in placed])
 
     def _give_up(self, blocks: Sequence[Block]) -> None:

@@ -363,6 +363,8 @@ class StoreSchedule:
         check(self)
         stats = self.store.stats()
         require(not stats.staging and not stats.pending_writes, "something was left behind")
+        aside = sum(region.aside for region in self.store._catalog.disk.regions.values())
+        require(not aside, "a slot stays aside though the disk answers again")
         require(not any(b.pins or b.disk_pins for b in blocks_of(self.store)), "a pin was left behind")
         for shape, ids in SEQUENCES:
             run = self.store.open_run(shape.model, ids)

@@ -87,12 +87,12 @@ def wait_durable(store: BlockStore, ids: Sequence[bytes], shape: BlockShape = SH
     """Waits until the blocks are on disk, or will not get there; how many of the leading ones are."""
     over = threading.Event()
     watch = store.watch(shape.model, ids, over.set)
-    over.wait(20)
+    over.wait(30)
     store.unwatch(watch)
     return store.durable(shape.model, ids)
 
 
-def eventually(condition: Callable[[], bool], timeout_s: float = 10.0) -> bool:
+def eventually(condition: Callable[[], bool], timeout_s: float = 30.0) -> bool:
     """Whether the condition came true in time."""
     give_up = time.monotonic() + timeout_s
     while not condition():

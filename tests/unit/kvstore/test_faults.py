@@ -160,6 +160,43 @@ def test_what_the_disk_did_not_take_is_never_published(
     again.close()
 
 
+@pytest.mark.parametrize("call", ["pwritev", "fdatasync"])
+def test_slots_that_the_disk_failed_in_come_back_when_it_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    monkeypatch.setattr("services.kvstore.writer.ASIDE_S", 0.05)
+    monkeypatch.setattr("services.kvstore.blocks._IDLE_S", 0.05)
+    disk = Disk(monkeypatch)
+    store = open_store(tmp_path)
+    put_blocks(store, IDS)
+    assert wait_durable(store, IDS) == len(IDS)
+    disk.fail = lambda called, offset: errno.EIO if called == call else None
+    more = block_ids(8, "more")
+    put_blocks(store, more)
+    assert wait_durable(store, more) == 0
+    assert store.stats().disk_blocks == len(IDS) + len(more)  # what is set aside counts as used
+    failures = 0
+
+    def failing(called: str, offset: int) -> int | None:
+        nonlocal failures
+        failures += called == call
+        return errno.EIO if called == call else None
+
+    disk.fail = failing
+    assert eventually(lambda: failures > 3)  # it looks again and again, and takes nothing back
+    assert store.stats().disk_blocks == len(IDS) + len(more)
+    disk.fail = lambda called, offset: None
+    assert eventually(lambda: store.stats().disk_blocks == len(IDS))
+    put_blocks(store, block_ids(8, "others"))
+    assert wait_durable(store, block_ids(8, "others")) == 8
+    store.close()
+    again = open_store(tmp_path)
+    assert again.match(SHAPE.model, more) == []
+    assert read_blocks(again, IDS) == len(IDS)
+    assert read_blocks(again, block_ids(8, "others")) == 8
+    again.close()
+
+
 def test_a_read_error_ends_the_run_and_drops_the_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
