@@ -32,14 +32,14 @@ def up(config: Path | None, flags: Mapping[str, str]) -> int:
     """Runs the stack until it is interrupted; the exit status."""
     terminal = Terminal()
     try:
-        settings = load("up", UpSettings, file=config, environ=os.environ, flags=flags)
+        settings = load("up", UpSettings, file=config, environ=os.environ, flags=flags, flag="--{name}")
         user = tomllib.loads(config.read_text()) if config is not None else {}
         claim = Claim(settings.data)
     except KVCommonsError as error:
         terminal.say(f"kvcommons up: {error.message}")
         return 2
     try:
-        return asyncio.run(_Up(settings, claim, terminal, user, flags).run())
+        return asyncio.run(_Up(settings, claim, terminal, user, flags, config).run())
     except KVCommonsError as error:
         terminal.say(f"kvcommons up: {error.message}")
         return 1
@@ -55,7 +55,10 @@ class _Up:
         terminal: Terminal,
         user: Mapping[str, Any],
         flags: Mapping[str, str],
+        config: Path | None,
     ) -> None:
+        """`user`: what `config` says."""
+        self._config = config.resolve() if config is not None else None
         self._claim = claim
         self._terminal = terminal
         self._user = user
@@ -95,7 +98,9 @@ class _Up:
         place = self._claim.place
         cores = len(os.sched_getaffinity(0))
         settings = self._settings
-        place.settings_file.write_text(toml.dumps(tables(settings, place, cores, self._user)))
+        place.settings_file.write_text(
+            toml.dumps(tables(settings, place, cores, self._user), origin=self._config)
+        )
         plans = processes(settings, place, cores, port, os.environ, model_flag="model" in self._flags)
         return [etcd.plan(place.data / "etcd", place.runtime, os.environ), *plans]
 

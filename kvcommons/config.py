@@ -5,6 +5,9 @@
     environment                 KVCOMMONS_DECODE__THREADS=2
     flag                        --set threads=2
 
+A file that was made of another one names that one as its `origin`, before its tables: whoever made a mistake
+there looks for it there.
+
 A service's settings are a frozen dataclass whose fields carry their constraints (`Annotated[int, Gt(0)]` and
 the like; pydantic validates them). A field whose type is itself a dataclass is a *group*: its fields stand in
 the service's table beside the others, so that settings are composed in code and flat for people. Names nobody
@@ -34,6 +37,7 @@ from kvcommons.errors import InvalidInput
 # Tables of the settings file. `up` is the stack on one machine.
 TABLES = ("router", "prefill", "decode", "attention_pool", "kvstore", "ledger", "up")
 PREFIX = "KVCOMMONS_"
+ORIGIN = "origin"
 # sun_path holds 108 bytes, the last of them a zero.
 UNIX_PATH_BYTES_MAX = 107
 
@@ -108,19 +112,21 @@ def load(
     file: Path | None = None,
     environ: Mapping[str, str],
     flags: Mapping[str, str],
+    flag: str = "--set {name}",
 ) -> T:
     """The settings of `service`, validated.
 
-    `flags` are the values of `--set name=value`, as text. Raises InvalidInput for a name nobody knows, a
-    value of the wrong type or out of bounds, a required setting that is nowhere, a secret in a flag, and a
-    file that cannot be read.
+    `flags` are the values of `--set name=value`, as text; `flag` says how such a flag is written. Raises
+    InvalidInput for a name nobody knows, a value of the wrong type or out of bounds, a required setting that
+    is nowhere, a secret in a flag, and a file that cannot be read.
     """
     assert service in TABLES, service
     fields = _fields(schema)
     values: dict[str, Any] = {}
-    for name, value in _table(service, file).items():
-        field = _known(fields, name, f"[{service}] of {file}")
-        values[name] = _from_file(field, value, f"[{service}] of {file}")
+    table, written = _table(service, file)
+    for name, value in table.items():
+        field = _known(fields, name, f"[{service}] of {written}")
+        values[name] = _from_file(field, value, f"[{service}] of {written}")
     for variable, name, text in _variables(service, environ):
         field = _known(fields, name, f"the environment ({variable})")
         values[name] = _from_text(field, text, f"the environment ({variable})")
@@ -132,7 +138,7 @@ def load(
                 f" {PREFIX}{service.upper()}__{name.upper()}",
                 param=name,
             )
-        values[name] = _from_text(field, text, f"the flag --set {name}")
+        values[name] = _from_text(field, text, f"the flag {flag.format(name=name.replace('_', '-'))}")
     return _build(service, schema, fields, values)
 
 
@@ -166,15 +172,17 @@ def _fields(schema: type) -> dict[str, _Field]:
     return found
 
 
-def _table(service: str, file: Path | None) -> dict[str, Any]:
+def _table(service: str, file: Path | None) -> tuple[dict[str, Any], str]:
+    """The service's table, and where it was written."""
     if file is None:
-        return {}
+        return {}, ""
     try:
         document = tomllib.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise InvalidInput(f"the settings file {file} cannot be read: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InvalidInput(f"the settings file {file} is not TOML: {error}") from error
+    origin = document.pop(ORIGIN, None)
     for name, table in document.items():
         if name not in TABLES:
             raise InvalidInput(f"{file}: unknown table [{name}]{_nearest(name, TABLES)}", param=name)
@@ -182,7 +190,8 @@ def _table(service: str, file: Path | None) -> dict[str, Any]:
             raise InvalidInput(
                 f"{file}: {name} is a table: write [{name}] and its settings below", param=name
             )
-    return typing.cast(dict[str, Any], document.get(service, {}))
+    written = f"{origin} (read from {file})" if origin is not None else str(file)
+    return typing.cast(dict[str, Any], document.get(service, {})), written
 
 
 def _variables(service: str, environ: Mapping[str, str]) -> Iterable[tuple[str, str, str]]:

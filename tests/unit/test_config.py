@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import date, time
 from pathlib import Path
 from typing import Annotated, Literal
 
 import pytest
 from annotated_types import Ge
 
+from devstack import toml
 from kvcommons.config import Address, Addresses, Node, Secret, flags_of, load
 from kvcommons.errors import InvalidInput
 
@@ -136,6 +138,30 @@ def test_mistakes_in_flags() -> None:
         settings(threads="1.5")
     with pytest.raises(InvalidInput, match="share is larger than threads"):
         settings(share="2")
+
+
+def test_mistakes_in_a_file_that_was_made_of_another(tmp_path: Path) -> None:
+    """`kvcommons up` hands its services one of its own; people look for a mistake in theirs."""
+    theirs = tmp_path / "their own.toml"
+    text = toml.dumps({"decode": {"threads": 0}, "router": {}}, origin=theirs)
+    with pytest.raises(InvalidInput) as caught:
+        settings(text, folder=tmp_path)
+    made = tmp_path / "kvcommons.toml"
+    assert f"threads = 0 in [decode] of {theirs} (read from {made}): " in caught.value.message
+    with pytest.raises(InvalidInput, match=r"unknown setting 'thread' in \[decode\] of .*their own.toml"):
+        settings(toml.dumps({"decode": {"thread": 2}}, origin=theirs), folder=tmp_path)
+    for value in (date(2026, 1, 1), [time(9)], {"a": 1}, [{"a": 1}]):
+        with pytest.raises(
+            InvalidInput, match=r"threads in \[decode\] of .*their own.toml: dates, times and"
+        ):
+            toml.dumps({"decode": {"threads": value}}, origin=theirs)
+    braces = toml.dumps({"decode": {"data": "/a{b}"}}, origin=theirs)
+    assert settings(braces, folder=tmp_path).data == Path("/a{b}")
+
+
+def test_a_flag_is_named_as_it_is_written() -> None:
+    with pytest.raises(InvalidInput, match=r"threads = '0' in the flag --threads: "):
+        load("decode", Config, environ={}, flags={**BASE, "threads": "0"}, flag="--{name}")
 
 
 def test_what_is_missing_is_named_with_the_ways_to_set_it() -> None:
