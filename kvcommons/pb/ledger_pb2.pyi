@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from kvcommons.pb import common_pb2 as _common_pb2
+from kvcommons.pb import shards_pb2 as _shards_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -31,6 +32,7 @@ class Instance(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     STARTED_MS_FIELD_NUMBER: _builtins.int
+    SHARD_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """unique among living and dead: service, host and a random part"""
     service: _builtins.str
@@ -48,6 +50,10 @@ class Instance(_message.Message):
 
     @_builtins.property
     def load(self) -> Global___Load: ...
+    @_builtins.property
+    def shard(self) -> _shards_pb2.Shard:
+        """of a kvstore"""
+
     def __init__(
         self,
         *,
@@ -59,10 +65,11 @@ class Instance(_message.Message):
         model: _common_pb2.ModelInfo | None = ...,
         load: Global___Load | None = ...,
         started_ms: _builtins.int = ...,
+        shard: _shards_pb2.Shard | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "model", b"model"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "model", b"model", "shard", b"shard"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["control_address", b"control_address", "data_address", b"data_address", "host", b"host", "id", b"id", "load", b"load", "model", b"model", "service", b"service", "started_ms", b"started_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["control_address", b"control_address", "data_address", b"data_address", "host", b"host", "id", b"id", "load", b"load", "model", b"model", "service", b"service", "shard", b"shard", "started_ms", b"started_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -197,18 +204,24 @@ class View(_message.Message):
 
     INSTANCES_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
+    SHARDS_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
     @_builtins.property
     def instances(self) -> _containers.RepeatedCompositeFieldContainer[Global___Instance]: ...
+    @_builtins.property
+    def shards(self) -> _shards_pb2.ShardView:
+        """of the kvstores; unset: none is known"""
+
     def __init__(
         self,
         *,
         instances: _abc.Iterable[Global___Instance] | None = ...,
         revision: _builtins.int = ...,
+        shards: _shards_pb2.ShardView | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["shards", b"shards"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instances", b"instances", "revision", b"revision"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instances", b"instances", "revision", b"revision", "shards", b"shards"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

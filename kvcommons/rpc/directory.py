@@ -22,6 +22,7 @@ from kvcommons.pb import ledger_pb2 as pb
 from kvcommons.pb import ledger_pb2_grpc as rpc
 from kvcommons.rpc.channel import open_channel
 from kvcommons.rpc.suspicion import SUSPECT_S, Suspicions
+from kvcommons.shards import ShardView, decode_view, newest
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ class Directory:
         self._ledgers = _Rotation(ledgers, watcher)
         self._watcher = watcher
         self._view: dict[str, pb.Instance] = {}
+        self._shards: ShardView | None = None
         self._suspicions = Suspicions()
         self._changed = asyncio.Condition()
         self._task: asyncio.Task[None] | None = None
@@ -78,6 +80,11 @@ class Directory:
 
     def find(self, instance_id: str) -> pb.Instance | None:
         return self._view.get(instance_id)
+
+    @property
+    def shards(self) -> ShardView | None:
+        """Of the kvstores: who serves. None while that is not known."""
+        return self._shards
 
     def suspect(self, instance_id: str) -> None:
         """After a failed call: leaves the instance out for some seconds, or until a later heartbeat of its
@@ -136,8 +143,11 @@ class Directory:
     async def _take(self, view: pb.View) -> None:
         now = time.monotonic()
         new = {instance.id: instance for instance in sorted(view.instances, key=lambda one: one.id)}
-        if new == self._view:
+        # Ledgers need not agree at once: no view of the shards follows a newer one.
+        shards = newest([self._shards, decode_view(view.shards)])
+        if new == self._view and shards == self._shards:
             return
+        self._shards = shards
         for instance_id, instance in new.items():
             if instance != self._view.get(instance_id):
                 self._suspicions.heard(instance_id, now)

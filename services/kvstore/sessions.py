@@ -15,9 +15,11 @@ from pathlib import Path
 
 from kvcommons.errors import AlreadyExists, InvalidInput, SessionNotFound
 from kvcommons.pb import kvstore_pb2 as pb
+from kvcommons.shards import session_key
 from services.kvstore import session as rules
 from services.kvstore.clock import Clock
 from services.kvstore.database import DamagedDatabase, Database, Put, Table
+from services.kvstore.families import HEADS, LEASES, META, RECORDS, STAMPS
 from services.kvstore.session import Turn, TurnLease
 from services.kvstore.uses import USES, BlockUses
 
@@ -25,10 +27,6 @@ LIST_MAX = 1000
 SWEEP_MAX = 1000
 LEASE_KEPT_MS = 3_600_000  # a lease that ran out may still be committed, if nobody took it
 
-_RECORDS = "records"  # whole records
-_HEADS = "heads"  # the same without tokens, messages and block ids
-_LEASES = "leases"
-_META = "meta"
 _FENCING_KEY = b"fencing"
 
 
@@ -43,7 +41,7 @@ class Committed:
 def open_sessions(path: Path) -> Database:
     """The sessions' database. Raises StoreUnavailable, DamagedDatabase."""
     try:
-        return Database(path, [_RECORDS, _HEADS, _LEASES, _META, USES])
+        return Database(path, [RECORDS, HEADS, LEASES, META, USES, STAMPS])
     except DamagedDatabase as error:
         raise DamagedDatabase(
             f"{error.message}. It has the tokens of all sessions: restore it from a backup, or repair it; to "
@@ -71,11 +69,11 @@ class Sessions:
         self._default_ttl_s = default_ttl_s
         self._now_ms = clock.now_ms
         self._lock = threading.Lock()
-        stored = self._table.get(_META, _FENCING_KEY)
+        stored = self._table.get(META, _FENCING_KEY)
         self._fencing = struct.unpack("<Q", stored)[0] if stored else 0
         self._step = self._fencing
-        self._uses.migrate((key, rules.decode_record(value)) for key, value in self._table.items(_RECORDS))
-        self._count = sum(1 for _ in self._table.items(_HEADS))
+        self._uses.migrate((key, rules.decode_record(value)) for key, value in self._table.items(RECORDS))
+        self._count = sum(1 for _ in self._table.items(HEADS))
         self._sweep_from: dict[str, bytes] = {}
 
     @property
@@ -113,7 +111,7 @@ class Sessions:
         prefix = _prefix(tenant)
         found: list[pb.SessionRecord] = []
         now_ms = self._now_ms()
-        for key, value in self._table.items(_HEADS, prefix + after.encode(), prefix):
+        for key, value in self._table.items(HEADS, prefix + after.encode(), prefix):
             if key == prefix + after.encode():
                 continue
             head = rules.decode_record(value)
@@ -128,7 +126,7 @@ class Sessions:
         """A turn under way cannot commit any more. Raises SessionNotFound."""
         with self._lock:
             self._require(tenant, session_id)
-            self._remove(_key(tenant, session_id))
+            self._remove(session_key(tenant, session_id))
 
     def fork(self, tenant: str, session_id: str, new_session_id: str) -> pb.SessionRecord:
         """A new session with all that this one has committed. Raises SessionNotFound, AlreadyExists."""
@@ -138,7 +136,7 @@ class Sessions:
             record = self._require(tenant, session_id)
             self._refuse_taken(tenant, new_session_id)
             fork = rules.fork_of(record, new_session_id, self._now_ms())
-            key = _key(tenant, new_session_id)
+            key = session_key(tenant, new_session_id)
             self._table.write([*_puts(fork), *self._uses.changes(key, [], fork.block_ids)])
             self._count += 1
             return fork
@@ -155,7 +153,7 @@ class Sessions:
         now_ms = self._now_ms()
         with self._lock:
             record = self._live(tenant, session_id) or rules.new_record(tenant, session_id, 0, now_ms)
-            key = _key(tenant, session_id)
+            key = session_key(tenant, session_id)
             lease = rules.begin(
                 self._lease(key),
                 turn_id=turn_id,
@@ -164,45 +162,45 @@ class Sessions:
                 next_fencing=self._fencing + 1,
                 now_ms=now_ms,
             )
-            self._write_step([(_LEASES, key, rules.encode_lease(lease))], max(self._fencing, lease.fencing))
+            self._write_step([(LEASES, key, rules.encode_lease(lease))], max(self._fencing, lease.fencing))
             return record, lease
 
     def renew(self, tenant: str, session_id: str, *, turn_id: str, fencing: int, lease_ms: int) -> None:
         """Raises Conflict where another turn has begun, SessionNotFound where the session was deleted."""
         with self._lock:
-            key = _key(tenant, session_id)
+            key = session_key(tenant, session_id)
             lease = rules.renew(
                 self._lease(key),
-                exists=self._table.get(_HEADS, key) is not None,
+                exists=self._table.get(HEADS, key) is not None,
                 turn_id=turn_id,
                 fencing=fencing,
                 lease_ms=lease_ms,
                 now_ms=self._now_ms(),
             )
             # Survives kill -9 all the same; a lease that a power failure shortens can still be committed.
-            self._table.write([(_LEASES, key, rules.encode_lease(lease))], sync=False)
+            self._table.write([(LEASES, key, rules.encode_lease(lease))], sync=False)
 
     def commit(self, tenant: str, session_id: str, turn: Turn) -> Committed:
         """Adds the turn and gives its lease back, in one step. See `session.commit` for what it raises."""
         with self._lock:
             now_ms = self._now_ms()
-            key = _key(tenant, session_id)
+            key = session_key(tenant, session_id)
             stored = self._live(tenant, session_id)
             record = stored or rules.new_record(tenant, session_id, 0, now_ms)
             after = rules.commit(record, self._lease(key), turn, now_ms, exists=stored is not None)
             if after is None:
                 return Committed(version=record.version, new=False)
             uses = self._uses.changes(key, record.block_ids, after.block_ids)
-            self._write_step([*_puts(after), *uses, (_LEASES, key, None)], self._fencing + 1)
+            self._write_step([*_puts(after), *uses, (LEASES, key, None)], self._fencing + 1)
             self._count += stored is None
             return Committed(version=after.version, new=True)
 
     def abandon(self, tenant: str, session_id: str, *, turn_id: str, fencing: int) -> None:
         """Gives the lease back; nothing happens where it is gone already."""
         with self._lock:
-            key = _key(tenant, session_id)
+            key = session_key(tenant, session_id)
             if rules.may_abandon(self._lease(key), turn_id, fencing):
-                self._table.write([(_LEASES, key, None)])
+                self._table.write([(LEASES, key, None)])
 
     def sweep(self) -> int:
         """Removes expired sessions and forgotten leases, going through all of them over several calls.
@@ -211,22 +209,22 @@ class Sessions:
         """
         now_ms = self._now_ms()
         removed = 0
-        for key, value in self._slice(_HEADS):
+        for key, value in self._slice(HEADS):
             if not self._expired(rules.decode_record(value), now_ms):
                 continue
             with self._lock:
                 lease = self._lease(key)
-                head = self._table.get(_HEADS, key)
+                head = self._table.get(HEADS, key)
                 begun = lease is not None and lease.expires_ms > now_ms
                 if head is not None and not begun and self._expired(rules.decode_record(head), now_ms):
                     self._remove(key)
                     removed += 1
-        for key, value in self._slice(_LEASES):
+        for key, value in self._slice(LEASES):
             if rules.decode_lease(value).expires_ms + LEASE_KEPT_MS < now_ms:
                 with self._lock:
                     lease = self._lease(key)
                     if lease is not None and lease.expires_ms + LEASE_KEPT_MS < now_ms:
-                        self._table.write([(_LEASES, key, None)])
+                        self._table.write([(LEASES, key, None)])
         return removed
 
     def _slice(self, family: str) -> list[tuple[bytes, bytes]]:
@@ -245,20 +243,20 @@ class Sessions:
     def _write_step(self, puts: Sequence[Put], fencing: int) -> None:
         # Counted even if the write fails: it may have reached the log all the same.
         self._fencing = fencing
-        self._table.write([*puts, (_META, _FENCING_KEY, struct.pack("<Q", fencing))])
+        self._table.write([*puts, (META, _FENCING_KEY, struct.pack("<Q", fencing))])
         self._step = fencing
 
     def _live(self, tenant: str, session_id: str) -> pb.SessionRecord | None:
-        value = self._table.get(_RECORDS, _key(tenant, session_id))
+        value = self._table.get(RECORDS, session_key(tenant, session_id))
         if value is None:
             return None
         record = rules.decode_record(value)
         if not self._expired(record, self._now_ms()):
             return record
-        lease = self._lease(_key(tenant, session_id))
+        lease = self._lease(session_key(tenant, session_id))
         if lease is not None and lease.expires_ms > self._now_ms():
             return record  # a turn began in time
-        self._remove(_key(tenant, session_id))
+        self._remove(session_key(tenant, session_id))
         return None
 
     def _require(self, tenant: str, session_id: str) -> pb.SessionRecord:
@@ -270,13 +268,13 @@ class Sessions:
         return record
 
     def _refuse_taken(self, tenant: str, session_id: str) -> None:
-        lease = self._lease(_key(tenant, session_id))
+        lease = self._lease(session_key(tenant, session_id))
         begun = lease is not None and lease.expires_ms > self._now_ms()
         if begun or self._live(tenant, session_id) is not None:
             raise AlreadyExists(f"a session {session_id!r} exists already", param="session_id")
 
     def _lease(self, key: bytes) -> TurnLease | None:
-        value = self._table.get(_LEASES, key)
+        value = self._table.get(LEASES, key)
         return rules.decode_lease(value) if value is not None else None
 
     def _expired(self, record: pb.SessionRecord, now_ms: int) -> bool:
@@ -284,10 +282,10 @@ class Sessions:
         return limit_ms is not None and limit_ms <= now_ms
 
     def _remove(self, key: bytes) -> None:
-        value = self._table.get(_RECORDS, key)
+        value = self._table.get(RECORDS, key)
         record = rules.decode_record(value) if value is not None else pb.SessionRecord()
         uses = self._uses.changes(key, record.block_ids, [])
-        self._table.write([(_RECORDS, key, None), (_HEADS, key, None), (_LEASES, key, None), *uses])
+        self._table.write([(RECORDS, key, None), (HEADS, key, None), (LEASES, key, None), *uses])
         self._count -= 1
         self._uses.released(record.model, record.block_ids)
 
@@ -297,17 +295,12 @@ def new_id() -> str:
 
 
 def _prefix(tenant: str) -> bytes:
-    name = tenant.encode()
-    return struct.pack(">H", len(name)) + name
-
-
-def _key(tenant: str, session_id: str) -> bytes:
-    return _prefix(tenant) + session_id.encode()
+    return session_key(tenant, "")
 
 
 def _puts(record: pb.SessionRecord) -> Sequence[Put]:
-    key = _key(record.tenant, record.session_id)
+    key = session_key(record.tenant, record.session_id)
     return [
-        (_RECORDS, key, record.SerializeToString(deterministic=True)),
-        (_HEADS, key, rules.head_of(record).SerializeToString(deterministic=True)),
+        (RECORDS, key, record.SerializeToString(deterministic=True)),
+        (HEADS, key, rules.head_of(record).SerializeToString(deterministic=True)),
     ]

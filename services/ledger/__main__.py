@@ -9,8 +9,10 @@ import time
 
 from kvcommons.pb import ledger_pb2 as pb
 from kvcommons.pb.ledger_pb2_grpc import add_LedgerServicer_to_server
+from kvcommons.pb.shards_pb2 import ShardView
 from kvcommons.rpc.process import Process, run
 from kvcommons.rpc.server import RpcServer
+from kvcommons.shards import encode_view
 from services.ledger.candidates import Candidates
 from services.ledger.config import Config
 from services.ledger.etcd import Etcd
@@ -20,13 +22,14 @@ from services.ledger.mirror import Mirror
 from services.ledger.presence import Presence
 from services.ledger.registry import Registry
 from services.ledger.server import LedgerService
+from services.ledger.shard_views import ShardViews
+from services.ledger.shards import ShardKeeper
 
 GRACE_S = 1.0  # its calls are short; its watches are ended
 
 
 async def serve(config: Config, process: Process) -> None:
     registry = Registry(lease_s=config.lease_s, heartbeat_s=config.heartbeat_ms / 1e3)
-    feed = Feed(registry)
     etcd = Etcd(config.etcd, timeout_s=config.etcd_timeout_s)
     health_changed = asyncio.Event()
 
@@ -34,7 +37,20 @@ async def serve(config: Config, process: Process) -> None:
         feed.touch()
         health_changed.set()
 
+    def shards() -> ShardView | None:
+        view = keeper.view()
+        return encode_view(view) if view is not None else None
+
+    feed = Feed(registry, shards)
     mirror = Mirror(etcd, registry, prefix=config.etcd_prefix, lease_s=config.lease_s, changed=changed)
+    keeper = ShardKeeper(
+        Etcd(config.etcd, timeout_s=config.etcd_timeout_s),
+        registry,
+        ShardViews(grace_s=config.heartbeat_ms / 1e3, lost=config.lost_shards),
+        prefix=config.etcd_prefix,
+        connected=lambda: mirror.connected,
+        changed=feed.touch,
+    )
     LedgerMetrics(registry, mirror, feed).register(process.telemetry.registry)
     server = RpcServer(config.node.listen, process.telemetry, call_deadline_s=config.node.call_deadline_s)
     service = LedgerService(
@@ -68,7 +84,8 @@ async def serve(config: Config, process: Process) -> None:
     presence = Presence(registry, mirror, feed, describe, heartbeat_ms=config.heartbeat_ms)
     async with asyncio.TaskGroup() as tasks:
         running = [
-            tasks.create_task(part) for part in (mirror.run(), feed.run(), presence.run(), follow_health())
+            tasks.create_task(part)
+            for part in (mirror.run(), keeper.run(), feed.run(), presence.run(), follow_health())
         ]
         await process.stop.wait()
         await presence.leave()

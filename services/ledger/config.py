@@ -20,6 +20,9 @@ class Config:
     lease_s: Annotated[int, Ge(2), Le(60)] = 5  # a silent instance is gone after it; etcd's least is 2 or so
     heartbeat_ms: Annotated[int, Ge(100)] = 1_000  # what instances are told
 
+    # Kvstores whose disks are gone for good, by their shards' names: what nobody else had is given up.
+    lost_shards: tuple[str, ...] = ()
+
     def __post_init__(self) -> None:
         if self.heartbeat_ms * 2 > self.lease_s * 1_000:
             raise ValueError("heartbeat_ms must fit twice into lease_s: one lost heartbeat is no death")

@@ -124,6 +124,19 @@ class Etcd:
         except _LeaseNotFound as error:
             raise self._unavailable(error) from error
 
+    async def swap(self, key: bytes, value: bytes, revision: int) -> int | None:
+        """Writes, without a lease, if the key was last changed at `revision` (0: it is not there); the new
+        revision. None: something else is there."""
+        client = self._connected
+        done, responses = await self._bounded(
+            client.transaction(
+                compare=[client.transactions.mod(key) == revision],
+                success=[client.transactions.put(key, value)],
+                failure=[],
+            )
+        )
+        return int(responses[0].response_put.header.revision) if done else None
+
     async def keep_alive(self, lease_id: int) -> bool:
         """False: there is no such lease any more."""
         reply = await self._bounded(self._connected.refresh_lease(lease_id))

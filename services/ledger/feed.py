@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 
 from kvcommons.pb import ledger_pb2 as pb
+from kvcommons.pb.shards_pb2 import ShardView
 from services.ledger.registry import Change, Registry
 
 # Who is there goes out at most ten times a second; how much is free, twice: it changes all the time and is
@@ -17,8 +18,10 @@ SIGN_OF_LIFE_S = 2.0
 
 
 class Feed:
-    def __init__(self, registry: Registry) -> None:
+    def __init__(self, registry: Registry, shards: Callable[[], ShardView | None] = lambda: None) -> None:
+        """`shards`: the view of the kvstores, where there is one."""
         self._registry = registry
+        self._shards = shards
         self._dirty = asyncio.Event()
         self._published = asyncio.Condition()
         self._publications = 0
@@ -49,15 +52,18 @@ class Feed:
             now = time.monotonic()
             change = self._registry.refresh(now)
             load_waits = load_waits or change is Change.LOAD
+            shards = self._shards()
+            moved = shards is not None and shards != self._view.shards
             due = (
                 change is Change.MEMBERS
+                or moved
                 or (load_waits and now - published_at >= LOAD_PAUSE_S)
                 or now - published_at >= SIGN_OF_LIFE_S
             )
             if due:
-                if change is Change.MEMBERS or load_waits:
+                if change is Change.MEMBERS or load_waits or moved:
                     revision = self._view.revision + 1
-                    self._view = pb.View(instances=self._registry.view(), revision=revision)
+                    self._view = pb.View(instances=self._registry.view(), revision=revision, shards=shards)
                 load_waits = False
                 published_at = now
                 await self._publish()

@@ -1,0 +1,7 @@
+"""The column families of the sessions' database. docs/formats/session-record.md has their bytes."""
+
+RECORDS = "records"  # whole records
+HEADS = "heads"  # the same without tokens, messages and block ids
+LEASES = "leases"
+META = "meta"
+STAMPS = "stamps"  # which change of a session came last; only where there is another shard
