@@ -2,12 +2,14 @@
 
 RocksDB calls hold Python's GIL while they run, syncs included: keep values small, and call from threads,
 never from an event loop. After a failed write (a full disk) RocksDB refuses further ones: the database is
-opened again then, at most once a second.
+opened again then, at most once a second, and not before there is room. Until then it can be read.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -31,6 +33,7 @@ log = logging.getLogger(__name__)
 
 _MIB = 1 << 20
 _REOPEN_PAUSE_S = 1.0
+_REOPEN_BYTES = 1 << 20  # of room: new logs, a manifest, and what was in memory
 
 Put = tuple[str, bytes, bytes | None]  # family, key, value; None deletes
 
@@ -161,13 +164,22 @@ class Database:
         if time.monotonic() < self._reopen_after:
             raise StoreUnavailable(f"the database {self._path} failed a moment ago; it is tried again soon")
         try:
+            self._check_room()  # once closed on a full disk, it could not even be read
             self._close()
             self._open()
         except Exception as error:
             self._reopen_after = time.monotonic() + _REOPEN_PAUSE_S
-            raise StoreUnavailable(f"the database {self._path} cannot be opened again: {error}") from error
+            raise StoreUnavailable(
+                f"the database {self._path} cannot be opened again: {error}; if the disk is full, "
+                "make room on it"
+            ) from error
         self._reopen_after = None
         log.warning("the database %s was opened again after a failed write", self._path)
+
+    def _check_room(self) -> None:
+        """Raises OSError."""
+        with tempfile.TemporaryFile(dir=self._path) as file:
+            os.posix_fallocate(file.fileno(), 0, _REOPEN_BYTES)
 
     def _open(self) -> None:
         options = self._options()

@@ -253,7 +253,7 @@ def turn(number, session="s"):
 lease, record, first = turn(1)
 sessions.commit("t", "s", first)
 lease, record, second = turn(2)
-limit(4096)                         # no file grows beyond this: as good as a full disk
+limit(int(sys.argv[2]))             # no file grows beyond this: as good as a full disk
 put_blocks(store, ids)
 assert wait_durable(store, ids) == 0
 assert read_blocks(store, ids) == len(ids)
@@ -263,6 +263,16 @@ try:
 except StoreUnavailable as error:
     assert "room" in error.message, error.message
 assert sessions.get("t", "s").version == 1
+# However often it is tried to write again: what was committed can be read.
+def tried():
+    try:
+        turn(3, "other")
+    except StoreUnavailable as error:
+        assert sessions.get("t", "s").version == 1
+        assert [head.session_id for head in sessions.page("t", "", 10)[0]] == ["s"]
+        return "cannot be opened again" in error.message
+assert eventually(tried), "it was not opened again"
+assert eventually(tried), "it was opened again once only"
 limit(resource.RLIM_INFINITY)
 def again():
     try:
@@ -275,9 +285,10 @@ print("recovered")
 """
 
 
-def test_a_commit_on_a_full_disk_is_a_clear_error_and_loses_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("room", [0, 4096])
+def test_a_commit_on_a_full_disk_is_a_clear_error_and_loses_nothing(tmp_path: Path, room: int) -> None:
     result = subprocess.run(
-        [sys.executable, "-c", _FULL_DISK, str(tmp_path)],
+        [sys.executable, "-c", _FULL_DISK, str(tmp_path), str(room)],
         check=False,
         capture_output=True,
         text=True,
