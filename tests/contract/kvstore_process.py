@@ -20,7 +20,7 @@ from kvcommons.transport.deadline import Deadline
 from services.kvstore.tier import BlockShape
 from tests.unit.kvstore.samples import SHAPE, payload
 
-START_S = 20.0
+START_S = 60.0
 
 
 class Errors(grpc.UnaryUnaryClientInterceptor):  # type: ignore[misc]
@@ -49,7 +49,7 @@ class KvstoreProcess:
             "dram_bytes": 16 << 20,
             "disk_bytes": 64 << 20,
             "staging_s": 2,
-            "drain_s": 5,
+            "drain_s": 20,
         } | settings
         command = [sys.executable, "-m", "services.kvstore"]
         for name, value in flags.items():
@@ -78,7 +78,7 @@ class KvstoreProcess:
         self.process.kill()
         self._end()
 
-    def terminate(self, timeout_s: float = 15.0) -> int:
+    def terminate(self, timeout_s: float = 40.0) -> int:
         self.process.terminate()
         self.process.wait(timeout_s)
         self._end()
