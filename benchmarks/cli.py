@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import tempfile
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,7 @@ from benchmarks.prefixes_simulation import TIERS, Rates, Trial, compare
 from benchmarks.prompts import PromptWriter
 from benchmarks.report import Report
 from benchmarks.sessions import SessionsBenchmark, Workload, summarise
+from devstack.rest import RestClient
 from devstack.running import RunningStack
 from kvcommons.errors import KVCommonsError
 from services.router.scheduling import OVERTAKES_MAX
@@ -64,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_outputs(first)
     first.set_defaults(run=_first_token, draw=_draw_first_token)
     _add_prefixes(commands)
+    _add_truncation(commands)
     return parser
 
 
@@ -83,11 +87,70 @@ def _add_prefixes(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     parser.add_argument("--look-ahead", type=int, default=64, metavar="N", help="jobs hinted; 0: none")
     parser.add_argument("--overtakes-max", type=int, default=OVERTAKES_MAX, metavar="N")
     parser.add_argument("--disk-gb-s", type=float, default=1.0, metavar="R", help="how fast the disk reads")
-    parser.add_argument("--seed", type=int, default=0, metavar="N")
+    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the first round")
+    parser.add_argument("--rounds", type=int, default=1, metavar="N", help="each with a seed of its own")
+    parser.add_argument(
+        "--policy", nargs="+", default=("fpf", "relaxed_fpf", "bounded_fpf"), help="compared with fcfs"
+    )
     parser.add_argument("--stack", action="store_true", help="real stacks with a random model, no simulation")
     parser.add_argument("--random-model", metavar="SIZE", default="7m", help="of the stacks: 7m or 246m")
     _add_outputs(parser)
     parser.set_defaults(run=_prefixes, draw=_draw_prefixes)
+
+
+def _add_truncation(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "truncation",
+        help="a full context window: KV that is left, against recomputing it and against using it naively",
+    )
+    parser.add_argument(
+        "--model", metavar="DIR", help="for quality, with the demo's tokenizer (default: demo)"
+    )
+    parser.add_argument("--texts", type=int, default=12, metavar="N", help="of each kind, for perplexity")
+    parser.add_argument("--questions", type=int, default=200, metavar="N", help="for recall")
+    parser.add_argument("--seed", type=int, default=0, metavar="N")
+    parser.add_argument("--random-model", metavar="SIZE", help="time to the first token instead: 7m or 246m")
+    parser.add_argument(
+        "--window", type=int, default=4096, metavar="N", help="of the random model, in tokens"
+    )
+    parser.add_argument("--new", type=int, default=64, metavar="N", help="tokens of the turn that overflows")
+    parser.add_argument("--sessions", type=int, default=5, metavar="N")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    _add_outputs(parser)
+    parser.set_defaults(run=_truncation, draw=_draw_truncation)
+
+
+def _truncation(options: argparse.Namespace, progress: Callable[[str], None]) -> Report:
+    from benchmarks import truncation
+    from demo import MODEL_DIR
+
+    if not options.random_model:
+        return truncation.quality(
+            Path(options.model or MODEL_DIR), options.texts, options.questions, options.seed, progress
+        )
+    from kvcommons.model.synthetic import random_config, write_random_folder
+    from kvcommons.model.tokenizer import Tokenizer
+
+    load = truncation.Overflow(
+        window_tokens=options.window, new_tokens=options.new, sessions=options.sessions
+    )
+    with tempfile.TemporaryDirectory(prefix="kvcommons-bench-") as name:
+        model = Path(name) / f"random-{options.random_model}"
+        progress("writing a random model")
+        config = {**random_config(options.random_model), "max_position_embeddings": options.window}
+        write_random_folder(model, config, dtype=options.dtype)
+        write = PromptWriter(Tokenizer.read(model), _template_tokens(str(model)))
+        progress("starting the stack")
+        tables = load.tables(options.dtype)
+        with RunningStack(Path(name) / "stack", tables=tables, model=str(model)) as stack:
+            return truncation.first_tokens(stack.client, load, write, options.random_model, progress)
+
+
+def _draw_truncation(path: Path, report: Report) -> None:
+    if "recall, %" in report.rows[0]:
+        stacked_bars(path, report.title, report.rows, ("recall, %",), "how", "questions answered right, %")
+    else:
+        stacked_times(path, report.title, report.rows, ("TTFT p50 ms",), "how")
 
 
 def _room(text: str) -> tuple[int, int, int]:
@@ -98,9 +161,8 @@ def _room(text: str) -> tuple[int, int, int]:
 def _prefixes(options: argparse.Namespace, progress: Callable[[str], None]) -> Report:
     if options.stack:
         return _prefixes_on_stacks(options, progress)
-    progress("simulating")
     device, dram, disk = options.room
-    trial = Trial(
+    first = Trial(
         prefixes=options.prefixes,
         device=device,
         dram=dram,
@@ -112,10 +174,13 @@ def _prefixes(options: argparse.Namespace, progress: Callable[[str], None]) -> R
         skew=options.skew,
         look_ahead=options.look_ahead,
         overtakes_max=options.overtakes_max,
-        seed=options.seed,
         rates=Rates(disk_bytes_s=options.disk_gb_s * 1e9),
     )
-    return compare(trial, ("fpf", "relaxed_fpf", "bounded_fpf"))
+    return compare([replace(first, seed=seed) for seed in _seeds(options)], options.policy, progress)
+
+
+def _seeds(options: argparse.Namespace) -> range:
+    return range(options.seed, options.seed + options.rounds)
 
 
 def _prefixes_on_stacks(options: argparse.Namespace, progress: Callable[[str], None]) -> Report:
@@ -137,14 +202,19 @@ def _prefixes_on_stacks(options: argparse.Namespace, progress: Callable[[str], N
             token_bytes=2 * spec.layers * spec.kv_heads * spec.head_dim * 2,
             overtakes_max=options.overtakes_max,
             look_ahead=options.look_ahead,
-            seed=options.seed,
+            skew=options.skew,
         )
+        policies = ("fcfs", *options.policy)
         trials = []
-        for policy in ("fcfs", "fpf", "bounded_fpf"):
-            progress(f"starting the stack for {policy}")
-            tables = workload.tables(policy, options.dtype)
-            with RunningStack(folder / policy, tables=tables, model=model) as stack:
-                trials.append(prefixes.measure(stack.client, workload, policy, progress))
+        for turn, seed in enumerate(_seeds(options)):
+            first = turn % len(policies)
+            for policy in (*policies[first:], *policies[:first]):
+                progress(f"round {turn + 1}: starting the stack for {policy}")
+                tables = workload.tables(policy, options.dtype)
+                with RunningStack(folder / f"{policy}-{turn}", tables=tables, model=model) as stack:
+                    client = RestClient(stack.url, timeout_s=prefixes.PATIENCE_S)
+                    trials.append(prefixes.measure(client, workload, policy, turn, seed, progress))
+                shutil.rmtree(folder / f"{policy}-{turn}")
     room = "/".join(map(str, options.room))
     return prefixes.summarise(
         f"{options.random_model}: {options.prefixes} prefixes of {options.prefix} tokens, room for {room}",
@@ -155,7 +225,7 @@ def _prefixes_on_stacks(options: argparse.Namespace, progress: Callable[[str], N
 def _draw_prefixes(path: Path, report: Report) -> None:
     parts, axis = tuple(f"from {tier} %" for tier in TIERS), "share of requests, by the tier of their prefix"
     if "cached %" in report.rows[0]:
-        parts, axis = ("cached %",), "share of prompt tokens that were not computed"
+        parts, axis = ("compute s", "waiting for loads s", "rest s"), "seconds"
     stacked_bars(path, report.title, report.rows, parts, "policy", axis)
 
 

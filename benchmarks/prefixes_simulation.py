@@ -11,11 +11,13 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 from benchmarks.report import Report, Row, p50, p99
-from services.kvstore.hints import ExpectedUse, Hints
+from services.kvstore.expected import ExpectedUse
+from services.kvstore.hints import Hints
 from services.router.queue import Job, JobQueue, Prefix
 from services.router.scheduling import ABSENT, DEVICE, DISK, DRAM, OVERTAKES_MAX, scheduling
 
@@ -63,10 +65,18 @@ class Outcome:
     places: list[int]  # other jobs that started between a job's arrival and its start
     overtaken: list[int]
     served: dict[str, int]  # jobs by the tier their prefix came from
+    starts_s: list[float]
+    full_jobs: int  # so many had started when the last one came
 
     @property
     def jobs_per_s(self) -> float:
         return len(self.waits_s) / self.took_s
+
+    @property
+    def full_jobs_per_s(self) -> float:
+        """While the queue was full, without the first quarter, which begins with empty tiers."""
+        first, last = self.full_jobs // 4, self.full_jobs - 1
+        return (last - first) / (self.starts_s[last] - self.starts_s[first])
 
 
 class _Tier:
@@ -128,6 +138,8 @@ class Simulation:
             places=[],
             overtaken=[],
             served=dict.fromkeys(TIERS, 0),
+            starts_s=[],
+            full_jobs=0,
         )
         now_s, sent = 0.0, 0
         running: Job | None = None
@@ -137,8 +149,10 @@ class Simulation:
                 came[job] = (arrivals[sent], len(outcome.waits_s))
                 sent += 1
                 running = running or job  # the first one starts at once
+                outcome.full_jobs = len(outcome.waits_s)
             assert running is not None
             prefix, started_before = came.pop(running)
+            outcome.starts_s.append(now_s)
             outcome.waits_s.append(now_s - running.queued_s)
             outcome.places.append(len(outcome.waits_s) - 1 - started_before)
             outcome.overtaken.append(running.overtaken)
@@ -211,7 +225,7 @@ class Simulation:
         self._measure()
 
     def _order(self) -> Sequence[int]:
-        window = self._hints.window(disk=False).get(_MODEL, {})
+        window = self._hints.window().get(_MODEL, {})
         return [int.from_bytes(block_id, "little") for block_id in window]
 
     def _spared(self) -> frozenset[int]:
@@ -228,29 +242,53 @@ class Simulation:
                 job.distance, job.on_device = distance, int(distance == DEVICE)
 
 
-def compare(trial: Trial, policies: Sequence[str]) -> Report:
-    """Ratios are of throughput, over first come first served."""
-    outcomes = [Simulation(trial, policy).run() for policy in ("fcfs", *policies)]
-    fcfs = outcomes[0]
+def compare(
+    trials: Sequence[Trial], policies: Sequence[str], progress: Callable[[str], None] = lambda _: None
+) -> Report:
+    """Trials that differ in their seeds. Ratios are of throughput, over first come first served: medians; and
+    the least and greatest of our own policy over FPF."""
+    outcomes: dict[str, list[Outcome]] = {policy: [] for policy in ("fcfs", *policies)}
+    for trial in trials:
+        for policy, done in outcomes.items():
+            progress(f"seed {trial.seed}: {policy}")
+            done.append(Simulation(trial, policy).run())
+    ratios = {policy: _over(outcomes[policy], outcomes["fcfs"], median) for policy in policies}
+    if "fpf" in policies and "bounded_fpf" in policies:
+        ours = outcomes["bounded_fpf"]
+        ratios["bounded_fpf / fpf, least"] = _over(ours, outcomes["fpf"], min)
+        ratios["bounded_fpf / fpf, greatest"] = _over(ours, outcomes["fpf"], max)
+        full = [
+            one.full_jobs_per_s / fpf.full_jobs_per_s for one, fpf in zip(ours, outcomes["fpf"], strict=True)
+        ]
+        ratios["bounded_fpf / fpf, least while the queue is full"] = min(full)
+    trial = trials[0]
+    law = f"Zipf's law with {trial.skew:g}" if trial.skew else "all alike"
     return Report(
         title=(
-            f"{trial.prefixes} prefixes of {trial.prefix_tokens} tokens, room for "
+            f"{trial.prefixes} prefixes of {trial.prefix_tokens} tokens, {law}, room for "
             f"{trial.device}/{trial.dram}/{trial.disk} on the device, in DRAM, on disk (simulated)"
         ),
-        ratios={one.policy: one.jobs_per_s / fcfs.jobs_per_s for one in outcomes[1:]},
-        rows=[_row(one) for one in outcomes],
+        ratios=ratios,
+        rows=[_row(done) for done in outcomes.values()],
     )
 
 
-def _row(outcome: Outcome) -> Row:
-    jobs = len(outcome.waits_s)
+def _over(ours: Sequence[Outcome], theirs: Sequence[Outcome], of: Callable[[list[float]], float]) -> float:
+    return of([one.jobs_per_s / other.jobs_per_s for one, other in zip(ours, theirs, strict=True)])
+
+
+def _row(outcomes: Sequence[Outcome]) -> Row:
+    """Shares and waits are of all seeds' jobs together."""
+    waits_s = [wait_s for outcome in outcomes for wait_s in outcome.waits_s]
+    served = {tier: sum(outcome.served[tier] for outcome in outcomes) for tier in TIERS}
     return {
-        "policy": outcome.policy,
-        "requests/s": outcome.jobs_per_s,
-        **{f"from {tier} %": 100 * count / jobs for tier, count in outcome.served.items()},
-        "wait p50 s": p50(outcome.waits_s),
-        "wait p99 s": p99(outcome.waits_s),
-        "longest wait s": max(outcome.waits_s),
-        "longest wait, jobs": max(outcome.places),
-        "most overtaken by": max(outcome.overtaken),
+        "policy": outcomes[0].policy,
+        "requests/s": median(outcome.jobs_per_s for outcome in outcomes),
+        "requests/s, queue full": median(outcome.full_jobs_per_s for outcome in outcomes),
+        **{f"from {tier} %": 100 * count / len(waits_s) for tier, count in served.items()},
+        "wait p50 s": p50(waits_s),
+        "wait p99 s": p99(waits_s),
+        "longest wait s": max(waits_s),
+        "longest wait, jobs": max(max(outcome.places) for outcome in outcomes),
+        "most overtaken by": max(max(outcome.overtaken) for outcome in outcomes),
     }

@@ -6,7 +6,7 @@ import http.client
 import json
 import socket
 import time
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, urlsplit
@@ -148,6 +148,15 @@ class RestClient:
             if isinstance(part, Turn):
                 return part
         raise AssertionError("a chat ends with its Turn")
+
+    def complete(self, prompt: Sequence[int], **parameters: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """A completion of token ids, waited for: its usage and its timings."""
+        options = {"include_usage": True}
+        body = {"prompt": list(prompt), "stream": True, "stream_options": options, **parameters}
+        told: dict[str, Any] = {}
+        for event in self._events("/v1/completions", body):
+            told |= {name: event[name] for name in ("usage", "timings") if event.get(name)}
+        return told["usage"], told["timings"]
 
     def _events(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         connection = self._connect(None)
