@@ -20,9 +20,10 @@ from kvcommons.pb import ledger_pb2 as pb
 from kvcommons.pb import ledger_pb2_grpc as rpc
 from kvcommons.rpc.channel import open_channel
 
-LEASE_S = 2
+LEASE_S = 4  # several times what a busy machine holds a heartbeat up
 HEARTBEAT_MS = 300
-START_S = 20.0
+ETCD_TIMEOUT_S = 0.5
+START_S = 60.0
 MODEL = b"m" * 32
 
 
@@ -40,7 +41,7 @@ class LedgerProcess:
             "instance_id": f"ledger-{name}",
             "lease_s": LEASE_S,
             "heartbeat_ms": HEARTBEAT_MS,
-            "etcd_timeout_s": 0.5,
+            "etcd_timeout_s": ETCD_TIMEOUT_S,
         }
         self.process: subprocess.Popen[bytes] | None = None
 
@@ -76,18 +77,20 @@ class Ledger:
         self._stub = rpc.LedgerStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
-    async def beat(self, one: pb.Instance, *, leaving: bool = False, timeout_s: float = 2) -> int:
+    async def beat(self, one: pb.Instance, *, leaving: bool = False, timeout_s: float = 10) -> int:
         request = pb.HeartbeatRequest(instance=one, leaving=leaving)
         return (await self._stub.Heartbeat(request, timeout=timeout_s)).heartbeat_ms
 
-    async def candidates(self, blocks: int = 1, *, timeout_s: float = 2, **fields: object) -> list[str]:
+    async def candidates(self, blocks: int = 1, *, timeout_s: float = 10, **fields: object) -> list[str]:
         request = pb.CandidatesRequest(
             debtor="debtor", host="h1", model=MODEL, blocks=blocks, **fields  # type: ignore[arg-type]
         )  # fmt: skip
         return [one.id for one in (await self._stub.Candidates(request, timeout=timeout_s)).creditors]
 
     async def refuse(self, creditor: str) -> None:
-        await self._stub.ReportRefusal(pb.ReportRefusalRequest(debtor="debtor", creditor=creditor), timeout=2)
+        await self._stub.ReportRefusal(
+            pb.ReportRefusalRequest(debtor="debtor", creditor=creditor), timeout=10
+        )
 
     async def views(self, seconds: float) -> AsyncIterator[pb.View]:
         call = self._stub.Watch(pb.WatchRequest(watcher="test"), timeout=seconds + 5)
@@ -102,7 +105,7 @@ class Ledger:
 
     async def view(self) -> dict[str, pb.Instance]:
         """As a new watcher gets it."""
-        call = self._stub.Watch(pb.WatchRequest(watcher="test"), timeout=5)
+        call = self._stub.Watch(pb.WatchRequest(watcher="test"), timeout=10)
         try:
             async for view in call:
                 return {one.id: one for one in view.instances}
