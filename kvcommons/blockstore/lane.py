@@ -5,9 +5,10 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvcommons.blockstore.progress import Progress
 from kvcommons.errors import DeadlineExceeded, KVCommonsError, Unavailable
@@ -23,6 +24,8 @@ _LOG = logging.getLogger(__name__)
 _BACKOFF_S = (0.05, 1.0)
 # A lane without work ends its thread.
 _IDLE_S = 30.0
+# A call that takes this long is broken off where the owner of its payload needs the memory.
+_SLOW_CALL_S = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +43,11 @@ class Save:
     done: Callable[[], None]
     give_up: Deadline
     traceparent: str
+
+    def copied(self) -> Save:
+        """The same, its payload in memory of its own."""
+        payload = tuple(memoryview(bytes(view)) for view in self.payload)
+        return replace(self, payload=payload, done=_nothing)
 
     @property
     def bytes(self) -> int:
@@ -71,6 +79,8 @@ class Lane:
         self._queue: deque[Save] = deque()
         self._stopping = False
         self._call: PendingCall | None = None
+        self._call_began_s = 0.0
+        self._let_go = False  # of the payload in hand, as soon as no call reads it
         self._backoff_s = 0.0
         self._thread = threading.Thread(target=self._run, name=f"save-{writer}", daemon=True)
         self.over = False
@@ -81,6 +91,18 @@ class Lane:
     def put(self, save: Save) -> None:
         self._queue.append(save)
         self._changed.notify_all()
+
+    def detach(self) -> list[Callable[[], None]]:
+        """Copies what is queued out of its owners' memory; returns their `done`s, for the caller to call
+        without the lock. Of the layer in hand the lane lets go by itself, once it is sent or has been under
+        way for long."""
+        self._let_go = True
+        if self._call is not None and time.monotonic() - self._call_began_s > _SLOW_CALL_S:
+            self._call.abort()
+        self._changed.notify_all()
+        owned = [save for save in self._queue if save.done is not _nothing]
+        self._queue = deque(save if save.done is _nothing else save.copied() for save in self._queue)
+        return [save.done for save in owned]
 
     def stop(self) -> None:
         """Drops what is queued, and breaks off the call under way."""
@@ -96,7 +118,7 @@ class Lane:
         while (save := self._next()) is not None:
             saved = unwanted = 0
             try:
-                saved, unwanted = self._carry_out(save)
+                save, saved, unwanted = self._carry_out(save)
             except Exception:
                 # `done` must be called whatever happens: it unpins memory.
                 _LOG.exception("saving to %s", self._address)
@@ -106,14 +128,15 @@ class Lane:
     def _next(self) -> Save | None:
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._stopping, _IDLE_S)
+            self._let_go = False
             if self._queue:
                 return self._queue.popleft()
             self.over = True
             return None
 
-    def _carry_out(self, save: Save) -> tuple[int, int]:
-        """Objects saved, and objects that need not be. Tries again while the store is away, until it is time
-        to give up."""
+    def _carry_out(self, save: Save) -> tuple[Save, int, int]:
+        """Objects saved, and objects that need not be; and the save, which may have been copied. Tries again
+        while the store is away, until it is time to give up."""
         sums: list[int] = []
         while not self._stopping:
             if save.layer and not self._client.connected():
@@ -122,9 +145,9 @@ class Lane:
             runs = self._progress.runs(save.model, save.layer, save.block_ids)
             wanted = sum(map(len, runs))
             if not wanted:
-                return 0, len(save.block_ids)
+                return save, 0, len(save.block_ids)
             if self._backoff_s and save.give_up.passed():
-                return 0, 0
+                return save, 0, 0
             if not sums:
                 sums = [
                     checksum(block_id, save.layer, view)
@@ -135,18 +158,21 @@ class Lane:
             except (Unavailable, DeadlineExceeded) as error:
                 self._progress.lost()
                 if save.layer:
-                    return 0, 0  # it follows layers that the store may have forgotten
+                    return save, 0, 0  # it follows layers that the store may have forgotten
                 self._pause(save, error)
+                if self._let_go and save.done is not _nothing:
+                    owned, save = save, save.copied()
+                    owned.done()
             except KVCommonsError as error:
                 _LOG.warning(
                     "%s refused layer %d of %d blocks: %s", self._address, save.layer, wanted, error.message
                 )
                 self._progress.unwanted(save.model, save.block_ids)
-                return 0, 0
+                return save, 0, 0
             else:
                 self._backoff_s = 0.0
-                return wanted - refused, len(save.block_ids) - wanted + refused
-        return 0, 0
+                return save, wanted - refused, len(save.block_ids) - wanted + refused
+        return save, 0, 0
 
     def _put(self, save: Save, run: range, sums: list[int]) -> int:
         """Sends one run; how many of its blocks the store does not want."""
@@ -168,7 +194,7 @@ class Lane:
             pb.DataRequest(traceparent=save.traceparent, put_layer=put), payload, deadline=deadline
         ) as call:
             with self._changed:
-                self._call = call
+                self._call, self._call_began_s = call, time.monotonic()
                 if self._stopping:
                     call.abort()
             try:
@@ -187,4 +213,10 @@ class Lane:
             _LOG.warning("the store at %s is away: %s", self._address, error.message)
         self._backoff_s = min(max(self._backoff_s * 2, _BACKOFF_S[0]), _BACKOFF_S[1])
         with self._changed:
-            self._changed.wait_for(lambda: self._stopping, min(self._backoff_s, save.give_up.left()))
+            self._changed.wait_for(
+                lambda: self._stopping or self._let_go, min(self._backoff_s, save.give_up.left())
+            )
+
+
+def _nothing() -> None:
+    """`done` of a save whose memory is the saver's own."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from kvcommons.errors import DataLoss, DeadlineExceeded, Internal, KVCommonsError, Unavailable
@@ -53,8 +54,10 @@ class _Wanted:
     block_ids: tuple[bytes, ...]
     traceparent: str
 
-    def request(self) -> pb.DataRequest:
-        wanted = pb.GetLayers(model=self.model, block_ids=self.block_ids, layers=self.layout.layers)
+    def request(self, layers: range) -> pb.DataRequest:
+        wanted = pb.GetLayers(
+            model=self.model, block_ids=self.block_ids, first_layer=layers.start, layers=len(layers)
+        )
         return pb.DataRequest(traceparent=self.traceparent, get_layers=wanted)
 
     def check(self, reply: pb.DataReply, payload_bytes: int, layer: int) -> int:
@@ -71,10 +74,16 @@ class _Wanted:
 
 
 class LayerLoad:
-    """A load under way. Its buffers belong to it until it has ended: by itself, or by `cancel`."""
+    """A load under way. Its buffers belong to it until it has ended: by itself, or by `cancel`.
 
-    def __init__(self, layers: int) -> None:
+    It stops after its first `ahead` layers until it is released, and then goes on with the others.
+    """
+
+    def __init__(self, layers: int, blocks: int, ahead: int) -> None:
         self._layers = layers
+        self._blocks = blocks
+        self._allowed = ahead
+        self._held_s = 0.0
         self._changed = threading.Condition()
         self._runs: list[int] = []
         self._ended = False
@@ -99,6 +108,34 @@ class LayerLoad:
         return self.wait(self._layers - 1, deadline)
 
     @property
+    def layers_arrived(self) -> int:
+        with self._changed:
+            return len(self._runs)
+
+    @property
+    def held_s(self) -> float:
+        """How long it has stood still for want of a release."""
+        with self._changed:
+            return self._held_s
+
+    def release(self) -> None:
+        """The layers that were held back may come."""
+        with self._changed:
+            self._allowed = self._layers
+            self._changed.notify_all()
+
+    def narrow(self, blocks: int) -> None:
+        """Goes on with the first `blocks` alone. When this returns nothing writes to the other buffers."""
+        with self._changed:
+            if blocks >= self._blocks:
+                return
+            self._blocks = blocks
+            call = self._call
+            if call is not None:
+                call.abort()
+                self._changed.wait_for(lambda: self._call is not call)  # the next one may have begun
+
+    @property
     def cancelled(self) -> bool:
         return self._cancelled
 
@@ -119,15 +156,48 @@ class LayerLoad:
             self._cancelled = True
             if self._call is not None:
                 self._call.abort()
+            self._changed.notify_all()
             # Only a copy or a checksum under way is waited for: the connection answers no more.
             self._changed.wait_for(lambda: self._ended or self._call is None)
 
-    def _begin(self, call: PendingCall) -> bool:
-        """False when it was cancelled before; the call is the caller's then."""
+    def _next(self, deadline: Deadline) -> tuple[range, int] | None:
+        """The layers to ask for now and of how many blocks; waits while they are held back. None when there
+        is no more to do."""
+        began = time.monotonic()
         with self._changed:
-            if not self._cancelled:
-                self._call = call
-            return not self._cancelled
+            arrived = len(self._runs)
+            if arrived and self._blocks:
+                self._blocks = min(self._blocks, self._runs[-1])
+            if arrived < self._layers and self._allowed <= arrived:
+                released = self._changed.wait_for(
+                    lambda: self._allowed > arrived or self._cancelled, deadline.left()
+                )
+                self._held_s += time.monotonic() - began
+                if not released:
+                    raise DeadlineExceeded("a load was held back until its deadline")
+            if self._cancelled or arrived == self._layers or not self._blocks:
+                return None
+            return range(arrived, self._allowed), self._blocks
+
+    def _begin(self, call: PendingCall, blocks: int) -> bool:
+        """False when it was cancelled before, or is to go on with fewer blocks; the call is the caller's
+        then."""
+        with self._changed:
+            if self._cancelled or self._blocks < blocks:
+                return False
+            self._call = call
+            return True
+
+    def _pause(self) -> None:
+        """The call is over."""
+        with self._changed:
+            self._call = None
+            self._changed.notify_all()
+
+    def _wants_less(self, blocks: int) -> bool:
+        """Whether a call for so many blocks was broken off by `narrow`."""
+        with self._changed:
+            return self._blocks < blocks and not self._cancelled
 
     def _advance(self, run: int) -> None:
         with self._changed:
@@ -170,10 +240,13 @@ class BlockLoader:
         block_ids: Sequence[bytes],
         destination: Destination,
         deadline: Deadline,
+        *,
+        ahead: int | None = None,
     ) -> LayerLoad:
-        """Reads all layers of consecutive blocks from a store's data address. Never blocks, and never raises
-        for what the store does."""
-        load = LayerLoad(layout.layers)
+        """Reads all layers of consecutive blocks from a store's data address, those after the first `ahead`
+        once it is released. Never blocks, and never raises for what the store does."""
+        layers = layout.layers
+        load = LayerLoad(layers, len(block_ids), layers if ahead is None else ahead)
         wanted = _Wanted(
             address=address,
             model=model,
@@ -202,10 +275,18 @@ class BlockLoader:
     def _run(self, load: LayerLoad, wanted: _Wanted, destination: Destination, deadline: Deadline) -> None:
         failure: KVCommonsError | None = None
         try:
-            if not load.cancelled:
-                with self._client(wanted.address).begin(wanted.request(), deadline=deadline) as call:
-                    if load._begin(call):
-                        self._receive(load, call, wanted, destination)
+            while (step := load._next(deadline)) is not None:
+                layers, blocks = step
+                part = replace(wanted, block_ids=wanted.block_ids[:blocks])
+                try:
+                    with self._client(wanted.address).begin(part.request(layers), deadline=deadline) as call:
+                        if load._begin(call, blocks):
+                            self._receive(load, call, part, layers, destination)
+                except Unavailable:
+                    if not load._wants_less(blocks):
+                        raise
+                finally:
+                    load._pause()
         except KVCommonsError as error:
             failure = error
             if not load.cancelled:
@@ -219,9 +300,11 @@ class BlockLoader:
             with self._lock:
                 self._active.discard(load)
 
-    def _receive(self, load: LayerLoad, call: PendingCall, wanted: _Wanted, destination: Destination) -> None:
-        run, layers = len(wanted.block_ids), wanted.layout.layers
-        for layer in range(layers):
+    def _receive(
+        self, load: LayerLoad, call: PendingCall, wanted: _Wanted, layers: range, destination: Destination
+    ) -> None:
+        run = len(wanted.block_ids)
+        for layer in layers:
             with ExitStack() as open_buffers:
                 buffers: Sequence[Buffer] = ()
 
@@ -231,7 +314,7 @@ class BlockLoader:
                     buffers = open_buffers.enter_context(destination(layer, 0, count)) if count else ()
                     return buffers
 
-                got = call.next(choose, last=layer == layers - 1).got_layer
+                got = call.next(choose, last=layer == layers[-1]).got_layer
                 run = self._verify(wanted, got, buffers, min(run, len(buffers)))
             load._advance(run)
             if not run:

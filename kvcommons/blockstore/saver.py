@@ -28,7 +28,7 @@ class SaverStats:
 
 class BlockSaver:
     """Takes layers of blocks from the owner's memory without copying: they must stay as they are until
-    `done`.
+    `done`. An owner that needs its memory sooner has them moved to the write buffer by `detach`.
 
     What waits is bounded by `buffer_bytes`; a layer waits at most `hold_s` for a store that is away. A layer
     that is dropped takes the later layers of its blocks with it.
@@ -99,6 +99,15 @@ class BlockSaver:
             self._counts["dropped"] += len(save.block_ids)
         done()
         return False
+
+    def detach(self) -> bool:
+        """Moves what waits to memory of the saver's own, so that its owners can go on with theirs: whether
+        there was anything. What this copies is bounded, as all that waits, by `buffer_bytes`."""
+        with self._changed:
+            owners = [done for lane in self._lanes.values() for done in lane.detach()]
+        for done in owners:
+            done()
+        return bool(owners)
 
     def stats(self) -> SaverStats:
         with self._changed:

@@ -37,8 +37,38 @@ class Load:
 
     @property
     def seconds(self) -> float:
-        """From its start to the latest layer's arrival."""
-        return self._last_s - self._started_s
+        """From its start to the latest layer's arrival, without the time in which it was held back."""
+        assert self._layers is not None
+        return max(0.0, self._last_s - self._started_s - self._layers.held_s)
+
+    @property
+    def pace_s(self) -> float:
+        """What a layer has taken so far, the wait for the one under way included; 0 where none has come."""
+        assert self._layers is not None
+        arrived = self._layers.layers_arrived
+        return (time.monotonic() - self._started_s - self._layers.held_s) / arrived if arrived else 0.0
+
+    @property
+    def layers_arrived(self) -> int:
+        assert self._layers is not None
+        return self._layers.layers_arrived
+
+    @property
+    def ended(self) -> bool:
+        """Nothing more will come."""
+        assert self._layers is not None
+        return self._layers.ended
+
+    def release(self) -> None:
+        """The layers that were held back may come."""
+        assert self._layers is not None
+        self._layers.release()
+
+    def narrow(self, blocks: int) -> None:
+        """Goes on with the first `blocks` alone. When this returns nothing is written to the others any
+        more."""
+        assert self._layers is not None
+        self._layers.narrow(blocks)
 
     def wait(self, layer: int, deadline: Deadline) -> int:
         """Leading blocks that are there up to this layer; 0 when the deadline comes first."""
@@ -112,9 +142,18 @@ class Histories:
         self._core = core
         self._loader = loader
 
-    def load(self, *, store: str, ids: Sequence[bytes], blocks: Sequence[int], deadline: Deadline) -> Load:
-        """Begins to read blocks `ids` from the store's data address to physical `blocks`. Raises Unavailable
-        when the loader is closed; what the store does shows in `Load.wait`."""
+    def load(
+        self,
+        *,
+        store: str,
+        ids: Sequence[bytes],
+        blocks: Sequence[int],
+        deadline: Deadline,
+        ahead: int | None = None,
+    ) -> Load:
+        """Begins to read blocks `ids` from the store's data address to physical `blocks`, the layers after
+        the first `ahead` once it is released. Raises Unavailable when the loader is closed; what the store
+        does shows in `Load.wait`."""
         core = self._core
         load = Load(len(blocks) * core.layout.block_bytes)
 
@@ -124,5 +163,9 @@ class Histories:
                 yield buffers
             load._landed()
 
-        load._begin(self._loader.load(store, core.info.fingerprint, core.layout, ids, destination, deadline))
+        load._begin(
+            self._loader.load(
+                store, core.info.fingerprint, core.layout, ids, destination, deadline, ahead=ahead
+            )
+        )
         return load

@@ -47,6 +47,11 @@ class BlockKeeper:
         for layer in range(self._core.layout.layers):
             self.save(run, layer)
 
+    def make_room(self) -> bool:
+        """Lets go of blocks that only wait to be saved, by moving them to the write buffer: whether there
+        were any."""
+        return self._saver.detach()
+
     def close(self) -> None:
         """Before the saver is closed: what it was to be given, it has."""
         if self._copier is not None:

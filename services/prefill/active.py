@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from kvcommons.engine.history import Load
 from kvcommons.errors import KVCommonsError
-from kvcommons.transport.deadline import Deadline
 from services.prefill.job import First, Job
 from services.prefill.push import Delivery
 
@@ -26,4 +25,6 @@ class Active:
     listener: Listener
     origin: Context
     load: Load | None = None
-    load_until: Deadline | None = None
+    released: bool = False  # its load may read all layers
+    ahead_bytes: int = 0  # of the read buffer, while its load is held back
+    waited_before_s: float = 0.0  # of `job.load_wait_s`: for a load of more blocks, which fell behind

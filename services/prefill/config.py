@@ -22,6 +22,7 @@ class PrefillConfig:
     max_running: Annotated[int, Ge(1)] = 4  # jobs that hold memory and take turns
     max_queue: Annotated[int, Ge(0)] = 256  # jobs that wait for memory; more are refused
     push_deadline_s: Annotated[float, Gt(0)] = 5.0  # of one write; past it the decode side counts as lost
+    read_buffer_bytes: Annotated[int, Ge(0)] = 256 << 20  # history loaded before its job's turn to compute
     save_buffer_bytes: Annotated[int, Gt(0)] = 256 << 20  # KV on its way to the kvstore; more is not saved
 
     def __post_init__(self) -> None:

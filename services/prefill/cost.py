@@ -2,61 +2,161 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 # A load estimated to be shorter than this is made anyway: what computing could save is within the noise of a
-# turn, rates of such short work are mostly fixed costs, and what is computed has to be saved again.
+# turn, and what is computed has to be saved again.
 SHORT_LOAD_S = 0.02
+# Loading all is given up for loading a part only where that saves such a share of the time: computing keeps a
+# processor busy that others could use.
+_WORTH_SHARE = 0.1
+# A load that waits is given at least this long: pauses as short as this say nothing about it.
+PATIENCE_S_MIN = 0.05
+# What a load is given while nothing is known of how long computing takes.
+PATIENCE_S_UNKNOWN = 1.0
+# A load whose pace says that its rest takes so many times as long as computing everything is given up at
+# once.
+_HOPELESS = 2.0
+
+
+class Line:
+    """Seconds as a line over an amount: a fixed part and one for each unit, by least squares in which older
+    measurements count exponentially less."""
+
+    def __init__(self, smoothing: float) -> None:
+        self._keep = 1.0 - smoothing
+        self._n = self._x = self._y = self._xx = self._xy = 0.0
+
+    @property
+    def known(self) -> bool:
+        return self._x > 0
+
+    @property
+    def mean(self) -> float:
+        """Seconds a unit, the fixed part spread over it; 0 until measured."""
+        return self._y / self._x if self.known else 0.0
+
+    def add(self, amount: float, seconds: float) -> None:
+        if amount <= 0 or seconds <= 0:
+            return
+        sums = (1.0, amount, seconds, amount * amount, amount * seconds)
+        self._n, self._x, self._y, self._xx, self._xy = (
+            self._keep * old + new
+            for old, new in zip((self._n, self._x, self._y, self._xx, self._xy), sums, strict=True)
+        )
+
+    def seconds(self, amount: float) -> float:
+        """0 for nothing, and until measured."""
+        if amount <= 0 or not self.known:
+            return 0.0
+        slope = self.mean
+        spread = self._n * self._xx - self._x * self._x
+        if spread > 0.01 * self._x * self._x:
+            # Noise must not make large amounts free.
+            slope = min(max((self._n * self._xy - self._x * self._y) / spread, 0.1 * slope), slope)
+        return (self._y - slope * self._x) / self._n + slope * amount
 
 
 class LoadOrCompute:
-    """Keeps bytes/s of loading and tokens/s of computing current, as moving averages.
+    """Keeps current what loading (by bytes) and computing (by tokens) take.
 
-    Until both rates are known, loading is assumed to win. A verdict against loading is tested again every
+    Until both are known, loading is assumed to win. A verdict against loading all is tested again every
     `retry_every` decisions, for a rate that is never measured would never recover.
     """
 
     def __init__(self, *, smoothing: float = 0.3, retry_every: int = 8) -> None:
-        self._smoothing = smoothing
+        self._load = Line(smoothing)
+        self._compute = Line(smoothing)
         self._retry_every = retry_every
         self._refusals = 0
-        self._load_bytes_per_s = 0.0
-        self._compute_tokens_per_s = 0.0
 
     @property
     def load_bytes_per_s(self) -> float:
         """0 until measured."""
-        return self._load_bytes_per_s
+        return 1 / self._load.mean if self._load.known else 0.0
 
     @property
     def compute_tokens_per_s(self) -> float:
         """0 until measured."""
-        return self._compute_tokens_per_s
+        return 1 / self._compute.mean if self._compute.known else 0.0
 
     def loaded(self, loaded_bytes: int, seconds: float) -> None:
-        self._load_bytes_per_s = self._average(self._load_bytes_per_s, loaded_bytes, seconds)
+        self._load.add(loaded_bytes, seconds)
 
     def computed(self, tokens: int, seconds: float) -> None:
-        self._compute_tokens_per_s = self._average(self._compute_tokens_per_s, tokens, seconds)
+        self._compute.add(tokens, seconds)
 
     def load_seconds(self, load_bytes: int) -> float:
-        """0 while the rate is unknown."""
-        return load_bytes / self._load_bytes_per_s if self._load_bytes_per_s else 0.0
+        """0 until measured."""
+        return self._load.seconds(load_bytes)
 
-    def worth_loading(self, load_bytes: int, tokens: int) -> bool:
-        """Whether loading `load_bytes`, the KV of `tokens`, is expected to be no slower than computing
-        them."""
-        if not self._load_bytes_per_s or not self._compute_tokens_per_s:
-            return True
-        if self.load_seconds(load_bytes) <= max(SHORT_LOAD_S, tokens / self._compute_tokens_per_s):
+    def compute_seconds(self, tokens: int) -> float:
+        """0 until measured."""
+        return self._compute.seconds(tokens)
+
+    def blocks_to_load(self, blocks: int, *, block_bytes: int, block_tokens: int, new_tokens: int) -> int:
+        """How many leading ones of `blocks` stored blocks to load; the others are computed, with
+        `new_tokens`.
+
+        Layers are loaded while earlier ones compute, so both together take as long as the longer of the two.
+        """
+        whole_s = self.load_seconds(blocks * block_bytes)
+        if not self._load.known or not self._compute.known or whole_s <= SHORT_LOAD_S:
+            return blocks
+
+        def takes_s(loaded: int) -> float:
+            computed_s = self.compute_seconds((blocks - loaded) * block_tokens + new_tokens)
+            return max(self.load_seconds(loaded * block_bytes), computed_s)
+
+        best = _least(takes_s, blocks)
+        if takes_s(best) > (1 - _WORTH_SHARE) * takes_s(blocks):
             self._refusals = 0
-            return True
+            return blocks
         self._refusals += 1
         if self._refusals < self._retry_every:
-            return False
+            return best
         self._refusals = 0
-        return True
+        return blocks
 
-    def _average(self, before: float, amount: int, seconds: float) -> float:
-        if amount <= 0 or seconds <= 0:
-            return before
-        rate = amount / seconds
-        return rate if not before else before + self._smoothing * (rate - before)
+    def patience_s(self, *, tokens: int, waited_s: float, pace_s: float, layers_left: int) -> float:
+        """How much longer to wait for a load's next layer before its `tokens` are computed instead; 0: not at
+        all.
+
+        A load that comes a layer each `pace_s` (0: none has come) and would need far longer than computing is
+        hopeless. Any other is waited for as long as computing takes, so that both together are at most twice
+        the shorter one, whatever becomes of the load.
+        """
+        if not self._compute.known:
+            return max(0.0, PATIENCE_S_UNKNOWN - waited_s)
+        limit_s = max(self.compute_seconds(tokens), PATIENCE_S_MIN)
+        if pace_s * layers_left > _HOPELESS * limit_s:
+            return 0.0
+        return max(0.0, limit_s - waited_s)
+
+    def blocks_to_keep(
+        self, blocks: int, *, block_tokens: int, new_tokens: int, pace_s: float, layers_left: int
+    ) -> int:
+        """How many leading blocks of a load that is given up to go on with: the layers that it lacks, at its
+        pace, while the other blocks are computed. 0 where no layer has come; half of them at most, so that a
+        load which falls behind again and again ends."""
+        if not pace_s or not self._compute.known:
+            return 0
+        rest_s = pace_s * layers_left / blocks
+
+        def takes_s(kept: int) -> float:
+            return max(kept * rest_s, self.compute_seconds((blocks - kept) * block_tokens + new_tokens))
+
+        best = min(_least(takes_s, blocks), blocks // 2)
+        return best if takes_s(best) < (1 - _WORTH_SHARE) * takes_s(0) else 0
+
+
+def _least(takes_s: Callable[[int], float], blocks: int) -> int:
+    """Where it takes least, of 0 … blocks: it falls up to one place, and rises from there."""
+    low, high = 0, blocks
+    while low < high:
+        middle = (low + high) // 2
+        if takes_s(middle) <= takes_s(middle + 1):
+            high = middle
+        else:
+            low = middle + 1
+    return min((0, low, blocks), key=lambda count: (takes_s(count), -count))

@@ -16,17 +16,16 @@ from contextvars import copy_context
 import torch
 
 from kvcommons.engine.core import Core
-from kvcommons.engine.history import Histories
 from kvcommons.engine.keeper import BlockKeeper
 from kvcommons.errors import CapacityExhausted, DeadlineExceeded, Internal, KVCommonsError, Unavailable
 from kvcommons.model.sampling import SamplingRow, sample
 from kvcommons.telemetry.trace import Tracer
-from kvcommons.transport.deadline import Deadline
 from services.prefill.active import Active, Listener
 from services.prefill.chunk import Chunk
 from services.prefill.cost import LoadOrCompute
 from services.prefill.handover import Handover
 from services.prefill.job import First, Job
+from services.prefill.preloading import LoadFellShort, Preloading
 from services.prefill.push import Delivery, Pusher
 from services.prefill.scheduler import JobScheduler
 
@@ -34,15 +33,6 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.1  # while jobs wait for memory or their deadline
 LOAD_POLL_S = 0.005  # while jobs wait for history; commands are seen as often
-LOAD_PATIENCE = 4.0  # a load may take so many times what was estimated,
-LOAD_WAIT_S_MIN = 1.0  # and at least this, before it is abandoned
-
-
-class _LoadFellShort(Exception):
-    """Only `blocks` of the history that a job waits for can be had."""
-
-    def __init__(self, blocks: int) -> None:
-        self.blocks = blocks
 
 
 class PrefillEngine:
@@ -57,7 +47,8 @@ class PrefillEngine:
         max_queue: int,
         pusher: Pusher,
         keeper: BlockKeeper,
-        histories: Histories,
+        cost: LoadOrCompute,
+        preloading: Preloading,
         tracer: Tracer,
     ) -> None:
         assert chunk_tokens % core.block_tokens == 0
@@ -65,10 +56,10 @@ class PrefillEngine:
         self._chunk_tokens = chunk_tokens
         self._pusher = pusher
         self._handover = Handover(pusher, keeper)
-        self._histories = histories
+        self._preloading = preloading
         self._tracer = tracer
         self._scheduler = JobScheduler(max_queue=max_queue, max_running=max_running)
-        self.cost = LoadOrCompute()
+        self._cost = cost
         self._jobs: dict[int, Active] = {}
         self._claims: dict[bytes, int] = {}  # blocks that a running job is about to publish
         self._commands: deque[Callable[[], None]] = deque()
@@ -178,6 +169,8 @@ class PrefillEngine:
                 try:
                     taken = self._take_blocks(active)
                 except CapacityExhausted:
+                    if self._handover.make_room():
+                        progress = True  # what waited to be saved is in the way of no job
                     break  # the first in line has the next claim on memory
                 if taken:
                     active.origin.run(self._begin, active)
@@ -203,12 +196,7 @@ class PrefillEngine:
             raise
         job.device_blocks = len(found)
         job.done_tokens = len(found) * job.block_tokens
-        loadable = job.loadable_blocks()
-        load_bytes = loadable * self._core.layout.block_bytes
-        if loadable and (
-            job.lacks_history or self.cost.worth_loading(load_bytes, loadable * job.block_tokens)
-        ):
-            job.loaded_blocks = loadable
+        self._preloading.decide(job)
         job.done_tokens = job.reused_blocks * job.block_tokens
         return True
 
@@ -219,17 +207,9 @@ class PrefillEngine:
             for identity in job.ids[job.device_blocks :]:
                 self._claims.setdefault(identity, job.key)
         if job.loaded_blocks:
-            first, end = job.device_blocks, job.reused_blocks
-            estimate = self.cost.load_seconds(job.loaded_blocks * self._core.layout.block_bytes)
-            active.load_until = Deadline.after(max(LOAD_WAIT_S_MIN, LOAD_PATIENCE * estimate)).within(
-                job.deadline_s - time.monotonic()
-            )
-            active.load = self._histories.load(
-                store=job.prompt.store_data,
-                ids=job.ids[first:end],
-                blocks=job.blocks[first:end],
-                deadline=active.load_until,
-            )
+            self._preloading.begin(active, self._jobs.values())
+            if not self._scheduler.running:
+                self._preloading.release(active)
         job.admitted_s = time.monotonic()
         self._scheduler.admit(job.key, tokens_left=job.tokens_left)
         for layer in range(self._core.layout.layers):
@@ -238,18 +218,13 @@ class PrefillEngine:
         active.listener(int((job.admitted_s - job.submitted_s) * 1e6))
 
     def _ready(self, key: int) -> bool:
-        """Whether a job's chunk would not begin by waiting."""
-        active = self._jobs[key]
-        if active.load is None or active.load.arrived(0):
-            return True
-        assert active.load_until is not None
-        return active.load_until.passed()
+        return self._preloading.ready(self._jobs[key])
 
     def _await_any_history(self) -> bool:
         """Waits a moment for the oldest job's history; False where no job waits for any."""
         for active in self._jobs.values():
             if active.load is not None:
-                active.load.arrived(0, within_s=LOAD_POLL_S)
+                self._preloading.wait_a_moment(active, LOAD_POLL_S)
                 return True
         return False
 
@@ -259,12 +234,14 @@ class PrefillEngine:
         if failure is not None:
             self._fail(active, failure)
             return
+        self._preloading.release(active)
         try:
             job.check_history()
             with self._tracer.span("prefill chunk"):
                 logits = self._compute(active, job.chunk(self._chunk_tokens))
-        except _LoadFellShort as short:
-            self._set_back(active, short.blocks)
+        except LoadFellShort as short:
+            self._preloading.set_back(active, short)
+            self._scheduler.progress(job.key, tokens_left=job.tokens_left)
             return
         except KVCommonsError as error:
             self._fail(active, error)
@@ -297,7 +274,7 @@ class PrefillEngine:
             if last or layer < core.layout.layers - 1:
                 chunk.attend(layer)
         if active.load is not None:
-            self._loaded(active)
+            self._preloading.ended(active)
         if not early:
             for layer in range(core.layout.layers):
                 self._handover.save(job, layer, full)
@@ -305,42 +282,15 @@ class PrefillEngine:
         job.done_tokens = positions.stop
         seconds = time.monotonic() - started - (job.load_wait_s - waited)
         job.compute_s += seconds
-        self.cost.computed(len(positions), seconds)
+        self._cost.computed(len(positions), seconds)
         return logits
 
     def _await_history(self, active: Active, layer: int) -> None:
-        """Raises _LoadFellShort."""
-        job, load = active.job, active.load
-        if load is None or not job.loaded_blocks:
-            return
-        assert active.load_until is not None
-        before = time.monotonic()
-        blocks = load.wait(layer, active.load_until)
-        job.load_wait_s += time.monotonic() - before
-        if blocks < job.loaded_blocks:
-            raise _LoadFellShort(blocks)
-        self._handover.push(job, active.delivery, layer, range(job.device_blocks, job.reused_blocks))
-
-    def _loaded(self, active: Active) -> None:
-        load, active.load = active.load, None
-        assert load is not None
-        if active.job.loaded_blocks:
-            self.cost.loaded(load.bytes, load.seconds)
-
-    def _set_back(self, active: Active, blocks: int) -> None:
-        """History fell short: compute from the first block that is not there."""
-        job, load = active.job, active.load
-        assert load is not None
-        log.info(
-            "history fell short",
-            extra={"attempt": job.prompt.request_id, "wanted": job.loaded_blocks, "loaded": blocks},
-        )
-        job.set_back(blocks)
-        job.save_from = min(job.save_from, job.reused_blocks)
-        if not blocks:
-            load.cancel()  # it writes no more; the blocks are this job's own again
-            active.load = None
-        self._scheduler.progress(job.key, tokens_left=job.tokens_left)
+        """Raises LoadFellShort."""
+        job = active.job
+        if active.load is not None and job.loaded_blocks:
+            self._preloading.await_layer(active, layer)
+            self._handover.push(job, active.delivery, layer, range(job.device_blocks, job.reused_blocks))
 
     def _publish(self, job: Job) -> None:
         """Computed and loaded full blocks join the device tier."""

@@ -36,3 +36,7 @@ class Handover:
             blocks=tuple(job.blocks[first : blocks.stop]),
         )
         self._keeper.save(run, layer)
+
+    def make_room(self) -> bool:
+        """Whether blocks came free that only waited to be saved."""
+        return self._keeper.make_room()

@@ -123,6 +123,11 @@ class Job:
         """What was found ends before the part of a truncated sequence that can be computed."""
         return self.done_tokens < self.prompt.truncated.since_token
 
+    @property
+    def needs_loaded(self) -> bool:
+        """What is loaded cannot be computed: it is from before a truncation."""
+        return self.device_blocks * self.block_tokens < self.prompt.truncated.since_token
+
     def check_history(self) -> None:
         """Raises DataLoss where it lacks."""
         if self.lacks_history:

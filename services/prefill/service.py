@@ -20,9 +20,12 @@ from kvcommons.telemetry.telemetry import Telemetry
 from kvcommons.transport.deadline import Deadline
 from kvcommons.transport.metrics import DataMetrics
 from services.prefill.config import PrefillConfig
+from services.prefill.cost import LoadOrCompute
 from services.prefill.engine import PrefillEngine
 from services.prefill.metrics import PrefillMetrics
+from services.prefill.preloading import Preloading
 from services.prefill.push import Pusher
+from services.prefill.read_buffer import ReadBuffer
 from services.prefill.server import PrefillService
 
 STOP_S = 1.0  # for threads to end, once nothing is under way
@@ -42,6 +45,8 @@ class PrefillParts:
         self.pusher = Pusher(
             core.memory, core.allocator, call_deadline_s=config.push_deadline_s, observer=asking
         )
+        cost = LoadOrCompute()
+        read_buffer = ReadBuffer(layers=core.layout.layers, bytes_max=config.read_buffer_bytes)
         self.engine = PrefillEngine(
             core,
             chunk_tokens=config.chunk_tokens,
@@ -49,7 +54,8 @@ class PrefillParts:
             max_queue=config.max_queue,
             pusher=self.pusher,
             keeper=self.keeper,
-            histories=Histories(core, self.loader),
+            cost=cost,
+            preloading=Preloading(core, Histories(core, self.loader), cost, read_buffer),
             tracer=telemetry.tracer,
         )
         LoadMetrics(

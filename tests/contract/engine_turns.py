@@ -80,6 +80,7 @@ class Turn:
     prefill: Any
     decode: Any
     request: decode_pb2.GenerateRequest
+    prefill_history: common_pb2.History | None = None  # where prefill finds another one than decode
     tokens: list[int] = field(default_factory=list)
     sampled: list[common_pb2.SampledToken] = field(default_factory=list)
     first: prefill_pb2.PrefillFirst | None = None
@@ -117,7 +118,7 @@ class Turn:
         request = prefill_pb2.PrefillRequest(
             request_id=asked.request_id, tenant=asked.tenant, salt=asked.salt, model=asked.model,
             tokens=asked.tokens, prompt_tokens=asked.prompt_tokens, sampling=asked.sampling,
-            history=asked.history, targets=self.reserved.placements, push_from_block=push_from_block,
+            history=self.prefill_history or asked.history, targets=self.reserved.placements, push_from_block=push_from_block,
             no_reuse=asked.no_reuse, truncated=asked.truncated if asked.HasField("truncated") else None,
         )  # fmt: skip
         self.first = await compute(self.prefill, request)

@@ -34,6 +34,7 @@ class DictionaryStore:
         self.refusal: KVCommonsError | None = None
         self.gate = threading.Event()  # replies to GetLayers after layer 0, and to PutLayer, wait for it
         self.gate.set()
+        self.waiting = 0  # requests that have come to the gate
         self.server = DataServer(address, self._answer, name="store")
         self.server.start()
 
@@ -67,6 +68,7 @@ class DictionaryStore:
         size = exchange.payload_bytes // len(put.block_ids)
         into = [bytearray(size) for _ in put.block_ids]
         exchange.receive_payload(into)
+        self.waiting += 1
         self.gate.wait(5)
         self.puts.append(put)
         unwanted = []

@@ -171,3 +171,55 @@ def test_loads_in_the_queue_can_be_cancelled_and_close_ends_all(store: Dictionar
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("load-test")]
     with pytest.raises(Unavailable, match="closed"):
         loader.load(store.server.address, MODEL, LAYOUT, ids(1), Memory(1), soon())
+
+
+def test_layers_after_those_ahead_come_when_it_is_released(
+    store: DictionaryStore, loader: BlockLoader
+) -> None:
+    store.fill(ids(3))
+    memory = Memory(3)
+    load = loader.load(store.server.address, MODEL, LAYOUT, ids(3), memory, soon(), ahead=1)
+    assert load.wait(0, soon()) == 3
+    with pytest.raises(DeadlineExceeded):
+        load.wait(1, Deadline.after(0.05))
+    assert memory.objects[1] == [bytes(LAYOUT.object_bytes)] * 3
+    load.release()
+    assert load.wait_all(soon()) == 3
+    assert load.held_s > 0.04
+    assert memory.objects == [[content(block_id, layer) for block_id in ids(3)] for layer in range(3)]
+
+
+def test_with_none_ahead_nothing_is_asked_for_before_the_release(
+    store: DictionaryStore, loader: BlockLoader
+) -> None:
+    store.fill(ids(1))
+    load = loader.load(store.server.address, MODEL, LAYOUT, ids(1), Memory(1), soon(), ahead=0)
+    with pytest.raises(DeadlineExceeded):
+        load.wait(0, Deadline.after(0.05))
+    load.release()
+    assert load.wait_all(soon()) == 1
+
+
+def test_a_held_load_ends_by_its_deadline_and_by_cancel(store: DictionaryStore, loader: BlockLoader) -> None:
+    store.fill(ids(1))
+    late = loader.load(store.server.address, MODEL, LAYOUT, ids(1), Memory(1), Deadline.after(0.05), ahead=1)
+    assert late.wait_all(soon()) == 0
+    assert isinstance(late.failure, DeadlineExceeded)
+    cancelled = loader.load(store.server.address, MODEL, LAYOUT, ids(1), Memory(1), soon(), ahead=1)
+    assert cancelled.wait(0, soon()) == 1
+    cancelled.cancel()
+    assert cancelled.wait_all(soon()) == 0
+
+
+def test_a_narrowed_load_goes_on_with_fewer_blocks(store: DictionaryStore, loader: BlockLoader) -> None:
+    store.fill(ids(4))
+    store.gate.clear()
+    memory = Memory(4)
+    load = loader.load(store.server.address, MODEL, LAYOUT, ids(4), memory, soon())
+    assert load.wait(0, soon()) == 4
+    load.narrow(2)
+    store.gate.set()
+    assert load.wait_all(soon()) == 2
+    assert load.failure is None
+    kept = [content(block_id, 2) for block_id in ids(2)]
+    assert memory.objects[2] == kept + [bytes(LAYOUT.object_bytes)] * 2

@@ -8,6 +8,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -242,3 +243,26 @@ def test_progress_sends_a_layer_only_after_the_one_before() -> None:
     assert progress.runs(MODEL, 1, [c, d]) == [range(1, 2)]
     progress.lost()
     assert progress.runs(MODEL, 1, [c, d]) == []
+
+
+def test_what_waits_can_be_moved_out_of_its_owners_memory(store: DictionaryStore) -> None:
+    saver = BlockSaver("writer-1")
+    store.gate.clear()
+    memory = [bytearray(content(block_id, layer)) for layer in range(3) for block_id in ids(1)]
+    done: list[int] = []
+    for layer in range(3):
+        saver.save(
+            address=store.server.address, model=MODEL, layers=3, tenant="t", parent=b"", first_index=0,
+            block_ids=ids(1), layer=layer, payload=[memory[layer]], done=partial(done.append, layer),
+        )  # fmt: skip
+    while not store.waiting:
+        time.sleep(0.001)  # until the first is on its way: it alone keeps its memory
+    assert saver.detach()
+    assert done == [1, 2]
+    assert not saver.detach()
+    memory[1][:] = memory[2][:] = bytes(len(memory[1]))
+    store.gate.set()
+    assert saver.flush(soon())
+    assert sorted(done) == [0, 1, 2]
+    assert store.objects == {(ids(1)[0], layer): content(ids(1)[0], layer) for layer in range(3)}
+    saver.close(soon())

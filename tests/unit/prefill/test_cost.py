@@ -2,37 +2,110 @@ from __future__ import annotations
 
 import pytest
 
-from services.prefill.cost import LoadOrCompute
+from services.prefill.cost import Line, LoadOrCompute
 
 
-def test_loads_until_both_rates_are_known() -> None:
-    cost = LoadOrCompute()
-    assert cost.worth_loading(10**12, 1)
-    cost.loaded(1000, 1.0)
-    assert cost.worth_loading(10**12, 1)
+def cost(*, load_s: float, compute_s: float, retry_every: int = 8) -> LoadOrCompute:
+    """A block (1,000 bytes, 10 tokens) takes so long to load and to compute."""
+    made = LoadOrCompute(retry_every=retry_every)
+    made.loaded(1000, load_s)
+    made.computed(10, compute_s)
+    return made
 
 
-def test_the_faster_one_wins() -> None:
-    cost = LoadOrCompute()
-    cost.loaded(1_000_000, 1.0)
-    cost.computed(100, 1.0)
-    assert cost.worth_loading(1_000_000, 100)
-    assert not cost.worth_loading(1_000_001, 100)
-    assert cost.load_seconds(500_000) == pytest.approx(0.5)
+def to_load(made: LoadOrCompute, blocks: int, new_tokens: int = 0) -> int:
+    return made.blocks_to_load(blocks, block_bytes=1000, block_tokens=10, new_tokens=new_tokens)
 
 
-def test_rates_follow_what_is_measured() -> None:
-    cost = LoadOrCompute(smoothing=0.5)
-    cost.loaded(100, 1.0)
-    cost.loaded(300, 1.0)
-    assert cost.load_bytes_per_s == pytest.approx(200)
-    cost.loaded(0, 1.0)
-    cost.loaded(100, 0.0)
-    assert cost.load_bytes_per_s == pytest.approx(200)
+def test_a_line_tells_the_fixed_part_from_the_rest() -> None:
+    line = Line(0.3)
+    assert line.seconds(5) == 0
+    line.add(100, 1.0)
+    assert line.seconds(50) == pytest.approx(0.5)
+    for amount in (10, 100, 40):
+        line.add(amount, 0.5 + 0.01 * amount)
+    for _ in range(20):
+        line.add(10, 0.6)
+        line.add(100, 1.5)
+    assert line.seconds(50) == pytest.approx(1.0, rel=0.01)
+    assert line.seconds(0) == 0
+
+
+def test_a_line_never_says_that_more_takes_less() -> None:
+    line = Line(0.3)
+    for amount, seconds in ((10, 1.0), (100, 0.5), (10, 1.2), (100, 0.4)):
+        line.add(amount, seconds)
+    assert 0 <= line.seconds(1) <= line.seconds(10) <= line.seconds(1000)
+
+
+def test_loads_all_until_both_rates_are_known() -> None:
+    made = LoadOrCompute()
+    assert to_load(made, 7) == 7
+    made.loaded(1000, 10.0)
+    assert to_load(made, 7) == 7
+
+
+def test_the_faster_one_wins_and_a_short_load_is_always_made() -> None:
+    assert to_load(cost(load_s=0.01, compute_s=1.0), 50) == 50
+    assert to_load(cost(load_s=100.0, compute_s=0.1), 50) == 0
+    assert to_load(cost(load_s=0.001, compute_s=0.0001), 20) == 20
+    assert to_load(cost(load_s=0.001, compute_s=0.0001), 40) < 40
+
+
+def test_a_run_is_divided_where_both_together_are_fastest() -> None:
+    """Loading and computing at the same pace: half of the blocks each."""
+    assert to_load(cost(load_s=0.1, compute_s=0.1), 50) == 25
+    # New tokens have to be computed anyway: as long as that takes, loading is free.
+    assert to_load(cost(load_s=0.1, compute_s=0.1), 50, new_tokens=500) == 50
+    assert to_load(cost(load_s=0.1, compute_s=0.1), 50, new_tokens=100) == 30
 
 
 def test_a_verdict_against_loading_is_tested_again() -> None:
-    cost = LoadOrCompute(retry_every=3)
-    cost.loaded(1, 1.0)
-    cost.computed(1000, 1.0)
-    assert [cost.worth_loading(100, 1) for _ in range(6)] == [False, False, True, False, False, True]
+    made = cost(load_s=10.0, compute_s=0.01, retry_every=3)
+    assert [to_load(made, 50) for _ in range(6)] == [0, 0, 50, 0, 0, 50]
+
+
+def test_rates_follow_what_is_measured() -> None:
+    made = LoadOrCompute()
+    assert made.load_bytes_per_s == made.compute_tokens_per_s == 0
+    for _ in range(30):
+        made.loaded(100, 1.0)
+    for _ in range(30):
+        made.loaded(300, 1.0)
+        made.loaded(0, 1.0)
+        made.loaded(100, 0.0)
+    assert made.load_bytes_per_s == pytest.approx(300, rel=0.01)
+
+
+def patience(
+    made: LoadOrCompute, *, waited_s: float = 0.0, pace_s: float = 0.0, layers_left: int = 16
+) -> float:
+    return made.patience_s(tokens=1000, waited_s=waited_s, pace_s=pace_s, layers_left=layers_left)
+
+
+def test_a_load_is_waited_for_as_long_as_computing_takes() -> None:
+    made = cost(load_s=0.1, compute_s=0.02)  # 2 s for 1,000 tokens
+    assert patience(made) == pytest.approx(2.0)
+    assert patience(made, waited_s=1.5) == pytest.approx(0.5)
+    assert patience(made, waited_s=2.5) == 0
+    assert patience(LoadOrCompute(), waited_s=0.4) == pytest.approx(0.6)
+
+
+def test_a_hopeless_load_is_given_up_at_once() -> None:
+    made = cost(load_s=0.1, compute_s=0.02)
+    assert patience(made, pace_s=0.2, layers_left=16) > 0
+    assert patience(made, pace_s=0.3, layers_left=16) == 0
+    assert patience(made, pace_s=0.3, layers_left=8) > 0
+
+
+def test_of_a_load_that_is_given_up_the_share_is_kept_that_comes_in_time() -> None:
+    made = cost(load_s=0.1, compute_s=0.1)
+
+    def keep(pace_s: float, layers_left: int = 10) -> int:
+        return made.blocks_to_keep(50, block_tokens=10, new_tokens=0, pace_s=pace_s, layers_left=layers_left)
+
+    assert keep(0.5) == 25  # 5 s for all that is left, as computing takes for all
+    assert keep(5.0) == 0
+    assert keep(0.0) == 0
+    assert 0 < keep(0.9) < 25
+    assert keep(0.5, layers_left=2) == 25  # half of them at most
