@@ -22,7 +22,7 @@ class UpSettings:
     prefill: Annotated[int, Gt(0), Le(64)] = 1
     decode: Annotated[int, Gt(0), Le(64)] = 1
     attention_pool: Count = 1
-    kvstore: Annotated[int, Gt(0), Le(1)] = 1  # several kvstores are a later issue
+    kvstore: Annotated[int, Gt(0), Le(64)] = 1
     ledger: Annotated[int, Gt(0), Le(64)] = 1
     data: Path = Path(".kvcommons")  # sessions, KV, etcd and logs: all that outlives the stack
     bind: str = "127.0.0.1"

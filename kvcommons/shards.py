@@ -56,6 +56,11 @@ class ShardView:
         return now + tuple(shard for shard in later if shard in self.joining)
 
     @property
+    def members(self) -> tuple[str, ...]:
+        """Those that serve, then those that join."""
+        return (*self.serving, *self.joining)
+
+    @property
     def alone(self) -> bool:
         """One shard serves and none is about to."""
         return len(self.serving) == 1 and not self.joining

@@ -582,20 +582,26 @@ class ForkSessionRequest(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
     NEW_ID_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
     tenant: _builtins.str
     session_id: _builtins.str
     new_id: _builtins.str
     """empty: the store makes one"""
+    @_builtins.property
+    def source(self) -> Global___SessionRecord:
+        """of session_id, where its home is another shard than that of new_id"""
+
     def __init__(
         self,
         *,
         tenant: _builtins.str = ...,
         session_id: _builtins.str = ...,
         new_id: _builtins.str = ...,
+        source: Global___SessionRecord | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["new_id", b"new_id", "session_id", b"session_id", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["new_id", b"new_id", "session_id", b"session_id", "source", b"source", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

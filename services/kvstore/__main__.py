@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 from kvcommons.errors import KVCommonsError
 from kvcommons.pb import kvstore_pb2_grpc as rpc
-from kvcommons.pb import ledger_pb2
-from kvcommons.rpc.directory import Heartbeat
+from kvcommons.pb import ledger_pb2, shards_pb2_grpc
+from kvcommons.rpc.directory import Directory, Heartbeat
 from kvcommons.rpc.process import Process, run
 from kvcommons.rpc.server import RpcServer
 from kvcommons.transport.metrics import DataMetrics
@@ -28,6 +28,8 @@ from services.kvstore.medium import Medium
 from services.kvstore.metrics import SessionMetrics, StoreCollector
 from services.kvstore.server import BlocksServicer, SessionsServicer
 from services.kvstore.sessions import Sessions, open_sessions
+from services.kvstore.shard import ReplicasServicer, Shard, folder_name
+from services.kvstore.shard_sessions import ShardSessions
 from services.kvstore.witness import KEPT, META, witnessed
 
 log = logging.getLogger(__name__)
@@ -59,13 +61,20 @@ async def serve(config: Config, process: Process) -> None:
         folder.close()
 
 
-async def _serve(config: Config, process: Process, store: BlockStore, sessions: Sessions) -> None:
+async def _serve(config: Config, process: Process, store: BlockStore, sessions: ShardSessions) -> None:
     process.telemetry.registry.register(StoreCollector(store, sessions))
     executor = ThreadPoolExecutor(RPC_THREADS, thread_name_prefix="kvstore-rpc")
     server = RpcServer(config.node.listen, process.telemetry, call_deadline_s=config.node.call_deadline_s)
     metrics = SessionMetrics(process.telemetry.registry)
     server.add(rpc.add_BlocksServicer_to_server, BlocksServicer(store, sessions))
-    server.add(rpc.add_SessionsServicer_to_server, SessionsServicer(store, sessions, executor, metrics))
+    directory = Directory(config.ledger, process.instance_id)
+
+    def tell() -> None:
+        heartbeat.beat_now()
+
+    shard = Shard(sessions, executor, directory, tell)
+    server.add(rpc.add_SessionsServicer_to_server, SessionsServicer(store, sessions, shard, metrics))
+    server.add(shards_pb2_grpc.add_ReplicasServicer_to_server, ReplicasServicer(shard))
     handler = DataHandler(store, process.telemetry)
     data_server = DataServer(
         config.data_plane.data_listen,
@@ -76,7 +85,9 @@ async def _serve(config: Config, process: Process, store: BlockStore, sessions: 
     store.start()
     data_server.start()
     await server.start()
-    heartbeat = Heartbeat(config.ledger, _describe(config, process, server, data_server.address, store))
+    describe = _describe(config, process, server, data_server.address, store, sessions)
+    heartbeat = Heartbeat(config.ledger, describe)
+    shard.start()
     sweep = asyncio.create_task(_sweep(sessions, config.sweep_s, executor), name="sweep")
     try:
         await server.set_ready(True)
@@ -86,6 +97,7 @@ async def _serve(config: Config, process: Process, store: BlockStore, sessions: 
     finally:
         sweep.cancel()
         await heartbeat.stop()
+        await shard.stop()
         await server.drain(config.node.drain_s / 4)
         await asyncio.to_thread(data_server.stop, config.node.drain_s / 4)
         executor.shutdown(wait=True)
@@ -119,19 +131,31 @@ def _blocks(folder: DataFolder, config: Config) -> BlockStore:
         raise
 
 
-def _open_sessions(folder: DataFolder, config: Config, store: BlockStore, mark: Mark) -> Sessions:
+def _open_sessions(folder: DataFolder, config: Config, store: BlockStore, mark: Mark) -> ShardSessions:
     """Raises DataLoss where what was committed is not all there."""
+    name = folder_name(config.data, config.shard)
     table = witnessed(open_sessions(folder.sessions), KEPT, meta=META, path=folder.sessions)
     try:
         table.begin(mark)
-        return Sessions(table, default_ttl_s=config.session_ttl_s, clock=SystemClock(), unnamed=store.forget)
+        return ShardSessions(
+            table,
+            folder=name,
+            default_ttl_s=config.session_ttl_s,
+            clock=SystemClock(),
+            unnamed=store.forget,
+        )
     except (KVCommonsError, OSError):
         table.close()
         raise
 
 
 def _describe(
-    config: Config, process: Process, server: RpcServer, data_address: str, store: BlockStore
+    config: Config,
+    process: Process,
+    server: RpcServer,
+    data_address: str,
+    store: BlockStore,
+    sessions: ShardSessions,
 ) -> Callable[[], ledger_pb2.Instance]:
     started_ms = int(time.time() * 1000)
 
@@ -150,6 +174,7 @@ def _describe(
                 ready=server.ready,
             ),
             started_ms=started_ms,
+            shard=sessions.shard(),
         )
 
     return describe

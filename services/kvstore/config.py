@@ -17,6 +17,7 @@ class Config:
     data_plane: DataPlane
     ledger: Addresses
     data: Path  # folder of all that survives; one process at a time
+    shard: str = ""  # what the folder is called among several kvstores; drawn at its first start if not given
     dram_bytes: Annotated[int, Ge(1 << 20)] = (
         1 << 30
     )  # of blocks in memory; the process takes up to 150 MB beside them

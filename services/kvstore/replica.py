@@ -161,7 +161,11 @@ class Replica:
                 yield from self.adopt(newer)
         if self.view != view:
             return False
-        silent = {name for name, reply in zip(others, replies, strict=True) if reply is None}
+        silent = {
+            name
+            for name, reply in zip(others, replies, strict=True)
+            if reply is None or reply.HasField("view")
+        }
         self._failed |= silent & set(view.joining)
         # One that joins is done without, but not once it may be let in at any moment.
         if self._strict_epoch != view.epoch:
@@ -197,6 +201,8 @@ class Replica:
         """Follows a view, if it is newer than the one before."""
         if self.view is not None and view.epoch <= self.view.epoch:
             return
+        if self.view is None and self._sessions.count and self._sessions.name not in view.members:
+            return  # the sessions here are another stack's, and joining this one would drop them
         adopted = yield Local(work=lambda: self._sessions.adopt(view))
         if adopted and (self.view is None or view.epoch > self.view.epoch):
             self.view = view
@@ -215,7 +221,7 @@ class Replica:
             return
         if view.settled and not view.joining:
             return
-        others = [name for name in (*view.serving, *view.joining) if name != self._sessions.name]
+        others = [name for name in view.members if name != self._sessions.name]
         if view.settled:
             others = list(view.joining)
         for name in others:

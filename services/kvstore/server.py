@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextvars import copy_context
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from kvcommons.errors import InvalidInput, Overloaded
 from kvcommons.pb import kvstore_pb2 as pb
 from kvcommons.pb import kvstore_pb2_grpc as rpc
+from kvcommons.shards import session_key
 from services.kvstore.blocks import BlockStore
 from services.kvstore.metrics import SessionMetrics
-from services.kvstore.session import Turn
-from services.kvstore.sessions import LIST_MAX, Sessions
+from services.kvstore.session import Turn, check_name
+from services.kvstore.sessions import LIST_MAX, Sessions, new_id
+from services.kvstore.shard import Shard
+from services.kvstore.shard_sessions import ShardSessions
 
 log = logging.getLogger(__name__)
 
@@ -97,26 +99,30 @@ class BlocksServicer(rpc.BlocksServicer):
 
 
 class SessionsServicer(rpc.SessionsServicer):
-    """Each call goes to the executor: RocksDB blocks."""
+    """Each call goes through the shard, which does it on the executor: RocksDB blocks."""
 
     def __init__(
-        self, store: BlockStore, sessions: Sessions, executor: ThreadPoolExecutor, metrics: SessionMetrics
+        self, store: BlockStore, sessions: ShardSessions, shard: Shard, metrics: SessionMetrics
     ) -> None:
         self._store = store
         self._sessions = sessions
-        self._executor = executor
+        self._shard = shard
         self._metrics = metrics
         self._calls = 0
 
     async def Create(self, request: pb.CreateSessionRequest, context: Any) -> pb.SessionRecord:
-        return await self._call(self._sessions.create, request.tenant, request.session_id, request.ttl_s)
+        session_id = request.session_id or new_id()
+        return await self._call(self._sessions.create, request.tenant, session_id, request.ttl_s)
 
     async def Get(self, request: pb.GetSessionRequest, context: Any) -> pb.SessionRecord:
         return await self._call(self._sessions.get, request.tenant, request.session_id)
 
     async def List(self, request: pb.ListSessionsRequest, context: Any) -> pb.ListSessionsReply:
         limit = min(request.limit or LIST_DEFAULT, LIST_MAX)
-        sessions, more = await self._call(self._sessions.page, request.tenant, request.after, limit)
+        check_texts(request.tenant, request.after)
+        check_name(request.tenant, "tenant")
+        page = partial(self._sessions.page, request.tenant, request.after, limit)
+        sessions, more = await self._bounded(self._shard.look(page))
         return pb.ListSessionsReply(sessions=sessions, more=more)
 
     async def Delete(self, request: pb.DeleteSessionRequest, context: Any) -> pb.DeleteSessionReply:
@@ -124,7 +130,15 @@ class SessionsServicer(rpc.SessionsServicer):
         return pb.DeleteSessionReply()
 
     async def Fork(self, request: pb.ForkSessionRequest, context: Any) -> pb.SessionRecord:
-        return await self._call(self._sessions.fork, request.tenant, request.session_id, request.new_id)
+        """Where the new session's home is; the router brings the old one along if that lives elsewhere."""
+        source = request.source
+        if not request.HasField("source"):
+            source = await self._call(self._sessions.get, request.tenant, request.session_id)
+        fork_of, new_session_id = self._sessions.fork_of, request.new_id or new_id()
+        check_texts(new_session_id)
+        check_name(new_session_id, "new_id")
+        key = session_key(request.tenant, new_session_id)
+        return await self._bounded(self._shard.operate(key, lambda: fork_of(source, new_session_id)))
 
     async def BeginTurn(self, request: pb.BeginTurnRequest, context: Any) -> pb.BeginTurnReply:
         record, lease = await self._call(
@@ -188,18 +202,34 @@ class SessionsServicer(rpc.SessionsServicer):
         )
         return pb.AbandonTurnReply()
 
-    async def _call(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        for value in (*args, *kwargs.values()):
-            if isinstance(value, str) and "\0" in value:
-                raise InvalidInput("an id contains a zero byte")
-        if self._calls >= CALLS_MAX:
-            raise Overloaded(f"{CALLS_MAX} calls on sessions wait already: retry later", retry_after_ms=500)
-        loop = asyncio.get_running_loop()
-        context = copy_context()  # for the ids in log lines
-        call = loop.run_in_executor(self._executor, lambda: context.run(function, *args, **kwargs))
-        self._calls += 1
-        call.add_done_callback(self._ended)
-        return await call
+    async def _call(
+        self,
+        function: Callable[Concatenate[str, str, P], T],
+        tenant: str,
+        session_id: str,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> T:
+        check_texts(tenant, session_id, *args, *kwargs.values())
+        check_name(tenant, "tenant")
+        check_name(session_id, "session_id")
+        key = session_key(tenant, session_id)
+        work = partial(function, tenant, session_id, *args, **kwargs)
+        return await self._bounded(self._shard.operate(key, work))
 
-    def _ended(self, _: object) -> None:
-        self._calls -= 1
+    async def _bounded(self, call: Coroutine[Any, Any, T]) -> T:
+        if self._calls >= CALLS_MAX:
+            call.close()
+            raise Overloaded(f"{CALLS_MAX} calls on sessions wait already: retry later", retry_after_ms=500)
+        self._calls += 1
+        try:
+            return await call
+        finally:
+            self._calls -= 1
+
+
+def check_texts(*values: object) -> None:
+    """Raises InvalidInput."""
+    for value in values:
+        if isinstance(value, str) and "\0" in value:
+            raise InvalidInput("an id contains a zero byte")

@@ -160,17 +160,24 @@ class Shard:
         if view is not None:
             facts = {"epoch": view.epoch, "serving": ", ".join(view.serving), "settled": view.settled}
             log.info("a view of the shards counts", extra=facts)
-            if self._sessions.name not in (*view.serving, *view.joining):
-                log.info("this shard is in no view yet", extra={"shard": self._sessions.name})
+            if self._sessions.name not in view.members:
+                log.info("this shard is not in it yet", extra={"shard": self._sessions.name})
         self._moved.set()
         self._told()
 
     async def _follow(self) -> None:
+        told = False
         while True:
             view = self._directory.shards
             if view is not None:
                 with suppress(KVCommonsError):  # the disk; tried again
                     await self._drive(self._replica.adopt(view))
+                if self._replica.view is None and not told:
+                    told = True
+                    log.error(
+                        "this folder has sessions of another stack, so it stays out of this one: start it "
+                        "with its own ledger, or give this kvstore an empty folder"
+                    )
             with suppress(TimeoutError):
                 async with asyncio.timeout(WATCH_S):
                     await self._directory.changed()

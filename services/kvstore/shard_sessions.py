@@ -175,6 +175,17 @@ class ShardSessions(Sessions):
             stamps = [(key, stamp) for key in keys if (stamp := self._stamped.stamp(key)) is not None]
             return Page(start=start, end=end, stamps=stamps, revision=self._stamped.revision)
 
+    def fork_of(self, record: kvstore_pb2.SessionRecord, new_session_id: str) -> kvstore_pb2.SessionRecord:
+        """A new session with all that another one has, wherever that one's home is. Raises AlreadyExists."""
+        rules.check_name(new_session_id, "new_id")
+        with self._lock:
+            self._refuse_taken(record.tenant, new_session_id)
+            fork = rules.fork_of(record, new_session_id, self._now_ms())
+            key = session_key(record.tenant, new_session_id)
+            self._table.write(self._replaced(key, None, fork))
+            self._count += 1
+            return fork
+
     # ---- what they tell
 
     def apply(self, request: pb.ReplicateRequest) -> list[bytes] | None:

@@ -38,6 +38,7 @@ class JobContext:
     salt: bytes
     model: ModelInfo
     affinity: str
+    home: bytes  # the key whose home has the blocks; empty: that of the first block
     reuse: bool
     deadline_s: float
 
@@ -65,7 +66,7 @@ class Attempt:
         self._choice = choice
         self._tokens = choice.tokens
         self._block_ids = block_ids[: reusable_blocks(len(self._tokens), job.model.block_tokens)]
-        self._fleet = fleet
+        self._fleet = fleet.homed(job.home or (block_ids[0] if block_ids else job.turn_id.encode()))
         self._failed = failed
         self._hear = hear
         self._clock = clock

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
+from copy import copy
 from typing import TYPE_CHECKING, Protocol
 
 import grpc.aio
@@ -16,7 +17,9 @@ from kvcommons.pb.decode_pb2_grpc import DecodeStub
 from kvcommons.pb.kvstore_pb2_grpc import BlocksStub, SessionsStub
 from kvcommons.pb.ledger_pb2 import Instance
 from kvcommons.pb.prefill_pb2_grpc import PrefillStub
+from kvcommons.shards import ShardView
 from services.router.placement import Pair, choose_pair, room_blocks, served_models
+from services.router.shards import home_of, shard_of
 
 if TYPE_CHECKING:
     from kvcommons.pb.decode_pb2_grpc import DecodeAsyncStub
@@ -34,6 +37,9 @@ class View(Protocol):
 
     def suspect(self, instance_id: str) -> None: ...
 
+    @property
+    def shards(self) -> ShardView | None: ...
+
 
 class Fleet:
     """All of it on the event loop's thread."""
@@ -50,6 +56,7 @@ class Fleet:
         self._channels: dict[str, tuple[grpc.aio.Channel, float]] = {}  # and when it was used last
         self._known: dict[str, ModelInfo] = {}
         self._own: Counter[str] = Counter()
+        self._home = b""  # the key whose home is `store`
 
     def models(self) -> list[ModelInfo]:
         """Those that a prefill and a decode are ready to serve; most instances first, a name once."""
@@ -110,10 +117,39 @@ class Fleet:
         """A call could not reach it: it is left out until a newer heartbeat."""
         self._view.suspect(instance_id)
 
+    def homed(self, home: bytes) -> Fleet:
+        """The same fleet, seen from a key: `store` is the key's home."""
+        bound = copy(self)
+        bound._home = home
+        return bound
+
     def store(self) -> Instance | None:
-        """The kvstore; None while none is known."""
-        stores = self._view.instances("kvstore") or self._view.instances("kvstore", ready=False)
-        return min(stores, key=lambda instance: instance.started_ms, default=None)
+        """The kvstore that has what this is about; None while it is not known, or away."""
+        return home_of(self._view.shards, self._stores(), self._home)
+
+    def shard(self, name: str) -> Instance | None:
+        """A kvstore by its shard's name; "" is one that stands alone."""
+        return shard_of(self._stores(), name)
+
+    def stores(self) -> list[Instance]:
+        """All kvstores that serve and are there."""
+        found = (self.shard(name) for name in self.serving)
+        return [store for store in found if store is not None]
+
+    @property
+    def serving(self) -> tuple[str, ...]:
+        """The names of the shards that serve; of one that stands alone, ""."""
+        return self._view.shards.serving if self._view.shards is not None else ("",)
+
+    @property
+    def shards(self) -> ShardView | None:
+        """Who of the kvstores serves, where a ledger says so."""
+        return self._view.shards
+
+    def _stores(self) -> list[Instance]:
+        ready = self._view.instances("kvstore")
+        known = self._view.instances("kvstore", ready=False)
+        return [*ready, *(store for store in known if store not in ready)]
 
     def decode(self, instance: Instance) -> DecodeAsyncStub:
         return DecodeStub(self._channel(instance.control_address))
@@ -124,9 +160,8 @@ class Fleet:
     def blocks(self, store: Instance) -> BlocksAsyncStub:
         return BlocksStub(self._channel(store.control_address))
 
-    def sessions(self) -> SessionsAsyncStub:
-        """Raises StoreUnavailable while no kvstore is known."""
-        store = self.store()
+    def sessions(self, store: Instance | None) -> SessionsAsyncStub:
+        """Raises StoreUnavailable for None: the store is not known."""
         if store is None:
             raise StoreUnavailable(
                 "no session store is there; try again in some seconds", retry_after_ms=1000

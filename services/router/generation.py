@@ -14,6 +14,7 @@ from typing import Any
 from kvcommons.errors import InvalidInput, KVCommonsError
 from kvcommons.pb.common_pb2 import ModelInfo
 from kvcommons.rblock.identity import IdentityChain, reusable_blocks
+from kvcommons.shards import session_key
 from kvcommons.telemetry.trace import (
     CONVERSATION_ID,
     OPERATION_NAME,
@@ -222,6 +223,7 @@ class Generation:
             tenant=self._tenant.name,
             salt=self._tenant.salt,
             model=self.model,
+            home=self._home(),
             affinity=f"{self._tenant.name}/{self._session_id}" if self._session_id else together,
             reuse=self._request.reuse is not False,
             deadline_s=deadline_s,
@@ -235,7 +237,15 @@ class Generation:
         reusable = reusable_blocks(len(prompt), model.block_tokens)
         chain = IdentityChain(self._tenant.salt, model.fingerprint, model.block_tokens)
         chain.extend(prompt[: reusable * model.block_tokens])
-        return Prefix(model=model.fingerprint, block_ids=chain.ids)
+        home = self._home() or b"".join(chain.ids[:1])
+        return Prefix(model=model.fingerprint, block_ids=chain.ids, home=home)
+
+    def _home(self) -> bytes:
+        """A session's blocks, and its forks', lie where that of its root is; without a session it is up to
+        the prompt."""
+        if self._session is None:
+            return b""
+        return session_key(self._tenant.name, self._session.record.root)
 
     def _lost(self) -> KVCommonsError | None:
         return self._session.lost if self._session is not None else None

@@ -14,7 +14,6 @@ from collections.abc import Callable, Sequence
 
 from kvcommons.errors import KVCommonsError
 from kvcommons.pb import kvstore_pb2 as pb
-from kvcommons.pb.ledger_pb2 import Instance
 from services.router.distance import DeviceBlocks, common, distance_of
 from services.router.fleet import Fleet
 from services.router.queue import Job, JobQueue
@@ -74,7 +73,7 @@ class LookAhead:
         self._looks: dict[Job, _Look] = {}  # of the jobs that wait
         self._wake = asyncio.Event()
         self._hinted_s = float("-inf")
-        self._hinted = False  # the store remembers something of ours
+        self._hinted: set[str] = set()  # stores that remember something of ours
 
     def waits(self, job: Job) -> None:
         """The job waits from now on."""
@@ -115,21 +114,20 @@ class LookAhead:
                 self._wake.clear()
                 continue
             pause_s = _ROUND_S
-            store = self._fleet.store()
             try:
-                if store is not None:
-                    await self._look(store)
-                    await self._hint(store)
+                await self._look()
+                await self._hint()
             except KVCommonsError as error:
                 log.debug("the store heard nothing of the queue, which is tried again: %s", error)
-                self._hinted = self._hinted and bool(self._looks)  # what it remembers runs out by itself
+                if not self._looks:
+                    self._hinted.clear()  # what they remember runs out by itself
                 pause_s = _AWAY_S
             except Exception:
                 log.exception("looking ahead failed")
                 pause_s = _AWAY_S
             await asyncio.sleep(pause_s)
 
-    async def _look(self, store: Instance) -> None:
+    async def _look(self) -> None:
         if not self.asks_distance:
             return
         before_s = self._clock() - _FRESH_S
@@ -138,9 +136,12 @@ class LookAhead:
         distinct: dict[bytes, Job] = {}
         for job in stale:
             distinct.setdefault(job.prefix.block_ids[-1], job)  # chained: an equal end is an equal prompt
-        await asyncio.gather(*(self._match(store, job) for job in list(distinct.values())[:_LOOKS_MAX]))
+        await asyncio.gather(*(self._match(job) for job in list(distinct.values())[:_LOOKS_MAX]))
 
-    async def _match(self, store: Instance, job: Job) -> None:
+    async def _match(self, job: Job) -> None:
+        store = self._fleet.homed(job.prefix.home).store()
+        if store is None:
+            return
         request = pb.MatchRequest(model=job.prefix.model, block_ids=job.prefix.block_ids, peek=True)
         reply = await self._fleet.blocks(store).Match(request, timeout=_CALL_S)
         self._told(job.prefix.block_ids, reply.tiers)
@@ -153,25 +154,39 @@ class LookAhead:
                 look.learn(job.prefix.block_ids, ids, tiers, now_s)
                 self._measure(job)
 
-    async def _hint(self, store: Instance) -> None:
+    async def _hint(self) -> None:
+        """Each store of what it has; those that have nothing of it any more, of that."""
         now_s = self._clock()
         if not self._jobs_max or (self._looks and now_s - self._hinted_s < _HINT_S):
             return
-        request = pb.HintRequest(router=self._router, ttl_ms=int(_HINT_TTL_S * 1000))
+        stores = {store.id: store for store in self._fleet.stores()}
+        requests = {store_id: self._request() for store_id in stores}
         blocks = 0
         for job, starts_in_s in self._queue.look_ahead(self._jobs_max, now_s):
             blocks += len(job.prefix.block_ids)
             if blocks > _HINT_BLOCKS_MAX:
                 break
-            if job.prefix.block_ids:
-                request.uses.add(
+            store = self._fleet.homed(job.prefix.home).store()
+            if job.prefix.block_ids and store is not None and store.id in requests:
+                requests[store.id].uses.add(
                     model=job.prefix.model,
                     block_ids=job.prefix.block_ids,
                     starts_in_ms=int(starts_in_s * 1000),
                 )
         self._hinted_s = now_s
-        await self._fleet.blocks(store).Hint(request, timeout=_CALL_S)
-        self._hinted = bool(request.uses)
+        told = {store_id for store_id, one in requests.items() if one.uses or store_id in self._hinted}
+        calls = (
+            self._fleet.blocks(stores[store_id]).Hint(requests[store_id], timeout=_CALL_S)
+            for store_id in told
+        )
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        self._hinted = {store_id for store_id, one in requests.items() if one.uses}
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+
+    def _request(self) -> pb.HintRequest:
+        return pb.HintRequest(router=self._router, ttl_ms=int(_HINT_TTL_S * 1000))
 
     def _measure(self, job: Job) -> None:
         ids = job.prefix.block_ids

@@ -23,6 +23,7 @@ class Prefix:
 
     model: bytes
     block_ids: Sequence[bytes]
+    home: bytes = b""  # the key whose home has them
 
 
 NO_PREFIX = Prefix(model=b"", block_ids=())

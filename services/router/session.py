@@ -40,7 +40,10 @@ class SessionTurn:
             tenant=tenant, session_id=session_id, turn_id=turn_id, owner=owner, lease_ms=lease_ms
         )
         reply = await store.call(
-            lambda stub, timeout_s: stub.BeginTurn(request, timeout=timeout_s), patience_s=_BEGIN_PATIENCE_S
+            lambda stub, timeout_s: stub.BeginTurn(request, timeout=timeout_s),
+            tenant=tenant,
+            session_id=session_id,
+            patience_s=_BEGIN_PATIENCE_S,
         )
         return cls(store, request, reply)
 
@@ -64,6 +67,13 @@ class SessionTurn:
 
         Raises StoreUnavailable, or Conflict where the lease was lost.
         """
+        apart = await self._store.await_durable(
+            pb.AwaitDurableRequest(model=model.fingerprint, block_ids=block_ids, wait_ms=durable_wait_ms),
+            tenant=self._begin.tenant,
+            session_id=self._begin.session_id,
+            root=self.record.root,
+        )
+        durable_wait_ms = 0 if apart else durable_wait_ms
         request = pb.CommitTurnRequest(
             tenant=self._begin.tenant,
             session_id=self._begin.session_id,
@@ -79,6 +89,8 @@ class SessionTurn:
         )
         reply = await self._store.call(
             lambda stub, timeout_s: stub.CommitTurn(request, timeout=timeout_s),
+            tenant=request.tenant,
+            session_id=request.session_id,
             patience_s=patience_s,
             call_s=CALL_S + durable_wait_ms / 1000,
         )
@@ -97,6 +109,8 @@ class SessionTurn:
         try:
             await self._store.call(
                 lambda stub, timeout_s: stub.AbandonTurn(request, timeout=timeout_s),
+                tenant=request.tenant,
+                session_id=request.session_id,
                 patience_s=_ABANDON_PATIENCE_S,
             )
         except KVCommonsError as error:
@@ -114,7 +128,11 @@ class SessionTurn:
         while True:
             await asyncio.sleep(interval_s)
             try:
-                await self._store.call(lambda stub, timeout_s: stub.RenewTurn(request, timeout=timeout_s))
+                await self._store.call(
+                    lambda stub, timeout_s: stub.RenewTurn(request, timeout=timeout_s),
+                    tenant=request.tenant,
+                    session_id=request.session_id,
+                )
             except (Conflict, NotFound) as error:
                 self.lost = error
                 return

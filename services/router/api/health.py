@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from aiohttp import web
 from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from kvcommons.errors import KVCommonsError
 from kvcommons.pb import kvstore_pb2, ledger_pb2
+from kvcommons.shards import COPIES
 from services.router.gate import SERVING
 from services.router.serving import Serving
 from services.router.shapes import Json
@@ -71,14 +74,21 @@ async def status(request: web.Request) -> web.Response:
 
 
 async def _store(serving: Serving) -> Json | None:
-    store = serving.fleet.store()
-    if store is None:
+    """Of all shards together; None while one of them does not answer."""
+    stores = serving.fleet.stores()
+    if len(stores) < len(serving.fleet.serving):
         return None
+    request = kvstore_pb2.StatsRequest()
+    calls = (serving.fleet.blocks(store).Stats(request, timeout=_STATS_S) for store in stores)
     try:
-        stats = await serving.fleet.blocks(store).Stats(kvstore_pb2.StatsRequest(), timeout=_STATS_S)
+        found = await asyncio.gather(*calls)
     except KVCommonsError:
         return None
-    return {field.name: getattr(stats, field.name) for field in stats.DESCRIPTOR.fields}
+    body = {
+        field.name: sum(getattr(stats, field.name) for stats in found)
+        for field in kvstore_pb2.StatsReply.DESCRIPTOR.fields
+    }
+    return body | {"sessions": body["sessions"] // min(COPIES, len(stores))}
 
 
 def _instance(instance: ledger_pb2.Instance) -> Json:

@@ -8,6 +8,7 @@ from aiohttp import web
 
 from kvcommons.errors import InvalidInput, KVCommonsError
 from kvcommons.pb import kvstore_pb2 as pb
+from kvcommons.shards import session_key
 from services.router.body import read_body
 from services.router.gate import SERVING, TENANT
 from services.router.schemas.requests import SessionCreate, SessionFork
@@ -29,7 +30,9 @@ async def create_session(request: web.Request) -> web.Response:
         tenant=request[TENANT].name, session_id=body.id or _new_id(), ttl_s=body.ttl_s or 0
     )
     record = await request.app[SERVING].store.call(
-        lambda stub, timeout_s: stub.Create(create, timeout=timeout_s)
+        lambda stub, timeout_s: stub.Create(create, timeout=timeout_s),
+        tenant=create.tenant,
+        session_id=create.session_id,
     )
     return web.json_response(session_body(record), status=_CREATED)
 
@@ -43,9 +46,7 @@ async def list_sessions(request: web.Request) -> web.Response:
     wanted = pb.ListSessionsRequest(
         tenant=request[TENANT].name, after=request.query.get("after", ""), limit=limit
     )
-    reply = await request.app[SERVING].store.call(
-        lambda stub, timeout_s: stub.List(wanted, timeout=timeout_s), patience_s=_READ_PATIENCE_S
-    )
+    reply = await request.app[SERVING].store.list(wanted, patience_s=_READ_PATIENCE_S)
     data = [session_body(record) for record in reply.sessions]
     return web.json_response(
         {
@@ -62,7 +63,10 @@ async def get_session(request: web.Request) -> web.Response:
     serving = request.app[SERVING]
     wanted = pb.GetSessionRequest(tenant=request[TENANT].name, session_id=_id(request))
     record = await serving.store.call(
-        lambda stub, timeout_s: stub.Get(wanted, timeout=timeout_s), patience_s=_READ_PATIENCE_S
+        lambda stub, timeout_s: stub.Get(wanted, timeout=timeout_s),
+        tenant=wanted.tenant,
+        session_id=wanted.session_id,
+        patience_s=_READ_PATIENCE_S,
     )
     body = session_body(record)
     body["messages"] = [
@@ -81,14 +85,18 @@ async def fork_session(request: web.Request) -> web.Response:
     fork = pb.ForkSessionRequest(
         tenant=request[TENANT].name, session_id=_id(request), new_id=body.id or _new_id()
     )
-    record = await request.app[SERVING].store.call(lambda stub, timeout_s: stub.Fork(fork, timeout=timeout_s))
+    record = await request.app[SERVING].store.fork(fork)
     return web.json_response(session_body(record), status=_CREATED)
 
 
 async def delete_session(request: web.Request) -> web.Response:
     session_id = _id(request)
     delete = pb.DeleteSessionRequest(tenant=request[TENANT].name, session_id=session_id)
-    await request.app[SERVING].store.call(lambda stub, timeout_s: stub.Delete(delete, timeout=timeout_s))
+    await request.app[SERVING].store.call(
+        lambda stub, timeout_s: stub.Delete(delete, timeout=timeout_s),
+        tenant=delete.tenant,
+        session_id=session_id,
+    )
     return web.json_response({"id": session_id, "object": "session.deleted", "deleted": True})
 
 
@@ -108,7 +116,7 @@ def session_body(record: pb.SessionRecord) -> Json:
 async def _tiers(serving: Serving, record: pb.SessionRecord) -> Json | None:
     """How many of the session's full blocks lie in which tier; None while the store cannot say. Whoever
     looks at a session does not use it: what is evicted next stays as it was."""
-    store = serving.fleet.store()
+    store = serving.fleet.homed(session_key(record.tenant, record.root)).store()
     if store is None:
         return None
     wanted = pb.MatchRequest(model=record.model, block_ids=record.block_ids, peek=True)
