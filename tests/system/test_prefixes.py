@@ -1,0 +1,65 @@
+"""Prefixes on a real stack: whoever begins alike shares, whatever the call, and nobody across tenants."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from devstack.rest import RestClient, Turn
+from tests.system.conftest import FLOAT32
+from tests.system.scrape import scrape
+from tests.system.stack import Stack
+
+BLOCK_TOKENS = 16  # of the demo model
+TEXT = " ".join(f"Remark {number}: the cat of house {number} sleeps by the mill." for number in range(24))
+
+
+def say(client: RestClient, text: str, session: str | None) -> Turn:
+    return client.say(text, session, max_tokens=4, temperature=0.0, ignore_eos=True)
+
+
+def full(turn: Turn) -> int:
+    """What a repetition of its prompt can reuse."""
+    return (turn.prompt_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def test_requests_sessions_and_forks_share_and_tenants_do_not(tmp_path: Path) -> None:
+    keys, secret = tmp_path / "keys", tmp_path / "secret"
+    keys.write_text("alice key-of-alice\nbob key-of-bob\n")
+    secret.write_bytes(b"sixteen bytes or more of secret")
+    router = {"api_keys": str(keys), "secret_file": str(secret)}
+    stack = Stack(tmp_path, tables={**FLOAT32, "router": router})
+    with stack:
+        alice = RestClient(stack.url, api_key="key-of-alice")
+        bob = RestClient(stack.url, api_key="key-of-bob")
+        cold = say(alice, TEXT, None)
+        assert cold.cached_tokens == 0
+        assert full(cold) >= 4 * BLOCK_TOKENS
+        stack.until(
+            lambda: not scrape(stack, "kvstore").value("kvcommons_block_pending_writes"), 10.0, "not saved"
+        )
+
+        # Another tenant's store calls, device hits and answer are those of a text that nobody ever had.
+        before = scrape(stack, "kvstore")
+        foreign = say(bob, TEXT, None)
+        after = scrape(stack, "kvstore")
+        assert (foreign.cached_tokens, foreign.timings["device_tokens"]) == (0, 0)
+        for tier in ("dram", "disk"):
+            name = "kvcommons_block_hits_total"
+            assert after.value(name, tier=tier) == before.value(name, tier=tier)
+        assert foreign.text == cold.text  # greedy, in float32: the same tokens, computed twice
+
+        # Stateless, in a session, in its fork, and in part: each finds what the others left.
+        assert say(alice, TEXT, None).cached_tokens == full(cold)
+        assert say(alice, TEXT, "s").cached_tokens == full(cold)
+        alice.post("/v1/sessions/s/fork", {"id": "f"})
+        left, right = say(alice, "Who sleeps?", "s"), say(alice, "Where is the mill?", "f")
+        assert left.cached_tokens >= full(cold)
+        assert right.cached_tokens >= full(cold)
+        part = say(alice, TEXT[: len(TEXT) // 2] + "And then?", None)
+        assert 0 < part.cached_tokens <= full(cold) // 2 + BLOCK_TOKENS
+
+        # A session that is deleted takes nothing from those that share with it.
+        alice.delete_session("s")
+        assert say(alice, "And who is awake?", "f").cached_tokens >= full(right)
+        assert say(bob, TEXT, None).cached_tokens == full(cold)  # his own by now
+    stack.assert_gone()
