@@ -56,7 +56,12 @@ class RunningStack:
         self._up: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
-        self.start()
+        try:
+            self.start()
+        except BaseException:
+            if self._up is not None and self._up.poll() is None:
+                self.kill_all()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:
