@@ -67,6 +67,7 @@ async def status(request: web.Request) -> web.Response:
         {
             "instances": instances,
             "store": await _store(serving),
+            "shards": _shards(serving),
             "queue": {"running": serving.admission.running, "waiting": serving.admission.waiting},
             "models": [model.name for model in serving.fleet.models()],
         }
@@ -91,6 +92,19 @@ async def _store(serving: Serving) -> Json | None:
     return body | {"sessions": body["sessions"] // min(COPIES, len(stores))}
 
 
+def _shards(serving: Serving) -> Json | None:
+    """Who of the kvstores serves; None while no ledger has said so."""
+    view = serving.fleet.shards
+    if view is None:
+        return None
+    return {
+        "epoch": view.epoch,
+        "serving": list(view.serving),
+        "joining": list(view.joining),
+        "settled": view.settled,
+    }
+
+
 def _instance(instance: ledger_pb2.Instance) -> Json:
     load = instance.load
     return {
@@ -108,4 +122,5 @@ def _instance(instance: ledger_pb2.Instance) -> Json:
         "running": load.running,
         "queued": load.queued,
         "debts": dict(load.debts),
+        "shard": instance.shard.name or None,
     }
