@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.console import Console
 
-from benchmarks import first_token, prefixes
+from benchmarks import first_token, overlap_cli, prefixes
 from benchmarks.plot import stacked_bars, stacked_times
 from benchmarks.prefixes_simulation import TIERS, Rates, Trial, compare
 from benchmarks.prompts import PromptWriter
@@ -56,6 +56,13 @@ def _parser() -> argparse.ArgumentParser:
     sessions.add_argument("--turns", type=int, default=2, metavar="N", help="measured turns of each session")
     sessions.add_argument("--sessions", type=int, default=5, metavar="N")
     sessions.add_argument("--concurrency", type=int, default=1, metavar="N", help="turns at the same time")
+    sessions.add_argument(
+        "--block-tokens",
+        type=int,
+        default=16,
+        metavar="N",
+        help="of a block; the last, unfinished one is computed",
+    )
     sessions.add_argument("--restart", action="store_true", help="then kill all, and measure from disk")
     sessions.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     _add_outputs(sessions)
@@ -67,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_outputs(first)
     first.set_defaults(run=_first_token, draw=_draw_first_token)
     _add_prefixes(commands)
+    overlap_cli.add(commands, _add_outputs)
     _add_truncation(commands)
     return parser
 
@@ -271,7 +279,7 @@ def _sessions(options: argparse.Namespace, progress: Callable[[str], None]) -> R
         write = PromptWriter(tokenizer, _template_tokens(model))
         benchmark = SessionsBenchmark(workload, write, progress)
         progress("starting the stack")
-        stack = RunningStack(folder / "stack", tables=_tables(workload, options.dtype), model=model)
+        stack = RunningStack(folder / "stack", tables=_tables(workload, options), model=model)
         with stack:
             benchmark.begin(stack.client)
             pairs = []
@@ -313,14 +321,15 @@ def _template_tokens(model: str) -> int:
     return len(template.prompt([{"role": "user", "content": "x"}])) - len(tokenizer.encode_text("x"))
 
 
-def _tables(workload: Workload, dtype: str) -> dict[str, dict[str, Any]]:
+def _tables(workload: Workload, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Prefill has room for one context a concurrent turn and a little more: see `benchmarks.sessions`."""
     grown = workload.turns * (workload.new_tokens + workload.answer_tokens)
     context = workload.history_tokens + grown + 2 * workload.new_tokens + 128
+    engine = {"dtype": options.dtype, "block_tokens": options.block_tokens}
     return {
-        "prefill": {"dtype": dtype, "capacity_tokens": workload.concurrency * context},
-        "decode": {"dtype": dtype, "capacity_tokens": 2 * workload.concurrency * context},
-        "attention_pool": {"dtype": dtype, "capacity_tokens": context},
+        "prefill": {**engine, "capacity_tokens": workload.concurrency * context},
+        "decode": {**engine, "capacity_tokens": 2 * workload.concurrency * context},
+        "attention_pool": {**engine, "capacity_tokens": context},
         "kvstore": {"dram_bytes": 2 << 30, "disk_bytes": 16 << 30},
     }
 

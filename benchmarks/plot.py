@@ -46,3 +46,36 @@ def stacked_bars(
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     plt.close(figure)
+
+
+def panels(
+    path: Path, title: str, groups: Sequence[tuple[str, Sequence[tuple[str, float]]]], unit: str
+) -> None:
+    """One above the other: of each group its title and its bars, named and in `unit`."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    heights = [1.0 + len(bars) for _, bars in groups]
+    figure, all_axes = plt.subplots(
+        len(groups),
+        figsize=(9, 1 + 0.4 * sum(heights)),
+        height_ratios=heights,
+        layout="constrained",
+        squeeze=False,
+    )
+    for axes, (subtitle, bars) in zip(all_axes[:, 0], groups, strict=True):
+        names, values = [name for name, _ in bars], [value for _, value in bars]
+        axes.barh(names, values)
+        for position, value in enumerate(values):
+            axes.text(value, position, f" {value:,.0f}", va="center")
+        axes.invert_yaxis()
+        axes.set_xlim(0, max(values) * 1.15)
+        axes.set_xlabel(unit)
+        axes.set_title(subtitle, loc="left", fontsize="medium")
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(title)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)

@@ -58,14 +58,20 @@ class Report:
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")
 
     def print(self, console: Console) -> None:
-        """A column a row of the result: there are more figures than things compared."""
+        """What there is more of goes down the page: figures, or things compared."""
         names = list(dict.fromkeys(name for row in self.rows for name in row))
         table = Table(title=self.title, title_justify="left")
-        table.add_column(names[0])
-        for row in self.rows:
-            table.add_column(_cell(row[names[0]]), justify="right")
-        for name in names[1:]:
-            table.add_row(name, *(_cell(row.get(name, "")) for row in self.rows))
+        if len(self.rows) > len(names):
+            for name in names:
+                table.add_column(name, justify="left" if name == names[0] else "right")
+            for row in self.rows:
+                table.add_row(*(_cell(row.get(name, "")) for name in names))
+        else:
+            table.add_column(names[0])
+            for row in self.rows:
+                table.add_column(_cell(row[names[0]]), justify="right")
+            for name in names[1:]:
+                table.add_row(name, *(_cell(row.get(name, "")) for row in self.rows))
         console.print(table)
         for name, ratio in self.ratios.items():
             console.print(f"{name}: [bold]{ratio:.3g}[/bold]")

@@ -1,0 +1,363 @@
+"""What does overlapping loads and saves with computing bring (AttentionStore, section 4.3.2, figures 19, 20)?
+
+A real engine and a real kvstore, with a link between them whose speed is set so that loading the history
+takes `load_share` times as long as computing the new tokens, and saving a prompt `save_share` of the time of
+its round: the proportions of the paper's machine. On one whose memory is as fast as its processor is slow,
+neither would be seen.
+
+Loading: a job computes, and the one that is measured waits behind it, a history in the store. Its time counts
+from the end of the first one to its own first token. Saving: a prompt and `STEPS` decode steps; its time
+counts until the next job could begin. Trials of all kinds take turns.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import copy_context
+from dataclasses import dataclass, replace
+
+import torch
+
+from benchmarks.paced_link import PacedLink
+from benchmarks.report import Report, Row, p50
+from kvcommons.blockstore.loader import BlockLoader
+from kvcommons.blockstore.saver import BlockSaver
+from kvcommons.engine.core import Core, make_core
+from kvcommons.engine.history import Histories
+from kvcommons.engine.keeper import BlockKeeper, KeptRun
+from kvcommons.errors import Internal, KVCommonsError
+from kvcommons.model.sampling import SamplingParams
+from kvcommons.rblock.identity import IdentityChain
+from kvcommons.telemetry.trace import Tracer
+from kvcommons.transport.deadline import Deadline
+from services.prefill.chunk import Chunk
+from services.prefill.cost import LoadOrCompute
+from services.prefill.engine import PrefillEngine
+from services.prefill.job import First, Job, Prompt
+from services.prefill.preloading import Preloading
+from services.prefill.push import Delivery, Pusher
+from services.prefill.read_buffer import ReadBuffer
+
+SALT = bytes(32)
+STEPS = 20  # of decode, as in the paper
+BEFORE_TOKENS = 512  # of the job before the measured one
+WAIT_S = 120.0
+BUFFER_BYTES = 4 << 30
+
+Progress = Callable[[str], None]
+
+
+class AlwaysLoad(LoadOrCompute):
+    """Measures as usual, and loads whatever it finds: it is the way of loading that is compared."""
+
+    def blocks_to_load(self, blocks: int, *, block_bytes: int, block_tokens: int, new_tokens: int) -> int:
+        return blocks
+
+    def patience_s(self, *, tokens: int, waited_s: float, pace_s: float, layers_left: int) -> float:
+        return WAIT_S
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    history_tokens: int = 1024
+    new_tokens: int = 100
+    buffers: tuple[int, ...] = (0, 5, 10, 15)  # layers
+    prompts: tuple[int, ...] = (1024, 1216, 1408, 1600)
+    load_share: float = 1.56
+    save_share: float = 0.16
+    rounds: int = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timed:
+    """A job's result, and when it came (monotonic seconds)."""
+
+    first: First
+    at_s: float
+
+
+class Trials:
+    """Jobs on engines that share a model and nothing else: each has memory of its own, so that no block is
+    found there."""
+
+    def __init__(self, core: Core, link: PacedLink) -> None:
+        self._core = core
+        self._link = link
+        self._serial = itertools.count(1)
+        self.cost = AlwaysLoad()
+        self.saver = BlockSaver("bench", buffer_bytes=BUFFER_BYTES)
+        self.loader = BlockLoader(lambda _: None)
+
+    @property
+    def layers(self) -> int:
+        return self._core.layout.layers
+
+    def close(self) -> None:
+        self.loader.close()
+        self.saver.close(Deadline.after(5.0))
+
+    def tokens(self, count: int) -> tuple[int, ...]:
+        """Of a prompt that no other one begins with."""
+        serial, vocab = next(self._serial), self._core.info.vocab_size
+        return tuple((serial * 7919 + i * 104729) % (vocab - 2) + 1 for i in range(count))
+
+    def core(self, tokens: int) -> Core:
+        """Fresh memory for prompts of so many tokens in all."""
+        room = tokens + 4 * self._core.block_tokens
+        return make_core(self._core.model, self._core.info, capacity_tokens=room)
+
+    @contextmanager
+    def engine(self, core: Core, read_buffer: ReadBuffer) -> Iterator[PrefillEngine]:
+        """Not started yet: jobs that are submitted before it is begin together."""
+        pusher = Pusher(core.memory, core.allocator, call_deadline_s=5.0)
+        engine = PrefillEngine(
+            core,
+            chunk_tokens=-(-BEFORE_TOKENS // core.block_tokens) * core.block_tokens,
+            max_running=4,
+            max_queue=4,
+            pusher=pusher,
+            keeper=BlockKeeper(core, self.saver),
+            cost=self.cost,
+            preloading=Preloading(core, Histories(core, self.loader), self.cost, read_buffer),
+            tracer=Tracer.off(),
+        )
+        try:
+            yield engine
+        finally:
+            engine.stop(5.0)
+            pusher.stop()
+
+    def run(self, engine: PrefillEngine, prompts: Sequence[tuple[tuple[int, ...], int, bool]]) -> list[Timed]:
+        """Jobs of (tokens, blocks in the store, save) together, in order."""
+        done = threading.Semaphore(0)
+        results: dict[int, Timed | KVCommonsError] = {}
+
+        def listener(key: int) -> Callable[[int | First | KVCommonsError], None]:
+            def hear(event: int | First | KVCommonsError) -> None:
+                if isinstance(event, int):
+                    return
+                results[key] = (
+                    Timed(first=event, at_s=time.monotonic()) if isinstance(event, First) else event
+                )
+                done.release()
+
+            return hear
+
+        for key, (tokens, matched, save) in enumerate(prompts):
+            job = self._job(key, tokens, matched, save)
+            copy_context().run(engine.submit, job, Delivery(Deadline.after(WAIT_S), ""), listener(key))
+        engine.start()
+        timed: list[Timed] = []
+        for _ in prompts:
+            if not done.acquire(timeout=WAIT_S):
+                raise Internal("a job did not end in time")
+        for key in range(len(prompts)):
+            result = results[key]
+            if isinstance(result, KVCommonsError):
+                raise result
+            timed.append(result)
+        return timed
+
+    def _job(self, key: int, tokens: tuple[int, ...], matched: int, save: bool) -> Job:
+        info = self._core.info
+        chain = IdentityChain(SALT, info.fingerprint, info.block_tokens)
+        chain.extend(tokens)
+        prompt = Prompt(
+            request_id=f"job-{key}",
+            session_id="",
+            tenant="bench",
+            salt=SALT,
+            tokens=tokens,
+            prompt_tokens=len(tokens),
+            sampling=SamplingParams(),
+            store_control="",
+            store_data=self._link.address if matched or save else "",
+            matched_blocks=matched,
+            targets=(),
+            push_from_block=0,
+            no_reuse=False,
+        )
+        now = time.monotonic()
+        return Job(
+            key=key,
+            prompt=prompt,
+            block_tokens=info.block_tokens,
+            deadline_s=now + WAIT_S,
+            submitted_s=now,
+            ids=chain.ids,
+        )
+
+    def kept(self, core: Core, tokens: tuple[int, ...]) -> KeptRun:
+        """All full blocks of a prompt that an engine on this core has computed; hold them meanwhile."""
+        chain = IdentityChain(SALT, core.info.fingerprint, core.block_tokens)
+        ids = chain.extend(tokens)
+        blocks = core.allocator.match(ids)
+        if len(blocks) < len(ids):
+            raise Internal("the prompt's blocks are gone already")
+        return KeptRun(
+            store=self._link.address, tenant="bench", parent=b"", first_index=0, ids=tuple(ids),
+            blocks=tuple(blocks),
+        )  # fmt: skip
+
+    def flush(self) -> None:
+        if not self.saver.flush(Deadline.after(WAIT_S)):
+            raise Internal("the store did not take the blocks in time")
+
+
+class Loading:
+    """Figure 19: the prefill time of a job with a history in the store."""
+
+    def __init__(self, trials: Trials, link: PacedLink, setting: Setting) -> None:
+        self._trials = trials
+        self._link = link
+        self._setting = setting
+        self._history = trials.tokens(setting.history_tokens)
+
+    def prepare(self) -> None:
+        """Saves the history, and sets the link's speed by what computing takes."""
+        trials, setting = self._trials, self._setting
+        core = trials.core(setting.history_tokens)
+        with trials.engine(core, self._buffer(None)) as engine:
+            trials.run(engine, [(self._history, 0, True)])
+        trials.flush()
+        plain = [self._trial(self._buffer(self._trials.layers))[1] for _ in range(3)]
+        history_bytes = self._blocks() * core.layout.block_bytes
+        self._link.bytes_per_s = history_bytes / (setting.load_share * p50(plain))
+        for _ in range(3):
+            self._trial(self._buffer(None))  # rates become known
+
+    def modes(self) -> dict[str, ReadBuffer]:
+        modes = {"no pre-loading": replace(self._buffer(0), whole_first=True)}
+        for layers in self._setting.buffers:
+            modes[f"buffer of {layers} layers"] = self._buffer(layers)
+        return {**modes, "buffer by the formula": self._buffer(None)}
+
+    def seconds(self, mode: str) -> float:
+        return self._trial(self.modes()[mode])[0]
+
+    def _trial(self, read_buffer: ReadBuffer) -> tuple[float, float]:
+        """The job's time from the end of the one before, and what computing took of it."""
+        trials, setting = self._trials, self._setting
+        core = trials.core(setting.history_tokens + setting.new_tokens + BEFORE_TOKENS)
+        own = trials.tokens(setting.new_tokens)
+        with trials.engine(core, read_buffer) as engine:
+            jobs = [
+                (trials.tokens(BEFORE_TOKENS), 0, False),
+                (self._history + own, self._blocks(), False),
+            ]
+            before, measured = trials.run(engine, jobs)
+        if measured.first.cached_tokens != self._blocks() * core.block_tokens:
+            raise Internal("the history was not loaded: the figure would be no one's")
+        return measured.at_s - before.at_s, measured.first.compute_us / 1e6
+
+    def _blocks(self) -> int:
+        return self._setting.history_tokens // self._trials.core(1).block_tokens
+
+    def _buffer(self, layers: int | None) -> ReadBuffer:
+        return ReadBuffer(layers=self._trials.layers, bytes_max=BUFFER_BYTES, fixed_layers=layers)
+
+
+class Saving:
+    """Figure 20: a prompt and some steps of decode, until the next job could begin."""
+
+    def __init__(self, trials: Trials, link: PacedLink, setting: Setting) -> None:
+        self._trials = trials
+        self._link = link
+        self._setting = setting
+
+    def prepare(self) -> None:
+        self._link.bytes_per_s = 0.0
+        tokens = self._setting.prompts[0]
+        execution_s = p50([self._trial(tokens, overlap=None) for _ in range(2)])
+        layout = self._trials.core(1).layout
+        size = max(1, tokens // layout.block_tokens) * layout.block_bytes
+        self._link.bytes_per_s = size / (self._setting.save_share * execution_s)
+
+    def seconds(self, tokens: int, *, overlap: bool) -> float:
+        return self._trial(tokens, overlap=overlap)
+
+    def _trial(self, tokens: int, *, overlap: bool | None) -> float:
+        """`overlap` None: nothing is saved."""
+        trials = self._trials
+        core = trials.core(tokens + STEPS)
+        prompt = trials.tokens(tokens)
+        buffer = ReadBuffer(layers=trials.layers, bytes_max=0)
+        with trials.engine(core, buffer) as engine:
+            began_s = time.monotonic()
+            trials.run(engine, [(prompt, 0, bool(overlap))])
+            run = trials.kept(core, prompt)
+            _decode(core, run.blocks)
+            if overlap is False:
+                BlockKeeper(core, trials.saver).save_all_layers(run)
+                trials.flush()
+            took_s = time.monotonic() - began_s
+            trials.flush()
+            core.allocator.release(run.blocks)
+        return took_s
+
+
+def _decode(core: Core, blocks: tuple[int, ...]) -> None:
+    """Some tokens, one after the other, after the full blocks of a prompt."""
+    more = core.allocator.allocate(-(-STEPS // core.block_tokens))
+    length = len(blocks) * core.block_tokens
+    tokens = [1] * (length + STEPS)
+    with torch.inference_mode():
+        for position in range(length, length + STEPS):
+            chunk = Chunk(core, tokens, range(position, position + 1), [*blocks, *more])
+            for layer in range(core.layout.layers):
+                chunk.write(layer)
+                chunk.attend(layer)
+            chunk.logits()
+    core.allocator.release(more)
+
+
+def measure(core: Core, link: PacedLink, setting: Setting, progress: Progress) -> Report:
+    """Interleaved rounds of all kinds of trials; medians, and ratios against the first kind."""
+    trials = Trials(core, link)
+    rows: list[Row] = []
+    ratios: dict[str, float] = {}
+    try:
+        loading = Loading(trials, link, setting)
+        progress("saving the history")
+        loading.prepare()
+        load_s: dict[str, list[float]] = {mode: [] for mode in loading.modes()}
+        for number in range(setting.rounds):
+            progress(f"loading, round {number + 1} of {setting.rounds}")
+            for mode, times in load_s.items():
+                times.append(loading.seconds(mode))
+        plain, *others = load_s
+        for mode, times in load_s.items():
+            rows.append({"how": mode, "figure": "19", "trials": len(times), "prefill ms": p50(times) * 1000})
+        for mode in others:
+            pairs = zip(load_s[mode], load_s[plain], strict=True)
+            ratios[f"prefill_{mode.replace(' ', '_')}"] = p50([ours / theirs for ours, theirs in pairs])
+        saving = Saving(trials, link, setting)
+        saving.prepare()
+        for tokens in setting.prompts:
+            progress(f"saving prompts of {tokens} tokens")
+            saves = [
+                [saving.seconds(tokens, overlap=on) for on in (False, True)] for _ in range(setting.rounds)
+            ]
+            for index, how in enumerate(("saved after", "saved meanwhile")):
+                took_ms = p50([pair[index] for pair in saves]) * 1000
+                rows.append(
+                    {
+                        "how": f"{tokens} tokens, {how}",
+                        "figure": "20",
+                        "trials": len(saves),
+                        "round ms": took_ms,
+                    }
+                )
+            ratios[f"round_{tokens}_saved_meanwhile"] = p50([pair[1] / pair[0] for pair in saves])
+    finally:
+        trials.close()
+    tokens = f"{setting.history_tokens} tokens of history, {setting.new_tokens} new"
+    return Report(
+        title=f"{tokens}: what overlapping brings",
+        ratios=ratios,
+        rows=rows,
+    )
