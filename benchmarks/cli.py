@@ -234,7 +234,8 @@ def _draw_prefixes(path: Path, report: Report) -> None:
     parts, axis = tuple(f"from {tier} %" for tier in TIERS), "share of requests, by the tier of their prefix"
     if "cached %" in report.rows[0]:
         parts, axis = ("compute s", "waiting for loads s", "rest s"), "seconds"
-    stacked_bars(path, report.title, report.rows, parts, "policy", axis)
+    rows = [{**row, "how": f"{row['policy']}\n{row['requests/s']:.2f}/s"} for row in report.rows]
+    stacked_bars(path, report.title, rows, parts, "how", axis)
 
 
 def _add_outputs(parser: argparse.ArgumentParser) -> None:

@@ -266,7 +266,7 @@ def compare(
     return Report(
         title=(
             f"{trial.prefixes} prefixes of {trial.prefix_tokens} tokens, {law}, room for "
-            f"{trial.device}/{trial.dram}/{trial.disk} on the device, in DRAM, on disk (simulated)"
+            f"{trial.device}/{trial.dram}/{trial.disk} (simulated)"
         ),
         ratios=ratios,
         rows=[_row(done) for done in outcomes.values()],
