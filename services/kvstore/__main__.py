@@ -97,8 +97,8 @@ async def _serve(config: Config, process: Process, store: BlockStore, sessions: 
     finally:
         sweep.cancel()
         await heartbeat.stop()
-        await shard.stop()
         await server.drain(config.node.drain_s / 4)
+        await shard.stop()
         await asyncio.to_thread(data_server.stop, config.node.drain_s / 4)
         executor.shutdown(wait=True)
 
@@ -118,6 +118,8 @@ def _blocks(folder: DataFolder, config: Config) -> BlockStore:
         dram_bytes=config.dram_bytes,
         disk_bytes=config.disk_bytes,
         policy=config.policy,
+        dram_buffer=config.dram_buffer,
+        block_ttl_s=config.block_ttl_s,
         io_threads=config.io_threads,
         blocks_max=config.blocks_max,
         staging_s=config.staging_s,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from services.kvstore.policy import Policy
+from services.kvstore.policies.base import Policy
 from services.kvstore.tier import BlockShape, Slot
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ class Space:
 
     __slots__ = ("blocks", "disk_policy", "dram_policy", "shape", "stagings")
 
-    def __init__(self, shape: BlockShape, dram_policy: Policy, disk_policy: Policy) -> None:
+    def __init__(self, shape: BlockShape, dram_policy: Policy[bytes], disk_policy: Policy[bytes]) -> None:
         self.shape = shape
         self.dram_policy = dram_policy
         self.disk_policy = disk_policy
@@ -126,6 +126,7 @@ class Counters:
     evictions_disk: int = 0
     corrupt: int = 0
     forgotten: int = 0
+    expired: int = 0
     read_errors: int = 0
     write_failures: int = 0
     refused: int = 0

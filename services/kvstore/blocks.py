@@ -7,6 +7,7 @@ slab files; what moves is pinned meanwhile.
 from __future__ import annotations
 
 import logging
+import random
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from services.kvstore.incoming import Incoming, LayerPut
 from services.kvstore.index import BlockIndex
 from services.kvstore.loader import READ_BYTES, Loader, Outcome
 from services.kvstore.medium import Medium
-from services.kvstore.policy import policy_factory
+from services.kvstore.policies.catalogue import DEFAULT, choice
 from services.kvstore.prefetch import Prefetcher
 from services.kvstore.recovery import recover
 from services.kvstore.run import Run
@@ -39,13 +40,16 @@ _SLAB_BYTES_MAX = 1 << 30
 _WRITE_THREADS = 2
 _IDLE_S = 1.0
 _RETRY_S = 1.0
+_BUFFER_ROUND = 256  # blocks that leave DRAM for the buffer in one round
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockStoreSettings:
     dram_bytes: int
     disk_bytes: int
-    policy: str = "lru"
+    policy: str = DEFAULT
+    dram_buffer: float = 0.0  # share of DRAM that is kept free
+    block_ttl_s: float = 0.0  # blocks that nobody uses for so long go; 0: when their room is wanted
     io_threads: int = 4
     blocks_max: int = 100_000  # on disk; each takes about 500 bytes of memory to know
     scrub_bytes_per_s: int = 4 * _MIB
@@ -67,7 +71,7 @@ class BlockStore:
         self.arena = Arena()
         self._settings = settings
         self._clock = clock or SystemClock()
-        new_policy = policy_factory(settings.policy)
+        chosen, source = choice(settings.policy), random.Random()
         self._slabs = SlabFiles(medium.disk)
         self._index = BlockIndex(medium.index)
         self._catalog = Catalog(
@@ -78,8 +82,12 @@ class BlockStore:
                 overhead_bytes=PAGE_BYTES,
             ),
             memory=self.arena,
-            new_policy=new_policy,
+            new_policy=lambda: chosen.make(source),
             first_generation=self._index.first_generation,
+            looks_ahead=chosen.looks_ahead,
+            paper_window=chosen.paper_window,
+            buffer_bytes=int(settings.dram_buffer * settings.dram_bytes),
+            ttl_s=settings.block_ttl_s or None,
         )
         self._lock = threading.Lock()
         self._freed = threading.Condition(self._lock)  # a DRAM slot may have become free
@@ -117,7 +125,8 @@ class BlockStore:
         )
         self._scrubbing = ScrubThread(self.scrub)
         self._thread = threading.Thread(target=self._write_loop, name="kvstore-writer", daemon=True)
-        log.info("%d blocks found on disk", recover(self._catalog, self._slabs, self._index))
+        found = recover(self._catalog, self._slabs, self._index, self._clock.monotonic_s())
+        log.info("%d blocks found on disk", found)
 
     def start(self) -> None:
         self._thread.start()
@@ -203,7 +212,7 @@ class BlockStore:
         with self._lock:
             if peek:
                 return [_in_dram(block) for block in self._catalog.stored(model, block_ids)]
-            found = self._catalog.leading(model, block_ids)
+            found = self._catalog.leading(model, block_ids, self._clock.monotonic_s())
             tiers = [_in_dram(block) for block in found]
             counters = self._catalog.counters
             counters.hits_dram += sum(tiers)
@@ -222,7 +231,8 @@ class BlockStore:
         started: list[Block] = []
         with self._lock:
             condition = threading.Condition()
-            for block in self._catalog.leading(model, block_ids):
+            now_s = self._clock.monotonic_s()
+            for block in self._catalog.leading(model, block_ids, now_s, begins=first_layer == 0):
                 layers = block.space.shape.layers
                 if not 0 <= first_layer <= max(first_layer, last_layer) < layers:
                     raise InvalidInput(f"the model has {layers} layers", param="layers")
@@ -366,7 +376,10 @@ class BlockStore:
     def write_round(self) -> Round:
         """One round of the thread that changes the disk."""
         with self._lock:
-            if self._catalog.drop_stale(self._clock.monotonic_s() - self._settings.staging_s):
+            now_s = self._clock.monotonic_s()
+            freed = self._catalog.drop_stale(now_s - self._settings.staging_s)
+            freed += self._catalog.expire(now_s) + self._catalog.room.keep_buffer(_BUFFER_ROUND)
+            if freed:
                 self._freed.notify_all()
         return self._writer.cycle()
 

@@ -14,13 +14,13 @@ are free once nobody has them pinned and, on disk, its index entry is deleted.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 
 from kvcommons.errors import CapacityExhausted, InvalidInput, Overloaded
 from services.kvstore.block import Block, BlockOrigin, Doomed, Space, Staging
-from services.kvstore.policy import Policy
+from services.kvstore.policies.base import Policy
 from services.kvstore.room import Memory, Room
 from services.kvstore.tier import BlockShape, Slot, Tier
 
@@ -44,10 +44,18 @@ class Catalog:
         dram: Tier,
         disk: Tier,
         memory: Memory,
-        new_policy: Callable[[], Policy],
+        new_policy: Callable[[], Policy[bytes]],
         first_generation: int,
+        looks_ahead: bool = True,
+        paper_window: bool = False,
+        buffer_bytes: int = 0,
+        ttl_s: float | None = None,
     ) -> None:
-        self.room = Room(dram=dram, disk=disk, memory=memory)
+        """`looks_ahead`: what the queue will use is fetched ahead. `ttl_s`: unused blocks go after it."""
+        self.room = Room(
+            dram=dram, disk=disk, memory=memory, paper_window=paper_window, buffer_bytes=buffer_bytes
+        )
+        self.looks_ahead = looks_ahead
         self.dram = dram
         self.disk = disk
         self.counters = self.room.counters
@@ -57,6 +65,8 @@ class Catalog:
         self._generation = first_generation
         self._spaces = self.room.spaces
         self._tick = 0
+        self._ttl_s = ttl_s
+        self._used: OrderedDict[Block, float] = OrderedDict()  # when, least recent first; kept where a ttl is
 
     # ---- what is there
 
@@ -65,11 +75,20 @@ class Catalog:
         space = self._spaces.get(model)
         return space.blocks.get(block_id) if space else None
 
-    def leading(self, model: bytes, block_ids: Sequence[bytes]) -> list[Block]:
-        """The leading blocks that are stored, and so were asked for: they count as used."""
+    def leading(
+        self, model: bytes, block_ids: Sequence[bytes], now_s: float, *, begins: bool = True
+    ) -> list[Block]:
+        """The leading blocks that are stored, and so were asked for: they count as used.
+
+        With `begins`, it may be the first that is heard of a job.
+        """
         found = self.stored(model, block_ids)
-        if found:
-            self._use(found[0].space, found)
+        space = self._spaces.get(model)
+        if space is None or not block_ids:
+            return found
+        if begins and self.room.hints.jobs.serve(model, block_ids, len(found), now_s):
+            self.room.hints.served(len(block_ids) * space.shape.slot_bytes)
+        self._use(found, now_s)
         return found
 
     def stored(self, model: bytes, block_ids: Sequence[bytes]) -> list[Block]:
@@ -170,8 +189,9 @@ class Catalog:
         others = space.stagings.pop(staging.block_id)
         del others[staging.writer]
         space.blocks[block.block_id] = block
-        space.dram_policy.admit(block.block_id)
+        space.dram_policy.admit(block.block_id, block.origin.parent or None)
         self.pending.append(block)
+        self._touch(block, now_s)
         for other in others.values():
             self._drop(other)
         return block
@@ -228,12 +248,13 @@ class Catalog:
     def durable(self, block: Block, slot: Slot) -> None:
         """The block's payload and index entry are on disk."""
         self.writing -= 1
+        parent = block.origin.parent if block.origin else b""
         block.disk = slot
         block.origin = None
         if block.detached:
             self.room.doom(block)
         else:
-            block.space.disk_policy.admit(block.block_id)
+            block.space.disk_policy.admit(block.block_id, parent or None)
             self.disk.used(slot, self._tick)
         self.unpin(block)
 
@@ -277,9 +298,27 @@ class Catalog:
         self.room.detach(block)
         return True
 
+    def expire(self, now_s: float) -> int:
+        """Drops what nobody has used for the time to live, but for what is in use now. How many blocks."""
+        gone = 0
+        while self._ttl_s is not None and self._used:
+            block, used_s = next(iter(self._used.items()))
+            if used_s + self._ttl_s > now_s:
+                break
+            if block.detached:
+                del self._used[block]
+            elif block.pins or block.disk_pins:
+                self._touch(block, now_s)
+            else:
+                del self._used[block]
+                self.room.detach(block)
+                gone += 1
+        self.counters.expired += gone
+        return gone
+
     # ---- at start
 
-    def restore(self, shape: BlockShape, blocks: Iterable[tuple[bytes, int, Slot]]) -> None:
+    def restore(self, shape: BlockShape, blocks: Iterable[tuple[bytes, int, Slot]], now_s: float) -> None:
         """Blocks found in the index, least recently used first: (id, generation, slot)."""
         space = self._admit(shape)
         for block_id, generation, slot in blocks:
@@ -289,6 +328,7 @@ class Catalog:
             space.blocks[block_id] = block
             space.disk_policy.admit(block_id)
             self.disk.used(slot, self._tick)
+            self._touch(block, now_s)
 
     # ---- within
 
@@ -302,6 +342,7 @@ class Catalog:
             self._check_room(shape)
             space = Space(shape, self._new_policy(), self._new_policy())
             self._spaces[shape.model] = space
+            self.room.hints.jobs.began(shape.model)
         if space.shape != shape:
             raise InvalidInput(
                 f"blocks of this model have {space.shape.layers} layers of {space.shape.object_bytes} bytes, "
@@ -323,16 +364,19 @@ class Catalog:
         if len(self._spaces) >= MODELS_MAX:
             raise Overloaded(f"the store has blocks of {MODELS_MAX} models and takes no further one")
 
-    def _use(self, space: Space, blocks: Sequence[Block]) -> None:
+    def _use(self, blocks: Sequence[Block], now_s: float) -> None:
         self._tick += 1
-        ids = [block.block_id for block in blocks]
-        space.dram_policy.use(ids)
-        space.disk_policy.use(ids)
-        for block in blocks:
+        for block in reversed(blocks):
+            self._touch(block, now_s)
             if block.dram is not None:
                 self.dram.used(block.dram, self._tick)
             if block.disk is not None:
                 self.disk.used(block.disk, self._tick)
+
+    def _touch(self, block: Block, now_s: float) -> None:
+        if self._ttl_s is not None:
+            self._used[block] = now_s
+            self._used.move_to_end(block)
 
     def _drop(self, staging: Staging) -> None:
         """Frees a staging's slot once no bytes are under way into it."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt, Le, Lt
 
 from kvcommons.config import Addresses, DataPlane, Node
+from services.kvstore.policies.catalogue import DEFAULT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +23,9 @@ class Config:
         1 << 30
     )  # of blocks in memory; the process takes up to 150 MB beside them
     disk_bytes: Annotated[int, Ge(0)] = 16 << 30  # of slab files at most; they grow as blocks come
-    policy: Literal["lru"] = "lru"  # which blocks go first when a tier is full
+    policy: str = DEFAULT  # which blocks go first when a tier is full: docs/replay.md has the names
+    dram_buffer: Annotated[float, Ge(0), Lt(1)] = 0.02  # share of DRAM kept free, so that what comes has room
+    block_ttl_s: Annotated[int, Ge(0)] = 0  # blocks that nobody uses for so long go; 0: when room is wanted
     io_threads: Annotated[int, Gt(0), Le(64)] = 4  # reads of slab files at once
     blocks_max: Annotated[int, Gt(0)] = 100_000  # on disk; each takes about 500 bytes of memory to know
     scrub_bytes_per_s: Annotated[int, Ge(0)] = 4 << 20  # read to find what went bad on disk; 0: never

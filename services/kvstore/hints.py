@@ -3,15 +3,19 @@
 Decisions only: no I/O, no clock, no lock.
 
 Each router sends the look-ahead of its queue with expected starts and repeats it while jobs wait; a newer
-hint replaces the older one of the same router. Merged, soonest first, they give the windows of Gao et al.,
-"AttentionStore", section 3.3: the blocks of the next uses that together fit into DRAM are fetched from disk
-and spared from eviction there, those that fit into DRAM and disk together are spared on disk.
+hint replaces the older one of the same router. Merged, soonest first, they are told to the eviction policies
+(`expected.py`), and give the fetch window of Gao et al., "AttentionStore", section 3.3.1: the next C_mem /
+S_kv jobs, as far as what they want fits into DRAM together; their blocks are fetched from disk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+
+from services.kvstore.expected import ExpectedJobs, ExpectedUse
+from services.kvstore.policies.base import Policy
+from services.kvstore.policies.window import Windows
 
 ROUTERS_MAX = 64
 BLOCKS_MAX = 16_384  # of one router
@@ -22,22 +26,16 @@ Window = Mapping[bytes, Mapping[bytes, int]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ExpectedUse:
-    """A job that waits at a router. `at_s`: when it will likely start, on the store's clock."""
-
-    model: bytes
-    block_ids: Sequence[bytes]
-    at_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class _Hint:
     uses: Sequence[ExpectedUse]
     until_s: float
 
 
 class Hints:
-    """The hints of all routers. `slot_bytes`: what a block of a model takes, 0 for an unknown model."""
+    """The hints of all routers. `slot_bytes`: what a block of a model takes, 0 for an unknown model.
+
+    `policies`: of a model. With `paper_window` they are told of AttentionStore's eviction window only.
+    """
 
     def __init__(
         self,
@@ -46,13 +44,17 @@ class Hints:
         dram_bytes: int,
         disk_bytes: int,
         blocks_max: int = BLOCKS_MAX,
+        policies: Callable[[bytes], Iterable[Policy[bytes]]] = lambda _: (),
+        paper_window: bool = False,
     ) -> None:
+        self.windows = Windows(dram=dram_bytes, disk=disk_bytes)
+        self.jobs = ExpectedJobs(policies, (lambda: self.windows.eviction) if paper_window else None)
         self._slot_bytes = slot_bytes
-        self._window_bytes = {False: dram_bytes, True: dram_bytes + disk_bytes}
+        self._dram_bytes = dram_bytes
         self._blocks_max = blocks_max
         self._hints: dict[str, _Hint] = {}
         self._upcoming: list[ExpectedUse] | None = []  # None: to be merged anew
-        self._windows: dict[bool, Window] = {}
+        self._window: Window | None = None
 
     def __len__(self) -> int:
         """Routers whose hints are known."""
@@ -65,6 +67,7 @@ class Hints:
         self._hints.pop(router, None)
         self._changed()
         if len(self._hints) >= ROUTERS_MAX:
+            self.jobs.replace(router, [])
             return 0
         kept: list[ExpectedUse] = []
         blocks = 0
@@ -73,6 +76,7 @@ class Hints:
             if blocks > self._blocks_max:
                 break
             kept.append(use)
+        self.jobs.replace(router, kept)
         if kept:
             self._hints[router] = _Hint(uses=kept, until_s=now_s + min(ttl_s, TTL_S_MAX))
         return len(kept)
@@ -82,6 +86,7 @@ class Hints:
         old = [router for router, hint in self._hints.items() if hint.until_s <= now_s]
         for router in old:
             del self._hints[router]
+            self.jobs.replace(router, [])
         if old:
             self._changed()
 
@@ -92,18 +97,22 @@ class Hints:
             self._upcoming = sorted(merged, key=lambda use: use.at_s)
         return self._upcoming
 
-    def window(self, *, disk: bool) -> Window:
-        """The blocks of the next uses that together have room: in DRAM, or in both tiers. A block that
-        several jobs use takes its room once, and has the place of its first use."""
-        window = self._windows.get(disk)
-        if window is None:
-            window = self._windows[disk] = self._fill(self._window_bytes[disk])
-        return window
+    def served(self, size_bytes: int) -> None:
+        """A job wanted so much of the store."""
+        self.windows.served(size_bytes)
+        self._window = None
+
+    def window(self) -> Window:
+        """The blocks of the fetch window. A block that several jobs use takes its room once, and has the
+        place of its first use."""
+        if self._window is None:
+            self._window = self._fill(self._dram_bytes)
+        return self._window
 
     def _fill(self, left_bytes: int) -> Window:
         window: dict[bytes, dict[bytes, int]] = {}
         place = 0
-        for use in self.upcoming():
+        for use in self.upcoming()[: self.windows.fetch]:
             size = self._slot_bytes(use.model)
             if not size:
                 continue  # no block of this model is stored
@@ -120,4 +129,4 @@ class Hints:
 
     def _changed(self) -> None:
         self._upcoming = None
-        self._windows.clear()
+        self._window = None

@@ -79,6 +79,7 @@ class StoreCollector(Collector):
             ("block_misses", "Blocks asked for and not found.", counters.misses),
             ("block_corrupt", "Blocks dropped because their bytes were wrong.", counters.corrupt),
             ("block_forgotten", "Blocks that went with the last session naming them.", counters.forgotten),
+            ("block_expired", "Blocks that nobody used for their time to live.", counters.expired),
             ("block_read_errors", "Blocks dropped because the disk did not give them.", counters.read_errors),
             ("block_write_failures", "Blocks that did not get to disk.", counters.write_failures),
             ("block_prefetched", "Blocks fetched from disk because a router hinted.", counters.prefetched),

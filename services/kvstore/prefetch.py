@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from services.kvstore.block import Block
 from services.kvstore.catalog import Catalog
 from services.kvstore.clock import Clock
-from services.kvstore.hints import ExpectedUse
+from services.kvstore.expected import ExpectedUse
 from services.kvstore.loader import Load
 
 log = logging.getLogger(__name__)
@@ -72,23 +72,30 @@ class Prefetcher:
             with self._lock:
                 if self._stopping:
                     return
-                self._hints.expire(self._clock.monotonic_s())
-                model, batch, loads = self._begin()
-                if not batch:
+            loads = self.step()
+            with self._lock:
+                if not loads and not self._stopping:
                     self._wake.wait(_POLL_S if len(self._hints) else None)
-                    continue
+            self._await(loads)
+
+    def step(self) -> list[Load]:
+        """Begins to fetch the next batch; empty where there is nothing to fetch, or no room for it."""
+        with self._lock:
+            self._hints.expire(self._clock.monotonic_s())
+            model, batch, loads = self._begin()
+        if batch:
             try:
                 self._start_loads(model, batch, 0)
             except Exception:
                 log.exception("blocks could not be fetched ahead of use")
-            self._await(loads)
+        return loads
 
     def _begin(self) -> tuple[bytes, list[Block], list[Load]]:
         """Pins the next blocks to fetch, all of one model. The load of each keeps it pinned."""
         batch: list[Block] = []
         loads: list[Load] = []
         condition = threading.Condition()
-        window = self._hints.window(disk=False)
+        window = self._hints.window() if self._catalog.looks_ahead else {}
         size = 0
         for use in self._hints.upcoming():
             wanted = window.get(use.model, {})

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 _DELETIONS_MAX = 10_000
 
 
-def recover(catalog: Catalog, slabs: SlabFiles, index: BlockIndex) -> int:
+def recover(catalog: Catalog, slabs: SlabFiles, index: BlockIndex, now_s: float) -> int:
     """Fills an empty catalog; how many blocks were found. Raises UnknownFormat, StoreUnavailable."""
     shapes: dict[int, BlockShape] = {}
     for number, shape, slots in slabs.discover():
@@ -39,7 +39,7 @@ def recover(catalog: Catalog, slabs: SlabFiles, index: BlockIndex) -> int:
             slabs.remove(number)
     for shape in set(shapes.values()):
         inside_shape = {number: inside for number, inside in found.items() if shapes[number] == shape}
-        _restore(catalog, shape, inside_shape)
+        _restore(catalog, shape, inside_shape, now_s)
     while (excess := catalog.room.excess_disk_region()) is not None:
         region, doomed = excess
         if doomed:
@@ -92,11 +92,15 @@ def _scan(
     return found, bad
 
 
-def _restore(catalog: Catalog, shape: BlockShape, regions: dict[int, dict[int, _Placed]]) -> None:
+def _restore(
+    catalog: Catalog, shape: BlockShape, regions: dict[int, dict[int, _Placed]], now_s: float
+) -> None:
     """Least recently stored first; of blocks stored together, the deepest first."""
     placed = [(block, number) for number, inside in regions.items() for block in inside.values()]
     placed.sort(key=lambda pair: (pair[0].created_ms, -pair[0].first_index))
     if placed:
         catalog.restore(
-            shape, ((block.block_id, block.generation, Slot(number, block.place)) for block, number in placed)
+            shape,
+            ((block.block_id, block.generation, Slot(number, block.place)) for block, number in placed),
+            now_s,
         )

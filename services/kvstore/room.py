@@ -6,11 +6,12 @@ are free once nobody has them pinned and, on disk, its index entry is deleted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 from services.kvstore.block import Block, Counters, Doomed, Space
 from services.kvstore.hints import Hints
+from services.kvstore.policies.base import Policy
 from services.kvstore.tier import BlockShape, Region, Slot, Tier
 
 
@@ -23,21 +24,31 @@ class Memory(Protocol):
 
 
 class Room:
-    """The two tiers, and the blocks in them by model."""
+    """The two tiers, and the blocks in them by model. `buffer_bytes` of DRAM are kept free, so that what
+    comes need not wait (AttentionStore, section 3.3.1)."""
 
-    def __init__(self, *, dram: Tier, disk: Tier, memory: Memory) -> None:
+    def __init__(
+        self, *, dram: Tier, disk: Tier, memory: Memory, paper_window: bool = False, buffer_bytes: int = 0
+    ) -> None:
         self.dram = dram
         self.disk = disk
         self.spaces: dict[bytes, Space] = {}
         self.counters = Counters()
         self.doomed: list[Doomed] = []  # disk copies whose index entries have to be deleted
-        self.hints = Hints(self._slot_bytes, dram_bytes=dram.capacity_bytes, disk_bytes=disk.capacity_bytes)
+        self.hints = Hints(
+            self._slot_bytes,
+            dram_bytes=max(0, dram.capacity_bytes - buffer_bytes),
+            disk_bytes=disk.capacity_bytes,
+            policies=self._policies,
+            paper_window=paper_window,
+        )
         self._memory = memory
+        self._buffer_bytes = buffer_bytes
 
     def dram_slot(self, space: Space, *, sparing: bool = False) -> Slot | None:
         """A slot in DRAM, made free if need be; None where nothing can go.
 
-        With `sparing`, neither blocks whose use is expected nor another model's go for it.
+        With `sparing`, neither blocks of the fetch window nor another model's go for it.
         """
         shape = space.shape
         while True:
@@ -46,10 +57,25 @@ class Room:
                 return slot
             if self._grow_dram(shape) or (not sparing and self._take_over_dram(space)):
                 continue
-            victim = next(self._victims(space, 1, disk=False, sparing=sparing), None)
-            if victim is None:
+            victim = self._victim(space, disk=False)
+            if victim is None or (sparing and self._is_next(victim)):
                 return None
             self._evict_dram_copy(victim)
+
+    def keep_buffer(self, blocks_max: int) -> int:
+        """Frees DRAM down to the buffer, of blocks that are on disk as well; how many, at most `blocks_max`.
+
+        The model whose blocks take most gives them.
+        """
+        freed = 0
+        while freed < blocks_max and self.dram.capacity_bytes - self.dram.taken_bytes < self._buffer_bytes:
+            space = max(self.spaces.values(), key=self._dram_bytes, default=None)
+            victim = self._victim(space, disk=False, stored=True) if space else None
+            if victim is None or self._is_next(victim):
+                break
+            self._evict_dram_copy(victim)
+            freed += 1
+        return freed
 
     def give_dram(self, block: Block) -> None:
         """Frees the DRAM slot of a detached block that nobody has pinned."""
@@ -78,7 +104,10 @@ class Room:
 
     def evict_disk(self, space: Space, count: int) -> list[Doomed]:
         """Up to `count` disk copies that go so that this model's next blocks have room."""
-        return [self._evict_disk_copy(block) for block in self._victims(space, count, disk=True)]
+        gone: list[Doomed] = []
+        while len(gone) < count and (victim := self._victim(space, disk=True)) is not None:
+            gone.append(self._evict_disk_copy(victim))
+        return gone
 
     def empty_disk_region(self, space: Space) -> tuple[Region, list[Doomed]] | None:
         """A region of another model, unused for longer than any of this one's, and its copies."""
@@ -166,23 +195,32 @@ class Room:
             self.detach(block)
         return copy
 
-    def _victims(self, space: Space, count: int, *, disk: bool, sparing: bool = False) -> Iterator[Block]:
-        """Up to `count` blocks to go that nobody has pinned, in the policy's order; those whose use is
-        expected only where no others are left, the last to be used first (AttentionStore, section 3.3)."""
-        policy = space.disk_policy if disk else space.dram_policy
-        expected = self.hints.window(disk=disk).get(space.shape.model, {})
-        found: list[Block] = []
-        spared: list[Block] = []
-        for block_id in policy.victims():
-            if len(found) == count:
-                break
+    def _victim(self, space: Space, *, disk: bool, stored: bool = False) -> Block | None:
+        """The block to go next, of those that nobody has pinned; with `stored`, that are on disk too."""
+
+        def kept(block_id: bytes) -> bool:
             block = space.blocks[block_id]
-            if not (block.disk_pins if disk else block.pins):
-                (spared if block_id in expected else found).append(block)
-        if not sparing and len(found) < count:
-            spared.sort(key=lambda block: expected[block.block_id], reverse=True)
-            found += spared[: count - len(found)]
-        return iter(found)
+            return bool(block.disk_pins if disk else block.pins) or (stored and block.disk is None)
+
+        victim = (space.disk_policy if disk else space.dram_policy).victim(kept)
+        if victim is not None:
+            return space.blocks[victim]
+        if stored:
+            return None
+        # What the policy would let go later may all be in use. Then what comes before it has to go first.
+        held = (b for b in space.blocks.values() if (b.disk if disk else b.dram) is not None)
+        return next((block for block in held if not kept(block.block_id)), None)
+
+    def _is_next(self, block: Block) -> bool:
+        return block.block_id in self.hints.window().get(block.space.shape.model, {})
+
+    def _dram_bytes(self, space: Space) -> int:
+        regions = self.dram.regions.values()
+        return sum(r.taken * r.shape.slot_bytes for r in regions if r.shape == space.shape)
+
+    def _policies(self, model: bytes) -> Sequence[Policy[bytes]]:
+        space = self.spaces.get(model)
+        return (space.dram_policy, space.disk_policy) if space else ()
 
     def _slot_bytes(self, model: bytes) -> int:
         space = self.spaces.get(model)

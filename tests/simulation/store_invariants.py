@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from services.kvstore.block import Block
 from services.kvstore.blocks import BlockStore
 from services.kvstore.index import decode_entry, decode_key
+from services.kvstore.policies.base import nothing_pinned
+from services.kvstore.policies.hit_density import HitDensity
 from services.kvstore.tier import PAGE_BYTES, Slot, Tier
 from tests.simulation.machine import require
 
@@ -42,6 +44,7 @@ def check(schedule: StoreSchedule) -> None:
     _check_dram(schedule, [*blocks, *detached])
     _check_disk(schedule, blocks, detached)
     _check_index(schedule, blocks)
+    _check_policies(schedule)
     counters = catalog.counters
     require(counters.corrupt <= schedule.damage + schedule.condemned, "a good block was called corrupt")
     require(not counters.read_errors or schedule.failed_reads, "a good block was called unreadable")
@@ -105,6 +108,20 @@ def _check_index(schedule: StoreSchedule, blocks: list[Block]) -> None:
             if right:
                 named.add(name)
         require(named == set(there), "a block is on disk and the index does not say so")
+
+
+def _check_policies(schedule: StoreSchedule) -> None:
+    """The policies know of the blocks in their tier, and of no others."""
+    for space in schedule.store._catalog._spaces.values():
+        for policy, there in (
+            (space.dram_policy, {b.block_id for b in space.blocks.values() if b.dram is not None}),
+            (space.disk_policy, {b.block_id for b in space.blocks.values() if b.disk is not None}),
+        ):
+            if isinstance(policy, HitDensity):
+                held = {key for key, node in policy._nodes.items() if node.held}
+                require(held == there and policy._held == len(there), "a policy knows other blocks")
+            elif there:
+                require(policy.victim(nothing_pinned) in there, "a policy gives up a block that is not there")
 
 
 def check_untouched(schedule: StoreSchedule, name: str, offset: int, length: int) -> None:

@@ -13,6 +13,7 @@ from services.kvstore.block import Block
 from services.kvstore.blocks import BlockStore, BlockStoreSettings
 from services.kvstore.incoming import Incoming, LayerPut
 from services.kvstore.medium import Medium
+from services.kvstore.policies.catalogue import CHOICES, DEFAULT
 from services.kvstore.run import Run
 from services.kvstore.tier import PAGE_BYTES, BlockShape
 from services.kvstore.writer import Round
@@ -54,6 +55,9 @@ class StoreSchedule:
         self.platter.punches = self.machine.strikes(0.8)
         self._disk_pages = self.dice.randint(3, 24)
         self._dram_pages = self.dice.randint(4, 16)
+        self._policy = DEFAULT if self.machine.strikes(0.7) else self.dice.choice(list(CHOICES))
+        self._buffer = self.dice.choice((0.0, 0.0, 0.2))
+        self._ttl_s = self.dice.choice((0.0, 0.0, 100.0, 4000.0))
         self._within = False  # a step is under way: what comes now is another thread
         self._writing = self._scrubbing = False
         self._begin_life()
@@ -74,6 +78,9 @@ class StoreSchedule:
         settings = BlockStoreSettings(
             dram_bytes=self._dram_pages * PAGE_BYTES,
             disk_bytes=self._disk_pages * PAGE_BYTES,
+            policy=self._policy,
+            dram_buffer=self._buffer,
+            block_ttl_s=self._ttl_s,
             staging_s=STAGING_S,
             put_wait_s=0.0,
             region_bytes_min=4 * PAGE_BYTES,
@@ -106,6 +113,8 @@ class StoreSchedule:
             self._close_run,
             self.threads.run_one,
             self._write_round,
+            self._hint,
+            self._prefetch,
             self._condemn,
             self._replace,
             self._forget,
@@ -118,8 +127,8 @@ class StoreSchedule:
             self._restart,
         ]
 
-    _weights = (9, 7, 7, 7, 8, 5, 12, 14, 2, 2, 1, 3, 2, 2, 2, 1, 2, 1)
-    _threads = 12  # of these actions, the first may happen while another thread is in the middle of I/O
+    _weights = (9, 7, 7, 7, 8, 5, 12, 14, 3, 4, 2, 2, 1, 3, 2, 2, 2, 1, 2, 1)
+    _threads = 14  # of these actions, the first may happen while another thread is in the middle of I/O
 
     # ---- steps
 
@@ -140,7 +149,8 @@ class StoreSchedule:
 
     def _dropped(self) -> int:
         counters = self.store.stats().counters
-        return counters.evictions_disk + counters.corrupt + counters.read_errors + counters.forgotten
+        lost = counters.corrupt + counters.read_errors + counters.forgotten + counters.expired
+        return counters.evictions_disk + lost
 
     def _meanwhile(self) -> None:
         """Another thread's turn, in the middle of this one's I/O."""
@@ -234,6 +244,22 @@ class StoreSchedule:
             self.store.write_round()
         finally:
             self._writing = False
+
+    def _hint(self) -> None:
+        """A router tells of its queue: of the jobs that it told of before some are gone, some have come, and
+        some have overtaken others."""
+        uses = [(shape.model, ids, self.dice.uniform(0.0, 20.0)) for shape, ids in self._jobs()]
+        uses.sort(key=lambda use: use[2])
+        router = self.dice.choice("rs")
+        require(self.store.prefetcher.hint(router, uses, 30.0) == len(uses), "a hint was not taken")
+
+    def _jobs(self) -> list[tuple[BlockShape, list[bytes]]]:
+        return [self._some() for _ in range(self.dice.randint(0, 6))]
+
+    def _prefetch(self) -> None:
+        """A round of the thread that fetches ahead; its reads are done by `threads`."""
+        self.store.prefetcher.step()
+        self.seen.update((id(block), block) for block in blocks_of(self.store) if block.load is not None)
 
     def _scrub(self) -> None:
         self._scrubbing = True
@@ -366,6 +392,8 @@ class StoreSchedule:
         aside = sum(region.aside for region in self.store._catalog.disk.regions.values())
         require(not aside, "a slot stays aside though the disk answers again")
         require(not any(b.pins or b.disk_pins for b in blocks_of(self.store)), "a pin was left behind")
+        require(not self.store.prefetcher.step(), "hints outlived their time")
+        require(not any(self.store._catalog.room.hints.jobs._all()), "a job is expected that nobody hints")
         for shape, ids in SEQUENCES:
             run = self.store.open_run(shape.model, ids)
             self.runs.append((run, shape, ids))

@@ -35,7 +35,7 @@ class Arc(QueueBlind, Generic[K]):
                 else:
                     self._once.move_to_end(block)
 
-    def admit(self, block: K) -> None:
+    def admit(self, block: K, after: K | None = None) -> None:
         held = len(self._once) + len(self._often)
         if block in self._once_gone:
             step = max(1.0, len(self._often_gone) / len(self._once_gone))

@@ -26,14 +26,17 @@ class Policy(Protocol[K]):
     def forget(self, job: int, run: Sequence[K]) -> None:
         """The job left the queue without being served: its client went away."""
 
+    def move(self, job: int, to: int, run: Sequence[K]) -> None:
+        """A job that waits has another place in the queue now, and with it another number."""
+
     def use(self, job: int, run: Sequence[K], hits: int) -> None:
         """The job is served: it found the first `hits` blocks of `run`, and the others are made for it.
 
         Those that came into the tier for it are admitted already. Not every job was expected.
         """
 
-    def admit(self, block: K) -> None:
-        """The block came into the tier."""
+    def admit(self, block: K, after: K | None = None) -> None:
+        """The block came into the tier. `after`: the one that it continues, where no run has told or will."""
 
     def remove(self, block: K) -> None:
         """The block left the tier, for whatever reason; one that is not in it is ignored."""
@@ -49,6 +52,9 @@ class QueueBlind:
         """Not looked at."""
 
     def forget(self, job: int, run: Sequence[Hashable]) -> None:
+        """Not looked at."""
+
+    def move(self, job: int, to: int, run: Sequence[Hashable]) -> None:
         """Not looked at."""
 
 

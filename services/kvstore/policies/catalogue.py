@@ -19,6 +19,8 @@ from services.kvstore.policies.s3_fifo import S3Fifo
 
 AnyPolicy = Policy[Any]
 
+DEFAULT = "scheduler-aware"
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Choice:

@@ -22,7 +22,7 @@ class Chance(QueueBlind, Generic[K]):
     def use(self, job: int, run: Sequence[K], hits: int) -> None:
         """Makes no difference."""
 
-    def admit(self, block: K) -> None:
+    def admit(self, block: K, after: K | None = None) -> None:
         if block not in self._place:
             self._place[block] = len(self._blocks)
             self._blocks.append(block)

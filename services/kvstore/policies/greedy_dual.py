@@ -34,7 +34,7 @@ class GreedyDual(QueueBlind, Generic[K]):
                 self._cost[block] = 1.0 + depth / _ATTENTION_DEPTH
                 self._rank(block)
 
-    def admit(self, block: K) -> None:
+    def admit(self, block: K, after: K | None = None) -> None:
         self._uses.setdefault(block, 1)
         self._cost.setdefault(block, 1.0)
         self._rank(block)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Generic
 
 from services.kvstore.policies.base import K, Policy, nothing_pinned
+from services.kvstore.policies.window import Windows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,8 +105,7 @@ class Hierarchy(Generic[K]):
         self._announced: set[int] = set()
         self._fetched: dict[int, int] = {}  # jobs in the fetch window -> blocks that they want
         self._fetched_blocks = 0
-        self._jobs = 0
-        self._job_blocks = 0
+        self.windows = Windows(dram=self._dram.capacity, disk=self._disk.capacity)
 
     @property
     def dram_used(self) -> int:
@@ -114,21 +114,6 @@ class Hierarchy(Generic[K]):
     @property
     def disk_used(self) -> int:
         return len(self._disk.blocks)
-
-    @property
-    def session_blocks(self) -> float:
-        """The paper's S_kv: the running mean size of what a job wants."""
-        return max(1.0, self._job_blocks / self._jobs) if self._jobs else 1.0
-
-    @property
-    def fetch_window(self) -> int:
-        """Jobs at the queue's head whose blocks should be in DRAM: L_pw = C_mem / S_kv (§3.3.1)."""
-        return int(self._dram.capacity / self.session_blocks)
-
-    @property
-    def eviction_window(self) -> int:
-        """Jobs at its head whose blocks are exempt: L_ev = (C_mem + C_disk) / S_kv (§3.3.2)."""
-        return int((self._dram.capacity + self._disk.capacity) / self.session_blocks)
 
     def expect(self, job: int, run: Sequence[K]) -> None:
         """A job joined the queue's tail."""
@@ -158,8 +143,7 @@ class Hierarchy(Generic[K]):
         for tier in self._tiers:
             tier.policy.use(job, run, hits)
         self.moves.loaded += served.disk
-        self._jobs += 1
-        self._job_blocks += len(run)
+        self.windows.served(len(run))
         self._waiting.pop(job, None)
         self._announced.discard(job)
         self._fetched_blocks -= self._fetched.pop(job, 0)
@@ -227,7 +211,7 @@ class Hierarchy(Generic[K]):
 
     def _announce(self) -> None:
         while self._unannounced and not (
-            self._paper_window and len(self._announced) >= max(1, self.eviction_window)
+            self._paper_window and len(self._announced) >= self.windows.eviction
         ):
             job = self._unannounced.popleft()
             if job in self._waiting:
@@ -242,7 +226,7 @@ class Hierarchy(Generic[K]):
         has to fit all at once, or the next would push out the ones before.
         """
         fetched = 0
-        while self._unfetched and len(self._fetched) < max(1, self.fetch_window):
+        while self._unfetched and len(self._fetched) < self.windows.fetch:
             job = self._unfetched[0]
             run = self._waiting.get(job)
             if run and self._fetched and self._fetched_blocks + len(run) > self._dram.capacity:

@@ -128,16 +128,31 @@ class HitDensity(Generic[K]):
         for kind, blocks in begun.items():
             self._curve.entered(kind, self._epoch, blocks)
 
+    def move(self, job: int, to: int, run: Sequence[K]) -> None:
+        if job not in self._queued:
+            return
+        self._queued.discard(job)
+        self._queued.add(to)
+        for key in run:
+            node = self._nodes.get(key)
+            if node is not None and job in node.jobs:
+                node.jobs.remove(job)
+                insort(node.jobs, to)
+                self._show(node)
+
     def use(self, job: int, run: Sequence[K], hits: int) -> None:
         if job not in self._queued:
             self.expect(job, run)
         self.forget(job, run)
 
-    def admit(self, block: K) -> None:
+    def admit(self, block: K, after: K | None = None) -> None:
         node = self._nodes.get(block)
         if node is None:
             node = self._nodes[block] = _Node(block)
             node.epoch = self._epoch
+            parent = self._nodes.get(after) if after is not None else None
+            if parent is not None:
+                self._continue(node, parent)
         if node.held:
             return
         node.held = True
@@ -146,6 +161,13 @@ class HitDensity(Generic[K]):
             self._hide(node.parent)
             node.parent.children += 1
         self._show(node)
+
+    def _continue(self, node: _Node[K], parent: _Node[K]) -> None:
+        """A block that no run has named yet, of an answer that is being made: as new as those of the run."""
+        node.parent = parent
+        node.uses = 0
+        node.kind = parent.kind - 8 * min(max(0, parent.uses), _USES_MAX) - parent.kind % 2
+        self._curve.entered(node.kind, self._epoch, 1)
 
     def remove(self, block: K) -> None:
         node = self._nodes.get(block)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from bisect import insort
 from collections.abc import Callable, Sequence
 from typing import Generic
 
@@ -33,9 +34,7 @@ class LookAhead(Generic[K]):
                 jobs = self._jobs[block] = []
                 if block in self._held:
                     self._blind.remove(block)
-            jobs.append(job)
-            if len(jobs) > 1 and jobs[-2] > job:
-                jobs.sort()
+            insort(jobs, job)
             self._depth[block] = depth
             if jobs[0] == job and block in self._held:
                 self._push(block)
@@ -57,11 +56,23 @@ class LookAhead(Generic[K]):
             elif block in self._held:
                 self._push(block)
 
+    def move(self, job: int, to: int, run: Sequence[K]) -> None:
+        if job not in self._queued:
+            return
+        self._queued.discard(job)
+        self._queued.add(to)
+        for block in run:
+            jobs = self._jobs[block]
+            jobs.remove(job)
+            insort(jobs, to)
+            if block in self._held:
+                self._push(block)
+
     def use(self, job: int, run: Sequence[K], hits: int) -> None:
         self.forget(job, run)
         self._blind.use(job, run, hits)
 
-    def admit(self, block: K) -> None:
+    def admit(self, block: K, after: K | None = None) -> None:
         self._held.add(block)
         if block in self._jobs:
             self._push(block)

@@ -35,7 +35,7 @@ class Belady(QueueBlind, Generic[K]):
             if block in self._next:
                 self.admit(block)
 
-    def admit(self, block: K) -> None:
+    def admit(self, block: K, after: K | None = None) -> None:
         uses, seen = self._uses[block], self._seen.get(block, 0)
         self._next[block] = uses[seen] if seen < len(uses) else NEVER
         depth = self._depth.get(block, 0) if self._deepest_first else 0

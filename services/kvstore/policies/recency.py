@@ -25,7 +25,7 @@ class Lru(QueueBlind, Generic[K]):
             if block in self._order:
                 self._order.move_to_end(block)
 
-    def admit(self, block: K) -> None:
+    def admit(self, block: K, after: K | None = None) -> None:
         self._order[block] = None
 
     def remove(self, block: K) -> None:
@@ -44,7 +44,7 @@ class Fifo(QueueBlind, Generic[K]):
     def use(self, job: int, run: Sequence[K], hits: int) -> None:
         """Makes no difference."""
 
-    def admit(self, block: K) -> None:
+    def admit(self, block: K, after: K | None = None) -> None:
         self._order[block] = None
 
     def remove(self, block: K) -> None:
@@ -82,7 +82,7 @@ class SegmentedLru(QueueBlind, Generic[K]):
         while len(self._protected) > room:
             self._probation[self._protected.popitem(last=False)[0]] = None
 
-    def admit(self, block: K) -> None:
+    def admit(self, block: K, after: K | None = None) -> None:
         self._probation[block] = None
 
     def remove(self, block: K) -> None:

@@ -30,7 +30,7 @@ class S3Fifo(QueueBlind, Generic[K]):
                 if block in queue:
                     queue[block] = min(_USES_MAX, queue[block] + 1)
 
-    def admit(self, block: K) -> None:
+    def admit(self, block: K, after: K | None = None) -> None:
         if block in self._ghosts:
             del self._ghosts[block]
             self._main[block] = 0

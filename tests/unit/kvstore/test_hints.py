@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from services.kvstore.hints import TTL_S_MAX, ExpectedUse, Hints
+from services.kvstore.expected import ExpectedUse
+from services.kvstore.hints import TTL_S_MAX, Hints
 from tests.unit.kvstore.samples import (
     MIB,
     SHAPE,
@@ -39,7 +40,7 @@ def test_hints_of_several_routers_are_merged_by_expected_start() -> None:
     assert all_hints.put("r1", [use(5.0, A), use(9.0, B)], now_s=0.0, ttl_s=5.0) == 2
     assert all_hints.put("r2", [use(7.0, C)], now_s=0.0, ttl_s=5.0) == 1
     assert [one.at_s for one in all_hints.upcoming()] == [5.0, 7.0, 9.0]
-    assert all_hints.window(disk=False) == {MODEL: {A: 0, C: 1, B: 2}}
+    assert all_hints.window() == {MODEL: {A: 0, C: 1, B: 2}}
 
 
 def test_a_newer_hint_replaces_the_routers_older_one_and_an_old_one_runs_out() -> None:
@@ -47,26 +48,30 @@ def test_a_newer_hint_replaces_the_routers_older_one_and_an_old_one_runs_out() -
     all_hints.put("r1", [use(5.0, A)], now_s=0.0, ttl_s=5.0)
     all_hints.put("r2", [use(6.0, B)], now_s=3.0, ttl_s=5.0)
     all_hints.put("r1", [use(5.0, C)], now_s=3.0, ttl_s=1.0)
-    assert all_hints.window(disk=False) == {MODEL: {C: 0, B: 1}}
+    assert all_hints.window() == {MODEL: {C: 0, B: 1}}
     all_hints.expire(4.0)
-    assert all_hints.window(disk=False) == {MODEL: {B: 0}}
+    assert all_hints.window() == {MODEL: {B: 0}}
     all_hints.put("r2", [], now_s=4.0, ttl_s=5.0)
-    assert (len(all_hints), all_hints.window(disk=False)) == (0, {})
+    assert (len(all_hints), all_hints.window()) == (0, {})
 
 
 def test_the_windows_are_what_has_room() -> None:
-    """DRAM for three blocks, and a fourth on disk; a block that two jobs use counts once."""
+    """DRAM for three blocks, and a fourth on disk; a block that two jobs use counts once. Then the paper's
+    lengths: C_mem / S_kv and (C_mem + C_disk) / S_kv."""
     all_hints = hints(dram=3, disk=1)
     e = b"e" * 32
     all_hints.put("r", [use(1.0, A, B), use(2.0, A, C), use(3.0, A, D), use(4.0, e)], now_s=0.0, ttl_s=5.0)
-    assert all_hints.window(disk=False) == {MODEL: {A: 0, B: 1, C: 2}}
-    assert all_hints.window(disk=True) == {MODEL: {A: 0, B: 1, C: 2, D: 3}}
+    assert all_hints.window() == {MODEL: {A: 0, B: 1, C: 2}}
+    assert all_hints.windows.eviction == 40
+    all_hints.served(20)  # two blocks: S_kv
+    assert (all_hints.windows.fetch, all_hints.windows.eviction) == (1, 2)
+    assert all_hints.window() == {MODEL: {A: 0, B: 1}}
 
 
 def test_what_is_remembered_is_bounded() -> None:
     all_hints = hints(blocks_max=3)
     assert all_hints.put("r", [use(1.0, A, B), use(2.0, C, D)], now_s=0.0, ttl_s=1e9) == 1
-    assert all_hints.window(disk=False) == {MODEL: {A: 0, B: 1}}
+    assert all_hints.window() == {MODEL: {A: 0, B: 1}}
     all_hints.expire(TTL_S_MAX)
     assert len(all_hints) == 0
     accepted = [all_hints.put(f"r{n}", [use(1.0, A)], now_s=0.0, ttl_s=1.0) for n in range(100)]
@@ -76,7 +81,7 @@ def test_what_is_remembered_is_bounded() -> None:
 def test_models_that_are_not_stored_take_no_room() -> None:
     all_hints = hints(dram=1)
     all_hints.put("r", [use(1.0, A, model=b"x" * 32), use(2.0, B)], now_s=0.0, ttl_s=1.0)
-    assert all_hints.window(disk=False) == {MODEL: {B: 0}}
+    assert all_hints.window() == {MODEL: {B: 0}}
 
 
 def fill(folder: Path, waves: int) -> tuple[list[bytes], list[list[bytes]]]:

@@ -45,9 +45,9 @@ def test_the_windows_follow_the_mean_size_of_a_session() -> None:
     store = two_tiers(10, 30)
     store.serve(0, [1, 2, 3], 0.0)
     store.serve(1, [4, 5, 6, 7, 8], 1.0)
-    assert store.session_blocks == 4
-    assert store.fetch_window == 2
-    assert store.eviction_window == 10
+    assert store.windows.session_size == 4
+    assert store.windows.fetch == 2
+    assert store.windows.eviction == 10
 
 
 def test_a_buffer_of_dram_stays_free() -> None:
