@@ -77,6 +77,10 @@ class ChatTemplate:
         """
         return self._encode(messages, opened=True)
 
+    def messages(self, messages: Sequence[Message]) -> list[int]:
+        """Ids of the messages alone, without the opening of an answer. Raises InvalidInput as `prompt` does."""
+        return self._encode(messages, opened=False)
+
     def turn(
         self,
         history_messages: Sequence[Message],

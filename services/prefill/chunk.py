@@ -53,10 +53,11 @@ class Chunk:
         else:
             self._attention = attention
 
-    def logits(self) -> Tensor:
-        """[1, vocab], of the last row, after all layers."""
+    def logits(self, rows: Sequence[int] | None = None) -> Tensor:
+        """[len(rows), vocab] after all layers; by default of the last row."""
         assert self._attention is not None
-        return self._core.model.end(self._state, self._attention, [self._count - 1])
+        chosen = [self._count - 1] if rows is None else rows
+        return self._core.model.end(self._state, self._attention, chosen)
 
     def _attention_over(self, layer: int) -> Tensor:
         """[T, query_heads, head_dim] float32."""

@@ -12,18 +12,18 @@ from typing import Any
 import grpc.aio
 
 from kvcommons.errors import METADATA_KEY, Internal, KVCommonsError, Unavailable
-from kvcommons.pb import common_pb2, decode_pb2, kvstore_pb2, prefill_pb2
+from kvcommons.pb import common_pb2, decode_pb2, prefill_pb2
 from kvcommons.pb.common_pb2 import ModelInfo
-from kvcommons.rblock.identity import reusable_blocks
+from kvcommons.rblock.identity import IdentityChain, reusable_blocks
 from services.router import events as ev
 from services.router.choice import Choice
 from services.router.fleet import Fleet
 from services.router.placement import Pair
+from services.router.replay import replay, stored_blocks
+from services.router.truncation import Context
 
 log = logging.getLogger(__name__)
 
-# A store that is slow to say what it has costs more than computing does.
-_MATCH_S = 2.0
 _LINGER_S = 2.0
 _CALL_S_MIN = 0.001
 
@@ -41,6 +41,13 @@ class JobContext:
     home: bytes  # the key whose home has the blocks; empty: that of the first block
     reuse: bool
     deadline_s: float
+    context: Context | None = None  # of a session
+
+    def chain(self) -> IdentityChain:
+        """To be extended with a choice's tokens."""
+        if self.context is not None:
+            return self.context.chain()
+        return IdentityChain(self.salt, self.model.fingerprint, self.model.block_tokens)
 
 
 class Attempt:
@@ -71,6 +78,7 @@ class Attempt:
         self._hear = hear
         self._clock = clock
         self._history = common_pb2.History()
+        self._truncated = job.context.now.message() if job.context is not None else None
         self._targets: Sequence[common_pb2.Placement] = ()
         self._closed = False
         self._decoding = asyncio.create_task(self._decode())
@@ -111,6 +119,7 @@ class Attempt:
                     retry_after_ms=2000,
                 )
             self._pair = pair
+            await self._make_history(pair)
             with self._fleet.engaged(pair):
                 finished = await self._stream(pair, at)
             if not finished:
@@ -140,6 +149,7 @@ class Attempt:
             history=self._history,
             no_reuse=not self._job.reuse,
             start_wait_ms=int(self._left_s() * 1000),
+            truncated=self._truncated,
         )
         call = self._fleet.decode(pair.decode).Generate(request, timeout=self._left_s())
         try:
@@ -175,6 +185,7 @@ class Attempt:
             targets=self._targets,
             push_from_block=push_from_block,
             no_reuse=not self._job.reuse,
+            truncated=self._truncated,
         )
         try:
             call = self._fleet.prefill(self._pair.prefill).Compute(request, timeout=self._left_s())
@@ -203,16 +214,35 @@ class Attempt:
         if store is None:
             return common_pb2.History()
         matched = 0
-        if self._job.reuse and self._block_ids:
-            request = kvstore_pb2.MatchRequest(model=self._job.model.fingerprint, block_ids=self._block_ids)
-            try:
-                reply = await self._fleet.blocks(store).Match(request, timeout=min(_MATCH_S, self._left_s()))
-                matched = min(len(reply.tiers), len(self._block_ids))
-            except KVCommonsError as error:
-                log.info("nothing is known of stored blocks, so the prompt is computed: %s", error)
+        if self._job.reuse:
+            matched = await stored_blocks(
+                self._fleet, self._job.model, self._block_ids, timeout_s=self._left_s()
+            )
         return common_pb2.History(
             control_address=store.control_address, data_address=store.data_address, matched_blocks=matched
         )
+
+    async def _make_history(self, pair: Pair) -> None:
+        """Behind a truncation, what was computed before it can only be found, or made by a replay."""
+        context = self._job.context
+        if context is None or self._history.matched_blocks >= context.now.since_block:
+            return
+        template = prefill_pb2.PrefillRequest(
+            request_id=self._id,
+            session_id=self._job.session_id,
+            tenant=self._job.tenant,
+            salt=self._job.salt,
+            model=self._job.model.fingerprint,
+            history=self._history,
+        )
+        try:
+            await replay(
+                self._fleet, pair.prefill, template, context, self._job.model, timeout_s=self._left_s()
+            )
+        except KVCommonsError as error:
+            self._blame(pair.prefill.id, error)
+            raise
+        self._history = await self._match()
 
     def _tell(self, event: ev.Event) -> None:
         if not self._closed:

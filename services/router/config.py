@@ -28,6 +28,8 @@ class RouterConfig:
     max_queue: int = 1024  # choices that wait; more are answered 429
     max_choices: int = 16  # n times prompts of one request
     max_body_bytes: int = 8 * 1024 * 1024
+    truncation_ratio: float = 0.5  # of the context window, that goes when a session with "auto" does not fit
+    replay_max: float = 4.0  # of prompts: at most so much is computed to make KV again behind truncations
     request_deadline_s: float = 600.0  # a request in all, its queueing included
     resume_deadline_s: float = 60.0  # how long a turn may go without a new token while its instances fail
     client_stall_s: float = 60.0  # a client that reads nothing of its stream for so long loses its turn
@@ -57,6 +59,10 @@ class RouterConfig:
         for name in ("overtakes_max", "look_ahead_jobs"):
             if getattr(self, name) < 0:
                 raise InvalidInput(f"router {name} must be at least 0", param=name)
+        if not 0 < self.truncation_ratio <= 1:
+            raise InvalidInput("router truncation_ratio lies between 0 and 1", param="truncation_ratio")
+        if not self.replay_max >= 0:
+            raise InvalidInput("router replay_max must be at least 0", param="replay_max")
         deadlines = ("request_deadline_s", "resume_deadline_s", "stall_s", "client_stall_s")
         for name in (*deadlines, "commit_deadline_s"):
             if not getattr(self, name) > 0:  # nor nan, which TOML can write

@@ -37,7 +37,7 @@ def new_messages(stored: Sequence[Message], given: Sequence[Message]) -> list[Me
                 "messages only repeats what the session holds: add the next message", param="messages"
             )
     else:
-        prompts = _leading_system(stored)
+        prompts = leading_system(stored)
         if prompts and len(given) > prompts and _repeats(given[:prompts], stored[:prompts]):
             skipped = prompts
     for index, message in enumerate(given[skipped:], start=skipped):
@@ -50,7 +50,8 @@ def new_messages(stored: Sequence[Message], given: Sequence[Message]) -> list[Me
     return list(given[skipped:])
 
 
-def _leading_system(messages: Sequence[Message]) -> int:
+def leading_system(messages: Sequence[Message]) -> int:
+    """How many system messages there are before all others."""
     return next((at for at, message in enumerate(messages) if message.role != "system"), len(messages))
 
 

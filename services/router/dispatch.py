@@ -138,8 +138,7 @@ class _Run:
         tokens = choice.tokens
         chain = self._chains.get(index)
         if chain is None:
-            chain = IdentityChain(self._job.salt, self._job.model.fingerprint, self._job.model.block_tokens)
-            self._chains[index] = chain
+            chain = self._chains[index] = self._job.chain()
         chain.extend(tokens[chain.tokens :])
         now_s = self._clock()
         self._avoid = {instance: until for instance, until in self._avoid.items() if until > now_s}

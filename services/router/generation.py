@@ -32,12 +32,21 @@ from services.router.answer_text import Shown
 from services.router.attempt import JobContext
 from services.router.choice import Patience
 from services.router.conversation import Message, new_messages
-from services.router.plan import messages_of, plan_turn, prompts_of
+from services.router.plan import max_tokens_of, messages_of, plan_turn, prompts_of
 from services.router.queue import NO_PREFIX, Prefix
+from services.router.replay import stored_of_stages
 from services.router.schemas.requests import ChatRequest, CompletionRequest
 from services.router.serving import Serving
 from services.router.session import SessionTurn
 from services.router.tenants import Tenant
+from services.router.truncation import (
+    Context,
+    Truncation,
+    recomputed,
+    replay_costs,
+    room_for_answer,
+    truncation_for,
+)
 from services.router.turn import Turn
 
 
@@ -72,6 +81,8 @@ class Generation:
         self._session: SessionTurn | None = None
         self._session_id = ""
         self._new: list[Message] = []
+        self.context: Context | None = None  # of a session
+        self._truncation: Truncation | None = None  # with which this turn begins
         self._times = _Times(received_s=serving.clock())
 
     async def __aenter__(self) -> Generation:
@@ -100,8 +111,16 @@ class Generation:
             history = self._session.messages
             tokens = list(self._session.record.tokens)
             self._new = new_messages(history, given)
-        tokens += await self._serving.text.chat(history, tokens, self._new, window=self.model.context_window)
-        self._plan(request, [tokens])
+        elif request.truncation == "auto":
+            raise InvalidInput(
+                "truncation is of sessions: send session_id, or shorten messages", param="truncation"
+            )
+        new = await self._serving.text.chat(history, tokens, self._new, window=self.model.context_window)
+        if self._session is not None:
+            self.context = await self._context(self._session, request, tokens, new)
+            self._plan(request, [list(self.context.now.tokens)])
+        else:
+            self._plan(request, [[*tokens, *new]])
 
     async def plan_completion(self, request: CompletionRequest) -> None:
         self.model = self._serving.fleet.model(request.model)
@@ -187,6 +206,55 @@ class Generation:
             self._serving.in_background(_give_back(beginning))
             raise
 
+    async def _context(
+        self, session: SessionTurn, request: ChatRequest, tokens: list[int], new: list[int]
+    ) -> Context:
+        """What the turn sees; a truncation with which it begins stays in `_truncation`."""
+        model, config = self.model, self._serving.config
+        stored = session.truncations
+        if request.truncation == "auto" and tokens:
+            dropped = sum(one.dropped_tokens for one in stored)
+            head = stored[-1].head_tokens if stored else None
+            if head is None:
+                head = await self._serving.text.head_tokens(session.messages, tokens, model.block_tokens)
+            self._truncation = truncation_for(
+                kept_tokens=len(tokens) - dropped,
+                dropped_tokens=dropped,
+                head_tokens=head,
+                new_tokens=len(new),
+                room=room_for_answer(max_tokens_of(request), model.context_window),
+                window=model.context_window,
+                ratio=config.truncation_ratio,
+                block_tokens=model.block_tokens,
+            )
+        context = self._context_with(session, [*tokens, *new])
+        if len(context.stages) == 1:
+            return context
+        if request.reuse is False:
+            raise InvalidInput(
+                "reuse false cannot be had behind a truncation: the session's KV was computed with tokens "
+                "that are not in its context any more",
+                param="reuse",
+            )
+        fleet = self._serving.fleet.homed(self._home())
+        found = await stored_of_stages(fleet, model, context.stages, timeout_s=config.request_deadline_s)
+        first, cost = replay_costs(context.stages, found)
+        last = len(context.stages) - 1
+        if first < last and cost > config.replay_max * len(context.now.tokens):
+            self._truncation = recomputed(stored, self._truncation)
+            context = self._context_with(session, [*tokens, *new])
+            context.kv = "recomputed"
+        return context
+
+    def _context_with(self, session: SessionTurn, tokens: list[int]) -> Context:
+        added = [self._truncation] if self._truncation is not None else []
+        return Context(
+            salt=self._tenant.salt,
+            model=self.model,
+            tokens=tokens,
+            truncations=[*session.truncations, *added],
+        )
+
     def _check_model(self, request: ChatRequest) -> None:
         assert self._session is not None
         name = self._session.record.model_name
@@ -227,6 +295,7 @@ class Generation:
             affinity=f"{self._tenant.name}/{self._session_id}" if self._session_id else together,
             reuse=self._request.reuse is not False,
             deadline_s=deadline_s,
+            context=self.context,
         )
 
     def _prefix(self) -> Prefix:
@@ -235,6 +304,9 @@ class Generation:
             return NO_PREFIX
         prompt, model = self.turn.choices[0].prompt, self.model
         reusable = reusable_blocks(len(prompt), model.block_tokens)
+        if self.context is not None:
+            ids = self.context.now.ids[:reusable]
+            return Prefix(model=model.fingerprint, block_ids=ids, home=self._home())
         chain = IdentityChain(self._tenant.salt, model.fingerprint, model.block_tokens)
         chain.extend(prompt[: reusable * model.block_tokens])
         home = self._home() or b"".join(chain.ids[:1])
@@ -251,17 +323,20 @@ class Generation:
         return self._session.lost if self._session is not None else None
 
     async def _commit(self, session: SessionTurn) -> None:
+        assert self.context is not None
         choice = self.turn.choices[0]
-        tokens = [*choice.prompt, *choice.answer.kept]
-        chain = IdentityChain(self._tenant.salt, self.model.fingerprint, self.model.block_tokens)
-        chain.extend(tokens)
+        tokens = [*choice.prompt, *choice.answer.kept]  # of the context
+        kept = len(session.record.tokens) - self.context.dropped_tokens
+        chain = self.context.chain()
+        chain.extend(choice.answer.kept)
         config, clock = self._serving.config, self._serving.clock
         begun_s = clock()
         await session.commit(
             model=self.model,
-            new_tokens=tokens[len(session.record.tokens) :],
+            new_tokens=tokens[kept:],
             new_messages=[*self._new, Message(role="assistant", content=choice.answer.text)],
             block_ids=chain.ids[: reusable_blocks(len(tokens), self.model.block_tokens)],
+            new_truncations=[self._truncation] if self._truncation is not None else [],
             # Without reuse nothing is saved either: there is nothing to wait for.
             durable_wait_ms=0 if self._request.reuse is False else config.durable_wait_ms,
             patience_s=config.commit_deadline_s,

@@ -12,7 +12,7 @@ from kvcommons.model.tokenizer import Tokenizer
 from kvcommons.pb.common_pb2 import ModelInfo
 from services.router.answer_text import AnswerText
 from services.router.choice import Choice, Patience
-from services.router.conversation import Message
+from services.router.conversation import Message, leading_system
 from services.router.sampling import sampling_of, stops_of
 from services.router.schemas.requests import ChatRequest, CompletionRequest
 from services.router.turn import Turn
@@ -51,6 +51,24 @@ class Text:
         if sum(len(message.content) for message in (*history, *new)) <= _INLINE_CHARS_MAX:
             return self.template.turn(stored, history_tokens, added)
         return await asyncio.to_thread(self.template.turn, stored, history_tokens, added)
+
+    async def head_tokens(self, messages: Sequence[Message], tokens: Sequence[int], block_tokens: int) -> int:
+        """Where the system prompt of a session ends among its `tokens`, to the end of its last block; 0
+        without one."""
+        system = [message.as_dict() for message in messages[: leading_system(messages)]]
+        if not system:
+            return 0
+        rendered = await asyncio.to_thread(self._opening, system)
+        common = 0
+        while common < min(len(rendered), len(tokens)) and rendered[common] == tokens[common]:
+            common += 1
+        return -(-common // block_tokens) * block_tokens
+
+    def _opening(self, system: list[dict[str, str]]) -> list[int]:
+        try:
+            return self.template.messages(system)
+        except InvalidInput:  # the template wants a question
+            return self.template.messages([*system, {"role": "user", "content": "?"}])
 
     async def completion(self, text: str, *, window: int) -> list[int]:
         """Raises ContextLengthExceeded for a text that is far longer than `window` tokens."""
@@ -159,6 +177,13 @@ def plan_turn(
     return Turn(planned)
 
 
+def max_tokens_of(request: ChatRequest | CompletionRequest) -> int | None:
+    """As the request bounds its answer."""
+    if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
+        return request.max_completion_tokens
+    return request.max_tokens
+
+
 def _max_position(request: ChatRequest | CompletionRequest, prompt_tokens: int, model: ModelInfo) -> int:
     """The sequence's length at which the answer ends, in tokens."""
     window = model.context_window
@@ -169,10 +194,8 @@ def _max_position(request: ChatRequest | CompletionRequest, prompt_tokens: int, 
             f"window of {window} tokens has no room for an answer: shorten it, or begin another session",
             param=param,
         )
-    name = "max_tokens"
-    wanted = request.max_tokens
-    if isinstance(request, ChatRequest) and request.max_completion_tokens is not None:
-        name, wanted = "max_completion_tokens", request.max_completion_tokens
+    wanted = max_tokens_of(request)
+    name = "max_tokens" if wanted == request.max_tokens else "max_completion_tokens"
     if wanted is None:
         return window
     if prompt_tokens + wanted > window:

@@ -11,6 +11,7 @@ from kvcommons.pb import kvstore_pb2 as pb
 from kvcommons.pb.common_pb2 import ModelInfo
 from services.router.conversation import Message
 from services.router.store import CALL_S, SessionStore
+from services.router.truncation import Truncation
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +53,11 @@ class SessionTurn:
         """The stored ones."""
         return [Message(role=m.role, content=m.content, name=m.name) for m in self.record.messages]
 
+    @property
+    def truncations(self) -> list[Truncation]:
+        """The stored ones."""
+        return [Truncation.of(one) for one in self.record.truncations]
+
     async def commit(
         self,
         *,
@@ -59,6 +65,7 @@ class SessionTurn:
         new_tokens: Sequence[int],
         new_messages: Sequence[Message],
         block_ids: Sequence[bytes],
+        new_truncations: Sequence[Truncation],
         durable_wait_ms: int,
         patience_s: float,
     ) -> pb.CommitTurnReply:
@@ -85,6 +92,7 @@ class SessionTurn:
             new_tokens=new_tokens,
             new_messages=[pb.Message(role=m.role, content=m.content, name=m.name) for m in new_messages],
             block_ids=block_ids,
+            new_truncations=[one.record() for one in new_truncations],
             durable_wait_ms=durable_wait_ms,
         )
         reply = await self._store.call(

@@ -11,6 +11,7 @@ from kvcommons.model.tokenizer import Tokenizer
 from kvcommons.pb.common_pb2 import ModelInfo, SampledToken
 from services.router.answer_text import Shown
 from services.router.choice import Choice
+from services.router.truncation import Context
 from services.router.turn import Usage
 
 Json = dict[str, Any]
@@ -43,6 +44,7 @@ class ChatShape:
     logprobs: bool
     include_usage: bool
     session_id: str | None
+    context: Context | None = None
 
     def answer(self, choices: Sequence[Choice], shown: Sequence[Sequence[Shown]], usage: Usage) -> Json:
         """`shown`: the tokens of each choice whose text was released."""
@@ -92,6 +94,8 @@ class ChatShape:
         }
         if self.session_id is not None:
             body["session_id"] = self.session_id
+        if self.context is not None and self.context.truncated:
+            body["truncation"] = {"dropped_tokens": self.context.dropped_tokens, "kv": self.context.kv}
         return body
 
     def _logprobs(self, tokens: Sequence[Shown]) -> Json | None:

@@ -68,7 +68,8 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"logit_bias": {"99999": 1}}, "logit_bias", "invalid_value"),
     ({"tools": [{"type": "function"}]}, "tools", "unsupported_parameter"),
     ({"response_format": {"type": "json_object"}}, "response_format", "unsupported_parameter"),
-    ({"truncation": "auto"}, "truncation", "unsupported_parameter"),
+    ({"truncation": "auto"}, "truncation", "invalid_value"),  # of a session only
+    ({"truncation": "oldest"}, "truncation", "invalid_value"),
     ({"store_partial": True}, "store_partial", "unsupported_parameter"),
 ]
 

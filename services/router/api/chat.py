@@ -29,5 +29,6 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
                 logprobs=logprobs_of(body)[0],
                 include_usage=bool(body.stream_options and body.stream_options.include_usage),
                 session_id=session_id,
+                context=generation.context,
             )
             return await answer(request, generation, shape, stream=bool(body.stream))

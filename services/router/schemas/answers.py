@@ -62,6 +62,14 @@ class ChatChoice(Answer):
     finish_reason: Literal["stop", "length"]
 
 
+class SessionTruncation(Answer):
+    dropped_tokens: int = Field(description="Of the session so far: the model does not see them any more.")
+    kv: Literal["kept", "replayed", "recomputed"] = Field(
+        description="The KV of what is left: in use as it was; lost, and made again from all tokens; or "
+        "lost, and computed anew from what is left, as for a prompt without the dropped tokens."
+    )
+
+
 class ChatCompletion(Answer):
     id: str
     object: Literal["chat.completion"]
@@ -71,6 +79,7 @@ class ChatCompletion(Answer):
     usage: Usage
     system_fingerprint: str
     session_id: str | None = Field(None, description="Where the call had one.")
+    truncation: SessionTruncation | None = Field(None, description="Of a session that was truncated.")
 
 
 class ChatDelta(Answer):
@@ -108,6 +117,7 @@ class ChatCompletionChunk(Answer):
     usage: Usage | None = None
     timings: Timings | None = Field(None, description="In the chunk that has the usage.")
     session_id: str | None = None
+    truncation: SessionTruncation | None = None
 
 
 class CompletionLogprobs(Answer):

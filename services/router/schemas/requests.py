@@ -110,7 +110,6 @@ class ChatRequest(Generation):
         "functions": "tools are not built yet; leave it out",
         "function_call": "tools are not built yet; leave it out",
         "response_format": 'only {"type": "text"} is built; leave it out',
-        "truncation": 'only "disabled" is built: a full context window is an error',
         "store_partial": "not built yet: a turn that is broken off is not committed",
         "store": "not built: use session_id to keep a conversation",
         "modalities": 'only ["text"] is built',
@@ -130,6 +129,12 @@ class ChatRequest(Generation):
         "Also as header X-Session-ID, session-id or x-claude-code-session-id.",
     )
     max_completion_tokens: int | None = Field(None, ge=1)
+    truncation: Literal["auto", "disabled"] | None = Field(
+        None,
+        description='"auto": where the session and this turn do not fit the context window, the oldest part '
+        "of the session behind its system prompt goes, and the KV that is left stays in use. "
+        '"disabled" (default): that is an error, context_length_exceeded.',
+    )
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=TOP_LOGPROBS_MAX)
     parallel_tool_calls: bool | None = Field(None, description="Accepted, no effect.")
@@ -143,7 +148,7 @@ class CompletionRequest(Generation):
         "echo": "not built: the prompt is not repeated; leave it out",
         "best_of": "not built; use n",
         "session_id": "sessions are conversations: use /v1/chat/completions",
-        "truncation": 'only "disabled" is built: a full context window is an error',
+        "truncation": "sessions are truncated: use /v1/chat/completions with a session_id",
         "response_format": 'only {"type": "text"} is built; leave it out',
         "store": "not built; leave it out",
     }
@@ -158,7 +163,7 @@ class SessionCreate(Body):
     """POST /v1/sessions"""
 
     NOT_BUILT: ClassVar[NotBuilt] = {
-        "truncation": 'only "disabled" is built: a full context window is an error',
+        "truncation": "it is asked for with each turn, in /v1/chat/completions",
     }
 
     id: SessionId | None = Field(None, description="Made by the server where absent.")

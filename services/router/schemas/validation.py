@@ -19,7 +19,6 @@ _NO_EFFECT: tuple[Any, ...] = (None, False, [], {}, "")
 _NO_EFFECT_OF: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "response_format": ({"type": "text"},),
-    "truncation": ("disabled",),
     "modalities": (["text"],),
     "best_of": (1,),
 }

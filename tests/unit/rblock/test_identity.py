@@ -24,6 +24,11 @@ def test_golden_identities() -> None:
     chain = IdentityChain(salt, bytes.fromhex(golden["model"]), golden["block_tokens"])
     chain.extend(golden["tokens"])
     assert [identity.hex() for identity in chain.ids] == golden["ids"]
+    cut = golden["truncation"]
+    chain = IdentityChain(salt, bytes.fromhex(golden["model"]), golden["block_tokens"], ids=chain.ids)
+    chain.truncate(head_tokens=cut["head_tokens"], dropped_tokens=cut["dropped_tokens"])
+    assert chain.parent.hex() == cut["id"]
+    assert [identity.hex() for identity in chain.extend(cut["tokens"])] == [cut["next"]]
 
 
 def test_tenants_share_no_identity() -> None:
@@ -77,3 +82,45 @@ def test_what_is_no_token_is_refused() -> None:
         IdentityChain(SALT, MODEL, 4).extend([1, -1])
     with pytest.raises(ValueError, match="salt secret is empty"):
         tenant_salt(b"", "alice")
+
+
+def test_a_chain_goes_on_from_identities() -> None:
+    whole = IdentityChain(SALT, MODEL, 2)
+    whole.extend([1, 2, 3, 4, 5])
+    later = IdentityChain(SALT, MODEL, 2, ids=whole.ids)
+    assert later.tokens == 4
+    later.extend([5, 6])
+    whole.extend([6])
+    assert later.ids == whole.ids
+
+
+def test_a_truncation_changes_what_follows() -> None:
+    def after(parent: bytes = b"", **changes: int) -> list[bytes]:
+        chain = IdentityChain(SALT, MODEL, 2, parent=parent)
+        chain.extend([1, 2])
+        chain.truncate(**({"head_tokens": 0, "dropped_tokens": 2} | changes))
+        parts = IdentityChain(SALT, MODEL, 2, ids=chain.ids, parent=chain.parent)
+        parts.extend([3, 4])
+        chain.extend([3])
+        chain.extend([4])
+        assert parts.ids == chain.ids
+        return chain.ids
+
+    plain = IdentityChain(SALT, MODEL, 2)
+    plain.extend([1, 2, 3, 4])
+    made = [
+        plain.ids,
+        after(),
+        after(head_tokens=2),
+        after(dropped_tokens=4),
+        after(parent=b"t" * 32),
+    ]
+    assert [ids[0] for ids in made[:4]] == [plain.ids[0]] * 4
+    assert len({ids[1] for ids in made}) == len(made)
+
+
+def test_a_truncation_is_at_a_blocks_border() -> None:
+    chain = IdentityChain(SALT, MODEL, 2)
+    chain.extend([1, 2, 3])
+    with pytest.raises(ValueError, match="border"):
+        chain.truncate(head_tokens=0, dropped_tokens=2)
