@@ -119,7 +119,8 @@ class Turn:
             request_id=asked.request_id, tenant=asked.tenant, salt=asked.salt, model=asked.model,
             tokens=asked.tokens, prompt_tokens=asked.prompt_tokens, sampling=asked.sampling,
             history=self.prefill_history or asked.history, targets=self.reserved.placements,
-            push_from_block=push_from_block, no_reuse=asked.no_reuse, truncated=asked.truncated if asked.HasField("truncated") else None,
+            push_from_block=push_from_block, no_reuse=asked.no_reuse,
+            truncated=asked.truncated if asked.HasField("truncated") else None,
         )  # fmt: skip
         self.first = await compute(self.prefill, request)
         self._take([self.first.token])
