@@ -132,7 +132,7 @@ class Job:
         """Raises DataLoss where it lacks."""
         if self.lacks_history:
             raise DataLoss(
-                f"{self.prompt.truncated.since_token} tokens were computed before a truncation, and the KV of "
+                f"{self.prompt.truncated.since_token} tokens were computed before a truncation, and KV of "
                 f"{self.done_tokens} is there: make it again by a replay"
             )
 
