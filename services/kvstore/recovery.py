@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from services.kvstore.catalog import Catalog
 from services.kvstore.index import BlockIndex
+from services.kvstore.lineage import by_worth
 from services.kvstore.slab import SlabFiles
 from services.kvstore.tier import BlockShape, Slot
 
@@ -57,6 +58,7 @@ class _Placed(NamedTuple):
     generation: int
     place: int
     block_id: bytes
+    parent: bytes
 
 
 _Found = dict[int, dict[int, _Placed]]  # region, place: what lies there
@@ -87,7 +89,7 @@ def _scan(
         if other is not None:
             bad.append((model, other.block_id))
         places[entry.slot.place] = _Placed(
-            entry.created_ms, entry.first_index, entry.generation, entry.slot.place, block_id
+            entry.created_ms, entry.first_index, entry.generation, entry.slot.place, block_id, entry.parent
         )
     return found, bad
 
@@ -95,12 +97,11 @@ def _scan(
 def _restore(
     catalog: Catalog, shape: BlockShape, regions: dict[int, dict[int, _Placed]], now_s: float
 ) -> None:
-    """Least recently stored first; of blocks stored together, the deepest first."""
-    placed = [(block, number) for number, inside in regions.items() for block in inside.values()]
-    placed.sort(key=lambda pair: (pair[0].created_ms, -pair[0].first_index))
+    """Those that should go first in front."""
+    placed = {
+        block.block_id: (block, number) for number, inside in regions.items() for block in inside.values()
+    }
     if placed:
-        catalog.restore(
-            shape,
-            ((block.block_id, block.generation, Slot(number, block.place)) for block, number in placed),
-            now_s,
-        )
+        order = [placed[block_id] for block_id in by_worth(block for block, _ in placed.values())]
+        found = ((block.block_id, block.generation, Slot(number, block.place)) for block, number in order)
+        catalog.restore(shape, found, now_s)
