@@ -4,22 +4,31 @@ from typing import cast
 
 import pytest
 
+from kvcommons.engine.truncated import WHOLE, Truncated
 from kvcommons.holder.client import RemoteHolder
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.model.sampling import SamplingParams
 from kvcommons.rblock.identity import IdentityChain
+from services.decode.arrival import split
 from services.decode.sequence import Generation, LocalRun, RemoteRun, Sequence
 
 BLOCK = 4
 HOLDER = cast(RemoteHolder, "never called here")
 
 
-def make(tokens: int, *, prompt: int = 0, max_position: int = 100, stops: tuple[int, ...] = ()) -> Sequence:
+def make(
+    tokens: int,
+    *,
+    prompt: int = 0,
+    max_position: int = 100,
+    stops: tuple[int, ...] = (),
+    truncated: Truncated = WHOLE,
+) -> Sequence:
     generation = Generation(
         request_id="r", session_id="", tenant="t", salt=bytes(32), tokens=tuple(range(tokens)),
         prompt_tokens=prompt or tokens, max_position=max_position, sampling=SamplingParams(),
         stop_token_ids=frozenset(stops), store_control="", store_data="", matched_blocks=0, no_reuse=False,
-        start_wait_s=1.0,
+        start_wait_s=1.0, truncated=truncated,
     )  # fmt: skip
     return Sequence(
         key=1,
@@ -47,6 +56,35 @@ def test_runs_join_where_they_can() -> None:
     assert sequence.locate(5) == (sequence.runs[1], 2)
     with pytest.raises(IndexError):
         sequence.locate(8)
+
+
+def test_a_run_lies_in_the_head_of_a_truncated_sequence_or_behind_it() -> None:
+    sequence = make(40, truncated=Truncated(head_tokens=2 * BLOCK, dropped_tokens=4 * BLOCK))
+    sequence.append_run(LocalRun(first_block=0, blocks=[7]))
+    sequence.append_run(LocalRun(first_block=1, blocks=[3, 4, 5]))
+    sequence.append_run(LocalRun(first_block=4, blocks=[6]))
+    assert [(run.first_block, run.count) for run in sequence.runs] == [(0, 2), (2, 3)]
+    assert sequence.local_blocks() == [7, 3, 4, 5, 6]
+    assert [sequence.in_head(run) for run in sequence.runs] == [True, False]
+    nothing_dropped = make(40, truncated=Truncated(head_tokens=2 * BLOCK))
+    nothing_dropped.append_run(LocalRun(first_block=0, blocks=[7, 3, 4]))
+    assert [nothing_dropped.in_head(run) for run in nothing_dropped.runs] == [False]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "parts"),
+    [
+        (range(6), [range(2), range(2, 6)]),
+        (range(2), [range(2)]),
+        (range(2, 5), [range(2, 5)]),
+        (range(3, 5), [range(3, 5)]),
+    ],
+)
+def test_what_is_borrowed_is_asked_for_on_either_side_of_the_heads_end(
+    blocks: range, parts: list[range]
+) -> None:
+    assert split(blocks, 2) == parts
+    assert split(blocks, 0) == [blocks]
 
 
 def test_the_last_token_needs_room_for_its_kv() -> None:

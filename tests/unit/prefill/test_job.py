@@ -1,5 +1,11 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
+from kvcommons.engine.truncated import Truncated
+from kvcommons.errors import DataLoss
 from kvcommons.model.sampling import SamplingParams
 from kvcommons.rblock.identity import IdentityChain
 from services.prefill.job import Job, Prompt, Target, Write, writes
@@ -83,3 +89,14 @@ def test_writes_go_to_the_holder_of_each_block() -> None:
 def test_penalties_count_what_follows_the_prompt() -> None:
     assert make(5, prompt=3).generated() == {3: 1, 4: 1}
     assert make(5).generated() == {}
+
+
+def test_what_was_computed_before_a_truncation_can_only_be_found() -> None:
+    job = make(100)
+    job.check_history()
+    job.prompt = replace(job.prompt, truncated=Truncated(dropped_tokens=BLOCK, since_token=2 * BLOCK))
+    job.done_tokens = BLOCK
+    with pytest.raises(DataLoss, match="replay"):
+        job.check_history()
+    job.done_tokens = 2 * BLOCK
+    job.check_history()
