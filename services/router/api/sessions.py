@@ -75,6 +75,7 @@ async def get_session(request: web.Request) -> web.Response:
     ]
     body["tokens"] = len(record.tokens)
     body["token_ids"] = list(record.tokens)
+    body["dropped_tokens"] = record.dropped_tokens
     body["blocks"] = len(record.block_ids)
     body["tiers"] = await _tiers(serving, record)
     return web.json_response(body)

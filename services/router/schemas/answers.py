@@ -187,7 +187,8 @@ class SessionDetail(Session):
     messages: list[SessionMessage]
     tokens: int
     token_ids: list[int]
-    blocks: int = Field(description="Full blocks of KV that the session's tokens make.")
+    dropped_tokens: int = Field(description="Of those: what truncations took out of the model's sight.")
+    blocks: int = Field(description="Full blocks of KV that the tokens in sight make.")
     tiers: Tiers | None = Field(
         description="Of those blocks: how many lie where. null while no model is ready."
     )
