@@ -8,16 +8,16 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 
-from benchmarks import first_token, overlap_cli, prefixes
+from benchmarks import first_token, overlap_cli, prefixes, store_cli
 from benchmarks.plot import stacked_bars, stacked_times
 from benchmarks.prefixes_simulation import TIERS, Rates, Trial, compare
 from benchmarks.prompts import PromptWriter
 from benchmarks.report import Report
-from benchmarks.sessions import SessionsBenchmark, Workload, summarise
+from benchmarks.session_stack import StackSetting, take_pairs, template_tokens
+from benchmarks.sessions import Workload, summarise
 from devstack.rest import RestClient
 from devstack.running import RunningStack
 from kvcommons.errors import KVCommonsError
@@ -75,6 +75,7 @@ def _parser() -> argparse.ArgumentParser:
     first.set_defaults(run=_first_token, draw=_draw_first_token)
     _add_prefixes(commands)
     overlap_cli.add(commands, _add_outputs)
+    store_cli.add(commands, _add_outputs)
     _add_truncation(commands)
     return parser
 
@@ -147,7 +148,7 @@ def _truncation(options: argparse.Namespace, progress: Callable[[str], None]) ->
         progress("writing a random model")
         config = {**random_config(options.random_model), "max_position_embeddings": options.window}
         write_random_folder(model, config, dtype=options.dtype)
-        write = PromptWriter(Tokenizer.read(model), _template_tokens(str(model)))
+        write = PromptWriter(Tokenizer.read(model), template_tokens(str(model)))
         progress("starting the stack")
         tables = load.tables(options.dtype)
         with RunningStack(Path(name) / "stack", tables=tables, model=str(model)) as stack:
@@ -262,9 +263,6 @@ def _draw_first_token(path: Path, report: Report) -> None:
 
 
 def _sessions(options: argparse.Namespace, progress: Callable[[str], None]) -> Report:
-    from kvcommons.model.folder import resolve_folder
-    from kvcommons.model.tokenizer import Tokenizer
-
     workload = Workload(
         history_tokens=options.history,
         new_tokens=options.new,
@@ -276,21 +274,10 @@ def _sessions(options: argparse.Namespace, progress: Callable[[str], None]) -> R
     with tempfile.TemporaryDirectory(prefix="kvcommons-bench-") as name:
         folder = Path(name)
         model = _model(options, folder, progress)
-        tokenizer = Tokenizer.read(resolve_folder(model))
-        write = PromptWriter(tokenizer, _template_tokens(model))
-        benchmark = SessionsBenchmark(workload, write, progress)
-        progress("starting the stack")
-        stack = RunningStack(folder / "stack", tables=_tables(workload, options), model=model)
-        with stack:
-            benchmark.begin(stack.client)
-            pairs = []
-            for turn in range(workload.turns):
-                pairs += benchmark.round(stack.client, turn, "dram")
-            if options.restart:
-                progress("restarting the stack")
-                stack.kill_all()
-                stack.start()
-                pairs += benchmark.round(stack.client, workload.turns, "disk")
+        setting = StackSetting(
+            folder=folder / "stack", model=model, dtype=options.dtype, block_tokens=options.block_tokens
+        )
+        pairs = take_pairs(setting, workload, restart=options.restart, progress=progress)
     label = options.random_model or options.model or "demo model"
     return summarise(f"{label}: history {options.history}, {options.new} new tokens a turn", pairs)
 
@@ -308,31 +295,6 @@ def _model(options: argparse.Namespace, folder: Path, progress: Callable[[str], 
     target = folder / f"random-{options.random_model}"
     write_random_folder(target, random_config(options.random_model), dtype=options.dtype)
     return str(target)
-
-
-def _template_tokens(model: str) -> int:
-    """What the chat template adds around one user message."""
-    from kvcommons.model.chat import ChatTemplate
-    from kvcommons.model.folder import resolve_folder
-    from kvcommons.model.tokenizer import Tokenizer
-
-    folder = resolve_folder(model)
-    tokenizer = Tokenizer.read(folder)
-    template = ChatTemplate.read(folder, tokenizer)
-    return len(template.prompt([{"role": "user", "content": "x"}])) - len(tokenizer.encode_text("x"))
-
-
-def _tables(workload: Workload, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Prefill has room for one context a concurrent turn and a little more: see `benchmarks.sessions`."""
-    grown = workload.turns * (workload.new_tokens + workload.answer_tokens)
-    context = workload.history_tokens + grown + 2 * workload.new_tokens + 128
-    engine = {"dtype": options.dtype, "block_tokens": options.block_tokens}
-    return {
-        "prefill": {**engine, "capacity_tokens": workload.concurrency * context},
-        "decode": {**engine, "capacity_tokens": 2 * workload.concurrency * context},
-        "attention_pool": {**engine, "capacity_tokens": context},
-        "kvstore": {"dram_bytes": 2 << 30, "disk_bytes": 16 << 30},
-    }
 
 
 def _draw_sessions(path: Path, report: Report) -> None:

@@ -355,9 +355,9 @@ def measure(core: Core, link: PacedLink, setting: Setting, progress: Progress) -
             ratios[f"round_{tokens}_saved_meanwhile"] = p50([pair[1] / pair[0] for pair in saves])
     finally:
         trials.close()
-    tokens = f"{setting.history_tokens} tokens of history, {setting.new_tokens} new"
+    workload = f"{setting.history_tokens} tokens of history, {setting.new_tokens} new"
     return Report(
-        title=f"{tokens}: what overlapping brings",
+        title=f"{workload}: what overlapping brings",
         ratios=ratios,
         rows=rows,
     )
