@@ -42,6 +42,7 @@ class ShardView:
     serving: tuple[str, ...]
     joining: tuple[str, ...] = ()
     settled: bool = True
+    stack: str = ""
 
     def home(self, key: bytes) -> str:
         """The shard that answers for a key."""
@@ -67,7 +68,9 @@ class ShardView:
 
 
 def encode_view(view: ShardView) -> pb.ShardView:
-    return pb.ShardView(epoch=view.epoch, serving=view.serving, joining=view.joining, settled=view.settled)
+    return pb.ShardView(
+        epoch=view.epoch, serving=view.serving, joining=view.joining, settled=view.settled, stack=view.stack
+    )
 
 
 def decode_view(message: pb.ShardView) -> ShardView | None:
@@ -79,6 +82,7 @@ def decode_view(message: pb.ShardView) -> ShardView | None:
         serving=tuple(message.serving),
         joining=tuple(message.joining),
         settled=message.settled,
+        stack=message.stack,
     )
 
 

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvcommons.pb import kvstore_pb2 as kvcommons_dot_v1_dot_kvstore__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvcommons/v1/shards.proto\x12\x0ckvcommons.v1\x1a\x1akvcommons/v1/kvstore.proto\"M\n\tShardView\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07serving\x18\x02 \x03(\t\x12\x0f\n\x07joining\x18\x03 \x03(\t\x12\x0f\n\x07settled\x18\x04 \x01(\x08\"x\n\x05Shard\x12\x0e\n\x06\x66older\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12%\n\x04view\x18\x03 \x01(\x0b\x32\x17.kvcommons.v1.ShardView\x12\x14\n\x0csynced_epoch\x18\x04 \x01(\x04\x12\x14\n\x0chas_sessions\x18\x05 \x01(\x08\"(\n\x05Stamp\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08revision\x18\x02 \x01(\x04\"\xca\x01\n\x0cSessionState\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\"\n\x05stamp\x18\x02 \x01(\x0b\x32\x13.kvcommons.v1.Stamp\x12+\n\x06record\x18\x03 \x01(\x0b\x32\x1b.kvcommons.v1.SessionRecord\x12\r\n\x05lease\x18\x04 \x01(\x0c\x12!\n\x04\x62\x61se\x18\x05 \x01(\x0b\x32\x13.kvcommons.v1.Stamp\x12\x13\n\x0bkept_tokens\x18\x06 \x01(\x04\x12\x15\n\rkept_messages\x18\x07 \x01(\x04\"\x86\x01\n\x10ReplicateRequest\x12%\n\x04view\x18\x01 \x01(\x0b\x32\x17.kvcommons.v1.ShardView\x12\x0e\n\x06sender\x18\x02 \x01(\t\x12*\n\x06states\x18\x03 \x03(\x0b\x32\x1a.kvcommons.v1.SessionState\x12\x0f\n\x07\x66\x65ncing\x18\x04 \x01(\x04\"H\n\x0eReplicateReply\x12%\n\x04view\x18\x01 \x01(\x0b\x32\x17.kvcommons.v1.ShardView\x12\x0f\n\x07missing\x18\x02 \x03(\x0c\";\n\x08KeyStamp\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\"\n\x05stamp\x18\x02 \x01(\x0b\x32\x13.kvcommons.v1.Stamp\"\x9d\x01\n\x0e\x43ompareRequest\x12%\n\x04view\x18\x01 \x01(\x0b\x32\x17.kvcommons.v1.ShardView\x12\x0e\n\x06sender\x18\x02 \x01(\t\x12\r\n\x05start\x18\x03 \x01(\x0c\x12\x0b\n\x03\x65nd\x18\x04 \x01(\x0c\x12&\n\x06stamps\x18\x05 \x03(\x0b\x32\x16.kvcommons.v1.KeyStamp\x12\x10\n\x08revision\x18\x06 \x01(\x04\"E\n\x0c\x43ompareReply\x12%\n\x04view\x18\x01 \x01(\x0b\x32\x17.kvcommons.v1.ShardView\x12\x0e\n\x06wanted\x18\x02 \x03(\x0c\x32\x9a\x01\n\x08Replicas\x12I\n\tReplicate\x12\x1e.kvcommons.v1.ReplicateRequest\x1a\x1c.kvcommons.v1.ReplicateReply\x12\x43\n\x07\x43ompare\x12\x1c.kvcommons.v1.CompareRequest\x1a\x1a.kvcommons.v1.CompareReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvcommons/v1/shards.proto\x12\x0ckvcommons.v1\x1a\x1akvcommons/v1/kvstore.proto\"\\\n\tShardView\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0f\n\x07serving\x18\x02 \x03(\t\x12\x0f\n\x07joining\x18\x03 \x03(\t\x12\x0f\n\x07settled\x18\x04 \x01(\x08\x12\r\n\x05stack\x18\x05 \x01(\t\"x\n\x05Shard\x12\x0e\n\x06\x66older\x18\x01 \x01(\t\x12\x0c\n\x04name\x18\x02 \x01(\t\x12%\n\x04view\x18\x03 \x01(\x0b\x32\x17.kvcommons.v1.ShardView\x12\x14\n\x0csynced_epoch\x18\x04 \x01(\x04\x12\x14\n\x0chas_sessions\x18\x05 \x01(\x08\"(\n\x05Stamp\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x10\n\x08revision\x18\x02 \x01(\x04\"\xca\x01\n\x0cSessionState\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\"\n\x05stamp\x18\x02 \x01(\x0b\x32\x13.kvcommons.v1.Stamp\x12+\n\x06record\x18\x03 \x01(\x0b\x32\x1b.kvcommons.v1.SessionRecord\x12\r\n\x05lease\x18\x04 \x01(\x0c\x12!\n\x04\x62\x61se\x18\x05 \x01(\x0b\x32\x13.kvcommons.v1.Stamp\x12\x13\n\x0bkept_tokens\x18\x06 \x01(\x04\x12\x15\n\rkept_messages\x18\x07 \x01(\x04\"\x86\x01\n\x10ReplicateRequest\x12%\n\x04view\x18\x01 \x01(\x0b\x32\x17.kvcommons.v1.ShardView\x12\x0e\n\x06sender\x18\x02 \x01(\t\x12*\n\x06states\x18\x03 \x03(\x0b\x32\x1a.kvcommons.v1.SessionState\x12\x0f\n\x07\x66\x65ncing\x18\x04 \x01(\x04\"H\n\x0eReplicateReply\x12%\n\x04view\x18\x01 \x01(\x0b\x32\x17.kvcommons.v1.ShardView\x12\x0f\n\x07missing\x18\x02 \x03(\x0c\";\n\x08KeyStamp\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\"\n\x05stamp\x18\x02 \x01(\x0b\x32\x13.kvcommons.v1.Stamp\"\x9d\x01\n\x0e\x43ompareRequest\x12%\n\x04view\x18\x01 \x01(\x0b\x32\x17.kvcommons.v1.ShardView\x12\x0e\n\x06sender\x18\x02 \x01(\t\x12\r\n\x05start\x18\x03 \x01(\x0c\x12\x0b\n\x03\x65nd\x18\x04 \x01(\x0c\x12&\n\x06stamps\x18\x05 \x03(\x0b\x32\x16.kvcommons.v1.KeyStamp\x12\x10\n\x08revision\x18\x06 \x01(\x04\"E\n\x0c\x43ompareReply\x12%\n\x04view\x18\x01 \x01(\x0b\x32\x17.kvcommons.v1.ShardView\x12\x0e\n\x06wanted\x18\x02 \x03(\x0c\x32\x9a\x01\n\x08Replicas\x12I\n\tReplicate\x12\x1e.kvcommons.v1.ReplicateRequest\x1a\x1c.kvcommons.v1.ReplicateReply\x12\x43\n\x07\x43ompare\x12\x1c.kvcommons.v1.CompareRequest\x1a\x1a.kvcommons.v1.CompareReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,23 +33,23 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvcommons.v1.shards_pb2', _
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SHARDVIEW']._serialized_start=71
-  _globals['_SHARDVIEW']._serialized_end=148
-  _globals['_SHARD']._serialized_start=150
-  _globals['_SHARD']._serialized_end=270
-  _globals['_STAMP']._serialized_start=272
-  _globals['_STAMP']._serialized_end=312
-  _globals['_SESSIONSTATE']._serialized_start=315
-  _globals['_SESSIONSTATE']._serialized_end=517
-  _globals['_REPLICATEREQUEST']._serialized_start=520
-  _globals['_REPLICATEREQUEST']._serialized_end=654
-  _globals['_REPLICATEREPLY']._serialized_start=656
-  _globals['_REPLICATEREPLY']._serialized_end=728
-  _globals['_KEYSTAMP']._serialized_start=730
-  _globals['_KEYSTAMP']._serialized_end=789
-  _globals['_COMPAREREQUEST']._serialized_start=792
-  _globals['_COMPAREREQUEST']._serialized_end=949
-  _globals['_COMPAREREPLY']._serialized_start=951
-  _globals['_COMPAREREPLY']._serialized_end=1020
-  _globals['_REPLICAS']._serialized_start=1023
-  _globals['_REPLICAS']._serialized_end=1177
+  _globals['_SHARDVIEW']._serialized_end=163
+  _globals['_SHARD']._serialized_start=165
+  _globals['_SHARD']._serialized_end=285
+  _globals['_STAMP']._serialized_start=287
+  _globals['_STAMP']._serialized_end=327
+  _globals['_SESSIONSTATE']._serialized_start=330
+  _globals['_SESSIONSTATE']._serialized_end=532
+  _globals['_REPLICATEREQUEST']._serialized_start=535
+  _globals['_REPLICATEREQUEST']._serialized_end=669
+  _globals['_REPLICATEREPLY']._serialized_start=671
+  _globals['_REPLICATEREPLY']._serialized_end=743
+  _globals['_KEYSTAMP']._serialized_start=745
+  _globals['_KEYSTAMP']._serialized_end=804
+  _globals['_COMPAREREQUEST']._serialized_start=807
+  _globals['_COMPAREREQUEST']._serialized_end=964
+  _globals['_COMPAREREPLY']._serialized_start=966
+  _globals['_COMPAREREPLY']._serialized_end=1035
+  _globals['_REPLICAS']._serialized_start=1038
+  _globals['_REPLICAS']._serialized_end=1192
 # @@protoc_insertion_point(module_scope)

@@ -29,9 +29,12 @@ class ShardView(_message.Message):
     SERVING_FIELD_NUMBER: _builtins.int
     JOINING_FIELD_NUMBER: _builtins.int
     SETTLED_FIELD_NUMBER: _builtins.int
+    STACK_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     settled: _builtins.bool
     """every owner has all that it owns"""
+    stack: _builtins.str
+    """drawn with the first view: views of different stacks have nothing to do with each other"""
     @_builtins.property
     def serving(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """shard names; a session's owners are the two that rendezvous hashing ranks first"""
@@ -47,10 +50,11 @@ class ShardView(_message.Message):
         serving: _abc.Iterable[_builtins.str] | None = ...,
         joining: _abc.Iterable[_builtins.str] | None = ...,
         settled: _builtins.bool = ...,
+        stack: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "joining", b"joining", "serving", b"serving", "settled", b"settled"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "joining", b"joining", "serving", b"serving", "settled", b"settled", "stack", b"stack"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -144,7 +144,9 @@ class Directory:
         now = time.monotonic()
         new = {instance.id: instance for instance in sorted(view.instances, key=lambda one: one.id)}
         # Ledgers need not agree at once: no view of the shards follows a newer one.
-        shards = newest([self._shards, decode_view(view.shards)])
+        shards = decode_view(view.shards)
+        if shards is None or (self._shards is not None and shards.stack == self._shards.stack):
+            shards = newest([self._shards, shards])
         if new == self._view and shards == self._shards:
             return
         self._shards = shards

@@ -201,8 +201,8 @@ class Replica:
         """Follows a view, if it is newer than the one before."""
         if self.view is not None and view.epoch <= self.view.epoch:
             return
-        if self.view is None and self._sessions.count and self._sessions.name not in view.members:
-            return  # the sessions here are another stack's, and joining this one would drop them
+        if self._is_strange(view):
+            return
         adopted = yield Local(work=lambda: self._sessions.adopt(view))
         if adopted and (self.view is None or view.epoch > self.view.epoch):
             self.view = view
@@ -285,6 +285,15 @@ class Replica:
                     pass  # it is another shard's now
 
     # ---- within
+
+    def _is_strange(self, view: ShardView) -> bool:
+        """Whether a view is of another stack than the sessions here, which would drop them. Not if it leaves
+        all to this shard: the operator has put the folder in the place of that stack's."""
+        if view.serving == (self._sessions.name,):
+            return False
+        if self.view is None:
+            return self._sessions.count > 0
+        return view.stack != self.view.stack
 
     def _at_home(self, key: bytes) -> bool:
         view = self.view

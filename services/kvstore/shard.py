@@ -172,7 +172,8 @@ class Shard:
             if view is not None:
                 with suppress(KVCommonsError):  # the disk; tried again
                     await self._drive(self._replica.adopt(view))
-                if self._replica.view is None and not told:
+                mine = self._replica.view
+                if (mine is None or mine.stack != view.stack) and not told:
                     told = True
                     log.error(
                         "this folder has sessions of another stack, so it stays out of this one: start it "

@@ -11,8 +11,9 @@ A view is only ever left for one whose shards have every committed turn (docs/sh
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+import secrets
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 
 from kvcommons.pb import ledger_pb2, shards_pb2
 from kvcommons.shards import ShardView, decode_view, newest
@@ -38,19 +39,27 @@ def reports(instances: Collection[ledger_pb2.Instance]) -> dict[str, Report]:
         other = found.get(one.shard.name)
         if other is None or other.started_ms < one.started_ms:  # a dead one stays until its lease runs out
             found[one.shard.name] = one
-    return {name: _report(one.shard) for name, one in found.items()}
+    return {name: report_of(one.shard) for name, one in found.items()}
 
 
 def known_view(stored: ShardView | None, present: Mapping[str, Report]) -> ShardView | None:
     """The newest view that is known of: etcd may be away, or may have lost what it had."""
-    return newest([stored, *(report.view for report in present.values())])
+    views = [report.view for report in present.values() if report.view is not None]
+    return newest([stored, *(view for view in views if stored is None or view.stack == stored.stack)])
 
 
 class ShardViews:
     """Keeps in mind since when which shard has been away."""
 
-    def __init__(self, *, grace_s: float, lost: Collection[str] = ()) -> None:
-        """`lost`: shards whose disks are gone for good, as the operator says."""
+    def __init__(
+        self,
+        *,
+        grace_s: float,
+        lost: Collection[str] = (),
+        draw: Callable[[], str] = lambda: secrets.token_hex(6),
+    ) -> None:
+        """`lost`: shards whose disks are gone for good, as the operator says; `draw` names a new stack."""
+        self._draw = draw
         self._grace_s = grace_s
         self._lost = frozenset(lost)
         self._away_since: dict[str, float] = {}
@@ -63,7 +72,7 @@ class ShardViews:
         """The view that is to follow; None: the stored one stays. `now` in seconds, monotonic."""
         last = known_view(stored, present)
         if last is None:
-            return _first(present)
+            return _first(present, self._draw())
         if stored is None or stored.epoch < last.epoch:
             return self._restored(last, present)
         members = (*last.serving, *last.joining)
@@ -83,7 +92,7 @@ class ShardViews:
         fresh = tuple(
             name
             for name, report in sorted(present.items())
-            if name not in last.serving and name not in last.joining and _may_join(report)
+            if name not in last.members and _may_join(report, last)
         )
         return _after(last, joining=(*last.joining, *fresh)) if fresh else None
 
@@ -108,19 +117,21 @@ class ShardViews:
         serving = tuple(name for name in last.serving if name not in lost)
         joining = tuple(name for name in last.joining if name not in lost)
         if not serving:
-            # All that had been committed is gone, as the operator knows who began the folder anew.
-            serving = tuple(sorted(name for name in present))[:1]
-            joining = tuple(name for name in joining if name not in serving)
+            # All that had been committed is gone, as the operator knows who began the folder anew, or put
+            # another one in its place.
+            serving = tuple(sorted(name for name in present if _may_begin(present[name], lost)))[:1]
+            joining = ()
         if not serving:
             return None
-        settled = len(serving) == 1
-        return _after(last, serving=serving, joining=joining, settled=settled)
+        seen = max((report.view.epoch for report in present.values() if report.view is not None), default=0)
+        view = _after(last, serving=serving, joining=joining, settled=len(serving) == 1)
+        return replace(view, epoch=max(view.epoch, seen + 1))
 
     def _restored(self, last: ShardView, present: Mapping[str, Report]) -> ShardView | None:
         """etcd has lost the newest view. It goes on where the shards were, once all that served are there: a
         later one that none of the present knows can only have dropped one of them while another was in it.
         """
-        if any(name not in present for name in last.serving):
+        if any(name not in present and name not in self._lost for name in last.serving):
             return None
         return _after(last, settled=last.settled)
 
@@ -134,17 +145,22 @@ def folder_of(shard: str) -> str:
     return shard.rpartition(".")[0]
 
 
-def _first(present: Mapping[str, Report]) -> ShardView | None:
+def _may_begin(report: Report, lost: Collection[str]) -> bool:
+    """Whether all may be left to a shard: it is in the place of one that is lost, or it is an empty one."""
+    return report.folder in {folder_of(one) for one in lost} or not report.has_sessions
+
+
+def _first(present: Mapping[str, Report], stack: str) -> ShardView | None:
     """One serves, the one that has sessions if there is one; the others join it."""
     if not present:
         return None
     best = min(present.values(), key=lambda report: (not report.has_sessions, report.name))
-    return ShardView(epoch=1, serving=(best.name,))
+    return ShardView(epoch=1, serving=(best.name,), stack=stack)
 
 
-def _may_join(report: Report) -> bool:
-    """Sessions that were made under no view are another stack's: joining would drop them."""
-    return report.view is not None or not report.has_sessions
+def _may_join(report: Report, last: ShardView) -> bool:
+    """Sessions of another stack, or of none, would be dropped: they are not in this one."""
+    return not report.has_sessions if report.view is None else report.view.stack == last.stack
 
 
 def _after(
@@ -159,10 +175,11 @@ def _after(
         serving=tuple(sorted(serving if serving is not None else last.serving)),
         joining=tuple(sorted(joining if joining is not None else last.joining)),
         settled=last.settled if settled is None else settled,
+        stack=last.stack,
     )
 
 
-def _report(shard: shards_pb2.Shard) -> Report:
+def report_of(shard: shards_pb2.Shard) -> Report:
     return Report(
         folder=shard.folder,
         name=shard.name,

@@ -13,16 +13,17 @@ from typing import Any
 
 from kvcommons.errors import KVCommonsError
 from kvcommons.pb import shards_pb2 as pb
-from kvcommons.shards import ShardView, decode_view
+from kvcommons.shards import ShardView
 from services.kvstore.replica import Call, Local, Pause, Replica
 from services.kvstore.shard_sessions import ShardSessions
-from services.ledger.shard_views import Report, ShardViews, known_view
+from services.ledger.shard_views import Report, ShardViews, known_view, report_of
 from tests.simulation.machine import Machine, Rocks
 
 CALL_S = 2.0
 BEAT_S = 1.0
 LEASE_S = 5.0
 DELAYS_S = (0.001, 0.001, 0.01, 0.3)
+LOCAL_DELAYS_S = (0.0, 0.001, 0.001, 0.05)
 Done = Callable[[Any, KVCommonsError | None], None]
 
 
@@ -78,6 +79,7 @@ class Shard:
         self.machine = Machine(cluster.dice)
         self.rocks = Rocks(self.machine)
         self.paused = False
+        self.deaf = False  # cut off from the ledgers, and from nobody else
         self._woken: list[Callable[[], None]] = []
         self.process: Process | None = None
         self.start()
@@ -191,7 +193,7 @@ class Shard:
                 self.on(process, lambda: answered(reply))
             )
             peer = self.cluster.by_name.get(name)
-            if peer is not None:
+            if peer is not None and {self.folder, peer.folder} != self.cluster.cut:
                 copy = type(request).FromString(request.SerializeToString())
                 self.cluster.send(
                     lambda peer=peer, copy=copy, answer=answer, name=name: peer.asked(name, copy, answer)
@@ -231,7 +233,7 @@ class Shard:
 
     def _beat(self, process: Process) -> None:
         shard = process.sessions.shard()
-        for ledger in self.cluster.ledgers:
+        for ledger in self.cluster.ledgers if not self.deaf else ():
             self.cluster.send(partial(ledger.heard, self.folder, shard, self.cluster.time.now))
         self.cluster.time.after(BEAT_S, self.on(process, lambda: self._beat(process)))
 
@@ -242,15 +244,15 @@ class Ledger:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.seen: ShardView | None = None
-        self._heard: dict[str, tuple[float, pb.Shard]] = {}
-        self._views = ShardViews(grace_s=1.0)
+        self._heard: dict[str, tuple[float, Report]] = {}
+        self._views = ShardViews(grace_s=1.0, draw=lambda: "stack")
         self.stuck_until = 0.0
         self._told: ShardView | None = None
         self._round()
 
     def heard(self, folder: str, shard: pb.Shard, sent: float) -> None:
         if folder not in self._heard or self._heard[folder][0] < sent:
-            self._heard[folder] = (sent, shard)
+            self._heard[folder] = (sent, report_of(shard))
 
     @property
     def view(self) -> ShardView | None:
@@ -259,17 +261,7 @@ class Ledger:
 
     def _present(self) -> dict[str, Report]:
         now = self.cluster.time.now
-        return {
-            shard.name: Report(
-                folder=shard.folder,
-                name=shard.name,
-                view=decode_view(shard.view),
-                synced_epoch=shard.synced_epoch,
-                has_sessions=shard.has_sessions,
-            )
-            for at, shard in self._heard.values()
-            if now - at < LEASE_S
-        }
+        return {report.name: report for at, report in self._heard.values() if now - at < LEASE_S}
 
     def _round(self) -> None:
         cluster = self.cluster
@@ -288,7 +280,8 @@ class Ledger:
         if view is not None and (view != self._told or cluster.dice.random() < 0.2):
             self._told = view
             for shard in cluster.shards:
-                cluster.send(lambda shard=shard: shard.adopt(view))
+                if not shard.deaf:
+                    cluster.send(partial(shard.adopt, view))
 
 
 @dataclass
@@ -297,6 +290,7 @@ class Cluster:
     folders: tuple[str, ...]
     loss: float = 0.0
     late: float = 0.0  # how often a message is very late
+    cut: set[str] = field(default_factory=set)  # two shards that do not hear each other
     time: Time = field(default_factory=Time)
     etcd: Etcd = field(default_factory=Etcd)
     views: list[ShardView] = field(default_factory=list)
@@ -311,10 +305,10 @@ class Cluster:
 
     def delay(self, *, local: bool = False) -> float:
         if local:
-            return self.dice.choice((0.0, 0.001, 0.001, 0.05))
+            return LOCAL_DELAYS_S[int(self.dice.random() * 4)]
         if self.dice.random() < self.late:
             return self.dice.choice((1.0, 4.0, 20.0))
-        return self.dice.choice(DELAYS_S)
+        return DELAYS_S[int(self.dice.random() * 4)]
 
     def send(self, event: Callable[[], None]) -> None:
         if self.dice.random() >= self.loss:

@@ -24,6 +24,7 @@ LIFE_S = 40.0
 ANSWER_S = 4.0
 TRIES = 8
 LEASE_MS = 20_000
+STALE = 0.3
 HEALED_S = 40.0
 
 
@@ -187,6 +188,8 @@ class Client:
                     failed(error)
 
             view = self.schedule.dice.choice(cluster.ledgers).view
+            if cluster.views and self.schedule.dice.random() < STALE:  # a router that has heard nothing since
+                view = self.schedule.dice.choice(cluster.views[-3:])
             shard = cluster.by_name.get(view.home(self.key)) if view is not None else None
             if shard is None or self.schedule.dice.random() < 0.03:
                 shard = self.schedule.dice.choice(cluster.shards)
@@ -250,7 +253,7 @@ class ShardSchedule:
             return
         cluster.time.after(dice.random() * (2 + 30 * self._rough), self._trouble)
         shard = dice.choice(cluster.shards)
-        what = dice.randrange(9)
+        what = dice.randrange(12)
         if what <= 1 and shard.process is not None:
             shard.crash()
             cluster.time.after(dice.choice((0.5, 3.0, 12.0, 25.0)), lambda: shard.process or shard.start())
@@ -265,7 +268,12 @@ class ShardSchedule:
             cluster.etcd.away = not cluster.etcd.away
         elif what == 6:
             cluster.loss = dice.choice((0.0, 0.0, 0.05, 0.3))
-        elif what == 7:
+        elif what <= 8 and not shard.deaf:
+            shard.deaf = True
+            cluster.time.after(dice.choice((3.0, 9.0, 15.0)), lambda: setattr(shard, "deaf", False))
+        elif what == 9:
+            cluster.cut = {one.folder for one in dice.sample(cluster.shards, 2)} if not cluster.cut else set()
+        elif what == 10:
             cluster.late = dice.choice((0.0, 0.0, 0.02, 0.1))
         else:
             dice.choice(cluster.ledgers).stuck_until = cluster.time.now + dice.choice((5.0, 30.0))
@@ -276,19 +284,23 @@ class ShardSchedule:
         view = self.cluster.etcd.view
         if view is None or not view.settled or len(view.serving) < 2 or shard.process is None:
             return False
-        if any(one.process is None or one.paused for one in self.cluster.shards if one is not shard):
+        if any(
+            one.process is None or one.paused or one.deaf for one in self.cluster.shards if one is not shard
+        ):
             return False
         return not self.disks_lost & set(view.serving)
 
     def _heal(self) -> None:
         cluster = self.cluster
         cluster.loss = cluster.late = 0.0
+        cluster.cut = set()
         cluster.etcd.away = False
         for ledger in cluster.ledgers:
             ledger.stuck_until = 0.0
         for shard in cluster.shards:
             if shard.process is None:
                 shard.start()
+            shard.deaf = False
             shard.resume()
 
     def _check(self) -> None:

@@ -20,7 +20,7 @@ def present(
 
 
 def views(**settings: object) -> ShardViews:
-    return ShardViews(grace_s=GRACE_S, **settings)  # type: ignore[arg-type]
+    return ShardViews(grace_s=GRACE_S, draw=lambda: "", **settings)  # type: ignore[arg-type]
 
 
 def after_grace(stored: ShardView, there: dict[str, Report], **settings: object) -> ShardView | None:
@@ -110,3 +110,16 @@ def test_etcd_that_forgot_goes_on_where_the_shards_are_once_all_of_them_are_ther
     assert views().next(None, present("a.1", view=both), 0.0) is None
     again = views().next(None, present("a.1", view=both) | present("b.1"), 0.0)
     assert again == ShardView(epoch=9, serving=("a.1", "b.1"))
+
+
+def test_a_folder_of_another_stack_takes_nothing_over() -> None:
+    """Neither by its higher epoch, nor by joining, which would drop what is in it."""
+    both = ShardView(epoch=3, serving=("a.1", "b.1"), stack="here")
+    foreign = present("c.1", sessions=True, view=ShardView(epoch=50, serving=("c.1",), stack="there"))
+    assert after_grace(both, present("a.1", "b.1", view=both) | foreign) is None
+
+
+def test_a_folder_that_was_put_in_the_only_one_s_place_serves() -> None:
+    alone = ShardView(epoch=3, serving=("a.1",), stack="here")
+    restored = present("a.2", sessions=True, view=ShardView(epoch=50, serving=("a.2",), stack="there"))
+    assert views().next(alone, restored, 0.0) == ShardView(epoch=51, serving=("a.2",), stack="here")
