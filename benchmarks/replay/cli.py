@@ -6,7 +6,8 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
+from itertools import product
 from pathlib import Path
 
 from benchmarks.replay.replay import POLICIES, Outcome, Setting, replay
@@ -27,9 +28,9 @@ def main(argv: Sequence[str]) -> int:
         trace = _trace(options)
         setting = _setting(options, trace)
         outcomes = []
-        for policy in dict.fromkeys(options.policy):
+        for policy, ttl_s in product(dict.fromkeys(options.policy), dict.fromkeys(options.ttl or [None])):
             print(f"{policy} …", file=sys.stderr, end=" ", flush=True)
-            outcomes.append(replay(trace, policy, setting))
+            outcomes.append(replay(trace, policy, replace(setting, ttl_s=ttl_s)))
             print(f"{outcomes[-1].seconds:.1f} s", file=sys.stderr)
     except KVCommonsError as error:
         print(f"kvcommons replay: {error.message}", file=sys.stderr)
@@ -67,7 +68,14 @@ def _parser() -> argparse.ArgumentParser:
         metavar="REQUESTS",
         help="known after the one that is served (default: those that wait; a plain trace has none)",
     )
-    parser.add_argument("--ttl", type=float, metavar="SECONDS", help="unused blocks go after this")
+    parser.add_argument(
+        "--ttl",
+        type=_seconds,
+        nargs="+",
+        action="extend",
+        metavar="SECONDS",
+        help="unused blocks go after this; several: side by side (default: when their room is wanted)",
+    )
     parser.add_argument("--buffer", type=_share, default=0.0, metavar="SHARE", help="of DRAM, kept free")
     parser.add_argument("--warm-up", type=_count, default=0, metavar="REQUESTS", help="not counted")
     parser.add_argument("--token-bytes", type=_bytes, default=TOKEN_BYTES, metavar="BYTES")
@@ -103,6 +111,13 @@ def _share(text: str) -> float:
     return value
 
 
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0: for no time to live, leave it out")
+    return value
+
+
 def _bytes(text: str) -> int:
     """'128G' and the like, in powers of 1024."""
     units = "KMGTP"
@@ -134,7 +149,6 @@ def _setting(options: argparse.Namespace, trace: Trace) -> Setting:
     return Setting(
         room=Room(dram_blocks=dram, disk_blocks=disk, buffer_blocks=int(options.buffer * dram)),
         look_ahead=options.look_ahead,
-        ttl_s=options.ttl,
         warm_up=options.warm_up,
         block_bytes=block_bytes,
         seed=options.seed,
@@ -148,7 +162,6 @@ def _result(trace: Trace, setting: Setting, outcomes: Sequence[Outcome]) -> dict
         "dram_blocks": setting.room.dram_blocks,
         "disk_blocks": setting.room.disk_blocks,
         "look_ahead": setting.look_ahead,
-        "ttl_s": setting.ttl_s,
         "results": [asdict(outcome) for outcome in outcomes],
         "machine": describe_machine(),
         "command": command_line(),
@@ -163,7 +176,8 @@ def _print(trace: Trace, setting: Setting, outcomes: Sequence[Outcome]) -> None:
     title = f"{trace.name}: room for {room.dram_blocks:,} blocks in DRAM, {room.disk_blocks:,} on disk"
     table = Table(title=title, title_justify="left")
     table.add_column("policy", no_wrap=True)
-    for name in ("hits", "DRAM", "disk", "of reusable", "tokens", "read GiB", "written GiB", "time"):
+    columns = ("hits", "DRAM", "disk", "of reusable", "tokens", "DRAM", "disk", "misses")
+    for name in (*columns, "read GiB", "written GiB", "time"):
         table.add_column(name, justify="right")
     for outcome in outcomes:
         rates = (
@@ -172,10 +186,13 @@ def _print(trace: Trace, setting: Setting, outcomes: Sequence[Outcome]) -> None:
             outcome.disk_hit_rate,
             outcome.reuse_hit_rate,
             outcome.token_hit_rate,
+            outcome.token_dram_rate,
+            outcome.token_disk_rate,
         )
         table.add_row(
-            outcome.policy,
+            outcome.label,
             *(f"{100 * rate:.1f}%" for rate in rates),
+            f"{outcome.misses:,}",
             f"{(outcome.fetched_bytes + outcome.loaded_bytes) / 2**30:,.0f}",
             f"{outcome.demoted_bytes / 2**30:,.0f}",
             f"{outcome.seconds:.1f} s",

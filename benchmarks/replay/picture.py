@@ -16,7 +16,7 @@ def draw(path: Path, trace: Trace, setting: Setting, outcomes: Sequence[Outcome]
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(9, 1.6 + 0.4 * len(outcomes)), layout="constrained")
-    names = [outcome.policy for outcome in outcomes]
+    names = [outcome.label for outcome in outcomes]
     dram = [100 * outcome.dram_hit_rate for outcome in outcomes]
     disk = [100 * outcome.disk_hit_rate for outcome in outcomes]
     axes.barh(names, dram, label="found in DRAM")

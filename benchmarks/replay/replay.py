@@ -35,6 +35,7 @@ class Outcome:
     """Rates are shares of all blocks asked for; a hit is one in a contiguous run from the first block."""
 
     policy: str
+    ttl_s: float | None
     requests: int
     blocks: int
     block_hit_rate: float
@@ -53,6 +54,11 @@ class Outcome:
     dropped_blocks: int
     expired_blocks: int
     seconds: float
+
+    @property
+    def label(self) -> str:
+        """For a table's row."""
+        return self.policy if self.ttl_s is None else f"{self.policy}, {self.ttl_s:,.0f} s"
 
 
 def replay(trace: Trace, policy: str, setting: Setting) -> Outcome:
@@ -82,6 +88,7 @@ def replay(trace: Trace, policy: str, setting: Setting) -> Outcome:
     moves, size = hierarchy.moves, setting.block_bytes
     return Outcome(
         policy=policy,
+        ttl_s=setting.ttl_s,
         requests=tally.requests,
         blocks=tally.blocks,
         **tally.rates(),

@@ -51,7 +51,7 @@ def _stands(entry: tuple[int, int, _Node[Any]]) -> bool:
 class HitDensity(Generic[K]):
     """`remembered`: blocks outside the tier of which it is still known when they were used."""
 
-    def __init__(self, *, remembered: int = 1 << 18) -> None:
+    def __init__(self, *, remembered: int = 1 << 15) -> None:
         self._nodes: dict[K, _Node[K]] = {}
         self._remembered = remembered
         self._held = 0

@@ -107,6 +107,16 @@ def test_the_command_prints_one_result_a_policy(tmp_path: Path, capsys: pytest.C
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_times_to_live_come_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = tmp_path / "trace.jsonl"
+    rows = [{"timestamp": 400_000 * n, "input_length": 512, "hash_ids": [n % 2]} for n in range(8)]
+    trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = [str(trace), "--dram-blocks", "4", "--policy", "lru", "--json"]
+    assert main([*arguments, "--ttl", "300", "86400"]) == 0
+    results = json.loads(capsys.readouterr().out)["results"]
+    assert [(row["ttl_s"], row["misses"]) for row in results] == [(300.0, 8), (86_400.0, 2)]
+
+
 def test_runs_of_sessions_are_local_to_them(tmp_path: Path) -> None:
     path = tmp_path / "sessions.jsonl.gz"
     rows = [
