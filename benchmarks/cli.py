@@ -48,7 +48,9 @@ def _parser() -> argparse.ArgumentParser:
     sessions = commands.add_parser(
         "sessions", help="multi-turn chat: KV reused against KV recomputed, in one run of one stack"
     )
-    sessions.add_argument("--random-model", metavar="SIZE", help="random weights: 7m or 246m (default: demo)")
+    sessions.add_argument(
+        "--random-model", metavar="SIZE", help="random weights: 7m, 34m or 246m (default: demo)"
+    )
     sessions.add_argument("--model", metavar="DIR_OR_HUB_ID", help="a model of your own")
     sessions.add_argument("--history", type=int, default=1024, metavar="N", help="tokens before the turns")
     sessions.add_argument("--new", type=int, default=64, metavar="N", help="new tokens a turn")

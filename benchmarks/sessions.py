@@ -124,7 +124,8 @@ class SessionsBenchmark:
 
 
 def summarise(title: str, pairs: Sequence[Pair]) -> Report:
-    """Ratios are medians over pairs: of TTFT (reuse over recomputing), and of prefill tokens per second."""
+    """Ratios are medians over pairs: of TTFT (reuse over recomputing), and of prompt tokens per second of
+    prefill time (how many times recomputing's)."""
     rows: list[Row] = []
     ratios: dict[str, float] = {}
     for source in dict.fromkeys(pair.source for pair in pairs):
@@ -162,8 +163,9 @@ def _row(name: str, turns: Sequence[Turn]) -> Row:
 
 
 def _prefill_rate(turn: Turn) -> float:
-    """Prompt tokens answered for, cached ones included, per second until the first token."""
-    return turn.prompt_tokens / turn.ttft_s
+    """Prompt tokens answered for, cached ones included, per second of prefill time: computing, and waiting
+    for history."""
+    return turn.prompt_tokens / (turn.timings["prefill_ms"] + turn.timings["load_wait_ms"]) * 1000
 
 
 def _check(pairs: Sequence[Pair]) -> None:

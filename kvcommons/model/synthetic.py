@@ -25,6 +25,16 @@ _SIZES: dict[str, dict[str, int]] = {
         "vocab_size": 32000,
         "max_position_embeddings": 32768,
     },
+    # A KV head for each query head, and a long window: much KV for little computing.
+    "34m": {
+        "hidden_size": 512,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 8,
+        "intermediate_size": 1408,
+        "vocab_size": 8000,
+        "max_position_embeddings": 32768,
+    },
     "7m": {
         "hidden_size": 256,
         "num_hidden_layers": 4,
