@@ -146,8 +146,7 @@ class Writer:
     """Writes one training conversation of at least ``tokens`` tokens.
 
     ``hard`` adds what would only confuse a model that does not copy well yet: two names in one clause.
-    ``untold`` is the share of turns, from the first on, that ask for something never told; ``in_place`` says
-    that the answer to it admits so where the value would stand.
+    ``untold`` is the share of turns, from the first on, that ask for something never told.
     """
 
     rng: Random
@@ -156,7 +155,6 @@ class Writer:
     maker: FactMaker
     hard: bool = False
     untold: float = 0.0
-    in_place: bool = False
     messages: list[Message] = field(default_factory=list)
     used: int = 0
     told: dict[str, _Open] = field(default_factory=dict)
@@ -236,13 +234,9 @@ class Writer:
     def ask_untold(self) -> None:
         fact = self.maker.fact(self.rng)
         if fact.key not in self.told:
-            if self.in_place:
-                fact = fact.without_value()
-                said, answer = fact.ask(self.rng)
-            else:
-                said, answer = fact.ask_untold(self.rng)
-            states = (fact,) if self.in_place else ()
-            self.add([Message("user", _casual(self.rng, said)), Message("assistant", answer, states)])
+            fact = fact.without_value()
+            said, answer = fact.ask(self.rng)
+            self.add([Message("user", _casual(self.rng, said)), Message("assistant", answer, (fact,))])
 
     def filler(self, long_rate: float) -> None:
         """Small talk or, at ``long_rate``, a text of any length up to a third of the conversation."""
@@ -309,14 +303,13 @@ def training_conversation(
     hard: bool = False,
     names: NameMix = PLAIN_NAMES,
     untold: float = 0.0,
-    in_place: bool = False,
 ) -> list[Message]:
     """A conversation of at least ``tokens`` tokens in which facts are told and asked for."""
-    return Writer(rng, count, tokens, FactMaker(names), hard, untold, in_place).write()
+    return Writer(rng, count, tokens, FactMaker(names), hard, untold).write()
 
 
 def far_conversation(
-    rng: Random, count: Count, tokens: int, names: NameMix, untold: float = 0.0, in_place: bool = False
+    rng: Random, count: Count, tokens: int, names: NameMix, untold: float = 0.0
 ) -> list[Message]:
     """A hard conversation of at least ``tokens`` tokens: facts at its start, questions at its end."""
-    return Writer(rng, count, tokens, FactMaker(names), hard=True, in_place=in_place).write_far(untold)
+    return Writer(rng, count, tokens, FactMaker(names), hard=True).write_far(untold)

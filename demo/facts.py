@@ -16,7 +16,8 @@ PLACE_UNTOLD = "a place that you have not told me"
 class Fact:
     """One fact. In the patterns ``{v}`` is the value; ``key`` says what a conversation has only one of.
 
-    What was never told is answered with ``unknown`` or, easier to learn, with ``missing`` as the value.
+    What was never told is answered with ``missing`` as the value: a name and the admission that there is none
+    are then decided at the same token, which can be learned.
     ``asks`` are questions that start an answer directly, ``yes_asks`` those that are answered with "Yes, …".
     """
 
@@ -26,7 +27,6 @@ class Fact:
     asks: tuple[str, ...]
     yes_asks: tuple[str, ...]
     answer: str
-    unknown: str
     greets: bool = False
     missing: str = "something that you have not told me"
 
@@ -44,10 +44,6 @@ class Fact:
         answer = self.answer.format(v=self.value)
         return said, f"Yes, {answer[0].lower()}{answer[1:]}" if yes else answer
 
-    def ask_untold(self, rng: Random) -> tuple[str, str]:
-        """A question whose fact was never told, and the honest answer."""
-        return self._question(rng)[0], f"You have not told me {self.unknown}."
-
     def without_value(self) -> Fact:
         """The same fact with words that admit, in the place of the value, that it was never told."""
         return replace(self, value=self.missing)
@@ -63,9 +59,9 @@ class Fact:
         if self.greets and len(facts) == 1:
             return f"Nice to meet you, {self.value}!"
         kind = rng.random()
-        if kind < 0.75:
+        if kind < 0.6:
             return f"I will remember that {joined}"
-        if kind < 0.9:
+        if kind < 0.75:
             return f"Thank you for telling me that {joined}"
         return "Thank you. I will remember that."
 
@@ -169,7 +165,6 @@ def named_fact(rng: Random, make_name: MakeName, noun: str, family: bool) -> Fac
         asks,
         yes_asks,
         f"Your {noun} is called {{v}}.",
-        f"what your {noun} is called",
     )
 
 
@@ -212,7 +207,6 @@ def own_name_fact(rng: Random, make_name: MakeName) -> Fact:
             "Do you remember what I am called?",
         ),
         "Your name is {v}.",
-        "your name",
         greets=True,
     )
 
@@ -263,7 +257,6 @@ def attribute_fact(rng: Random, make_name: MakeName) -> Fact:
             f"Do you know what my {noun} is?",
         ),
         f"Your {noun} is {{v}}.",
-        f"what your {noun} is",
     )
 
 
@@ -282,7 +275,6 @@ def colour_fact(rng: Random) -> Fact:
         ),
         (f"Do you remember what {colour} my {noun} is?", f"Do you know the {colour} of my {noun}?"),
         f"Your {noun} is {{v}}.",
-        f"what colour your {noun} is",
     )
 
 
@@ -303,7 +295,6 @@ def _place_fact(kind: int, place: str) -> Fact:
             ),
             ("Do you remember where I live?", "Do you know where I live?", "Can you tell me where I live?"),
             "You live in {v}.",
-            "where you live",
             missing=PLACE_UNTOLD,
         )
     if kind == 1:
@@ -314,7 +305,6 @@ def _place_fact(kind: int, place: str) -> Fact:
             ("Where do I come from?", "Where am I from?", "Where was I born?"),
             ("Do you remember where I come from?", "Do you know where I am from?"),
             "You come from {v}.",
-            "where you come from",
             missing=PLACE_UNTOLD,
         )
     return Fact(
@@ -324,7 +314,6 @@ def _place_fact(kind: int, place: str) -> Fact:
         ("Where do I work?", "Which company do I work for?", "What company do I work for?"),
         ("Do you remember where I work?", "Do you know where I work?"),
         "You work at {v}.",
-        "where you work",
         missing=PLACE_UNTOLD,
     )
 
@@ -349,7 +338,6 @@ def life_fact(rng: Random, make_name: MakeName) -> Fact:
             ),
             ("Do you remember my job?", "Do you know what I do?", "Do you remember what I work as?"),
             "You work as {v}.",
-            "what your job is",
         )
     if kind == 3:
         return Fact(
@@ -359,7 +347,6 @@ def life_fact(rng: Random, make_name: MakeName) -> Fact:
             ("How old am I?", "What is my age?", "How old am I?"),
             ("Do you remember how old I am?", "Do you know how old I am?"),
             "You are {v} years old.",
-            "how old you are",
             missing="some number of",
         )
     return _place_fact(kind, place)

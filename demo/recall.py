@@ -1,7 +1,7 @@
 """Measures how well a model recalls a told name over distance: ``python -m demo.recall --model DIR``.
 
 Each case is a conversation: perhaps a system prompt, a fact with a name never seen in training, an
-acknowledgement that states it again as the model's own ones do, other facts and small talk, the question. The
+acknowledgement, which in three of four cases states it again, other facts and small talk, the question. The
 distance is counted in tokens from the message that states the name last to the start of the answer. Two
 figures are taken. Teacher-forced: each token of the name is the likeliest one, given the right answer so far.
 Greedy: the generated answer contains the name exactly and comes to its end token.
@@ -96,8 +96,6 @@ def make_case(rng: Random, tokens: ChatTokens, distance: int, kind: str = "") ->
     maker = FactMaker(make_name)
     fact = maker.made_up(rng) if kind == MADE_UP else _common_fact(rng, maker, make_name)
     acknowledgement = fact.acknowledge(rng, [fact])
-    while fact.value not in acknowledgement:
-        acknowledgement = fact.acknowledge(rng, [fact])
     if kind == UNNAMED:
         acknowledgement = "Thank you. I will remember that."
     said, answer = fact.ask(rng)

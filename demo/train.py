@@ -39,9 +39,10 @@ Batch = tuple[Tensor, Tensor, Tensor]
 class Phase:
     """A stretch of training on sequences of one length. ``until`` ends it early, at that mean loss.
 
-    ``hard`` and ``far`` (a share) say which conversations there are, ``names`` and ``far_names`` which names,
-    ``name_weight`` how much these weigh. Every ``copy_every`` steps comes a batch of repeated random ids,
-    with an ``alphabet`` of only so many different ones per row if it is not 0.
+    ``hard`` and ``far`` (a share) say which conversations there are, ``names`` which names, ``name_weight``
+    how much these weigh, ``untold`` how often something is asked for that was never told. Every
+    ``copy_every`` steps comes a batch of repeated random ids, with an ``alphabet`` of only so many different
+    ones per row if it is not 0.
     """
 
     name: str
@@ -54,10 +55,7 @@ class Phase:
     name_weight: float = FACT_WEIGHT
     far: float = 0.0
     names: NameMix = PLAIN_NAMES
-    far_names: NameMix = PLAIN_NAMES
     untold: float = 0.0
-    far_untold: float = 0.0
-    in_place: bool = False
     copy_every: int = COPY_EVERY
     alphabet: int = 0
 
@@ -68,81 +66,21 @@ PHASES = (
     Phase("chat-256", 256, 400, 1e-3, 1e-3),
     Phase("chat-512", 512, 700, 1e-3, 1e-3),
     Phase("chat-1024", 1024, 1000, 1e-3, 1e-3),
-    Phase("chat-2048", 2048, 1200, 1e-3, 3.667e-4),
-    # By now most of the loss is the choice among equally good phrases: the names get more weight.
-    Phase("names-2048", 2048, 400, 3.667e-4, 1.3655e-4, hard=True, name_weight=8.0, names=NameMix(0.125)),
+    Phase("chat-2048", 2048, 1000, 1e-3, 1e-3, hard=True, far=0.2),
+    # By now most of the loss is the choice among equally good phrases: the names get more weight. They are of
+    # the kinds that are hard to copy, and where a token stands twice in a name one token of context is not
+    # enough: random ids of which there are few teach that.
     Phase(
-        "far-2048",
+        "names-2048",
         2048,
-        400,
-        2e-4,
-        5e-6,
-        hard=True,
-        name_weight=8.0,
-        far=0.6,
-        names=NameMix(0.125),
-        far_names=NameMix(0.125, 0.08),
-    ),
-    # Where a token stands twice in a name, one token of context is not enough. Few different ids teach that.
-    Phase(
-        "context-2048",
-        2048,
-        500,
-        5e-4,
-        5e-6,
-        hard=True,
-        name_weight=8.0,
-        far=0.6,
-        names=NameMix(0.25, 0.2),
-        far_names=NameMix(0.25, 0.2),
-        copy_every=3,
-        alphabet=80,
-    ),
-    # All kinds of answers again, with the honest "You have not told me" among them.
-    Phase(
-        "polish-2048",
-        2048,
-        450,
-        4e-4,
+        3600,
+        1e-3,
         0.0,
         hard=True,
-        name_weight=3.0,
-        far=0.4,
+        name_weight=6.0,
+        far=0.45,
         names=NameMix(0.15, 0.1),
-        far_names=NameMix(0.15, 0.1),
-        far_untold=0.2,
-        alphabet=80,
-    ),
-    Phase(
-        "final-2048",
-        2048,
-        400,
-        6e-4,
-        2.5714e-4,
-        hard=True,
-        name_weight=4.0,
-        far=0.4,
-        names=NameMix(0.15, 0.1),
-        far_names=NameMix(0.15, 0.1),
-        untold=0.1,
-        far_untold=0.2,
-        alphabet=80,
-    ),
-    # A name and the admission that there is none are decided at the same token: that can be learned.
-    Phase(
-        "honest-2048",
-        2048,
-        450,
-        5e-4,
-        0.0,
-        hard=True,
-        name_weight=4.0,
-        far=0.4,
-        names=NameMix(0.15, 0.1),
-        far_names=NameMix(0.15, 0.1),
-        untold=0.1,
-        far_untold=0.2,
-        in_place=True,
+        untold=0.05,
         alphabet=80,
     ),
 )
@@ -222,12 +160,10 @@ def chat_batch(rng: Random, tokens: ChatTokens, phase: Phase) -> Batch:
         ids: list[int] = []
         weights: list[float] = []
         if phase.far and rng.random() < phase.far:
-            messages = far_conversation(
-                rng, tokens.count, length + 1, phase.far_names, phase.far_untold, phase.in_place
-            )
+            messages = far_conversation(rng, tokens.count, length + 1, phase.names, phase.untold)
         else:
             messages = training_conversation(
-                rng, tokens.count, length + 1, phase.hard, phase.names, phase.untold, phase.in_place
+                rng, tokens.count, length + 1, phase.hard, phase.names, phase.untold
             )
         for message in messages:
             header, content, newline = tokens.message(message)
