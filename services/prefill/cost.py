@@ -10,10 +10,13 @@ SHORT_LOAD_S = 0.02
 # Loading all is given up for loading a part only where that saves such a share of the time: computing keeps a
 # processor busy that others could use.
 _WORTH_SHARE = 0.1
-# A load that waits is given at least this long: pauses as short as this say nothing about it.
-PATIENCE_S_MIN = 0.05
+# A load that waits is given at least this long: on a busy machine pauses as short as this say nothing.
+PATIENCE_S_MIN = 0.3
 # What a load is given while nothing is known of how long computing takes.
 PATIENCE_S_UNKNOWN = 1.0
+# A measurement counts as at most so many times what was expected: one pause is no trend, and a trend is
+# followed within a few.
+_SURPRISE = 4.0
 # A load whose pace says that its rest takes so many times as long as computing everything is given up at
 # once.
 _HOPELESS = 2.0
@@ -39,6 +42,8 @@ class Line:
     def add(self, amount: float, seconds: float) -> None:
         if amount <= 0 or seconds <= 0:
             return
+        if self.known:
+            seconds = min(seconds, _SURPRISE * self.seconds(amount))
         sums = (1.0, amount, seconds, amount * amount, amount * seconds)
         self._n, self._x, self._y, self._xx, self._xy = (
             self._keep * old + new

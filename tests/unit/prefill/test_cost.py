@@ -109,3 +109,14 @@ def test_of_a_load_that_is_given_up_the_share_is_kept_that_comes_in_time() -> No
     assert keep(0.0) == 0
     assert 0 < keep(0.9) < 25
     assert keep(0.5, layers_left=2) == 25  # half of them at most
+
+
+def test_one_pause_changes_little_and_a_trend_is_followed() -> None:
+    line = Line(0.3)
+    for _ in range(10):
+        line.add(100, 1.0)
+    line.add(100, 1000.0)
+    assert line.seconds(100) < 2.5
+    for _ in range(20):
+        line.add(100, 1000.0)
+    assert line.seconds(100) > 900
