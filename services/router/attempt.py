@@ -215,9 +215,10 @@ class Attempt:
             return common_pb2.History()
         matched = 0
         if self._job.reuse:
-            matched = await stored_blocks(
+            stored = await stored_blocks(
                 self._fleet, self._job.model, self._block_ids, timeout_s=self._left_s()
             )
+            matched = stored or 0
         return common_pb2.History(
             control_address=store.control_address, data_address=store.data_address, matched_blocks=matched
         )

@@ -238,6 +238,8 @@ class Generation:
             )
         fleet = self._serving.fleet.homed(self._home())
         found = await stored_of_stages(fleet, model, context.stages, timeout_s=config.request_deadline_s)
+        if found is None:  # nothing is given up for a store that is slow to answer
+            return context
         first, cost = replay_costs(context.stages, found)
         last = len(context.stages) - 1
         if first < last and cost > config.replay_max * len(context.now.tokens):

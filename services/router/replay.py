@@ -23,29 +23,34 @@ MATCH_S = 2.0
 
 async def stored_blocks(
     fleet: Fleet, model: ModelInfo, ids: Sequence[bytes], *, timeout_s: float, peek: bool = False
-) -> int:
-    """How many leading ones the kvstore has; 0 where it cannot say."""
+) -> int | None:
+    """How many leading ones the kvstore has; None where it cannot say."""
     store = fleet.store()
-    if store is None or not ids:
+    if store is None:
+        return None
+    if not ids:
         return 0
     request = kvstore_pb2.MatchRequest(model=model.fingerprint, block_ids=ids, peek=peek)
     try:
         reply = await fleet.blocks(store).Match(request, timeout=min(MATCH_S, timeout_s))
     except KVCommonsError as error:
         log.info("nothing is known of stored blocks, so they are computed: %s", error)
-        return 0
+        return None
     return min(len(reply.tiers), len(ids))
 
 
 async def stored_of_stages(
     fleet: Fleet, model: ModelInfo, stages: Sequence[Stage], *, timeout_s: float
-) -> list[int]:
+) -> list[int] | None:
     """Leading blocks of each that are stored; those of stages before the last that suffices are not asked
-    for."""
+    for. None where the kvstore cannot say."""
     found = [0] * len(stages)
     for number in range(len(stages) - 1, -1, -1):
         stage = stages[number]
-        found[number] = await stored_blocks(fleet, model, stage.ids, timeout_s=timeout_s, peek=True)
+        stored = await stored_blocks(fleet, model, stage.ids, timeout_s=timeout_s, peek=True)
+        if stored is None:
+            return None
+        found[number] = stored
         if found[number] >= stage.since_block:
             break
     return found
@@ -57,7 +62,8 @@ async def replay(
 ) -> None:  # fmt: skip
     """Computes the stages before the last, from the first one on that lacks KV. `template` is the turn's
     request, without tokens, targets and what belongs to them. Raises what prefill raises."""
-    found = await stored_of_stages(fleet, model, context.stages, timeout_s=timeout_s)
+    known = await stored_of_stages(fleet, model, context.stages, timeout_s=timeout_s)
+    found = known or [0] * len(context.stages)
     first, tokens = replay_costs(context.stages, found)
     context.kv = "replayed"
     log.info(

@@ -114,7 +114,8 @@ async def test_what_is_left_stays_in_use(engines: Stack, session: Session, head_
             found = now.since_block
         made = await session.answer(*pairs[number // 2], context, expected, history=engines.history(found))
         assert made.first is not None
-        assert made.first.cached_tokens == found * BLOCK
+        # A load that falls behind on a busy machine is given up, and what can be computed is.
+        assert now.since_token <= made.first.cached_tokens <= found * BLOCK
         found = await session.kept(store, context)
 
     await overflow_twice(session, head_blocks, run)

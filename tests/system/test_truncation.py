@@ -190,31 +190,36 @@ def disturbed(stack: Stack, session: str, victims: Victims, body: dict[str, Any]
             victims.kill_busy()
 
 
-@pytest.mark.parametrize("replay_max", [4.0, 0.0])
-def test_kv_that_is_lost_is_made_again(tmp_path: Path, model: Path, head: int, replay_max: float) -> None:
-    tables = slow_tables(router={"replay_max": replay_max})
+@pytest.mark.parametrize(("replay_max", "intact_bytes"), [(4.0, 0), (0.0, 0), (0.0, 64 * 1024)])
+def test_kv_that_is_lost_is_made_again(
+    tmp_path: Path, model: Path, head: int, replay_max: float, intact_bytes: int
+) -> None:
+    """Where the loss shows only in the midst of the turn, it is replayed whatever that costs: the turn has
+    begun."""
+    tables = slow_tables(router={"replay_max": replay_max}, kvstore={"scrub_bytes_per_s": 0})
     stack = Stack(tmp_path / "stack", tables=tables, model=str(model))
     with stack:
         session = Conversation(stack, "s")
         while not session.say().dropped_tokens:
             assert len(session.told) < 8
         until_on_disk(stack, "s")
-    wipe(stack.data)
+    wipe(stack.data, intact_bytes)
     with stack:
         again = session.say(10)
-        assert again.kv == ("replayed" if replay_max else "recomputed")
+        assert again.kv == ("replayed" if replay_max or intact_bytes else "recomputed")
         assert session.say(10).kv == "kept"
     session.check(TruncatedReference(model), head)
     stack.assert_gone()
 
 
-def wipe(data: Path) -> None:
-    """All KV on disk, and what it is known by; sessions stay."""
+def wipe(data: Path, intact_bytes: int) -> None:
+    """KV on disk, but for the first bytes of each slab file: without those it is known at once that all is
+    lost. Sessions stay."""
     slabs = [path for path in data.rglob("*slab*") if path.is_file()]
     assert slabs
     for path in slabs:
         size = path.stat().st_size
-        os.truncate(path, 0)
+        os.truncate(path, intact_bytes)
         os.truncate(path, size)
 
 
