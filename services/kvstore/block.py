@@ -103,6 +103,11 @@ class Block:
         self.detached = False
         self.unindexed = False  # detached, and its index entry is deleted
 
+    @property
+    def in_dram(self) -> bool:
+        """Whole, not on its way there."""
+        return self.dram is not None and self.load is None
+
 
 @dataclass(slots=True, kw_only=True)
 class Doomed:

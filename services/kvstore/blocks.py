@@ -51,7 +51,7 @@ class BlockStoreSettings:
     dram_buffer: float = 0.0  # share of DRAM that is kept free
     block_ttl_s: float = 0.0  # blocks that nobody uses for so long go; 0: when their room is wanted
     io_threads: int = 4
-    blocks_max: int = 100_000  # on disk; each takes about 500 bytes of memory to know
+    blocks_max: int = 100_000  # on disk; each takes about 800 bytes of memory to know
     scrub_bytes_per_s: int = 4 * _MIB
     staging_s: float = 30.0  # a block whose next layer does not come for so long is given up
     put_wait_s: float = 0.5  # how long a writer waits for room in DRAM
@@ -125,8 +125,8 @@ class BlockStore:
         )
         self._scrubbing = ScrubThread(self.scrub)
         self._thread = threading.Thread(target=self._write_loop, name="kvstore-writer", daemon=True)
-        found = recover(self._catalog, self._slabs, self._index, self._clock.monotonic_s())
-        log.info("%d blocks found on disk", found)
+        now_s = self._clock.monotonic_s()
+        log.info("%d blocks found on disk", recover(self._catalog, self._slabs, self._index, now_s))
 
     def start(self) -> None:
         self._thread.start()
@@ -211,9 +211,9 @@ class BlockStore:
         """
         with self._lock:
             if peek:
-                return [_in_dram(block) for block in self._catalog.stored(model, block_ids)]
+                return [block.in_dram for block in self._catalog.stored(model, block_ids)]
             found = self._catalog.leading(model, block_ids, self._clock.monotonic_s())
-            tiers = [_in_dram(block) for block in found]
+            tiers = [block.in_dram for block in found]
             counters = self._catalog.counters
             counters.hits_dram += sum(tiers)
             counters.hits_disk += len(tiers) - sum(tiers)
@@ -231,8 +231,8 @@ class BlockStore:
         started: list[Block] = []
         with self._lock:
             condition = threading.Condition()
-            now_s = self._clock.monotonic_s()
-            for block in self._catalog.leading(model, block_ids, now_s, begins=first_layer == 0):
+            begins, now_s = first_layer == 0, self._clock.monotonic_s()
+            for block in self._catalog.leading(model, block_ids, now_s, begins=begins):
                 layers = block.space.shape.layers
                 if not 0 <= first_layer <= max(first_layer, last_layer) < layers:
                     raise InvalidInput(f"the model has {layers} layers", param="layers")
@@ -396,7 +396,3 @@ class BlockStore:
                 if self._stopping:
                     return
                 self._work.wait(_IDLE_S if outcome is Round.IDLE else _RETRY_S)
-
-
-def _in_dram(block: Block) -> bool:
-    return block.dram is not None and block.load is None

@@ -21,13 +21,13 @@ class Config:
     shard: str = ""  # what the folder is called among several kvstores; drawn at its first start if not given
     dram_bytes: Annotated[int, Ge(1 << 20)] = (
         1 << 30
-    )  # of blocks in memory; the process takes up to 150 MB beside them
+    )  # of blocks in memory; the process takes up to 200 MB beside them
     disk_bytes: Annotated[int, Ge(0)] = 16 << 30  # of slab files at most; they grow as blocks come
     policy: str = DEFAULT  # which blocks go first when a tier is full: docs/replay.md has the names
     dram_buffer: Annotated[float, Ge(0), Lt(1)] = 0.02  # share of DRAM kept free, so that what comes has room
     block_ttl_s: Annotated[int, Ge(0)] = 0  # blocks that nobody uses for so long go; 0: when room is wanted
     io_threads: Annotated[int, Gt(0), Le(64)] = 4  # reads of slab files at once
-    blocks_max: Annotated[int, Gt(0)] = 100_000  # on disk; each takes about 500 bytes of memory to know
+    blocks_max: Annotated[int, Gt(0)] = 100_000  # on disk; each takes about 800 bytes of memory to know
     scrub_bytes_per_s: Annotated[int, Ge(0)] = 4 << 20  # read to find what went bad on disk; 0: never
     staging_s: Annotated[float, Gt(0)] = (
         30.0  # a block whose next layer does not come for so long is given up

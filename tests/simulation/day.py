@@ -11,8 +11,9 @@ from services.kvstore.session import Turn
 from services.kvstore.sessions import Sessions
 from services.kvstore.writer import Round
 from tests.simulation.machine import Rocks, require
+from tests.simulation.sequences import SMALL
 from tests.simulation.store_invariants import blocks_of, check, on_disk
-from tests.simulation.store_schedule import SMALL, StoreSchedule
+from tests.simulation.store_schedule import StoreSchedule
 
 DAY_S = 86_400.0
 _LIFE = "life"

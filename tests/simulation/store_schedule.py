@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from functools import lru_cache
-from hashlib import shake_128
 
 from kvcommons.errors import StoreUnavailable
 from kvcommons.rblock.checksum import checksum
@@ -19,27 +17,11 @@ from services.kvstore.tier import PAGE_BYTES, BlockShape
 from services.kvstore.writer import Round
 from tests.simulation.machine import Killed, Machine, Rocks, Threads, require
 from tests.simulation.platter import Platter
+from tests.simulation.sequences import RUN_BLOCKS, SEQUENCES, payload
 from tests.simulation.store_invariants import blocks_of, check, check_untouched, on_disk
 
-# A page with a gap at its end; layers that end where pages do, or in the middle of them.
-SMALL = BlockShape(model=b"s" * 32, layers=2, object_bytes=1500)
-LARGE = BlockShape(model=b"l" * 32, layers=4, object_bytes=PAGE_BYTES // 2)
-ODD = BlockShape(model=b"o" * 32, layers=3, object_bytes=3500)
 STEPS = 60
-RUN_BLOCKS = 5
 STAGING_S = 30.0
-
-
-@lru_cache(maxsize=4096)
-def payload(block_id: bytes, layer: int, size: int) -> bytes:
-    return shake_128(block_id + bytes([layer])).digest(size)
-
-
-SEQUENCES = [
-    (shape, [shake_128(f"{name} {index} {shape.layers}".encode()).digest(32) for index in range(RUN_BLOCKS)])
-    for name in range(3)
-    for shape in (SMALL, LARGE, ODD)
-]
 
 
 class StoreSchedule:
