@@ -65,6 +65,9 @@ def _tables(found: Json, sessions: list[Json]) -> Group:
     if debts:
         parts.append(_debts(debts))
     parts.append(_store(found.get("store")))
+    shards = found.get("shards")
+    if shards is not None and len(shards["serving"]) + len(shards["joining"]) > 1:
+        parts.append(_shards(shards))
     if sessions:
         parts.append(_sessions(sessions))
     queue = found["queue"]
@@ -116,6 +119,12 @@ def _store(store: Json | None) -> RenderableType:
     )
     table.caption_justify = "left"
     return table
+
+
+def _shards(shards: Json) -> str:
+    state = "settled" if shards["settled"] else "[yellow]making second copies[/]"
+    joining = f"; joining: {', '.join(shards['joining'])}" if shards["joining"] else ""
+    return f"kvstores (epoch {shards['epoch']}): {', '.join(shards['serving'])}{joining}; {state}"
 
 
 def _sessions(sessions: list[Json]) -> Table:

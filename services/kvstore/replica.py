@@ -108,22 +108,16 @@ class Replica:
                 return result  # type: ignore[no-any-return]
 
     def _confirm(self, key: bytes) -> Steps[None]:
-        """Until all holders of the session have acknowledged its state, at least once more."""
-        asked: ShardView | None = None
+        """Until all holders of the session have acknowledged its state, as it is now or later."""
         while True:
             view = self.view
             if view is None:
                 return
             if not self._at_home(key):
                 raise StoreUnavailable("the session has just gone to another shard: ask again")
-            others = [name for name in view.holders(key) if name != self._sessions.name]
-            if not others:
+            others = self._others(view, key)
+            if not others or (yield from self._send(view, others, [key])):
                 return
-            stamp = yield Local(work=lambda: self._sessions.stamp(key))
-            left = [name for name in others if asked != view or not self._has(view, name, key, stamp)]
-            if not left and self.view == view:
-                return
-            asked = view if (yield from self._send(view, left, [key])) else None
 
     def _send(self, view: ShardView, others: Sequence[str], keys: Sequence[bytes]) -> Steps[bool]:
         """One round: states to shards that hold them all. Whether all who matter have acknowledged."""
@@ -278,7 +272,11 @@ class Replica:
         if self.alone:
             return
         for key in self._sessions.touched():
-            if self._at_home(key):
+            view = self.view
+            if view is None or not self._at_home(key):
+                continue
+            stamp = yield Local(work=partial(self._sessions.stamp, key))
+            if not all(self._has(view, name, key, stamp) for name in self._others(view, key)):
                 try:
                     yield from self._confirm(key)
                 except StoreUnavailable:
@@ -298,6 +296,9 @@ class Replica:
     def _at_home(self, key: bytes) -> bool:
         view = self.view
         return view is None or view.home(key) == self._sessions.name
+
+    def _others(self, view: ShardView, key: bytes) -> list[str]:
+        return [name for name in view.holders(key) if name != self._sessions.name]
 
     def _has(self, view: ShardView, name: str, key: bytes, stamp: Stamp | None) -> bool:
         """Whether another shard has what is here, or joins and is done without."""
