@@ -36,10 +36,11 @@ def reports(instances: Collection[ledger_pb2.Instance]) -> dict[str, Report]:
     for one in instances:
         if one.service != "kvstore" or not one.shard.name:
             continue
-        other = found.get(one.shard.name)
-        if other is None or other.started_ms < one.started_ms:  # a dead one stays until its lease runs out
-            found[one.shard.name] = one
-    return {name: report_of(one.shard) for name, one in found.items()}
+        # Of a folder's processes the last one has it; dead ones stay until their leases run out.
+        other = found.get(one.shard.folder)
+        if other is None or other.started_ms < one.started_ms:
+            found[one.shard.folder] = one
+    return {one.shard.name: report_of(one.shard) for one in found.values()}
 
 
 def known_view(stored: ShardView | None, present: Mapping[str, Report]) -> ShardView | None:

@@ -39,7 +39,7 @@ def health_of(serving: Serving) -> tuple[Json, bool]:
         }
         for service in _NEEDED
     }
-    store = components["kvstore"]["ready"] > 0
+    store = components["kvstore"]["ready"] > 0 and bool(fleet.stores())
     if not fleet.models():
         status, message = "loading", "no prefill and decode are ready for one model; see `kvcommons status`"
     elif not store:

@@ -45,6 +45,14 @@ def test_processes_have_their_own_addresses_and_share_the_rest() -> None:
     assert {plan.command[2] for plan in plans.values()} >= {"services.decode", "services.router"}
 
 
+def test_a_stack_that_gets_a_second_kvstore_keeps_the_first_one_s_folder() -> None:
+    for count, folders in ((1, ["kvstore"]), (2, ["kvstore", "kvstore-2"])):
+        plans = processes(UpSettings(kvstore=count), PLACE, 8, 8123, {}, model_flag=False)
+        found = [flags(plan.command) for plan in plans if plan.service == "kvstore"]
+        assert [one["shard"] for one in found] == folders
+        assert [one["data"] for one in found] == [f"/data/{folder}" for folder in folders]
+
+
 def test_only_the_router_has_a_port() -> None:
     plans = processes(UpSettings(), PLACE, 8, 8000, {}, model_flag=False)
     for plan in plans:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from kvcommons.pb import ledger_pb2, shards_pb2
 from kvcommons.shards import ShardView
-from services.ledger.shard_views import Report, ShardViews
+from services.ledger.shard_views import Report, ShardViews, reports
 
 GRACE_S = 1.0
 
@@ -62,6 +63,17 @@ def test_one_that_is_gone_is_dropped_after_a_while() -> None:
     assert deciding.next(both, present("a.1", "b.1"), 0.9) is None
     assert deciding.next(both, present("a.1"), 1.0) is None
     assert deciding.next(both, present("a.1"), 2.0) == ShardView(epoch=4, serving=("a.1",))
+
+
+def test_of_a_folder_s_processes_the_last_one_has_it() -> None:
+    def instance(name: str, folder: str, started_ms: int) -> ledger_pb2.Instance:
+        shard = shards_pb2.Shard(folder=folder, name=name)
+        return ledger_pb2.Instance(
+            id=f"{name}-{started_ms}", service="kvstore", started_ms=started_ms, shard=shard
+        )
+
+    there = [instance("a.2", "a", 20), instance("a.1", "a", 10), instance("b.1", "b", 5)]
+    assert set(reports(there)) == {"a.2", "b.1"}
 
 
 def test_nobody_is_dropped_while_who_is_there_is_not_known() -> None:
