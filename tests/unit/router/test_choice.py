@@ -3,75 +3,28 @@
 from __future__ import annotations
 
 import random
-from pathlib import Path
 
 import pytest
 
 from kvcommons.errors import CapacityExhausted, InvalidInput, Unavailable
 from kvcommons.model.tokenizer import Tokenizer
-from kvcommons.pb import common_pb2 as pb
 from services.router import events as ev
-from services.router.answer_text import AnswerText
-from services.router.choice import Choice, Patience
-
-PROMPT = [5, 6, 7]
+from tests.unit.router.choices import (
+    PROMPT,
+    choice_of,
+    decode_failed,
+    demo_tokenizer,
+    finished,
+    first_of,
+    prefill_failed,
+    shown,
+    tokens,
+)
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
-    return Tokenizer.read(Path(__file__).parents[3] / "demo" / "model")
-
-
-def choice_of(
-    tokenizer: Tokenizer, *, stops: tuple[str, ...] = (), room: int = 100, stall_s: float = 5
-) -> Choice:
-    return Choice(
-        index=0,
-        prompt=PROMPT,
-        max_position=len(PROMPT) + room,
-        sampling=pb.Sampling(),
-        text=AnswerText(tokenizer, stops=stops, stop_ids=tokenizer.eos_ids),
-        patience=Patience(resume_s=10, stall_s=stall_s),
-    )
-
-
-def sampled(tokens: list[int], first: int = 0) -> tuple[pb.SampledToken, ...]:
-    return tuple(
-        pb.SampledToken(token=token, position=len(PROMPT) + first + at) for at, token in enumerate(tokens)
-    )
-
-
-def tokens(attempt: int, ids: list[int], first: int = 0) -> ev.Tokens:
-    return ev.Tokens(choice=0, attempt=attempt, tokens=sampled(ids, first))
-
-
-def first_of(attempt: int, token: int, at: int = 0, cached: int = 2) -> ev.First:
-    return ev.First(
-        choice=0,
-        attempt=attempt,
-        token=sampled([token], at)[0],
-        cached_tokens=cached,
-        device_tokens=0,
-        queue_us=1,
-        compute_us=2,
-        load_wait_us=3,
-    )
-
-
-def finished(attempt: int, reason: str = "length") -> ev.Finished:
-    return ev.Finished(choice=0, attempt=attempt, reason=reason)
-
-
-def prefill_failed(attempt: int) -> ev.PrefillFailed:
-    return ev.PrefillFailed(choice=0, attempt=attempt, error=Unavailable("gone"))
-
-
-def decode_failed(attempt: int) -> ev.DecodeFailed:
-    return ev.DecodeFailed(choice=0, attempt=attempt, error=Unavailable("gone"))
-
-
-def shown(actions: list[ev.Action]) -> str:
-    return "".join(action.text for action in actions if isinstance(action, ev.Delta))
+    return demo_tokenizer()
 
 
 def test_a_turn_without_failures(tokenizer: Tokenizer) -> None:
@@ -241,99 +194,6 @@ def test_prefills_end_does_not_matter_once_decode_streams(tokenizer: Tokenizer) 
     actions = late.handle(prefill_failed(1), 0)
     assert [type(action) for action in actions] == [ev.Delta, ev.Release, ev.Retry]
     assert late.tokens == [*PROMPT, *answer[:1]], "what came before the gap stays"
-
-
-def test_an_answer_that_is_whole_waits_for_prefills_account(tokenizer: Tokenizer) -> None:
-    """Decode's stream may be over before prefill's word comes over its own connection."""
-    answer = tokenizer.encode_text("one two three")
-    for reason in ("length", "stop"):
-        choice = choice_of(tokenizer)
-        choice.start()
-        assert choice.handle(tokens(1, answer), 1) == []
-        assert choice.handle(finished(1, reason), 2) == []
-        assert not choice.ended
-        assert shown(choice.handle(first_of(1, answer[0], cached=2), 3)) == "one two three"
-        assert choice.finish_reason == reason
-        assert choice.answer.kept == answer
-        assert choice.reuse is not None
-        assert choice.reuse.cached_tokens == 2
-
-
-def test_an_answer_of_one_token_tells_what_was_cached(tokenizer: Tokenizer) -> None:
-    (token,) = tokenizer.encode_text("a")
-    for decode in ([tokens(1, [token])], [tokens(1, [token]), finished(1)]):
-        for at in range(len(decode) + 1):
-            choice = choice_of(tokenizer, room=1)
-            choice.start()
-            actions = [
-                action
-                for event in [*decode[:at], first_of(1, token, cached=1), *decode[at:]]
-                for action in choice.handle(event, 0)
-            ]
-            assert shown(actions) == "a"
-            assert actions.count(ev.Linger(choice=0, attempt=1)) == 1
-            assert choice.finish_reason == "length"
-            assert choice.reuse is not None
-            assert choice.reuse.cached_tokens == 1, (decode, at)
-
-
-def test_what_decode_sent_before_it_failed_counts_though_it_was_held(tokenizer: Tokenizer) -> None:
-    answer = tokenizer.encode_text("one two three")
-    choice = choice_of(tokenizer)
-    choice.start()
-    choice.handle(tokens(1, answer[:2]), 1)
-    choice.handle(tokens(1, [50], first=3), 1)
-    actions = choice.handle(decode_failed(1), 2)
-    assert [type(action) for action in actions] == [ev.Delta, ev.Release, ev.Retry]
-    text = shown(actions)
-    choice.handle(ev.RetryDue(choice=0, attempt=1), 2)
-    assert choice.tokens == [*PROMPT, *answer[:2]], "what lies behind a gap is computed again"
-    assert choice.handle(tokens(2, answer[2:], first=2), 3) == []
-    assert choice.handle(finished(2), 3) == []
-    actions = choice.handle(first_of(2, answer[2], at=2), 4)
-    assert text + shown(actions) == "one two three"
-    assert (choice.answer.kept, choice.resumptions) == (answer, 1)
-
-
-def test_a_failure_after_the_last_token_fails_nothing(tokenizer: Tokenizer) -> None:
-    choice = choice_of(tokenizer, room=2)
-    choice.start()
-    choice.handle(tokens(1, [50, 51]), 1)
-    actions = choice.handle(decode_failed(1), 2)
-    assert (choice.finish_reason, choice.error) == ("length", None)
-    assert not [action for action in actions if isinstance(action, ev.Retry)]
-
-
-def test_once_it_is_known_what_was_cached_nothing_is_held(tokenizer: Tokenizer) -> None:
-    answer = tokenizer.encode_text("one two three")
-    choice = choice_of(tokenizer)
-    choice.start()
-    text = shown(choice.handle(first_of(1, answer[0], cached=2), 0))
-    choice.handle(decode_failed(1), 0)
-    choice.handle(ev.RetryDue(choice=0, attempt=1), 0)
-    text += shown(choice.handle(tokens(2, answer[1:], first=1), 0))
-    assert text + shown(choice.handle(finished(2), 0)) == "one two three"
-
-
-def test_a_prefill_that_does_not_give_its_account_is_not_waited_for(tokenizer: Tokenizer) -> None:
-    answer = tokenizer.encode_text("one two three")
-    choice = choice_of(tokenizer)
-    choice.start()
-    choice.handle(tokens(1, answer[:2]), 10)
-    assert choice.tick(11) == []
-    text = shown(choice.tick(12))
-    assert choice.answer.tokens == answer[:2]
-    text += shown(choice.handle(tokens(1, answer[2:], first=2), 13))
-    assert text == "one two three"
-    choice.handle(first_of(1, answer[0], cached=1), 14)
-    assert choice.reuse is not None
-    assert choice.reuse.cached_tokens == 1, "late, and in time all the same"
-    whole = choice_of(tokenizer)
-    whole.start()
-    whole.handle(tokens(1, answer), 10)
-    whole.handle(finished(1), 10)
-    assert shown(whole.tick(12)) == "one two three"
-    assert (whole.finish_reason, whole.reuse) == ("length", None)
 
 
 def test_a_silent_stream_is_given_up(tokenizer: Tokenizer) -> None:
