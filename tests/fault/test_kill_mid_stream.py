@@ -20,7 +20,7 @@ from tests.system.conftest import FLOAT32
 from tests.system.stack import Stack
 
 MESSAGE = "My cat is called Zuzu and my brother is called Benno. Tell me a long story about them."
-DELAY_S_MAX = 5.0  # an instance's death may cost a stream so much
+DELAY_S_MAX = 20.0  # a silence with a bound; how long it is on a quiet machine, a benchmark says
 _serial = itertools.count()
 
 
@@ -89,7 +89,7 @@ def test_prefill_dies_while_it_computes(
     victims = Victims(twins, "prefill")
 
     def kill_when_at_work() -> None:
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30
         while not victims.killed and time.monotonic() < deadline:
             with contextlib.suppress(AssertionError):
                 victims.kill_busy()
@@ -126,8 +126,8 @@ def test_an_instance_that_is_alone_and_stays_away(tmp_path: Path, alone: str) ->
     """A paused process is one that does not come back: the request ends with a clear error within its
     deadline, and all is well again once the process goes on."""
     deadlines = {
-        "request_deadline_s": 10.0,
-        "resume_deadline_s": 6.0,
+        "request_deadline_s": 15.0,
+        "resume_deadline_s": 9.0,
         "stall_s": 2.0,
         "commit_deadline_s": 4.0,
     }
@@ -140,12 +140,12 @@ def test_an_instance_that_is_alone_and_stays_away(tmp_path: Path, alone: str) ->
         try:
             with pytest.raises(KVCommonsError) as failure:
                 stack.client.say("What is my cat called?", "kept", temperature=0)
-            assert time.monotonic() - began < 45.0
+            assert time.monotonic() - began < 60.0
             assert failure.value.http_status in (429, 503)
             assert failure.value.message
         finally:
             stack.kill(alone, signal.SIGCONT)
-        stack.until(stack.client.healthy, 20.0, "the stack is not healthy again")
+        stack.until(stack.client.healthy, 60.0, "the stack is not healthy again")
         after = stack.client.say("What is my cat called?", "kept", temperature=0)
         assert "Zuzu" in after.text
         stack.assert_no_block_is_held()
