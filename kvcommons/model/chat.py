@@ -78,7 +78,7 @@ class ChatTemplate:
         return self._encode(messages, opened=True)
 
     def messages(self, messages: Sequence[Message]) -> list[int]:
-        """Ids of the messages alone, without the opening of an answer. Raises InvalidInput as `prompt` does."""
+        """Ids of the messages alone, without an answer's opening. Raises InvalidInput as `prompt` does."""
         return self._encode(messages, opened=False)
 
     def turn(
