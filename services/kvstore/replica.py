@@ -81,6 +81,7 @@ class Replica:
         """
         if not self._at_home(key):
             raise WrongShard("another shard has this session: ask that one")
+        since = self.view.epoch if self.view is not None else 0
         error: KVCommonsError | None = None
         try:
             result = yield Local(work=work)
@@ -89,22 +90,25 @@ class Replica:
         except KVCommonsError as caught:
             error = caught
         yield from self._confirm(key)
+        # Acknowledged is what is here now, which may not have this in it any more.
+        if self._sessions.was_elsewhere(key, since):
+            raise StoreUnavailable("the session was at another shard for a moment: ask again")
         if error is not None:
             raise error
         return result  # type: ignore[no-any-return]
 
     def look(self, work: Callable[[], T]) -> Steps[T]:
         """Reads of many sessions: true unless this shard was left out of the view before they were read."""
-        result = yield Local(work=work)
         while True:
             view = self.view
+            result = yield Local(work=work)
             if view is None:
                 return result  # type: ignore[no-any-return]
             if self._sessions.name not in view.serving:
                 raise WrongShard("this shard does not serve now: ask the others")
             others = [name for name in view.serving if name != self._sessions.name]
             replies = yield Call(requests=[(name, self._replicate(view, [])) for name in others])
-            if (yield from self._all_heard(view, others, replies)):
+            if (yield from self._all_heard(view, others, replies)) and self.view == view:
                 return result  # type: ignore[no-any-return]
 
     def _confirm(self, key: bytes) -> Steps[None]:

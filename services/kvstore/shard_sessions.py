@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import secrets
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,7 @@ from services.kvstore.sessions import Sessions
 from services.kvstore.stamps import UNSTAMPED, Stamp, StampedTable, decode_row
 
 PAGE_KEYS = 256
+ADOPTED_MAX = 64
 TOMBSTONE_MS = 3_600_000  # far longer than any message is under way
 
 _NAME_KEY = b"shard"
@@ -65,6 +67,7 @@ class ShardSessions(Sessions):
         self._stamped = StampedTable(table, clock)
         super().__init__(self._stamped, default_ttl_s=default_ttl_s, clock=clock, unnamed=unnamed)
         self.folder = folder
+        self._adopted: deque[ShardView] = deque(maxlen=ADOPTED_MAX)  # since the process started
         self._seen: list[bytes] = []  # by a sweep, and not this shard's to sweep
         self._stamped.name = self.name = f"{folder}.{self._own_name(table, draw)}"
 
@@ -93,8 +96,15 @@ class ShardSessions(Sessions):
         with self._lock:
             if self.view is not None and view.epoch <= self.view.epoch:
                 return False
+            self._adopted.append(view)  # first: whatever follows from the view may be seen at once
             self._stamped.adopt(view)
             return True
+
+    def was_elsewhere(self, key: bytes, since_epoch: int) -> bool:
+        """Whether another shard was the session's home in a view after this one: what was done here before
+        may have been replaced by what that one has."""
+        later = [view for view in tuple(self._adopted) if view.epoch > since_epoch]
+        return len(later) == ADOPTED_MAX or any(view.home(key) != self.name for view in later)
 
     def mark_synced(self, epoch: int) -> bool:
         """All others have what they need, and will be asked for each change: said before it is reported."""

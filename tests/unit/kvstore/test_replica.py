@@ -174,6 +174,34 @@ def test_a_joiner_holds_up_nobody_until_it_may_be_let_in(bench: Bench) -> None:
         bench.run(again.operate(session_key("t", "s"), lambda: bench.sessions["a.1"].get("t", "s")))
 
 
+def test_a_change_that_was_replaced_meanwhile_is_not_called_done(bench: Bench) -> None:
+    """It was made here and reached nobody; the shard was left out, came back, and is home again."""
+    bench.adopt(BOTH)
+    name = mine(BOTH, "a.1")
+    sessions, replica = bench.sessions["a.1"], bench.replicas["a.1"]
+    steps = replica.operate(session_key("t", name), lambda: sessions.create("t", name, 0))
+    step = next(steps)
+    while not isinstance(step, Call):
+        assert isinstance(step, Local)
+        step = steps.send(step.work())
+    bench.adopt(ShardView(epoch=4, serving=("b.1",)))
+    bench.adopt(ShardView(epoch=5, serving=("b.1",), joining=("a.1",)))
+    bench.run(bench.replicas["b.1"].synchronise())
+    bench.adopt(ShardView(epoch=6, serving=("a.1", "b.1")))
+    assert sessions.count == 0
+
+    def go_on() -> Generator[Any, Any, Any]:
+        value = [None]  # the call's answer never came
+        try:
+            while True:
+                value = yield steps.send(value)
+        except StopIteration as stop:
+            return stop.value
+
+    with pytest.raises(StoreUnavailable):
+        bench.run(go_on())
+
+
 def test_what_a_joiner_has_and_nobody_else_goes(bench: Bench) -> None:
     """Among it a session that was deleted so long ago that there is no tombstone."""
     bench.adopt(BOTH)
