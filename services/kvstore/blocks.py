@@ -227,22 +227,16 @@ class BlockStore:
 
         One load per block, whoever waits for it. The run is shorter where DRAM has no room for all of it.
         """
-        blocks: list[Block] = []
-        started: list[Block] = []
         with self._lock:
             condition = threading.Condition()
             begins, now_s = first_layer == 0, self._clock.monotonic_s()
-            for block in self._catalog.leading(model, block_ids, now_s, begins=begins):
-                layers = block.space.shape.layers
-                if not 0 <= first_layer <= max(first_layer, last_layer) < layers:
-                    raise InvalidInput(f"the model has {layers} layers", param="layers")
-                on_disk = block.dram is None
-                if not self._catalog.pin(block):
-                    break
-                blocks.append(block)
-                if on_disk:
-                    self._loader.begin(block, condition)
-                    started.append(block)
+            found = self._catalog.leading(model, block_ids, now_s, begins=begins)
+            layers = found[0].space.shape.layers if found else 0
+            if found and not 0 <= first_layer <= max(first_layer, last_layer) < layers:
+                raise InvalidInput(f"the model has {layers} layers", param="layers")
+            blocks, started = self._catalog.pin_run(found)
+            for block in started:
+                self._loader.begin(block, condition)
             loads = [block.load for block in blocks]
         self._start_loads(model, started, first_layer)
         return Run(self, blocks, loads)

@@ -14,11 +14,12 @@ are free once nobody has them pinned and, on disk, its index entry is deleted.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from enum import Enum
 
 from kvcommons.errors import CapacityExhausted, InvalidInput, Overloaded
+from services.kvstore.ages import Ages
 from services.kvstore.block import Block, BlockOrigin, Doomed, Space, Staging
 from services.kvstore.policies.base import Policy
 from services.kvstore.room import Memory, Room
@@ -65,8 +66,7 @@ class Catalog:
         self._generation = first_generation
         self._spaces = self.room.spaces
         self._tick = 0
-        self._ttl_s = ttl_s
-        self._used: OrderedDict[Block, float] = OrderedDict()  # when, least recent first; kept where a ttl is
+        self.ages = Ages(ttl_s)
 
     # ---- what is there
 
@@ -120,6 +120,31 @@ class Catalog:
             block.disk_pins += 1
         block.pins += 1
         return True
+
+    def pin_run(self, blocks: Sequence[Block]) -> tuple[list[Block], list[Block]]:
+        """Pins as many leading blocks as there is room for: all of them, and those that come from disk.
+
+        What is in DRAM is pinned before room is made for the rest, so that its end alone makes room for it.
+        """
+        held = deque(block for block in blocks if block.dram is not None)
+        for block in held:
+            block.pins += 1
+        pinned: list[Block] = []
+        coming: list[Block] = []
+        for block in blocks:
+            if held and block is held[0]:
+                held.popleft()
+            else:
+                comes = block.dram is None
+                while not (room := not block.detached and self.pin(block)) and held:
+                    self.unpin(held.pop())
+                if not room:
+                    break
+                coming += [block] if comes else []
+            pinned.append(block)
+        for block in held:
+            self.unpin(block)
+        return pinned, coming
 
     def unpin(self, block: Block) -> None:
         block.pins -= 1
@@ -191,7 +216,7 @@ class Catalog:
         space.blocks[block.block_id] = block
         space.dram_policy.admit(block.block_id, block.origin.parent or None)
         self.pending.append(block)
-        self._touch(block, now_s)
+        self.ages.touch(block, now_s)
         for other in others.values():
             self._drop(other)
         return block
@@ -299,22 +324,12 @@ class Catalog:
         return True
 
     def expire(self, now_s: float) -> int:
-        """Drops what nobody has used for the time to live, but for what is in use now. How many blocks."""
-        gone = 0
-        while self._ttl_s is not None and self._used:
-            block, used_s = next(iter(self._used.items()))
-            if used_s + self._ttl_s > now_s:
-                break
-            if block.detached:
-                del self._used[block]
-            elif block.pins or block.disk_pins:
-                self._touch(block, now_s)
-            else:
-                del self._used[block]
-                self.room.detach(block)
-                gone += 1
-        self.counters.expired += gone
-        return gone
+        """Drops what nobody has used for the time to live. How many blocks."""
+        old = self.ages.take_old(now_s)
+        for block in old:
+            self.room.detach(block)
+        self.counters.expired += len(old)
+        return len(old)
 
     # ---- at start
 
@@ -328,7 +343,7 @@ class Catalog:
             space.blocks[block_id] = block
             space.disk_policy.admit(block_id)
             self.disk.used(slot, self._tick)
-            self._touch(block, now_s)
+            self.ages.touch(block, now_s)
 
     # ---- within
 
@@ -367,16 +382,11 @@ class Catalog:
     def _use(self, blocks: Sequence[Block], now_s: float) -> None:
         self._tick += 1
         for block in reversed(blocks):
-            self._touch(block, now_s)
+            self.ages.touch(block, now_s)
             if block.dram is not None:
                 self.dram.used(block.dram, self._tick)
             if block.disk is not None:
                 self.disk.used(block.disk, self._tick)
-
-    def _touch(self, block: Block, now_s: float) -> None:
-        if self._ttl_s is not None:
-            self._used[block] = now_s
-            self._used.move_to_end(block)
 
     def _drop(self, staging: Staging) -> None:
         """Frees a staging's slot once no bytes are under way into it."""

@@ -165,7 +165,7 @@ class Day(StoreSchedule):
         left = {family for family, _ in self.session_rocks.current} - {"meta"}
         require(not left & {"records", "heads", "uses", "leases"}, f"rows were left in {left}")
         require(not any(catalog.room.hints.jobs._all()), "a job is expected that nobody hints")
-        require(not catalog._used, "the time to live counts blocks that are gone")
+        require(not len(catalog.ages), "the time to live counts blocks that are gone")
         for space in catalog._spaces.values():
             for policy in (space.dram_policy, space.disk_policy):
                 assert isinstance(policy, HitDensity)

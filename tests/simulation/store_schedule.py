@@ -240,8 +240,9 @@ class StoreSchedule:
 
     def _prefetch(self) -> None:
         """A round of the thread that fetches ahead; its reads are done by `threads`."""
+        there = list(blocks_of(self.store))  # what it begins to fetch may be condemned before it returns
         self.store.prefetcher.step()
-        self.seen.update((id(block), block) for block in blocks_of(self.store) if block.load is not None)
+        self.seen.update((id(block), block) for block in there if block.pins)
 
     def _scrub(self) -> None:
         self._scrubbing = True

@@ -108,16 +108,16 @@ class CatalogMachine(RuleBasedStateMachine):
             assert result.generation not in self.generations
             self.generations.add(result.generation)
 
-    @rule(shape=SHAPE, count=st.integers(1, 5))
-    def open_run(self, shape: BlockShape, count: int) -> None:
-        for block in self.catalog.leading(shape.model, IDS[:count], self.now_s):
-            fresh = block.dram is None
-            if not self.catalog.pin(block):
-                break
+    @rule(shape=SHAPE, count=st.integers(1, 5), begins=st.booleans())
+    def open_run(self, shape: BlockShape, count: int, begins: bool) -> None:
+        blocks, coming = self.catalog.pin_run(
+            self.catalog.leading(shape.model, IDS[:count], self.now_s, begins=begins)
+        )
+        for block in blocks:
             assert block.dram is not None
+            assert not block.detached
             self.pinned.append((block, block.dram))
-            if fresh:
-                self.loading.append(block)
+        self.loading += coming
 
     @precondition(lambda self: self.pinned)
     @rule(data=st.data())
@@ -275,3 +275,45 @@ class CatalogMachine(RuleBasedStateMachine):
 
 TestCatalog = CatalogMachine.TestCase
 TestCatalog.settings = settings(max_examples=200, stateful_step_count=40, deadline=None)
+
+
+def test_a_run_makes_no_room_at_its_own_cost() -> None:
+    """Found by simulation (seed 3913382784): the first block came from disk, and the slot that it got was the
+    second one's, which was nowhere else and was pinned all the same."""
+    shape = SHAPES[1]
+    catalog = Catalog(
+        dram=Tier(2 * PAGE_BYTES, 2 * PAGE_BYTES),
+        disk=Tier(4 * PAGE_BYTES, 4 * PAGE_BYTES),
+        memory=NoMemory(),
+        new_policy=Recording,
+        first_generation=0,
+    )
+    catalog.disk.add(1, shape, 4)
+    for block_id in IDS[:3]:
+        staging = catalog.stage(shape, "w", block_id, ORIGIN, 0, 0.0)
+        assert isinstance(staging, Staging)
+        block = catalog.received(staging, 0, 1, 0.0)
+        assert isinstance(block, Block)
+        catalog.take_pending(1, PAGE_BYTES)
+        slot = catalog.disk.take(shape)
+        assert slot is not None
+        if block_id == IDS[1]:
+            catalog.disk.give(slot)
+            catalog.write_failed(block)
+            block.pins += 1  # until the first block's room is taken
+        else:
+            catalog.durable(block, slot)
+    first, second, third = (catalog.find(shape.model, block_id) for block_id in IDS[:3])
+    assert first is not None
+    assert second is not None
+    assert third is not None
+    assert (first.dram, second.disk) == (None, None)
+    catalog.unpin(second)
+    third.pins += 1
+    run = catalog.leading(shape.model, IDS[:2], 0.0)
+    assert catalog.pin_run(run) == ([first], [first])  # no longer: the second made room
+    assert second.detached
+    policy = catalog.room.spaces[shape.model].dram_policy
+    assert isinstance(policy, Recording)
+    assert policy.held == {IDS[0], IDS[2]}
+    assert (first.pins, second.pins, third.pins) == (2, 0, 1)  # one of the first's is for its load
