@@ -21,6 +21,9 @@ from services.kvstore.policies.hierarchy import Room
 TOKEN_BYTES = 2 * 40 * 5120 * 2
 
 
+_TABLE_WIDTH = 120  # narrower ones would cut the figures
+
+
 def main(argv: Sequence[str]) -> int:
     """The exit status: 0, 1 for what failed, 2 for wrong usage."""
     options = _parser().parse_args(argv)
@@ -89,6 +92,7 @@ def _parser() -> argparse.ArgumentParser:
         ("sessions_per_s", float, "arrive (Poisson)"),
         ("turns_per_s", float, "the server manages"),
         ("think_s", float, "mean time between an answer and the next question"),
+        ("block_tokens", int, "a block has"),
         ("context_tokens", int, "window of the model, halved when full; 0: none"),
     ):
         default = getattr(standard, name)
@@ -178,7 +182,7 @@ def _print(trace: Trace, setting: Setting, outcomes: Sequence[Outcome]) -> None:
     table.add_column("policy", no_wrap=True)
     columns = ("hits", "DRAM", "disk", "of reusable", "tokens", "DRAM", "disk", "misses")
     for name in (*columns, "read GiB", "written GiB", "time"):
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=name != "of reusable")
     for outcome in outcomes:
         rates = (
             outcome.block_hit_rate,
@@ -197,4 +201,4 @@ def _print(trace: Trace, setting: Setting, outcomes: Sequence[Outcome]) -> None:
             f"{outcome.demoted_bytes / 2**30:,.0f}",
             f"{outcome.seconds:.1f} s",
         )
-    Console().print(table)
+    Console(width=max(Console().width, _TABLE_WIDTH)).print(table)

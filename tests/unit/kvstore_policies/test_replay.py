@@ -107,6 +107,14 @@ def test_the_command_prints_one_result_a_policy(tmp_path: Path, capsys: pytest.C
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_generated_workload_is_replayed_and_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["sharegpt", "--sessions", "40", "--dram", "1G", "--disk", "8G", "--policy", "lru", "slru"]
+    assert main([*arguments, "--block-tokens", "256"]) == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in ("slru", "of reusable", "written GiB"))
+    assert "…" not in printed
+
+
 def test_times_to_live_come_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = tmp_path / "trace.jsonl"
     rows = [{"timestamp": 400_000 * n, "input_length": 512, "hash_ids": [n % 2]} for n in range(8)]
