@@ -64,7 +64,9 @@ class Mirror:
             async with asyncio.timeout(timeout_s):
                 while True:
                     try:
-                        await self._write_due()
+                        # In a task of its own: on Python 3.11 a TaskGroup that failed leaves its task counted
+                        # as cancelled, and the time-out above would then end in CancelledError.
+                        await asyncio.create_task(self._write_due())
                         return True
                     except* Unavailable as failed:
                         log.debug("etcd did not take the last words yet: %s", failed.exceptions[0])

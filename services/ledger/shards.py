@@ -87,8 +87,9 @@ class ShardKeeper:
                             break
             finally:
                 deciding.cancel()
-                with contextlib.suppress(asyncio.CancelledError, Unavailable):
-                    await deciding
+                await asyncio.wait({deciding})  # which does not take our own cancellation for its
+                if not deciding.cancelled() and (failed := deciding.exception()) is not None:
+                    log.debug("no view was decided: %s", failed)
 
     async def _decide(self) -> None:
         while True:
