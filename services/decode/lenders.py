@@ -77,6 +77,7 @@ class Lenders:
         self._creditors: dict[tuple[str, str], _Creditor] = {}  # by control and data address
         self._sequences: dict[tuple[RemoteHolder, SegmentRef], tuple[int, int]] = {}  # to key and blocks
         self._tasks: set[asyncio.Task[None]] = set()
+        self._saves: dict[tuple[RemoteHolder, SegmentRef], set[asyncio.Task[None]]] = {}  # under way
 
     async def close(self) -> None:
         """Gives back what is left, for a bounded time."""
@@ -152,8 +153,13 @@ class Lenders:
             self._spawn(self._release(holder, refs))
 
     def save(self, run: RemoteRun, block: BlockSave) -> None:
-        """Has the holder write a full block to a kvstore, in the background."""
-        self._spawn(self._save(run, block))
+        """Has the holder write a full block to a kvstore, in the background. The run may be given back at
+        once: it is released when the holder has heard of its saves."""
+        task = self._spawn(self._save(run, block))
+        place = (run.holder, run.ref)
+        saves = self._saves.setdefault(place, set())
+        saves.add(task)
+        task.add_done_callback(lambda done: self._saved(place, done))
 
     async def _candidates(self, blocks: int) -> list[ledger_pb2.Instance]:
         """Of the first ledger that answers; empty when none does."""
@@ -208,7 +214,15 @@ class Lenders:
                 continue
             return
 
+    def _saved(self, place: tuple[RemoteHolder, SegmentRef], task: asyncio.Task[None]) -> None:
+        self._saves[place].discard(task)
+        if not self._saves[place]:
+            del self._saves[place]
+
     async def _release(self, holder: RemoteHolder, refs: Sequence[SegmentRef]) -> None:
+        saves = [task for ref in refs for task in self._saves.get((holder, ref), ())]
+        if saves:
+            await asyncio.wait(saves, timeout=CALL_S)
         try:
             await holder.release(refs, timeout_s=CALL_S)
         except KVCommonsError as error:
@@ -260,7 +274,8 @@ class Lenders:
                 )
                 self._lost(lease[0], error)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
