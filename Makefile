@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Tests share two cores with the stacks that they start.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 ARGS ?=
-# Stacks are one worker's, the rest is the other's: see tests/conftest.py.
+# The stacks of a folder are one worker's: see tests/conftest.py.
 WORKERS ?= 2
 
 .PHONY: install up test test-slow simulate check bench protos compose-test clean

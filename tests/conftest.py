@@ -17,12 +17,13 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 for _name in [name for name in os.environ if name.startswith("KVCOMMONS_") and "__" in name]:
     del os.environ[_name]
 
-# Tests that run whole stacks; they take turns, or they would wait for each other's cores.
+# Tests that run whole stacks take turns, two at a time, or they would wait for each other's cores.
 STACKS = (Path(__file__).parent / "system", Path(__file__).parent / "fault")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With several workers, all stacks are one worker's."""
+    """With several workers, the stacks of a folder are one worker's."""
     for item in items:
-        if item.path.is_relative_to(STACKS[0]) or item.path.is_relative_to(STACKS[1]):
-            item.add_marker(pytest.mark.xdist_group("stacks"))
+        for folder in STACKS:
+            if item.path.is_relative_to(folder):
+                item.add_marker(pytest.mark.xdist_group(folder.name))

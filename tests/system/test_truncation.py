@@ -190,7 +190,14 @@ def disturbed(stack: Stack, session: str, victims: Victims, body: dict[str, Any]
             victims.kill_busy()
 
 
-@pytest.mark.parametrize(("replay_max", "intact_bytes"), [(4.0, 0), (0.0, 0), (0.0, 64 * 1024)])
+@pytest.mark.parametrize(
+    ("replay_max", "intact_bytes"),
+    [
+        (4.0, 0),
+        pytest.param(0.0, 0, marks=pytest.mark.slow),
+        pytest.param(0.0, 64 * 1024, marks=pytest.mark.slow),
+    ],
+)
 def test_kv_that_is_lost_is_made_again(
     tmp_path: Path, model: Path, head: int, replay_max: float, intact_bytes: int
 ) -> None:
