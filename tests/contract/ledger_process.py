@@ -20,7 +20,7 @@ from kvcommons.pb import ledger_pb2 as pb
 from kvcommons.pb import ledger_pb2_grpc as rpc
 from kvcommons.rpc.channel import open_channel
 
-LEASE_S = 4  # several times what a busy machine holds a heartbeat up
+LEASE_S = 6  # several times what a busy machine holds a heartbeat up
 HEARTBEAT_MS = 300
 ETCD_TIMEOUT_S = 0.5
 START_S = 60.0

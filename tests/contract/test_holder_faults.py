@@ -103,6 +103,12 @@ async def test_a_sender_that_dies_gives_its_blocks_free(socket_folder: Path) -> 
         await eventually(lambda: holder.allocator.in_use == 0)
 
 
+def stopped(pid: int) -> bool:
+    """Whether all threads have stopped: a signal takes a moment, and one of them may answer meanwhile."""
+    threads = (Path("/proc") / str(pid) / "task").glob("*/stat")
+    return all(thread.read_text().rpartition(")")[2].split()[0] == "T" for thread in threads)
+
+
 async def test_a_killed_pool_is_noticed_and_its_next_life_refuses_the_old_handles(pool: PoolProcess) -> None:
     served = await pool.ready()
     lost: list[SegmentRef] = []
@@ -111,6 +117,7 @@ async def test_a_killed_pool_is_noticed_and_its_next_life_refuses_the_old_handle
         part = AttendPart(ref=ref, rows=1, first_position=9, length=0)
         client.begin_attend(0, [part], torch.zeros(1, 4, 16), [], soon()).finish()
         pool.process.send_signal(signal.SIGSTOP)
+        await eventually(lambda: stopped(pool.process.pid))
         started = Deadline.after(0.3)
         pending = client.begin_attend(0, [part], torch.zeros(1, 4, 16), [], started)
         with pytest.raises(DeadlineExceeded):
