@@ -22,6 +22,7 @@ from services.kvstore.clock import SystemClock
 from services.kvstore.config import Config
 from services.kvstore.data import DataHandler
 from services.kvstore.database import DamagedDatabase
+from services.kvstore.families import META
 from services.kvstore.folder import DataFolder
 from services.kvstore.mark import Mark
 from services.kvstore.medium import Medium
@@ -30,7 +31,7 @@ from services.kvstore.server import BlocksServicer, SessionsServicer
 from services.kvstore.sessions import Sessions, open_sessions
 from services.kvstore.shard import ReplicasServicer, Shard, folder_name
 from services.kvstore.shard_sessions import ShardSessions
-from services.kvstore.witness import KEPT, META, witnessed
+from services.kvstore.witness import KEPT, witnessed
 
 log = logging.getLogger(__name__)
 

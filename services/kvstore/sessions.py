@@ -71,7 +71,6 @@ class Sessions:
         self._lock = threading.Lock()
         stored = self._table.get(META, _FENCING_KEY)
         self._fencing = struct.unpack("<Q", stored)[0] if stored else 0
-        self._step = self._fencing
         self._uses.migrate((key, rules.decode_record(value)) for key, value in self._table.items(RECORDS))
         self._count = sum(1 for _ in self._table.items(HEADS))
         self._sweep_from: dict[str, bytes] = {}
@@ -80,11 +79,6 @@ class Sessions:
     def count(self) -> int:
         """Sessions that exist, expired ones included until they are swept."""
         return self._count
-
-    @property
-    def step(self) -> int:
-        """Grows with every turn that begins and with every one that is committed; durable."""
-        return self._step
 
     def create(self, tenant: str, session_id: str, ttl_s: int) -> pb.SessionRecord:
         """A session without a turn; an empty id is made up. Raises AlreadyExists."""
@@ -244,7 +238,6 @@ class Sessions:
         # Counted even if the write fails: it may have reached the log all the same.
         self._fencing = fencing
         self._table.write([*puts, (META, _FENCING_KEY, struct.pack("<Q", fencing))])
-        self._step = fencing
 
     def _live(self, tenant: str, session_id: str) -> pb.SessionRecord | None:
         value = self._table.get(RECORDS, session_key(tenant, session_id))

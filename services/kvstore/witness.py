@@ -19,12 +19,12 @@ from pathlib import Path
 import xxhash
 
 from services.kvstore.database import DamagedDatabase, Put, Settling
+from services.kvstore.families import HEADS, META, RECORDS
 from services.kvstore.mark import Mark
 
 log = logging.getLogger(__name__)
 
-META = "meta"
-KEPT = ("records", "heads", META)  # of the sessions' families: what was committed, and how far they had come
+KEPT = (RECORDS, HEADS, META)  # of the sessions' families: what was committed, and how far they had come
 _KEY = b"witness"
 _VALUE = struct.Struct("<Q16s")  # step, digest
 

@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 
 from kvcommons.errors import KVCommonsError, SessionNotFound, StoreUnavailable, TurnInProgress
 from kvcommons.pb import kvstore_pb2 as pb
+from services.kvstore.families import META
 from services.kvstore.session import Turn
 from services.kvstore.sessions import Sessions
-from services.kvstore.witness import KEPT, META, Witness
+from services.kvstore.witness import KEPT, Witness
 from tests.simulation.machine import Killed, Machine, Rocks, require
 
 NAMES = ("a", "b", "c")

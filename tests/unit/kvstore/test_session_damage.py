@@ -15,10 +15,11 @@ from rocksdict import Rdict
 from kvcommons.errors import DataLoss, SessionNotFound
 from kvcommons.pb import kvstore_pb2 as pb
 from services.kvstore.clock import SystemClock
+from services.kvstore.families import META
 from services.kvstore.mark import Mark
 from services.kvstore.session import Turn
 from services.kvstore.sessions import Sessions, open_sessions
-from services.kvstore.witness import KEPT, META, witnessed
+from services.kvstore.witness import KEPT, witnessed
 
 # RocksDB makes families in an order of its own, another each time: what a cut manifest forgets depends on it.
 ORDERS = {"records last": ("meta", "records"), "records first": ("records", "meta")}
