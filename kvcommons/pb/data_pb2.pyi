@@ -274,12 +274,14 @@ class WriteBlocks(_message.Message):
     LAYER_FIELD_NUMBER: _builtins.int
     FIRST_BLOCK_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     epoch: _builtins.int
     layer: _builtins.int
     first_block: _builtins.int
-    """index within the segment"""
+    """index within the segment; trimmed blocks keep theirs"""
     blocks: _builtins.int
+    generation: _builtins.int
     def __init__(
         self,
         *,
@@ -288,10 +290,11 @@ class WriteBlocks(_message.Message):
         layer: _builtins.int = ...,
         first_block: _builtins.int = ...,
         blocks: _builtins.int = ...,
+        generation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "epoch", b"epoch", "first_block", b"first_block", "handle", b"handle", "layer", b"layer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "epoch", b"epoch", "first_block", b"first_block", "generation", b"generation", "handle", b"handle", "layer", b"layer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -299,7 +302,7 @@ Global___WriteBlocks: _TypeAlias = WriteBlocks  # noqa: Y015
 
 @_typing.final
 class ReadBlocks(_message.Message):
-    """From a holder: the same, the other way."""
+    """From a holder: the same, the other way (copy out)."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -308,11 +311,13 @@ class ReadBlocks(_message.Message):
     LAYER_FIELD_NUMBER: _builtins.int
     FIRST_BLOCK_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     epoch: _builtins.int
     layer: _builtins.int
     first_block: _builtins.int
     blocks: _builtins.int
+    generation: _builtins.int
     def __init__(
         self,
         *,
@@ -321,10 +326,11 @@ class ReadBlocks(_message.Message):
         layer: _builtins.int = ...,
         first_block: _builtins.int = ...,
         blocks: _builtins.int = ...,
+        generation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "epoch", b"epoch", "first_block", b"first_block", "handle", b"handle", "layer", b"layer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "epoch", b"epoch", "first_block", b"first_block", "generation", b"generation", "handle", b"handle", "layer", b"layer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -369,6 +375,8 @@ class AttendSegment(_message.Message):
     FIRST_POSITION_FIELD_NUMBER: _builtins.int
     APPEND_FIELD_NUMBER: _builtins.int
     LENGTH_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    FIRST_BLOCK_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     epoch: _builtins.int
     rows: _builtins.int
@@ -377,7 +385,10 @@ class AttendSegment(_message.Message):
     append: _builtins.bool
     """K and V of these rows go to this segment before it is read"""
     length: _builtins.int
-    """tokens of the segment that count, appended ones included"""
+    """tokens of the segment that count, from first_block on, appended ones included"""
+    generation: _builtins.int
+    first_block: _builtins.int
+    """within the segment: blocks before it have moved"""
     def __init__(
         self,
         *,
@@ -387,10 +398,12 @@ class AttendSegment(_message.Message):
         first_position: _builtins.int = ...,
         append: _builtins.bool = ...,
         length: _builtins.int = ...,
+        generation: _builtins.int = ...,
+        first_block: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["append", b"append", "epoch", b"epoch", "first_position", b"first_position", "handle", b"handle", "length", b"length", "rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["append", b"append", "epoch", b"epoch", "first_block", b"first_block", "first_position", b"first_position", "generation", b"generation", "handle", b"handle", "length", b"length", "rows", b"rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

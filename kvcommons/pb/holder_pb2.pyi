@@ -95,17 +95,21 @@ class SegmentRef(_message.Message):
 
     HANDLE_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     epoch: _builtins.int
+    generation: _builtins.int
+    """0 until the first Freeze, which counts it up"""
     def __init__(
         self,
         *,
         handle: _builtins.int = ...,
         epoch: _builtins.int = ...,
+        generation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "handle", b"handle"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "generation", b"generation", "handle", b"handle"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -330,11 +334,15 @@ class HeldSegment(_message.Message):
     SEQUENCE_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
     LEASE_LEFT_MS_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    FROZEN_BLOCKS_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     owner: _builtins.str
     sequence: _builtins.str
     blocks: _builtins.int
     lease_left_ms: _builtins.int
+    generation: _builtins.int
+    frozen_blocks: _builtins.int
     def __init__(
         self,
         *,
@@ -343,10 +351,12 @@ class HeldSegment(_message.Message):
         sequence: _builtins.str = ...,
         blocks: _builtins.int = ...,
         lease_left_ms: _builtins.int = ...,
+        generation: _builtins.int = ...,
+        frozen_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "handle", b"handle", "lease_left_ms", b"lease_left_ms", "owner", b"owner", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "frozen_blocks", b"frozen_blocks", "generation", b"generation", "handle", b"handle", "lease_left_ms", b"lease_left_ms", "owner", b"owner", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -360,11 +370,16 @@ class InspectReply(_message.Message):
     FREE_BLOCKS_FIELD_NUMBER: _builtins.int
     CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
     SEGMENTS_FIELD_NUMBER: _builtins.int
+    LENT_BLOCKS_FIELD_NUMBER: _builtins.int
+    PLEDGED_BLOCKS_FIELD_NUMBER: _builtins.int
     total_blocks: _builtins.int
     free_blocks: _builtins.int
     """cached blocks that no sequence uses count as free"""
     cached_blocks: _builtins.int
     """of the free ones: those that still hold a known block"""
+    lent_blocks: _builtins.int
+    pledged_blocks: _builtins.int
+    """set aside for settlements"""
     @_builtins.property
     def segments(self) -> _containers.RepeatedCompositeFieldContainer[Global___HeldSegment]: ...
     def __init__(
@@ -374,11 +389,511 @@ class InspectReply(_message.Message):
         free_blocks: _builtins.int = ...,
         cached_blocks: _builtins.int = ...,
         segments: _abc.Iterable[Global___HeldSegment] | None = ...,
+        lent_blocks: _builtins.int = ...,
+        pledged_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "free_blocks", b"free_blocks", "segments", b"segments", "total_blocks", b"total_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_blocks", b"cached_blocks", "free_blocks", b"free_blocks", "lent_blocks", b"lent_blocks", "pledged_blocks", b"pledged_blocks", "segments", b"segments", "total_blocks", b"total_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___InspectReply: _TypeAlias = InspectReply  # noqa: Y015
+
+@_typing.final
+class FreezeRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OWNER_FIELD_NUMBER: _builtins.int
+    SEGMENT_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    owner: _builtins.str
+    blocks: _builtins.int
+    """leading ones of those that are not trimmed yet"""
+    @_builtins.property
+    def segment(self) -> Global___SegmentRef:
+        """with the generation that the owner uses"""
+
+    def __init__(
+        self,
+        *,
+        owner: _builtins.str = ...,
+        segment: Global___SegmentRef | None = ...,
+        blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["segment", b"segment"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "owner", b"owner", "segment", b"segment"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FreezeRequest: _TypeAlias = FreezeRequest  # noqa: Y015
+
+@_typing.final
+class FreezeReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GENERATION_FIELD_NUMBER: _builtins.int
+    generation: _builtins.int
+    """of accesses from the switch on, of CopyIn, ReadBlocks, Thaw and Trim"""
+    def __init__(
+        self,
+        *,
+        generation: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FreezeReply: _TypeAlias = FreezeReply  # noqa: Y015
+
+@_typing.final
+class ThawRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OWNER_FIELD_NUMBER: _builtins.int
+    SEGMENT_FIELD_NUMBER: _builtins.int
+    owner: _builtins.str
+    @_builtins.property
+    def segment(self) -> Global___SegmentRef: ...
+    def __init__(
+        self,
+        *,
+        owner: _builtins.str = ...,
+        segment: Global___SegmentRef | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["segment", b"segment"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["owner", b"owner", "segment", b"segment"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ThawRequest: _TypeAlias = ThawRequest  # noqa: Y015
+
+@_typing.final
+class ThawReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ThawReply: _TypeAlias = ThawReply  # noqa: Y015
+
+@_typing.final
+class TrimRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OWNER_FIELD_NUMBER: _builtins.int
+    SEGMENT_FIELD_NUMBER: _builtins.int
+    SETTLEMENT_FIELD_NUMBER: _builtins.int
+    owner: _builtins.str
+    settlement: _builtins.str
+    """the blocks are set aside for it, if it has been prepared here; empty: they are free"""
+    @_builtins.property
+    def segment(self) -> Global___SegmentRef: ...
+    def __init__(
+        self,
+        *,
+        owner: _builtins.str = ...,
+        segment: Global___SegmentRef | None = ...,
+        settlement: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["segment", b"segment"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["owner", b"owner", "segment", b"segment", "settlement", b"settlement"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrimRequest: _TypeAlias = TrimRequest  # noqa: Y015
+
+@_typing.final
+class TrimReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    blocks: _builtins.int
+    """that came free or were set aside; 0 for a segment that is gone"""
+    def __init__(
+        self,
+        *,
+        blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TrimReply: _TypeAlias = TrimReply  # noqa: Y015
+
+@_typing.final
+class CopyInRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OWNER_FIELD_NUMBER: _builtins.int
+    INTO_FIELD_NUMBER: _builtins.int
+    FIRST_BLOCK_FIELD_NUMBER: _builtins.int
+    DATA_ADDRESS_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    SOURCE_BLOCK_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    owner: _builtins.str
+    first_block: _builtins.int
+    """within `into`"""
+    data_address: _builtins.str
+    """of the other holder"""
+    source_block: _builtins.int
+    """within `source`"""
+    blocks: _builtins.int
+    @_builtins.property
+    def into(self) -> Global___SegmentRef: ...
+    @_builtins.property
+    def source(self) -> Global___SegmentRef: ...
+    def __init__(
+        self,
+        *,
+        owner: _builtins.str = ...,
+        into: Global___SegmentRef | None = ...,
+        first_block: _builtins.int = ...,
+        data_address: _builtins.str = ...,
+        source: Global___SegmentRef | None = ...,
+        source_block: _builtins.int = ...,
+        blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["into", b"into", "source", b"source"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "data_address", b"data_address", "first_block", b"first_block", "into", b"into", "owner", b"owner", "source", b"source", "source_block", b"source_block"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CopyInRequest: _TypeAlias = CopyInRequest  # noqa: Y015
+
+@_typing.final
+class CopyInReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CopyInReply: _TypeAlias = CopyInReply  # noqa: Y015
+
+@_typing.final
+class AdoptRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OWNER_FIELD_NUMBER: _builtins.int
+    FORMER_OWNER_FIELD_NUMBER: _builtins.int
+    SEGMENT_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    LEASE_MS_FIELD_NUMBER: _builtins.int
+    SHARED_BLOCKS_FIELD_NUMBER: _builtins.int
+    owner: _builtins.str
+    """the new one"""
+    former_owner: _builtins.str
+    sequence: _builtins.str
+    lease_ms: _builtins.int
+    shared_blocks: _builtins.int
+    """0: the whole segment changes hands, and its former handle is refused from then on."""
+    @_builtins.property
+    def segment(self) -> Global___SegmentRef: ...
+    def __init__(
+        self,
+        *,
+        owner: _builtins.str = ...,
+        former_owner: _builtins.str = ...,
+        segment: Global___SegmentRef | None = ...,
+        sequence: _builtins.str = ...,
+        lease_ms: _builtins.int = ...,
+        shared_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["segment", b"segment"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["former_owner", b"former_owner", "lease_ms", b"lease_ms", "owner", b"owner", "segment", b"segment", "sequence", b"sequence", "shared_blocks", b"shared_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdoptRequest: _TypeAlias = AdoptRequest  # noqa: Y015
+
+@_typing.final
+class AdoptReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEGMENT_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    blocks: _builtins.int
+    @_builtins.property
+    def segment(self) -> Global___SegmentRef: ...
+    def __init__(
+        self,
+        *,
+        segment: Global___SegmentRef | None = ...,
+        blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["segment", b"segment"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "segment", b"segment"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdoptReply: _TypeAlias = AdoptReply  # noqa: Y015
+
+@_typing.final
+class PrepareRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SETTLEMENT_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    LEASE_MS_FIELD_NUMBER: _builtins.int
+    settlement: _builtins.str
+    term: _builtins.int
+    """of the leader: calls of an earlier one are refused"""
+    blocks: _builtins.int
+    lease_ms: _builtins.int
+    def __init__(
+        self,
+        *,
+        settlement: _builtins.str = ...,
+        term: _builtins.int = ...,
+        blocks: _builtins.int = ...,
+        lease_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "lease_ms", b"lease_ms", "settlement", b"settlement", "term", b"term"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrepareRequest: _TypeAlias = PrepareRequest  # noqa: Y015
+
+@_typing.final
+class PrepareReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    blocks: _builtins.int
+    """set aside, as many as were free"""
+    def __init__(
+        self,
+        *,
+        blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrepareReply: _TypeAlias = PrepareReply  # noqa: Y015
+
+@_typing.final
+class FreezeDebtRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SETTLEMENT_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
+    LEASE_MS_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
+    CREDITOR_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    settlement: _builtins.str
+    term: _builtins.int
+    lease_ms: _builtins.int
+    round: _builtins.int
+    """1, 2, …"""
+    creditor: _builtins.str
+    """instance id"""
+    blocks: _builtins.int
+    """at most"""
+    def __init__(
+        self,
+        *,
+        settlement: _builtins.str = ...,
+        term: _builtins.int = ...,
+        lease_ms: _builtins.int = ...,
+        round: _builtins.int = ...,
+        creditor: _builtins.str = ...,
+        blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "creditor", b"creditor", "lease_ms", b"lease_ms", "round", b"round", "settlement", b"settlement", "term", b"term"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FreezeDebtRequest: _TypeAlias = FreezeDebtRequest  # noqa: Y015
+
+@_typing.final
+class FreezeDebtReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    blocks: _builtins.int
+    """agreed for this round: no more than are set aside here"""
+    def __init__(
+        self,
+        *,
+        blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FreezeDebtReply: _TypeAlias = FreezeDebtReply  # noqa: Y015
+
+@_typing.final
+class RoundRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SETTLEMENT_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
+    LEASE_MS_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
+    settlement: _builtins.str
+    term: _builtins.int
+    lease_ms: _builtins.int
+    round: _builtins.int
+    def __init__(
+        self,
+        *,
+        settlement: _builtins.str = ...,
+        term: _builtins.int = ...,
+        lease_ms: _builtins.int = ...,
+        round: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_ms", b"lease_ms", "round", b"round", "settlement", b"settlement", "term", b"term"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoundRequest: _TypeAlias = RoundRequest  # noqa: Y015
+
+@_typing.final
+class RoundReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    ENDED_BLOCKS_FIELD_NUMBER: _builtins.int
+    PAUSE_US_FIELD_NUMBER: _builtins.int
+    blocks: _builtins.int
+    """that took the step"""
+    ended_blocks: _builtins.int
+    """whose sequence has ended meanwhile: settled without it"""
+    pause_us: _builtins.int
+    """of SwitchHome: the longest that an iteration waited for it"""
+    def __init__(
+        self,
+        *,
+        blocks: _builtins.int = ...,
+        ended_blocks: _builtins.int = ...,
+        pause_us: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "ended_blocks", b"ended_blocks", "pause_us", b"pause_us"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RoundReply: _TypeAlias = RoundReply  # noqa: Y015
+
+@_typing.final
+class EndRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SETTLEMENT_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
+    settlement: _builtins.str
+    term: _builtins.int
+    def __init__(
+        self,
+        *,
+        settlement: _builtins.str = ...,
+        term: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["settlement", b"settlement", "term", b"term"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EndRequest: _TypeAlias = EndRequest  # noqa: Y015
+
+@_typing.final
+class EndReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EndReply: _TypeAlias = EndReply  # noqa: Y015
+
+@_typing.final
+class CallBackRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CREDITOR_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    creditor: _builtins.str
+    """instance id"""
+    blocks: _builtins.int
+    """at most"""
+    def __init__(
+        self,
+        *,
+        creditor: _builtins.str = ...,
+        blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "creditor", b"creditor"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CallBackRequest: _TypeAlias = CallBackRequest  # noqa: Y015
+
+@_typing.final
+class CallBackReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOME_BLOCKS_FIELD_NUMBER: _builtins.int
+    MOVED_BLOCKS_FIELD_NUMBER: _builtins.int
+    home_blocks: _builtins.int
+    """came home"""
+    moved_blocks: _builtins.int
+    """to other holders"""
+    def __init__(
+        self,
+        *,
+        home_blocks: _builtins.int = ...,
+        moved_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["home_blocks", b"home_blocks", "moved_blocks", b"moved_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CallBackReply: _TypeAlias = CallBackReply  # noqa: Y015

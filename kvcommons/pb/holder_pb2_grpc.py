@@ -313,3 +313,355 @@ class Holder:
             timeout,
             metadata,
             _registered_method=True)
+
+
+class DebtorStub:
+    """What an instance that borrows does when its debts are settled (Infinite-LLM, section 4.5) or called back. The ledger's
+    leader drives a settlement: Prepare at all participants, then rounds of FreezeDebt, CopyHome, SwitchHome and
+    ReleaseDebt, each at all participants before the next, then End. Every call may be repeated, and answers as the first
+    time; each one renews the settlement's lease. When that runs out, an instance that has not switched undoes the round,
+    and one that has finishes it.
+    """
+
+    def __init__(self, channel):
+        """Constructor.
+
+        Args:
+            channel: A grpc.Channel.
+        """
+        self.Prepare = channel.unary_unary(
+                '/kvcommons.v1.Debtor/Prepare',
+                request_serializer=kvcommons_dot_v1_dot_holder__pb2.PrepareRequest.SerializeToString,
+                response_deserializer=kvcommons_dot_v1_dot_holder__pb2.PrepareReply.FromString,
+                _registered_method=True)
+        self.FreezeDebt = channel.unary_unary(
+                '/kvcommons.v1.Debtor/FreezeDebt',
+                request_serializer=kvcommons_dot_v1_dot_holder__pb2.FreezeDebtRequest.SerializeToString,
+                response_deserializer=kvcommons_dot_v1_dot_holder__pb2.FreezeDebtReply.FromString,
+                _registered_method=True)
+        self.CopyHome = channel.unary_unary(
+                '/kvcommons.v1.Debtor/CopyHome',
+                request_serializer=kvcommons_dot_v1_dot_holder__pb2.RoundRequest.SerializeToString,
+                response_deserializer=kvcommons_dot_v1_dot_holder__pb2.RoundReply.FromString,
+                _registered_method=True)
+        self.SwitchHome = channel.unary_unary(
+                '/kvcommons.v1.Debtor/SwitchHome',
+                request_serializer=kvcommons_dot_v1_dot_holder__pb2.RoundRequest.SerializeToString,
+                response_deserializer=kvcommons_dot_v1_dot_holder__pb2.RoundReply.FromString,
+                _registered_method=True)
+        self.ReleaseDebt = channel.unary_unary(
+                '/kvcommons.v1.Debtor/ReleaseDebt',
+                request_serializer=kvcommons_dot_v1_dot_holder__pb2.RoundRequest.SerializeToString,
+                response_deserializer=kvcommons_dot_v1_dot_holder__pb2.RoundReply.FromString,
+                _registered_method=True)
+        self.End = channel.unary_unary(
+                '/kvcommons.v1.Debtor/End',
+                request_serializer=kvcommons_dot_v1_dot_holder__pb2.EndRequest.SerializeToString,
+                response_deserializer=kvcommons_dot_v1_dot_holder__pb2.EndReply.FromString,
+                _registered_method=True)
+        self.CallBack = channel.unary_unary(
+                '/kvcommons.v1.Debtor/CallBack',
+                request_serializer=kvcommons_dot_v1_dot_holder__pb2.CallBackRequest.SerializeToString,
+                response_deserializer=kvcommons_dot_v1_dot_holder__pb2.CallBackReply.FromString,
+                _registered_method=True)
+
+
+class DebtorServicer:
+    """What an instance that borrows does when its debts are settled (Infinite-LLM, section 4.5) or called back. The ledger's
+    leader drives a settlement: Prepare at all participants, then rounds of FreezeDebt, CopyHome, SwitchHome and
+    ReleaseDebt, each at all participants before the next, then End. Every call may be repeated, and answers as the first
+    time; each one renews the settlement's lease. When that runs out, an instance that has not switched undoes the round,
+    and one that has finishes it.
+    """
+
+    def Prepare(self, request, context):
+        """Sets blocks aside here: KV comes home to them, and blocks that others trim here refill them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FreezeDebt(self, request, context):
+        """Chooses sealed blocks that this instance has at a creditor, and freezes them there.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CopyHome(self, request, context):
+        """Copies them to blocks set aside. Returns when all layers are here; blocks whose sequence has ended meanwhile count.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SwitchHome(self, request, context):
+        """Sequences use the copies from their next iteration on. Returns when they do. After it there is no way back.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ReleaseDebt(self, request, context):
+        """Trims the blocks at the creditor, which sets them aside for the same settlement there.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def End(self, request, context):
+        """Undoes a round before its switch, finishes one after it, and frees what is still set aside. Unknown: nothing to do.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CallBack(self, request, context):
+        """A creditor needs its room: blocks there move home, or to another holder, as far as there is room.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+
+def add_DebtorServicer_to_server(servicer, server):
+    rpc_method_handlers = {
+            'Prepare': grpc.unary_unary_rpc_method_handler(
+                    servicer.Prepare,
+                    request_deserializer=kvcommons_dot_v1_dot_holder__pb2.PrepareRequest.FromString,
+                    response_serializer=kvcommons_dot_v1_dot_holder__pb2.PrepareReply.SerializeToString,
+            ),
+            'FreezeDebt': grpc.unary_unary_rpc_method_handler(
+                    servicer.FreezeDebt,
+                    request_deserializer=kvcommons_dot_v1_dot_holder__pb2.FreezeDebtRequest.FromString,
+                    response_serializer=kvcommons_dot_v1_dot_holder__pb2.FreezeDebtReply.SerializeToString,
+            ),
+            'CopyHome': grpc.unary_unary_rpc_method_handler(
+                    servicer.CopyHome,
+                    request_deserializer=kvcommons_dot_v1_dot_holder__pb2.RoundRequest.FromString,
+                    response_serializer=kvcommons_dot_v1_dot_holder__pb2.RoundReply.SerializeToString,
+            ),
+            'SwitchHome': grpc.unary_unary_rpc_method_handler(
+                    servicer.SwitchHome,
+                    request_deserializer=kvcommons_dot_v1_dot_holder__pb2.RoundRequest.FromString,
+                    response_serializer=kvcommons_dot_v1_dot_holder__pb2.RoundReply.SerializeToString,
+            ),
+            'ReleaseDebt': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleaseDebt,
+                    request_deserializer=kvcommons_dot_v1_dot_holder__pb2.RoundRequest.FromString,
+                    response_serializer=kvcommons_dot_v1_dot_holder__pb2.RoundReply.SerializeToString,
+            ),
+            'End': grpc.unary_unary_rpc_method_handler(
+                    servicer.End,
+                    request_deserializer=kvcommons_dot_v1_dot_holder__pb2.EndRequest.FromString,
+                    response_serializer=kvcommons_dot_v1_dot_holder__pb2.EndReply.SerializeToString,
+            ),
+            'CallBack': grpc.unary_unary_rpc_method_handler(
+                    servicer.CallBack,
+                    request_deserializer=kvcommons_dot_v1_dot_holder__pb2.CallBackRequest.FromString,
+                    response_serializer=kvcommons_dot_v1_dot_holder__pb2.CallBackReply.SerializeToString,
+            ),
+    }
+    generic_handler = grpc.method_handlers_generic_handler(
+            'kvcommons.v1.Debtor', rpc_method_handlers)
+    server.add_generic_rpc_handlers((generic_handler,))
+    server.add_registered_method_handlers('kvcommons.v1.Debtor', rpc_method_handlers)
+
+
+ # This class is part of an EXPERIMENTAL API.
+class Debtor:
+    """What an instance that borrows does when its debts are settled (Infinite-LLM, section 4.5) or called back. The ledger's
+    leader drives a settlement: Prepare at all participants, then rounds of FreezeDebt, CopyHome, SwitchHome and
+    ReleaseDebt, each at all participants before the next, then End. Every call may be repeated, and answers as the first
+    time; each one renews the settlement's lease. When that runs out, an instance that has not switched undoes the round,
+    and one that has finishes it.
+    """
+
+    @staticmethod
+    def Prepare(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcommons.v1.Debtor/Prepare',
+            kvcommons_dot_v1_dot_holder__pb2.PrepareRequest.SerializeToString,
+            kvcommons_dot_v1_dot_holder__pb2.PrepareReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FreezeDebt(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcommons.v1.Debtor/FreezeDebt',
+            kvcommons_dot_v1_dot_holder__pb2.FreezeDebtRequest.SerializeToString,
+            kvcommons_dot_v1_dot_holder__pb2.FreezeDebtReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CopyHome(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcommons.v1.Debtor/CopyHome',
+            kvcommons_dot_v1_dot_holder__pb2.RoundRequest.SerializeToString,
+            kvcommons_dot_v1_dot_holder__pb2.RoundReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SwitchHome(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcommons.v1.Debtor/SwitchHome',
+            kvcommons_dot_v1_dot_holder__pb2.RoundRequest.SerializeToString,
+            kvcommons_dot_v1_dot_holder__pb2.RoundReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReleaseDebt(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcommons.v1.Debtor/ReleaseDebt',
+            kvcommons_dot_v1_dot_holder__pb2.RoundRequest.SerializeToString,
+            kvcommons_dot_v1_dot_holder__pb2.RoundReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def End(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcommons.v1.Debtor/End',
+            kvcommons_dot_v1_dot_holder__pb2.EndRequest.SerializeToString,
+            kvcommons_dot_v1_dot_holder__pb2.EndReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CallBack(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcommons.v1.Debtor/CallBack',
+            kvcommons_dot_v1_dot_holder__pb2.CallBackRequest.SerializeToString,
+            kvcommons_dot_v1_dot_holder__pb2.CallBackReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)

@@ -101,3 +101,121 @@ class HolderServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_holder_pb2.InspectReply, _abc.Awaitable[_holder_pb2.InspectReply]]: ...
 
 def add_HolderServicer_to_server(servicer: HolderServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
+
+class DebtorStub:
+    """What an instance that borrows does when its debts are settled (Infinite-LLM, section 4.5) or called back. The ledger's
+    leader drives a settlement: Prepare at all participants, then rounds of FreezeDebt, CopyHome, SwitchHome and
+    ReleaseDebt, each at all participants before the next, then End. Every call may be repeated, and answers as the first
+    time; each one renews the settlement's lease. When that runs out, an instance that has not switched undoes the round,
+    and one that has finishes it.
+    """
+
+    @_typing.overload
+    def __new__(cls, channel: _grpc.Channel) -> _Self: ...
+    @_typing.overload
+    def __new__(cls, channel: _aio.Channel) -> DebtorAsyncStub: ...
+    Prepare: _grpc.UnaryUnaryMultiCallable[_holder_pb2.PrepareRequest, _holder_pb2.PrepareReply]
+    """Sets blocks aside here: KV comes home to them, and blocks that others trim here refill them."""
+    FreezeDebt: _grpc.UnaryUnaryMultiCallable[_holder_pb2.FreezeDebtRequest, _holder_pb2.FreezeDebtReply]
+    """Chooses sealed blocks that this instance has at a creditor, and freezes them there."""
+    CopyHome: _grpc.UnaryUnaryMultiCallable[_holder_pb2.RoundRequest, _holder_pb2.RoundReply]
+    """Copies them to blocks set aside. Returns when all layers are here; blocks whose sequence has ended meanwhile count."""
+    SwitchHome: _grpc.UnaryUnaryMultiCallable[_holder_pb2.RoundRequest, _holder_pb2.RoundReply]
+    """Sequences use the copies from their next iteration on. Returns when they do. After it there is no way back."""
+    ReleaseDebt: _grpc.UnaryUnaryMultiCallable[_holder_pb2.RoundRequest, _holder_pb2.RoundReply]
+    """Trims the blocks at the creditor, which sets them aside for the same settlement there."""
+    End: _grpc.UnaryUnaryMultiCallable[_holder_pb2.EndRequest, _holder_pb2.EndReply]
+    """Undoes a round before its switch, finishes one after it, and frees what is still set aside. Unknown: nothing to do."""
+    CallBack: _grpc.UnaryUnaryMultiCallable[_holder_pb2.CallBackRequest, _holder_pb2.CallBackReply]
+    """A creditor needs its room: blocks there move home, or to another holder, as far as there is room."""
+
+@_typing.type_check_only
+class DebtorAsyncStub(DebtorStub):
+    """What an instance that borrows does when its debts are settled (Infinite-LLM, section 4.5) or called back. The ledger's
+    leader drives a settlement: Prepare at all participants, then rounds of FreezeDebt, CopyHome, SwitchHome and
+    ReleaseDebt, each at all participants before the next, then End. Every call may be repeated, and answers as the first
+    time; each one renews the settlement's lease. When that runs out, an instance that has not switched undoes the round,
+    and one that has finishes it.
+    """
+
+    def __init__(self, channel: _aio.Channel) -> None: ...
+    Prepare: _aio.UnaryUnaryMultiCallable[_holder_pb2.PrepareRequest, _holder_pb2.PrepareReply]  # type: ignore[assignment]
+    """Sets blocks aside here: KV comes home to them, and blocks that others trim here refill them."""
+    FreezeDebt: _aio.UnaryUnaryMultiCallable[_holder_pb2.FreezeDebtRequest, _holder_pb2.FreezeDebtReply]  # type: ignore[assignment]
+    """Chooses sealed blocks that this instance has at a creditor, and freezes them there."""
+    CopyHome: _aio.UnaryUnaryMultiCallable[_holder_pb2.RoundRequest, _holder_pb2.RoundReply]  # type: ignore[assignment]
+    """Copies them to blocks set aside. Returns when all layers are here; blocks whose sequence has ended meanwhile count."""
+    SwitchHome: _aio.UnaryUnaryMultiCallable[_holder_pb2.RoundRequest, _holder_pb2.RoundReply]  # type: ignore[assignment]
+    """Sequences use the copies from their next iteration on. Returns when they do. After it there is no way back."""
+    ReleaseDebt: _aio.UnaryUnaryMultiCallable[_holder_pb2.RoundRequest, _holder_pb2.RoundReply]  # type: ignore[assignment]
+    """Trims the blocks at the creditor, which sets them aside for the same settlement there."""
+    End: _aio.UnaryUnaryMultiCallable[_holder_pb2.EndRequest, _holder_pb2.EndReply]  # type: ignore[assignment]
+    """Undoes a round before its switch, finishes one after it, and frees what is still set aside. Unknown: nothing to do."""
+    CallBack: _aio.UnaryUnaryMultiCallable[_holder_pb2.CallBackRequest, _holder_pb2.CallBackReply]  # type: ignore[assignment]
+    """A creditor needs its room: blocks there move home, or to another holder, as far as there is room."""
+
+class DebtorServicer(metaclass=_abc_1.ABCMeta):
+    """What an instance that borrows does when its debts are settled (Infinite-LLM, section 4.5) or called back. The ledger's
+    leader drives a settlement: Prepare at all participants, then rounds of FreezeDebt, CopyHome, SwitchHome and
+    ReleaseDebt, each at all participants before the next, then End. Every call may be repeated, and answers as the first
+    time; each one renews the settlement's lease. When that runs out, an instance that has not switched undoes the round,
+    and one that has finishes it.
+    """
+
+    @_abc_1.abstractmethod
+    def Prepare(
+        self,
+        request: _holder_pb2.PrepareRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_holder_pb2.PrepareReply, _abc.Awaitable[_holder_pb2.PrepareReply]]:
+        """Sets blocks aside here: KV comes home to them, and blocks that others trim here refill them."""
+
+    @_abc_1.abstractmethod
+    def FreezeDebt(
+        self,
+        request: _holder_pb2.FreezeDebtRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_holder_pb2.FreezeDebtReply, _abc.Awaitable[_holder_pb2.FreezeDebtReply]]:
+        """Chooses sealed blocks that this instance has at a creditor, and freezes them there."""
+
+    @_abc_1.abstractmethod
+    def CopyHome(
+        self,
+        request: _holder_pb2.RoundRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_holder_pb2.RoundReply, _abc.Awaitable[_holder_pb2.RoundReply]]:
+        """Copies them to blocks set aside. Returns when all layers are here; blocks whose sequence has ended meanwhile count."""
+
+    @_abc_1.abstractmethod
+    def SwitchHome(
+        self,
+        request: _holder_pb2.RoundRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_holder_pb2.RoundReply, _abc.Awaitable[_holder_pb2.RoundReply]]:
+        """Sequences use the copies from their next iteration on. Returns when they do. After it there is no way back."""
+
+    @_abc_1.abstractmethod
+    def ReleaseDebt(
+        self,
+        request: _holder_pb2.RoundRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_holder_pb2.RoundReply, _abc.Awaitable[_holder_pb2.RoundReply]]:
+        """Trims the blocks at the creditor, which sets them aside for the same settlement there."""
+
+    @_abc_1.abstractmethod
+    def End(
+        self,
+        request: _holder_pb2.EndRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_holder_pb2.EndReply, _abc.Awaitable[_holder_pb2.EndReply]]:
+        """Undoes a round before its switch, finishes one after it, and frees what is still set aside. Unknown: nothing to do."""
+
+    @_abc_1.abstractmethod
+    def CallBack(
+        self,
+        request: _holder_pb2.CallBackRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_holder_pb2.CallBackReply, _abc.Awaitable[_holder_pb2.CallBackReply]]:
+        """A creditor needs its room: blocks there move home, or to another holder, as far as there is room."""
+
+def add_DebtorServicer_to_server(servicer: DebtorServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
