@@ -1,5 +1,4 @@
-"""Frames over stream sockets, from and into the caller's buffers (sendmsg, recvmsg_into), and what TCP and
-Unix listeners share.
+"""Streams over sockets (sendmsg, recvmsg_into), and what TCP and Unix listeners share.
 
 Sockets are non-blocking and every wait is a poll with the deadline's time: a paused peer costs its deadline,
 never more."""
@@ -13,50 +12,20 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
 
 from kvcommons.errors import DeadlineExceeded, Unavailable
-from kvcommons.transport import frame
-from kvcommons.transport.base import Limits, SendBroken
+from kvcommons.transport.base import Connection, Limits
 from kvcommons.transport.deadline import Deadline
-
-if TYPE_CHECKING:
-    from typing_extensions import Buffer
-
-# Buffers that one sendmsg or recvmsg_into takes.
-_IOV_MAX = os.sysconf("SC_IOV_MAX")
-_SCRATCH_BYTES = 256 << 10
+from kvcommons.transport.framed import FramedConnection, Stream
 
 
-def flat_views(buffers: Sequence[Buffer]) -> list[memoryview]:
-    """Byte views of C-contiguous buffers, without the empty ones (which cannot be cast)."""
-    views = [memoryview(buffer) for buffer in buffers]
-    return [view.cast("B") for view in views if view.nbytes]
+class SocketStream:
+    """A Stream over a connected stream socket, which it owns."""
 
-
-def _advance(views: list[memoryview], start: int, done: int) -> int:
-    """Index of the first view not finished after `done` more bytes; that view is cut to what is left of
-    it."""
-    while done:
-        size = views[start].nbytes
-        if done < size:
-            views[start] = views[start][done:]
-            break
-        done -= size
-        start += 1
-    return start
-
-
-class SocketConnection:
-    """A Connection over a connected stream socket, which it owns."""
-
-    def __init__(self, sock: socket.socket, peer: str, limits: Limits) -> None:
+    def __init__(self, sock: socket.socket, peer: str) -> None:
         sock.setblocking(False)
         self.peer = peer
-        self.unread_bytes = 0
-        self.peer_leaves = False
-        self._sock = sock
-        self._limits = limits
+        self.sock = sock
         self._readable = select.poll()
         self._readable.register(sock, select.POLLIN)
         self._writable = select.poll()
@@ -64,87 +33,50 @@ class SocketConnection:
         # abort() may come from another thread while close() gives the descriptor back.
         self._closing = threading.Lock()
 
-    def send(self, head: bytes, payload: Sequence[Buffer], deadline: Deadline, *, last: bool = False) -> None:
-        views = flat_views(payload)
-        header = frame.pack(len(head), sum(view.nbytes for view in views), self._limits, last=last)
-        views.insert(0, memoryview(header + head))
-        start, sent = 0, 0
-        while start < len(views):
+    def send_some(self, views: Sequence[memoryview], deadline: Deadline) -> int:
+        while True:
             try:
-                count = self._sock.sendmsg(views[start : start + _IOV_MAX])
+                return self.sock.sendmsg(views)
             except BlockingIOError:
                 self._wait(self._writable, deadline, "to send to")
-                continue
             except OSError as error:
-                raise SendBroken(
-                    f"{self.peer} went away: {error.strerror or error}", sent_bytes=sent
-                ) from error
-            sent += count
-            start = _advance(views, start, count)
+                raise self.gone(error) from error
 
-    def receive_head(self, deadline: Deadline) -> tuple[bytes, int]:
-        assert not self.unread_bytes, "the frame before has payload that nobody took"
-        header = bytearray(frame.HEADER_BYTES)
-        self._fill([memoryview(header)], deadline)
-        head_bytes, payload_bytes, self.peer_leaves = frame.unpack(header, self._limits)
-        head = bytearray(head_bytes)
-        if head_bytes:
-            self._fill([memoryview(head)], deadline)
-        self.unread_bytes = payload_bytes
-        return bytes(head), payload_bytes
-
-    def receive_payload(self, into: Sequence[Buffer], deadline: Deadline) -> None:
-        views = flat_views(into)
-        wanted = sum(view.nbytes for view in views)
-        if wanted > self.unread_bytes:
-            raise ValueError(f"{wanted} bytes wanted of a payload with {self.unread_bytes} left")
-        self._fill(views, deadline)
-
-    def drain(self, deadline: Deadline) -> None:
-        if not self.unread_bytes:
-            return
-        scratch = memoryview(bytearray(min(_SCRATCH_BYTES, self.unread_bytes)))
-        while self.unread_bytes:
-            self._fill([scratch[: self.unread_bytes]], deadline)
-
-    def linger(self, deadline: Deadline) -> None:
-        try:
-            self._sock.shutdown(socket.SHUT_WR)
-        except OSError:
-            return
-        scratch = bytearray(_SCRATCH_BYTES)
+    def receive_some(self, views: Sequence[memoryview], deadline: Deadline) -> int:
         while True:
-            self._fill([memoryview(scratch)], deadline)
+            try:
+                return self.sock.recvmsg_into(views)[0]
+            except BlockingIOError:
+                self.wait_to_receive(deadline)
+            except OSError as error:
+                raise self.gone(error) from error
+
+    def finish(self) -> None:
+        try:
+            self.sock.shutdown(socket.SHUT_WR)
+        except OSError:
+            pass  # not connected any more: nothing more will be sent
 
     def wait_readable(self, deadline: Deadline) -> bool:
         return bool(self._readable.poll(deadline.left() * 1000))
 
+    def wait_to_receive(self, deadline: Deadline, why: str = "for") -> None:
+        """Until something can be received; `why` says for whom, before the peer's name."""
+        self._wait(self._readable, deadline, why)
+
+    def gone(self, error: OSError) -> Unavailable:
+        return Unavailable(f"{self.peer} went away: {error.strerror or error}")
+
     def abort(self) -> None:
         with self._closing:
             try:
-                self._sock.shutdown(socket.SHUT_RDWR)
+                self.sock.shutdown(socket.SHUT_RDWR)
             except OSError:
                 pass  # not connected any more, or closed: what was asked for
 
     def close(self) -> None:
         with self._closing:
-            self._sock.close()
-
-    def _fill(self, views: list[memoryview], deadline: Deadline) -> None:
-        start = 0
-        while start < len(views):
-            try:
-                count = self._sock.recvmsg_into(views[start : start + _IOV_MAX])[0]
-            except BlockingIOError:
-                self._wait(self._readable, deadline, "for")
-                continue
-            except OSError as error:
-                raise Unavailable(f"{self.peer} went away: {error.strerror or error}") from error
-            if not count:
-                raise Unavailable(f"{self.peer} closed the connection")
-            # A head is received before unread_bytes is set, hence never below 0.
-            self.unread_bytes = max(0, self.unread_bytes - count)
-            start = _advance(views, start, count)
+            self.sock.close()
 
     def _wait(self, poll: select.poll, deadline: Deadline, why: str) -> None:
         # Rounded up by poll itself; a poll of 0 still sees what is there.
@@ -161,15 +93,16 @@ class SocketListener:
         self,
         sock: socket.socket,
         address: str,
-        prepare: Callable[[socket.socket], None],
+        open_stream: Callable[[socket.socket, str], Stream],
         limits: Limits,
         release: Callable[[], None],
     ) -> None:
-        """`prepare` sets options on accepted sockets; `release` runs before the socket is closed."""
+        """`open_stream` takes an accepted socket and its peer's name; `release` runs before the listening
+        socket is closed."""
         sock.setblocking(False)
         self.address = address
         self._sock = sock
-        self._prepare = prepare
+        self._open_stream = open_stream
         self._limits = limits
         self._release = release
         self._stopped = threading.Event()
@@ -178,7 +111,7 @@ class SocketListener:
         self._poll.register(sock, select.POLLIN)
         self._poll.register(self._wake_read, select.POLLIN)
 
-    def accept(self) -> SocketConnection | None:
+    def accept(self) -> Connection | None:
         while not self._stopped.is_set():
             # Idle waiting, ended by stop(): nothing here waits for a peer.
             self._poll.poll()
@@ -188,8 +121,8 @@ class SocketListener:
                 sock, _ = self._sock.accept()
             except (BlockingIOError, ConnectionAbortedError):
                 continue  # it went away between poll and accept
-            self._prepare(sock)
-            return SocketConnection(sock, f"client of {self.address}", self._limits)
+            peer = f"client of {self.address}"
+            return FramedConnection(self._open_stream(sock, peer), peer, self._limits)
         return None
 
     def stop(self) -> None:

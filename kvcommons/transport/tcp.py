@@ -9,9 +9,10 @@ import threading
 from dataclasses import dataclass
 
 from kvcommons.errors import AlreadyExists, DeadlineExceeded, InvalidInput, Unavailable
-from kvcommons.transport.base import Limits
+from kvcommons.transport.base import Connection, Limits
 from kvcommons.transport.deadline import Deadline
-from kvcommons.transport.sockets import SocketConnection, SocketListener, finish_connect
+from kvcommons.transport.framed import FramedConnection
+from kvcommons.transport.sockets import SocketListener, SocketStream, finish_connect
 
 _BACKLOG = 128
 # A host that vanishes without a FIN is noticed after about 10 s on an idle connection, and while sending
@@ -27,7 +28,7 @@ class _Endpoint:
 
 
 class TcpTransport:
-    def connect(self, rest: str, limits: Limits, deadline: Deadline) -> SocketConnection:
+    def connect(self, rest: str, limits: Limits, deadline: Deadline) -> Connection:
         host, port = _split(rest)
         failure: Unavailable | None = None
         for endpoint in _resolve(host, port, deadline):
@@ -43,7 +44,7 @@ class TcpTransport:
             except BaseException:
                 sock.close()
                 raise
-            return SocketConnection(sock, f"tcp:{rest}", limits)
+            return FramedConnection(SocketStream(sock, f"tcp:{rest}"), f"tcp:{rest}", limits)
         raise failure or Unavailable(f"{host!r} has no address")
 
     def listen(self, rest: str, limits: Limits) -> SocketListener:
@@ -65,7 +66,12 @@ class TcpTransport:
             raise InvalidInput(f"cannot listen on tcp:{rest}: {error.strerror}") from error
         shown = f"[{host}]" if ":" in host else host
         address = f"tcp:{shown}:{sock.getsockname()[1]}"
-        return SocketListener(sock, address, _prepare, limits, lambda: None)
+        return SocketListener(sock, address, _open_stream, limits, lambda: None)
+
+
+def _open_stream(sock: socket.socket, peer: str) -> SocketStream:
+    _prepare(sock)
+    return SocketStream(sock, peer)
 
 
 def _prepare(sock: socket.socket) -> None:

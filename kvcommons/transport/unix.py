@@ -7,71 +7,86 @@ import fcntl
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from kvcommons.errors import AlreadyExists, DeadlineExceeded, InvalidInput, Unavailable
-from kvcommons.transport.base import Limits
+from kvcommons.transport.base import Connection, Limits
 from kvcommons.transport.deadline import Deadline
-from kvcommons.transport.sockets import SocketConnection, SocketListener, finish_connect
+from kvcommons.transport.framed import FramedConnection, Stream
+from kvcommons.transport.sockets import SocketListener, SocketStream, finish_connect
 
 _BACKLOG = 128
-# measured.md of the design: 4 MiB buffers give 6–10 GB/s. The kernel may cap them (net.core.wmem_max).
+# The kernel's own size (208 KiB) makes large payloads slower. It may cap this (net.core.wmem_max).
 _BUFFER_BYTES = 4 << 20
 _PATH_BYTES_MAX = 107  # sun_path
 
 
 class UnixTransport:
-    def connect(self, rest: str, limits: Limits, deadline: Deadline) -> SocketConnection:
-        _check(rest)
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            _prepare(sock)
-            sock.setblocking(False)
-            finish_connect(sock, rest, f"unix:{rest}", deadline)
-        except BaseException:
-            sock.close()
-            raise
-        return SocketConnection(sock, f"unix:{rest}", limits)
+    def connect(self, rest: str, limits: Limits, deadline: Deadline) -> Connection:
+        address = f"unix:{rest}"
+        return FramedConnection(connect_stream(rest, address, deadline), address, limits)
 
     def listen(self, rest: str, limits: Limits) -> SocketListener:
-        _check(rest)
-        path = Path(rest)
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            with _folder_locked(path.parent):
-                _remove_stale(path)
-                sock.bind(rest)
-                sock.listen(_BACKLOG)
-                inode = path.stat().st_ino
-        except OSError as error:
-            sock.close()
-            raise InvalidInput(f"cannot listen on unix:{rest}: {error.strerror}") from error
-        except BaseException:
-            sock.close()
-            raise
-
-        def release() -> None:
-            # Only our own file: another process may have taken the path since.
-            with contextlib.suppress(FileNotFoundError):
-                if path.stat().st_ino == inode:
-                    path.unlink()
-
-        return SocketListener(sock, f"unix:{rest}", _prepare, limits, release)
+        return listen_on(rest, f"unix:{rest}", open_stream, limits)
 
 
-def _prepare(sock: socket.socket) -> None:
+def connect_stream(rest: str, address: str, deadline: Deadline) -> SocketStream:
+    """A connection to the socket file `rest`; `address` is how people wrote it."""
+    _check(rest, address)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        stream = open_stream(sock, address)
+        finish_connect(sock, rest, address, deadline)
+    except BaseException:
+        sock.close()
+        raise
+    return stream
+
+
+def listen_on(
+    rest: str, address: str, open_stream: Callable[[socket.socket, str], Stream], limits: Limits
+) -> SocketListener:
+    """Listens on the socket file `rest`, which it makes, and removes in the end."""
+    _check(rest, address)
+    path = Path(rest)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with _folder_locked(path.parent):
+            _remove_stale(path, address)
+            sock.bind(rest)
+            sock.listen(_BACKLOG)
+            inode = path.stat().st_ino
+    except OSError as error:
+        sock.close()
+        raise InvalidInput(f"cannot listen on {address}: {error.strerror}") from error
+    except BaseException:
+        sock.close()
+        raise
+
+    def release() -> None:
+        # Only our own file: another process may have taken the path since.
+        with contextlib.suppress(FileNotFoundError):
+            if path.stat().st_ino == inode:
+                path.unlink()
+
+    return SocketListener(sock, address, open_stream, limits, release)
+
+
+def open_stream(sock: socket.socket, peer: str) -> SocketStream:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
+    return SocketStream(sock, peer)
 
 
-def _check(rest: str) -> None:
+def _check(rest: str, address: str) -> None:
     if not rest.startswith("/"):
-        raise InvalidInput(f"unix:{rest} is no address: write unix: and an absolute path")
+        scheme = address.partition(":")[0]
+        raise InvalidInput(f"{address} is no address: write {scheme}: and an absolute path")
     size = len(os.fsencode(rest))
     if size > _PATH_BYTES_MAX:
         raise InvalidInput(
-            f"unix:{rest} has {size} bytes, a socket path at most {_PATH_BYTES_MAX}: choose a shorter folder"
+            f"{address} has {size} bytes, a socket path at most {_PATH_BYTES_MAX}: choose a shorter folder"
         )
 
 
@@ -94,7 +109,7 @@ def _folder_locked(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _remove_stale(path: Path) -> None:
+def _remove_stale(path: Path, address: str) -> None:
     """Removes a socket file that nobody listens on (its process was killed). Raises AlreadyExists for a
     living one."""
     if not path.exists():
@@ -104,7 +119,7 @@ def _remove_stale(path: Path) -> None:
     probe = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         probe.setblocking(False)
-        finish_connect(probe, str(path), f"unix:{path}", Deadline.after(0.2))
+        finish_connect(probe, str(path), address, Deadline.after(0.2))
     except DeadlineExceeded:
         pass  # its backlog is full: somebody listens
     except Unavailable:
@@ -112,4 +127,4 @@ def _remove_stale(path: Path) -> None:
         return
     finally:
         probe.close()
-    raise AlreadyExists(f"unix:{path} is in use: stop the process that listens there, or choose another path")
+    raise AlreadyExists(f"{address} is in use: stop the process that listens there, or choose another path")

@@ -13,14 +13,15 @@ from kvcommons.pb import data_pb2 as pb
 from kvcommons.transport import frame
 from kvcommons.transport.base import Limits
 from kvcommons.transport.deadline import Deadline
-from kvcommons.transport.sockets import SocketConnection
+from kvcommons.transport.framed import FramedConnection
+from kvcommons.transport.sockets import SocketStream
 
 GOLDEN = Path(__file__).parents[2] / "golden/data-frame.bin"
 
 
 def test_a_frame_has_the_documented_bytes() -> None:
     ours, theirs = socket.socketpair()
-    connection = SocketConnection(ours, "peer", Limits())
+    connection = FramedConnection(SocketStream(ours, "peer"), "peer", Limits())
     blocks = pb.WriteBlocks(handle=5, epoch=2**63, layer=3, first_block=1, blocks=2)
     head = pb.DataRequest(deadline_ms=1500, write_blocks=blocks).SerializeToString(deterministic=True)
     connection.send(head, [b"\x00\x01\x02", b"", bytearray(b"\xfd\xfe\xff")], Deadline.after(5))

@@ -1,0 +1,139 @@
+"""Frames over a stream of bytes, from and into the caller's buffers: the Connection that every transport
+shares. What carries the bytes is a Stream of the transport's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from kvcommons.errors import Unavailable
+from kvcommons.transport import frame
+from kvcommons.transport.base import Limits, SendBroken
+from kvcommons.transport.deadline import Deadline
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+# Buffers given to a stream at once: what one sendmsg or recvmsg_into takes on every Linux.
+VIEWS_MAX = 1024
+_SCRATCH_BYTES = 256 << 10
+
+
+class Stream(Protocol):
+    """Bytes in order, both ways. Belongs to one thread at a time, except for `abort`. Waits end with the
+    deadline (DeadlineExceeded); a peer that is gone is Unavailable."""
+
+    def send_some(self, views: Sequence[memoryview], deadline: Deadline) -> int:
+        """Sends at least one byte from the front of non-empty byte views; how many."""
+        ...
+
+    def receive_some(self, views: Sequence[memoryview], deadline: Deadline) -> int:
+        """Fills at least one byte of non-empty byte views, from the front; how many. 0: the peer's end."""
+        ...
+
+    def finish(self) -> None:
+        """Says that nothing more will be sent. Never fails."""
+        ...
+
+    def wait_readable(self, deadline: Deadline) -> bool:
+        """Whether bytes, the peer's end or a failure can be received before the deadline. Never raises."""
+        ...
+
+    def abort(self) -> None:
+        """Makes all pending and later operations fail at once. May be called by any thread."""
+        ...
+
+    def close(self) -> None: ...
+
+
+def flat_views(buffers: Sequence[Buffer]) -> list[memoryview]:
+    """Byte views of C-contiguous buffers, without the empty ones (which cannot be cast)."""
+    views = [memoryview(buffer) for buffer in buffers]
+    return [view.cast("B") for view in views if view.nbytes]
+
+
+def _advance(views: list[memoryview], start: int, done: int) -> int:
+    """Index of the first view not finished after `done` more bytes; that view is cut to what is left of
+    it."""
+    while done:
+        size = views[start].nbytes
+        if done < size:
+            views[start] = views[start][done:]
+            break
+        done -= size
+        start += 1
+    return start
+
+
+class FramedConnection:
+    """A Connection over a Stream, which it owns."""
+
+    def __init__(self, stream: Stream, peer: str, limits: Limits) -> None:
+        self.peer = peer
+        self.unread_bytes = 0
+        self.peer_leaves = False
+        self._stream = stream
+        self._limits = limits
+
+    def send(self, head: bytes, payload: Sequence[Buffer], deadline: Deadline, *, last: bool = False) -> None:
+        views = flat_views(payload)
+        header = frame.pack(len(head), sum(view.nbytes for view in views), self._limits, last=last)
+        views.insert(0, memoryview(header + head))
+        start, sent = 0, 0
+        while start < len(views):
+            try:
+                count = self._stream.send_some(views[start : start + VIEWS_MAX], deadline)
+            except Unavailable as error:
+                raise SendBroken(error.message, sent_bytes=sent) from error
+            sent += count
+            start = _advance(views, start, count)
+
+    def receive_head(self, deadline: Deadline) -> tuple[bytes, int]:
+        assert not self.unread_bytes, "the frame before has payload that nobody took"
+        header = bytearray(frame.HEADER_BYTES)
+        self._fill([memoryview(header)], deadline)
+        head_bytes, payload_bytes, self.peer_leaves = frame.unpack(header, self._limits)
+        head = bytearray(head_bytes)
+        if head_bytes:
+            self._fill([memoryview(head)], deadline)
+        self.unread_bytes = payload_bytes
+        return bytes(head), payload_bytes
+
+    def receive_payload(self, into: Sequence[Buffer], deadline: Deadline) -> None:
+        views = flat_views(into)
+        wanted = sum(view.nbytes for view in views)
+        if wanted > self.unread_bytes:
+            raise ValueError(f"{wanted} bytes wanted of a payload with {self.unread_bytes} left")
+        self._fill(views, deadline)
+
+    def drain(self, deadline: Deadline) -> None:
+        if not self.unread_bytes:
+            return
+        scratch = memoryview(bytearray(min(_SCRATCH_BYTES, self.unread_bytes)))
+        while self.unread_bytes:
+            self._fill([scratch[: self.unread_bytes]], deadline)
+
+    def linger(self, deadline: Deadline) -> None:
+        self._stream.finish()
+        scratch = bytearray(_SCRATCH_BYTES)
+        while True:
+            self._fill([memoryview(scratch)], deadline)
+
+    def wait_readable(self, deadline: Deadline) -> bool:
+        return self._stream.wait_readable(deadline)
+
+    def abort(self) -> None:
+        self._stream.abort()
+
+    def close(self) -> None:
+        self._stream.close()
+
+    def _fill(self, views: list[memoryview], deadline: Deadline) -> None:
+        start = 0
+        while start < len(views):
+            count = self._stream.receive_some(views[start : start + VIEWS_MAX], deadline)
+            if not count:
+                raise Unavailable(f"{self.peer} closed the connection")
+            # A head is received before unread_bytes is set, hence never below 0.
+            self.unread_bytes = max(0, self.unread_bytes - count)
+            start = _advance(views, start, count)
