@@ -7,6 +7,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from kvcommons.pb import common_pb2 as _common_pb2
 from kvcommons.pb import shards_pb2 as _shards_pb2
 import builtins as _builtins
@@ -99,6 +100,26 @@ class Load(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class LoansEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     TOTAL_BLOCKS_FIELD_NUMBER: _builtins.int
     FREE_BLOCKS_FIELD_NUMBER: _builtins.int
     LENDABLE_BLOCKS_FIELD_NUMBER: _builtins.int
@@ -106,6 +127,7 @@ class Load(_message.Message):
     QUEUED_FIELD_NUMBER: _builtins.int
     DEBTS_FIELD_NUMBER: _builtins.int
     READY_FIELD_NUMBER: _builtins.int
+    LOANS_FIELD_NUMBER: _builtins.int
     total_blocks: _builtins.int
     free_blocks: _builtins.int
     lendable_blocks: _builtins.int
@@ -118,6 +140,10 @@ class Load(_message.Message):
     def debts(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """creditor instance id to blocks"""
 
+    @_builtins.property
+    def loans(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """debtor instance id to blocks: the lender's block table, which is what counts"""
+
     def __init__(
         self,
         *,
@@ -128,10 +154,11 @@ class Load(_message.Message):
         queued: _builtins.int = ...,
         debts: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         ready: _builtins.bool = ...,
+        loans: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["debts", b"debts", "free_blocks", b"free_blocks", "lendable_blocks", b"lendable_blocks", "queued", b"queued", "ready", b"ready", "running", b"running", "total_blocks", b"total_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["debts", b"debts", "free_blocks", b"free_blocks", "lendable_blocks", b"lendable_blocks", "loans", b"loans", "queued", b"queued", "ready", b"ready", "running", b"running", "total_blocks", b"total_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -311,3 +338,172 @@ class ReportRefusalReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReportRefusalReply: _TypeAlias = ReportRefusalReply  # noqa: Y015
+
+@_typing.final
+class Loans(_message.Message):
+    """What the ledgers keep in etcd about debts and their settlement: see docs/commons.md."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class BlocksEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    CREDITOR_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    creditor: _builtins.str
+    @_builtins.property
+    def blocks(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """by debtor"""
+
+    def __init__(
+        self,
+        *,
+        creditor: _builtins.str = ...,
+        blocks: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "creditor", b"creditor"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Loans: _TypeAlias = Loans  # noqa: Y015
+
+@_typing.final
+class Leader(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INSTANCE_FIELD_NUMBER: _builtins.int
+    instance: _builtins.str
+    """of a ledger"""
+    def __init__(
+        self,
+        *,
+        instance: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance", b"instance"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Leader: _TypeAlias = Leader  # noqa: Y015
+
+@_typing.final
+class Settlement(_message.Message):
+    """One settlement (Infinite-LLM, section 4.5), as far as it may have got: a step is written before it is taken."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _Step:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _StepEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[Settlement._Step.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        PREPARE: Settlement._Step.ValueType  # 0
+        """blocks are set aside"""
+        FREEZE: Settlement._Step.ValueType  # 1
+        """the round's blocks are agreed"""
+        COPY: Settlement._Step.ValueType  # 2
+        SWITCH: Settlement._Step.ValueType  # 3
+        """from here on the round is finished, whoever leads"""
+        RELEASE: Settlement._Step.ValueType  # 4
+        END: Settlement._Step.ValueType  # 5
+        """what was set aside is given back"""
+
+    class Step(_Step, metaclass=_StepEnumTypeWrapper): ...
+    PREPARE: Settlement.Step.ValueType  # 0
+    """blocks are set aside"""
+    FREEZE: Settlement.Step.ValueType  # 1
+    """the round's blocks are agreed"""
+    COPY: Settlement.Step.ValueType  # 2
+    SWITCH: Settlement.Step.ValueType  # 3
+    """from here on the round is finished, whoever leads"""
+    RELEASE: Settlement.Step.ValueType  # 4
+    END: Settlement.Step.ValueType  # 5
+    """what was set aside is given back"""
+
+    ID_FIELD_NUMBER: _builtins.int
+    TERM_FIELD_NUMBER: _builtins.int
+    LEGS_FIELD_NUMBER: _builtins.int
+    STEP_FIELD_NUMBER: _builtins.int
+    ROUND_FIELD_NUMBER: _builtins.int
+    ROUND_BLOCKS_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    term: _builtins.int
+    """of the leader that wrote it"""
+    step: Global___Settlement.Step.ValueType
+    round: _builtins.int
+    """1, 2, …; 0 before the first"""
+    round_blocks: _builtins.int
+    """at most so many a leg and round"""
+    @_builtins.property
+    def legs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Leg]:
+        """of a circle, in order; a single one brings blocks home where there is room"""
+
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        term: _builtins.int = ...,
+        legs: _abc.Iterable[Global___Leg] | None = ...,
+        step: Global___Settlement.Step.ValueType = ...,
+        round: _builtins.int = ...,
+        round_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["id", b"id", "legs", b"legs", "round", b"round", "round_blocks", b"round_blocks", "step", b"step", "term", b"term"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Settlement: _TypeAlias = Settlement  # noqa: Y015
+
+@_typing.final
+class Leg(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEBTOR_FIELD_NUMBER: _builtins.int
+    CREDITOR_FIELD_NUMBER: _builtins.int
+    LEFT_BLOCKS_FIELD_NUMBER: _builtins.int
+    SETTLED_BLOCKS_FIELD_NUMBER: _builtins.int
+    debtor: _builtins.str
+    """brings blocks home"""
+    creditor: _builtins.str
+    """from here"""
+    left_blocks: _builtins.int
+    """that are still to be settled"""
+    settled_blocks: _builtins.int
+    def __init__(
+        self,
+        *,
+        debtor: _builtins.str = ...,
+        creditor: _builtins.str = ...,
+        left_blocks: _builtins.int = ...,
+        settled_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["creditor", b"creditor", "debtor", b"debtor", "left_blocks", b"left_blocks", "settled_blocks", b"settled_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Leg: _TypeAlias = Leg  # noqa: Y015
