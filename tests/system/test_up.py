@@ -132,17 +132,24 @@ def test_an_unknown_setting_names_the_nearest(tmp_path: Path) -> None:
     assert "did you mean 'capacity_tokens'" in ended.stdout
 
 
-def test_a_service_that_is_killed_is_named_and_comes_back(tmp_path: Path) -> None:
-    with Stack(tmp_path) as stack:
-        before = stack.kill("kvstore")
-        stack.until(lambda: "kvstore died (killed by signal 9)" in stack.said(), 10, "the death is not told")
-        stack.until(
-            lambda: any(p.name == "kvstore" and p.pid != before for p in stack.processes()),
+def test_two_stacks_run_side_by_side_and_a_service_that_is_killed_is_named_and_comes_back(
+    stack: Stack, tmp_path: Path
+) -> None:
+    with Stack(tmp_path) as other:
+        assert other.url != stack.url
+        assert other.client.healthy()
+        assert stack.client.healthy()
+        assert other.client.get("/v1/sessions")["data"] == []
+        before = other.kill("kvstore")
+        other.until(lambda: "kvstore died (killed by signal 9)" in other.said(), 10, "the death is not told")
+        other.until(
+            lambda: any(p.name == "kvstore" and p.pid != before for p in other.processes()),
             10,
             "kvstore is not started again",
         )
-        stack.until(stack.client.healthy, 20, "the stack is not healthy again")
-    stack.assert_gone()
+        other.until(other.client.healthy, 20, "the stack is not healthy again")
+    other.assert_gone()
+    assert stack.client.healthy()
 
 
 def test_without_restart_a_death_ends_the_stack(tmp_path: Path) -> None:
@@ -189,13 +196,3 @@ def test_ctrl_c_while_it_starts_leaves_nothing_and_no_traceback(tmp_path: Path, 
     assert stack.stop() in (0, 130)
     assert stack.processes() == []
     assert "Traceback" not in stack.said()
-
-
-def test_two_stacks_run_side_by_side(stack: Stack, tmp_path: Path) -> None:
-    with Stack(tmp_path) as other:
-        assert other.url != stack.url
-        assert other.client.healthy()
-        assert stack.client.healthy()
-        assert other.client.get("/v1/sessions")["data"] == []
-    other.assert_gone()
-    assert stack.client.healthy()
