@@ -32,17 +32,13 @@ def byte_view(tensor: Tensor) -> memoryview:
 class _Part:
     """One segment of a request: its rows are q[first_row : first_row + rows]."""
 
-    segment: Segment
     blocks: list[int]
     first_row: int
     rows: int
     query_position: int
+    key_position: int
     append: bool
     length: int
-
-    @property
-    def key_position(self) -> int:
-        return self.segment.first_position
 
 
 class Attention:
@@ -63,7 +59,10 @@ class Attention:
             raise InvalidInput(
                 f"layer {request.layer} of {len(request.segments)} segments: nothing to attend over"
             )
-        refs = [SegmentRef(handle=part.handle, epoch=part.epoch) for part in request.segments]
+        refs = [
+            SegmentRef(handle=part.handle, epoch=part.epoch, generation=part.generation)
+            for part in request.segments
+        ]
         with self._holder.pinned(refs) as segments:
             parts = self._parts(request.segments, segments)
             q, appended = _receive(parts, layout, exchange)
@@ -78,14 +77,21 @@ class Attention:
                 raise InvalidInput(
                     f"segment {ask.handle}: {ask.rows} rows at a length of {ask.length} tokens"
                 )
-            blocks = self._holder.blocks(segment, 0, -(-ask.length // size)) if ask.length else []
+            blocks: list[int] = []
+            if ask.length:
+                blocks = self._holder.blocks(segment, ask.first_block, -(-ask.length // size))
+            if ask.append and ask.first_block + (ask.length - ask.rows) // size < segment.writable_from:
+                raise InvalidInput(
+                    f"segment {ask.handle} takes no tokens before block {segment.writable_from}: those are "
+                    "frozen or shared"
+                )
             parts.append(
                 _Part(
-                    segment=segment,
                     blocks=blocks,
                     first_row=row,
                     rows=ask.rows,
                     query_position=ask.first_position,
+                    key_position=segment.first_position + ask.first_block * size,
                     append=ask.append,
                     length=ask.length,
                 )

@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import Context
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 from kvcommons.attention.partial import Partial
 from kvcommons.errors import KVCommonsError
 from kvcommons.holder.attending import byte_view
+from kvcommons.holder.copying import read_blocks
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import data_pb2, holder_pb2
 from kvcommons.pb import holder_pb2_grpc as rpc
@@ -44,8 +45,9 @@ class AttendPart:
     ref: SegmentRef
     rows: int
     first_position: int
-    length: int
+    length: int  # from first_block on
     append: bool = False
+    first_block: int = 0  # within the segment
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +196,73 @@ class RemoteHolder:
         )
         await self._stub.Save(request, timeout=timeout_s)
 
+    async def freeze(self, ref: SegmentRef, blocks: int, *, timeout_s: float) -> SegmentRef:
+        """The segment's leading blocks are not written any more; the reference to use once they have
+        moved. Raises StaleEpoch, Conflict."""
+        request = holder_pb2.FreezeRequest(owner=self._owner, segment=_message(ref), blocks=blocks)
+        reply = await self._stub.Freeze(request, timeout=timeout_s)
+        return replace(ref, generation=reply.generation)
+
+    async def thaw(self, ref: SegmentRef, *, timeout_s: float) -> None:
+        """Takes a freeze back; `ref` as it came from there."""
+        request = holder_pb2.ThawRequest(owner=self._owner, segment=_message(ref))
+        await self._stub.Thaw(request, timeout=timeout_s)
+
+    async def trim(self, ref: SegmentRef, *, settlement: str = "", timeout_s: float) -> int:
+        """Gives the frozen blocks back; returns when nothing reads them any more. How many."""
+        request = holder_pb2.TrimRequest(owner=self._owner, segment=_message(ref), settlement=settlement)
+        return (await self._stub.Trim(request, timeout=timeout_s)).blocks
+
+    async def copy_in(
+        self,
+        into: SegmentRef,
+        data_address: str,
+        source: SegmentRef,
+        *,
+        first_block: int,
+        source_block: int,
+        blocks: int,
+        timeout_s: float,
+    ) -> None:
+        """Has this holder read blocks of a segment at another one into a segment borrowed here."""
+        request = holder_pb2.CopyInRequest(
+            owner=self._owner,
+            into=_message(into),
+            first_block=first_block,
+            data_address=data_address,
+            source=_message(source),
+            source_block=source_block,
+            blocks=blocks,
+        )
+        await self._stub.CopyIn(request, timeout=timeout_s)
+
+    async def adopt(
+        self,
+        ref: SegmentRef,
+        former_owner: str,
+        sequence: str,
+        *,
+        shared_blocks: int = 0,
+        timeout_s: float,
+    ) -> tuple[SegmentRef, int]:
+        """A segment of another debtor (or of the holder itself) becomes this one's, under a new reference;
+        with `shared_blocks` so many leading blocks become both's. And how many blocks it has."""
+        asked_s = time.monotonic()
+        request = holder_pb2.AdoptRequest(
+            owner=self._owner,
+            former_owner=former_owner,
+            segment=_message(ref),
+            sequence=sequence,
+            lease_ms=int(self._lease_s * 1000),
+            shared_blocks=shared_blocks,
+        )
+        reply = await self._stub.Adopt(request, timeout=timeout_s)
+        adopted = SegmentRef(
+            handle=reply.segment.handle, epoch=reply.segment.epoch, generation=reply.segment.generation
+        )
+        self._borrowed[adopted] = asked_s + self._lease_s
+        return adopted, reply.blocks
+
     async def inspect(self, *, timeout_s: float) -> holder_pb2.InspectReply:
         return await self._stub.Inspect(holder_pb2.InspectRequest(), timeout=timeout_s)
 
@@ -202,7 +271,12 @@ class RemoteHolder:
     ) -> None:
         """One layer of whole blocks, one buffer an object. Returns when they are there."""
         write = data_pb2.WriteBlocks(
-            handle=ref.handle, epoch=ref.epoch, layer=layer, first_block=first_block, blocks=len(objects)
+            handle=ref.handle,
+            epoch=ref.epoch,
+            generation=ref.generation,
+            layer=layer,
+            first_block=first_block,
+            blocks=len(objects),
         )
         self._data.call(
             data_pb2.DataRequest(traceparent=current_traceparent(), write_blocks=write),
@@ -214,14 +288,7 @@ class RemoteHolder:
         self, ref: SegmentRef, layer: int, first_block: int, into: Sequence[Buffer], deadline: Deadline
     ) -> None:
         """The other way: one writable buffer an object."""
-        read = data_pb2.ReadBlocks(
-            handle=ref.handle, epoch=ref.epoch, layer=layer, first_block=first_block, blocks=len(into)
-        )
-        self._data.call(
-            data_pb2.DataRequest(traceparent=current_traceparent(), read_blocks=read),
-            into=into,
-            deadline=deadline,
-        )
+        read_blocks(self._data, ref, layer, first_block, into, deadline)
 
     def begin_attend(
         self,
@@ -284,7 +351,7 @@ class RemoteHolder:
 
 
 def _message(ref: SegmentRef) -> holder_pb2.SegmentRef:
-    return holder_pb2.SegmentRef(handle=ref.handle, epoch=ref.epoch)
+    return holder_pb2.SegmentRef(handle=ref.handle, epoch=ref.epoch, generation=ref.generation)
 
 
 def _attend_segment(part: AttendPart) -> data_pb2.AttendSegment:
@@ -295,4 +362,6 @@ def _attend_segment(part: AttendPart) -> data_pb2.AttendSegment:
         first_position=part.first_position,
         append=part.append,
         length=part.length,
+        generation=part.ref.generation,
+        first_block=part.first_block,
     )

@@ -62,8 +62,9 @@ class HolderData:
     def _write(self, write: pb.WriteBlocks, exchange: Exchange) -> None:
         layout = self._holder.memory.layout
         _check_layer(write.layer, layout.layers)
-        with self._holder.pinned([SegmentRef(handle=write.handle, epoch=write.epoch)]) as (segment,):
-            blocks = self._holder.blocks(segment, write.first_block, write.blocks)
+        ref = SegmentRef(handle=write.handle, epoch=write.epoch, generation=write.generation)
+        with self._holder.pinned([ref]) as (segment,):
+            blocks = self._holder.blocks(segment, write.first_block, write.blocks, write=True)
             due = len(blocks) * layout.object_bytes
             if exchange.payload_bytes != due:
                 raise InvalidInput(
@@ -75,7 +76,8 @@ class HolderData:
 
     def _read(self, read: pb.ReadBlocks, exchange: Exchange) -> None:
         _check_layer(read.layer, self._holder.memory.layout.layers)
-        with self._holder.pinned([SegmentRef(handle=read.handle, epoch=read.epoch)]) as (segment,):
+        ref = SegmentRef(handle=read.handle, epoch=read.epoch, generation=read.generation)
+        with self._holder.pinned([ref]) as (segment,):
             blocks = self._holder.blocks(segment, read.first_block, read.blocks)
             exchange.reply(pb.DataReply(done=pb.Done()), self._holder.memory.read_buffers(read.layer, blocks))
 

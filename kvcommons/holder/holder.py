@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from kvcommons.attention.memory import BlockMemory
 from kvcommons.errors import InvalidInput
-from kvcommons.holder.segments import Segment, SegmentRef, SegmentTable, new_epoch
+from kvcommons.holder.segments import Pin, Segment, SegmentRef, SegmentTable, new_epoch
 from kvcommons.rblock.allocator import BlockAllocator
 
 _LOG = logging.getLogger(__name__)
@@ -75,12 +75,12 @@ class Holder:
         with self._lock:
             self._table.grow(ref, blocks, owner=owner, lease_s=lease_s, now_s=self._clock())
 
-    def adopt(self, sequence: str, blocks: Sequence[int], *, first_position: int = 0) -> SegmentRef:
+    def own(self, sequence: str, blocks: Sequence[int], *, first_position: int = 0) -> SegmentRef:
         """A segment of the owner process's own, over blocks that it has allocated or matched: it can be
         written to by prefill, and needs no lease. The segment keeps references of its own, until
         `release`."""
         with self._lock:
-            return self._table.adopt(self.instance_id, sequence, blocks, first_position=first_position)
+            return self._table.own(self.instance_id, sequence, blocks, first_position=first_position)
 
     def extend(self, ref: SegmentRef, blocks: Sequence[int]) -> None:
         """More blocks for a segment of the owner process's own."""
@@ -110,38 +110,99 @@ class Holder:
             )
         return len(over)
 
-    def pin(self, ref: SegmentRef) -> Segment:
+    def freeze(self, ref: SegmentRef, blocks: int, *, owner: str) -> int:
+        """This and what follows it: see SegmentTable."""
+        with self._lock:
+            return self._table.freeze(ref, blocks, owner=owner)
+
+    def thaw(self, ref: SegmentRef, *, owner: str) -> None:
+        with self._lock:
+            self._table.thaw(ref, owner=owner)
+
+    def trim(self, ref: SegmentRef, *, owner: str, settlement: str = "") -> int:
+        with self._lock:
+            return self._table.trim(ref, owner=owner, settlement=settlement)
+
+    def parting(self, ref: SegmentRef) -> bool:
+        with self._lock:
+            return self._table.parting(ref)
+
+    def adopt(
+        self,
+        ref: SegmentRef,
+        *,
+        former_owner: str,
+        owner: str,
+        sequence: str,
+        lease_s: float,
+        shared_blocks: int = 0,
+    ) -> SegmentRef:
+        with self._lock:
+            return self._table.adopt(
+                ref,
+                former_owner=former_owner,
+                owner=owner,
+                sequence=sequence,
+                lease_s=lease_s,
+                now_s=self._clock(),
+                shared_blocks=shared_blocks,
+            )
+
+    def pledge(self, settlement: str, blocks: int, *, lease_s: float) -> int:
+        with self._lock:
+            return self._table.pledge(settlement, blocks, lease_s=lease_s, now_s=self._clock())
+
+    def pledged(self, settlement: str) -> int:
+        with self._lock:
+            return self._table.pledged(settlement)
+
+    def draw(self, settlement: str, blocks: int) -> list[int]:
+        with self._lock:
+            return self._table.draw(settlement, blocks)
+
+    def redeem(self, settlement: str) -> None:
+        with self._lock:
+            self._table.redeem(settlement)
+
+    def pin(self, ref: SegmentRef) -> Pin:
         """Raises StaleEpoch. Whoever pins has to unpin; see `pinned`."""
         with self._lock:
             return self._table.pin(ref)
 
-    def unpin(self, segment: Segment) -> None:
+    def unpin(self, pin: Pin) -> None:
         with self._lock:
-            self._table.unpin(segment)
+            self._table.unpin(pin)
 
     @contextmanager
     def pinned(self, refs: Sequence[SegmentRef]) -> Iterator[list[Segment]]:
         """All of the segments, or StaleEpoch."""
-        segments: list[Segment] = []
+        pins: list[Pin] = []
         try:
             with self._lock:
                 for ref in refs:
-                    segments.append(self._table.pin(ref))
-            yield segments
+                    pins.append(self._table.pin(ref))
+            yield [pin.segment for pin in pins]
         finally:
             with self._lock:
-                for segment in segments:
-                    self._table.unpin(segment)
+                for pin in pins:
+                    self._table.unpin(pin)
 
-    def blocks(self, segment: Segment, first: int, count: int) -> list[int]:
-        """Physical numbers of blocks of a pinned segment. Raises InvalidInput outside of it."""
+    def blocks(self, segment: Segment, first: int, count: int, *, write: bool = False) -> list[int]:
+        """Physical numbers of blocks of a pinned segment. Raises InvalidInput outside of it, and to `write`
+        for blocks that are frozen or shared."""
         with self._lock:
-            if count < 1 or first + count > len(segment.blocks):
+            inside = first - segment.trimmed
+            if count < 1 or inside < 0 or inside + count > len(segment.blocks):
                 raise InvalidInput(
-                    f"blocks {first}..{first + count} are not within segment {segment.handle} "
-                    f"of {len(segment.blocks)} blocks: reserve more first"
+                    f"blocks {first}..{first + count} are not within segment {segment.handle}, which has "
+                    f"{segment.trimmed}..{segment.trimmed + len(segment.blocks)}: reserve more first"
                 )
-            return segment.blocks[first : first + count]
+            if write and first < segment.writable_from:
+                raise InvalidInput(
+                    f"block {first} of segment {segment.handle} is frozen or shared: nobody writes to blocks "
+                    f"before {segment.writable_from}"
+                )
+            return segment.blocks[inside : inside + count]
 
     def held(self) -> list[tuple[Segment, float | None]]:
         """Segments, each with the seconds left of its lease (None: it has none)."""
@@ -161,6 +222,11 @@ class Holder:
     def lent_blocks(self) -> int:
         with self._lock:
             return self._table.lent_blocks
+
+    @property
+    def pledged_blocks(self) -> int:
+        with self._lock:
+            return self._table.pledged_blocks
 
     @property
     def lendable_blocks(self) -> int:

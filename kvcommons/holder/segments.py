@@ -4,15 +4,21 @@ in.
 A handle is never used again, and the epoch names one life of one process: what a segment's former owner, or
 an owner from before a restart, asks for is refused (StaleEpoch) and reaches no block. A segment that is
 released while an operation is under way on it keeps its blocks until that operation has ended (`pin`,
-`unpin`)."""
+`unpin`).
+
+Within one handle generations tell accesses apart. `freeze` begins one: the leading blocks are not written any
+more, so that they can be copied elsewhere while accesses of the generation before go on. `trim` ends that:
+the frozen blocks are given back once the older accesses under way have ended, and new ones of an older
+generation are refused. The blocks that stay keep their indices."""
 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from kvcommons.errors import CapacityExhausted, InvalidInput, StaleEpoch
+from kvcommons.errors import CapacityExhausted, Conflict, InvalidInput, StaleEpoch
 from kvcommons.rblock.allocator import BlockAllocator
 
 
@@ -23,8 +29,20 @@ def new_epoch() -> int:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SegmentRef:
+    """Two references of different generations are equal: they name one segment."""
+
     handle: int
     epoch: int
+    generation: int = field(default=0, compare=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Parting:
+    """Trimmed blocks that accesses with a number before `before` may still reach."""
+
+    blocks: list[int]
+    before: int
+    settlement: str
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -34,11 +52,41 @@ class Segment:
     handle: int
     owner: str  # instance id of the debtor; the holder's own for its own sequences
     sequence: str
-    first_position: int  # logical, shift included: of the first token
-    blocks: list[int]  # physical, in order
+    first_position: int  # logical, shift included: of the first token of block 0, trimmed or not
+    blocks: list[int]  # physical, in order, from block `trimmed` on
     expires_s: float | None  # on the table's clock; None: no lease (the holder's own)
-    pins: int = 0
+    trimmed: int = 0  # leading blocks that were given back
+    frozen: int = 0  # leading ones of `blocks` that are being moved
+    shared: int = 0  # blocks before this index belong to another segment too
+    generation: int = 0
+    oldest: int = 0  # generation whose accesses are still good
     released: bool = False
+    pins: set[int] = field(default_factory=set)  # numbers of the accesses under way
+    parting: list[_Parting] = field(default_factory=list)
+
+    @property
+    def writable_from(self) -> int:
+        """Index of the first block that may be written."""
+        return max(self.trimmed + self.frozen, self.shared)
+
+    @property
+    def held_blocks(self) -> list[int]:
+        """Physical ones, those included that wait for accesses under way."""
+        return self.blocks + [block for parting in self.parting for block in parting.blocks]
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """An access under way."""
+
+    segment: Segment
+    number: int  # later ones have larger ones
+
+
+@dataclass(slots=True, kw_only=True)
+class _Pledge:
+    blocks: list[int]
+    expires_s: float
 
 
 class SegmentTable:
@@ -51,7 +99,10 @@ class SegmentTable:
         self.epoch = epoch
         self.lend_blocks_max = lend_blocks_max
         self._segments: dict[int, Segment] = {}
+        self._lent: Counter[int] = Counter()  # physical block to how many segments with a lease have it
+        self._pledges: dict[str, _Pledge] = {}  # by settlement
         self._next_handle = 1
+        self._next_pin = 1
 
     @property
     def segments(self) -> Sequence[Segment]:
@@ -59,9 +110,13 @@ class SegmentTable:
 
     @property
     def lent_blocks(self) -> int:
-        return sum(
-            len(segment.blocks) for segment in self._segments.values() if segment.expires_s is not None
-        )
+        """Blocks with a lease; one that several segments share counts once."""
+        return len(self._lent)
+
+    @property
+    def pledged_blocks(self) -> int:
+        """Set aside for settlements."""
+        return sum(len(pledge.blocks) for pledge in self._pledges.values())
 
     @property
     def lendable_blocks(self) -> int:
@@ -77,7 +132,7 @@ class SegmentTable:
         _check_lease(lease_s)
         return self._add(owner, sequence, self._borrowable(blocks), first_position, now_s + lease_s)
 
-    def adopt(self, owner: str, sequence: str, blocks: Sequence[int], *, first_position: int) -> SegmentRef:
+    def own(self, owner: str, sequence: str, blocks: Sequence[int], *, first_position: int) -> SegmentRef:
         """A segment without a lease over blocks that are in use already; takes a reference of its own on
         each."""
         self._allocator.retain(blocks)
@@ -85,25 +140,146 @@ class SegmentTable:
 
     def grow(self, ref: SegmentRef, blocks: int, *, owner: str, lease_s: float, now_s: float) -> None:
         """Appends `blocks` new blocks and renews the lease. Raises StaleEpoch, CapacityExhausted."""
-        segment = self.find(ref)
-        if segment.owner != owner or segment.expires_s is None:
-            raise InvalidInput(
-                f"segment {ref.handle} belongs to {segment.owner}, not to {owner}", param="owner"
-            )
+        segment = self._owned(ref, owner)
         _check_lease(lease_s)
-        segment.blocks += self._borrowable(blocks)
+        if segment.expires_s is None:
+            raise InvalidInput(f"segment {ref.handle} has no lease: its holder grows it", param="owner")
+        more = self._borrowable(blocks)
+        self._lent.update(more)
+        segment.blocks += more
         segment.expires_s = now_s + lease_s
 
     def extend(self, ref: SegmentRef, blocks: Sequence[int]) -> None:
-        """As `adopt`, for more blocks of a segment without a lease. Raises StaleEpoch."""
+        """As `own`, for more blocks of a segment without a lease. Raises StaleEpoch."""
         segment = self.find(ref)
         assert segment.expires_s is None, "a lent segment grows by `grow`"
         self._allocator.retain(blocks)
         segment.blocks += blocks
 
+    def freeze(self, ref: SegmentRef, blocks: int, *, owner: str) -> int:
+        """The leading `blocks` are not written any more, until `thaw` or for good (`trim`); the new
+        generation. Asked again it answers as before. Raises StaleEpoch, InvalidInput, and Conflict where
+        another freeze is under way."""
+        segment = self._owned(ref, owner)
+        if segment.frozen:
+            if (segment.frozen, segment.generation) == (blocks, ref.generation + 1):
+                return segment.generation
+            raise Conflict(f"segment {ref.handle} is being moved already: ask again when that has ended")
+        if ref.generation != segment.generation:
+            raise StaleEpoch(
+                f"segment {ref.handle} has generation {segment.generation}, not {ref.generation}: look again"
+            )
+        if not 1 <= blocks <= len(segment.blocks):
+            raise InvalidInput(
+                f"segment {ref.handle} has {len(segment.blocks)} blocks: {blocks} cannot be frozen",
+                param="blocks",
+            )
+        segment.frozen = blocks
+        segment.generation += 1
+        return segment.generation
+
+    def thaw(self, ref: SegmentRef, *, owner: str) -> None:
+        """Takes the freeze of this generation back; where there is none, nothing happens."""
+        segment = self._segments.get(ref.handle) if ref.epoch == self.epoch else None
+        if segment is not None and segment.owner == owner and segment.generation == ref.generation:
+            segment.frozen = 0
+
+    def trim(self, ref: SegmentRef, *, owner: str, settlement: str = "") -> int:
+        """Gives the frozen blocks back: to the settlement, where blocks are set aside for it, else they are
+        free. Those that accesses under way may reach follow when these have ended (`parting`). How many
+        blocks; 0 where there is no such freeze (any more)."""
+        segment = self._segments.get(ref.handle) if ref.epoch == self.epoch else None
+        if segment is None or segment.owner != owner or segment.generation != ref.generation:
+            return 0
+        count, segment.frozen = segment.frozen, 0
+        if count:
+            blocks, segment.blocks = segment.blocks[:count], segment.blocks[count:]
+            segment.trimmed += count
+            segment.oldest = segment.generation
+            segment.parting.append(_Parting(blocks=blocks, before=self._next_pin, settlement=settlement))
+            self._part(segment)
+        return count
+
+    def parting(self, ref: SegmentRef) -> bool:
+        """Whether trimmed blocks of the segment still wait for accesses under way."""
+        segment = self._segments.get(ref.handle) if ref.epoch == self.epoch else None
+        return segment is not None and bool(segment.parting)
+
+    def adopt(
+        self,
+        ref: SegmentRef,
+        *,
+        former_owner: str,
+        owner: str,
+        sequence: str,
+        lease_s: float,
+        now_s: float,
+        shared_blocks: int = 0,
+    ) -> SegmentRef:
+        """The segment under a new handle, for another owner: the former handle is refused from then on. With
+        `shared_blocks` so many leading ones are both's, and neither writes to them. Raises StaleEpoch,
+        InvalidInput, Conflict, CapacityExhausted."""
+        segment = self._owned(ref, former_owner)
+        _check_lease(lease_s)
+        if not owner:
+            raise InvalidInput("a segment needs an owner", param="owner")
+        if segment.frozen:
+            raise Conflict(f"segment {ref.handle} is being moved: ask again when that has ended")
+        if ref.generation != segment.generation:
+            raise StaleEpoch(
+                f"segment {ref.handle} has generation {segment.generation}, not {ref.generation}: look again"
+            )
+        if shared_blocks > len(segment.blocks):
+            raise InvalidInput(
+                f"segment {ref.handle} has {len(segment.blocks)} blocks: {shared_blocks} cannot be shared",
+                param="shared_blocks",
+            )
+        blocks = segment.blocks[:shared_blocks] if shared_blocks else list(segment.blocks)
+        self._check_cap(sum(block not in self._lent for block in blocks))
+        self._allocator.retain(blocks)
+        new = self._add(owner, sequence, blocks, segment.first_position, now_s + lease_s)
+        heir = self._segments[new.handle]
+        heir.trimmed, heir.shared = segment.trimmed, segment.shared
+        if shared_blocks:
+            heir.shared = segment.shared = max(segment.shared, segment.trimmed + shared_blocks)
+        else:
+            self._drop(ref.handle)
+        return new
+
+    def pledge(self, settlement: str, blocks: int, *, lease_s: float, now_s: float) -> int:
+        """Sets free blocks aside for a settlement, as many as there are up to `blocks`; how many it has.
+        Asked again it renews the lease and takes no more."""
+        _check_lease(lease_s)
+        pledge = self._pledges.get(settlement)
+        if pledge is None:
+            taken = self._allocator.allocate(min(blocks, self._allocator.free))
+            pledge = self._pledges[settlement] = _Pledge(blocks=taken, expires_s=0.0)
+        pledge.expires_s = now_s + lease_s
+        return len(pledge.blocks)
+
+    def pledged(self, settlement: str) -> int:
+        """Blocks set aside for it; 0 where it is not known."""
+        pledge = self._pledges.get(settlement)
+        return 0 if pledge is None else len(pledge.blocks)
+
+    def draw(self, settlement: str, blocks: int) -> list[int]:
+        """Takes blocks out of what is set aside; the caller has their references. Raises CapacityExhausted,
+        and takes none then."""
+        pledge = self._pledges.get(settlement)
+        if pledge is None or len(pledge.blocks) < blocks:
+            raise CapacityExhausted(f"settlement {settlement} has no {blocks} blocks set aside here")
+        drawn, pledge.blocks = pledge.blocks[:blocks], pledge.blocks[blocks:]
+        return drawn
+
+    def redeem(self, settlement: str) -> None:
+        """The settlement has ended: what is set aside is free."""
+        pledge = self._pledges.pop(settlement, None)
+        if pledge is not None:
+            self._allocator.release(pledge.blocks)
+
     def find(self, ref: SegmentRef) -> Segment:
-        """Raises StaleEpoch for a handle of another life of the holder, and for one that is not known any
-        more."""
+        """Raises StaleEpoch for a handle of another life of the holder, for one that is not known any more,
+        and for a generation whose blocks have moved."""
         if ref.epoch != self.epoch:
             raise StaleEpoch(
                 f"segment {ref.handle} is of another life of this holder: its KV is gone, recompute it"
@@ -113,19 +289,28 @@ class SegmentTable:
             raise StaleEpoch(
                 f"segment {ref.handle} was released, or its lease ran out: its KV is gone, recompute it"
             )
+        if not segment.oldest <= ref.generation <= segment.generation:
+            raise StaleEpoch(
+                f"segment {ref.handle} has gone on from generation {ref.generation}: its blocks have moved"
+            )
         return segment
 
-    def pin(self, ref: SegmentRef) -> Segment:
+    def pin(self, ref: SegmentRef) -> Pin:
         """As `find`; the blocks stay the segment's until `unpin`, even if it is released meanwhile."""
         segment = self.find(ref)
-        segment.pins += 1
-        return segment
+        pin = Pin(segment, self._next_pin)
+        self._next_pin += 1
+        segment.pins.add(pin.number)
+        return pin
 
-    def unpin(self, segment: Segment) -> None:
-        assert segment.pins, "unpinned more often than pinned"
-        segment.pins -= 1
+    def unpin(self, pin: Pin) -> None:
+        segment = pin.segment
+        assert pin.number in segment.pins, "unpinned more often than pinned"
+        segment.pins.remove(pin.number)
+        if segment.parting:
+            self._part(segment)
         if segment.released and not segment.pins:
-            self._allocator.release(segment.blocks)
+            self._give(segment, segment.blocks)
 
     def release(self, refs: Iterable[SegmentRef]) -> None:
         """Segments that are not known (any more) are passed over: whoever releases may ask twice."""
@@ -147,7 +332,9 @@ class SegmentTable:
         return unknown
 
     def expire(self, now_s: float) -> list[Segment]:
-        """Releases what nobody has renewed in time; returns it for the log."""
+        """Releases what nobody has renewed in time, pledges too; returns the segments for the log."""
+        for name in [n for n, pledge in self._pledges.items() if pledge.expires_s <= now_s]:
+            self.redeem(name)
         over = [s for s in self._segments.values() if s.expires_s is not None and s.expires_s <= now_s]
         for segment in over:
             self._drop(segment.handle)
@@ -166,23 +353,59 @@ class SegmentTable:
             blocks=blocks,
             expires_s=expires_s,
         )
+        if expires_s is not None:
+            self._lent.update(blocks)
         return SegmentRef(handle=handle, epoch=self.epoch)
 
     def _borrowable(self, blocks: int) -> list[int]:
         if not blocks:
             raise InvalidInput("a reservation is of at least one block", param="blocks")
+        self._check_cap(blocks)
+        return self._allocator.allocate(blocks)
+
+    def _check_cap(self, blocks: int) -> None:
         room = self.lend_blocks_max - self.lent_blocks
         if blocks > room:
             raise CapacityExhausted(
                 f"{blocks} blocks are wanted, {max(room, 0)} more may be lent: ask another holder or retry"
             )
-        return self._allocator.allocate(blocks)
+
+    def _owned(self, ref: SegmentRef, owner: str) -> Segment:
+        """As `find`; raises InvalidInput for somebody else's."""
+        segment = self.find(ref)
+        if segment.owner != owner:
+            raise InvalidInput(
+                f"segment {ref.handle} belongs to {segment.owner}, not to {owner}", param="owner"
+            )
+        return segment
+
+    def _part(self, segment: Segment) -> None:
+        """Gives back trimmed blocks that no access under way can reach."""
+        oldest = min(segment.pins, default=self._next_pin)
+        done = [parting for parting in segment.parting if oldest >= parting.before]
+        segment.parting = [parting for parting in segment.parting if oldest < parting.before]
+        for parting in done:
+            self._give(segment, parting.blocks, parting.settlement)
+
+    def _give(self, segment: Segment, blocks: list[int], settlement: str = "") -> None:
+        """The segment's references on these blocks go to the settlement, if they are the last ones and it is
+        known here, else back."""
+        if segment.expires_s is not None:
+            self._lent.subtract(blocks)
+            for block in blocks:
+                if not self._lent[block]:
+                    del self._lent[block]
+        pledge = self._pledges.get(settlement)
+        if pledge is None:
+            self._allocator.release(blocks)
+        else:
+            pledge.blocks += self._allocator.claim(blocks)
 
     def _drop(self, handle: int) -> None:
         segment = self._segments.pop(handle)
         segment.released = True
         if not segment.pins:
-            self._allocator.release(segment.blocks)
+            self._give(segment, segment.blocks)
 
 
 def _check_lease(lease_s: float) -> None:

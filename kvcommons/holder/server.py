@@ -13,11 +13,13 @@ import grpc.aio
 
 from kvcommons.blockstore.loader import BlockLoader
 from kvcommons.blockstore.saver import BlockSaver
-from kvcommons.errors import InvalidInput
+from kvcommons.errors import DeadlineExceeded, InvalidInput
+from kvcommons.holder.copying import DataSource, copy_blocks
 from kvcommons.holder.holder import Holder
-from kvcommons.holder.segments import Segment, SegmentRef
+from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import holder_pb2 as pb
 from kvcommons.pb import holder_pb2_grpc as rpc
+from kvcommons.transport.client import DataClient
 from kvcommons.transport.deadline import Deadline
 
 _LOG = logging.getLogger(__name__)
@@ -25,6 +27,9 @@ _LOG = logging.getLogger(__name__)
 # Loads that wait for a store at the same time, a thread each.
 _LOADS_MAX = 8
 _LOAD_S = 60.0
+# At the most, for accesses under way on blocks that are trimmed or change hands.
+_PART_S = 10.0
+_PART_LOOK_S = 0.002
 _SWEEP_S = 0.5
 
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -86,8 +91,7 @@ class HolderService(rpc.HolderServicer):
     async def Load(self, request: pb.LoadRequest, context: _Context) -> pb.LoadReply:
         if request.control_address:
             self._stores.know(data_address=request.data_address, control_address=request.control_address)
-        left_s = context.time_remaining()
-        deadline = Deadline.after(_LOAD_S if left_s is None else min(left_s, _LOAD_S))
+        deadline = _deadline(context, _LOAD_S)
         return await self._on_thread(lambda: self._load(request, deadline))
 
     async def Save(self, request: pb.SaveRequest, context: _Context) -> pb.SaveReply:
@@ -97,7 +101,11 @@ class HolderService(rpc.HolderServicer):
         """A segment without a lease, the holder's own, has lease_left_ms 0."""
         allocator = self._holder.allocator
         reply = pb.InspectReply(
-            total_blocks=allocator.total, free_blocks=allocator.free, cached_blocks=allocator.cached
+            total_blocks=allocator.total,
+            free_blocks=allocator.free,
+            cached_blocks=allocator.cached,
+            lent_blocks=self._holder.lent_blocks,
+            pledged_blocks=self._holder.pledged_blocks,
         )
         for segment, left_s in self._holder.held():
             reply.segments.add(
@@ -106,8 +114,50 @@ class HolderService(rpc.HolderServicer):
                 sequence=segment.sequence,
                 blocks=len(segment.blocks),
                 lease_left_ms=int((left_s or 0) * 1000),
+                generation=segment.generation,
+                frozen_blocks=segment.frozen,
             )
         return reply
+
+    async def Freeze(self, request: pb.FreezeRequest, context: _Context) -> pb.FreezeReply:
+        generation = self._holder.freeze(_ref(request.segment), request.blocks, owner=request.owner)
+        return pb.FreezeReply(generation=generation)
+
+    async def Thaw(self, request: pb.ThawRequest, context: _Context) -> pb.ThawReply:
+        self._holder.thaw(_ref(request.segment), owner=request.owner)
+        return pb.ThawReply()
+
+    async def Trim(self, request: pb.TrimRequest, context: _Context) -> pb.TrimReply:
+        ref = _ref(request.segment)
+        blocks = self._holder.trim(ref, owner=request.owner, settlement=request.settlement)
+        await self._parted(ref, _deadline(context, _PART_S))
+        return pb.TrimReply(blocks=blocks)
+
+    async def CopyIn(self, request: pb.CopyInRequest, context: _Context) -> pb.CopyInReply:
+        deadline = _deadline(context, _LOAD_S)
+        return await self._on_thread(lambda: self._copy_in(request, deadline))
+
+    async def Adopt(self, request: pb.AdoptRequest, context: _Context) -> pb.AdoptReply:
+        ref = self._holder.adopt(
+            _ref(request.segment),
+            former_owner=request.former_owner,
+            owner=request.owner,
+            sequence=request.sequence,
+            lease_s=request.lease_ms / 1000,
+            shared_blocks=request.shared_blocks,
+        )
+        with self._holder.pinned([ref]) as (segment,):
+            blocks = len(segment.blocks)
+        return pb.AdoptReply(segment=pb.SegmentRef(handle=ref.handle, epoch=ref.epoch), blocks=blocks)
+
+    async def _parted(self, ref: SegmentRef, deadline: Deadline) -> None:
+        """Waits for what is under way on trimmed blocks."""
+        while self._holder.parting(ref):
+            if deadline.passed():
+                raise DeadlineExceeded(
+                    f"blocks of segment {ref.handle} are still read: they come free when that has ended"
+                )
+            await asyncio.sleep(_PART_LOOK_S)
 
     async def _on_thread(self, work: Callable[[], _T]) -> _T:
         # With the call's trace and ids: what it reads and writes at a store is part of it.
@@ -116,7 +166,7 @@ class HolderService(rpc.HolderServicer):
     def _load(self, request: pb.LoadRequest, deadline: Deadline) -> pb.LoadReply:
         holder, count = self._holder, len(request.block_ids)
         with holder.pinned([_ref(request.segment)]) as (segment,):
-            blocks = holder.blocks(segment, request.first_block, count)
+            blocks = holder.blocks(segment, request.first_block, count, write=True)
             load = self._loader.load(
                 request.data_address,
                 holder.model.fingerprint,
@@ -160,8 +210,22 @@ class HolderService(rpc.HolderServicer):
         return pb.SaveReply()
 
     def _pin_until_done(self, ref: SegmentRef) -> Callable[[], None]:
-        segment: Segment = self._holder.pin(ref)
-        return lambda: self._holder.unpin(segment)
+        pin = self._holder.pin(ref)
+        return lambda: self._holder.unpin(pin)
+
+    def _copy_in(self, request: pb.CopyInRequest, deadline: Deadline) -> pb.CopyInReply:
+        holder = self._holder
+        client = DataClient(request.data_address, kept_max=1)
+        try:
+            with holder.pinned([_ref(request.into)]) as (segment,):
+                if segment.owner != request.owner:
+                    raise InvalidInput(f"segment {segment.handle} is not {request.owner}'s", param="owner")
+                blocks = holder.blocks(segment, request.first_block, request.blocks, write=True)
+                source = _ref(request.source)
+                copy_blocks(DataSource(client), source, request.source_block, holder.memory, blocks, deadline)
+        finally:
+            client.close()
+        return pb.CopyInReply()
 
     async def _expire(self) -> None:
         while True:
@@ -170,4 +234,9 @@ class HolderService(rpc.HolderServicer):
 
 
 def _ref(message: pb.SegmentRef) -> SegmentRef:
-    return SegmentRef(handle=message.handle, epoch=message.epoch)
+    return SegmentRef(handle=message.handle, epoch=message.epoch, generation=message.generation)
+
+
+def _deadline(context: _Context, most_s: float) -> Deadline:
+    left_s = context.time_remaining()
+    return Deadline.after(most_s if left_s is None else min(left_s, most_s))

@@ -64,6 +64,31 @@ class HolderStub:
                 request_serializer=kvcommons_dot_v1_dot_holder__pb2.InspectRequest.SerializeToString,
                 response_deserializer=kvcommons_dot_v1_dot_holder__pb2.InspectReply.FromString,
                 _registered_method=True)
+        self.Freeze = channel.unary_unary(
+                '/kvcommons.v1.Holder/Freeze',
+                request_serializer=kvcommons_dot_v1_dot_holder__pb2.FreezeRequest.SerializeToString,
+                response_deserializer=kvcommons_dot_v1_dot_holder__pb2.FreezeReply.FromString,
+                _registered_method=True)
+        self.Thaw = channel.unary_unary(
+                '/kvcommons.v1.Holder/Thaw',
+                request_serializer=kvcommons_dot_v1_dot_holder__pb2.ThawRequest.SerializeToString,
+                response_deserializer=kvcommons_dot_v1_dot_holder__pb2.ThawReply.FromString,
+                _registered_method=True)
+        self.Trim = channel.unary_unary(
+                '/kvcommons.v1.Holder/Trim',
+                request_serializer=kvcommons_dot_v1_dot_holder__pb2.TrimRequest.SerializeToString,
+                response_deserializer=kvcommons_dot_v1_dot_holder__pb2.TrimReply.FromString,
+                _registered_method=True)
+        self.CopyIn = channel.unary_unary(
+                '/kvcommons.v1.Holder/CopyIn',
+                request_serializer=kvcommons_dot_v1_dot_holder__pb2.CopyInRequest.SerializeToString,
+                response_deserializer=kvcommons_dot_v1_dot_holder__pb2.CopyInReply.FromString,
+                _registered_method=True)
+        self.Adopt = channel.unary_unary(
+                '/kvcommons.v1.Holder/Adopt',
+                request_serializer=kvcommons_dot_v1_dot_holder__pb2.AdoptRequest.SerializeToString,
+                response_deserializer=kvcommons_dot_v1_dot_holder__pb2.AdoptReply.FromString,
+                _registered_method=True)
 
 
 class HolderServicer:
@@ -108,6 +133,44 @@ class HolderServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Freeze(self, request, context):
+        """Moving sealed (full) blocks, in the order Freeze, CopyIn or ReadBlocks elsewhere, the owner's switch, Trim. Accesses
+        of the generation before the freeze are good until the trim; from then on they are refused.
+
+        The segment's leading blocks are not written any more: appends and writes to them are refused.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Thaw(self, request, context):
+        """Takes a freeze back. One of another generation, or of a segment that is gone, is passed over.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Trim(self, request, context):
+        """Gives frozen blocks back, once operations in flight on them are done; returns then. Asking twice is harmless.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CopyIn(self, request, context):
+        """This holder reads frozen blocks of a segment at another one into a segment that it has.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Adopt(self, request, context):
+        """Hands a segment to another owner, or shares its leading blocks, under a new handle.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_HolderServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -140,6 +203,31 @@ def add_HolderServicer_to_server(servicer, server):
                     servicer.Inspect,
                     request_deserializer=kvcommons_dot_v1_dot_holder__pb2.InspectRequest.FromString,
                     response_serializer=kvcommons_dot_v1_dot_holder__pb2.InspectReply.SerializeToString,
+            ),
+            'Freeze': grpc.unary_unary_rpc_method_handler(
+                    servicer.Freeze,
+                    request_deserializer=kvcommons_dot_v1_dot_holder__pb2.FreezeRequest.FromString,
+                    response_serializer=kvcommons_dot_v1_dot_holder__pb2.FreezeReply.SerializeToString,
+            ),
+            'Thaw': grpc.unary_unary_rpc_method_handler(
+                    servicer.Thaw,
+                    request_deserializer=kvcommons_dot_v1_dot_holder__pb2.ThawRequest.FromString,
+                    response_serializer=kvcommons_dot_v1_dot_holder__pb2.ThawReply.SerializeToString,
+            ),
+            'Trim': grpc.unary_unary_rpc_method_handler(
+                    servicer.Trim,
+                    request_deserializer=kvcommons_dot_v1_dot_holder__pb2.TrimRequest.FromString,
+                    response_serializer=kvcommons_dot_v1_dot_holder__pb2.TrimReply.SerializeToString,
+            ),
+            'CopyIn': grpc.unary_unary_rpc_method_handler(
+                    servicer.CopyIn,
+                    request_deserializer=kvcommons_dot_v1_dot_holder__pb2.CopyInRequest.FromString,
+                    response_serializer=kvcommons_dot_v1_dot_holder__pb2.CopyInReply.SerializeToString,
+            ),
+            'Adopt': grpc.unary_unary_rpc_method_handler(
+                    servicer.Adopt,
+                    request_deserializer=kvcommons_dot_v1_dot_holder__pb2.AdoptRequest.FromString,
+                    response_serializer=kvcommons_dot_v1_dot_holder__pb2.AdoptReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -304,6 +392,141 @@ class Holder:
             '/kvcommons.v1.Holder/Inspect',
             kvcommons_dot_v1_dot_holder__pb2.InspectRequest.SerializeToString,
             kvcommons_dot_v1_dot_holder__pb2.InspectReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Freeze(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcommons.v1.Holder/Freeze',
+            kvcommons_dot_v1_dot_holder__pb2.FreezeRequest.SerializeToString,
+            kvcommons_dot_v1_dot_holder__pb2.FreezeReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Thaw(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcommons.v1.Holder/Thaw',
+            kvcommons_dot_v1_dot_holder__pb2.ThawRequest.SerializeToString,
+            kvcommons_dot_v1_dot_holder__pb2.ThawReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Trim(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcommons.v1.Holder/Trim',
+            kvcommons_dot_v1_dot_holder__pb2.TrimRequest.SerializeToString,
+            kvcommons_dot_v1_dot_holder__pb2.TrimReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CopyIn(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcommons.v1.Holder/CopyIn',
+            kvcommons_dot_v1_dot_holder__pb2.CopyInRequest.SerializeToString,
+            kvcommons_dot_v1_dot_holder__pb2.CopyInReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Adopt(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcommons.v1.Holder/Adopt',
+            kvcommons_dot_v1_dot_holder__pb2.AdoptRequest.SerializeToString,
+            kvcommons_dot_v1_dot_holder__pb2.AdoptReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -40,6 +40,20 @@ class HolderStub:
     Save: _grpc.UnaryUnaryMultiCallable[_holder_pb2.SaveRequest, _holder_pb2.SaveReply]
     """Writes full blocks of a segment to a kvstore, in the background."""
     Inspect: _grpc.UnaryUnaryMultiCallable[_holder_pb2.InspectRequest, _holder_pb2.InspectReply]
+    Freeze: _grpc.UnaryUnaryMultiCallable[_holder_pb2.FreezeRequest, _holder_pb2.FreezeReply]
+    """Moving sealed (full) blocks, in the order Freeze, CopyIn or ReadBlocks elsewhere, the owner's switch, Trim. Accesses
+    of the generation before the freeze are good until the trim; from then on they are refused.
+
+    The segment's leading blocks are not written any more: appends and writes to them are refused.
+    """
+    Thaw: _grpc.UnaryUnaryMultiCallable[_holder_pb2.ThawRequest, _holder_pb2.ThawReply]
+    """Takes a freeze back. One of another generation, or of a segment that is gone, is passed over."""
+    Trim: _grpc.UnaryUnaryMultiCallable[_holder_pb2.TrimRequest, _holder_pb2.TrimReply]
+    """Gives frozen blocks back, once operations in flight on them are done; returns then. Asking twice is harmless."""
+    CopyIn: _grpc.UnaryUnaryMultiCallable[_holder_pb2.CopyInRequest, _holder_pb2.CopyInReply]
+    """This holder reads frozen blocks of a segment at another one into a segment that it has."""
+    Adopt: _grpc.UnaryUnaryMultiCallable[_holder_pb2.AdoptRequest, _holder_pb2.AdoptReply]
+    """Hands a segment to another owner, or shares its leading blocks, under a new handle."""
 
 @_typing.type_check_only
 class HolderAsyncStub(HolderStub):
@@ -53,6 +67,20 @@ class HolderAsyncStub(HolderStub):
     Save: _aio.UnaryUnaryMultiCallable[_holder_pb2.SaveRequest, _holder_pb2.SaveReply]  # type: ignore[assignment]
     """Writes full blocks of a segment to a kvstore, in the background."""
     Inspect: _aio.UnaryUnaryMultiCallable[_holder_pb2.InspectRequest, _holder_pb2.InspectReply]  # type: ignore[assignment]
+    Freeze: _aio.UnaryUnaryMultiCallable[_holder_pb2.FreezeRequest, _holder_pb2.FreezeReply]  # type: ignore[assignment]
+    """Moving sealed (full) blocks, in the order Freeze, CopyIn or ReadBlocks elsewhere, the owner's switch, Trim. Accesses
+    of the generation before the freeze are good until the trim; from then on they are refused.
+
+    The segment's leading blocks are not written any more: appends and writes to them are refused.
+    """
+    Thaw: _aio.UnaryUnaryMultiCallable[_holder_pb2.ThawRequest, _holder_pb2.ThawReply]  # type: ignore[assignment]
+    """Takes a freeze back. One of another generation, or of a segment that is gone, is passed over."""
+    Trim: _aio.UnaryUnaryMultiCallable[_holder_pb2.TrimRequest, _holder_pb2.TrimReply]  # type: ignore[assignment]
+    """Gives frozen blocks back, once operations in flight on them are done; returns then. Asking twice is harmless."""
+    CopyIn: _aio.UnaryUnaryMultiCallable[_holder_pb2.CopyInRequest, _holder_pb2.CopyInReply]  # type: ignore[assignment]
+    """This holder reads frozen blocks of a segment at another one into a segment that it has."""
+    Adopt: _aio.UnaryUnaryMultiCallable[_holder_pb2.AdoptRequest, _holder_pb2.AdoptReply]  # type: ignore[assignment]
+    """Hands a segment to another owner, or shares its leading blocks, under a new handle."""
 
 class HolderServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -99,6 +127,50 @@ class HolderServicer(metaclass=_abc_1.ABCMeta):
         request: _holder_pb2.InspectRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_holder_pb2.InspectReply, _abc.Awaitable[_holder_pb2.InspectReply]]: ...
+
+    @_abc_1.abstractmethod
+    def Freeze(
+        self,
+        request: _holder_pb2.FreezeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_holder_pb2.FreezeReply, _abc.Awaitable[_holder_pb2.FreezeReply]]:
+        """Moving sealed (full) blocks, in the order Freeze, CopyIn or ReadBlocks elsewhere, the owner's switch, Trim. Accesses
+        of the generation before the freeze are good until the trim; from then on they are refused.
+
+        The segment's leading blocks are not written any more: appends and writes to them are refused.
+        """
+
+    @_abc_1.abstractmethod
+    def Thaw(
+        self,
+        request: _holder_pb2.ThawRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_holder_pb2.ThawReply, _abc.Awaitable[_holder_pb2.ThawReply]]:
+        """Takes a freeze back. One of another generation, or of a segment that is gone, is passed over."""
+
+    @_abc_1.abstractmethod
+    def Trim(
+        self,
+        request: _holder_pb2.TrimRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_holder_pb2.TrimReply, _abc.Awaitable[_holder_pb2.TrimReply]]:
+        """Gives frozen blocks back, once operations in flight on them are done; returns then. Asking twice is harmless."""
+
+    @_abc_1.abstractmethod
+    def CopyIn(
+        self,
+        request: _holder_pb2.CopyInRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_holder_pb2.CopyInReply, _abc.Awaitable[_holder_pb2.CopyInReply]]:
+        """This holder reads frozen blocks of a segment at another one into a segment that it has."""
+
+    @_abc_1.abstractmethod
+    def Adopt(
+        self,
+        request: _holder_pb2.AdoptRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_holder_pb2.AdoptReply, _abc.Awaitable[_holder_pb2.AdoptReply]]:
+        """Hands a segment to another owner, or shares its leading blocks, under a new handle."""
 
 def add_HolderServicer_to_server(servicer: HolderServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
 

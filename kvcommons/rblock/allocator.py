@@ -128,6 +128,22 @@ class BlockAllocator:
                 else:
                     self._free.append(block)
 
+    def claim(self, blocks: Sequence[int]) -> list[int]:
+        """As `release`, but blocks that would come free stay in use, the caller's alone and unpublished;
+        which."""
+        with self._lock:
+            for block in blocks:
+                self._require_in_use(block)
+            claimed = []
+            for block in blocks:
+                if self._references[block] > 1:
+                    self._references[block] -= 1
+                    continue
+                if block in self._id_of:
+                    del self._block_of[self._id_of.pop(block)]
+                claimed.append(block)
+            return claimed
+
     def forget_cached(self) -> int:
         """Drops the device tier; how many blocks it had. Blocks in use stay published."""
         with self._lock:

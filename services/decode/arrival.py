@@ -190,7 +190,7 @@ class Arrivals:
         size, tail = self._core.block_tokens, runs[-1]
         own = tail.blocks if isinstance(tail, LocalRun) else []
         first = tail.first_block if isinstance(tail, LocalRun) else tail.first_block + tail.count
-        ref = self._holder.adopt(generation.request_id, own, first_position=first * size)
+        ref = self._holder.own(generation.request_id, own, first_position=first * size)
         placements = [
             pb.Placement(
                 data_address=self._data_address,

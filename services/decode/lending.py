@@ -41,6 +41,21 @@ class Lending(holder_pb2_grpc.HolderServicer):
     async def Inspect(self, request: pb.InspectRequest, context: _Context) -> pb.InspectReply:
         return await self._holder().Inspect(request, context)
 
+    async def Freeze(self, request: pb.FreezeRequest, context: _Context) -> pb.FreezeReply:
+        return await self._holder().Freeze(request, context)
+
+    async def Thaw(self, request: pb.ThawRequest, context: _Context) -> pb.ThawReply:
+        return await self._holder().Thaw(request, context)
+
+    async def Trim(self, request: pb.TrimRequest, context: _Context) -> pb.TrimReply:
+        return await self._holder().Trim(request, context)
+
+    async def CopyIn(self, request: pb.CopyInRequest, context: _Context) -> pb.CopyInReply:
+        return await self._holder().CopyIn(request, context)
+
+    async def Adopt(self, request: pb.AdoptRequest, context: _Context) -> pb.AdoptReply:
+        return await self._holder().Adopt(request, context)
+
     def _holder(self) -> HolderService:
         if self._service is None:
             raise Loading("this decode instance is still loading its model", retry_after_ms=500)

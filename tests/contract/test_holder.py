@@ -234,7 +234,7 @@ async def test_the_owners_own_segments_take_writes_and_a_start(socket_folder: Pa
         holder = served.holder
         assert holder is not None
         blocks = holder.allocator.allocate(2)
-        ref = holder.adopt("mine", blocks[:1])
+        ref = holder.own("mine", blocks[:1])
         holder.extend(ref, blocks[1:])
         async with served.debtor("prefill-1") as client:
             objects = Tokens(8, 0).objects(0, 8)
