@@ -14,12 +14,15 @@ from devstack.running import RunningStack
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackSetting:
-    """`folder` is where the stack keeps everything; `model` a folder or hub id."""
+    """`folder` is where the stack keeps everything; `model` a folder or hub id; `loads` prefill's setting."""
 
     folder: Path
     model: str
     dtype: str
     block_tokens: int
+    loads: str = "auto"
+    dram_bytes: int = 2 << 30
+    disk_bytes: int = 16 << 30
 
     def writer(self) -> PromptWriter:
         """Of prompts for this model."""
@@ -38,10 +41,10 @@ class StackSetting:
         context = workload.history_tokens + grown + 2 * workload.new_tokens + 128
         engine = {"dtype": self.dtype, "block_tokens": self.block_tokens}
         return {
-            "prefill": {**engine, "capacity_tokens": workload.concurrency * context},
+            "prefill": {**engine, "capacity_tokens": workload.concurrency * context, "loads": self.loads},
             "decode": {**engine, "capacity_tokens": 2 * workload.concurrency * context},
             "attention_pool": {**engine, "capacity_tokens": context},
-            "kvstore": {"dram_bytes": 2 << 30, "disk_bytes": 16 << 30},
+            "kvstore": {"dram_bytes": self.dram_bytes, "disk_bytes": self.disk_bytes},
         }
 
 

@@ -66,7 +66,9 @@ class SessionsBenchmark:
     def round(self, client: RestClient, turn: int, source: str) -> list[Pair]:
         """One turn of every session, each one taken twice."""
         pairs: list[Pair] = []
-        for group in self._groups():
+        groups = self._groups()
+        alone = len(groups) == 1
+        for group in groups:
             self._progress(f"turn {turn + 1} of session {group[0] + 1} of {self._load.sessions}")
             names = [f"bench-{i}" for i in group]
             forks = [str(client.post(f"/v1/sessions/{name}/fork", {})["id"]) for name in names]
@@ -83,7 +85,8 @@ class SessionsBenchmark:
                     ]
                 )
 
-            if (turn + group[0]) % 2:
+            # What lone sessions left on the device makes room for the whole context that is computed.
+            if alone or (turn + group[0]) % 2:
                 computed = take(forks, False)
                 reused = take(names, True)
             else:
@@ -131,7 +134,7 @@ def summarise(title: str, pairs: Sequence[Pair]) -> Report:
     for source in dict.fromkeys(pair.source for pair in pairs):
         group = [pair for pair in pairs if pair.source == source]
         ratios[f"ttft_{source}"] = p50([pair.reuse.ttft_s / pair.compute.ttft_s for pair in group])
-        ratios[f"prefill_{source}"] = p50([_prefill_rate(p.reuse) / _prefill_rate(p.compute) for p in group])
+        ratios[f"prefill_{source}"] = p50([prefill_rate(p.reuse) / prefill_rate(p.compute) for p in group])
         rows.append(_row(f"reuse from {source}", [pair.reuse for pair in group]))
         rows.append(_row(f"recompute ({source} run)", [pair.compute for pair in group]))
     return Report(title=title, ratios=ratios, rows=rows)
@@ -151,7 +154,7 @@ def _row(name: str, turns: Sequence[Turn]) -> Row:
         "device share": sum(t.timings["device_tokens"] for t in turns) / sum(t.prompt_tokens for t in turns),
         "TTFT p50 ms": p50(ttft_ms),
         "TTFT p99 ms": p99(ttft_ms),
-        "prefill tokens/s": p50([_prefill_rate(turn) for turn in turns]),
+        "prefill tokens/s": p50([prefill_rate(turn) for turn in turns]),
         "output tokens/s": p50([turn.tokens_per_s for turn in turns]),
     }
     for part in _PARTS_OF_TTFT:
@@ -162,7 +165,7 @@ def _row(name: str, turns: Sequence[Turn]) -> Row:
     return row
 
 
-def _prefill_rate(turn: Turn) -> float:
+def prefill_rate(turn: Turn) -> float:
     """Prompt tokens answered for, cached ones included, per second of prefill time: computing, and waiting
     for history."""
     return turn.prompt_tokens / (turn.timings["prefill_ms"] + turn.timings["load_wait_ms"]) * 1000

@@ -9,23 +9,27 @@ from pathlib import Path
 
 from benchmarks import hits, store_cost
 from benchmarks.plot import panels
+from benchmarks.random_model import write_random_model
 from benchmarks.report import Report
-from benchmarks.session_stack import StackSetting, take_pairs
+from benchmarks.session_stack import StackSetting
 from benchmarks.sessions import Workload
 
 Progress = Callable[[str], None]
+ANSWER_TOKENS = 8  # of each turn of `hits`
 
 
 def add(
     commands: argparse._SubParsersAction[argparse.ArgumentParser],
     add_outputs: Callable[[argparse.ArgumentParser], None],
 ) -> None:
-    found = commands.add_parser("hits", help="from the store against computed, over lengths of the history")
+    found = commands.add_parser(
+        "hits", help="as decided against computed and against loaded, over lengths of the history"
+    )
     found.add_argument(
         "--histories", type=int, nargs="+", default=[64, 256, 1024, 4096, 16384], metavar="N", help="tokens"
     )
     found.add_argument("--new", type=int, default=64, metavar="N", help="new tokens a turn")
-    found.add_argument("--sessions", type=int, default=5, metavar="N", help="pairs of each kind")
+    found.add_argument("--sessions", type=int, default=8, metavar="N", help="turns of each kind")
     found.set_defaults(run=_hits, draw=_draw_hits)
     cost = commands.add_parser("store-cost", help="what saving costs where nothing is reused")
     cost.add_argument("--prompt", type=int, default=1024, metavar="N", help="tokens")
@@ -42,20 +46,14 @@ def _setting(options: argparse.Namespace, folder: Path, model: Path) -> StackSet
     return StackSetting(folder=folder, model=str(model), dtype="bfloat16", block_tokens=options.block_tokens)
 
 
-def _write_model(options: argparse.Namespace, folder: Path, progress: Progress) -> Path:
-    from kvcommons.model.synthetic import random_config, write_random_folder
-
-    progress(f"writing a random model of {options.random_model} parameters")
-    model = folder / f"random-{options.random_model}"
-    write_random_folder(model, random_config(options.random_model), dtype="bfloat16")
-    return model
-
-
 def _hits(options: argparse.Namespace, progress: Progress) -> Report:
     by_history = {}
     with tempfile.TemporaryDirectory(prefix="kvcommons-bench-") as name:
         folder = Path(name)
-        model = _write_model(options, folder, progress)
+        grown = 3 * (options.new + ANSWER_TOKENS)
+        model = write_random_model(
+            folder, options.random_model, progress, window_tokens=max(options.histories) + grown
+        )
         for history in options.histories:
 
             def tell(text: str, history: int = history) -> None:
@@ -64,19 +62,19 @@ def _hits(options: argparse.Namespace, progress: Progress) -> Report:
             workload = Workload(
                 history_tokens=history,
                 new_tokens=options.new,
-                answer_tokens=8,
+                answer_tokens=ANSWER_TOKENS,
                 turns=1,
                 sessions=options.sessions,
                 concurrency=1,
             )
             setting = _setting(options, folder / str(history), model)
-            by_history[history] = take_pairs(setting, workload, restart=True, progress=tell)
-    return hits.summarise(f"{options.random_model}: hits against computing", by_history)
+            by_history[history] = hits.take_trials(setting, workload, tell)
+    return hits.summarise(f"{options.random_model}: hits against computing and loading", by_history)
 
 
 def _draw_hits(path: Path, report: Report) -> None:
     groups = [
-        (str(row["history"]), [(how, float(row[f"{how} TTFT ms"])) for how in ("hit", "computed")])
+        (str(row["history"]), [(how, float(row[f"{how} TTFT ms"])) for how in ("hit", "computed", "loaded")])
         for row in report.rows
     ]
     panels(path, report.title, groups, "milliseconds to the first token (medians)")
@@ -93,7 +91,8 @@ def _store_cost(options: argparse.Namespace, progress: Progress) -> Report:
     )
     with tempfile.TemporaryDirectory(prefix="kvcommons-bench-") as name:
         folder = Path(name)
-        setting = _setting(options, folder / "stack", _write_model(options, folder, progress))
+        model = write_random_model(folder, options.random_model, progress)
+        setting = _setting(options, folder / "stack", model)
         write = setting.writer()
         progress("starting the stack")
         with setting.stack(workload) as stack:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 # A load estimated to be shorter than this is made anyway: what computing could save is within the noise of a
@@ -153,6 +154,17 @@ class LoadOrCompute:
 
         best = min(_least(takes_s, blocks), blocks // 2)
         return best if takes_s(best) < (1 - _WORTH_SHARE) * takes_s(0) else 0
+
+
+class AlwaysLoad(LoadOrCompute):
+    """Loads all that is stored, however long it takes: where processors are dearer than time, and to compare
+    with."""
+
+    def blocks_to_load(self, blocks: int, *, block_bytes: int, block_tokens: int, new_tokens: int) -> int:
+        return blocks
+
+    def patience_s(self, *, tokens: int, waited_s: float, pace_s: float, layers_left: int) -> float:
+        return math.inf
 
 
 def _least(takes_s: Callable[[int], float], blocks: int) -> int:

@@ -20,7 +20,7 @@ from kvcommons.telemetry.telemetry import Telemetry
 from kvcommons.transport.deadline import Deadline
 from kvcommons.transport.metrics import DataMetrics
 from services.prefill.config import PrefillConfig
-from services.prefill.cost import LoadOrCompute
+from services.prefill.cost import AlwaysLoad, LoadOrCompute
 from services.prefill.engine import PrefillEngine
 from services.prefill.metrics import PrefillMetrics
 from services.prefill.preloading import Preloading
@@ -45,7 +45,7 @@ class PrefillParts:
         self.pusher = Pusher(
             core.memory, core.allocator, call_deadline_s=config.push_deadline_s, observer=asking
         )
-        cost = LoadOrCompute()
+        cost = AlwaysLoad() if config.loads == "always" else LoadOrCompute()
         read_buffer = ReadBuffer(layers=core.layout.layers, bytes_max=config.read_buffer_bytes)
         self.engine = PrefillEngine(
             core,

@@ -3,12 +3,13 @@ from __future__ import annotations
 import pytest
 
 from benchmarks import hits, store_cost
-from benchmarks.sessions import Pair
+from benchmarks.hits import Trial
 from benchmarks.store_cost import Cost, CostPair
 from devstack.rest import Turn
+from kvcommons.errors import Internal
 
 
-def turn(ttft_s: float, cached_tokens: int = 0) -> Turn:
+def turn(ttft_s: float, cached_tokens: int = 0, device_tokens: int = 0) -> Turn:
     return Turn(
         text="",
         session_id="s",
@@ -19,22 +20,35 @@ def turn(ttft_s: float, cached_tokens: int = 0) -> Turn:
         completion_tokens=1,
         ttft_s=ttft_s,
         total_s=ttft_s,
-        timings={},
+        timings={"device_tokens": device_tokens},
     )
 
 
-def test_hits_are_compared_pair_by_pair() -> None:
-    def pair(source: str, hit_s: float, computed_s: float) -> Pair:
-        return Pair(source=source, reuse=turn(hit_s, 64), compute=turn(computed_s))
+def trial(source: str, hit: Turn, computed_s: float, loaded: Turn) -> Trial:
+    return Trial(source=source, hit=hit, computed=turn(computed_s), loaded=loaded)
+
+
+def test_hits_are_compared_with_the_better_way_trial_by_trial() -> None:
+    def timed(source: str, hit_s: float, computed_s: float, loaded_s: float) -> Trial:
+        return trial(source, turn(hit_s, 64), computed_s, turn(loaded_s, 64))
 
     report = hits.summarise(
         "hits",
         {
-            64: [pair("dram", 1.0, 2.0), pair("dram", 9.0, 10.0), pair("dram", 1.0, 1.25)],
-            256: [pair("disk", 3.0, 2.0)],
+            64: [timed("dram", 1.0, 2.0, 4.0), timed("dram", 9.0, 10.0, 20.0), timed("dram", 1.0, 1.25, 2.5)],
+            256: [timed("disk", 3.0, 9.0, 2.0)],
         },
     )
     assert report.ratios == pytest.approx({"ttft_dram_64": 0.8, "ttft_disk_256": 1.5, "ttft_worst": 1.5})
+    assert report.rows[0]["hit / loaded"] == pytest.approx(0.4)
+
+
+def test_a_hit_that_was_none_is_no_figure() -> None:
+    hits.check([trial("dram", turn(1.0), 1.0, turn(1.0, 64, 4))])
+    with pytest.raises(Internal, match="reports no cached token"):
+        hits.check([trial("dram", turn(1.0, 64), 1.0, turn(1.0))])
+    with pytest.raises(Internal, match="on the device"):
+        hits.check([trial("dram", turn(1.0, 64, 48), 1.0, turn(1.0, 64))])
 
 
 def test_costs_are_those_of_all_processes() -> None:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.prefill.cost import Line, LoadOrCompute
+from services.prefill.cost import AlwaysLoad, Line, LoadOrCompute
 
 
 def cost(*, load_s: float, compute_s: float, retry_every: int = 8) -> LoadOrCompute:
@@ -120,3 +120,11 @@ def test_one_pause_changes_little_and_a_trend_is_followed() -> None:
     for _ in range(20):
         line.add(100, 1000.0)
     assert line.seconds(100) > 900
+
+
+def test_what_always_loads_waits_for_it() -> None:
+    made = AlwaysLoad()
+    made.loaded(1000, 100.0)
+    made.computed(10, 0.1)
+    assert to_load(made, 50) == 50
+    assert patience(made, waited_s=1e4, pace_s=1e3) > 0
