@@ -11,10 +11,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import first_token, overlap_cli, prefixes, store_cli
+from benchmarks import attention_store_cli, first_token, overlap_cli, prefixes, store_cli
 from benchmarks.plot import stacked_bars, stacked_times
 from benchmarks.prefixes_simulation import TIERS, Rates, Trial, compare
 from benchmarks.prompts import PromptWriter
+from benchmarks.random_model import write_random_model
 from benchmarks.report import Report
 from benchmarks.session_stack import StackSetting, take_pairs, template_tokens
 from benchmarks.sessions import Workload, summarise
@@ -78,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_prefixes(commands)
     overlap_cli.add(commands, _add_outputs)
     store_cli.add(commands, _add_outputs)
+    attention_store_cli.add(commands, _add_outputs)
     _add_truncation(commands)
     return parser
 
@@ -139,17 +141,15 @@ def _truncation(options: argparse.Namespace, progress: Callable[[str], None]) ->
         return truncation.quality(
             Path(options.model or MODEL_DIR), options.texts, options.questions, options.seed, progress
         )
-    from kvcommons.model.synthetic import random_config, write_random_folder
     from kvcommons.model.tokenizer import Tokenizer
 
     load = truncation.Overflow(
         window_tokens=options.window, new_tokens=options.new, sessions=options.sessions
     )
     with tempfile.TemporaryDirectory(prefix="kvcommons-bench-") as name:
-        model = Path(name) / f"random-{options.random_model}"
-        progress("writing a random model")
-        config = {**random_config(options.random_model), "max_position_embeddings": options.window}
-        write_random_folder(model, config, dtype=options.dtype)
+        model = write_random_model(
+            Path(name), options.random_model, progress, dtype=options.dtype, window_tokens=options.window
+        )
         write = PromptWriter(Tokenizer.read(model), template_tokens(str(model)))
         progress("starting the stack")
         tables = load.tables(options.dtype)
@@ -291,12 +291,7 @@ def _model(options: argparse.Namespace, folder: Path, progress: Callable[[str], 
         from demo import MODEL_DIR
 
         return str(MODEL_DIR)
-    progress(f"writing a random model of {options.random_model} parameters")
-    from kvcommons.model.synthetic import random_config, write_random_folder
-
-    target = folder / f"random-{options.random_model}"
-    write_random_folder(target, random_config(options.random_model), dtype=options.dtype)
-    return str(target)
+    return str(write_random_model(folder, options.random_model, progress, dtype=options.dtype))
 
 
 def _draw_sessions(path: Path, report: Report) -> None:

@@ -25,6 +25,7 @@ _MU = math.log(2048) - _NORMAL.inv_cdf(0.53) * _SIGMA
 _FURTHER = (TURNS_MEAN - (1 - MULTI_TURN_SHARE)) / MULTI_TURN_SHARE - 2
 _TURN_TOKENS_MIN = 16
 _SESSION_TOKENS_MAX = 32_768
+_SESSION_BITS = 24  # of a block's number the lower ones are its position in its session
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +69,12 @@ def generate(options: ShareGpt) -> Trace:
     return Trace(name="sharegpt", jobs=jobs, block_tokens=options.block_tokens, queued=True)
 
 
+def session_of(job: Job) -> int:
+    """Whose turn it is, in a trace that was generated here."""
+    assert isinstance(job.run, range)
+    return job.run.start >> _SESSION_BITS
+
+
 def _turns(source: random.Random) -> list[int]:
     """Tokens that each turn of a session adds. Sessions of many turns have more tokens in all."""
     z = source.gauss(0, 1)
@@ -87,7 +94,7 @@ class _History:
     """A session's whole blocks, numbered by session and by position in the session."""
 
     def __init__(self, session: int, options: ShareGpt) -> None:
-        self._first = session << 24
+        self._first = session << _SESSION_BITS
         self._window = options.context_tokens
         self._block_tokens = options.block_tokens
         self._dropped_blocks = 0
