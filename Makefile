@@ -11,7 +11,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 ARGS ?=
 # The stacks of a folder are one worker's: see tests/conftest.py.
-WORKERS ?= 2
+WORKERS ?= 3
 
 .PHONY: install up test test-slow simulate check bench protos compose-test clean
 
@@ -34,6 +34,7 @@ $(STAMP): pyproject.toml constraints.txt
 	fi
 	@echo "Installing kvcommons"
 	@$(PIP) install --quiet -c constraints.txt -e ".[all,dev]"
+	@$(BIN)/python -m kvcommons.attention.native.build >/dev/null
 	@touch $@
 
 up: $(STAMP)

@@ -100,7 +100,12 @@ async def waiting(served: Stack, count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("policy", "order"), [("fcfs", [0, 1, 2, 3]), ("fpf", [0, 3, 2, 1]), ("bounded_fpf", [0, 3, 2, 1])]
+    ("policy", "order"),
+    [
+        pytest.param("fcfs", [0, 1, 2, 3], marks=pytest.mark.slow),
+        pytest.param("fpf", [0, 3, 2, 1], marks=pytest.mark.slow),
+        ("bounded_fpf", [0, 3, 2, 1]),
+    ],
 )
 async def test_the_queue_starts_the_nearest_prefix_first_and_has_it_fetched(
     socket_folder: Path, policy: str, order: list[int]

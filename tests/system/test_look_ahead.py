@@ -6,6 +6,8 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import pytest
+
 from tests.system.conftest import FLOAT32
 from tests.system.scrape import scrape
 from tests.system.stack import Stack
@@ -13,6 +15,7 @@ from tests.system.stack import Stack
 SESSIONS = [f"session-{number}" for number in range(6)]
 
 
+@pytest.mark.slow
 def test_queued_sessions_are_served_from_dram_after_a_restart(tmp_path: Path) -> None:
     """One job runs at a time. While a long one does, six sessions queue up whose KV is on disk."""
     stack = Stack(tmp_path, tables={**FLOAT32, "router": {"max_running": 1, "policy": "bounded_fpf"}})

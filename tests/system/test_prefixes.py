@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from devstack.rest import RestClient, Turn
@@ -62,4 +64,33 @@ def test_requests_sessions_and_forks_share_and_tenants_do_not(tmp_path: Path) ->
         alice.delete_session("s")
         assert say(alice, "And who is awake?", "f").cached_tokens >= full(right)
         assert say(bob, TEXT, None).cached_tokens == full(cold)  # his own by now
+    stack.assert_gone()
+
+
+def test_the_order_of_the_queue_reaches_the_memory_of_prefill(tmp_path: Path) -> None:
+    """Two prefixes by turns, and room for one: first come, first served finds none of them there. By groups,
+    each is brought there once, for all that wait for it."""
+    rng = random.Random(7)
+    prefixes = [[rng.randrange(100, 1000) for _ in range(16 * BLOCK_TOKENS)] for _ in range(2)]
+    prompts = [[*prefixes[number % 2], 100 + number] for number in range(6)]
+    room = {**FLOAT32["prefill"], "capacity_tokens": 24 * BLOCK_TOKENS}
+    router = {"policy": "bounded_fpf", "max_running": 1}
+    stack = Stack(tmp_path, tables={**FLOAT32, "prefill": room, "router": router})
+    with stack, ThreadPoolExecutor(max_workers=len(prompts) + 1) as pool:
+        long = pool.submit(stack.client.say, "Tell me a story.", None, max_tokens=400, ignore_eos=True)
+        stack.until(lambda: stack.client.get("/v1/status")["queue"]["running"] == 1, 5.0, "nothing runs")
+        answers = []
+        for number, prompt in enumerate(prompts):  # one after the other, so that they come by turns
+            answers.append(pool.submit(stack.client.complete, prompt, max_tokens=1, ignore_eos=True))
+            stack.until(
+                lambda number=number: stack.client.get("/v1/status")["queue"]["waiting"] == number + 1,
+                5.0,
+                "not queued",
+            )
+        assert not long.done(), "the queue moved before all had come"
+        told = [answer.result() for answer in answers]
+    found = [timings["device_tokens"] for _, timings in told]
+    whole = 16 * BLOCK_TOKENS
+    assert found == [0, 0, whole, whole, whole, whole]
+    assert [usage["prompt_tokens_details"]["cached_tokens"] for usage, _ in told] == found
     stack.assert_gone()

@@ -4,6 +4,7 @@ tokens and truncations."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 from collections.abc import Iterator
@@ -30,6 +31,7 @@ BANNED = (0, 1, 2)  # by NEVER_ENDS
 SYSTEM = "You are a patient miller who tells boats and rivers apart and answers in short words only."
 CHAT = "/v1/chat/completions"
 WORDS = ["river", "boats", "past", "quiet", "fields", "children", "waved", "from", "a", "wooden", "bridge"]
+_serial = itertools.count()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +58,7 @@ class Conversation:
 
     def say(self, count: int = 20, *, max_tokens: int = 24, seed: int | None = None, **more: Any) -> Told:
         """A message of so many words."""
-        draw = random.Random(len(self.tokens) if seed is None else seed)
+        draw = random.Random(f"{self.id} {len(self.tokens)}" if seed is None else seed)
         message = {"role": "user", "content": " ".join(draw.choices(WORDS, k=count))}
         first = [] if self.told else [{"role": "system", "content": SYSTEM}]
         body = {
@@ -126,16 +128,17 @@ def head(model: Path) -> int:
     return -(-end // BLOCK_TOKENS) * BLOCK_TOKENS
 
 
-@pytest.fixture
-def stack(tmp_path: Path, model: Path) -> Iterator[Stack]:
-    running = Stack(tmp_path / "stack", tables=slow_tables(), model=str(model), decode=2)
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Stack]:
+    running = Stack(tmp_path_factory.mktemp("stack"), tables=slow_tables(), model=str(model), decode=2)
     with running:
         yield running
     running.assert_gone()
 
 
 def test_a_session_outlives_its_window(stack: Stack, model: Path, head: int) -> None:
-    session = Conversation(stack, "s")
+    name = f"outlives-{next(_serial)}"
+    session = Conversation(stack, name)
     while not session.say().dropped_tokens:
         assert len(session.told) < 8
     first = session.told[-1]
@@ -145,22 +148,22 @@ def test_a_session_outlives_its_window(stack: Stack, model: Path, head: int) -> 
     history = first.start - first.dropped_tokens
     assert first.cached_tokens == (history - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
-    until_on_disk(stack, "s")
+    until_on_disk(stack, name)
     stack.kill_all()
     stack.start()
     after = session.say()
     assert (after.kv, after.dropped_tokens) == ("kept", first.dropped_tokens)
     assert after.cached_tokens == (after.start - after.dropped_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
-    stack.client.post("/v1/sessions/s/fork", {"id": "f"})
-    fork = Conversation(stack, "f", list(session.told), list(session.tokens))
+    stack.client.post(f"/v1/sessions/{name}/fork", {"id": f"{name}-fork"})
+    fork = Conversation(stack, f"{name}-fork", list(session.told), list(session.tokens))
     assert session.say(5, seed=1).kv == fork.say(5, seed=1).kv == "kept"
     assert session.tokens == fork.tokens
 
     until_whole(stack, {"prefill": 1, "decode": 2, "kvstore": 1})
     victims = Victims(stack, "decode")
     body = {"max_tokens": 100, "truncation": "auto", "temperature": 0, **NEVER_ENDS}
-    resumed = list(disturbed(stack, "s", victims, body))[-1]
+    resumed = list(disturbed(stack, name, victims, body))[-1]
     assert resumed.timings["resumptions"] == 1
     session.heard(
         {
@@ -170,7 +173,7 @@ def test_a_session_outlives_its_window(stack: Stack, model: Path, head: int) -> 
                 "prompt_tokens_details": {"cached_tokens": resumed.cached_tokens},
             },
             "truncation": {
-                "dropped_tokens": stack.client.session("s")["dropped_tokens"],
+                "dropped_tokens": stack.client.session(name)["dropped_tokens"],
                 "kv": "kept",
             },
         }
@@ -194,10 +197,11 @@ def disturbed(stack: Stack, session: str, victims: Victims, body: dict[str, Any]
     ("replay_max", "intact_bytes"),
     [
         (4.0, 0),
-        pytest.param(0.0, 0, marks=pytest.mark.slow),
-        pytest.param(0.0, 64 * 1024, marks=pytest.mark.slow),
+        (0.0, 0),
+        (0.0, 64 * 1024),
     ],
 )
+@pytest.mark.slow
 def test_kv_that_is_lost_is_made_again(
     tmp_path: Path, model: Path, head: int, replay_max: float, intact_bytes: int
 ) -> None:
@@ -231,13 +235,14 @@ def wipe(data: Path, intact_bytes: int) -> None:
 
 
 def test_what_cannot_be_truncated_is_refused(stack: Stack) -> None:
-    session = Conversation(stack, "s")
+    name = f"refused-{next(_serial)}"
+    session = Conversation(stack, name)
     session.say()
     long = " ".join(WORDS * 80)
     for body, param in (
-        ({"messages": [{"role": "user", "content": long}], "session_id": "s"}, "messages"),
+        ({"messages": [{"role": "user", "content": long}], "session_id": name}, "messages"),
         (
-            {"messages": [{"role": "user", "content": "hi"}], "session_id": "s", "max_tokens": WINDOW},
+            {"messages": [{"role": "user", "content": "hi"}], "session_id": name, "max_tokens": WINDOW},
             "max_tokens",
         ),
         ({"messages": [{"role": "user", "content": "hi"}]}, "truncation"),
@@ -245,7 +250,7 @@ def test_what_cannot_be_truncated_is_refused(stack: Stack) -> None:
         with pytest.raises(KVCommonsError) as refused:
             stack.client.post(CHAT, {**body, "truncation": "auto"})
         assert (refused.value.param, refused.value.http_status) == (param, 400)
-    assert stack.client.session("s")["tokens"] == len(session.tokens)
+    assert stack.client.session(name)["tokens"] == len(session.tokens)
     while not session.told[-1].dropped_tokens:
         session.say()
     with pytest.raises(KVCommonsError, match="reuse"):
