@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from kvcommons.blockstore.progress import Progress
@@ -26,32 +26,67 @@ _BACKOFF_S = (0.05, 1.0)
 _IDLE_S = 30.0
 # A call that takes this long is broken off where the owner of its payload needs the memory.
 _SLOW_CALL_S = 0.25
+# Layers of the same blocks are sent together: a message has its price at both ends, whatever its size. So
+# many bytes are waited for, or what went out in so much time, whichever is less, and never for longer than
+# this: what is left to send when the last layer is computed stays little.
+_TOGETHER_BYTES = 4 << 20
+_TOGETHER_SENT_S = 0.05
+_TOGETHER_WAIT_S = 0.25
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Save:
-    """One layer of consecutive blocks; payload one object a block."""
+    """Consecutive layers, from `layer` on, of consecutive blocks: `payload` has one object a block for each
+    of them."""
 
     model: bytes
-    layers: int
+    layers: int  # of the model
     tenant: str
     parent: bytes
     first_index: int
     block_ids: tuple[bytes, ...]
     layer: int
-    payload: tuple[memoryview, ...]
+    payload: tuple[tuple[memoryview, ...], ...]
+    bytes: int
     done: Callable[[], None]
     give_up: Deadline
     traceparent: str
 
     def copied(self) -> Save:
         """The same, its payload in memory of its own."""
-        payload = tuple(memoryview(bytes(view)) for view in self.payload)
+        payload = tuple(tuple(memoryview(bytes(view)) for view in objects) for objects in self.payload)
         return replace(self, payload=payload, done=_nothing)
 
     @property
-    def bytes(self) -> int:
-        return sum(view.nbytes for view in self.payload)
+    def next_layer(self) -> int:
+        return self.layer + len(self.payload)
+
+    def goes_on(self, later: Save) -> bool:
+        """Whether `later` has the next layers of the same blocks."""
+        return (
+            later.layer == self.next_layer
+            and later.block_ids == self.block_ids
+            and later.model == self.model
+            and later.tenant == self.tenant
+        )
+
+
+def together(saves: Sequence[Save]) -> Save:
+    """Saves of which each goes on with the one before, as one."""
+    if len(saves) == 1:
+        return saves[0]
+    dones = [save.done for save in saves if save.done is not _nothing]
+
+    def done() -> None:
+        for each in dones:
+            each()
+
+    return replace(
+        saves[0],
+        payload=tuple(objects for save in saves for objects in save.payload),
+        bytes=sum(save.bytes for save in saves),
+        done=done if dones else _nothing,
+    )
 
 
 class Lane:
@@ -68,7 +103,7 @@ class Lane:
         observer: Observer | None,
     ) -> None:
         """`changed` is the saver's, and held by callers of `put`, `stop` and `over`. `settle(save, saved,
-        unwanted)` is called once for each save, without it."""
+        unwanted)` is called, without it, once for what goes out together."""
         self._address = address
         self._writer = writer
         self._call_s = call_s
@@ -77,6 +112,7 @@ class Lane:
         self._client = DataClient(address, kept_max=1, observer=observer)
         self._progress = Progress()
         self._queue: deque[Save] = deque()
+        self._together_bytes = _TOGETHER_BYTES
         self._stopping = False
         self._call: PendingCall | None = None
         self._call_began_s = 0.0
@@ -90,7 +126,8 @@ class Lane:
 
     def put(self, save: Save) -> None:
         self._queue.append(save)
-        self._changed.notify_all()
+        if len(self._queue) == 1 or self._ripe():
+            self._changed.notify_all()
 
     def detach(self) -> list[Callable[[], None]]:
         """Copies what is queued out of its owners' memory; returns their `done`s, for the caller to call
@@ -128,16 +165,35 @@ class Lane:
     def _next(self) -> Save | None:
         with self._changed:
             self._changed.wait_for(lambda: self._queue or self._stopping, _IDLE_S)
+            if self._queue and not self._ripe():
+                self._changed.wait_for(self._ripe, _TOGETHER_WAIT_S)
             self._let_go = False
-            if self._queue:
-                return self._queue.popleft()
-            self.over = True
-            return None
+            if not self._queue:
+                self.over = True
+                return None
+            count, _ = self._leading()
+            return together([self._queue.popleft() for _ in range(count)])
+
+    def _leading(self) -> tuple[int, bool]:
+        """How many saves at the head of the queue go out together, and whether they wait for no more."""
+        size, last = 0, None
+        for count, save in enumerate(self._queue):
+            if last is not None and not last.goes_on(save):
+                return count, True
+            size += save.bytes
+            last = save
+            if size >= self._together_bytes or save.next_layer == save.layers:
+                return count + 1, True
+        return len(self._queue), False
+
+    def _ripe(self) -> bool:
+        return self._stopping or self._leading()[1]
 
     def _carry_out(self, save: Save) -> tuple[Save, int, int]:
         """Objects saved, and objects that need not be; and the save, which may have been copied. Tries again
         while the store is away, until it is time to give up."""
-        sums: list[int] = []
+        sums: list[list[int]] = []
+        layers = len(save.payload)
         while not self._stopping:
             if save.layer and not self._client.connected():
                 # Another process answers there by now, without the layers before this one.
@@ -145,13 +201,13 @@ class Lane:
             runs = self._progress.runs(save.model, save.layer, save.block_ids)
             wanted = sum(map(len, runs))
             if not wanted:
-                return save, 0, len(save.block_ids)
+                return save, 0, layers * len(save.block_ids)
             if self._backoff_s and save.give_up.passed():
                 return save, 0, 0
             if not sums:
                 sums = [
-                    checksum(block_id, save.layer, view)
-                    for block_id, view in zip(save.block_ids, save.payload, strict=True)
+                    [checksum(block_id, layer, view) for layer, view in enumerate(objects, save.layer)]
+                    for block_id, objects in zip(save.block_ids, zip(*save.payload, strict=True), strict=True)
                 ]
             try:
                 refused = sum(self._put(save, run, sums) for run in runs)
@@ -165,16 +221,18 @@ class Lane:
                     owned.done()
             except KVCommonsError as error:
                 _LOG.warning(
-                    "%s refused layer %d of %d blocks: %s", self._address, save.layer, wanted, error.message
-                )
+                    "%s refused %d layers from layer %d on of %d blocks: %s",
+                    self._address, layers, save.layer, wanted, error.message,
+                )  # fmt: skip
                 self._progress.unwanted(save.model, save.block_ids)
                 return save, 0, 0
             else:
                 self._backoff_s = 0.0
-                return save, wanted - refused, len(save.block_ids) - wanted + refused
+                saved = wanted - refused
+                return save, layers * saved, layers * (len(save.block_ids) - saved)
         return save, 0, 0
 
-    def _put(self, save: Save, run: range, sums: list[int]) -> int:
+    def _put(self, save: Save, run: range, sums: list[list[int]]) -> int:
         """Sends one run; how many of its blocks the store does not want."""
         block_ids = save.block_ids[run.start : run.stop]
         put = pb.PutLayer(
@@ -182,14 +240,16 @@ class Lane:
             tenant=save.tenant,
             writer=self._writer,
             layer=save.layer,
+            count=len(save.payload),
             layers=save.layers,
             parent=save.block_ids[run.start - 1] if run.start else save.parent,
             first_block=save.first_index + run.start,
             block_ids=block_ids,
-            checksums=sums[run.start : run.stop],
+            checksums=[each for of_block in sums[run.start : run.stop] for each in of_block],
         )
         deadline = Deadline.after(self._call_s)
-        payload = save.payload[run.start : run.stop]
+        payload = [objects[index] for index in run for objects in save.payload]
+        began_s = time.monotonic()
         with self._client.begin(
             pb.DataRequest(traceparent=save.traceparent, put_layer=put), payload, deadline=deadline
         ) as call:
@@ -202,10 +262,18 @@ class Lane:
             finally:
                 with self._changed:
                     self._call = None
+        self._pace(sum(view.nbytes for view in payload), time.monotonic() - began_s)
         unwanted = {index for index in reply.put_layer.unwanted if index < len(block_ids)}
-        self._progress.sent(save.model, save.layer, save.layers, block_ids)
+        self._progress.sent(save.model, save.next_layer - 1, save.layers, block_ids)
         self._progress.unwanted(save.model, [block_ids[index] for index in unwanted])
         return len(unwanted)
+
+    def _pace(self, sent_bytes: int, seconds: float) -> None:
+        """Over a slow connection less goes out together."""
+        with self._changed:
+            self._together_bytes = min(
+                _TOGETHER_BYTES, int(sent_bytes * _TOGETHER_SENT_S / max(seconds, 1e-6))
+            )
 
     def _pause(self, save: Save, error: KVCommonsError) -> None:
         """Waits before the next attempt, at most until it is time to give up."""

@@ -78,6 +78,7 @@ class BlockSaver:
         first (b"" at the sequence's beginning), `first_index` the first one's index in its sequence, `layers`
         the model's."""
         assert len(payload) == len(block_ids), "one buffer a block"
+        views = tuple(memoryview(buffer) for buffer in payload)
         save = Save(
             model=model,
             layers=layers,
@@ -86,7 +87,8 @@ class BlockSaver:
             first_index=first_index,
             block_ids=tuple(block_ids),
             layer=layer,
-            payload=tuple(memoryview(buffer) for buffer in payload),
+            payload=(views,),
+            bytes=sum(view.nbytes for view in views),
             done=done,
             give_up=Deadline.after(self._hold_s),
             traceparent=current_traceparent(),
@@ -152,11 +154,11 @@ class BlockSaver:
         return lane
 
     def _settle(self, save: Save, saved: int, unwanted: int) -> None:
-        """Called by a lane, once for each save; what is neither saved nor unwanted was dropped."""
+        """Called by a lane; what is neither saved nor unwanted was dropped."""
         save.done()
         with self._changed:
             self._counts["saved"] += saved
             self._counts["unwanted"] += unwanted
-            self._counts["dropped"] += len(save.block_ids) - saved - unwanted
+            self._counts["dropped"] += len(save.payload) * len(save.block_ids) - saved - unwanted
             self._pending_bytes -= save.bytes
             self._changed.notify_all()

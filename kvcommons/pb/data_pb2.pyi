@@ -127,8 +127,8 @@ Global___Done: _TypeAlias = Done  # noqa: Y015
 
 @_typing.final
 class PutLayer(_message.Message):
-    """To the kvstore: one layer of a run of consecutive blocks of one sequence. Payload: one object a block.
-    A block is readable once all of its layers have come.
+    """To the kvstore: consecutive layers of a run of consecutive blocks of one sequence. Payload: the blocks one
+    after another, of each its objects layer by layer. A block is readable once all of its layers have come.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -142,22 +142,28 @@ class PutLayer(_message.Message):
     BLOCK_IDS_FIELD_NUMBER: _builtins.int
     CHECKSUMS_FIELD_NUMBER: _builtins.int
     LAYERS_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
     model: _builtins.bytes
     """fingerprint"""
     tenant: _builtins.str
     writer: _builtins.str
     """the writing instance; layers of two writers are never mixed in a block"""
     layer: _builtins.int
+    """the first one"""
     parent: _builtins.bytes
     """identity of the block before the first one; empty at the beginning"""
     first_block: _builtins.int
     """index of the first one in its sequence"""
     layers: _builtins.int
     """of the model: with so many a block is complete"""
+    count: _builtins.int
+    """layers sent; 0 is 1"""
     @_builtins.property
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
     @_builtins.property
-    def checksums(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def checksums(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of the objects, in their order"""
+
     def __init__(
         self,
         *,
@@ -170,10 +176,11 @@ class PutLayer(_message.Message):
         block_ids: _abc.Iterable[_builtins.bytes] | None = ...,
         checksums: _abc.Iterable[_builtins.int] | None = ...,
         layers: _builtins.int = ...,
+        count: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "checksums", b"checksums", "first_block", b"first_block", "layer", b"layer", "layers", b"layers", "model", b"model", "parent", b"parent", "tenant", b"tenant", "writer", b"writer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "checksums", b"checksums", "count", b"count", "first_block", b"first_block", "layer", b"layer", "layers", b"layers", "model", b"model", "parent", b"parent", "tenant", b"tenant", "writer", b"writer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -41,6 +41,10 @@ class Arena:
 
     def object(self, slot: Slot, layer: int) -> memoryview:
         """One layer's object of the block in this slot: `object_bytes`."""
+        return self.objects(slot, range(layer, layer + 1))
+
+    def objects(self, slot: Slot, layers: range) -> memoryview:
+        """The objects of consecutive layers, one after another."""
         memory, shape = self._memory[slot.region]
-        start = slot.place * shape.slot_bytes + layer * shape.object_bytes
-        return memory[start : start + shape.object_bytes]
+        start = slot.place * shape.slot_bytes
+        return memory[start + layers.start * shape.object_bytes : start + layers.stop * shape.object_bytes]

@@ -151,7 +151,7 @@ class BlockStore:
     # ---- in
 
     def begin_put(self, put: LayerPut) -> Incoming:
-        """Room for a layer; waits a moment for some if there is none.
+        """Room for what comes; waits a moment for some if there is none.
 
         Raises InvalidInput, CapacityExhausted.
         """
@@ -165,10 +165,10 @@ class BlockStore:
                     parent=put.block_ids[number - 1] if number else put.parent,
                     first_index=put.first_block + number,
                 )
-                place = self._catalog.stage(put.shape, put.writer, block_id, origin, put.layer, now_s)
+                place = self._catalog.stage(put.shape, put.writer, block_id, origin, put.layers, now_s)
                 while place is Refusal.NO_ROOM and (left_s := give_up_s - self._clock.monotonic_s()) > 0:
                     self._freed.wait(left_s)
-                    place = self._catalog.stage(put.shape, put.writer, block_id, origin, put.layer, now_s)
+                    place = self._catalog.stage(put.shape, put.writer, block_id, origin, put.layers, now_s)
                 places.append(place)
         return Incoming(self, put, places)
 
@@ -181,8 +181,8 @@ class BlockStore:
             for number, place in enumerate(places):
                 result: Block | Refusal | None
                 if isinstance(place, Staging):
-                    result = self._catalog.received(place, put.layer, put.checksums[number], now_s)
-                    counters.put_bytes += put.shape.object_bytes
+                    result = self._catalog.received(place, put.layers, put.checksums_of(number), now_s)
+                    counters.put_bytes += len(put.layers) * put.shape.object_bytes
                 else:
                     result = place
                     counters.refused += place is Refusal.NO_ROOM
@@ -199,7 +199,7 @@ class BlockStore:
         with self._lock:
             for place in places:
                 if isinstance(place, Staging):
-                    self._catalog.broken_off(place, put.layer)
+                    self._catalog.broken_off(place, put.layers)
             self._freed.notify_all()
 
     # ---- out

@@ -32,7 +32,7 @@ class Refusal(Enum):
     """Why a layer is not taken."""
 
     STORED = "stored"  # the block is there already
-    DUPLICATE = "duplicate"  # this layer of it is
+    DUPLICATE = "duplicate"  # one of these layers of it is
     NO_ROOM = "no room"  # DRAM is full of blocks that cannot go
 
 
@@ -170,9 +170,15 @@ class Catalog:
     # ---- what comes in
 
     def stage(
-        self, shape: BlockShape, writer: str, block_id: bytes, origin: BlockOrigin, layer: int, now_s: float
+        self,
+        shape: BlockShape,
+        writer: str,
+        block_id: bytes,
+        origin: BlockOrigin,
+        layers: range,
+        now_s: float,
     ) -> Staging | Refusal:
-        """Room for one layer of a block; end with `received` or `broken_off`. Raises as `_admit` does."""
+        """Room for layers of a block; end with `received` or `broken_off`. Raises as `_admit` does."""
         space = self._admit(shape)
         if block_id in space.blocks:
             return Refusal.STORED
@@ -184,25 +190,27 @@ class Catalog:
             self.dram.used(slot, self._tick)
             staging = Staging(space, block_id, writer, origin, slot, now_s)
             space.stagings.setdefault(block_id, {})[writer] = staging
-        if layer not in staging.missing or layer in staging.receiving:
+        if not staging.missing.issuperset(layers) or not staging.receiving.isdisjoint(layers):
             return Refusal.DUPLICATE
-        staging.receiving.add(layer)
+        staging.receiving.update(layers)
         staging.touched_s = now_s
         return staging
 
-    def received(self, staging: Staging, layer: int, checksum: int, now_s: float) -> Block | Refusal | None:
-        """A layer's bytes have come. The block if it was the last one.
+    def received(
+        self, staging: Staging, layers: range, checksums: Sequence[int], now_s: float
+    ) -> Block | Refusal | None:
+        """The bytes of these layers have come. The block if they were the last ones.
 
         STORED if another writer was faster.
         """
-        staging.receiving.discard(layer)
+        staging.receiving.difference_update(layers)
         staging.touched_s = now_s
         space = staging.space
         if staging.dropped or staging.block_id in space.blocks:
             self._drop(staging)
             return Refusal.STORED
-        staging.missing.discard(layer)
-        staging.checksums[layer] = checksum
+        staging.missing.difference_update(layers)
+        staging.checksums[layers.start : layers.stop] = checksums
         if staging.missing:
             return None
         self._generation += 1
@@ -221,9 +229,9 @@ class Catalog:
             self._drop(other)
         return block
 
-    def broken_off(self, staging: Staging, layer: int) -> None:
-        """A layer's bytes will not come: the connection broke."""
-        staging.receiving.discard(layer)
+    def broken_off(self, staging: Staging, layers: range) -> None:
+        """The bytes of these layers will not come: the connection broke."""
+        staging.receiving.difference_update(layers)
         if staging.dropped:
             self._drop(staging)
 

@@ -47,19 +47,19 @@ class DataHandler:
             raise InvalidInput(
                 "layers is not set: the store cannot tell when a block is complete", param="layers"
             )
-        if exchange.payload_bytes == 0 or exchange.payload_bytes % len(put.block_ids):
+        count = put.count or 1
+        objects = len(put.block_ids) * count
+        if exchange.payload_bytes == 0 or exchange.payload_bytes % objects:
             raise InvalidInput(
                 f"{exchange.payload_bytes} bytes are no whole objects for {len(put.block_ids)} blocks"
             )
-        shape = BlockShape(
-            model=put.model, layers=put.layers, object_bytes=exchange.payload_bytes // len(put.block_ids)
-        )
+        shape = BlockShape(model=put.model, layers=put.layers, object_bytes=exchange.payload_bytes // objects)
         incoming = self._store.begin_put(
             LayerPut(
                 shape=shape,
                 tenant=put.tenant,
                 writer=put.writer,
-                layer=put.layer,
+                layers=range(put.layer, put.layer + count),
                 parent=put.parent,
                 first_block=put.first_block,
                 block_ids=list(put.block_ids),
@@ -71,7 +71,7 @@ class DataHandler:
             if len(wanted) == len(incoming.into):
                 exchange.receive_payload(wanted)
             elif wanted:
-                waste = memoryview(bytearray(shape.object_bytes))
+                waste = memoryview(bytearray(count * shape.object_bytes))
                 exchange.receive_payload([waste if place is None else place for place in incoming.into])
         except BaseException:
             incoming.break_off()

@@ -1,4 +1,4 @@
-"""A layer on its way from a writer into DRAM."""
+"""Layers on their way from a writer into DRAM."""
 
 from __future__ import annotations
 
@@ -17,30 +17,40 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerPut:
-    """One layer of a run of consecutive blocks of one sequence, objects in the order of `block_ids`."""
+    """Consecutive layers of a run of consecutive blocks of one sequence.
+
+    Objects and `checksums` are in the order of `block_ids`, those of one block in the order of `layers`.
+    """
 
     shape: BlockShape
     tenant: str
     writer: str
-    layer: int
+    layers: range
     parent: bytes
     first_block: int
     block_ids: Sequence[bytes]
     checksums: Sequence[int]
 
     def __post_init__(self) -> None:
-        if not self.block_ids or len(self.block_ids) != len(self.checksums):
+        if not self.block_ids or len(self.block_ids) * len(self.layers) != len(self.checksums):
             raise InvalidInput(
-                "there must be as many checksums as block_ids, and at least one", param="checksums"
+                "there must be as many checksums as objects, and at least one", param="checksums"
             )
-        if not 0 <= self.layer < self.shape.layers:
-            raise InvalidInput(f"layer {self.layer} of {self.shape.layers}", param="layer")
+        if not 0 <= self.layers.start < self.layers.stop <= self.shape.layers:
+            raise InvalidInput(
+                f"layers {self.layers.start} to {self.layers.stop - 1} of {self.shape.layers}", param="layer"
+            )
         if not self.writer:
             raise InvalidInput("a writer has a name", param="writer")
 
+    def checksums_of(self, number: int) -> Sequence[int]:
+        """Of one block, layer by layer."""
+        count = len(self.layers)
+        return self.checksums[number * count : (number + 1) * count]
+
 
 class Incoming:
-    """A layer on its way in: where each object goes (None: nobody wants it).
+    """Layers on their way in: where each block's objects go (None: nobody wants them).
 
     End it by `finish` or `break_off`.
     """
@@ -50,7 +60,7 @@ class Incoming:
         self._put = put
         self._places = places
         self.into: list[memoryview | None] = [
-            store.arena.object(place.slot, put.layer) if isinstance(place, Staging) else None
+            store.arena.objects(place.slot, put.layers) if isinstance(place, Staging) else None
             for place in places
         ]
 

@@ -101,24 +101,25 @@ class KvstoreProcess:
         ids: Sequence[bytes],
         layer: int,
         *,
+        count: int = 1,
         shape: BlockShape = SHAPE,
         writer: str = "writer",
         deadline_s: float = 10.0,
     ) -> list[int]:
-        """The indices that the store does not want."""
-        objects = [payload(block_id, layer, shape) for block_id in ids]
+        """Sends `count` layers; the indices that the store does not want."""
+        keys = [(block_id, each) for block_id in ids for each in range(layer, layer + count)]
+        objects = [payload(block_id, each, shape) for block_id, each in keys]
         request = data.DataRequest(
             put_layer=data.PutLayer(
                 model=shape.model,
                 tenant="tenant",
                 writer=writer,
                 layer=layer,
+                count=count,
                 layers=shape.layers,
                 first_block=0,
                 block_ids=ids,
-                checksums=[
-                    checksum(block_id, layer, part) for block_id, part in zip(ids, objects, strict=True)
-                ],
+                checksums=[checksum(*key, part) for key, part in zip(keys, objects, strict=True)],
             )
         )
         reply = self.client.call(request, objects, deadline=Deadline.after(deadline_s))

@@ -76,8 +76,7 @@ def commit(
 
 
 def test_blocks_go_in_and_come_out(store: KvstoreProcess) -> None:
-    for layer in (0, 1):
-        assert store.put_layer(IDS, layer) == []
+    assert store.put_layer(IDS, 0, count=2) == []
     assert tiers(store, IDS) == []
     assert store.get_blocks(IDS)[0] == 0
     assert store.put_layer(IDS, 2) == []
@@ -192,7 +191,10 @@ def test_a_put_that_makes_no_sense_is_refused(store: KvstoreProcess) -> None:
     }
     wrong: list[tuple[dict[str, object], str]] = [
         ({"layers": 0}, "layers"),
-        ({"layer": 3}, "layer 3"),
+        ({"layer": 3}, "layers 3 to 3 of 3"),
+        ({"layer": 2, "count": 2, "checksums": [1, 2]}, "layers 2 to 3 of 3"),
+        ({"count": 2}, "checksums"),
+        ({"count": 3}, "whole objects"),
         ({"model": b""}, "fingerprint"),
         ({"block_ids": [b"short"]}, "identity"),
         ({"checksums": []}, "checksums"),

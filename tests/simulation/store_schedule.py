@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 
 from kvcommons.errors import StoreUnavailable
 from kvcommons.rblock.checksum import checksum
@@ -147,17 +148,19 @@ class StoreSchedule:
         finally:
             self._within = True
 
-    def _put(self, layer: int, ids: Sequence[bytes], shape: BlockShape, writer: str) -> LayerPut:
+    def _put(self, layers: range, ids: Sequence[bytes], shape: BlockShape, writer: str) -> LayerPut:
         return LayerPut(
             shape=shape,
             tenant="t",
             writer=writer,
-            layer=layer,
+            layers=layers,
             parent=b"",
             first_block=0,
             block_ids=ids,
             checksums=[
-                checksum(block_id, layer, payload(block_id, layer, shape.object_bytes)) for block_id in ids
+                checksum(block_id, layer, payload(block_id, layer, shape.object_bytes))
+                for block_id in ids
+                for layer in layers
             ],
         )
 
@@ -169,16 +172,19 @@ class StoreSchedule:
         self._send(*self._some())
 
     def _send(self, shape: BlockShape, ids: Sequence[bytes]) -> None:
-        layers = list(range(shape.layers))
-        self.dice.shuffle(layers)
-        for layer in layers:
-            put = self._put(layer, ids, shape, "whole")
-            self._fill(put, self.store.begin_put(put), 0, shape.object_bytes).finish()
+        cuts = sorted({0, self.dice.randint(1, shape.layers), shape.layers})
+        parts = [range(first, end) for first, end in pairwise(cuts)]
+        self.dice.shuffle(parts)
+        for layers in parts:
+            put = self._put(layers, ids, shape, "whole")
+            self._fill(put, self.store.begin_put(put), 0.0, 1.0).finish()
 
     def _begin_put(self) -> None:
         shape, ids = self._some()
-        put = self._put(self.dice.randrange(shape.layers), ids, shape, self.dice.choice("ab"))
-        self.puts.append((put, self._fill(put, self.store.begin_put(put), 0, shape.object_bytes // 2)))
+        first = self.dice.randrange(shape.layers)
+        layers = range(first, self.dice.randint(first + 1, shape.layers))
+        put = self._put(layers, ids, shape, self.dice.choice("ab"))
+        self.puts.append((put, self._fill(put, self.store.begin_put(put), 0.0, 0.5)))
 
     def _end_put(self) -> None:
         if self.puts:
@@ -186,13 +192,16 @@ class StoreSchedule:
             if self.machine.strikes(0.15):
                 incoming.break_off()
             else:
-                self._fill(put, incoming, put.shape.object_bytes // 2, put.shape.object_bytes).finish()
+                self._fill(put, incoming, 0.5, 1.0).finish()
 
     @staticmethod
-    def _fill(put: LayerPut, incoming: Incoming, start: int, end: int) -> Incoming:
+    def _fill(put: LayerPut, incoming: Incoming, begin: float, end: float) -> Incoming:
+        """A part of each block's bytes, as shares of them."""
         for block_id, place in zip(put.block_ids, incoming.into, strict=True):
             if place is not None:
-                place[start:end] = payload(block_id, put.layer, put.shape.object_bytes)[start:end]
+                whole = b"".join(payload(block_id, layer, put.shape.object_bytes) for layer in put.layers)
+                part = slice(int(begin * len(whole)), int(end * len(whole)))
+                place[part] = whole[part]
         return incoming
 
     def _open_run(self) -> None:

@@ -65,17 +65,14 @@ class DictionaryStore:
             exchange.reply(pb.DataReply(got_layer=got), [self.objects[key] for key in keys])
 
     def _put(self, put: pb.PutLayer, exchange: Exchange) -> None:
-        size = exchange.payload_bytes // len(put.block_ids)
-        into = [bytearray(size) for _ in put.block_ids]
+        keys = [(b, layer) for b in put.block_ids for layer in range(put.layer, put.layer + put.count)]
+        into = [bytearray(exchange.payload_bytes // len(keys)) for _ in keys]
         exchange.receive_payload(into)
         self.waiting += 1
         self.gate.wait(5)
         self.puts.append(put)
-        unwanted = []
-        for index, block_id in enumerate(put.block_ids):
-            if block_id in self.unwanted:
-                unwanted.append(index)
-                continue
-            self.objects[block_id, put.layer] = bytes(into[index])
-            self.sums[block_id, put.layer] = put.checksums[index]
+        for key, digest, arrived in zip(keys, put.checksums, into, strict=True):
+            if key[0] not in self.unwanted:
+                self.objects[key], self.sums[key] = bytes(arrived), digest
+        unwanted = [index for index, block_id in enumerate(put.block_ids) if block_id in self.unwanted]
         exchange.reply(pb.DataReply(put_layer=pb.PutLayerReply(unwanted=unwanted)))

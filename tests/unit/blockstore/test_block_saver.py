@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from kvcommons.blockstore.lane import Lane, Save
 from kvcommons.blockstore.progress import Progress
 from kvcommons.blockstore.saver import BlockSaver
 from kvcommons.errors import CapacityExhausted
@@ -76,7 +77,7 @@ def test_layers_arrive_with_checksums_and_places(store: DictionaryStore) -> None
     writer = Writer(saver)
     for layer in range(3):
         assert writer.save(store.server.address, ids(4), layer, first_index=6)
-    assert saver.flush(soon())
+        assert saver.flush(soon())
     writer.check()
     assert store.objects == {(b, layer): content(b, layer) for b in ids(4) for layer in range(3)}
     assert all(checksum(b, layer, store.objects[b, layer]) == s for (b, layer), s in store.sums.items())
@@ -96,7 +97,7 @@ def test_unwanted_blocks_are_not_sent_on(store: DictionaryStore) -> None:
     store.unwanted = {ids(5)[0], ids(5)[2]}
     for layer in range(3):
         writer.save(store.server.address, ids(5), layer)
-    assert saver.flush(soon())
+        assert saver.flush(soon())
     sent = [(put.layer, put.first_block, put.parent[:1], len(put.block_ids)) for put in store.puts]
     assert sent == [
         (0, 0, b"", 5),
@@ -109,6 +110,48 @@ def test_unwanted_blocks_are_not_sent_on(store: DictionaryStore) -> None:
     assert saver.stats().saved_objects == 9
     writer.check()
     saver.close(soon())
+
+
+def test_layers_of_the_same_blocks_go_out_together(store: DictionaryStore) -> None:
+    saver = BlockSaver("w")
+    writer = Writer(saver)
+    for block_ids in (ids(2), ids(3, 2)):
+        for layer in range(3):
+            writer.save(store.server.address, block_ids, layer)
+    writer.save(store.server.address, ids(1, 5), 0)  # its other layers do not come
+    assert saver.flush(soon())
+    assert [(put.layer, put.count, len(put.block_ids)) for put in store.puts] == [
+        (0, 3, 2), (0, 3, 3), (0, 1, 1),
+    ]  # fmt: skip
+    assert saver.stats().saved_objects == 16
+    assert all(checksum(b, layer, store.objects[b, layer]) == s for (b, layer), s in store.sums.items())
+    writer.check()
+    saver.close(soon())
+
+
+def test_no_more_waits_for_others_than_is_sent_in_a_moment(folder: Path) -> None:
+    lane = Lane(
+        f"unix:{folder}/none", writer="w", call_s=1, changed=threading.Condition(),
+        settle=lambda save, saved, unwanted: None, observer=None,
+    )  # fmt: skip
+
+    def put(layer: int) -> None:
+        view = memoryview(bytes(1000))
+        lane.put(
+            Save(
+                model=MODEL, layers=8, tenant="t", parent=b"", first_index=0, block_ids=(ids(1)[0],),
+                layer=layer, payload=((view,),), bytes=1000, done=lambda: None, give_up=soon(),
+                traceparent="",
+            )
+        )  # fmt: skip
+
+    with lane._changed:
+        for layer in range(5):
+            put(layer)
+        assert lane._leading() == (5, False)
+    lane._pace(sent_bytes=10_000, seconds=0.25)  # 2,000 in a twentieth of a second
+    with lane._changed:
+        assert lane._leading() == (2, True)
 
 
 def test_a_full_buffer_drops_and_never_blocks(store: DictionaryStore) -> None:
@@ -198,7 +241,7 @@ def test_a_refusal_drops_the_blocks(store: DictionaryStore) -> None:
     store.refusal = CapacityExhausted("the disk is full")
     for layer in range(3):
         writer.save(store.server.address, ids(2), layer)
-    assert saver.flush(soon())
+        assert saver.flush(soon())
     assert saver.stats().dropped_objects == 2
     assert saver.stats().unwanted_objects == 4
     store.refusal = None
@@ -255,8 +298,8 @@ def test_what_waits_can_be_moved_out_of_its_owners_memory(store: DictionaryStore
             address=store.server.address, model=MODEL, layers=3, tenant="t", parent=b"", first_index=0,
             block_ids=ids(1), layer=layer, payload=[memory[layer]], done=partial(done.append, layer),
         )  # fmt: skip
-    while not store.waiting:
-        time.sleep(0.001)  # until the first is on its way: it alone keeps its memory
+        while not store.waiting:
+            time.sleep(0.001)  # until the first is on its way: it alone keeps its memory
     assert saver.detach()
     assert done == [1, 2]
     assert not saver.detach()

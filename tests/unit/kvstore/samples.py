@@ -29,26 +29,27 @@ def payload(block_id: bytes, layer: int, shape: BlockShape = SHAPE) -> bytes:
 
 
 def layer_put(
-    ids: Sequence[bytes], layer: int, *, writer: str = "writer", shape: BlockShape = SHAPE
+    ids: Sequence[bytes], layer: int, *, writer: str = "writer", shape: BlockShape = SHAPE, count: int = 1
 ) -> LayerPut:
+    layers = range(layer, layer + count)
     return LayerPut(
         shape=shape,
         tenant="tenant",
         writer=writer,
-        layer=layer,
+        layers=layers,
         parent=b"",
         first_block=0,
         block_ids=ids,
-        checksums=[checksum(block_id, layer, payload(block_id, layer, shape)) for block_id in ids],
+        checksums=[checksum(b, layer, payload(b, layer, shape)) for b in ids for layer in layers],
     )
 
 
 def put_layer(store: BlockStore, put: LayerPut) -> list[int]:
-    """Sends one layer as a connection does; the indices that the store does not want."""
+    """Sends layers as a connection does; the indices that the store does not want."""
     incoming = store.begin_put(put)
     for block_id, place in zip(put.block_ids, incoming.into, strict=True):
         if place is not None:
-            place[:] = payload(block_id, put.layer, put.shape)
+            place[:] = b"".join(payload(block_id, layer, put.shape) for layer in put.layers)
     return incoming.finish()
 
 

@@ -79,6 +79,21 @@ def test_layers_of_two_writers_never_meet_in_a_block(tmp_path: Path) -> None:
     store.close()
 
 
+def test_layers_may_come_together(tmp_path: Path) -> None:
+    store = open_store(tmp_path)
+    assert put_layer(store, layer_put(IDS, 1, count=2)) == []
+    assert store.begin_put(layer_put(IDS, 0, count=2)).into == [None] * len(IDS)  # one of them is there
+    assert store.match(SHAPE.model, IDS) == []
+    broken = store.begin_put(layer_put(IDS, 0))
+    broken.break_off()
+    assert put_layer(store, layer_put(IDS, 0)) == []
+    assert read_blocks(store, IDS) == len(IDS)
+    assert store.stats().counters.put_bytes == len(IDS) * SHAPE.block_bytes
+    with pytest.raises(InvalidInput):
+        layer_put(IDS, 1, count=3)
+    store.close()
+
+
 def test_the_slower_of_two_writers_changes_nothing(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     slow = store.begin_put(layer_put(IDS, 0, writer="slow"))
@@ -238,7 +253,15 @@ def test_a_full_dram_refuses_and_says_so(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"layer": 3}, {"layer": -1}, {"checksums": [1]}, {"block_ids": [], "checksums": []}, {"writer": ""}],
+    [
+        {"layers": range(3, 4)},
+        {"layers": range(-1, 0)},
+        {"layers": range(0), "checksums": []},
+        {"layers": range(2, 4), "checksums": [1] * 2 * len(IDS)},
+        {"checksums": [1]},
+        {"block_ids": [], "checksums": []},
+        {"writer": ""},
+    ],
 )
 def test_a_put_that_makes_no_sense_is_refused(changes: dict[str, object]) -> None:
     with pytest.raises(InvalidInput):

@@ -62,20 +62,22 @@ class CatalogMachine(RuleBasedStateMachine):
             first_generation=0,
         )
         self.now_s = 0.0
-        self.receiving: list[tuple[Staging, int]] = []
+        self.receiving: list[tuple[Staging, range]] = []
         self.pinned: list[tuple[Block, Slot]] = []
         self.loading: list[Block] = []
         self.writing: list[tuple[Block, Slot | None]] = []
         self.generations: set[int] = set()
 
-    @rule(shape=SHAPE, block_id=ID, writer=st.sampled_from(["x", "y"]), layer=st.integers(0, 1))
-    def stage(self, shape: BlockShape, block_id: bytes, writer: str, layer: int) -> None:
+    @rule(shape=SHAPE, block_id=ID, writer=st.sampled_from(["x", "y"]), data=st.data())
+    def stage(self, shape: BlockShape, block_id: bytes, writer: str, data: st.DataObject) -> None:
         self.now_s += 1
-        place = self.catalog.stage(shape, writer, block_id, ORIGIN, layer % shape.layers, self.now_s)
+        first = data.draw(st.integers(0, shape.layers - 1))
+        layers = range(first, data.draw(st.integers(first + 1, shape.layers)))
+        place = self.catalog.stage(shape, writer, block_id, ORIGIN, layers, self.now_s)
         known = self.catalog.find(shape.model, block_id)
         assert (place is Refusal.STORED) == (known is not None)
         if isinstance(place, Staging):
-            self.receiving.append((place, layer % shape.layers))
+            self.receiving.append((place, layers))
 
     @precondition(lambda self: not self.writing and not self.catalog.pending)
     @rule(shape=SHAPE, first=st.integers(0, 4), count=st.integers(1, 5))
@@ -83,9 +85,10 @@ class CatalogMachine(RuleBasedStateMachine):
         """A few blocks all the way to disk, as most of them go."""
         for block_id in IDS[first : first + count]:
             for layer in range(shape.layers):
-                place = self.catalog.stage(shape, "z", block_id, ORIGIN, layer, self.now_s)
+                layers = range(layer, layer + 1)
+                place = self.catalog.stage(shape, "z", block_id, ORIGIN, layers, self.now_s)
                 if isinstance(place, Staging):
-                    self.catalog.received(place, layer, layer + 1, self.now_s)
+                    self.catalog.received(place, layers, [layer + 1], self.now_s)
         self.delete_doomed()
         while batch := self.catalog.take_pending(1, 1):
             slot = self.disk_slot(batch[0])
@@ -98,11 +101,11 @@ class CatalogMachine(RuleBasedStateMachine):
     @rule(data=st.data(), arrives=st.booleans())
     def end_receiving(self, data: st.DataObject, arrives: bool) -> None:
         number = data.draw(st.integers(0, len(self.receiving) - 1))
-        staging, layer = self.receiving.pop(number)
+        staging, layers = self.receiving.pop(number)
         if not arrives:
-            self.catalog.broken_off(staging, layer)
+            self.catalog.broken_off(staging, layers)
             return
-        result = self.catalog.received(staging, layer, layer + 1, self.now_s)
+        result = self.catalog.received(staging, layers, [n + 1 for n in layers], self.now_s)
         if isinstance(result, Block):
             assert result.checksums == tuple(n + 1 for n in range(result.space.shape.layers))
             assert result.generation not in self.generations
@@ -250,8 +253,8 @@ class CatalogMachine(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """Everything ends: nothing is left."""
-        for staging, layer in self.receiving:
-            self.catalog.broken_off(staging, layer)
+        for staging, layers in self.receiving:
+            self.catalog.broken_off(staging, layers)
         self.receiving.clear()
         self.catalog.drop_stale(self.now_s + 1)
         while self.loading:
@@ -290,9 +293,9 @@ def test_a_run_makes_no_room_at_its_own_cost() -> None:
     )
     catalog.disk.add(1, shape, 4)
     for block_id in IDS[:3]:
-        staging = catalog.stage(shape, "w", block_id, ORIGIN, 0, 0.0)
+        staging = catalog.stage(shape, "w", block_id, ORIGIN, range(1), 0.0)
         assert isinstance(staging, Staging)
-        block = catalog.received(staging, 0, 1, 0.0)
+        block = catalog.received(staging, range(1), [1], 0.0)
         assert isinstance(block, Block)
         catalog.take_pending(1, PAGE_BYTES)
         slot = catalog.disk.take(shape)
