@@ -34,7 +34,7 @@ def add(
     cost = commands.add_parser("store-cost", help="what saving costs where nothing is reused")
     cost.add_argument("--prompt", type=int, default=1024, metavar="N", help="tokens")
     cost.add_argument("--answer", type=int, default=32, metavar="N", help="tokens")
-    cost.add_argument("--pairs", type=int, default=12, metavar="N")
+    cost.add_argument("--pairs", type=int, default=24, metavar="N")
     cost.set_defaults(run=_store_cost, draw=_draw_store_cost)
     for parser in (found, cost):
         parser.add_argument("--random-model", metavar="SIZE", default="246m", help="random weights")

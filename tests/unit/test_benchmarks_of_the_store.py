@@ -1,5 +1,9 @@
 from __future__ import annotations
 
+import os
+import threading
+import time
+
 import pytest
 
 from benchmarks import hits, store_cost
@@ -64,3 +68,22 @@ def test_costs_are_those_of_all_processes() -> None:
     assert report.ratios == pytest.approx({"cpu": 1.05, "wall": 1.1})
     assert report.rows[0]["CPU ms of kvstore"] == pytest.approx(100)
     assert report.rows[1]["CPU ms of kvstore"] == 0
+
+
+def test_what_a_process_used_is_read_from_its_clock() -> None:
+    """With threads that have ended, and in finer steps than the ticks of /proc/PID/stat."""
+
+    def use() -> None:
+        give_up_s = time.thread_time() + 0.003
+        while time.thread_time() < give_up_s:
+            pass
+
+    began_s = store_cost.cpu_clock_s(os.getpid())
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+    before_s, clock_s, after_s = time.process_time(), store_cost.cpu_clock_s(os.getpid()), time.process_time()
+    assert before_s <= clock_s <= after_s
+    assert clock_s - began_s >= 0.003
+    with pytest.raises(OSError):
+        store_cost.cpu_clock_s(2**22 + 1)  # more than the system gives out
