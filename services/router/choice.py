@@ -6,8 +6,8 @@
 
 Tokens are known by their position, so that one heard twice (from prefill and from decode, or after a
 resumption) counts once, and one that comes early waits for those before it. Decode's stream may overtake
-prefill's: what decode sends waits until prefill has told what it reused, for the end of a short answer would
-else come without that account."""
+prefill's: what decode sends waits a moment until prefill has told what it reused, and the end of the answer
+as long as a silent stream is waited for, for it would else come without that account."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _FINAL = (
 _RETRY_DELAY_S_MIN = 0.05
 _RETRY_DELAY_S_MAX = 1.0
 # Decode starts when prefill tells it to, and prefill's own word comes within milliseconds of that. Where it
-# does not, the answer is worth more than the account.
+# does not (a call was lost, and is made again), text is worth more than the account, and only the end waits.
 _ACCOUNT_S = 2.0
 
 
@@ -67,7 +67,8 @@ class Reuse:
 
 
 class Choice:
-    """Events in (`start`, `handle`, `tick`), actions out. Ended when `finish_reason` or `error` is set."""
+    """Events in (`start`, `handle`, `tick`), actions out. Ended when `finish_reason` or `error` is set; done
+    when it has finished and prefill's account is there, or lost."""
 
     def __init__(
         self,
@@ -103,6 +104,8 @@ class Choice:
         self._holds = False  # until prefill's account: what decode sends is kept, and not given out
         self._held_s: float | None = None  # since when there is something that is held
         self._end: str | None = None  # decode's reason, held like its tokens
+        self._account_lost = False  # prefill's call of this attempt failed, or hangs
+        self._finished_s: float | None = None
         self._heard_s: float | None = None  # the last word of decode, or prefill's token, in this attempt
         self._stuck_s: float | None = None  # since when attempts fail without a new token
         self._failures = 0
@@ -116,6 +119,11 @@ class Choice:
     @property
     def ended(self) -> bool:
         return self.finish_reason is not None or self.error is not None
+
+    @property
+    def done(self) -> bool:
+        """There is nothing more to wait for."""
+        return self.finish_reason is not None and (self.reuse is not None or self._account_lost)
 
     @property
     def attempt(self) -> int:
@@ -139,13 +147,16 @@ class Choice:
         self._holds = self.reuse is None
         self._held_s = None
         self._end = None
+        self._account_lost = False
         self._heard_s = None
         return [ev.Start(choice=self.index, attempt=self._attempt)]
 
     def handle(self, event: ev.Event, now_s: float) -> list[ev.Action]:
         """What follows from an event; nothing if it comes from an attempt that was given up."""
-        if event.attempt != self._attempt or self.ended or self._waiting != isinstance(event, ev.RetryDue):
+        if event.attempt != self._attempt or self._waiting != isinstance(event, ev.RetryDue):
             return []
+        if self.ended:
+            return self._accounted(event)
         match event:
             case ev.Reserved():
                 return [self._compute(event.push_from_block)]
@@ -178,6 +189,9 @@ class Choice:
     def tick(self, now_s: float) -> list[ev.Action]:
         """Call it about once a second: finds a stream that is silent though its sequence runs, and a prefill
         that does not say what it reused."""
+        if self._finished_s is not None and not self.done:
+            self._account_lost = now_s - self._finished_s >= self._patience.stall_s
+            return self._leave()
         if self.ended or self._heard_s is None:
             return []
         actions: list[ev.Action] = []
@@ -209,6 +223,15 @@ class Choice:
 
     def _first(self, event: ev.First, now_s: float) -> list[ev.Action]:
         self._prefilled = True
+        self._account(event)
+        self._keep((event.token,), now_s)
+        actions = self._give_out(now_s)
+        if self._missing is not None and self._runs:
+            actions.append(self._compute(self._missing))
+            self._missing = None
+        return actions
+
+    def _account(self, event: ev.First) -> None:
         if self.reuse is None:
             self.reuse = Reuse(
                 # The last token of a prompt is always computed, whatever was found.
@@ -218,15 +241,20 @@ class Choice:
                 compute_us=event.compute_us,
                 load_wait_us=event.load_wait_us,
             )
-        self._keep((event.token,), now_s)
-        actions = self._give_out(now_s)
-        if self._missing is not None and self._runs:
-            actions.append(self._compute(self._missing))
-            self._missing = None
-        return actions
+
+    def _accounted(self, event: ev.Event) -> list[ev.Action]:
+        """The answer is whole, and only prefill's word may be missing."""
+        if self.finish_reason is None or self.done:
+            return []
+        if isinstance(event, ev.First):
+            self._account(event)
+        elif isinstance(event, ev.PrefillFailed):
+            self._account_lost = True
+        return self._leave()
 
     def _prefill_failed(self, error: KVCommonsError, now_s: float) -> list[ev.Action]:
         """Once decode streams without a gap, the end of prefill's call is of no interest."""
+        self._account_lost = True
         actions = self._give_out(now_s)
         streams = self._streaming and not self._early
         return actions + self._failed(error, now_s) if self._runs and not streams else actions
@@ -265,7 +293,8 @@ class Choice:
             self.finish_reason = piece.reason
         actions = self._delta("".join(text), shown)
         if self.finish_reason is not None:
-            actions.append(self._leave())
+            self._finished_s = now_s
+            actions += self._leave()
         return actions
 
     def _finished(self, reason: str, now_s: float) -> list[ev.Action]:
@@ -275,12 +304,16 @@ class Choice:
             )
         piece = self.answer.end(reason)
         self.finish_reason = piece.reason
+        self._finished_s = now_s
         return self._delta(piece.text, piece.tokens)
 
-    def _leave(self) -> ev.Action:
+    def _leave(self) -> list[ev.Action]:
+        """The end of the attempt, once it is done."""
+        if not self.done:
+            return []
         if len(self.answer.kept) == len(self.answer.tokens):
-            return ev.Linger(choice=self.index, attempt=self._attempt)
-        return ev.Release(choice=self.index, attempt=self._attempt)  # a stop string: decode goes on
+            return [ev.Linger(choice=self.index, attempt=self._attempt)]
+        return [ev.Release(choice=self.index, attempt=self._attempt)]  # a stop string: decode goes on
 
     def _delta(self, text: str, tokens: Sequence[Shown]) -> list[ev.Action]:
         if not text and not tokens:

@@ -37,7 +37,7 @@ class Turn:
 
     @property
     def done(self) -> bool:
-        return all(choice.finish_reason is not None for choice in self.choices)
+        return all(choice.done for choice in self.choices)
 
     @property
     def error(self) -> KVCommonsError | None:

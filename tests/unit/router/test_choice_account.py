@@ -6,6 +6,7 @@ import pytest
 
 from kvcommons.model.tokenizer import Tokenizer
 from services.router import events as ev
+from services.router.choice import Choice
 from tests.unit.router.choices import (
     PROMPT,
     choice_of,
@@ -13,6 +14,7 @@ from tests.unit.router.choices import (
     demo_tokenizer,
     finished,
     first_of,
+    prefill_failed,
     shown,
     tokens,
 )
@@ -108,9 +110,47 @@ def test_a_prefill_that_does_not_give_its_account_is_not_waited_for(tokenizer: T
     choice.handle(first_of(1, answer[0], cached=1), 14)
     assert choice.reuse is not None
     assert choice.reuse.cached_tokens == 1, "late, and in time all the same"
-    whole = choice_of(tokenizer)
-    whole.start()
-    whole.handle(tokens(1, answer), 10)
-    whole.handle(finished(1), 10)
-    assert shown(whole.tick(12)) == "one two three"
-    assert (whole.finish_reason, whole.reuse) == ("length", None)
+
+
+@pytest.mark.parametrize("reason", ["length", "stop"])
+def test_the_end_of_an_answer_waits_for_a_late_account(tokenizer: Tokenizer, reason: str) -> None:
+    """Its text does not: a call of prefill's that was lost and made again takes seconds."""
+    answer = tokenizer.encode_text("one two three")
+    for room, decode in ((len(answer), []), (100, [finished(1, reason)])):
+        choice = choice_of(tokenizer, room=room, stall_s=5)
+        choice.start()
+        for event in (tokens(1, answer), *decode):
+            assert choice.handle(event, 10) == []
+        actions = choice.tick(12)
+        assert [type(action) for action in actions] == [ev.Delta]
+        assert shown(actions) == "one two three"
+        assert choice.finish_reason is not None
+        assert (choice.done, choice.tick(16)) == (False, [])
+        assert choice.handle(decode_failed(1), 16) == [], "the answer is whole"
+        assert choice.handle(first_of(1, answer[0], cached=2), 16) == [ev.Linger(choice=0, attempt=1)]
+        assert choice.done
+        assert choice.reuse is not None
+        assert choice.reuse.cached_tokens == 2
+        assert (choice.tick(30), choice.handle(first_of(1, answer[0]), 30)) == ([], [])
+
+
+def test_the_end_does_not_wait_for_an_account_that_is_lost(tokenizer: Tokenizer) -> None:
+    answer = tokenizer.encode_text("one two three")
+
+    def whole() -> Choice:
+        choice = choice_of(tokenizer, stall_s=5)
+        choice.start()
+        choice.handle(tokens(1, answer), 10)
+        choice.handle(finished(1), 10)
+        return choice
+
+    hangs = whole()
+    assert shown(hangs.tick(12)) == "one two three"
+    assert (hangs.tick(16.9), hangs.done) == ([], False)
+    assert (hangs.tick(17), hangs.done) == ([ev.Linger(choice=0, attempt=1)], True)
+    dies = whole()
+    dies.tick(12)
+    assert (dies.handle(prefill_failed(1), 13), dies.done) == ([ev.Linger(choice=0, attempt=1)], True)
+    early = whole()
+    assert shown(early.handle(prefill_failed(1), 11)) == "one two three"
+    assert (early.finish_reason, early.done) == ("length", True)
