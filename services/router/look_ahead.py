@@ -40,13 +40,18 @@ class _Look:
         self.tiers: Sequence[int] = ()
 
     def learn(self, own: Sequence[bytes], ids: Sequence[bytes], tiers: Sequence[int], at_s: float) -> None:
-        """From what the store said of a prompt that begins alike. It is as good as an answer of its own where
-        most blocks are the same."""
+        """From what the store said of a prompt that begins alike."""
         alike = common(own, ids)
         rest = self.tiers[alike:] if len(tiers) >= alike else ()
         self.tiers = (*tiers[:alike], *rest)
-        if 2 * alike >= len(own):
+        if _answers(ids, own):
             self.at_s = at_s
+
+
+def _answers(asked: Sequence[bytes], own: Sequence[bytes]) -> bool:
+    """What the store says of one prompt is as good as an answer of another's own where most blocks are the
+    same."""
+    return asked[0] == own[0] and 2 * common(asked, own) >= len(own)
 
 
 class LookAhead:
@@ -133,10 +138,13 @@ class LookAhead:
         before_s = self._clock() - _FRESH_S
         stale = [job for job, look in self._looks.items() if look.at_s < before_s]
         stale.sort(key=lambda job: self._looks[job].at_s)
-        distinct: dict[bytes, Job] = {}
+        asked: list[Job] = []
         for job in stale:
-            distinct.setdefault(job.prefix.block_ids[-1], job)  # chained: an equal end is an equal prompt
-        await asyncio.gather(*(self._match(job) for job in list(distinct.values())[:_LOOKS_MAX]))
+            if len(asked) == _LOOKS_MAX:
+                break
+            if not any(_answers(other.prefix.block_ids, job.prefix.block_ids) for other in asked):
+                asked.append(job)
+        await asyncio.gather(*(self._match(job) for job in asked))
 
     async def _match(self, job: Job) -> None:
         store = self._fleet.homed(job.prefix.home).store()
