@@ -3,26 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import shutil
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import attention_store_cli, first_token, overlap_cli, prefixes, store_cli
+from benchmarks import attention_store_cli, first_token, overlap_cli, prefixes_cli, store_cli
 from benchmarks.plot import stacked_bars, stacked_times
-from benchmarks.prefixes_simulation import TIERS, Rates, Trial, compare
 from benchmarks.prompts import PromptWriter
 from benchmarks.random_model import write_random_model
 from benchmarks.report import Report
 from benchmarks.session_stack import StackSetting, take_pairs, template_tokens
 from benchmarks.sessions import Workload, summarise
-from devstack.rest import RestClient
 from devstack.running import RunningStack
 from kvcommons.errors import KVCommonsError
-from services.router.scheduling import OVERTAKES_MAX
 
 
 def main(argv: Sequence[str]) -> int:
@@ -76,39 +71,12 @@ def _parser() -> argparse.ArgumentParser:
     first.add_argument("--requests", type=int, default=100, metavar="N")
     _add_outputs(first)
     first.set_defaults(run=_first_token, draw=_draw_first_token)
-    _add_prefixes(commands)
+    prefixes_cli.add(commands, _add_outputs)
     overlap_cli.add(commands, _add_outputs)
     store_cli.add(commands, _add_outputs)
     attention_store_cli.add(commands, _add_outputs)
     _add_truncation(commands)
     return parser
-
-
-def _add_prefixes(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    parser = commands.add_parser(
-        "prefixes", help="many shared prefixes, little room: policies of the router's queue"
-    )
-    parser.add_argument("--prefixes", type=int, default=128, metavar="N")
-    parser.add_argument(
-        "--room", type=_room, default=(8, 32, 128), metavar="DEVICE/DRAM/DISK", help="prefixes in each tier"
-    )
-    parser.add_argument("--requests", type=int, default=4096, metavar="N")
-    parser.add_argument("--waiting", type=int, default=512, metavar="N", help="jobs that wait at any time")
-    parser.add_argument("--prefix", type=int, default=2048, metavar="N", help="tokens of a prefix")
-    parser.add_argument("--new", type=int, default=64, metavar="N", help="tokens of each request's own")
-    parser.add_argument("--skew", type=float, default=0.0, metavar="S", help="of Zipf's law; 0: all alike")
-    parser.add_argument("--look-ahead", type=int, default=64, metavar="N", help="jobs hinted; 0: none")
-    parser.add_argument("--overtakes-max", type=int, default=OVERTAKES_MAX, metavar="N")
-    parser.add_argument("--disk-gb-s", type=float, default=1.0, metavar="R", help="how fast the disk reads")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="of the first round")
-    parser.add_argument("--rounds", type=int, default=1, metavar="N", help="each with a seed of its own")
-    parser.add_argument(
-        "--policy", nargs="+", default=("fpf", "relaxed_fpf", "bounded_fpf"), help="compared with fcfs"
-    )
-    parser.add_argument("--stack", action="store_true", help="real stacks with a random model, no simulation")
-    parser.add_argument("--random-model", metavar="SIZE", default="7m", help="of the stacks: 7m or 246m")
-    _add_outputs(parser)
-    parser.set_defaults(run=_prefixes, draw=_draw_prefixes)
 
 
 def _add_truncation(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -162,83 +130,6 @@ def _draw_truncation(path: Path, report: Report) -> None:
         stacked_bars(path, report.title, report.rows, ("recall, %",), "how", "questions answered right, %")
     else:
         stacked_times(path, report.title, report.rows, ("TTFT p50 ms",), "how")
-
-
-def _room(text: str) -> tuple[int, int, int]:
-    device, dram, disk = (int(part) for part in text.split("/"))
-    return device, dram, disk
-
-
-def _prefixes(options: argparse.Namespace, progress: Callable[[str], None]) -> Report:
-    if options.stack:
-        return _prefixes_on_stacks(options, progress)
-    device, dram, disk = options.room
-    first = Trial(
-        prefixes=options.prefixes,
-        device=device,
-        dram=dram,
-        disk=disk,
-        requests=options.requests,
-        waiting=options.waiting,
-        prefix_tokens=options.prefix,
-        new_tokens=options.new,
-        skew=options.skew,
-        look_ahead=options.look_ahead,
-        overtakes_max=options.overtakes_max,
-        rates=Rates(disk_bytes_s=options.disk_gb_s * 1e9),
-    )
-    return compare([replace(first, seed=seed) for seed in _seeds(options)], options.policy, progress)
-
-
-def _seeds(options: argparse.Namespace) -> range:
-    return range(options.seed, options.seed + options.rounds)
-
-
-def _prefixes_on_stacks(options: argparse.Namespace, progress: Callable[[str], None]) -> Report:
-    from kvcommons.model.spec import ModelSpec
-
-    options.model, options.dtype = None, "bfloat16"
-    with tempfile.TemporaryDirectory(prefix="kvcommons-bench-") as name:
-        folder = Path(name)
-        model = _model(options, folder, progress)
-        spec = ModelSpec.read(Path(model))
-        workload = prefixes.Workload(
-            prefixes=options.prefixes,
-            room=options.room,
-            requests=options.requests,
-            waiting=options.waiting,
-            prefix_tokens=options.prefix,
-            new_tokens=options.new,
-            vocab_size=spec.vocab_size,
-            token_bytes=2 * spec.layers * spec.kv_heads * spec.head_dim * 2,
-            overtakes_max=options.overtakes_max,
-            look_ahead=options.look_ahead,
-            skew=options.skew,
-        )
-        policies = ("fcfs", *options.policy)
-        trials = []
-        for turn, seed in enumerate(_seeds(options)):
-            first = turn % len(policies)
-            for policy in (*policies[first:], *policies[:first]):
-                progress(f"round {turn + 1}: starting the stack for {policy}")
-                tables = workload.tables(policy, options.dtype)
-                with RunningStack(folder / f"{policy}-{turn}", tables=tables, model=model) as stack:
-                    client = RestClient(stack.url, timeout_s=prefixes.PATIENCE_S)
-                    trials.append(prefixes.measure(client, workload, policy, turn, seed, progress))
-                shutil.rmtree(folder / f"{policy}-{turn}")
-    room = "/".join(map(str, options.room))
-    return prefixes.summarise(
-        f"{options.random_model}: {options.prefixes} prefixes of {options.prefix} tokens, room for {room}",
-        trials,
-    )
-
-
-def _draw_prefixes(path: Path, report: Report) -> None:
-    parts, axis = tuple(f"from {tier} %" for tier in TIERS), "share of requests, by the tier of their prefix"
-    if "cached %" in report.rows[0]:
-        parts, axis = ("compute s", "waiting for loads s", "rest s"), "seconds"
-    rows = [{**row, "how": f"{row['policy']}\n{row['requests/s']:.2f}/s"} for row in report.rows]
-    stacked_bars(path, report.title, rows, parts, "how", axis)
 
 
 def _add_outputs(parser: argparse.ArgumentParser) -> None:
