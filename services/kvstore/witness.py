@@ -13,26 +13,32 @@ from __future__ import annotations
 import logging
 import struct
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from functools import reduce
+from operator import xor
 from pathlib import Path
 
 import xxhash
 
 from services.kvstore.database import DamagedDatabase, Put, Settling
-from services.kvstore.families import HEADS, META, RECORDS
+from services.kvstore.families import HEADS, META, RECORDS, STAMPS
+from services.kvstore.folder import UnknownFormat
 from services.kvstore.mark import Mark
 
 log = logging.getLogger(__name__)
 
-KEPT = (RECORDS, HEADS, META)  # of the sessions' families: what was committed, and how far they had come
+# Of the sessions' families: what was committed, how far they had come, and what other shards know of them.
+KEPT = (RECORDS, HEADS, META, STAMPS)
 _KEY = b"witness"
-_VALUE = struct.Struct("<Q16s")  # step, digest
+_FORMAT = 2
+_VALUE = struct.Struct("<BQ16s")  # format, step, digest
+_VALUE_1 = struct.Struct("<Q16s")  # of format 1, which had no such byte and did not watch the stamps
 
 
 class Witness:
     """A `Table` over one whose `families` have to stay whole; its own entry is in the family `meta`.
 
-    Raises DamagedDatabase, StoreUnavailable. `begin` is to be called before the first write.
+    Raises DamagedDatabase, StoreUnavailable, UnknownFormat. `begin` is to be called before the first write.
     """
 
     def __init__(self, table: Settling, families: Sequence[str], *, meta: str) -> None:
@@ -43,10 +49,14 @@ class Witness:
         self._mark: Mark | None = None
         self._unsure = False  # the last write failed: it may be there or not
         stored = table.get(meta, _KEY)
-        self._step, recorded = _decode(stored) if stored else (0, None)
-        self._digest = self._survey()
-        self._recorded = recorded == self._digest
-        self.whole = recorded is None or self._recorded  # None: new, or of before there was a witness
+        found = {family: self._survey(family) for family in self._families}
+        self._digest = _together(found.values())
+        self._step, recorded, format_1 = _decode(stored) if stored else (0, None, False)
+        self._recorded = recorded == self._digest and not format_1
+        if format_1:
+            found.pop(STAMPS, None)
+        # None: new, or of before there was a witness
+        self.whole = recorded is None or recorded == _together(found.values())
 
     @property
     def step(self) -> int:
@@ -97,8 +107,7 @@ class Witness:
         """What became of the write that failed."""
         self._table.settle()
         stored = self._table.get(self._meta, _KEY)
-        self._step, recorded = _decode(stored) if stored else (0, 0)
-        self._digest = recorded
+        self._step, self._digest, _ = _decode(stored) if stored else (0, 0, False)
         self._unsure = False
 
     def _change(self, puts: Sequence[Put]) -> int:
@@ -112,22 +121,24 @@ class Witness:
                 change ^= _hash(family, key, after) if after is not None else 0
         return change
 
-    def _survey(self) -> int:
-        digest = 0
-        for family in self._families:
-            for key, value in self._table.items(family):
-                if (family, key) != (self._meta, _KEY):
-                    digest ^= _hash(family, key, value)
-        return digest
+    def _survey(self, family: str) -> int:
+        return _together(
+            _hash(family, key, value)
+            for key, value in self._table.items(family)
+            if (family, key) != (self._meta, _KEY)
+        )
 
     def _entry(self, step: int, digest: int) -> Put:
-        return self._meta, _KEY, _VALUE.pack(step, digest.to_bytes(16, "little"))
+        return self._meta, _KEY, _VALUE.pack(_FORMAT, step, digest.to_bytes(16, "little"))
 
 
 def witnessed(table: Settling, families: Sequence[str], *, meta: str, path: Path) -> Witness:
     """The table of the database at `path`; it is closed where it is damaged."""
     try:
         return Witness(table, families, meta=meta)
+    except UnknownFormat:
+        table.close()
+        raise
     except DamagedDatabase as error:
         table.close()
         raise DamagedDatabase(
@@ -136,9 +147,17 @@ def witnessed(table: Settling, families: Sequence[str], *, meta: str, path: Path
         ) from error
 
 
-def _decode(value: bytes) -> tuple[int, int]:
-    step, digest = _VALUE.unpack(value)
-    return step, int.from_bytes(digest, "little")
+def _decode(value: bytes) -> tuple[int, int, bool]:
+    """Step, digest, and whether it is of format 1. Raises UnknownFormat."""
+    format_1 = len(value) == _VALUE_1.size
+    if not format_1 and (len(value) != _VALUE.size or value[0] != _FORMAT):
+        raise UnknownFormat(f"witness of an unknown format; this version of kvcommons reads 1 and {_FORMAT}")
+    step, digest = _VALUE_1.unpack(value) if format_1 else _VALUE.unpack(value)[1:]
+    return step, int.from_bytes(digest, "little"), format_1
+
+
+def _together(digests: Iterable[int]) -> int:
+    return reduce(xor, digests, 0)
 
 
 def _hash(family: str, key: bytes, value: bytes) -> int:

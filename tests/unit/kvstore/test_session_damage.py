@@ -5,20 +5,25 @@ from __future__ import annotations
 
 import os
 import shutil
+import struct
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import xxhash
 from rocksdict import Rdict
 
 from kvcommons.errors import DataLoss, SessionNotFound
 from kvcommons.pb import kvstore_pb2 as pb
+from kvcommons.shards import ShardView
 from services.kvstore.clock import SystemClock
-from services.kvstore.families import META
+from services.kvstore.families import HEADS, META, RECORDS, STAMPS
+from services.kvstore.folder import UnknownFormat
 from services.kvstore.mark import Mark
 from services.kvstore.session import Turn
 from services.kvstore.sessions import Sessions, open_sessions
+from services.kvstore.stamps import StampedTable
 from services.kvstore.witness import KEPT, witnessed
 
 # RocksDB makes families in an order of its own, another each time: what a cut manifest forgets depends on it.
@@ -257,6 +262,79 @@ def test_a_folder_of_before_there_was_a_witness(root: Path) -> None:
         assert set(store.found("a")) == {"a"}
         store.close()
     assert (root / "sessions.mark").read_text().startswith("step ")
+
+
+def stamped(root: Path) -> Path:
+    """A folder of a shard that has or had company, as a kill leaves it: its changes have stamps."""
+    store = Store(root / "data")
+    table = StampedTable(store.table, SystemClock())
+    table.name = "one"
+    table.adopt(ShardView(epoch=1, stack="s", serving=("one",), joining=("two",), settled=True))
+    sessions = Sessions(table, default_ttl_s=0, clock=SystemClock())
+    sessions.create("t", "a", 0)
+    sessions.create("t", "b", 0)
+    sessions.delete("t", "b")  # its stamp is all that is left of it
+    shutil.copytree(root / "data", root / "image")
+    store.close()
+    return root / "image"
+
+
+def test_a_lost_stamp_alone_is_noticed(root: Path) -> None:
+    whole = stamped(root)
+    Store(whole).close()
+    database = open_sessions(whole / "sessions")
+    stamps = dict(database.items(STAMPS))
+    assert len(stamps) == 2
+    heads = {key for key, _ in database.items(HEADS)}
+    (tombstone,) = stamps.keys() - heads
+    (other,) = stamps.keys() & heads
+    for puts in (
+        [(STAMPS, tombstone, None)],
+        [(STAMPS, tombstone, stamps[other])],
+        [(STAMPS, key, None) for key in stamps],
+    ):
+        database.write(puts)
+        database.close()
+        with pytest.raises(DataLoss, match="is not whole"):
+            Store(whole)
+        database = open_sessions(whole / "sessions")
+        database.write([(STAMPS, key, row) for key, row in stamps.items()])
+    database.close()
+    Store(whole).close()
+
+
+def test_a_witness_that_left_the_stamps_out_is_written_anew(root: Path) -> None:
+    whole = stamped(root)
+    watched = (RECORDS, HEADS, META)
+    database = open_sessions(whole / "sessions")
+    entries = [(f, key, value) for f in watched for key, value in database.items(f)]
+    digest, step = 0, 0
+    for family, key, value in entries:
+        if (family, key) == (META, b"witness"):
+            (step,) = struct.unpack_from("<Q", value, 1)
+        else:
+            seed = xxhash.xxh3_64_intdigest(family.encode() + b"\0" + key)
+            digest ^= xxhash.xxh3_128_intdigest(value, seed=seed)
+    old = struct.pack("<Q", step) + digest.to_bytes(16, "little")
+    database.write([(META, b"witness", old)])
+    database.close()
+    for _ in range(2):
+        store = Store(whole)
+        assert store.table.step == step
+        assert set(store.found("ab")) == {"a"}
+        store.close()
+    database = open_sessions(whole / "sessions")
+    assert (database.get(META, b"witness") or b"")[:1] == b"\2"
+    (stamp, *_) = [key for key, _ in database.items(STAMPS)]
+    database.write([(STAMPS, stamp, None)])
+    database.close()
+    with pytest.raises(DataLoss, match="is not whole"):
+        Store(whole)
+    database = open_sessions(whole / "sessions")
+    database.write([(META, b"witness", b"\3" + old)])
+    database.close()
+    with pytest.raises(UnknownFormat):
+        Store(whole)
 
 
 def test_a_write_that_failed_leaves_the_witness_right(root: Path) -> None:
