@@ -88,9 +88,12 @@ class Node:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataPlane:
-    """Of services that move tensors: their transport address ("unix:/path" or "tcp:host:port")."""
+    """Of services that move tensors: their transport address ("shm:/path", "unix:/path", "tcp:host:port" or
+    "ucx:host:port"; docs/transports.md)."""
 
     data_listen: str
+    # Of shared memory, for each direction of a connection where data_listen says shm:; 0: none
+    data_ring_bytes: Annotated[int, Ge(0)] = 4 << 20
     advertise_data: str | None = None  # default: what was bound
 
 

@@ -1,11 +1,15 @@
-"""Chooses the transport by an address's scheme: "tcp:host:port" between hosts, "unix:/path" on one."""
+"""Chooses the transport by an address's scheme: "tcp:host:port" and "ucx:host:port" between hosts,
+"shm:/path" and "unix:/path" on one."""
 
 from __future__ import annotations
 
-from kvcommons.errors import InvalidInput, UnsupportedParameter
+from kvcommons.errors import InvalidInput
 from kvcommons.transport.base import Connection, Limits, Listener, Transport
 from kvcommons.transport.deadline import Deadline
+from kvcommons.transport.rings import RING_BYTES
+from kvcommons.transport.shared import SharedTransport
 from kvcommons.transport.tcp import TcpTransport
+from kvcommons.transport.ucx import UcxTransport
 from kvcommons.transport.unix import UnixTransport
 
 
@@ -16,19 +20,24 @@ def connect(address: str, deadline: Deadline, limits: Limits | None = None) -> C
     return transport.connect(rest, limits or Limits(), deadline)
 
 
-def listen(address: str, limits: Limits | None = None) -> Listener:
-    """Raises AlreadyExists when another process listens there, InvalidInput for an address that cannot be
+def listen(address: str, limits: Limits | None = None, *, ring_bytes: int = RING_BYTES) -> Listener:
+    """`ring_bytes` of shared memory for each direction of a connection, where the address says shm:.
+    Raises AlreadyExists when another process listens there, InvalidInput for an address that cannot be
     bound."""
-    transport, rest = _choose(address)
+    transport, rest = _choose(address, ring_bytes)
     return transport.listen(rest, limits or Limits())
 
 
-def _choose(address: str) -> tuple[Transport, str]:
+def _choose(address: str, ring_bytes: int = RING_BYTES) -> tuple[Transport, str]:
     scheme, separator, rest = address.partition(":")
     if separator and scheme == "tcp":
         return TcpTransport(), rest
     if separator and scheme == "unix":
         return UnixTransport(), rest
-    if separator and scheme in ("shm", "ucx"):
-        raise UnsupportedParameter(f"transport {scheme!r} in {address!r} is not built yet: use tcp: or unix:")
-    raise InvalidInput(f"{address!r} is no data address: write tcp:host:port or unix:/path")
+    if separator and scheme == "shm":
+        return SharedTransport(ring_bytes), rest
+    if separator and scheme == "ucx":
+        return UcxTransport(), rest
+    raise InvalidInput(
+        f"{address!r} is no data address: write tcp:host:port, shm:/path, unix:/path or ucx:host:port"
+    )

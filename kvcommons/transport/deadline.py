@@ -25,7 +25,11 @@ class Deadline:
 
     def left(self) -> float:
         """Seconds, never below 0."""
-        return max(0.0, self._at_s - time.monotonic())
+        return self.left_at(time.monotonic())
+
+    def left_at(self, now_s: float) -> float:
+        """Seconds, where the monotonic clock shows `now_s`."""
+        return max(0.0, self._at_s - now_s)
 
     def left_ms(self) -> int:
         """Whole milliseconds, rounded up, as a request carries it (uint32)."""

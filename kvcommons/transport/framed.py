@@ -24,7 +24,8 @@ class Stream(Protocol):
     deadline (DeadlineExceeded); a peer that is gone is Unavailable."""
 
     def send_some(self, views: Sequence[memoryview], deadline: Deadline) -> int:
-        """Sends at least one byte from the front of non-empty byte views; how many."""
+        """Sends at least one byte from the front of non-empty byte views; how many. Raises SendBroken where
+        the peer may have got some before it went."""
         ...
 
     def receive_some(self, views: Sequence[memoryview], deadline: Deadline) -> int:
@@ -84,7 +85,8 @@ class FramedConnection:
             try:
                 count = self._stream.send_some(views[start : start + VIEWS_MAX], deadline)
             except Unavailable as error:
-                raise SendBroken(error.message, sent_bytes=sent) from error
+                begun = error.sent_bytes if isinstance(error, SendBroken) else 0
+                raise SendBroken(error.message, sent_bytes=sent + begun) from error
             sent += count
             start = _advance(views, start, count)
 

@@ -15,6 +15,7 @@ from kvcommons.pb import data_pb2 as pb
 from kvcommons.transport.addresses import listen
 from kvcommons.transport.base import Connection, Limits, Observation, Observer
 from kvcommons.transport.deadline import Deadline
+from kvcommons.transport.rings import RING_BYTES
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -102,15 +103,16 @@ class DataServer:
         limits: Limits | None = None,
         max_connections: int = 256,
         observer: Observer | None = None,
+        ring_bytes: int = RING_BYTES,
     ) -> None:
         """Binds at once: `address` then says where, with the port that the system chose. `name` is for
-        threads' names and logs."""
+        threads' names and logs, `ring_bytes` as in `listen`."""
         self._handler = handler
         self._name = name
         self._limits = limits or Limits()
         self._max_connections = max_connections
         self._observer = observer
-        self._listener = listen(address, self._limits)
+        self._listener = listen(address, self._limits, ring_bytes=ring_bytes)
         self.address = self._listener.address
         self._lock = threading.Lock()
         self._serving: dict[Connection, threading.Thread] = {}

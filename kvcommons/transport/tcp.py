@@ -6,12 +6,13 @@ import errno
 import queue
 import socket
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvcommons.errors import AlreadyExists, DeadlineExceeded, InvalidInput, Unavailable
 from kvcommons.transport.base import Connection, Limits
 from kvcommons.transport.deadline import Deadline
-from kvcommons.transport.framed import FramedConnection
+from kvcommons.transport.framed import FramedConnection, Stream
 from kvcommons.transport.sockets import SocketListener, SocketStream, finish_connect
 
 _BACKLOG = 128
@@ -29,47 +30,59 @@ class _Endpoint:
 
 class TcpTransport:
     def connect(self, rest: str, limits: Limits, deadline: Deadline) -> Connection:
-        host, port = _split(rest)
-        failure: Unavailable | None = None
-        for endpoint in _resolve(host, port, deadline):
-            sock = socket.socket(endpoint.family, socket.SOCK_STREAM)
-            try:
-                _prepare(sock)
-                sock.setblocking(False)
-                finish_connect(sock, endpoint.sockaddr, f"tcp:{rest}", deadline)
-            except Unavailable as error:
-                sock.close()
-                failure = error
-                continue
-            except BaseException:
-                sock.close()
-                raise
-            return FramedConnection(SocketStream(sock, f"tcp:{rest}"), f"tcp:{rest}", limits)
-        raise failure or Unavailable(f"{host!r} has no address")
+        address = f"tcp:{rest}"
+        return FramedConnection(connect_stream(rest, address, deadline), address, limits)
 
     def listen(self, rest: str, limits: Limits) -> SocketListener:
-        host, port = _split(rest)
-        endpoint = _resolve(host, port, Deadline.after(10))[0]
+        return listen_on(rest, "tcp", open_stream, limits)
+
+
+def connect_stream(rest: str, address: str, deadline: Deadline) -> SocketStream:
+    """A connection to `rest`, "host:port"; `address` is how people wrote it."""
+    host, port = _split(rest, address)
+    failure: Unavailable | None = None
+    for endpoint in _resolve(host, port, deadline):
         sock = socket.socket(endpoint.family, socket.SOCK_STREAM)
         try:
-            # Only lets a restart bind while old connections are in TIME_WAIT; a living listener still
-            # excludes us.
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            sock.bind(endpoint.sockaddr)
-            sock.listen(_BACKLOG)
-        except OSError as error:
+            stream = open_stream(sock, address)
+            finish_connect(sock, endpoint.sockaddr, address, deadline)
+        except Unavailable as error:
             sock.close()
-            if error.errno == errno.EADDRINUSE:
-                raise AlreadyExists(
-                    f"tcp:{rest} is in use: stop what listens there, or choose another port"
-                ) from error
-            raise InvalidInput(f"cannot listen on tcp:{rest}: {error.strerror}") from error
-        shown = f"[{host}]" if ":" in host else host
-        address = f"tcp:{shown}:{sock.getsockname()[1]}"
-        return SocketListener(sock, address, _open_stream, limits, lambda: None)
+            failure = error
+            continue
+        except BaseException:
+            sock.close()
+            raise
+        return stream
+    raise failure or Unavailable(f"{host!r} has no address")
 
 
-def _open_stream(sock: socket.socket, peer: str) -> SocketStream:
+def listen_on(
+    rest: str, scheme: str, open_stream: Callable[[socket.socket, str], Stream], limits: Limits
+) -> SocketListener:
+    """Listens on `rest`, "host:port", which people wrote after `scheme`."""
+    host, port = _split(rest, f"{scheme}:{rest}")
+    endpoint = _resolve(host, port, Deadline.after(10))[0]
+    sock = socket.socket(endpoint.family, socket.SOCK_STREAM)
+    try:
+        # Only lets a restart bind while old connections are in TIME_WAIT; a living listener still
+        # excludes us.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(endpoint.sockaddr)
+        sock.listen(_BACKLOG)
+    except OSError as error:
+        sock.close()
+        if error.errno == errno.EADDRINUSE:
+            raise AlreadyExists(
+                f"{scheme}:{rest} is in use: stop what listens there, or choose another port"
+            ) from error
+        raise InvalidInput(f"cannot listen on {scheme}:{rest}: {error.strerror}") from error
+    shown = f"[{host}]" if ":" in host else host
+    address = f"{scheme}:{shown}:{sock.getsockname()[1]}"
+    return SocketListener(sock, address, open_stream, limits, lambda: None)
+
+
+def open_stream(sock: socket.socket, peer: str) -> SocketStream:
     _prepare(sock)
     return SocketStream(sock, peer)
 
@@ -83,10 +96,11 @@ def _prepare(sock: socket.socket) -> None:
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _USER_TIMEOUT_MS)
 
 
-def _split(rest: str) -> tuple[str, int]:
+def _split(rest: str, address: str) -> tuple[str, int]:
     host, separator, port = rest.rpartition(":")
     if not separator or not host or not port.isdecimal() or int(port) > 65535:
-        raise InvalidInput(f"tcp:{rest} is no address: write tcp:host:port")
+        scheme = address.partition(":")[0]
+        raise InvalidInput(f"{address} is no address: write {scheme}:host:port")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 

@@ -48,6 +48,7 @@ class PoolParts:
             HolderData(pool.holder, tracer=telemetry.tracer),
             name="attention_pool",
             observer=DataMetrics(telemetry.registry, "server"),
+            ring_bytes=config.data_plane.data_ring_bytes,
         )
         allocator = pool.holder.allocator
         LoadMetrics(

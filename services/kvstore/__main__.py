@@ -82,6 +82,7 @@ async def _serve(config: Config, process: Process, store: BlockStore, sessions: 
         handler,
         name="kvstore",
         observer=DataMetrics(process.telemetry.registry, "server"),
+        ring_bytes=config.data_plane.data_ring_bytes,
     )
     store.start()
     data_server.start()

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from kvcommons.transport import ucx
+
 
 @pytest.fixture
 def socket_folder() -> Iterator[Path]:
@@ -18,7 +20,14 @@ def socket_folder() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-@pytest.fixture(params=["tcp", "unix"])
+@pytest.fixture(params=["tcp", "unix", "shm", "ucx"])
 def address(request: pytest.FixtureRequest, socket_folder: Path) -> str:
     """One of each transport, to listen on."""
-    return "tcp:127.0.0.1:0" if request.param == "tcp" else f"unix:{socket_folder}/data"
+    if request.param == "ucx":
+        pytest.importorskip("ucxx", reason="needs the extra ucx")
+        ucx.library()  # what it keeps open is no test's
+    return (
+        f"{request.param}:127.0.0.1:0"
+        if request.param in ("tcp", "ucx")
+        else f"{request.param}:{socket_folder}/data"
+    )

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import random
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -207,10 +207,7 @@ def test_garbage_is_refused_with_a_reason(
 ) -> None:
     server = DataServer(address, peer.answer, name="peer")
     server.start()
-    scheme, _, rest = server.address.partition(":")
-    raw = socket.socket(socket.AF_UNIX if scheme == "unix" else socket.AF_INET)
-    raw.settimeout(10)
-    raw.connect(rest if scheme == "unix" else ("127.0.0.1", int(rest.rpartition(":")[2])))
+    raw = peer.connect_raw(server.address)
     raw.sendall(sent)
     answer = raw.recv(10000)
     detail = pb.DataReply.FromString(answer[20:]).error
@@ -281,13 +278,12 @@ def test_a_stopped_unix_server_leaves_no_file_and_takes_no_other(socket_folder: 
 @pytest.mark.parametrize(
     ("bad", "error", "message"),
     [
-        ("shm:/x", UnsupportedParameter, "not built yet"),
-        ("ucx:host:1", UnsupportedParameter, "not built yet"),
         ("host:1", InvalidInput, "no data address"),
         ("", InvalidInput, "no data address"),
         ("tcp:host", InvalidInput, "tcp:host:port"),
         ("tcp:host:70000", InvalidInput, "tcp:host:port"),
-        ("unix:relative", InvalidInput, "absolute path"),
+        ("unix:relative", InvalidInput, "write unix: and an absolute path"),
+        ("shm:relative", InvalidInput, "write shm: and an absolute path"),
         ("unix:/" + "x" * 120, InvalidInput, "at most 107"),
     ],
 )
@@ -296,6 +292,13 @@ def test_a_bad_address_says_what_is_wrong(bad: str, error: type[KVCommonsError],
         connect(bad, soon())
     with pytest.raises(error, match=message):
         listen(bad)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ucxx") is not None, reason="the extra ucx is installed")
+def test_ucx_without_its_package_names_the_extra() -> None:
+    for use in (lambda: connect("ucx:host:1", soon()), lambda: listen("ucx:127.0.0.1:0")):
+        with pytest.raises(UnsupportedParameter, match=r"kvcommons\[ucx\]"):
+            use()
 
 
 def test_a_name_that_does_not_exist_is_unavailable() -> None:

@@ -6,6 +6,7 @@ A request says in WriteBlocks.layer what it wants done; see `answer`.
 
 from __future__ import annotations
 
+import socket
 import sys
 import threading
 import time
@@ -48,6 +49,24 @@ def answer(request: pb.DataRequest, exchange: Exchange) -> None:
         payload = [bytearray(number)]
         exchange.receive_payload(payload)
     exchange.reply(pb.DataReply(done=pb.Done()), payload)
+
+
+def connect_raw(address: str) -> socket.socket:
+    """A connection on which bytes are frames, or not: a peer that wants neither shared memory nor UCX."""
+    scheme, _, rest = address.partition(":")
+    on_port = scheme in ("tcp", "ucx")
+    raw = socket.socket(socket.AF_INET if on_port else socket.AF_UNIX)
+    raw.settimeout(10)
+    raw.connect(("127.0.0.1", int(rest.rpartition(":")[2])) if on_port else rest)
+    if scheme == "shm":
+        assert raw.recv(16, socket.MSG_WAITALL).startswith(b"KVCM")
+        raw.sendall(b"KVCM" + bytes([1, 0]) + bytes(10))
+    if scheme == "ucx":
+        greeting = raw.recv(12, socket.MSG_WAITALL)
+        assert greeting.startswith(b"KVCX")
+        raw.recv(int.from_bytes(greeting[8:], "little"), socket.MSG_WAITALL)
+        raw.sendall(b"KVCX" + bytes([1, 0]) + bytes(6))
+    return raw
 
 
 def main() -> None:

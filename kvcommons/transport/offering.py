@@ -1,0 +1,84 @@
+"""A socket on which the accepting side offers something faster than the socket, and the connecting side takes
+it or declines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from kvcommons.errors import KVCommonsError
+from kvcommons.transport.deadline import Deadline
+from kvcommons.transport.framed import Stream
+from kvcommons.transport.sockets import SocketStream
+
+
+class Terms(Protocol):
+    """What the accepting side offers on one connection."""
+
+    def offer(self) -> bool:
+        """Makes the offer; False: there is nothing, and this was said instead. Raises Unavailable."""
+        ...
+
+    def decline(self) -> None:
+        """Says instead of an offer that there is none. Raises Unavailable."""
+        ...
+
+    def answered(self, deadline: Deadline) -> Stream | None:
+        """Reads the answer, which begins to be there. None: the socket itself. Raises Unavailable for the
+        peer's end, DataLoss for what is no answer."""
+        ...
+
+    def close(self) -> None:
+        """Gives back what was offered and not taken."""
+        ...
+
+
+class OfferingStream:
+    """The accepting side's Stream. It makes its offer when it is first used, on the thread that serves the
+    connection, and carries bytes once it was answered."""
+
+    def __init__(self, plain: SocketStream, terms: Terms) -> None:
+        self._plain = plain
+        self._terms = terms
+        self._offered = False
+        self._chosen: Stream | None = None
+        self._failure: KVCommonsError | None = None
+
+    def send_some(self, views: Sequence[memoryview], deadline: Deadline) -> int:
+        if self._chosen is None:
+            # An answer before any question turns the peer away.
+            self._chosen = self._plain
+            if not self._offered:
+                self._terms.decline()
+        return self._chosen.send_some(views, deadline)
+
+    def receive_some(self, views: Sequence[memoryview], deadline: Deadline) -> int:
+        if self._chosen is None and not self.wait_readable(deadline):
+            raise self._plain.waited("for")
+        if self._failure:
+            raise self._failure
+        return (self._chosen or self._plain).receive_some(views, deadline)
+
+    def wait_readable(self, deadline: Deadline) -> bool:
+        if self._chosen is None:
+            try:
+                if not self._offered:
+                    self._offered = self._terms.offer()
+                if self._offered:
+                    if not self._plain.wait_readable(deadline):
+                        return False
+                    self._chosen = self._terms.answered(deadline)
+            except KVCommonsError as error:
+                self._failure = error  # for whoever receives
+            self._chosen = self._chosen or self._plain
+        return bool(self._failure) or self._chosen.wait_readable(deadline)
+
+    def finish(self) -> None:
+        (self._chosen or self._plain).finish()
+
+    def abort(self) -> None:
+        (self._chosen or self._plain).abort()
+
+    def close(self) -> None:
+        (self._chosen or self._plain).close()
+        self._terms.close()
