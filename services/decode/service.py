@@ -88,6 +88,7 @@ class DecodeParts:
             HolderData(self.holder, on_start_sequence=self._started, tracer=process.telemetry.tracer),
             name="decode",
             observer=DataMetrics(registry, "server"),
+            ring_bytes=config.data_plane.data_ring_bytes,
         )
         self.data_address = config.data_plane.advertise_data or self.data.address
         self.arrivals = Arrivals(
