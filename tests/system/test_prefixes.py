@@ -19,6 +19,11 @@ def say(client: RestClient, text: str, session: str | None) -> Turn:
     return client.say(text, session, max_tokens=4, temperature=0.0, ignore_eos=True)
 
 
+def waiting(stack: Stack) -> int:
+    found: int = stack.client.get("/v1/status")["queue"]["waiting"]
+    return found
+
+
 def full(turn: Turn) -> int:
     """What a repetition of its prompt can reuse."""
     return (turn.prompt_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
@@ -80,13 +85,9 @@ def test_the_order_of_the_queue_reaches_the_memory_of_prefill(tmp_path: Path) ->
         long = pool.submit(stack.client.say, "Tell me a story.", None, max_tokens=400, ignore_eos=True)
         stack.until(lambda: stack.client.get("/v1/status")["queue"]["running"] == 1, 5.0, "nothing runs")
         answers = []
-        for number, prompt in enumerate(prompts):  # one after the other, so that they come by turns
+        for prompt in prompts:  # one after the other, so that they come by turns
             answers.append(pool.submit(stack.client.complete, prompt, max_tokens=1, ignore_eos=True))
-            stack.until(
-                lambda number=number: stack.client.get("/v1/status")["queue"]["waiting"] == number + 1,
-                5.0,
-                "not queued",
-            )
+            stack.until(lambda: waiting(stack) == len(answers), 5.0, "not queued")
         assert not long.done(), "the queue moved before all had come"
         told = [answer.result() for answer in answers]
     found = [timings["device_tokens"] for _, timings in told]
