@@ -14,6 +14,7 @@ from kvcommons.rpc.process import Process, run
 from kvcommons.rpc.server import RpcServer
 from kvcommons.shards import encode_view
 from services.ledger.candidates import Candidates
+from services.ledger.commons import open_commons
 from services.ledger.config import Config
 from services.ledger.etcd import Etcd
 from services.ledger.feed import Feed
@@ -41,7 +42,8 @@ async def serve(config: Config, process: Process) -> None:
         view = keeper.view()
         return encode_view(view) if view is not None else None
 
-    feed = Feed(registry, shards)
+    candidates = Candidates(random.Random())
+    feed = Feed(registry, shards, lambda: candidates.follow(registry.instances))
     mirror = Mirror(etcd, registry, prefix=config.etcd_prefix, lease_s=config.lease_s, changed=changed)
     keeper = ShardKeeper(
         Etcd(config.etcd, timeout_s=config.etcd_timeout_s),
@@ -51,13 +53,15 @@ async def serve(config: Config, process: Process) -> None:
         connected=lambda: mirror.connected,
         changed=feed.touch,
     )
-    LedgerMetrics(registry, mirror, feed).register(process.telemetry.registry)
+    commons = open_commons(config, process.instance_id, registry, mirror)
+    LedgerMetrics(registry, mirror, feed, commons).register(process.telemetry.registry)
     server = RpcServer(config.node.listen, process.telemetry, call_deadline_s=config.node.call_deadline_s)
     service = LedgerService(
         registry,
         mirror,
         feed,
-        Candidates(random.Random()),
+        candidates,
+        commons.debts,
         heartbeat_ms=config.heartbeat_ms,
         lease_s=config.lease_s,
     )
@@ -87,8 +91,10 @@ async def serve(config: Config, process: Process) -> None:
             tasks.create_task(part)
             for part in (mirror.run(), keeper.run(), feed.run(), presence.run(), follow_health())
         ]
+        running += [tasks.create_task(part) for part in commons.run()]
         await process.stop.wait()
         await presence.leave()
+        await commons.election.leave()
         await feed.close()
         await server.drain(GRACE_S)
         for task in running:

@@ -1,17 +1,34 @@
-"""Who may lend: the contract protocol's first step (Infinite-LLM, section 4.4). No I/O."""
+"""Who may lend: the contract protocol's first step (Infinite-LLM, section 4.4). No I/O.
+
+Creditors are kept sorted by what they can lend, all of a model and those of each host, so that a choice costs
+a few comparisons however many there are. Between two heartbeats of a creditor, what it was already named for
+is taken off: debtors that ask at once are spread over the creditors, not sent to the same one.
+"""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from bisect import bisect_left, insort
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 
 from kvcommons.pb import ledger_pb2 as pb
 
 LENDERS = frozenset({"decode", "attention_pool"})
 CANDIDATES_MAX = 3
-# A refusal holds until the creditor's next heartbeat. One that beats at another replica, with nothing
-# changed, is not heard here: a heartbeat must have come by this time.
+# What was refused, or promised to others, counts until the creditor's next heartbeat. One that beats at
+# another replica, with nothing changed, is not heard here: a heartbeat must have come by this time.
 REFUSAL_S = 2.0
+
+_Entry = tuple[int, float, str]  # blocks less than none, so that the most come first; a lot; instance id
+
+
+@dataclass(slots=True)
+class _Creditor:
+    instance: pb.Instance
+    entry: _Entry
+    promised_blocks: int = 0
 
 
 class Candidates:
@@ -19,38 +36,131 @@ class Candidates:
 
     def __init__(self, rng: random.Random) -> None:
         self._rng = rng
-        self._refused_at: dict[str, float] = {}
+        self._known: dict[str, pb.Instance] = {}
+        self._creditors: dict[str, _Creditor] = {}  # those that can lend, and have not refused
+        # Sorted. The bool: whether they borrow themselves.
+        self._of_model: dict[tuple[bytes, bool], list[_Entry]] = {}
+        self._of_host: dict[tuple[bytes, bool, str], list[_Entry]] = {}
+        self._refused: dict[str, float] = {}  # when
+        self._promises: deque[tuple[float, _Creditor, int]] = deque()  # when, and of how many blocks
 
-    def refused(self, creditor: str, now: float) -> None:
-        self._refused_at[creditor] = now
+    def follow(self, view: Mapping[str, pb.Instance]) -> None:
+        """All that are there; what is known already costs a comparison."""
+        known = self._known
+        for name, instance in view.items():
+            if known.get(name) is not instance:
+                self._take(instance)
+        for name in known.keys() - view.keys():
+            self._drop(name)
+            self._refused.pop(name, None)
+            del known[name]
 
-    def heard(self, creditor: str) -> None:
+    def heard(self, instance: pb.Instance) -> None:
         """A heartbeat: what the creditor says now counts again."""
-        self._refused_at.pop(creditor, None)
+        self._refused.pop(instance.id, None)
+        self._take(instance)
 
-    def choose(
-        self, request: pb.CandidatesRequest, instances: Iterable[pb.Instance], now: float
-    ) -> list[pb.Instance]:
+    def refused(self, name: str, now: float) -> None:
+        self._refused[name] = now
+        self._drop(name)
+
+    def choose(self, request: pb.CandidatesRequest, now: float) -> list[pb.Instance]:
         """Up to three that hold the same model and can lend, the debtor's own host first, then the most
         lendable.
 
         Those that can lend all blocks asked for; where there is none, those that can lend any. Equals are
-        shuffled, so that debtors who ask at once do not all go to the same one.
+        shuffled. Instances that borrow themselves come last, when nobody else lends anything: what they have
+        free is better used to bring their own blocks home, and a circle begins where a debtor lends.
         """
-        self._refused_at = {name: at for name, at in self._refused_at.items() if now - at < REFUSAL_S}
-        able = [
-            instance
-            for instance in instances
-            if instance.service in LENDERS
-            and instance.load.ready
-            and instance.load.lendable_blocks > 0
-            and instance.id != request.debtor
-            and instance.id not in self._refused_at
-            and instance.model.fingerprint == request.model
-        ]
-        whole = [instance for instance in able if instance.load.lendable_blocks >= request.blocks]
-        ranked = sorted(
-            whole or able,
-            key=lambda one: (one.host != request.host, -one.load.lendable_blocks, self._rng.random()),
-        )
-        return ranked[:CANDIDATES_MAX]
+        self._forgive(now)
+        found: list[_Creditor] = []
+        for borrows in (False, True):
+            found = found or self._ranked(request, max(request.blocks, 1), borrows)
+            found = found or self._ranked(request, 1, borrows)
+        if found:
+            # It is asked first, and others only if it refuses.
+            blocks = min(request.blocks, found[0].instance.load.lendable_blocks)
+            self._promises.append((now, found[0], blocks))
+            self._promise(found[0], blocks)
+        return [creditor.instance for creditor in found]
+
+    def _ranked(self, request: pb.CandidatesRequest, blocks: int, borrows: bool) -> list[_Creditor]:
+        found: list[_Creditor] = []
+        near = self._of_host.get((request.model, borrows, request.host), ())
+        for name in _with(near, blocks):
+            if name != request.debtor:
+                found.append(self._creditors[name])
+                if len(found) == CANDIDATES_MAX:
+                    return found
+        # Of the debtor's own host at most two and itself are passed over here.
+        for name in _with(self._of_model.get((request.model, borrows), ()), blocks):
+            creditor = self._creditors[name]
+            if name != request.debtor and creditor.instance.host != request.host:
+                found.append(creditor)
+                if len(found) == CANDIDATES_MAX:
+                    break
+        return found
+
+    def _promise(self, creditor: _Creditor, blocks: int) -> None:
+        self._remove(creditor)
+        # One that has been named for all it has stays in the list, at its end: it is only a guess.
+        creditor.promised_blocks += blocks
+        left = max(1, creditor.instance.load.lendable_blocks - creditor.promised_blocks)
+        self._insert(creditor, left)
+
+    def _take(self, instance: pb.Instance) -> None:
+        self._known[instance.id] = instance
+        if instance.id in self._refused:
+            return
+        self._drop(instance.id)
+        if can_lend(instance):
+            creditor = _Creditor(instance, (0, 0.0, instance.id))
+            self._creditors[instance.id] = creditor
+            self._insert(creditor, instance.load.lendable_blocks)
+
+    def _drop(self, name: str) -> None:
+        creditor = self._creditors.pop(name, None)
+        if creditor is not None:
+            self._remove(creditor)
+
+    def _insert(self, creditor: _Creditor, blocks: int) -> None:
+        creditor.entry = (-blocks, self._rng.random(), creditor.instance.id)
+        group = _group(creditor.instance)
+        insort(self._of_model.setdefault(group, []), creditor.entry)
+        insort(self._of_host.setdefault((*group, creditor.instance.host), []), creditor.entry)
+
+    def _remove(self, creditor: _Creditor) -> None:
+        group, host = _group(creditor.instance), creditor.instance.host
+        for entries in (self._of_model[group], self._of_host[(*group, host)]):
+            del entries[bisect_left(entries, creditor.entry)]
+        if not self._of_host[(*group, host)]:
+            del self._of_host[(*group, host)]
+        if not self._of_model[group]:
+            del self._of_model[group]
+
+    def _forgive(self, now: float) -> None:
+        """What is older than a heartbeat counts no more. Refusals are few; of promises, the oldest are
+        first."""
+        while self._promises and now - self._promises[0][0] >= REFUSAL_S:
+            _, creditor, blocks = self._promises.popleft()
+            if self._creditors.get(creditor.instance.id) is creditor:
+                self._promise(creditor, -blocks)
+        for name in [name for name, at in self._refused.items() if now - at >= REFUSAL_S]:
+            del self._refused[name]
+            if name in self._known:
+                self._take(self._known[name])
+
+
+def can_lend(instance: pb.Instance) -> bool:
+    return instance.service in LENDERS and instance.load.ready and instance.load.lendable_blocks > 0
+
+
+def _group(instance: pb.Instance) -> tuple[bytes, bool]:
+    return instance.model.fingerprint, any(instance.load.debts.values())
+
+
+def _with(entries: Collection[_Entry] | Iterable[_Entry], blocks: int) -> Iterator[str]:
+    for less, _, name in entries:
+        if -less < blocks:
+            return
+        yield name

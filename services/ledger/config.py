@@ -20,6 +20,12 @@ class Config:
     lease_s: Annotated[int, Ge(2), Le(60)] = 5  # a silent instance is gone after it; etcd's least is 2 or so
     heartbeat_ms: Annotated[int, Ge(100)] = 1_000  # what instances are told
 
+    # Debts are settled where the smallest one on a circle reaches the threshold: fewer blocks are not worth
+    # freezing for (Infinite-LLM, section 4.5). Each participant sets a round's blocks aside, if it has them.
+    settle_threshold_blocks: Annotated[int, Ge(1)] = 8
+    settle_round_blocks: Annotated[int, Ge(1)] = 8
+    settle_every_s: Annotated[float, Gt(0)] = 2.0
+
     # Kvstores whose disks are gone for good, by their shards' names: what nobody else had is given up.
     lost_shards: tuple[str, ...] = ()
 

@@ -137,6 +137,39 @@ class Etcd:
         )
         return int(responses[0].response_put.header.revision) if done else None
 
+    async def create(self, key: bytes, value: bytes, *, lease_id: int, lease_s: int) -> int | None:
+        """Writes under a lease, which is granted where it does not exist, if the key is not there; the
+        revision. None: it is there."""
+        client = self._connected
+        try:
+            await self._bounded(client.lease(lease_s, lease_id))
+        except DuplicateLeaseError:
+            pass
+        try:
+            done, responses = await self._bounded(
+                client.transaction(
+                    compare=[client.transactions.create(key) == 0],
+                    success=[client.transactions.put(key, value, lease=lease_id)],
+                    failure=[],
+                )
+            )
+        except _LeaseNotFound as error:
+            raise self._unavailable(error) from error
+        return int(responses[0].response_put.header.revision) if done else None
+
+    async def delete(self, key: bytes, revision: int) -> int | None:
+        """Deletes the key if it was last changed at `revision`; the new one. None: something else is
+        there."""
+        client = self._connected
+        done, responses = await self._bounded(
+            client.transaction(
+                compare=[client.transactions.mod(key) == revision],
+                success=[client.transactions.delete(key)],
+                failure=[],
+            )
+        )
+        return int(responses[0].response_delete_range.header.revision) if done else None
+
     async def keep_alive(self, lease_id: int) -> bool:
         """False: there is no such lease any more."""
         reply = await self._bounded(self._connected.refresh_lease(lease_id))

@@ -18,10 +18,17 @@ SIGN_OF_LIFE_S = 2.0
 
 
 class Feed:
-    def __init__(self, registry: Registry, shards: Callable[[], ShardView | None] = lambda: None) -> None:
-        """`shards`: the view of the kvstores, where there is one."""
+    def __init__(
+        self,
+        registry: Registry,
+        shards: Callable[[], ShardView | None] = lambda: None,
+        refreshed: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`shards`: the view of the kvstores, where there is one; `refreshed` is called when the registry has
+        another view."""
         self._registry = registry
         self._shards = shards
+        self._refreshed = refreshed
         self._dirty = asyncio.Event()
         self._published = asyncio.Condition()
         self._publications = 0
@@ -51,6 +58,8 @@ class Feed:
             self._dirty.clear()
             now = time.monotonic()
             change = self._registry.refresh(now)
+            if change is not Change.NOTHING:
+                self._refreshed()
             load_waits = load_waits or change is Change.LOAD
             shards = self._shards()
             moved = shards is not None and shards != self._view.shards

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from services.ledger.commons import Commons
 from services.ledger.feed import Feed
 from services.ledger.mirror import Mirror
 from services.ledger.registry import Registry
@@ -17,10 +18,17 @@ from services.ledger.registry import Registry
 class LedgerMetrics(Collector):
     """Reads what the ledger's parts know, at each scrape."""
 
-    def __init__(self, registry: Registry, mirror: Mirror, feed: Feed) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        mirror: Mirror,
+        feed: Feed,
+        commons: Commons,
+    ) -> None:
         self._registry = registry
         self._mirror = mirror
         self._feed = feed
+        self._commons = commons
 
     def register(self, prometheus: CollectorRegistry) -> None:
         prometheus.register(self)
@@ -40,4 +48,24 @@ class LedgerMetrics(Collector):
         )
         yield CounterMetricFamily(
             "kvcommons_ledger_etcd_writes", "Writes that etcd has acknowledged.", self._mirror.writes_done
+        )
+        owed = self._commons.debts.debts(self._registry.instances.keys())
+        yield GaugeMetricFamily(
+            "kvcommons_ledger_debt_blocks",
+            "Blocks that instances owe each other.",
+            sum(sum(creditors.values()) for creditors in owed.values()),
+        )
+        yield GaugeMetricFamily(
+            "kvcommons_ledger_leader", "1 while this replica settles debts.", float(self._commons.leads())
+        )
+        ended = CounterMetricFamily(
+            "kvcommons_ledger_settlements", "Settlements that have ended.", labels=["of"]
+        )
+        ended.add_metric(["circle"], self._commons.counts.circles)
+        ended.add_metric(["room"], self._commons.counts.returns)
+        yield ended
+        yield CounterMetricFamily(
+            "kvcommons_ledger_settled_blocks",
+            "Blocks that settlements brought home.",
+            self._commons.counts.blocks,
         )

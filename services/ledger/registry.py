@@ -190,13 +190,20 @@ class Registry:
             if name in view and view[name].started_ms <= left.started_ms:
                 del view[name]
         before, self._view = self._view, view
-        if before == view:
-            return Change.NOTHING
-        return Change.LOAD if _members(before) == _members(view) else Change.MEMBERS
+        return _change(before, view)
 
     def view(self) -> list[pb.Instance]:
         """As of the last refresh."""
         return list(self._view.values())
+
+    @property
+    def instances(self) -> Mapping[str, pb.Instance]:
+        """By id, as of the last refresh; a new mapping after each."""
+        return self._view
+
+    def find(self, instance_id: str) -> pb.Instance | None:
+        """As of the last refresh."""
+        return self._view.get(instance_id)
 
     def heard_within_lease(self, now: float) -> int:
         """How many instances send their heartbeats here."""
@@ -226,8 +233,21 @@ class Registry:
         }
 
 
-def _members(view: Mapping[str, pb.Instance]) -> dict[str, tuple[str, str, str, int, bool]]:
-    return {
-        name: (one.control_address, one.data_address, one.host, one.started_ms, one.load.ready)
-        for name, one in view.items()
-    }
+def _change(before: Mapping[str, pb.Instance], after: Mapping[str, pb.Instance]) -> Change:
+    """Looks into those records only that are others than before: with a thousand instances this is most of
+    what a refresh costs."""
+    if before.keys() != after.keys():
+        return Change.MEMBERS
+    change = Change.NOTHING
+    for name, one in after.items():
+        other = before[name]
+        if other is one or other == one:
+            continue
+        if _member(other) != _member(one):
+            return Change.MEMBERS
+        change = Change.LOAD
+    return change
+
+
+def _member(one: pb.Instance) -> tuple[str, str, str, int, bool]:
+    return one.control_address, one.data_address, one.host, one.started_ms, one.load.ready

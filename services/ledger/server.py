@@ -11,7 +11,8 @@ from kvcommons.config import TABLES
 from kvcommons.errors import InvalidInput, Loading
 from kvcommons.pb import ledger_pb2 as pb
 from kvcommons.pb import ledger_pb2_grpc as rpc
-from services.ledger.candidates import Candidates
+from services.ledger.candidates import LENDERS, Candidates
+from services.ledger.debts import DebtLedger
 from services.ledger.feed import Feed
 from services.ledger.mirror import Mirror
 from services.ledger.registry import Registry
@@ -29,6 +30,7 @@ class LedgerService(rpc.LedgerServicer):
         mirror: Mirror,
         feed: Feed,
         candidates: Candidates,
+        debts: DebtLedger,
         *,
         heartbeat_ms: int,
         lease_s: float,
@@ -37,6 +39,7 @@ class LedgerService(rpc.LedgerServicer):
         self._mirror = mirror
         self._feed = feed
         self._candidates = candidates
+        self._debts = debts
         self._heartbeat_ms = heartbeat_ms
         # By then every living instance that knows this replica alone has been heard again.
         self._complete_at = time.monotonic() + lease_s
@@ -50,7 +53,9 @@ class LedgerService(rpc.LedgerServicer):
             self._registry.left(instance, now)
         else:
             self._registry.heard(instance, now)
-            self._candidates.heard(instance.id)
+            self._candidates.heard(instance)
+            if instance.service in LENDERS:
+                self._debts.heard(instance.id, instance.load.loans)
         self._feed.touch()
         self._mirror.wake()
         return pb.HeartbeatReply(heartbeat_ms=self._heartbeat_ms)
@@ -65,7 +70,7 @@ class LedgerService(rpc.LedgerServicer):
     async def Candidates(self, request: pb.CandidatesRequest, context: Any) -> pb.CandidatesReply:
         if not request.model:
             raise InvalidInput("model: the fingerprint of the debtor's model is needed", param="model")
-        creditors = self._candidates.choose(request, self._registry.view(), time.monotonic())
+        creditors = self._candidates.choose(request, time.monotonic())
         return pb.CandidatesReply(creditors=creditors)
 
     async def ReportRefusal(self, request: pb.ReportRefusalRequest, context: Any) -> pb.ReportRefusalReply:

@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import random
 
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from kvcommons.pb import common_pb2
 from kvcommons.pb import ledger_pb2 as pb
 from services.ledger.candidates import REFUSAL_S, Candidates
@@ -17,22 +20,29 @@ def lender(
     service: str = "decode",
     model: bytes = MODEL,
     ready: bool = True,
+    owes: int = 0,
 ) -> pb.Instance:
     return pb.Instance(
         id=name,
         service=service,
         host=host,
         model=common_pb2.ModelInfo(fingerprint=model),
-        load=pb.Load(lendable_blocks=lendable, ready=ready),
+        load=pb.Load(lendable_blocks=lendable, ready=ready, debts={"other": owes} if owes else {}),
     )
 
 
-def request(blocks: int = 1) -> pb.CandidatesRequest:
-    return pb.CandidatesRequest(debtor="debtor", host="h1", model=MODEL, blocks=blocks)
+def request(blocks: int = 1, *, debtor: str = "debtor", host: str = "h1") -> pb.CandidatesRequest:
+    return pb.CandidatesRequest(debtor=debtor, host=host, model=MODEL, blocks=blocks)
 
 
-def choose(instances: list[pb.Instance], blocks: int = 1, now: float = 0.0) -> list[str]:
-    return [one.id for one in Candidates(random.Random(1)).choose(request(blocks), instances, now)]
+def knowing(instances: list[pb.Instance], seed: int = 1) -> Candidates:
+    candidates = Candidates(random.Random(seed))
+    candidates.follow({one.id: one for one in instances})
+    return candidates
+
+
+def choose(instances: list[pb.Instance], blocks: int = 1) -> list[str]:
+    return [one.id for one in knowing(instances).choose(request(blocks), 0.0)]
 
 
 def test_near_before_far_then_the_most_lendable_and_three_at_most() -> None:
@@ -68,29 +78,134 @@ def test_all_blocks_from_one_if_anyone_has_them_else_what_there_is() -> None:
     assert choose(instances, blocks=41) == ["near", "far"]
 
 
+def test_who_borrows_lends_only_when_nobody_else_does() -> None:
+    owing = lender("owing", 99, owes=1)
+    assert choose([owing, lender("far", 1, host="h2")], blocks=9) == ["far"]
+    assert choose([owing, lender("empty", 0)]) == ["owing"]
+
+
 def test_a_refusal_holds_until_the_creditors_next_heartbeat() -> None:
-    candidates = Candidates(random.Random(1))
-    instances = [lender("a", 9), lender("b", 8)]
+    instances = {one.id: one for one in (lender("a", 9), lender("b", 8))}
+    candidates = knowing(list(instances.values()))
 
     def ids(now: float) -> list[str]:
-        return [one.id for one in candidates.choose(request(), instances, now)]
+        for one in instances.values():
+            if one.id in {"a", "b"} - refused:
+                candidates.heard(one)  # what was promised before does not count in this test
+        return [one.id for one in candidates.choose(request(), now)]
 
+    refused = {"a"}
     candidates.refused("a", 100.0)
     assert ids(100.1) == ["b"]
-    candidates.heard("b")
+    # Another view says nothing about the refusal.
+    candidates.follow({"a": lender("a", 7), "b": instances["b"]})
     assert ids(100.2) == ["b"]
-    candidates.heard("a")
+    refused = set()
     assert ids(100.3) == ["a", "b"]
     # It may beat at another replica, unheard here: by then it has.
+    refused = {"a"}
     candidates.refused("a", 200.0)
     assert ids(200.0 + REFUSAL_S - 0.01) == ["b"]
     assert ids(200.0 + REFUSAL_S) == ["a", "b"]
 
 
-def test_equals_share_the_debtors_among_them() -> None:
+def test_it_follows_who_comes_and_goes() -> None:
+    a, b = lender("a", 9), lender("b", 8, host="h2")
+    candidates = knowing([a, b])
+    candidates.refused("a", 0.0)
+    candidates.follow({"b": b})
+    assert [one.id for one in candidates.choose(request(), 0.0)] == ["b"]
+    candidates.follow({"a": a})
+    assert [one.id for one in candidates.choose(request(), 0.0)] == ["a"]
+    candidates.follow({})
+    assert candidates.choose(request(), 0.0) == []
+    candidates.refused("gone", 0.0)
+    assert candidates.choose(request(), 9.0) == []
+
+
+def test_debtors_that_ask_at_once_are_spread_by_what_creditors_have() -> None:
+    candidates = knowing([lender("much", 30), lender("some", 20), lender("little", 10)])
+    first = [candidates.choose(request(), 0.0)[0].id for _ in range(57)]
+    assert {name: first.count(name) for name in ("much", "some", "little")} == {
+        "much": 29,
+        "some": 19,
+        "little": 9,
+    }
+
+
+def test_a_promise_is_forgotten_with_the_next_heartbeat_or_after_a_while() -> None:
+    much, little = lender("much", 30), lender("little", 10)
+    candidates = knowing([much, little])
+
+    def first(now: float) -> str:
+        return candidates.choose(request(25), now)[0].id
+
+    assert first(0.0) == "much"
+    assert first(0.1) == "little"  # of the five that are left nobody knows for certain
+    candidates.heard(much)
+    assert first(0.2) == "much"
+    assert first(0.2 + REFUSAL_S) == "much"
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("abcdef"), st.integers(0, 5), st.sampled_from(["h1", "h2"]), st.booleans()),
+        max_size=12,
+    ),
+    st.integers(1, 6),
+)
+def test_the_index_chooses_what_sorting_all_would(
+    heartbeats: list[tuple[str, int, str, bool]], blocks: int
+) -> None:
     candidates = Candidates(random.Random(1))
-    instances = [lender(f"c{index}", 10) for index in range(10)]
-    first = [candidates.choose(request(), instances, 0.0)[0].id for _ in range(1000)]
-    counts = [first.count(one.id) for one in instances]
-    assert sum(counts) == 1000
-    assert max(counts) < 2 * 100
+    known: dict[str, pb.Instance] = {}
+    for name, lendable, host, borrows in heartbeats:
+        known[name] = lender(name, lendable, host=host, owes=int(borrows))
+        if lendable % 2:
+            candidates.heard(known[name])
+        candidates.follow(dict(known))
+    able = [one for one in known.values() if one.load.lendable_blocks]
+    for group in (
+        [one for one in able if not one.load.debts and one.load.lendable_blocks >= blocks],
+        [one for one in able if not one.load.debts],
+        [one for one in able if one.load.debts and one.load.lendable_blocks >= blocks],
+        able,
+    ):
+        if group:
+            break
+    ranks = sorted((one.host != "h1", -one.load.lendable_blocks) for one in group)[:3]
+    chosen = candidates.choose(request(blocks), 0.0)
+    assert [(one.host != "h1", -one.load.lendable_blocks) for one in chosen] == ranks
+    assert len({one.id for one in chosen}) == len(chosen)
+
+
+def test_ten_thousand_instances_share_the_load_evenly() -> None:
+    """Half of them lend, half borrow, through three replicas that each know what they said themselves and
+    what heartbeats tell, which are a second old and not all heard at once."""
+    dice = random.Random(7)
+    lendable = {f"c{number}": 40 for number in range(5_000)}
+    hosts = {name: f"h{number // 4}" for number, name in enumerate(lendable)}
+    replicas = [Candidates(random.Random(seed)) for seed in range(3)]
+    lent = dict.fromkeys(lendable, 0)
+    names = list(lendable)
+    for name in names:
+        for replica in replicas:
+            replica.heard(lender(name, lendable[name], host=hosts[name]))
+    debtors = [f"d{number}" for number in range(5_000)]
+    for _ in range(4):
+        dice.shuffle(debtors)
+        dice.shuffle(names)
+        for number, debtor in enumerate(debtors):
+            asked = request(2, debtor=debtor, host=f"h{int(debtor[1:]) % 1_250}")
+            for chosen in dice.choice(replicas).choose(asked, 0.0):
+                if lendable[chosen.id] >= 2:
+                    lendable[chosen.id] -= 2
+                    lent[chosen.id] += 2
+                    break
+            # A heartbeat, at whichever replica it goes to; the others hear of it, too.
+            beating = names[number]
+            for replica in replicas:
+                replica.heard(lender(beating, lendable[beating], host=hosts[beating]))
+    assert sum(lent.values()) == 4 * 5_000 * 2
+    assert max(lent.values()) <= 2 * sum(lent.values()) / len(lent)

@@ -1,0 +1,68 @@
+"""The commons' books at one replica: debts, and who settles them."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine
+from dataclasses import dataclass, field
+from typing import Any
+
+from services.ledger.config import Config
+from services.ledger.debt_keeper import DebtKeeper
+from services.ledger.debtors import Debtors
+from services.ledger.debts import DebtLedger
+from services.ledger.election import Election
+from services.ledger.etcd import Etcd
+from services.ledger.mirror import Mirror
+from services.ledger.registry import Registry
+from services.ledger.settler import SettlementCounts, Settler
+
+# A participant that hears no leader for so long goes on alone: longer than a new leader takes to be there.
+SETTLEMENT_LEASE_MS = 30_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commons:
+    debts: DebtLedger
+    election: Election
+    keeper: DebtKeeper
+    settler: Settler
+    counts: SettlementCounts = field(default_factory=SettlementCounts)
+
+    def leads(self) -> bool:
+        return self.election.term() is not None
+
+    def run(self) -> list[Coroutine[Any, Any, None]]:
+        """What is to run beside each other, until cancelled."""
+        return [self.election.run(), self.keeper.run(), self.settler.run()]
+
+
+def open_commons(config: Config, instance_id: str, registry: Registry, mirror: Mirror) -> Commons:
+    """Connections of their own to etcd: none of these waits for another."""
+
+    def etcd() -> Etcd:
+        return Etcd(config.etcd, timeout_s=config.etcd_timeout_s)
+
+    prefix = config.etcd_prefix
+    election = Election(etcd(), prefix=prefix, instance_id=instance_id, lease_s=config.lease_s)
+    debts, counts = DebtLedger(), SettlementCounts()
+    keeper = DebtKeeper(
+        etcd(),
+        debts,
+        prefix=prefix,
+        living=lambda: registry.instances if mirror.connected else None,
+        leads=lambda: election.term() is not None,
+    )
+    settler = Settler(
+        etcd(),
+        debts,
+        Debtors(registry.find, lease_ms=SETTLEMENT_LEASE_MS),
+        counts,
+        prefix=prefix,
+        # Who is there is not known for certain while etcd is away.
+        term=lambda: election.term() if mirror.connected else None,
+        instances=lambda: registry.instances,
+        threshold_blocks=config.settle_threshold_blocks,
+        round_blocks=config.settle_round_blocks,
+        every_s=config.settle_every_s,
+    )
+    return Commons(debts=debts, election=election, keeper=keeper, settler=settler, counts=counts)
