@@ -1,0 +1,320 @@
+"""One life of a commons: instances that borrow and lend, two ledgers that settle, and what must hold."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+from services.ledger.debts import WRITE_OFF_S
+from services.ledger.saga import Settlement, Step
+from tests.simulation.commons_debtor import Debtor
+from tests.simulation.commons_instance import BLOCK_TOKENS, LEASE_S, Run, Sequence
+from tests.simulation.commons_ledger import LedgerReplica
+from tests.simulation.commons_world import Etcd, Proc, World
+from tests.simulation.machine import require
+
+STEPS = 320
+LEDGERS = ("ledger-a", "ledger-b")
+REST_ROUNDS = 20  # of 3 s
+# Most are laid where a settlement is half done.
+AMBUSHES = (*Step, *(Step.SWITCH,) * 5, Step.COPY, Step.RELEASE)
+
+
+class Commons(World):
+    """Takes down what settlements did."""
+
+    def __init__(self, dice: random.Random) -> None:
+        super().__init__(dice)
+        self.rounds: dict[tuple[str, int], Settlement] = {}  # that were to be switched
+        self.done: dict[tuple[str, int], set[str]] = {}  # debtors that did
+        self.excused: set[tuple[str, str]] = set()
+        self.ambush: tuple[Step, Callable[[Settlement], None]] | None = None
+
+    def written(self, settlement: Settlement | None) -> None:
+        if self.ambush is not None and settlement is not None and settlement.step is self.ambush[0]:
+            _, strike = self.ambush
+            self.ambush = None
+            self.after(self.procs["etcd"], self.dice.choice((0.0, 0.03, 0.2)), lambda: strike(settlement))
+        if settlement is not None and settlement.step is Step.SWITCH:
+            self.rounds[settlement.id, settlement.round] = settlement
+
+    def switched(self, settlement: str, number: int, debtor: Proc) -> None:
+        self.done.setdefault((settlement, number), set()).add(debtor.name)
+
+    def excuse(self, settlement: str, debtor: Proc) -> None:
+        """It waited in vain for its leader, and acts by itself."""
+        self.excused.add((settlement, debtor.name))
+
+
+class CommonsSchedule:
+    """`run` lives it through; it raises Violation."""
+
+    def __init__(self, seed: int) -> None:
+        self.dice = dice = random.Random(seed)
+        self.world = Commons(dice)
+        self.calm = dice.random() < 0.2  # nothing fails
+        self.etcd = Etcd(self.world)
+        threshold, blocks = dice.choice((1, 1, 2)), dice.choice((1, 1, 2, 3))
+        self.ledgers = [
+            LedgerReplica(self.world, name, threshold=threshold, round_blocks=blocks) for name in LEDGERS
+        ]
+        self.instances: list[Debtor] = []
+        self.lives: list[Debtor] = []
+        self.number = 0
+        self.resting = False
+        for machine in "abcd"[: dice.choice((2, 3, 3, 4))]:
+            self._start(machine, 1)
+        if dice.random() < 0.85:
+            self._owe_in_a_circle()
+
+    def run(self) -> None:
+        dice, world = self.dice, self.world
+        for instance in self.instances:  # all is known to both ledgers, and one of them may lead already
+            beat = instance.describe()
+            for ledger in self.ledgers:
+                ledger.beat(beat)
+        if dice.random() < 0.85:
+            self.ledgers[0].spawn(self.ledgers[0].tick())
+            for _ in range(10):
+                world.deliver()
+        if not self.calm:
+            world.loss = dice.choice((0.0, 0.0, 0.03, 0.1))
+            world.twice = dice.choice((0.0, 0.03, 0.2))
+            if dice.random() < 0.75:  # in the midst of a settlement
+                world.ambush = dice.choice(AMBUSHES), self._strike
+        rough = 0.0 if self.calm else dice.choice((0.0, 0.01, 0.04))
+        for _ in range(STEPS):
+            draw = dice.random()
+            if draw < rough:
+                self._trouble()
+            elif draw < 0.6 and world.deliver():
+                pass
+            elif draw < 0.74:
+                world.advance(0.02)
+            elif draw < 0.77:
+                if self.calm:
+                    self._deliver_all()
+                world.advance(0.3 if self.calm else dice.choice((0.3, 0.3, 1.0, 3.0)))
+            else:
+                self._act(draw)
+            self._check()
+        self._rest()
+
+    # ---- what happens
+
+    def _start(self, machine: str, life: int) -> None:
+        total = self.dice.choice((5, 7, 8))
+        lend = self.dice.choice((total, total - 1, total // 2))
+        instance = Debtor(self.world, machine, life, blocks=total, lend=lend)
+        instance.spare = self.dice.choice((0, 1, 1, 2))
+        instance.ledgers = list(LEDGERS)
+        self.instances.append(instance)
+        self.lives.append(instance)
+
+    def _owe_in_a_circle(self) -> None:
+        """Each has a sequence with blocks at the next one."""
+        for debtor in self.instances:
+            sequence = self._sequence()
+            sequence.runs = [Run(0, 1, debtor.allocator.allocate(1))]
+            sequence.tokens = sequence.written = BLOCK_TOKENS
+            debtor.sequences[sequence.number] = sequence
+            debtor.contents[sequence.local()[0]] = sequence.content(0)
+        for at, debtor in enumerate(self.instances):
+            creditor = self.instances[(at + 1) % len(self.instances)]
+            (sequence,) = debtor.sequences.values()
+            room = min(creditor.table.lendable_blocks, creditor.allocator.free - creditor.spare)
+            owed = min(self.dice.choice((1, 2, 3, 4, 4)), room)
+            if owed < 1:
+                continue
+            ref = creditor.reserve(debtor.name, "", owed, BLOCK_TOKENS)
+            debtor.leases[creditor.name, ref] = debtor.clock() + LEASE_S
+            sequence.runs.append(Run(1, owed, None, creditor.name, ref))
+            sequence.tokens = sequence.written = (1 + owed) * BLOCK_TOKENS - self.dice.choice((0, 0, 1))
+            for index, block in enumerate(creditor.table.segments[-1].blocks, 1):
+                creditor.contents[block] = sequence.content(index)
+
+    def _sequence(self) -> Sequence:
+        self.number += 1
+        return Sequence(self.number)
+
+    def _act(self, draw: float) -> None:
+        dice = self.dice
+        instance = dice.choice(self.instances)
+        if draw > 0.94:
+            ledger = dice.choice(self.ledgers)
+            self.world.happen(ledger, lambda: ledger.spawn(ledger.tick()))
+        elif draw > 0.90:
+            self.world.happen(instance, lambda: self._beat(instance))
+        elif draw > 0.88 or not instance.sequences:
+            self.number += 1
+            work = instance.begin(self.number, dice.randint(1, 9))
+            self.world.happen(instance, lambda: instance.spawn(work))
+        else:
+            sequence = dice.choice(list(instance.sequences.values()))
+            if draw < 0.785:
+                self.world.happen(instance, lambda: instance.end(sequence))
+            elif not sequence.busy:
+                self.world.happen(instance, lambda: self._iterate(instance, sequence))
+
+    def _iterate(self, instance: Debtor, sequence: Sequence) -> None:
+        if not sequence.busy and not sequence.over:
+            instance.spawn(instance.iterate(sequence))
+
+    def _beat(self, instance: Debtor) -> None:
+        ledger = self.dice.choice(self.ledgers)
+        beat = instance.describe()
+        self.world.send(ledger, lambda: ledger.beat(beat), instance)
+
+    def _strike(self, settlement: Settlement) -> None:
+        """Its leader, or one of those that take part."""
+        if self.resting:
+            return
+        leaders = [one for one in self.ledgers if settlement.id in one.driven]
+        taking_part = [one for one in self.instances if one.name in settlement.participants]
+        hit: list[Proc] = [*leaders] if self.dice.random() < 0.7 else [*taking_part]
+        if hit and self.dice.random() < 0.6:
+            self._kill(self.dice.choice(hit))
+        elif hit:
+            self.dice.choice(hit).paused = True
+        if taking_part and self.dice.random() < 0.6:  # and what was on its way to another is lost
+            deaf = self.dice.choice(taking_part)
+            self.world.pending = [one for one in self.world.pending if one[0] is not deaf]
+
+    def _kill(self, proc: Proc) -> None:
+        """Another one is started in its place."""
+        proc.alive = False
+        if isinstance(proc, Debtor):
+            self.instances.remove(proc)
+            self._start(proc.machine, proc.life + 1)
+        elif isinstance(proc, LedgerReplica):
+            self.ledgers.remove(proc)
+            self.ledgers.append(
+                LedgerReplica(self.world, proc.name, threshold=proc.threshold, round_blocks=proc.round_blocks)
+            )
+
+    def _trouble(self) -> None:
+        dice, world = self.dice, self.world
+        proc: Proc = dice.choice((*self.instances, *self.instances, *self.ledgers, self.etcd))
+        what = dice.random()
+        if what < 0.45:
+            if proc.paused:
+                world.resume(proc)
+            else:
+                proc.paused = True
+        elif what < 0.8 and proc is not self.etcd:
+            self._kill(proc)
+        elif what < 0.9:
+            pair = dice.sample([one.name for one in self.instances] + list(LEDGERS), 2)
+            world.cut = frozenset() if world.cut else frozenset(pair)
+        else:
+            world.advance(dice.choice((5.0, 9.0, 12.0)))
+
+    # ---- what must hold
+
+    def _check(self) -> None:
+        touched = self.world.touched
+        led = False
+        for proc in touched:
+            if isinstance(proc, Debtor):
+                proc.check()
+            else:
+                led = True
+        if led:
+            leading = [one for one in self.ledgers if one.leadership.term(one.clock()) is not None]
+            require(len(leading) < 2, "two ledgers lead at once")
+        touched.clear()
+
+    def _deliver_all(self) -> None:
+        while self.world.deliver():
+            self._check()
+
+    def _rest(self) -> None:
+        """Everything works again, and no new work comes: within a bound all is in order."""
+        world = self.world
+        self.resting = True
+        world.loss = world.twice = 0.0
+        world.cut = frozenset()
+        for proc in (*self.instances, *self.ledgers, self.etcd):
+            world.resume(proc)
+        for ledger in self.ledgers:
+            ledger.planning = False  # what is under way ends
+        for _ in range(REST_ROUNDS):
+            self._deliver_all()
+            if self._disorder() is None:
+                break
+            for ledger in self.ledgers if self._unsettled() else ():
+                ledger.spawn(ledger.tick())
+            for _ in range(3):
+                world.advance(1.0)
+                self._deliver_all()
+        require(self._disorder() is None, self._disorder() or "")
+        self._check_rounds()
+        if self.dice.random() < 0.4:
+            self._check_books()
+        for instance in self.instances:
+            for sequence in list(instance.sequences.values()):
+                require(not sequence.busy, "an iteration never ends")
+                instance.end(sequence)
+        for _ in range(REST_ROUNDS):  # a late Prepare sets blocks aside, until its lease runs out
+            self._deliver_all()
+            if not any(instance.allocator.in_use for instance in self.instances):
+                break
+            world.advance(1.0)
+        for instance in self.instances:
+            instance.check()
+            require(not instance.allocator.in_use, f"blocks of {instance.name} never came back")
+        if self.calm:
+            require(not any(one.recomputed for one in self.lives), "KV was lost though nothing failed")
+
+    def _unsettled(self) -> bool:
+        return any(key.startswith("settlements/") for key in self.etcd.keys)
+
+    def _disorder(self) -> str | None:
+        """What is not yet as it is at rest."""
+        for debtor in self.instances:
+            owed = debtor.debts()
+            for creditor in self.lives:
+                lent = creditor.loans().get(debtor.name, 0) if creditor.alive else 0
+                if owed.get(creditor.name, 0) != lent:
+                    return f"{debtor.name} owes {creditor.name} {owed.get(creditor.name, 0)} blocks of {lent}"
+            if debtor.parts:
+                return "a settlement never ends"
+            lent_to = sum(debtor.loans().get(one.name, 0) for one in self.instances)
+            if sum(debtor.loans().values()) != lent_to:
+                return f"{debtor.name} holds blocks of the dead"
+            if any(sequence.busy for sequence in debtor.sequences.values()):
+                return "an iteration never ends"
+        return "a settlement's record stays" if self._unsettled() else None
+
+    def _check_books(self) -> None:
+        """After a heartbeat each and a while the ledger says what the creditors say, and no more."""
+        for _ in range(2):
+            self.world.advance(WRITE_OFF_S + 1.0)
+            self._deliver_all()
+            for instance in self.instances:
+                beat = instance.describe()
+                for ledger in self.ledgers:
+                    ledger.beat(beat)
+            for ledger in self.ledgers:
+                ledger.spawn(ledger.tick())
+            self._deliver_all()
+        for ledger in self.ledgers:
+            for creditor in self.instances:
+                noted, lent = ledger.book.loans(creditor.name), creditor.loans()
+                require(noted == lent, f"{ledger.name} notes {noted} where {creditor.name} has lent {lent}")
+
+    def _check_rounds(self) -> None:
+        """A round is switched by all of its debtors or by none, but for those that died or waited in vain."""
+        alive = {one.name for one in self.instances}
+        for (name, number), debtors in self.world.done.items():
+            settlement = self.world.rounds.get((name, number))
+            if settlement is None:
+                require(" to " in name, "blocks were switched that no leader had written down")
+                continue
+            for leg in settlement.legs:
+                require(
+                    leg.debtor in debtors
+                    or leg.debtor not in alive
+                    or (name, leg.debtor) in self.world.excused,
+                    f"{leg.debtor} did not take part in round {number} of settlement {name}",
+                )
