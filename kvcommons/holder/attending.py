@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 from kvcommons.attention.memory import TORCH_DTYPES
 from kvcommons.attention.partial import Partial, attend_batch, attend_chunk
 from kvcommons.errors import DeadlineExceeded, InvalidInput
+from kvcommons.holder.budget import AttentionBudget
 from kvcommons.holder.holder import Holder
 from kvcommons.holder.segments import Segment, SegmentRef
 from kvcommons.pb import data_pb2 as pb
@@ -46,8 +48,12 @@ class Attention:
     more threads than cores are three times slower. An owner process with a model shares it with its engine,
     or gives its own."""
 
-    def __init__(self, holder: Holder, compute: threading.Lock | None = None) -> None:
+    def __init__(
+        self, holder: Holder, compute: threading.Lock | None = None, budget: AttentionBudget | None = None
+    ) -> None:
+        """`budget` bounds what is computed for others; None: nothing does."""
         self._holder = holder
+        self._budget = budget
         self._compute = compute or threading.Lock()
 
     def answer(self, request: pb.AttendLayer, exchange: Exchange) -> None:
@@ -66,7 +72,9 @@ class Attention:
         with self._holder.pinned(refs) as segments:
             parts = self._parts(request.segments, segments)
             q, appended = _receive(parts, layout, exchange)
-            partial = self._attend(request.layer, parts, q, appended, exchange.deadline)
+            others = self._budget.turn(exchange.deadline) if self._budget is not None else nullcontext()
+            with others:
+                partial = self._attend(request.layer, parts, q, appended, exchange.deadline)
         payload = [byte_view(partial.out.cpu().contiguous()), byte_view(partial.lse.cpu().contiguous())]
         exchange.reply(pb.DataReply(attend_layer=pb.AttendLayerReply()), payload)
 

@@ -71,6 +71,24 @@ class PendingPartial:
         self.call.cancel()
 
 
+def begin_attend(
+    client: DataClient,
+    layer: int,
+    parts: Sequence[AttendPart],
+    q: Tensor,
+    appended: Sequence[Tensor],
+    deadline: Deadline,
+) -> PendingPartial:
+    """Asks a holder's data plane for a partial: see RemoteHolder.begin_attend."""
+    request = data_pb2.DataRequest(
+        traceparent=current_traceparent(),
+        attend_layer=data_pb2.AttendLayer(layer=layer, segments=[_attend_segment(part) for part in parts]),
+    )
+    payload = [byte_view(tensor.detach().cpu().contiguous()) for tensor in (q.float(), *appended)]
+    call = client.begin(request, payload, deadline=deadline)
+    return PendingPartial(call=call, rows=q.shape[0], query_heads=q.shape[1], head_dim=q.shape[2])
+
+
 class RemoteHolder:
     """One creditor, for one debtor. The coroutines belong to the event loop; data operations block, may come
     from any thread, and run at the same time."""
@@ -303,15 +321,7 @@ class RemoteHolder:
         q [sum of rows, query_heads, head_dim], rotated; appended, for each part with `append`, in order: K
         and V [2, kv_heads, rows, head_dim] in the KV dtype.
         """
-        request = data_pb2.DataRequest(
-            traceparent=current_traceparent(),
-            attend_layer=data_pb2.AttendLayer(
-                layer=layer, segments=[_attend_segment(part) for part in parts]
-            ),
-        )
-        payload = [byte_view(tensor.detach().cpu().contiguous()) for tensor in (q.float(), *appended)]
-        call = self._data.begin(request, payload, deadline=deadline)
-        return PendingPartial(call=call, rows=q.shape[0], query_heads=q.shape[1], head_dim=q.shape[2])
+        return begin_attend(self._data, layer, parts, q, appended, deadline)
 
     def _reservation(self, blocks: int) -> holder_pb2.ReserveRequest:
         lease_ms = int(self._lease_s * 1000)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from kvcommons.errors import InvalidInput, UnsupportedParameter
 from kvcommons.holder.attending import Attention
+from kvcommons.holder.budget import AttentionBudget
 from kvcommons.holder.holder import Holder
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import data_pb2 as pb
@@ -29,12 +30,14 @@ class HolderData:
         *,
         on_start_sequence: StartHook | None = None,
         compute: threading.Lock | None = None,
+        budget: AttentionBudget | None = None,
         tracer: Tracer | None = None,
     ) -> None:
-        """`compute`: see Attention. `tracer` makes a span of each request that belongs to a trace."""
+        """`compute`, `budget`: see Attention. `tracer` makes a span of each request that belongs to a
+        trace."""
         self._tracer = tracer or Tracer.off()
         self._holder = holder
-        self._attention = Attention(holder, compute)
+        self._attention = Attention(holder, compute, budget)
         self._on_start_sequence = on_start_sequence
 
     def __call__(self, request: pb.DataRequest, exchange: Exchange) -> None:

@@ -160,6 +160,10 @@ class Holder:
         with self._lock:
             return self._table.draw(settlement, blocks)
 
+    def refill(self, settlement: str, blocks: Sequence[int]) -> None:
+        with self._lock:
+            self._table.refill(settlement, blocks)
+
     def redeem(self, settlement: str) -> None:
         with self._lock:
             self._table.redeem(settlement)

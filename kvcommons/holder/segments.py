@@ -158,24 +158,19 @@ class SegmentTable:
 
     def freeze(self, ref: SegmentRef, blocks: int, *, owner: str) -> int:
         """The leading `blocks` are not written any more, until `thaw` or for good (`trim`); the new
-        generation. Asked again it answers as before. Raises StaleEpoch, InvalidInput, and Conflict where
-        another freeze is under way."""
+        generation. An owner that did not hear of its freeze, and asks with the generation before, has it
+        changed. Raises StaleEpoch, InvalidInput, and Conflict where it does know of one."""
         segment = self._owned(ref, owner)
-        if segment.frozen:
-            if (segment.frozen, segment.generation) == (blocks, ref.generation + 1):
-                return segment.generation
+        if segment.frozen and ref.generation == segment.generation:
             raise Conflict(f"segment {ref.handle} is being moved already: ask again when that has ended")
-        if ref.generation != segment.generation:
-            raise StaleEpoch(
-                f"segment {ref.handle} has generation {segment.generation}, not {ref.generation}: look again"
-            )
         if not 1 <= blocks <= len(segment.blocks):
             raise InvalidInput(
                 f"segment {ref.handle} has {len(segment.blocks)} blocks: {blocks} cannot be frozen",
                 param="blocks",
             )
+        if not segment.frozen:
+            segment.generation += 1
         segment.frozen = blocks
-        segment.generation += 1
         return segment.generation
 
     def thaw(self, ref: SegmentRef, *, owner: str) -> None:
@@ -270,6 +265,14 @@ class SegmentTable:
             raise CapacityExhausted(f"settlement {settlement} has no {blocks} blocks set aside here")
         drawn, pledge.blocks = pledge.blocks[:blocks], pledge.blocks[blocks:]
         return drawn
+
+    def refill(self, settlement: str, blocks: Sequence[int]) -> None:
+        """Puts drawn blocks back; they are free where the settlement has ended."""
+        pledge = self._pledges.get(settlement)
+        if pledge is None:
+            self._allocator.release(blocks)
+        else:
+            pledge.blocks += blocks
 
     def redeem(self, settlement: str) -> None:
         """The settlement has ended: what is set aside is free."""

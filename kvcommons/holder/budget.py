@@ -1,0 +1,98 @@
+"""How much a creditor computes for others: what its own time between tokens leaves.
+
+Attention for others shares the cores with the creditor's own iterations. Without a bound, lending memory
+would cost its own users their objective (TBT: time between tokens)."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from kvcommons.errors import DeadlineExceeded
+from kvcommons.transport.deadline import Deadline
+
+_KEPT = 0.8  # of the average of own iterations, by the next one
+
+
+class AttentionBudget:
+    """Seconds of attention for others in an own iteration: the objective, less what the iteration takes by
+    itself. Always one request, so that nobody starves; without limit while no own sequence runs, and while an
+    iteration waits for other holders itself: two that owe each other must not wait for each other's next
+    iteration. Thread-safe."""
+
+    def __init__(self, tbt_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        """`tbt_s`: the objective."""
+        self._tbt_s = tbt_s
+        self._clock = clock
+        self._changed = threading.Condition()
+        self._own_s = 0.0  # of an iteration, on the average
+        self._spent_s = 0.0  # in this iteration, for others
+        self._under_way = 0
+        self._waiting = 0
+        self._bounded = False
+
+    @property
+    def left_s(self) -> float:
+        """In this iteration."""
+        with self._changed:
+            return self._left_s()
+
+    def iterated(self, seconds: float) -> None:
+        """An own iteration has ended, which took so long, attention for others included; the next one
+        begins."""
+        with self._changed:
+            own_s = max(seconds - self._spent_s, 0.0)
+            self._own_s = _KEPT * self._own_s + (1 - _KEPT) * own_s if self._bounded else own_s
+            self._bounded = True
+            self._spent_s = 0.0
+            self._changed.notify_all()
+
+    def idle(self) -> None:
+        """No own sequence runs."""
+        with self._changed:
+            self._bounded = False
+            self._spent_s = 0.0
+            self._changed.notify_all()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """While the own iteration waits for a partial: the cores are free."""
+        with self._changed:
+            self._waiting += 1
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._waiting -= 1
+
+    @contextmanager
+    def turn(self, deadline: Deadline) -> Iterator[None]:
+        """For one request. Waits for an iteration that has seconds left; raises DeadlineExceeded."""
+        with self._changed:
+            if not self._changed.wait_for(self._admits, deadline.left()):
+                raise DeadlineExceeded(
+                    "the holder's own sequences left no time for others until the deadline: bring the KV "
+                    "home, or spread it over more holders"
+                )
+            self._under_way += 1
+            counts = not self._waiting
+        began_s = self._clock()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._under_way -= 1
+                if counts:
+                    self._spent_s += self._clock() - began_s
+                self._changed.notify_all()
+
+    def _left_s(self) -> float:
+        return self._tbt_s - self._own_s - self._spent_s if self._bounded else self._tbt_s
+
+    def _admits(self) -> bool:
+        if not self._bounded or self._waiting:
+            return True
+        return self._left_s() > 0 or (not self._spent_s and not self._under_way)
