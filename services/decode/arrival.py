@@ -19,7 +19,7 @@ from kvcommons.transport.deadline import Deadline
 from services.decode.engine import DecodeEngine
 from services.decode.gate import Go, Missing, StartGate
 from services.decode.lenders import Lenders
-from services.decode.placement import place
+from services.decode.placement import Layout, Placement, Room
 from services.decode.sequence import Generation, LocalRun, RemoteRun, Run, Sequence
 from services.decode.stream import Stream
 
@@ -77,7 +77,7 @@ class Arrivals:
         self,
         core: Core,
         *,
-        policy: str,
+        placement: Placement,
         data_address: str,
         fetch_deadline_s: float,
         engine: DecodeEngine,
@@ -86,7 +86,7 @@ class Arrivals:
         lenders: Lenders,
     ) -> None:
         self._core = core
-        self._policy = policy
+        self._placement = placement
         self._data_address = data_address
         self._fetch_deadline_s = fetch_deadline_s
         self._engine = engine
@@ -118,8 +118,14 @@ class Arrivals:
         reusable = (
             [] if generation.no_reuse else ids[: reusable_blocks(len(generation.tokens), core.block_tokens)]
         )
-        runs, found = await self._reserve(key, generation, reusable)
-        sequence = Sequence(key=key, generation=generation, block_tokens=core.block_tokens, chain=chain)
+        runs, found, placement = await self._reserve(key, generation, reusable)
+        sequence = Sequence(
+            key=key,
+            generation=generation,
+            block_tokens=core.block_tokens,
+            chain=chain,
+            placement=placement,
+        )
         for run in runs:
             sequence.append_run(run)
         matched = min(generation.matched_blocks, len(reusable)) if generation.store_data else 0
@@ -151,45 +157,74 @@ class Arrivals:
 
     async def _reserve(
         self, key: int, generation: Generation, reusable: list[bytes]
-    ) -> tuple[list[Run], int]:
-        """Runs for the prompt and the first token, and how many leading blocks are known here already."""
+    ) -> tuple[list[Run], int, Placement]:
+        """Runs for the prompt and the first token, how many leading blocks are known here already, and the
+        policy that placed them."""
         allocator = self._core.allocator
         needed = self._core.layout.blocks_of(len(generation.tokens) + 1)
         held = allocator.match(reusable)
         found = len(held)
         remote: list[RemoteRun] = []
+        runs: list[Run] = [LocalRun(first_block=0, blocks=held[:found])] if found else []
         try:
-            layout = place(
-                policy=self._policy,
-                blocks=needed - found,
-                free_blocks=allocator.free,
-                sequences=len(self._by_key),
-            )
+            placement, layout = self._place(needed, found)
+            if found and any(piece.away for piece in layout.pieces):
+                # Prefill may have to attend over all of it, and so has to be told of all of it.
+                allocator.release(held)
+                held, found, runs = [], 0, []
+                placement, layout = self._place(needed, found)
             local = allocator.allocate(layout.local_blocks)
             held = held + local
-            if layout.remote_blocks:
-                head = generation.truncated.shifted_head_tokens // self._core.block_tokens
-                for part in split(range(found, found + layout.remote_blocks), head):
-                    remote += await self._lenders.borrow(
-                        key, generation.request_id, blocks=len(part), first_block=part.start
-                    )
+            at = found
+            for piece in layout.pieces:
+                if piece.away:
+                    part = await self._borrow(key, generation, range(at, at + piece.blocks), layout, remote)
+                    remote += part
+                    runs += part
+                else:
+                    runs.append(LocalRun(first_block=at, blocks=local))
+                at += piece.blocks
         except BaseException:
             self._lenders.give_back(remote)
             allocator.release(held)
             raise
-        runs: list[Run] = [LocalRun(first_block=0, blocks=held[:found])] if found else []
-        runs += remote
-        if local:
-            runs.append(LocalRun(first_block=needed - len(local), blocks=local))
-        return runs, found
+        return runs, found, placement
+
+    def _place(self, needed: int, found: int) -> tuple[Placement, Layout]:
+        room = Room(free_blocks=self._core.allocator.free, sequences=len(self._by_key))
+        blocks = needed - found
+        placement = self._placement.of(blocks=blocks, found=found, room=room)
+        return placement, placement.arrive(blocks=blocks, found=found, room=room)
+
+    async def _borrow(
+        self, key: int, generation: Generation, blocks: range, layout: Layout, so_far: list[RemoteRun]
+    ) -> list[RemoteRun]:
+        """One piece; a run lies in a truncated sequence's head or behind it."""
+        head = generation.truncated.shifted_head_tokens // self._core.block_tokens
+        runs: list[RemoteRun] = []
+        try:
+            for part in split(blocks, head):
+                runs += await self._lenders.borrow(
+                    key,
+                    generation.request_id,
+                    blocks=len(part),
+                    first_block=part.start,
+                    avoid=[run.holder for run in so_far] if layout.spread else (),
+                    balance=layout.balance,
+                )
+        except BaseException:
+            self._lenders.give_back(runs)
+            raise
+        return runs
 
     def _placements(
         self, generation: Generation, runs: list[Run], found: int
     ) -> tuple[SegmentRef, list[pb.Placement]]:
         """Where prefill writes: the first is this holder's own, of no block where all lie elsewhere."""
-        size, tail = self._core.block_tokens, runs[-1]
-        own = tail.blocks if isinstance(tail, LocalRun) else []
-        first = tail.first_block if isinstance(tail, LocalRun) else tail.first_block + tail.count
+        size = self._core.block_tokens
+        mine = next((run for run in runs if isinstance(run, LocalRun) and run.first_block >= found), None)
+        own = [] if mine is None else mine.blocks
+        first = runs[-1].first_block + runs[-1].count if mine is None else mine.first_block
         ref = self._holder.own(generation.request_id, own, first_position=first * size)
         placements = [
             pb.Placement(

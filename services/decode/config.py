@@ -19,12 +19,14 @@ class DecodeConfig:
     data_plane: DataPlane
     engine: EngineSettings
     ledger: Addresses
-    placement: str = "overflow"  # "local" or "overflow"; see services.decode.placement
+    placement: str = "overflow"  # local, overflow, offload, grow or auto; see docs/placement.md
+    holder_tokens: Annotated[int, Ge(1)] = 16384  # of one sequence, the most on one holder (placement grow)
     max_batch: Annotated[int, Ge(1)] = 32  # sequences of one iteration
     max_sequences: Annotated[int, Ge(1)] = 256  # held at once, those that wait for their prompt included
     attend_deadline_s: Annotated[float, Gt(0)] = 2.0  # an iteration waits so long for other holders
     fetch_deadline_s: Annotated[float, Gt(0)] = 5.0  # for history from the kvstore; then prefill pushes it
     lease_ms: Annotated[int, Ge(1000)] = 10_000  # of borrowed blocks; renewed each third of it
     borrow_blocks: Annotated[int, Ge(1)] = 8  # asked for at once when a sequence grows elsewhere
+    tbt_objective_s: Annotated[float, Gt(0)] = 0.2  # between tokens; attention for others takes what is left
     lend_share: Annotated[float, Ge(0), Le(1)] = 0.5  # of all blocks, the most that others may hold here
     save_buffer_bytes: Annotated[int, Gt(0)] = 256 << 20  # KV on its way to the kvstore; more is not saved

@@ -8,9 +8,11 @@ from contextlib import suppress
 from typing import Any
 
 from kvcommons.errors import KVCommonsError
+from kvcommons.holder.client import RemoteHolder
 from services.decode.arrival import Arrivals
 from services.decode.engine import DecodeEngine, Step
 from services.decode.lenders import BlockSave, Lenders
+from services.decode.placement import Next
 from services.decode.sequence import RemoteRun, Sequence
 
 
@@ -34,8 +36,11 @@ class Crossing:
 
     def borrow(self, sequence: Sequence) -> None:
         tail = sequence.tail if isinstance(sequence.tail, RemoteRun) else None
+        avoid: list[RemoteHolder] = []
+        if sequence.next_block() is Next.NEW_HOLDER:
+            tail, avoid = None, [run.holder for run in sequence.remote_runs()]
         request_id, blocks = sequence.generation.request_id, sequence.blocks
-        self._cross(self._borrow, sequence.key, request_id, tail, blocks)
+        self._cross(self._borrow, sequence.key, request_id, tail, avoid, blocks)
 
     def give_back(self, runs: list[RemoteRun]) -> None:
         self._cross(self._give_back, list(runs))
@@ -47,7 +52,7 @@ class Crossing:
             tenant=generation.tenant,
             parent=ids[index - 1] if index else b"",
             block_id=ids[index],
-            first_block=index - run.first_block,
+            first_block=run.segment_block + index - run.first_block,
             first_index=index,
         )
         self._cross(self._save, run, block)
@@ -64,15 +69,19 @@ class Crossing:
             if arrival is not None:
                 arrival.stream.step(step)
 
-    def _borrow(self, key: int, request_id: str, tail: RemoteRun | None, blocks: int) -> None:
-        task = self._loop.create_task(self._extend(key, request_id, tail, blocks))
+    def _borrow(
+        self, key: int, request_id: str, tail: RemoteRun | None, avoid: list[RemoteHolder], blocks: int
+    ) -> None:
+        task = self._loop.create_task(self._extend(key, request_id, tail, avoid, blocks))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _extend(self, key: int, request_id: str, tail: RemoteRun | None, blocks: int) -> None:
+    async def _extend(
+        self, key: int, request_id: str, tail: RemoteRun | None, avoid: list[RemoteHolder], blocks: int
+    ) -> None:
         try:
             run = await self._lenders.extend(
-                key, request_id, tail=tail, blocks=self._borrow_blocks, first_block=blocks
+                key, request_id, tail=tail, avoid=avoid, blocks=self._borrow_blocks, first_block=blocks
             )
         except KVCommonsError:
             self._engine.refused(key)

@@ -11,6 +11,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -19,9 +20,14 @@ import torch
 from kvcommons.engine.core import Core
 from kvcommons.engine.keeper import BlockKeeper, KeptRun
 from kvcommons.errors import CapacityExhausted, Internal, KVCommonsError, Unavailable
+from kvcommons.holder.budget import AttentionBudget
+from kvcommons.holder.client import RemoteHolder
+from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import common_pb2 as pb
 from services.decode.batch import Batch
 from services.decode.iteration import Iteration
+from services.decode.placement import Next
+from services.decode.placement.auto import Rates
 from services.decode.remote import RemoteAttention
 from services.decode.scheduler import BatchScheduler, Plan
 from services.decode.sequence import LocalRun, RemoteRun, Run, Sequence
@@ -41,6 +47,18 @@ class Step:
     reason: str = ""  # "stop" or "length"
     error: KVCommonsError | None = None
     saved_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Movable:
+    """The leading `blocks` of a sequence's borrowed run are sealed: copies may take their place."""
+
+    key: int
+    request_id: str
+    run: RemoteRun
+    first_block: int  # of the sequence; the run's, as long as nothing of it has moved
+    blocks: int
+    tokens_left: int  # that the sequence may still generate
 
 
 class Surroundings(Protocol):
@@ -80,11 +98,16 @@ class DecodeEngine:
         max_batch: int,
         may_borrow: bool,
         attend_deadline_s: float,
+        rates: Rates,
+        budget: AttentionBudget,
         keeper: BlockKeeper,
         surroundings: Surroundings,
         metrics: EngineMetrics,
     ) -> None:
-        """`attend_deadline_s` bounds what an iteration waits for other holders."""
+        """`attend_deadline_s` bounds what an iteration waits for other holders. `rates` is told what was
+        measured, `budget` of iterations: this process computes attention for others beside them."""
+        self._rates = rates
+        self._budget = budget
         self._core = core
         self._may_borrow = may_borrow
         self._attend_deadline_s = attend_deadline_s
@@ -92,7 +115,7 @@ class DecodeEngine:
         self._surroundings = surroundings
         self._metrics = metrics
         self._scheduler = BatchScheduler(max_batch=max_batch)
-        self._remote = RemoteAttention(core.layout, core.model.device)
+        self._remote = RemoteAttention(core.layout, core.model.device, rates, budget)
         self._sequences: dict[int, Sequence] = {}
         self._batch: Batch | None = None
         self._steps: dict[int, Step] = {}
@@ -100,6 +123,7 @@ class DecodeEngine:
         self._wake = threading.Condition()
         self._stopping = False
         self._preempted_s = -SETTLE_S
+        self._switches: list[tuple[Future[float | None], float]] = []
         self._thread = threading.Thread(target=self._run, name="decode-engine", daemon=True)
 
     def start(self) -> None:
@@ -145,6 +169,20 @@ class DecodeEngine:
         """The other answer to `borrow`: nobody lends."""
         self._post(lambda: self._refused(key))
 
+    def survey(self, holder: RemoteHolder | None = None) -> Future[list[Movable]]:
+        """What could move, of one holder's or of all, oldest sequence first."""
+        answer: Future[list[Movable]] = Future()
+        self._post(lambda: answer.set_result(self._survey(holder)))
+        return answer
+
+    def switch(self, move: Movable, moved: Run, ref: SegmentRef) -> Future[float | None]:
+        """From the next iteration on, the leading blocks of the run lie in `moved`, which has copies of them,
+        and its other blocks are reached by `ref`. The seconds that the iteration waited for it, once it
+        begins; None where the sequence has ended: `moved` is still the caller's then."""
+        answer: Future[float | None] = Future()
+        self._post(lambda: self._switch(move, moved, ref, answer))
+        return answer
+
     def _post(self, command: Callable[[], None]) -> None:
         with self._wake:
             self._commands.append(command)
@@ -168,14 +206,23 @@ class DecodeEngine:
         for key in list(self._sequences):
             self._fail(key, Unavailable("this decode instance is stopping"))
         self._flush()
+        for answer, _ in self._switches:
+            answer.set_result(0.0)
 
     def _advance(self) -> bool:
         """One iteration; False when no sequence can run."""
         plan = self._plan()
         self._carry_out(plan)
         batch = self._compose(plan.batch)
+        for answer, began_s in self._switches:
+            answer.set_result(time.monotonic() - began_s)
+        self._switches.clear()
         if batch is not None:
+            began_s = time.monotonic()
             self._iterate(batch)
+            self._budget.iterated(time.monotonic() - began_s)
+        else:
+            self._budget.idle()
         return batch is not None
 
     def _take_commands(self, *, wait: bool) -> deque[Callable[[], None]] | None:
@@ -217,19 +264,52 @@ class DecodeEngine:
             self._surroundings.give_back([run])
             return
         sequence.append_run(run)
+        sequence.refused = False
         self._batch = None
         self._scheduler.borrowed(key)
 
     def _refused(self, key: int) -> None:
         if key not in self._sequences:
             return
-        if not self._core.allocator.free:  # else room has come free here meanwhile
+        self._sequences[key].refused = True
+        if not self._core.allocator.free:  # else there is room here
             self._preempt(self._scheduler.victim_for(key, self._freed_by()))
         self._scheduler.borrowed(key)
+
+    def _survey(self, holder: RemoteHolder | None) -> list[Movable]:
+        return [
+            Movable(
+                key=key,
+                request_id=sequence.generation.request_id,
+                run=run,
+                first_block=run.first_block,
+                blocks=blocks,
+                tokens_left=sequence.generation.max_position - len(sequence.tokens),
+            )
+            for key, sequence in sorted(self._sequences.items())
+            for run in sequence.remote_runs()
+            if (holder is None or run.holder is holder) and (blocks := sequence.movable(run))
+        ]
+
+    def _switch(self, move: Movable, moved: Run, ref: SegmentRef, answer: Future[float | None]) -> None:
+        began_s = time.monotonic()
+        sequence = self._sequences.get(move.key)
+        if sequence is None or not sequence.move(move.run, moved, ref):
+            answer.set_result(None)
+            return
+        if isinstance(moved, LocalRun) and not sequence.generation.no_reuse:
+            ids = sequence.identities(sequence.kv_tokens)
+            for block, identity in zip(moved.blocks, ids[moved.first_block :], strict=False):
+                self._core.allocator.publish(block, identity)
+        self._batch = None
+        self._switches.append((answer, began_s))
 
     def _plan(self) -> Plan:
         needy = frozenset(
             key for key, sequence in self._sequences.items() if sequence.tokens and sequence.full
+        )
+        away = frozenset(
+            key for key in needy if self._sequences[key].next_block() in (Next.AWAY, Next.NEW_HOLDER)
         )
         free = self._core.allocator.free
         short = len(needy) > free and not self._may_borrow
@@ -238,6 +318,7 @@ class DecodeEngine:
             free_blocks=free,
             freed_by=self._freed_by() if short else {},
             may_borrow=self._may_borrow,
+            away=away,
             may_preempt=time.monotonic() - self._preempted_s > SETTLE_S,
         )
 
@@ -254,6 +335,7 @@ class DecodeEngine:
             except CapacityExhausted:  # a new sequence was quicker: the next iteration decides anew
                 continue
             sequence.append_run(LocalRun(first_block=sequence.blocks, blocks=blocks))
+            sequence.refused = False
             self._batch = None
 
     def _preempt(self, key: int) -> None:
@@ -279,7 +361,7 @@ class DecodeEngine:
         return self._batch
 
     def _iterate(self, batch: Batch) -> None:
-        iteration = Iteration(self._core, self._remote, batch, self._attend_deadline_s)
+        iteration = Iteration(self._core, self._remote, batch, self._attend_deadline_s, self._rates)
         try:
             tokens = iteration.run()
         except Exception:

@@ -7,7 +7,7 @@ import time
 
 from torch import Tensor
 
-from kvcommons.attention.partial import BatchPlan
+from kvcommons.attention.partial import BatchPlan, Partial
 from kvcommons.engine.core import Core
 from kvcommons.errors import KVCommonsError
 from kvcommons.model.sampling import sample
@@ -15,13 +15,18 @@ from kvcommons.model.slices import State
 from kvcommons.pb import common_pb2 as pb
 from kvcommons.transport.deadline import Deadline
 from services.decode.batch import Batch, Queries
+from services.decode.placement.auto import Rates
 from services.decode.remote import RemoteAttention, RemoteStep
+
+_READ_BYTES = 1 << 20
 
 
 class Iteration:
     """Use once. Rows in `lost` have no valid token: their sequences' KV is not there any more."""
 
-    def __init__(self, core: Core, remote: RemoteAttention, batch: Batch, attend_deadline_s: float) -> None:
+    def __init__(
+        self, core: Core, remote: RemoteAttention, batch: Batch, attend_deadline_s: float, rates: Rates
+    ) -> None:
         self._core = core
         self._remote = remote
         self._batch = batch
@@ -31,6 +36,8 @@ class Iteration:
         self._slots = batch.slots()
         self._all_append = len(batch.append_rows) == len(batch.sequences)
         self._head_rotation = core.model.rotation(batch.positions) if batch.has_heads else None
+        self._rates = rates
+        self._attending_s = 0.0  # of attention here
         self.seconds = 0.0
 
     @property
@@ -48,12 +55,13 @@ class Iteration:
         rows = range(len(batch.sequences))
         logits = model.end(state, self._attend(last, state), list(rows))
         tokens = sample(logits, [sequence.sampling_row() for sequence in batch.sequences])
+        self._observe()
         self.seconds = time.monotonic() - started
         return tokens
 
     def _attend(self, layer: int, state: State) -> Tensor:
         """[B, H, D] float32: other holders are asked first, and answer while the local part is computed."""
-        batch, memory, model = self._batch, self._core.memory, self._core.model
+        batch, model = self._batch, self._core.model
         step = self._remote_step
         queries = Queries(plain=state.q)
         if self._head_rotation is not None:
@@ -61,7 +69,7 @@ class Iteration:
         if not batch.shares:
             self._write(layer, state)
             if batch.plain:
-                return self._plan(model.window(layer)).attend(state.q, memory.layer(layer), model.scale).out
+                return self._attend_here(layer, state.q).out
             asked = []
         else:
             step.deadline = Deadline.after(self._attend_deadline_s)
@@ -70,10 +78,26 @@ class Iteration:
         contributions = []
         if len(batch.part_rows):
             q = queries.of(batch.part_rows, batch.part_heads)
-            partial = self._plan(model.window(layer)).attend(q, memory.layer(layer), model.scale)
-            contributions.append((batch.part_groups, partial))
+            contributions.append((batch.part_groups, self._attend_here(layer, q)))
         contributions += self._remote.collect(step, layer, asked, queries, state.k, state.v)
         return batch.gather(contributions, state.q).out
+
+    def _attend_here(self, layer: int, q: Tensor) -> Partial:
+        """q [parts, H, D]."""
+        core, began_s = self._core, time.monotonic()
+        plan = self._plan(core.model.window(layer))
+        partial = plan.attend(q, core.memory.layer(layer), core.model.scale)
+        self._attending_s += time.monotonic() - began_s
+        return partial
+
+    def _observe(self) -> None:
+        """What a small read takes says little of how quick reading is."""
+        layout = self._core.layout
+        read_bytes = (
+            int(self._batch.lengths.sum()) * layout.layers * layout.object_bytes // layout.block_tokens
+        )
+        if read_bytes >= _READ_BYTES:
+            self._rates.attended_here(read_bytes, self._attending_s)
 
     def _write(self, layer: int, state: State) -> None:
         """K and V of rows whose tail lies here."""

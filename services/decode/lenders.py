@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,8 +24,9 @@ from services.decode.sequence import RemoteRun
 log = logging.getLogger(__name__)
 
 CALL_S = 1.0  # one question to a ledger or holder
-ROUNDS = 2  # times the ledger is asked for candidates
-PAUSE_S = 0.25  # before a growing sequence asks again: heartbeats may tell of other room
+TRIM_S = 5.0  # a creditor waits as long for what reads the blocks
+ROUNDS = 2  # times that the ledger is asked for candidates in vain
+PAUSE_S = 0.25  # before a sequence asks again: heartbeats may tell of other room
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,20 +99,43 @@ class Lenders:
             owed[names[holder]] = owed.get(names[holder], 0) + blocks
         return owed
 
-    async def borrow(self, key: int, name: str, *, blocks: int, first_block: int) -> list[RemoteRun]:
-        """Runs that together hold `blocks`, in order, from `first_block` of sequence `key` on. Raises
-        CapacityExhausted, and keeps nothing then."""
+    async def borrow(
+        self,
+        key: int,
+        name: str,
+        *,
+        blocks: int,
+        first_block: int,
+        avoid: Collection[RemoteHolder] = (),
+        balance: bool = False,
+    ) -> list[RemoteRun]:
+        """Runs that together hold `blocks`, in order, from `first_block` of sequence `key` on: on holders to
+        `avoid` only where there are no others, and with `balance` best on one, the one where this instance
+        has least. Raises CapacityExhausted, and keeps nothing then."""
         runs: list[RemoteRun] = []
         left = blocks
+        taken: dict[str, int] = {}  # blocks by creditor, of which the ledger has not heard yet
+        fruitless = 0
         try:
-            for asked_before in range(ROUNDS):
-                for instance in await self._candidates(left):
+            while fruitless < ROUNDS:
+                if fruitless:
+                    await asyncio.sleep(PAUSE_S)
+                fruitless += 1
+                for instance in self._ranked(await self._candidates(left), left, avoid, balance):
+                    lendable = instance.load.lendable_blocks
+                    if 0 < lendable <= taken.get(instance.id, 0):
+                        # It lent all that it had, to this sequence: others' turn, until it says otherwise.
+                        await self._report(instance.id, CapacityExhausted("it has lent all that it had"))
+                        taken[instance.id], fruitless = 0, 0
+                        continue
                     # What the ledger knows is a heartbeat old: blocks may have come free since.
-                    want = left if asked_before else min(left, max(instance.load.lendable_blocks, 1))
+                    want = left if fruitless > 1 else min(left, max(lendable, 1))
                     run = await self._reserve(key, name, instance, want, first_block + blocks - left)
                     if run is not None:
                         runs.append(run)
                         left -= run.count
+                        taken[instance.id] = taken.get(instance.id, 0) + run.count
+                        fruitless = 0
                     if not left:
                         return runs
         except BaseException:
@@ -125,18 +149,33 @@ class Lenders:
         )
 
     async def extend(
-        self, key: int, name: str, *, tail: RemoteRun | None, blocks: int, first_block: int
+        self,
+        key: int,
+        name: str,
+        *,
+        tail: RemoteRun | None,
+        blocks: int,
+        first_block: int,
+        avoid: Collection[RemoteHolder] = (),
     ) -> RemoteRun:
-        """One run of at most `blocks` more, where the sequence's tail is if it has room there. Raises
-        CapacityExhausted."""
+        """One run of at most `blocks` more, where the sequence's `tail` is if it has room there; on a holder
+        to `avoid` only where there is no other. Raises CapacityExhausted."""
         if tail is not None:
             for want in dict.fromkeys((blocks, 1)):
                 if await self._grow(tail, want):
-                    return RemoteRun(first_block=first_block, count=want, holder=tail.holder, ref=tail.ref)
+                    # The sequence may give the tail's leading blocks away meanwhile: the new ones keep
+                    # their place in the segment.
+                    return RemoteRun(
+                        first_block=first_block,
+                        count=want,
+                        holder=tail.holder,
+                        ref=tail.ref,
+                        segment_block=tail.segment_block + first_block - tail.first_block,
+                    )
         for asked_before in range(ROUNDS):
             if asked_before:
                 await asyncio.sleep(PAUSE_S)
-            for instance in await self._candidates(blocks):
+            for instance in self._ranked(await self._candidates(blocks), blocks, avoid, False):
                 want = min(blocks, max(instance.load.lendable_blocks, 1))
                 run = await self._reserve(key, name, instance, want, first_block)
                 if run is not None:
@@ -151,6 +190,41 @@ class Lenders:
                 by_holder.setdefault(run.holder, []).append(run.ref)
         for holder, refs in by_holder.items():
             self._spawn(self._release(holder, refs))
+
+    def creditor(self, instance_id: str) -> RemoteHolder | None:
+        """By its id; None where nothing was ever borrowed from it."""
+        found = (one.holder for one in self._creditors.values() if one.instance_id == instance_id)
+        return next(found, None)
+
+    async def elsewhere(
+        self, key: int, name: str, *, blocks: int, first_block: int, but: RemoteHolder
+    ) -> RemoteRun | None:
+        """One run of `blocks` on another holder than `but`; None where none has so much."""
+        for instance in await self._candidates(blocks):
+            if self._holder(instance) is but or instance.load.lendable_blocks < blocks:
+                continue
+            run = await self._reserve(key, name, instance, blocks, first_block)
+            if run is not None:
+                if run.count == blocks:
+                    return run
+                self.give_back([run])
+        return None
+
+    async def trim(
+        self, run_holder: RemoteHolder, ref: SegmentRef, blocks: int, settlement: str = ""
+    ) -> None:
+        """`blocks` frozen ones have moved and nobody reads them here any more. Where the creditor does not
+        answer, they come free when the segment does."""
+        key, before = self._sequences.get((run_holder, ref), (0, 0))
+        if before > blocks:
+            self._sequences[run_holder, ref] = (key, before - blocks)
+        else:
+            self._sequences.pop((run_holder, ref), None)
+        try:
+            await run_holder.trim(ref, settlement=settlement, timeout_s=TRIM_S)
+        finally:
+            if before == blocks:
+                await self._release(run_holder, [ref])
 
     def save(self, run: RemoteRun, block: BlockSave) -> None:
         """Has the holder write a full block to a kvstore, in the background. The run may be given back at
@@ -175,6 +249,22 @@ class Lenders:
                 continue
             return list(reply.creditors)
         return []
+
+    def _ranked(
+        self,
+        instances: list[ledger_pb2.Instance],
+        blocks: int,
+        avoid: Collection[RemoteHolder],
+        balance: bool,
+    ) -> list[ledger_pb2.Instance]:
+        """In the ledger's order but for what the sequence's policy wants."""
+        owed = self.debts() if balance else {}
+
+        def rank(instance: ledger_pb2.Instance) -> tuple[bool, bool, int]:
+            partly = balance and instance.load.lendable_blocks < blocks
+            return self._holder(instance) in avoid, partly, owed.get(instance.id, 0)
+
+        return sorted(instances, key=rank)
 
     async def _reserve(
         self, key: int, name: str, instance: ledger_pb2.Instance, blocks: int, first_block: int

@@ -8,6 +8,7 @@ from kvcommons.telemetry.metrics import TOKEN_BUCKETS
 from services.decode.engine import Step
 
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+PAUSE_BUCKETS = (0.00001, 0.00003, 0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1)
 
 
 class DecodeMetrics:
@@ -30,6 +31,15 @@ class DecodeMetrics:
             ["outcome"], registry=registry,
         )  # fmt: skip
 
+        self._moved = Counter(
+            "kvcommons_moved_blocks_total", "Blocks of running sequences that changed holders.",
+            ["to"], registry=registry,
+        )  # fmt: skip
+        self._pauses = Histogram(
+            "kvcommons_move_pause_seconds", "What an iteration waited for a move's switch.",
+            registry=registry, buckets=PAUSE_BUCKETS,
+        )  # fmt: skip
+
     def iteration(self, batch: int, seconds: float) -> None:
         self._seconds.observe(seconds)
         self._batch.observe(batch)
@@ -37,3 +47,8 @@ class DecodeMetrics:
 
     def ended(self, step: Step) -> None:
         self._ended.labels(step.error.code if step.error is not None else step.reason).inc()
+
+    def moved(self, blocks: int, paused_s: float, *, home: bool) -> None:
+        """Blocks of a sequence, which waited so long for its switch."""
+        self._moved.labels("home" if home else "holder").inc(blocks)
+        self._pauses.observe(paused_s)

@@ -70,15 +70,17 @@ class BatchScheduler:
         free_blocks: int,
         freed_by: Mapping[int, int],
         may_borrow: bool,
+        away: frozenset[int] = frozenset(),
         may_preempt: bool = True,
     ) -> Plan:
         """The next iteration.
 
-        `needy` are the sequences whose last block is full and local, `free_blocks` what can be allocated
-        here, `freed_by` how many blocks would come free if a sequence ended. Oldest first: each needy one
-        takes a free block; when none is left it borrows, if the policy allows (`may_borrow`); else the
-        youngest sequence that holds blocks gives way, which may be the needy one itself. Not `may_preempt`:
-        blocks of the last one that gave way are still coming free, and the needy sit out meanwhile.
+        `needy` are the sequences whose blocks are all full, those `away` of them get their next one
+        elsewhere whatever is free here; `free_blocks` is what can be allocated here, `freed_by` how many
+        blocks would come free if a sequence ended. Oldest first: each needy one takes a free block; when none
+        is left it borrows, if the policy allows (`may_borrow`); else the youngest sequence that holds blocks
+        gives way, which may be the needy one itself. Not `may_preempt`: blocks of the last one that gave way
+        are still coming free, and the needy sit out meanwhile.
         """
         started = sorted(key for key, state in self._states.items() if state is _State.STARTED)
         batch, grow, borrow = [], [], []
@@ -93,7 +95,7 @@ class BatchScheduler:
                     free_blocks += freed_by.get(victim, 0)
                 if key in preempt or (free_blocks < 1 and not may_borrow):
                     continue
-                if free_blocks < 1:
+                if free_blocks < 1 or key in away:
                     borrow.append(key)
                     self._states[key] = _State.BORROWING
                     continue

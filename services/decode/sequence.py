@@ -14,6 +14,8 @@ from kvcommons.holder.client import RemoteHolder
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.model.sampling import SamplingParams, SamplingRow
 from kvcommons.rblock.identity import IdentityChain
+from services.decode.placement.base import Next, Placement
+from services.decode.placement.fixed import Overflow
 
 P = ParamSpec("P")
 
@@ -33,12 +35,14 @@ class LocalRun:
 
 @dataclass(slots=True, kw_only=True)
 class RemoteRun:
-    """Blocks `first_block` … of the sequence, borrowed: `ref` names the segment at its `holder`."""
+    """Blocks `first_block` … of the sequence, borrowed: `ref` names the segment at its `holder`, in which
+    they begin at block `segment_block`."""
 
     first_block: int
     count: int
     holder: RemoteHolder
     ref: SegmentRef
+    segment_block: int = 0
 
 
 Run = LocalRun | RemoteRun
@@ -81,6 +85,8 @@ class Sequence:
     runs: list[Run] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     generated: dict[int, int] = field(default_factory=dict)  # token to count, for penalties
+    placement: Placement = field(default_factory=Overflow)
+    refused: bool = False  # nobody lent it its next block: it takes one here, if it can
     settled_blocks: int = 0  # leading full blocks that were published, and saved or known to be saved
     saved_blocks: int = 0
     ended: bool = False
@@ -111,6 +117,15 @@ class Sequence:
     def tail(self) -> Run:
         return self.runs[-1]
 
+    def next_block(self) -> Next:
+        """Where its next block goes."""
+        if self.refused:
+            return Next.HERE_FIRST
+        tail = self.tail
+        return self.placement.next_block(
+            blocks=self.blocks, tail_blocks=tail.count, tail_away=isinstance(tail, RemoteRun)
+        )
+
     def local_blocks(self) -> list[int]:
         return [block for run in self.runs if isinstance(run, LocalRun) for block in run.blocks]
 
@@ -129,10 +144,43 @@ class Sequence:
         last = self.runs[-1] if self.runs and run.first_block != self.head_blocks else None
         if isinstance(run, LocalRun) and isinstance(last, LocalRun):
             last.blocks.extend(run.blocks)
-        elif isinstance(run, RemoteRun) and isinstance(last, RemoteRun) and run.ref == last.ref:
+        elif (
+            isinstance(run, RemoteRun)
+            and isinstance(last, RemoteRun)
+            and run.holder is last.holder
+            and run.ref == last.ref
+            and run.segment_block == last.segment_block + last.count
+        ):
             last.count += run.count
         else:
             self.runs.append(run)
+
+    def movable(self, run: RemoteRun) -> int:
+        """Leading blocks of a run that are sealed: full, their tokens' KV complete. The run that takes
+        tokens keeps a block, to grow from."""
+        if not self.tokens:
+            return 0  # prefill still writes to it
+        full = min(self.kv_tokens // self.block_tokens - run.first_block, run.count)
+        return max(0, min(full, run.count - 1) if run is self.tail else full)
+
+    def move(self, run: RemoteRun, moved: Run, ref: SegmentRef) -> bool:
+        """The leading blocks of `run` lie in `moved` now; what is left of it is reached by `ref`. False
+        where they do not lie there any more."""
+        place = next((i for i, one in enumerate(self.runs) if one is run), None)
+        if place is None or moved.first_block != run.first_block or moved.count > self.movable(run):
+            return False
+        left: list[Run] = []
+        if moved.count < run.count:
+            run.first_block += moved.count
+            run.segment_block += moved.count
+            run.count -= moved.count
+            run.ref = ref
+            left = [run]
+        after = self.runs[place + 1 :]
+        self.runs = self.runs[:place]
+        for one in [moved, *left, *after]:
+            self.append_run(one)
+        return True
 
     def start(self, first: int) -> str | None:
         """The prompt's KV is complete and `first` follows it; the reason where the sequence ends with

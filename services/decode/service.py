@@ -11,6 +11,7 @@ from kvcommons.blockstore.saver import BlockSaver
 from kvcommons.engine.core import Core, load_core
 from kvcommons.engine.history import Condemner, Histories
 from kvcommons.engine.keeper import BlockKeeper
+from kvcommons.holder.budget import AttentionBudget
 from kvcommons.holder.data import HolderData
 from kvcommons.holder.holder import HeldModel, Holder
 from kvcommons.holder.server import HolderService
@@ -29,8 +30,12 @@ from services.decode.engine import DecodeEngine
 from services.decode.lenders import Debtor, Lenders
 from services.decode.lending import Lending
 from services.decode.metrics import DecodeMetrics
-from services.decode.placement import check_policy
+from services.decode.moving import Homecoming, Mover
+from services.decode.placement import check_policy, placement_of
+from services.decode.placement.auto import Costs, Rates
 from services.decode.server import DecodeService
+from services.decode.settling import Debtor as DebtorService
+from services.decode.settling import Settling
 
 STOP_S = 1.0  # for threads to end, once nothing is under way
 
@@ -60,13 +65,21 @@ class DecodeParts:
             lend_blocks_max=int(core.allocator.total * config.lend_share),
         )
         self.holder_service = HolderService(self.holder, self.loader, self.saver, self.condemner)
+        budget = AttentionBudget(config.tbt_objective_s)
+        rates = Rates()
+        costs = Costs(rates=rates, layers=core.layout.layers, block_bytes=core.layout.block_bytes)
+        placement = placement_of(
+            config.placement, costs=costs, holder_blocks=max(config.holder_tokens // core.block_tokens, 1)
+        )
         self.crossing = Crossing(borrow_blocks=config.borrow_blocks)
         metrics = DecodeMetrics(registry)
         self.engine = DecodeEngine(
             core,
             max_batch=config.max_batch,
-            may_borrow=config.placement == "overflow",
+            may_borrow=config.placement != "local",
             attend_deadline_s=config.attend_deadline_s,
+            rates=rates,
+            budget=budget,
             keeper=self.keeper,
             surroundings=self.crossing,
             metrics=metrics,
@@ -83,9 +96,17 @@ class DecodeParts:
             lost=self.engine.fail,
             observer=asking,
         )
+        self.mover = Mover(core, self.engine, self.lenders, metrics, rates)
+        self.homecoming = Homecoming(core, self.mover, costs) if placement.comes_home() else None
+        self.settling = Settling(self.holder, self.mover, self.lenders)
         self.data = DataServer(
             config.data_plane.data_listen,
-            HolderData(self.holder, on_start_sequence=self._started, tracer=process.telemetry.tracer),
+            HolderData(
+                self.holder,
+                on_start_sequence=self._started,
+                budget=budget,
+                tracer=process.telemetry.tracer,
+            ),
             name="decode",
             observer=DataMetrics(registry, "server"),
             ring_bytes=config.data_plane.data_ring_bytes,
@@ -93,7 +114,7 @@ class DecodeParts:
         self.data_address = config.data_plane.advertise_data or self.data.address
         self.arrivals = Arrivals(
             core,
-            policy=config.placement,
+            placement=placement,
             data_address=self.data_address,
             fetch_deadline_s=config.fetch_deadline_s,
             engine=self.engine,
@@ -115,9 +136,14 @@ class DecodeParts:
         self.engine.start()
         self.data.start()
         self.holder_service.start()
+        if self.homecoming is not None:
+            self.homecoming.start()
 
     async def close(self) -> None:
         """Saves that are pending get a moment to reach the store."""
+        if self.homecoming is not None:
+            await self.homecoming.close()
+        await self.settling.close()
         await asyncio.to_thread(self.engine.stop, STOP_S)
         await asyncio.to_thread(self.data.stop, STOP_S)
         await self.lenders.close()
@@ -155,6 +181,8 @@ async def serve(config: DecodeConfig, process: Process) -> None:
     server.add(decode_pb2_grpc.add_DecodeServicer_to_server, service)
     lending = Lending()
     server.add(holder_pb2_grpc.add_HolderServicer_to_server, lending)
+    debtor = DebtorService()
+    server.add(holder_pb2_grpc.add_DebtorServicer_to_server, debtor)
     await server.start()
     started_ms = int(time.time() * 1000)
     parts: DecodeParts | None = None
@@ -182,6 +210,7 @@ async def serve(config: DecodeConfig, process: Process) -> None:
         parts.start()
         service.open(core, parts.arrivals, parts.condemner)
         lending.open(parts.holder_service)
+        debtor.open(parts.settling)
         await server.set_ready(True)
         heartbeat.beat_now()
         await process.stop.wait()

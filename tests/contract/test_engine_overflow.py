@@ -162,9 +162,9 @@ async def _stored(store: object, model: bytes, ids: list[bytes]) -> None:
         raise DataLoss(f"{len(reply.tiers)} of {len(ids)} blocks are stored")
 
 
-async def test_policies_that_are_not_built_end_the_process_with_a_reason(engines: Stack) -> None:
+async def test_an_unknown_policy_ends_the_process_with_a_reason(engines: Stack) -> None:
     from kvcommons.config import DataPlane
-    from kvcommons.errors import UnsupportedParameter
+    from kvcommons.errors import InvalidInput
     from services.decode.config import DecodeConfig
     from services.decode.service import serve
 
@@ -173,8 +173,8 @@ async def test_policies_that_are_not_built_end_the_process_with_a_reason(engines
         data_plane=DataPlane(data_listen=engines.data("decode")),
         engine=settings(engines.folder),
         ledger=engines.ledger,
-        placement="offload",
+        placement="nearest",
     )
     engines.launch("decode", "decode", serve, config)
-    with pytest.raises(UnsupportedParameter, match="not built yet"):
+    with pytest.raises(InvalidInput, match="not one of local, overflow, offload, grow, auto"):
         await engines.tasks.pop("decode")

@@ -2,32 +2,128 @@ from __future__ import annotations
 
 import pytest
 
-from kvcommons.errors import CapacityExhausted, UnsupportedParameter
-from services.decode.placement import Layout, check_policy, place
+from kvcommons.errors import CapacityExhausted, InvalidInput
+from services.decode.placement import Layout, Next, Piece, Placement, Room, check_policy, placement_of
+from services.decode.placement.auto import Auto, Costs, Rates
+from services.decode.placement.fixed import Grow
+
+COSTS = Costs(rates=Rates(), layers=2, block_bytes=1 << 20)
 
 
-@pytest.mark.parametrize("policy", ["local", "overflow"])
-def test_what_fits_stays_here(policy: str) -> None:
-    assert place(policy=policy, blocks=8, free_blocks=8, sequences=3) == Layout(
-        remote_blocks=0, local_blocks=8
-    )
+def policy(name: str, *, holder_blocks: int = 4) -> Placement:
+    return placement_of(name, costs=COSTS, holder_blocks=holder_blocks)
+
+
+def room(free: int, sequences: int = 0) -> Room:
+    return Room(free_blocks=free, sequences=sequences)
+
+
+def pieces(layout: Layout) -> list[tuple[int, str]]:
+    return [(piece.blocks, "away" if piece.away else "here") for piece in layout.pieces]
+
+
+@pytest.mark.parametrize("name", ["local", "overflow"])
+def test_what_fits_stays_here(name: str) -> None:
+    placed = policy(name).arrive(blocks=8, found=0, room=room(8, 3))
+    assert placed == Layout(pieces=(Piece(blocks=8, away=False),))
 
 
 def test_local_refuses_what_does_not_fit() -> None:
     with pytest.raises(CapacityExhausted, match="needs 9 blocks and this decode instance has 8 free"):
-        place(policy="local", blocks=9, free_blocks=8, sequences=0)
+        policy("local").arrive(blocks=9, found=0, room=room(8))
+    assert policy("local").next_block(blocks=9, tail_blocks=9, tail_away=False) is Next.HERE
 
 
 def test_overflow_keeps_the_newest_blocks_and_leaves_the_others_a_block_each() -> None:
-    assert place(policy="overflow", blocks=20, free_blocks=8, sequences=3) == Layout(
-        remote_blocks=16, local_blocks=4
-    )
-    assert place(policy="overflow", blocks=20, free_blocks=2, sequences=5) == Layout(
-        remote_blocks=20, local_blocks=0
-    )
+    placed = policy("overflow").arrive(blocks=20, found=0, room=room(8, 3))
+    assert pieces(placed) == [(16, "away"), (4, "here")]
+    assert pieces(policy("overflow").arrive(blocks=20, found=0, room=room(2, 5))) == [(20, "away")]
+    assert policy("overflow").next_block(blocks=9, tail_blocks=9, tail_away=True) is Next.HERE_FIRST
 
 
-@pytest.mark.parametrize("policy", ["offload", "grow", "auto"])
-def test_policies_that_are_not_built_are_refused(policy: str) -> None:
-    with pytest.raises(UnsupportedParameter, match=policy):
-        check_policy(policy)
+def test_offload_puts_all_on_the_pool_and_goes_on_there() -> None:
+    placed = policy("offload").arrive(blocks=8, found=0, room=room(100))
+    assert (pieces(placed), placed.balance) == ([(8, "away")], True)
+    assert policy("offload").next_block(blocks=8, tail_blocks=8, tail_away=True) is Next.AWAY
+
+
+@pytest.mark.parametrize(
+    ("blocks", "found", "free", "expected"),
+    [
+        (3, 0, 100, [(3, "here")]),
+        (11, 0, 100, [(4, "here"), (4, "away"), (3, "away")]),
+        (11, 3, 100, [(1, "here"), (4, "away"), (4, "away"), (2, "away")]),
+        (5, 6, 100, [(4, "away"), (1, "away")]),  # found more than its share
+        (5, 0, 3, [(2, "here"), (3, "away")]),
+    ],
+)
+def test_grow_takes_a_holder_for_each_share(
+    blocks: int, found: int, free: int, expected: list[tuple[int, str]]
+) -> None:
+    placed = policy("grow").arrive(blocks=blocks, found=found, room=room(free))
+    assert (pieces(placed), placed.spread) == (expected, True)
+
+
+@pytest.mark.parametrize(
+    ("tail_blocks", "tail_away", "where"),
+    [
+        (3, False, Next.HERE_FIRST),
+        (3, True, Next.AWAY),
+        (4, True, Next.NEW_HOLDER),
+        (4, False, Next.NEW_HOLDER),
+    ],
+)
+def test_grow_goes_to_a_new_holder_when_the_last_has_its_share(
+    tail_blocks: int, tail_away: bool, where: Next
+) -> None:
+    assert policy("grow").next_block(blocks=20, tail_blocks=tail_blocks, tail_away=tail_away) is where
+
+
+def auto(**rates: float) -> Auto:
+    costs = Costs(rates=Rates(**rates), layers=10, block_bytes=1 << 20)
+    return Auto(costs, holder_blocks=256, holders_max=16)
+
+
+def test_auto_keeps_here_what_fits_where_rates_are_alike() -> None:
+    chosen = auto().of(blocks=200, found=0, room=room(1000))
+    assert chosen.name == "overflow"
+    assert pieces(chosen.arrive(blocks=200, found=0, room=room(1000))) == [(200, "here")]
+
+
+def test_auto_offloads_to_much_faster_memory_and_not_for_a_short_context() -> None:
+    fast = auto(there_bytes_s=100e9, wait_s=50e-6)
+    assert fast.of(blocks=200, found=0, room=room(1000)).name == "offload"
+    assert fast.of(blocks=2, found=0, room=room(1000)).name == "overflow"
+
+
+def test_auto_spreads_a_long_context_over_holders_that_compute_at_once() -> None:
+    chosen = auto().of(blocks=4096, found=0, room=room(256))
+    assert isinstance(chosen, Grow)
+
+
+def test_the_query_goes_to_the_kv_for_few_tokens_and_the_kv_comes_for_many() -> None:
+    """As in figures 11 and 12: moving KV costs more the longer the context is, a query does not."""
+    slow = Costs(rates=Rates(wait_s=1e-3), layers=10, block_bytes=1 << 20)
+    assert not slow.pays_to_fetch(blocks=1000, tokens_left=10)
+    assert slow.pays_to_fetch(blocks=1000, tokens_left=1000)
+    assert slow.pays_to_fetch(blocks=1, tokens_left=10)
+    assert slow.fetch_s(200) == pytest.approx(2 * slow.fetch_s(100))
+
+
+def test_rates_follow_what_is_measured() -> None:
+    rates = Rates()
+    for _ in range(100):
+        rates.attended_here(8 << 20, 1e-3)
+        rates.attended_there(1 << 10, 500e-6)
+        rates.copied(1 << 20, 1e-3)
+    assert rates.here_bytes_s == pytest.approx(8 * 2**20 * 1e3, rel=0.01)
+    assert rates.wait_s == pytest.approx(500e-6, rel=0.01)
+    assert rates.network_bytes_s == pytest.approx(2**20 * 1e3, rel=0.01)
+    for _ in range(100):
+        rates.attended_there(64 << 20, 500e-6 + 4e-3)
+    assert rates.there_bytes_s == pytest.approx(64 * 2**20 / 4e-3, rel=0.05)
+
+
+def test_an_unknown_policy_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="not one of local, overflow, offload, grow, auto"):
+        check_policy("nearest")

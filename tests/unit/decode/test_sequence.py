@@ -38,8 +38,14 @@ def make(
     )
 
 
-def remote(first: int, count: int, handle: int = 5) -> RemoteRun:
-    return RemoteRun(first_block=first, count=count, holder=HOLDER, ref=SegmentRef(handle=handle, epoch=1))
+def remote(first: int, count: int, handle: int = 5, segment_block: int = 0) -> RemoteRun:
+    return RemoteRun(
+        first_block=first,
+        count=count,
+        holder=HOLDER,
+        ref=SegmentRef(handle=handle, epoch=1),
+        segment_block=segment_block,
+    )
 
 
 def test_runs_join_where_they_can() -> None:
@@ -47,7 +53,7 @@ def test_runs_join_where_they_can() -> None:
     sequence.append_run(LocalRun(first_block=0, blocks=[7]))
     sequence.append_run(LocalRun(first_block=1, blocks=[3, 4]))
     sequence.append_run(remote(3, 2))
-    sequence.append_run(remote(5, 1))
+    sequence.append_run(remote(5, 1, segment_block=2))
     sequence.append_run(remote(6, 1, handle=6))
     sequence.append_run(LocalRun(first_block=7, blocks=[9]))
     assert [(run.first_block, run.count) for run in sequence.runs] == [(0, 3), (3, 3), (6, 1), (7, 1)]
@@ -125,3 +131,56 @@ def test_each_full_block_is_settled_once_with_the_identity_of_its_tokens() -> No
     assert list(sequence.identities(8)) == expected
     sequence.append(51)
     assert list(sequence.identities(9)) == expected
+
+
+def places(sequence: Sequence) -> list[tuple[str, int, int]]:
+    return [
+        ("here" if isinstance(run, LocalRun) else "away", run.first_block, run.count) for run in sequence.runs
+    ]
+
+
+def started(tokens: int) -> Sequence:
+    """Two blocks here, four away, and the tail away on another segment; so many tokens have KV."""
+    sequence = make(tokens)
+    sequence.append_run(LocalRun(first_block=0, blocks=[0, 1]))
+    sequence.append_run(remote(2, 4))
+    sequence.append_run(remote(6, 3, handle=6))
+    sequence.start(1)
+    return sequence
+
+
+def test_the_front_of_a_run_moves_and_the_rest_keeps_its_place_in_the_segment() -> None:
+    sequence = started(8 * BLOCK + 1)
+    run = sequence.remote_runs()[0]
+    new = SegmentRef(handle=5, epoch=1, generation=1)
+    assert sequence.movable(run) == 4
+    assert sequence.move(run, LocalRun(first_block=2, blocks=[7, 8]), new)
+    assert places(sequence) == [("here", 0, 4), ("away", 4, 2), ("away", 6, 3)]
+    assert sequence.local_blocks() == [0, 1, 7, 8]
+    assert (run.segment_block, run.ref.generation) == (2, 1)
+    # What was agreed before that move is not carried out.
+    assert not sequence.move(run, LocalRun(first_block=2, blocks=[9]), new)
+    assert sequence.move(run, remote(4, 2, handle=9), new)
+    assert places(sequence) == [("here", 0, 4), ("away", 4, 2), ("away", 6, 3)]
+    assert not sequence.move(run, LocalRun(first_block=4, blocks=[9]), new)
+
+
+def test_only_full_blocks_move_and_the_tail_keeps_one() -> None:
+    sequence = started(8 * BLOCK + 1)
+    head, tail = sequence.remote_runs()
+    assert (sequence.movable(head), sequence.movable(tail)) == (4, 2)
+    assert not sequence.move(tail, LocalRun(first_block=6, blocks=[3, 4, 5]), tail.ref)
+    early = started(4 * BLOCK + 3)
+    assert [early.movable(run) for run in early.remote_runs()] == [2, 0]
+    waiting = make(4 * BLOCK)
+    waiting.append_run(remote(0, 5))
+    assert waiting.movable(waiting.remote_runs()[0]) == 0
+
+
+def test_a_segment_that_grows_while_it_moves_goes_on_where_it_was() -> None:
+    sequence = started(9 * BLOCK)
+    tail = sequence.remote_runs()[1]
+    assert sequence.move(tail, LocalRun(first_block=6, blocks=[3]), tail.ref)
+    sequence.append_run(remote(9, 2, handle=6, segment_block=3))
+    assert places(sequence) == [("here", 0, 2), ("away", 2, 4), ("here", 6, 1), ("away", 7, 4)]
+    assert (tail.count, tail.segment_block) == (4, 1)

@@ -1,0 +1,252 @@
+"""KV that moves while its sequence decodes: frozen where it lies, copied, switched to at an iteration's
+border, and only then given back (architecture: a swap's four steps).
+
+The sequence waits for the switch alone, which is a change of its block table.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from kvcommons.engine.core import Core
+from kvcommons.errors import CapacityExhausted, KVCommonsError
+from kvcommons.holder.client import RemoteHolder
+from kvcommons.holder.copying import copy_blocks
+from kvcommons.holder.segments import SegmentRef
+from kvcommons.transport.deadline import Deadline
+from services.decode.engine import DecodeEngine, Movable
+from services.decode.lenders import Lenders
+from services.decode.metrics import DecodeMetrics
+from services.decode.placement.auto import Costs, Rates
+from services.decode.sequence import LocalRun, Run
+
+log = logging.getLogger(__name__)
+
+CALL_S = 1.0  # one question to a holder
+COPY_S = 20.0  # all layers of one move
+HOMECOMING_S = 1.0  # between looks for room here
+HOMECOMING_BLOCKS = 16  # at once: what moves is in the way of partials
+SPARE_SHARE = 0.25  # of all blocks, kept free for sequences that arrive and grow
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Move:
+    """The leading `blocks` of a borrowed run, on their way."""
+
+    of: Movable
+    blocks: int
+    frozen: SegmentRef
+    switched: bool = False
+
+    @property
+    def holder(self) -> RemoteHolder:
+        return self.of.run.holder
+
+
+class Mover:
+    """Belongs to the event loop. A run has one move at a time."""
+
+    def __init__(
+        self, core: Core, engine: DecodeEngine, lenders: Lenders, metrics: DecodeMetrics, rates: Rates
+    ) -> None:
+        """`rates` is told what was measured."""
+        self._rates = rates
+        self._core = core
+        self._engine = engine
+        self._lenders = lenders
+        self._metrics = metrics
+        self._moving: set[tuple[RemoteHolder, SegmentRef]] = set()
+
+    async def movable(self, holder: RemoteHolder | None = None) -> list[Movable]:
+        """What could be moved now, of one holder's or of all, oldest sequence first."""
+        found = await asyncio.wrap_future(self._engine.survey(holder))
+        return [one for one in found if (one.run.holder, one.run.ref) not in self._moving]
+
+    async def freeze(self, one: Movable, blocks: int) -> Move | None:
+        """Begins a move; None where its sequence has ended, or moves already. `thaw` or `release` ends it.
+        Raises Unavailable, DeadlineExceeded."""
+        run = one.run
+        place = (run.holder, run.ref)
+        if place in self._moving or run.first_block != one.first_block:
+            return None
+        self._moving.add(place)
+        try:
+            frozen = await run.holder.freeze(run.ref, blocks, timeout_s=CALL_S)
+        except BaseException as error:
+            self._moving.discard(place)
+            if isinstance(error, KVCommonsError) and run.ref not in run.holder.borrowed:
+                return None
+            raise
+        return Move(of=one, blocks=blocks, frozen=frozen)
+
+    async def copy_home(self, move: Move, blocks: list[int]) -> bool:
+        """All layers into these physical blocks, which nobody else writes to; False where the sequence has
+        ended meanwhile. Raises what the holder raises."""
+        run, began_s = move.of.run, time.monotonic()
+        try:
+            await asyncio.to_thread(
+                copy_blocks,
+                run.holder,
+                move.frozen,
+                run.segment_block,
+                self._core.memory,
+                blocks,
+                Deadline.after(COPY_S),
+            )
+        except KVCommonsError:
+            if run.ref in run.holder.borrowed:
+                raise
+            return False
+        self._rates.copied(len(blocks) * self._core.layout.block_bytes, time.monotonic() - began_s)
+        return True
+
+    async def switch(self, move: Move, moved: Run) -> float | None:
+        """The sequence uses the copies from its next iteration on: the seconds that it waited for that. None
+        where it has ended; `moved` is still the caller's then."""
+        paused_s = await asyncio.wrap_future(self._engine.switch(move.of, moved, move.frozen))
+        if paused_s is not None:
+            move.switched = True
+            self._metrics.moved(move.blocks, paused_s, home=isinstance(moved, LocalRun))
+        return paused_s
+
+    async def release(self, move: Move, settlement: str = "") -> None:
+        """Gives the blocks back that were switched from. What the creditor does not answer, its lease
+        ends."""
+        try:
+            await self._lenders.trim(move.holder, move.frozen, move.blocks, settlement)
+        except KVCommonsError as error:
+            log.info("moved blocks come free with their segment: %s", error.message)
+        finally:
+            self._moving.discard((move.holder, move.frozen))
+
+    async def thaw(self, move: Move) -> None:
+        """Instead of a switch: all is as it was."""
+        try:
+            await move.holder.thaw(move.frozen, timeout_s=CALL_S)
+        except KVCommonsError as error:
+            log.info("a freeze was not taken back: %s", error.message)
+        finally:
+            self._moving.discard((move.holder, move.frozen))
+
+    async def bring_home(
+        self,
+        blocks: int,
+        *,
+        holder: RemoteHolder | None = None,
+        spare: int = 0,
+        pays: Callable[[int, int], bool] = lambda blocks, tokens_left: True,
+    ) -> int:
+        """Up to `blocks` come home, as long as more than `spare` are free here; how many did. `pays`: whether
+        so many are worth it for a sequence with so many tokens left. Raises what a holder raises."""
+        home = 0
+        for one in await self.movable(holder):
+            count = min(one.blocks, blocks - home, self._core.allocator.free - spare)
+            if count < 1:
+                break
+            if pays(count, one.tokens_left):
+                home += await self._bring_home(one, count)
+        return home
+
+    async def send_away(self, blocks: int, holder: RemoteHolder) -> int:
+        """Up to `blocks` go from this holder to others; how many did."""
+        away = 0
+        for one in await self.movable(holder):
+            count = min(one.blocks, blocks - away)
+            if count < 1:
+                break
+            away += await self._send_away(one, count)
+        return away
+
+    async def _bring_home(self, one: Movable, count: int) -> int:
+        allocator = self._core.allocator
+        move = await self.freeze(one, count)
+        if move is None:
+            return 0
+        blocks: list[int] = []
+        try:
+            blocks = allocator.allocate(count)
+            moved = LocalRun(first_block=one.run.first_block, blocks=list(blocks))
+            if await self.copy_home(move, blocks):
+                await self.switch(move, moved)
+        except CapacityExhausted:
+            pass  # a new sequence was quicker
+        finally:
+            # Once switched, the blocks are the sequence's.
+            if not move.switched:
+                allocator.release(blocks)
+                await self.thaw(move)
+        if move.switched:
+            await self.release(move)
+        return count if move.switched else 0
+
+    async def _send_away(self, one: Movable, count: int) -> int:
+        run = one.run
+        target = await self._lenders.elsewhere(
+            one.key, one.request_id, blocks=count, first_block=run.first_block, but=run.holder
+        )
+        if target is None:
+            return 0
+        move = None
+        try:
+            move = await self.freeze(one, count)
+            if move is not None:
+                await target.holder.copy_in(
+                    target.ref,
+                    run.holder.data_address,
+                    move.frozen,
+                    first_block=0,
+                    source_block=run.segment_block,
+                    blocks=count,
+                    timeout_s=COPY_S,
+                )
+                await self.switch(move, target)
+        finally:
+            if move is None or not move.switched:
+                self._lenders.give_back([target])
+                if move is not None:
+                    await self.thaw(move)
+        if move is None or not move.switched:
+            return 0
+        await self.release(move)
+        return count
+
+
+class Homecoming:
+    """Brings blocks home while there is room for them: what was borrowed in need is a round trip a layer
+    without it. Some room stays for sequences that arrive."""
+
+    def __init__(self, core: Core, mover: Mover, costs: Costs) -> None:
+        self._core = core
+        self._mover = mover
+        self._costs = costs
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._run(), name="homecoming")
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    async def _run(self) -> None:
+        allocator = self._core.allocator
+        spare = max(2, int(allocator.total * SPARE_SHARE))
+        while True:
+            await asyncio.sleep(HOMECOMING_S)
+            room = allocator.free - spare
+            if room < 1:
+                continue
+            try:
+                await self._mover.bring_home(min(room, HOMECOMING_BLOCKS), spare=spare, pays=self._pays)
+            except KVCommonsError as error:
+                log.info("blocks did not come home: %s", error.message)
+
+    def _pays(self, blocks: int, tokens_left: int) -> bool:
+        return self._costs.pays_to_fetch(blocks=blocks, tokens_left=tokens_left)

@@ -1,0 +1,97 @@
+"""The policies that place all sequences alike."""
+
+from __future__ import annotations
+
+from typing import Self
+
+from services.decode.placement.base import Layout, Next, Piece, Room, layout, no_room
+
+
+class _Fixed:
+    """The same for all sequences."""
+
+    def of(self, *, blocks: int, found: int, room: Room) -> Self:
+        return self
+
+
+class Local(_Fixed):
+    """All here, or not at all."""
+
+    name = "local"
+
+    def arrive(self, *, blocks: int, found: int, room: Room) -> Layout:
+        if blocks > room.free_blocks:
+            raise no_room(blocks, room.free_blocks)
+        return layout(Piece(blocks=blocks, away=False))
+
+    def next_block(self, *, blocks: int, tail_blocks: int, tail_away: bool) -> Next:
+        return Next.HERE
+
+    def comes_home(self) -> bool:
+        return False
+
+
+class Overflow(_Fixed):
+    """What does not fit here is borrowed (Infinite-LLM, section 4.4). Older blocks are the ones that go: the
+    newest stay, so that tokens are appended here for as long as there is room. Each other sequence is left a
+    block, so that a long prompt does not push it out."""
+
+    name = "overflow"
+
+    def arrive(self, *, blocks: int, found: int, room: Room) -> Layout:
+        if blocks <= room.free_blocks:
+            return layout(Piece(blocks=blocks, away=False))
+        here = room.beside_others()
+        return layout(Piece(blocks=blocks - here, away=True), Piece(blocks=here, away=False))
+
+    def next_block(self, *, blocks: int, tail_blocks: int, tail_away: bool) -> Next:
+        return Next.HERE_FIRST
+
+    def comes_home(self) -> bool:
+        return True
+
+
+class Offload(_Fixed):
+    """All on the pool (Lamina, section 5): this instance computes all but attention, so that its batch is as
+    large as the pool. Divided by requests: a sequence lies on one holder, the one where this instance has
+    least KV, for attention takes as long as the holder with most KV."""
+
+    name = "offload"
+
+    def arrive(self, *, blocks: int, found: int, room: Room) -> Layout:
+        return layout(Piece(blocks=blocks, away=True), balance=True)
+
+    def next_block(self, *, blocks: int, tail_blocks: int, tail_away: bool) -> Next:
+        return Next.AWAY
+
+    def comes_home(self) -> bool:
+        return False
+
+
+class Grow(_Fixed):
+    """A new holder each so many tokens (KVP: Mnemosyne, section 4.4): the first ones lie here, then holder
+    after holder joins, and all compute their partials at the same time."""
+
+    name = "grow"
+
+    def __init__(self, *, holder_blocks: int) -> None:
+        """`holder_blocks`: of one sequence, the most on one holder."""
+        assert holder_blocks > 0
+        self._most = holder_blocks
+
+    def arrive(self, *, blocks: int, found: int, room: Room) -> Layout:
+        # What was found here is more than a share, maybe: it stays.
+        here = min(blocks, max(self._most - found, 0), room.beside_others())
+        pieces, left = [Piece(blocks=here, away=False)], blocks - here
+        while left:
+            pieces.append(Piece(blocks=min(left, self._most), away=True))
+            left -= pieces[-1].blocks
+        return layout(*pieces, spread=True)
+
+    def next_block(self, *, blocks: int, tail_blocks: int, tail_away: bool) -> Next:
+        if tail_blocks >= self._most:
+            return Next.NEW_HOLDER
+        return Next.AWAY if tail_away else Next.HERE_FIRST
+
+    def comes_home(self) -> bool:
+        return False

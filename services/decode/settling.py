@@ -1,0 +1,319 @@
+"""What this instance does when its debts are settled or called back (DGFM: Infinite-LLM, section 4.5).
+
+The ledger's leader drives a settlement in rounds; see the service Debtor in holder.proto. A leader that is
+heard of no more leaves nothing half done: when the lease runs out, a round that was not switched is undone,
+one that was is finished.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc.aio
+
+from kvcommons.errors import Conflict, InvalidInput, Loading, NotFound
+from kvcommons.holder.holder import Holder
+from kvcommons.pb import holder_pb2 as pb
+from kvcommons.pb import holder_pb2_grpc
+from services.decode.lenders import Lenders
+from services.decode.moving import Move, Mover
+from services.decode.sequence import LocalRun
+
+log = logging.getLogger(__name__)
+
+_Context = grpc.aio.ServicerContext[Any, Any]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Part:
+    """One sequence's blocks in a round."""
+
+    move: Move
+    home: list[int] = field(default_factory=list)  # physical, once copied to
+    ended: bool = False  # its sequence is over: settled without a move
+    released: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class _Round:
+    number: int
+    parts: list[_Part]
+    copied: bool = False
+    switched: bool = False
+    released: bool = False
+    pause_us: int = 0
+
+    def reply(self) -> pb.RoundReply:
+        ended = sum(part.move.blocks for part in self.parts if part.ended)
+        return pb.RoundReply(
+            blocks=sum(part.move.blocks for part in self.parts) - ended,
+            ended_blocks=ended,
+            pause_us=self.pause_us,
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Settlement:
+    name: str
+    term: int
+    round: _Round | None = None
+    timer: asyncio.TimerHandle | None = None
+    busy: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class Settling:
+    """The instance's part in settlements. Belongs to the event loop."""
+
+    def __init__(self, holder: Holder, mover: Mover, lenders: Lenders) -> None:
+        self._holder = holder
+        self._mover = mover
+        self._lenders = lenders
+        self._settlements: dict[str, _Settlement] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def close(self) -> None:
+        """Nothing is undone: sequences and leases end with the process."""
+        for settlement in self._settlements.values():
+            if settlement.timer is not None:
+                settlement.timer.cancel()
+        for task in list(self._tasks):
+            task.cancel()
+
+    async def prepare(self, name: str, term: int, blocks: int, lease_s: float) -> int:
+        """Sets blocks aside; how many."""
+        if not name:
+            raise InvalidInput("a settlement has a name", param="settlement")
+        known = self._settlements.get(name)
+        if known is None:
+            known = self._settlements[name] = _Settlement(name=name, term=term)
+        self._heard(known, term, lease_s)
+        return self._holder.pledge(name, blocks, lease_s=_longer(lease_s))
+
+    async def freeze_debt(
+        self, name: str, term: int, lease_s: float, number: int, creditor: str, blocks: int
+    ) -> int:
+        """Chooses and freezes blocks at the creditor: as many as are agreed for this round."""
+        settlement = self._find(name, term, lease_s)
+        async with settlement.busy:
+            last = settlement.round
+            if last is not None and last.number == number:
+                return sum(part.move.blocks for part in last.parts)
+            if last is not None and not last.released:
+                raise Conflict(f"round {last.number} of settlement {name} is not released yet")
+            settlement.round = _Round(number=number, parts=[])
+            holder = self._lenders.creditor(creditor)
+            if holder is None:
+                return 0
+            left = min(blocks, self._holder.pledged(name))
+            for one in await self._mover.movable(holder):
+                if not left:
+                    break
+                move = await self._mover.freeze(one, min(one.blocks, left))
+                if move is not None:
+                    settlement.round.parts.append(_Part(move=move))
+                    left -= move.blocks
+            return sum(part.move.blocks for part in settlement.round.parts)
+
+    async def copy_home(self, name: str, term: int, lease_s: float, number: int) -> pb.RoundReply:
+        async def copy(settlement: _Settlement, round_: _Round) -> None:
+            for part in round_.parts:
+                if part.home or part.ended:
+                    continue
+                drawn = self._holder.draw(name, part.move.blocks)
+                copied = False
+                try:
+                    copied = await self._mover.copy_home(part.move, drawn)
+                    part.ended = not copied
+                finally:
+                    if copied:
+                        part.home = drawn
+                    else:
+                        self._holder.refill(name, drawn)
+            round_.copied = True
+
+        return await self._step(name, term, lease_s, number, copy, lambda one: one.copied)
+
+    async def switch_home(self, name: str, term: int, lease_s: float, number: int) -> pb.RoundReply:
+        async def switch(settlement: _Settlement, round_: _Round) -> None:
+            if not round_.copied:
+                raise Conflict(f"round {number} of settlement {name} is not copied yet")
+            for part in round_.parts:
+                if part.ended or part.move.switched:
+                    continue
+                run = LocalRun(first_block=part.move.of.first_block, blocks=list(part.home))
+                paused_s = await self._mover.switch(part.move, run)
+                if paused_s is None:
+                    part.ended = True
+                    self._holder.refill(name, part.home)
+                else:
+                    round_.pause_us = max(round_.pause_us, int(paused_s * 1e6))
+            round_.switched = True
+
+        return await self._step(name, term, lease_s, number, switch, lambda one: one.switched)
+
+    async def release_debt(self, name: str, term: int, lease_s: float, number: int) -> pb.RoundReply:
+        async def release(settlement: _Settlement, round_: _Round) -> None:
+            if not round_.switched:
+                raise Conflict(f"round {number} of settlement {name} is not switched yet")
+            await self._finish(settlement)
+
+        return await self._step(name, term, lease_s, number, release, lambda one: one.released)
+
+    async def end(self, name: str, term: int) -> None:
+        """Undoes or finishes the round under way, and frees what is set aside."""
+        settlement = self._settlements.get(name)
+        if settlement is None:
+            return
+        _check_term(settlement, term)
+        async with settlement.busy:
+            await self._end(settlement)
+
+    async def call_back(self, creditor: str, blocks: int) -> tuple[int, int]:
+        """Blocks at the creditor move home, as far as there is room, then to other holders; how many
+        each."""
+        holder = self._lenders.creditor(creditor)
+        if holder is None:
+            return 0, 0
+        home = await self._mover.bring_home(blocks, holder=holder)
+        away = await self._mover.send_away(blocks - home, holder) if home < blocks else 0
+        return home, away
+
+    async def _step(
+        self,
+        name: str,
+        term: int,
+        lease_s: float,
+        number: int,
+        work: Callable[[_Settlement, _Round], Awaitable[None]],
+        done: Callable[[_Round], bool],
+    ) -> pb.RoundReply:
+        settlement = self._find(name, term, lease_s)
+        async with settlement.busy:
+            round_ = settlement.round
+            if round_ is None or round_.number != number:
+                raise Conflict(f"settlement {name} has no round {number} here: begin it with FreezeDebt")
+            if not done(round_):
+                await work(settlement, round_)
+            return round_.reply()
+
+    async def _finish(self, settlement: _Settlement) -> None:
+        round_ = settlement.round
+        if round_ is None or round_.released:
+            return
+        for part in round_.parts:
+            if part.move.switched and not part.released:
+                await self._mover.release(part.move, settlement.name)
+            elif part.ended and not part.released:
+                await self._mover.thaw(part.move)
+            part.released = True
+        round_.released = True
+
+    async def _end(self, settlement: _Settlement) -> None:
+        round_ = settlement.round
+        if round_ is not None and not round_.released:
+            for part in round_.parts:
+                if part.move.switched or part.ended:
+                    continue
+                self._holder.refill(settlement.name, part.home)
+                part.ended = True
+            await self._finish(settlement)
+        if settlement.timer is not None:
+            settlement.timer.cancel()
+        self._settlements.pop(settlement.name, None)
+        self._holder.redeem(settlement.name)
+
+    def _find(self, name: str, term: int, lease_s: float) -> _Settlement:
+        settlement = self._settlements.get(name)
+        if settlement is None:
+            raise NotFound(f"settlement {name} is not known here (any more): begin it with Prepare")
+        self._heard(settlement, term, lease_s)
+        self._holder.pledge(name, 0, lease_s=_longer(lease_s))
+        return settlement
+
+    def _heard(self, settlement: _Settlement, term: int, lease_s: float) -> None:
+        _check_term(settlement, term)
+        if lease_s <= 0:
+            raise InvalidInput("a lease takes at least a millisecond", param="lease_ms")
+        settlement.term = term
+        if settlement.timer is not None:
+            settlement.timer.cancel()
+        loop = asyncio.get_running_loop()
+        settlement.timer = loop.call_later(lease_s, self._run_out, settlement)
+
+    def _run_out(self, settlement: _Settlement) -> None:
+        log.warning("a settlement's leader is not heard of any more", extra={"settlement": settlement.name})
+        task = asyncio.get_running_loop().create_task(self._end_late(settlement))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _end_late(self, settlement: _Settlement) -> None:
+        async with settlement.busy:
+            if self._settlements.get(settlement.name) is settlement:
+                await self._end(settlement)
+
+
+class Debtor(holder_pb2_grpc.DebtorServicer):
+    """The gRPC face. Answers Loading until it is opened."""
+
+    def __init__(self) -> None:
+        self._settling: Settling | None = None
+
+    def open(self, settling: Settling) -> None:
+        self._settling = settling
+
+    async def Prepare(self, request: pb.PrepareRequest, context: _Context) -> pb.PrepareReply:
+        blocks = await self._ready().prepare(
+            request.settlement, request.term, request.blocks, request.lease_ms / 1000
+        )
+        return pb.PrepareReply(blocks=blocks)
+
+    async def FreezeDebt(self, request: pb.FreezeDebtRequest, context: _Context) -> pb.FreezeDebtReply:
+        blocks = await self._ready().freeze_debt(
+            request.settlement,
+            request.term,
+            request.lease_ms / 1000,
+            request.round,
+            request.creditor,
+            request.blocks,
+        )
+        return pb.FreezeDebtReply(blocks=blocks)
+
+    async def CopyHome(self, request: pb.RoundRequest, context: _Context) -> pb.RoundReply:
+        return await self._ready().copy_home(*_round(request))
+
+    async def SwitchHome(self, request: pb.RoundRequest, context: _Context) -> pb.RoundReply:
+        return await self._ready().switch_home(*_round(request))
+
+    async def ReleaseDebt(self, request: pb.RoundRequest, context: _Context) -> pb.RoundReply:
+        return await self._ready().release_debt(*_round(request))
+
+    async def End(self, request: pb.EndRequest, context: _Context) -> pb.EndReply:
+        await self._ready().end(request.settlement, request.term)
+        return pb.EndReply()
+
+    async def CallBack(self, request: pb.CallBackRequest, context: _Context) -> pb.CallBackReply:
+        home, moved = await self._ready().call_back(request.creditor, request.blocks)
+        return pb.CallBackReply(home_blocks=home, moved_blocks=moved)
+
+    def _ready(self) -> Settling:
+        if self._settling is None:
+            raise Loading("this decode instance is still loading its model", retry_after_ms=500)
+        return self._settling
+
+
+def _round(request: pb.RoundRequest) -> tuple[str, int, float, int]:
+    return request.settlement, request.term, request.lease_ms / 1000, request.round
+
+
+def _check_term(settlement: _Settlement, term: int) -> None:
+    if term < settlement.term:
+        raise Conflict(f"settlement {settlement.name} has a leader of term {settlement.term}, not {term}")
+
+
+def _longer(lease_s: float) -> float:
+    """What is set aside outlasts the settlement here, which frees it."""
+    return 2 * lease_s + 1

@@ -1,0 +1,206 @@
+"""Sequences whose KV moves while they decode: home, to another holder, in a swap of debts. Their tokens are
+those of transformers."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from kvcommons.errors import CapacityExhausted, Conflict, NotFound
+from kvcommons.pb import holder_pb2, holder_pb2_grpc
+from tests.contract.engine_stack import BLOCK, Stack, ready
+from tests.contract.engine_turns import Turn, prompt, turn
+
+pytestmark = pytest.mark.asyncio
+pytest_plugins = ("tests.contract.engine_fixtures",)
+
+LEASE_MS = 20_000
+
+
+@pytest.fixture(autouse=True)
+def none_comes_home_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.decode.moving.HOMECOMING_S", 3600)
+
+
+def debtor(engines: Stack, name: str = "decode") -> Any:
+    return holder_pb2_grpc.DebtorStub(engines.channel(name))
+
+
+async def ballast(engines: Stack, decode: Any, tokens: int) -> Any:
+    """Holds blocks for so many tokens until it is cancelled."""
+    call = decode.Generate(turn(None, decode, engines.model, prompt(tokens), 5).request, timeout=60)
+    await anext(aiter(call))
+    return call
+
+
+async def running(one: Turn) -> asyncio.Task[Any]:
+    task = asyncio.create_task(one.run())
+
+    async def has_tokens() -> None:
+        if len(one.tokens) < 2:
+            raise CapacityExhausted("not yet")
+
+    await ready(has_tokens)
+    return task
+
+
+async def lent(engines: Stack, name: str) -> int:
+    return (await engines.inspect(name)).lent_blocks
+
+
+async def room(engines: Stack, name: str, blocks: int) -> None:
+    if (await engines.inspect(name)).free_blocks < blocks:
+        raise CapacityExhausted("not yet")
+
+
+@pytest.mark.parametrize("engines", ["llama", "qwen2-sliding"], indirect=True)
+async def test_kv_comes_home_when_its_creditor_calls_it_back(engines: Stack) -> None:
+    await engines.lenders(24)
+    prefill = await engines.prefill()
+    decode = await engines.decode(placement="overflow", engine={"capacity_tokens": 40 * BLOCK})
+    holding = await ballast(engines, decode, 30 * BLOCK - 8)
+    tokens, expected = engines.reference.prompt(260, 140)
+    one = turn(prefill, decode, engines.model, tokens, 140)
+    task = await running(one)
+    before = await lent(engines, "pool-0")
+    assert before >= 8
+    call = holder_pb2.CallBackRequest(creditor="pool-0", blocks=3)
+    holding.cancel()
+    await ready(lambda: room(engines, "decode", 14))
+    reply = await debtor(engines).CallBack(call, timeout=20)
+    assert (reply.home_blocks, reply.moved_blocks) == (3, 0)
+    assert await lent(engines, "pool-0") == before - 3
+    call.blocks = 100
+    assert (await debtor(engines).CallBack(call, timeout=20)).home_blocks >= before - 4
+    made = await task
+    assert made.tokens == expected
+    await engines.idle("decode", "pool-0")
+
+
+async def test_kv_comes_home_when_there_is_room(engines: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.decode.moving.HOMECOMING_S", 0.05)
+    await engines.lenders(24)
+    prefill = await engines.prefill()
+    decode = await engines.decode(placement="overflow", engine={"capacity_tokens": 40 * BLOCK})
+    holding = await ballast(engines, decode, 30 * BLOCK - 8)
+    tokens, expected = engines.reference.prompt(260, 200)
+    one = turn(prefill, decode, engines.model, tokens, 200)
+    task = await running(one)
+    assert await lent(engines, "pool-0") >= 8
+    holding.cancel()
+
+    async def home() -> None:
+        if await lent(engines, "pool-0") > 1:
+            raise CapacityExhausted("not yet")
+
+    await ready(home)
+    assert not task.done()
+    assert (await task).tokens == expected
+    await engines.idle("decode", "pool-0")
+
+
+async def test_kv_moves_from_one_holder_to_another(engines: Stack) -> None:
+    await engines.lenders(20, 20)
+    prefill = await engines.prefill()
+    decode = await engines.decode(placement="overflow", engine={"capacity_tokens": 6 * BLOCK})
+    tokens, expected = engines.reference.prompt(260, 120)
+    one = turn(prefill, decode, engines.model, tokens, 120)
+    task = await running(one)
+    names = ("pool-0", "pool-1")
+    before = {name: await lent(engines, name) for name in names}
+    source = max(names, key=lambda name: before[name])
+    call = holder_pb2.CallBackRequest(creditor=source, blocks=7)
+    reply = await debtor(engines).CallBack(call, timeout=20)
+    assert (reply.home_blocks + reply.moved_blocks, reply.moved_blocks > 0) == (7, True)
+    assert await lent(engines, source) <= before[source] - 7 + 3  # it may have grown there meanwhile
+    made = await task
+    assert made.tokens == expected
+    await engines.idle("decode", *names)
+
+
+async def two_that_owe_each_other(engines: Stack) -> tuple[list[Turn], list[Any], list[list[int]]]:
+    """Instances "a" and "b", each with a sequence that lies at the other one too."""
+    await engines.lenders()
+    prefill = await engines.prefill()
+    memory = {"capacity_tokens": 24 * BLOCK}
+    kinds = {"placement": "overflow", "engine": memory, "lend_share": 0.5, "borrow_blocks": 1}
+    decodes = [await engines.decode(name, **kinds) for name in ("a", "b")]
+    await engines.lending("a", "b")
+    turns, tasks, expected = [], [], []
+    for number, decode in enumerate(decodes):
+        free = (await engines.inspect("ab"[number])).free_blocks
+        holding = await ballast(engines, decode, (free - 3) * BLOCK - 8)
+        tokens, following = engines.reference.prompt(150, 180, 1 + 100 * number)
+        one = turn(prefill, decode, engines.model, tokens, 180)
+        tasks.append(await running(one))
+        turns.append(one)
+        expected.append(following)
+        holding.cancel()
+        await asyncio.sleep(0.5)
+    return turns, tasks, expected
+
+
+async def test_debts_are_swapped_in_rounds_while_both_decode(engines: Stack) -> None:
+    _, tasks, expected = await two_that_owe_each_other(engines)
+    stubs = {"a": debtor(engines, "a"), "b": debtor(engines, "b")}
+    owed = {name: await lent(engines, name) for name in stubs}
+    assert min(owed.values()) >= 4
+    common: dict[str, Any] = {"settlement": "s1", "term": 3, "lease_ms": LEASE_MS}
+    for stub in stubs.values():
+        prepare = holder_pb2.PrepareRequest(blocks=2, **common)
+        assert [(await stub.Prepare(prepare, timeout=5)).blocks for _ in range(2)] == [2, 2]
+    for number in (1, 2):
+        for name, stub in stubs.items():
+            freeze = holder_pb2.FreezeDebtRequest(
+                round=number, creditor="b" if name == "a" else "a", blocks=9, **common
+            )
+            assert [(await stub.FreezeDebt(freeze, timeout=5)).blocks for _ in range(2)] == [2, 2]
+        request = holder_pb2.RoundRequest(round=number, **common)
+        for step in ("CopyHome", "SwitchHome", "ReleaseDebt"):
+            for stub in stubs.values():
+                replies = [await getattr(stub, step)(request, timeout=20) for _ in range(2)]
+                assert [(reply.blocks, reply.ended_blocks) for reply in replies] == [(2, 0), (2, 0)]
+        # What the other one gave back here is set aside for the next round.
+        assert {(await engines.inspect(name)).pledged_blocks for name in stubs} == {2}
+    with pytest.raises(Conflict, match="leader of term 3"):
+        await stubs["a"].End(holder_pb2.EndRequest(settlement="s1", term=2), timeout=5)
+    for stub in stubs.values():
+        await stub.End(holder_pb2.EndRequest(settlement="s1", term=3), timeout=5)
+        with pytest.raises(NotFound):
+            await stub.CopyHome(request, timeout=5)
+    for name in stubs:
+        seen = await engines.inspect(name)
+        assert (seen.pledged_blocks, seen.lent_blocks) == (0, owed[name] - 4)
+    assert [(await task).tokens for task in tasks] == expected
+    await engines.idle("a", "b")
+
+
+async def test_a_leader_that_vanishes_leaves_nothing_half_done(engines: Stack) -> None:
+    """At a: copied, not switched, so it is undone; at b: switched, so it is finished."""
+    _, tasks, expected = await two_that_owe_each_other(engines)
+    stubs = {"a": debtor(engines, "a"), "b": debtor(engines, "b")}
+    owed = {name: await lent(engines, name) for name in stubs}
+    common: dict[str, Any] = {"settlement": "s2", "term": 1, "lease_ms": LEASE_MS}
+    for name, stub in stubs.items():
+        await stub.Prepare(holder_pb2.PrepareRequest(blocks=2, **common), timeout=5)
+        freeze = holder_pb2.FreezeDebtRequest(
+            round=1, creditor="b" if name == "a" else "a", blocks=2, **common
+        )
+        await stub.FreezeDebt(freeze, timeout=5)
+        common["lease_ms"] = 300
+        await stub.CopyHome(holder_pb2.RoundRequest(round=1, **common), timeout=20)
+        if name == "b":
+            await stub.SwitchHome(holder_pb2.RoundRequest(round=1, **common), timeout=20)
+        common["lease_ms"] = LEASE_MS
+
+    async def ended() -> None:
+        now = {name: await lent(engines, name) for name in stubs}
+        if now != {"a": owed["a"] - 2, "b": owed["b"]}:
+            raise CapacityExhausted("not yet")
+
+    await ready(ended)
+    assert [(await engines.inspect(name)).pledged_blocks for name in stubs] == [0, 0]
+    assert [(await task).tokens for task in tasks] == expected
+    await engines.idle("a", "b")
