@@ -28,6 +28,7 @@ from services.prefill.job import First, Job
 from services.prefill.preloading import LoadFellShort, Preloading
 from services.prefill.push import Delivery, Pusher
 from services.prefill.scheduler import JobScheduler
+from services.prefill.spread import NOT_HERE, Holders, SpreadChunk, can_spread, leave_window, take_window
 
 log = logging.getLogger(__name__)
 
@@ -49,14 +50,18 @@ class PrefillEngine:
         keeper: BlockKeeper,
         cost: LoadOrCompute,
         preloading: Preloading,
+        holders: Holders,
         tracer: Tracer,
     ) -> None:
         assert chunk_tokens % core.block_tokens == 0
         self._core = core
         self._chunk_tokens = chunk_tokens
+        # Of a spread job: its next chunk has room while the last one's blocks are on their way out.
+        self._window_tokens = min(chunk_tokens, max(core.allocator.total // 2, 1) * core.block_tokens)
         self._pusher = pusher
         self._handover = Handover(pusher, keeper)
         self._preloading = preloading
+        self._holders = holders
         self._tracer = tracer
         self._scheduler = JobScheduler(max_queue=max_queue, max_running=max_running)
         self._cost = cost
@@ -140,6 +145,8 @@ class PrefillEngine:
         job = active.job
         try:
             if job.total_blocks > self._core.allocator.total:
+                job.spread = can_spread(job)
+            if job.total_blocks > self._core.allocator.total and not job.spread:
                 raise CapacityExhausted(
                     f"the prompt needs {job.total_blocks} blocks and this prefill instance has "
                     f"{self._core.allocator.total}: raise its capacity_tokens"
@@ -184,6 +191,10 @@ class PrefillEngine:
         Raises CapacityExhausted when there is no room for the rest.
         """
         job, allocator = active.job, self._core.allocator
+        if job.spread:
+            job.blocks = [NOT_HERE] * job.total_blocks
+            take_window(job, allocator, self._next_chunk(job))
+            return True
         reusable = job.reusable()
         found = allocator.match(reusable)
         if len(found) < len(reusable) and reusable[len(found)] in self._claims:
@@ -203,7 +214,7 @@ class PrefillEngine:
     def _begin(self, active: Active) -> None:
         job = active.job
         job.save_from = job.prompt.matched_blocks
-        if not job.prompt.no_reuse:
+        if not job.prompt.no_reuse and not job.spread:
             for identity in job.ids[job.device_blocks :]:
                 self._claims.setdefault(identity, job.key)
         if job.loaded_blocks:
@@ -237,8 +248,10 @@ class PrefillEngine:
         self._preloading.release(active)
         try:
             job.check_history()
+            if job.spread and not self._open_window(active):
+                return
             with self._tracer.span("prefill chunk"):
-                logits = self._compute(active, job.chunk(self._chunk_tokens))
+                logits = self._compute(active, self._next_chunk(job))
         except LoadFellShort as short:
             self._preloading.set_back(active, short)
             self._scheduler.progress(job.key, tokens_left=job.tokens_left)
@@ -250,11 +263,29 @@ class PrefillEngine:
             log.exception("a chunk failed", extra={"attempt": job.prompt.request_id})
             self._fail(active, Internal("prefill failed to compute the prompt; its log says why"))
             return
-        self._publish(job)
+        if job.spread:
+            leave_window(job, self._core.allocator)
+        else:
+            self._publish(job)
         if logits is None:
             self._scheduler.progress(job.key, tokens_left=job.tokens_left)
             return
         self._finish(active, logits)
+
+    def _next_chunk(self, job: Job) -> range:
+        return job.chunk(self._window_tokens if job.spread else self._chunk_tokens)
+
+    def _open_window(self, active: Active) -> bool:
+        """What a spread job has computed is where it is attended over, and its next chunk has room here;
+        False where room is still on its way out."""
+        active.delivery.await_arrival()
+        try:
+            take_window(active.job, self._core.allocator, self._next_chunk(active.job))
+        except CapacityExhausted:
+            if not self._handover.make_room():
+                time.sleep(LOAD_POLL_S)
+            return False
+        return True
 
     def _compute(self, active: Active, positions: range) -> torch.Tensor | None:
         """Logits [1, vocab] of the last token, after a job's last chunk."""
@@ -263,7 +294,10 @@ class PrefillEngine:
         covered = job.covered_blocks(positions)
         full = range(covered.start, min(covered.stop, len(job.ids)))
         last = positions.stop == job.tokens
-        chunk = Chunk(core, job.prompt.tokens, positions, job.blocks, job.prompt.truncated)
+        if job.spread:
+            chunk: Chunk = SpreadChunk(core, job.prompt.tokens, positions, job, self._holders)
+        else:
+            chunk = Chunk(core, job.prompt.tokens, positions, job.blocks, job.prompt.truncated)
         early = active.load is None  # saved at once; else when the history is known to be whole
         for layer in range(core.layout.layers):
             self._await_history(active, layer)
@@ -324,7 +358,7 @@ class PrefillEngine:
                 acknowledged(failure)
             else:
                 self._pusher.start_sequence(
-                    delivery, prompt.targets[0], token, prompt.push_from_block, acknowledged
+                    delivery, prompt.targets[0], token, job.push_from_block, acknowledged
                 )
 
         delivery.seal(pushed)
@@ -344,5 +378,5 @@ class PrefillEngine:
         for identity in job.ids:
             if self._claims.get(identity) == job.key:
                 del self._claims[identity]
-        self._core.allocator.release(job.blocks)
+        self._core.allocator.release([block for block in job.blocks if block != NOT_HERE])
         job.blocks = []

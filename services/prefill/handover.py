@@ -16,7 +16,7 @@ class Handover:
 
     def push(self, job: Job, delivery: Delivery, layer: int, blocks: range) -> None:
         """One layer of these blocks, to the targets that want them."""
-        first = max(blocks.start, job.prompt.push_from_block)
+        first = max(blocks.start, job.push_from_block)
         for write in writes(job.prompt.targets, first, blocks.stop - first):
             self._pusher.write(delivery, layer, write, job.blocks[write.first : write.first + write.count])
 

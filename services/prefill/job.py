@@ -90,6 +90,7 @@ class Job:
     blocks: list[int] = field(default_factory=list)  # physical, in order; held while the job runs
     device_blocks: int = 0
     loaded_blocks: int = 0
+    spread: bool = False  # beyond this instance's memory: only a chunk's own blocks are here
     save_from: int = 0  # the store is not known to have blocks from here on
     done_tokens: int = 0
     admitted_s: float = 0.0
@@ -108,6 +109,11 @@ class Job:
     def total_blocks(self) -> int:
         """The last one maybe partly filled."""
         return -(-self.tokens // self.block_tokens)
+
+    @property
+    def push_from_block(self) -> int:
+        """A spread job's blocks are attended over where they were pushed to: all of them."""
+        return 0 if self.spread else self.prompt.push_from_block
 
     @property
     def reused_blocks(self) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvcommons.attention.memory import BlockMemory
-from kvcommons.errors import KVCommonsError, Unavailable
+from kvcommons.errors import DeadlineExceeded, KVCommonsError, Unavailable
 from kvcommons.pb import common_pb2 as pb
 from kvcommons.pb import data_pb2
 from kvcommons.rblock.allocator import BlockAllocator
@@ -33,6 +33,7 @@ class Delivery:
         self.deadline = deadline
         self.traceparent = traceparent
         self._lock = threading.Lock()
+        self._arrived = threading.Condition(self._lock)
         self._pending = 0
         self._failure: KVCommonsError | None = None
         self._after: Callable[[KVCommonsError | None], None] | None = None
@@ -51,9 +52,19 @@ class Delivery:
         with self._lock:
             self._pending -= 1
             self._failure = self._failure or failure
+            self._arrived.notify_all()
             after = self._take_after()
         if after is not None:
             after(self._failure)
+
+    def await_arrival(self) -> None:
+        """Until all writes so far are acknowledged. Raises the failure of one, DeadlineExceeded."""
+        with self._lock:
+            arrived = self._arrived.wait_for(lambda: not self._pending, self.deadline.left())
+        if self._failure is not None:
+            raise self._failure
+        if not arrived:
+            raise DeadlineExceeded("the prompt's blocks did not reach their holders within the deadline")
 
     def abandon(self, reason: KVCommonsError) -> None:
         """Nobody waits for this job any more: what was not sent stays here."""

@@ -27,6 +27,7 @@ from services.prefill.preloading import Preloading
 from services.prefill.push import Pusher
 from services.prefill.read_buffer import ReadBuffer
 from services.prefill.server import PrefillService
+from services.prefill.spread import Holders
 
 STOP_S = 1.0  # for threads to end, once nothing is under way
 
@@ -47,6 +48,7 @@ class PrefillParts:
         )
         cost = AlwaysLoad() if config.loads == "always" else LoadOrCompute()
         read_buffer = ReadBuffer(layers=core.layout.layers, bytes_max=config.read_buffer_bytes)
+        self.holders = Holders(attend_deadline_s=config.push_deadline_s, observer=asking)
         self.engine = PrefillEngine(
             core,
             chunk_tokens=config.chunk_tokens,
@@ -56,6 +58,7 @@ class PrefillParts:
             keeper=self.keeper,
             cost=cost,
             preloading=Preloading(core, Histories(core, self.loader), cost, read_buffer),
+            holders=self.holders,
             tracer=telemetry.tracer,
         )
         LoadMetrics(
@@ -75,6 +78,7 @@ class PrefillParts:
     def _close(self) -> None:
         self.engine.stop(STOP_S)
         self.pusher.stop()
+        self.holders.close()
         self.loader.close()
         self.keeper.close()
         self.saver.close(Deadline.after(STOP_S))

@@ -1,0 +1,324 @@
+"""`kvcommons bench remote-attention`: what it costs that a sequence's KV lies elsewhere.
+
+Two questions of Infinite-LLM. Overhead of distribution (section 6.1): time per token of one sequence, half of
+it on an attention pool process, against all of it here, both with the same threads in all; they take turns,
+so that ratios are of neighbours in time. Query to the KV against KV to the query (figures 11 and 12): one
+layer's attention over KV on the pool, asked for there, or computed here on KV that is fetched first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks.plot import panels
+from benchmarks.random_model import write_random_model
+from benchmarks.report import Report, Row, p50
+from kvcommons.errors import KVCommonsError, Unavailable
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from kvcommons.engine.core import Core
+    from kvcommons.holder.client import RemoteHolder
+    from services.decode.iteration import Iteration
+    from services.decode.sequence import Run
+    from services.decode.sequence import Sequence as DecodedSequence
+
+Progress = Callable[[str], None]
+BLOCK_TOKENS = 64
+START_S = 60.0
+CALL_S = 30.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    contexts: tuple[int, ...]
+    transports: tuple[str, ...]
+    tokens: int  # a round
+    rounds: int
+    threads: int  # in all, half of them the pool's
+
+
+def add(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    add_outputs: Callable[[argparse.ArgumentParser], None],
+) -> None:
+    parser = commands.add_parser(
+        "remote-attention", help="a sequence whose KV lies elsewhere too, against one instance"
+    )
+    parser.add_argument("--random-model", metavar="SIZE", default="246m", help="random weights: 7m or 246m")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[8192, 32768], metavar="N")
+    parser.add_argument("--transports", nargs="+", default=["tcp", "unix"], metavar="NAME")
+    parser.add_argument("--tokens", type=int, default=8, metavar="N", help="of each kind in a round")
+    parser.add_argument("--rounds", type=int, default=5, metavar="N")
+    parser.add_argument("--threads", type=int, default=2, metavar="N", help="of all processes together")
+    add_outputs(parser)
+    parser.set_defaults(run=_run, draw=_draw)
+
+
+def _run(options: argparse.Namespace, progress: Progress) -> Report:
+    setting = Setting(
+        contexts=tuple(options.contexts),
+        transports=tuple(options.transports),
+        tokens=options.tokens,
+        rounds=options.rounds,
+        threads=options.threads,
+    )
+    with tempfile.TemporaryDirectory(prefix="kvc-") as name:
+        folder = Path(name)
+        window = max(setting.contexts) + 4096
+        model = write_random_model(folder, options.random_model, progress, window_tokens=window)
+        rows = asyncio.run(_measure(folder, model, setting, progress))
+    ratios = {
+        f"{row['transport']}_{row['context']}": float(row["distributed"]) / float(row["here"]) for row in rows
+    }
+    return Report(
+        title="time per token, half of the KV on a pool (ms), and one layer's attention over it (ms)",
+        ratios=ratios,
+        rows=rows,
+    )
+
+
+async def _measure(folder: Path, model: Path, setting: Setting, progress: Progress) -> list[Row]:
+    from kvcommons.engine.core import EngineSettings, load_core
+
+    progress("loading the model")
+    core = load_core(
+        EngineSettings(
+            model=str(model),
+            threads=setting.threads,
+            block_tokens=BLOCK_TOKENS,
+            capacity_tokens=2 * max(setting.contexts) + 8192,
+        )
+    )
+    core.memory.tensor.normal_()
+    rows: list[Row] = []
+    for transport in setting.transports:
+        async with _pool(folder, model, core, transport, setting) as holder:
+            for context in setting.contexts:
+                progress(f"{context} tokens over {transport}")
+                rows.append(await _context(core, holder, transport, context, setting))
+    return rows
+
+
+@asynccontextmanager
+async def _pool(
+    folder: Path, model: Path, core: Core, transport: str, setting: Setting
+) -> AsyncIterator[RemoteHolder]:
+    """A real attention pool, full of nobody's KV."""
+    from kvcommons.holder.client import RemoteHolder
+
+    data = f"unix:{folder}/data" if transport == "unix" else f"{transport}:127.0.0.1:{_free_port()}"
+    values = {
+        "listen": f"unix:{folder}/{transport}",
+        "data_listen": data,
+        "instance_id": "pool",
+        "host": "here",
+        "ledger": f"unix:{folder}/no-ledger",
+        "model": str(model),
+        "block_tokens": BLOCK_TOKENS,
+        "capacity_tokens": max(setting.contexts) + 4096,
+        "threads": max(setting.threads // 2, 1),
+        "log_level": "error",
+    }
+    flags = [f"--set={key}={value}" for key, value in values.items()]
+    command = [sys.executable, "-m", "services.attention_pool", f"--parent-pid={os.getpid()}", *flags]
+    child = subprocess.Popen(command)
+    holder = RemoteHolder(
+        str(values["listen"]), data, owner="bench", model=core.info.fingerprint, lost=lambda refs: None
+    )
+    holder.start()
+    try:
+        until_s = time.monotonic() + START_S
+        while True:
+            try:
+                await holder.inspect(timeout_s=1.0)
+                break
+            except KVCommonsError:
+                if child.poll() is not None or time.monotonic() > until_s:
+                    raise Unavailable("the attention pool did not start; its log says why") from None
+                await asyncio.sleep(0.1)
+        yield holder
+    finally:
+        await holder.close()
+        child.terminate()
+        child.wait(10)
+
+
+async def _context(core: Core, holder: RemoteHolder, transport: str, context: int, setting: Setting) -> Row:
+    """`context` tokens, and those that the rounds add."""
+    from services.decode.sequence import LocalRun, RemoteRun
+
+    grown = context + setting.rounds * setting.tokens * 2
+    blocks = core.layout.blocks_of(grown + 1)
+    away = context // BLOCK_TOKENS // 2
+    whole = core.allocator.allocate(blocks)
+    rest = core.allocator.allocate(blocks - away)
+    ref = await holder.reserve("bench", blocks, first_position=0, timeout_s=CALL_S)
+    try:
+        await asyncio.to_thread(_fill, core, holder, ref, blocks)
+        here: list[Run] = [LocalRun(first_block=0, blocks=whole)]
+        apart: list[Run] = [
+            RemoteRun(first_block=0, count=away, holder=holder, ref=ref),
+            LocalRun(first_block=away, blocks=rest),
+        ]
+        row: Row = {"transport": transport, "context": context}
+        tokens = await asyncio.to_thread(_tokens, core, context, here, apart, setting)
+        layer = await asyncio.to_thread(_one_layer, core, holder, ref, context, setting)
+        return {**row, **tokens, **layer}
+    finally:
+        core.allocator.release(whole + rest)
+        await holder.release([ref], timeout_s=CALL_S)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _fill(core: Core, holder: RemoteHolder, ref: object, blocks: int) -> None:
+    from kvcommons.holder.segments import SegmentRef
+    from kvcommons.transport.deadline import Deadline
+
+    assert isinstance(ref, SegmentRef)
+    for layer in range(core.layout.layers):
+        for first in range(0, blocks, 64):
+            count = min(64, blocks - first)
+            buffers = core.memory.read_buffers(layer, range(first, first + count))
+            holder.write_blocks(ref, layer, first, buffers, Deadline.after(CALL_S))
+
+
+def _tokens(
+    core: Core, context: int, here: Sequence[Run], apart: Sequence[Run], setting: Setting
+) -> dict[str, float]:
+    """Medians of a token's time: all here with all threads, and half elsewhere with half of them."""
+    import torch
+
+    with torch.inference_mode():
+        kinds = {"here": _Stepper(core, context, here), "distributed": _Stepper(core, context, apart)}
+        threads = {"here": setting.threads, "distributed": max(setting.threads // 2, 1)}
+        taken_s: dict[str, list[float]] = {name: [] for name in kinds}
+        for round_ in range(setting.rounds + 1):
+            for name, stepper in kinds.items():
+                torch.set_num_threads(threads[name])
+                seconds = [stepper.step() for _ in range(setting.tokens)]
+                if round_:  # the first one warms up
+                    taken_s[name] += seconds
+        torch.set_num_threads(setting.threads)
+    return {name: p50(seconds) * 1e3 for name, seconds in taken_s.items()}
+
+
+class _Stepper:
+    """One sequence of `context` tokens, decoded token by token."""
+
+    def __init__(self, core: Core, context: int, runs: Sequence[Run]) -> None:
+        from kvcommons.holder.budget import AttentionBudget
+        from services.decode.batch import Batch
+        from services.decode.placement.auto import Rates
+        from services.decode.remote import RemoteAttention
+
+        self._core = core
+        self._rates = Rates()
+        budget = AttentionBudget(1.0)
+        self._remote = RemoteAttention(core.layout, core.model.device, self._rates, budget)
+        self._sequence = _sequence(core, context, runs)
+        self._batch = Batch([self._sequence], core.block_tokens, core.model.device)
+
+    def step(self) -> float:
+        """Seconds."""
+        from services.decode.iteration import Iteration
+
+        iteration: Iteration = Iteration(self._core, self._remote, self._batch, CALL_S, self._rates)
+        (token,) = iteration.run()
+        for error in iteration.lost.values():
+            raise error
+        self._sequence.append(token.token)
+        self._batch.step()
+        return iteration.seconds
+
+
+def _sequence(core: Core, context: int, runs: Sequence[Run]) -> DecodedSequence:
+    from kvcommons.model.sampling import SamplingParams
+    from kvcommons.pb import common_pb2
+    from kvcommons.rblock.identity import SALT_BYTES, IdentityChain
+    from services.decode.sequence import Generation, Sequence
+
+    salt = bytes(SALT_BYTES)
+    generation = Generation(
+        request_id="bench", session_id="", tenant="bench", salt=salt, tokens=(1,) * context,
+        prompt_tokens=context, max_position=1 << 30,
+        sampling=SamplingParams.of(common_pb2.Sampling(temperature=0.0, top_p=1.0)),
+        stop_token_ids=frozenset(), store_control="", store_data="", matched_blocks=0, no_reuse=True,
+        start_wait_s=1.0,
+    )  # fmt: skip
+    chain = IdentityChain(salt, core.info.fingerprint, core.block_tokens)
+    sequence = Sequence(key=1, generation=generation, block_tokens=core.block_tokens, chain=chain)
+    for run in runs:
+        sequence.append_run(run)
+    sequence.start(1)
+    return sequence
+
+
+def _one_layer(
+    core: Core, holder: RemoteHolder, ref: object, context: int, setting: Setting
+) -> dict[str, float]:
+    """Medians: the query goes to the KV, or the KV comes and is attended over here."""
+    import torch
+
+    from kvcommons.attention.partial import attend_batch
+    from kvcommons.holder.client import AttendPart
+    from kvcommons.holder.segments import SegmentRef
+    from kvcommons.transport.deadline import Deadline
+
+    assert isinstance(ref, SegmentRef)
+    layout, model = core.layout, core.model
+    q = torch.randn(1, layout.query_heads, layout.head_dim)
+    blocks = core.allocator.allocate(context // BLOCK_TOKENS)
+    table = torch.tensor([blocks])
+    part = AttendPart(ref=ref, rows=1, first_position=context, length=context)
+    asked_s: list[float] = []
+    fetched_s: list[float] = []
+    try:
+        with torch.inference_mode():
+            for round_ in range(setting.rounds + 1):
+                layer = round_ % layout.layers
+                began_s = time.monotonic()
+                holder.begin_attend(layer, [part], q, [], Deadline.after(CALL_S)).finish()
+                asked_s.append(time.monotonic() - began_s)
+                began_s = time.monotonic()
+                for first in range(0, len(blocks), 64):
+                    some = blocks[first : first + 64]
+                    with core.memory.write_buffers(layer, some) as buffers:
+                        holder.read_blocks(ref, layer, first, buffers, Deadline.after(CALL_S))
+                attend_batch(
+                    q, core.memory.layer(layer), table, torch.tensor([context]), scale=model.scale,
+                    first_key_positions=torch.tensor([0]), query_positions=torch.tensor([context]),
+                )  # fmt: skip
+                fetched_s.append(time.monotonic() - began_s)
+    finally:
+        core.allocator.release(blocks)
+    return {"query to KV": p50(asked_s[1:]) * 1e3, "KV to query": p50(fetched_s[1:]) * 1e3}
+
+
+def _draw(path: Path, report: Report) -> None:
+    groups = [
+        (
+            f"{row['context']:,} tokens over {row['transport']}",
+            [(name, float(row[name])) for name in ("here", "distributed", "query to KV", "KV to query")],
+        )
+        for row in report.rows
+    ]
+    panels(path, report.title, groups, "ms")

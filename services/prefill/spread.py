@@ -1,0 +1,118 @@
+"""Prompts beyond this instance's memory: their KV lies where decode will attend over it, from the first chunk
+on (Infinite-LLM, section 4.6: blocks are planned ahead from the prompt's length).
+
+A chunk's own blocks are here while it is computed, and go out layer by layer meanwhile. What came before them
+is attended over where it lies: the chunk's queries go there, partials come back.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from kvcommons.attention.partial import Partial, merge
+from kvcommons.engine.core import Core
+from kvcommons.errors import KVCommonsError, Unavailable
+from kvcommons.holder.client import AttendPart, PendingPartial, begin_attend
+from kvcommons.holder.segments import SegmentRef
+from kvcommons.rblock.allocator import BlockAllocator
+from kvcommons.transport.base import Observer
+from kvcommons.transport.client import DataClient
+from kvcommons.transport.deadline import Deadline
+from services.prefill.chunk import Chunk
+from services.prefill.job import Job, Target
+
+log = logging.getLogger(__name__)
+
+NOT_HERE = -1  # in a job's blocks
+
+
+class Holders:
+    """Connections to the holders of spread prompts. Used by the engine's thread."""
+
+    def __init__(self, *, attend_deadline_s: float, observer: Observer | None = None) -> None:
+        """`attend_deadline_s`: what one layer of a chunk waits for them."""
+        self._attend_deadline_s = attend_deadline_s
+        self._observer = observer
+        self._clients: dict[str, DataClient] = {}
+
+    def close(self) -> None:
+        for client in self._clients.values():
+            client.close()
+
+    def ask(self, job: Job, layer: int, before: int, q: Tensor) -> list[PendingPartial]:
+        """Partials of queries q [T, H, D], at positions from `before` on, over the tokens before that."""
+        deadline = Deadline.after(self._attend_deadline_s)
+        asked: list[PendingPartial] = []
+        try:
+            for target in job.prompt.targets:
+                length = min((target.first_block + target.blocks) * job.block_tokens, before)
+                length -= target.first_block * job.block_tokens
+                if length > 0:
+                    part = AttendPart(
+                        ref=SegmentRef(handle=target.handle, epoch=target.epoch),
+                        rows=q.shape[0],
+                        first_position=before,
+                        length=length,
+                    )
+                    asked.append(begin_attend(self._client(target), layer, [part], q, [], deadline))
+        except BaseException:
+            for call in asked:
+                call.cancel()
+            raise
+        return asked
+
+    def _client(self, target: Target) -> DataClient:
+        """An address that many prompts used keeps its connection; there are as many as holders."""
+        if target.data_address not in self._clients:
+            self._clients[target.data_address] = DataClient(target.data_address, observer=self._observer)
+        return self._clients[target.data_address]
+
+
+class SpreadChunk(Chunk):
+    """A chunk of a spread job: `blocks` has those of its own positions; what is before them is elsewhere."""
+
+    def __init__(
+        self, core: Core, tokens: Sequence[int], positions: range, job: Job, holders: Holders
+    ) -> None:
+        super().__init__(core, tokens, positions, job.blocks, job.prompt.truncated)
+        self._before = positions.start
+        self._job = job
+        self._holders = holders
+
+    def _attention_over(self, layer: int) -> Tensor:
+        """The holders compute while this instance does."""
+        query = self._state.q
+        try:
+            asked = self._holders.ask(self._job, layer, self._before, query) if self._before else []
+            here = self._attend_to(layer, range(self._before, self._length), query)
+            return merge([here, *(self._finish(call, query) for call in asked)]).out
+        except KVCommonsError as error:
+            raise Unavailable(f"a holder did not attend over the prompt's blocks: {error.message}") from error
+
+    def _finish(self, call: PendingPartial, like: Tensor) -> Partial:
+        partial = call.finish()
+        return Partial(out=partial.out.to(like.device), lse=partial.lse.to(like.device))
+
+
+def can_spread(job: Job) -> bool:
+    """Whether all of the prompt has a place at its targets."""
+    if job.prompt.truncated.shifted_head_tokens:
+        return False
+    covered = sum(target.blocks for target in job.prompt.targets)
+    return covered >= job.total_blocks
+
+
+def take_window(job: Job, allocator: BlockAllocator, chunk: range) -> None:
+    """Blocks for a chunk's own tokens. Raises CapacityExhausted."""
+    covered = job.covered_blocks(chunk)
+    if job.blocks[covered.start] == NOT_HERE:
+        job.blocks[covered.start : covered.stop] = allocator.allocate(len(covered))
+
+
+def leave_window(job: Job, allocator: BlockAllocator) -> None:
+    """The job has no block here any more; those that are still on their way are kept until they are there."""
+    allocator.release([block for block in job.blocks if block != NOT_HERE])
+    job.blocks = [NOT_HERE] * len(job.blocks)
