@@ -162,7 +162,10 @@ class LedgerReplica(Proc):
             elif isinstance(effect, Ask):
                 names = list(effect.requests)
                 replies = yield Call([(name, "settle", (effect.requests[name],)) for name in names], 3.0)
-                value = {name: self._answer(name, reply) for name, reply in zip(names, replies, strict=True)}
+                value = {
+                    name: self._answer(settlement.id, name, reply)
+                    for name, reply in zip(names, replies, strict=True)
+                }
             else:
                 yield Sleep(0.5)
                 value = None
@@ -170,11 +173,13 @@ class LedgerReplica(Proc):
             self.rested_at[name] = self.clock()
         self.driven.pop(settlement.id, None)
 
-    def _answer(self, name: str, reply: Any) -> Answer:
+    def _answer(self, settlement: str, name: str, reply: Any) -> Answer:
         if isinstance(reply, Answer):
             return reply
-        gone = name not in self.living() or isinstance(reply, KVCommonsError)
-        return Answer(refused=gone)
+        if name not in self.living():  # for all that is known here it is dead
+            self.world.excused.add((settlement, name))
+            return Answer(refused=True)
+        return Answer(refused=isinstance(reply, KVCommonsError))
 
     def _write(self, name: str, value: Settlement | None, revision: int, term: int) -> Work:
         """The new revision, also where the first answer was lost; None: somebody else has written, or this

@@ -152,7 +152,7 @@ class World:
             self.send(source, lambda: heard(number, result), target)
 
         # Who lends or writes is asked once: a call that is not answered in time costs its sequence.
-        once = method in ("read", "reserve", "grow_segment")
+        once = method in ("reserve", "grow_segment") or (method == "read" and arguments[3] is not None)
         self.send(target, lambda: target.serve(method, arguments, reply), source, once=once)
 
     def send(self, target: Proc, event: Callable[[], None], source: Proc, *, once: bool = False) -> None:
