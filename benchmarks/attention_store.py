@@ -101,16 +101,16 @@ class Replayed:
         return int(size_bytes * self.part) // (self.block_tokens * model.token_bytes)
 
 
-def ratios(by_ratio: Mapping[tuple[int, int], Sequence[Pair]], label: str) -> Report:
+def ratios(by_ratio: Mapping[str, Sequence[Pair]], label: str) -> Report:
     """§4.3.1: one length, several shares of it in the store. Times are those of prefill."""
     rows: list[Row] = []
     found: dict[str, float] = {}
-    for (history, new), pairs in by_ratio.items():
+    for ratio, pairs in by_ratio.items():
         gain = p50([prefill_rate(pair.reuse) / prefill_rate(pair.compute) for pair in pairs])
-        found[f"prefill_{history}_{new}"] = gain
+        found[f"prefill_{ratio.replace('/', '_')}"] = gain
         rows.append(
             {
-                "history/new": f"{history}/{new}",
+                "history/new": ratio,
                 "pairs": len(pairs),
                 "recompute ms": p50([_prefill_ms(pair.compute) for pair in pairs]),
                 "reuse ms": p50([_prefill_ms(pair.reuse) for pair in pairs]),
@@ -183,11 +183,12 @@ def distinct_sessions(jobs: Sequence[Job], within_s: float) -> int:
     return most
 
 
-def mediums(setting: Replayed, progress: Progress) -> Report:
-    """§4.3.6: hits with the device's 10 GB alone, with 128 GB of DRAM, and with 10 TB of disk."""
+def mediums(setting: Replayed, models: Sequence[Model], progress: Progress) -> Report:
+    """§4.3.6: turns that found all of their history, with the device's 10 GB alone, with 128 GB of DRAM, and
+    with 10 TB of disk."""
     rows: list[Row] = []
     found: dict[str, float] = {}
-    for model in MODELS:
+    for model in models:
         trace = setting.trace(model, SATURATED)
         device, both, disk = (
             setting.blocks(size, model) for size in (DEVICE_BYTES, DEVICE_BYTES + DRAM_BYTES, DISK_BYTES)
@@ -202,11 +203,13 @@ def mediums(setting: Replayed, progress: Progress) -> Report:
             for (medium, room), paper in zip(rooms.items(), model.paper_hits, strict=True):
                 progress(f"{model.name}, {policy}: {medium}")
                 outcome = replay(trace, policy, Setting(room=room, warm_up=setting.warm_up))
-                found[f"hits_{model.name}_{policy}_{medium.removeprefix('+ ')}"] = outcome.block_hit_rate
-                row[f"{medium} %"] = 100 * outcome.block_hit_rate
+                found[f"hits_{model.name}_{policy}_{medium.removeprefix('+ ')}"] = outcome.request_hit_rate
+                row[f"{medium} %"] = 100 * outcome.request_hit_rate
                 row[f"{medium}, paper %"] = 100 * paper
             rows.append(row)
-    return Report(title="Hits by what there is to keep KV in", ratios=found, rows=rows)
+    return Report(
+        title="Turns that found their history, by what there is to keep KV in", ratios=found, rows=rows
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,8 +12,8 @@ from benchmarks import attention_store as tables
 from benchmarks.plot import panels
 from benchmarks.random_model import write_random_model
 from benchmarks.report import Report
-from benchmarks.session_stack import StackSetting, take_pairs
-from benchmarks.sessions import Workload
+from benchmarks.session_stack import StackSetting
+from benchmarks.sessions import SessionsBenchmark, Workload
 
 Progress = Callable[[str], None]
 ANSWER_TOKENS = 8
@@ -37,6 +37,8 @@ def add(
     )
     capacity.set_defaults(run=_capacity, draw=_draw_capacity)
     mediums = kinds.add_parser("mediums", help="§4.3.6: hits with a device, DRAM and a disk (replay)")
+    names = [model.name for model in tables.MODELS]
+    mediums.add_argument("--models", nargs="+", choices=names, default=names, metavar="NAME")
     mediums.set_defaults(run=_mediums, draw=_draw_mediums)
     for kind in (capacity, mediums):
         kind.add_argument("--sessions", type=int, default=tables.SESSIONS, metavar="N")
@@ -57,27 +59,32 @@ def add(
 
 
 def _ratios(options: argparse.Namespace, progress: Progress) -> Report:
+    loads = [
+        Workload(
+            history_tokens=options.tokens - new,
+            new_tokens=new,
+            answer_tokens=ANSWER_TOKENS,
+            turns=1,
+            sessions=options.sessions + 1,  # the first one's turns warm up
+            concurrency=1,
+        )
+        for new in options.new
+    ]
     found = {}
     with tempfile.TemporaryDirectory(prefix="kvcommons-bench-") as name:
         model = write_random_model(Path(name), options.random_model, progress)
-        for new in options.new:
-            history = options.tokens - new
-            load = Workload(
-                history_tokens=history,
-                new_tokens=new,
-                answer_tokens=ANSWER_TOKENS,
-                turns=1,
-                sessions=options.sessions + 1,
-                concurrency=1,
-            )
-            setting = _setting(options, Path(name) / f"{history}-{new}", model)
+        setting = _setting(options, Path(name) / "stack", model)
+        progress("starting the stack")
+        with setting.stack(max(loads, key=lambda load: load.new_tokens)) as stack:
+            for load in loads:
+                ratio = f"{load.history_tokens}/{load.new_tokens}"
 
-            def tell(text: str, ratio: str = f"{history}/{new}") -> None:
-                progress(f"{ratio}: {text}")
+                def tell(text: str, ratio: str = ratio) -> None:
+                    progress(f"{ratio}: {text}")
 
-            # The first session's turns warm the stack up.
-            found[history, new] = take_pairs(setting, load, restart=False, progress=tell)[1:]
-            shutil.rmtree(setting.folder)
+                benchmark = SessionsBenchmark(load, setting.writer(), tell, name=ratio.replace("/", "-"))
+                benchmark.begin(stack.client)
+                found[ratio] = benchmark.round(stack.client, 0, "dram")[1:]
     return tables.ratios(found, options.random_model)
 
 
@@ -95,7 +102,8 @@ def _capacity(options: argparse.Namespace, progress: Progress) -> Report:
 
 
 def _mediums(options: argparse.Namespace, progress: Progress) -> Report:
-    return tables.mediums(_replayed(options), progress)
+    models = [model for model in tables.MODELS if model.name in options.models]
+    return tables.mediums(_replayed(options), models, progress)
 
 
 def _measured_mediums(options: argparse.Namespace, progress: Progress) -> Report:
@@ -188,7 +196,7 @@ def _draw_mediums(path: Path, report: Report) -> None:
         )
         for row in report.rows
     ]
-    panels(path, report.title, groups, "hits, % of all blocks")
+    panels(path, report.title, groups, "turns that found their history, %")
 
 
 def _draw_measured(path: Path, report: Report) -> None:

@@ -49,8 +49,10 @@ Writer = Callable[[int, int], str]
 class SessionsBenchmark:
     """Drives a running stack; the caller owns the stack."""
 
-    def __init__(self, workload: Workload, write: Writer, progress: Progress) -> None:
+    def __init__(self, workload: Workload, write: Writer, progress: Progress, *, name: str = "bench") -> None:
+        """`name` is what its sessions' names begin with."""
         self._load = workload
+        self._name = name
         self._write = write
         self._progress = progress
         self._serial = 0
@@ -61,7 +63,9 @@ class SessionsBenchmark:
         tokens = load.history_tokens - load.answer_tokens
         for group in self._groups():
             self._progress(f"history of session {group[0] + 1} of {load.sessions}")
-            self._together([partial(self._turn, client, f"bench-{i}", tokens, self._next()) for i in group])
+            self._together(
+                [partial(self._turn, client, f"{self._name}-{i}", tokens, self._next()) for i in group]
+            )
 
     def round(self, client: RestClient, turn: int, source: str) -> list[Pair]:
         """One turn of every session, each one taken twice."""
@@ -70,7 +74,7 @@ class SessionsBenchmark:
         alone = len(groups) == 1
         for group in groups:
             self._progress(f"turn {turn + 1} of session {group[0] + 1} of {self._load.sessions}")
-            names = [f"bench-{i}" for i in group]
+            names = [f"{self._name}-{i}" for i in group]
             forks = [str(client.post(f"/v1/sessions/{name}/fork", {})["id"]) for name in names]
             serials = [self._next() for _ in group]
 

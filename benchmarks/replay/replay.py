@@ -43,6 +43,7 @@ class Outcome:
     disk_hit_rate: float
     miss_rate: float
     reuse_hit_rate: float  # of the blocks that had come before, in a run from the first
+    request_hit_rate: float  # requests that found all of those, where there were any, of all requests
     dram_share_of_hits: float
     token_hit_rate: float
     token_dram_rate: float
@@ -138,6 +139,7 @@ class _Tally:
     def __init__(self, block_tokens: int) -> None:
         self.requests = self.blocks = self.dram = self.disk = 0
         self._block_tokens = block_tokens
+        self._found_all = 0
         self._reusable = self._tokens = self._dram_tokens = self._disk_tokens = 0
         self._seen: set[int] = set()
 
@@ -148,7 +150,9 @@ class _Tally:
             self.blocks += len(run)
             self.dram += dram
             self.disk += disk
-            self._reusable += _leading(run, self._seen)
+            reusable = _leading(run, self._seen)
+            self._reusable += reusable
+            self._found_all += 0 < reusable <= dram + disk
             self._tokens += job.tokens
             # Of a run that ends in a block that is not full, that one counts for what is in it.
             hit_tokens = min(job.tokens, (dram + disk) * self._block_tokens)
@@ -166,6 +170,7 @@ class _Tally:
             "disk_hit_rate": _rate(self.disk, self.blocks),
             "miss_rate": _rate(self.blocks - hits, self.blocks),
             "reuse_hit_rate": _rate(hits, self._reusable),
+            "request_hit_rate": _rate(self._found_all, self.requests),
             "dram_share_of_hits": _rate(self.dram, hits),
             "token_hit_rate": _rate(tokens, self._tokens),
             "token_dram_rate": _rate(self._dram_tokens, self._tokens),

@@ -36,7 +36,7 @@ def turn(prefill_ms: float, *, prompt: int = 1000, cached: int = 0, device: int 
 
 def test_waiting_for_history_counts_as_prefill() -> None:
     pairs = [Pair(source="dram", reuse=turn(ms, cached=900), compute=turn(1000)) for ms in (100, 200, 400)]
-    report = attention_store.ratios({(900, 100): pairs}, "m")
+    report = attention_store.ratios({"900/100": pairs}, "m")
     assert report.ratios == pytest.approx({"prefill_900_100": 5.0})
     assert report.rows[0]["reuse ms"] == pytest.approx(200)
     assert report.rows[0]["tokens computed"] == 100
@@ -67,7 +67,7 @@ def test_room_for_all_sessions_of_an_hour_misses_nothing() -> None:
 
 
 def test_each_medium_adds_hits() -> None:
-    report = attention_store.mediums(SMALL, say_nothing)
+    report = attention_store.mediums(SMALL, attention_store.MODELS, say_nothing)
     assert [(row["model"], row["policy"]) for row in report.rows] == [
         (model.name, policy) for model in attention_store.MODELS for policy in SMALL.policies
     ]

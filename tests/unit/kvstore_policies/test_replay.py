@@ -9,7 +9,7 @@ import pytest
 from benchmarks.replay.cli import TOKEN_BYTES, main
 from benchmarks.replay.replay import Setting, replay
 from benchmarks.replay.sharegpt import ShareGpt, generate
-from benchmarks.replay.trace import Trace, read_trace
+from benchmarks.replay.trace import Job, Trace, read_trace
 from kvcommons.errors import InvalidInput
 from services.kvstore.policies.hierarchy import Room
 
@@ -82,6 +82,15 @@ def test_in_the_proportions_of_figure_21_the_queue_is_worth_25_points(part: int,
     )
     assert aware.block_hit_rate >= lru.block_hit_rate + 0.25
     assert aware.dram_share_of_hits > 0.99
+
+
+def test_a_request_hits_that_finds_all_that_had_come_before() -> None:
+    runs = [(0, 1), (0, 1, 2), (5,), (0, 9)]
+    jobs = [Job(run=run, tokens=16 * len(run), arrive_s=n, start_s=n) for n, run in enumerate(runs)]
+    trace = Trace(name="four", jobs=jobs, block_tokens=16)
+    for blocks, share in ((8, 0.5), (1, 0.0)):
+        outcome = replay(trace, "lru", Setting(room=Room(dram_blocks=blocks)))
+        assert outcome.request_hit_rate == share
 
 
 def test_a_session_shorter_than_a_block_uses_none() -> None:
