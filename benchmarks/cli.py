@@ -9,7 +9,15 @@ from pathlib import Path
 
 from rich.console import Console
 
-from benchmarks import attention_store_cli, first_token, overlap_cli, prefixes_cli, store_cli
+from benchmarks import (
+    attention_store_cli,
+    borrow,
+    first_token,
+    overlap_cli,
+    prefixes_cli,
+    settlement,
+    store_cli,
+)
 from benchmarks.plot import stacked_bars, stacked_times
 from benchmarks.prompts import PromptWriter
 from benchmarks.random_model import write_random_model
@@ -74,6 +82,8 @@ def _parser() -> argparse.ArgumentParser:
     prefixes_cli.add(commands, _add_outputs)
     overlap_cli.add(commands, _add_outputs)
     store_cli.add(commands, _add_outputs)
+    borrow.add(commands, _add_outputs)
+    settlement.add(commands, _add_outputs)
     attention_store_cli.add(commands, _add_outputs)
     _add_truncation(commands)
     return parser
