@@ -31,6 +31,13 @@ RUN if [ -z "$TORCH_BUILD" ]; then pip install --no-cache-dir -c constraints.txt
     && python requirements.py model >requirements.txt \
     && pip install --no-cache-dir --disable-pip-version-check -c constraints.txt -r requirements.txt
 
+# The attention kernel, by the base image's compiler or Debian's. Where neither can be had, attention is torch's.
+FROM base AS kernel
+COPY --chmod=755 kvcommons/attention/native native
+RUN { command -v c++ || { apt-get -qq update && apt-get -qq install -y --no-install-recommends g++; }; } >/dev/null \
+    || echo "no C++ compiler"; \
+    python3 native/build.py && rm -rf native/__pycache__ native/.kernel.lock
+
 FROM base AS etcd-packaged
 RUN apt-get -qq update \
     && apt-get -qq install -y --no-install-recommends etcd-server etcd-client \
@@ -59,6 +66,7 @@ FROM base AS compute
 COPY --from=compute-packages /opt/venv /opt/venv
 # Whoever checked this out with whatever umask: the services' user has to read it.
 COPY --chmod=755 kvcommons kvcommons
+COPY --from=kernel --chmod=755 /app/native kvcommons/attention/native
 COPY --chmod=755 services services
 COPY --chmod=755 demo/model demo/model
 COPY --chmod=755 deploy deploy

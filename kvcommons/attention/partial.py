@@ -2,6 +2,9 @@
 
 A plan holds what follows from block tables, lengths and positions alone (gather indices, masks): it is made
 once an iteration or chunk and used for every layer. `attend_chunk` and `attend_batch` make one for one call.
+
+Batches on the CPU are computed by the compiled kernel (`native`), which reads blocks in place; torch's
+operators serve chunks, other devices, and machines that have no compiler.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kvcommons.attention import kernel
+from kvcommons.attention.native import library
 
 # Keys gathered to contiguous memory at once; bounds the temporary copy (64 MiB with 8 heads of 128 in bf16).
 SPAN_TOKENS = 16384
@@ -40,6 +44,11 @@ def merge(partials: Sequence[Partial]) -> Partial:
     """Exact online softmax over parts along tokens; parts with lse -inf count as nothing."""
     if len(partials) == 1:
         return partials[0]
+    native = library.chosen() if partials[0].out.device.type == "cpu" else None
+    if native is not None:
+        outs = [part.out.contiguous() for part in partials]
+        out, lse = native.merge(outs, [part.lse.contiguous() for part in partials])
+        return Partial(out=out, lse=lse)
     lse = torch.stack([part.lse for part in partials])
     top = lse.amax(0)
     weights = torch.exp(lse - top.masked_fill(top.isneginf(), 0.0))
@@ -159,10 +168,12 @@ class _BatchGroup:
 
 
 class BatchPlan:
-    """One row a sequence over the sequences' blocks; used for each layer of an iteration.
+    """One row a sequence over the sequences' blocks; used for each layer of an iteration, by one thread at a
+    time.
 
-    tables LongTensor [B, nb], padded with any valid block; lengths, first_key_positions, query_positions
-    LongTensor [B]. Sequences of like length share a call; a very long one is read in spans, which are merged.
+    tables LongTensor [B, nb], padded with any valid block, not to be changed while the plan is in use;
+    lengths, first_key_positions, query_positions LongTensor [B]. What a sequence's query does not see is not
+    read, and may be anything, NaN included.
     """
 
     def __init__(
@@ -175,7 +186,42 @@ class BatchPlan:
         query_positions: Tensor,
         window: int | None = None,
     ) -> None:
+        self._kv_shape = kv_shape
+        self._tables = tables
+        # Copied: a batch moves its lengths on in place.
+        self._columns = torch.stack((lengths, first_key_positions, query_positions))
+        self._window = window
+        self._kernel = library.chosen() if tables.device.type == "cpu" else None
+        self._native: library.Batch | None = None
+        self._waves: _Waves | None = None
+
+    def attend(self, q: Tensor, kv: Tensor, scale: float) -> Partial:
+        """q [B, H, D]; kv one layer's blocks."""
+        if self._kernel is not None and library.serves(q, kv):
+            if self._native is None:
+                self._native = library.Batch(
+                    self._kernel, self._kv_shape, self._tables.contiguous(), self._columns, self._window
+                )
+            out, lse = self._native.attend(q, kv, scale)
+            return Partial(out=out, lse=lse)
+        if self._waves is None:
+            self._waves = _Waves(self._kv_shape, self._tables, self._columns, self._window)
+        return self._waves.attend(q, kv, scale)
+
+
+class _Waves:
+    """A batch by torch's operators. Sequences of like length share a call; a very long one is read in spans,
+    which are merged."""
+
+    def __init__(
+        self,
+        kv_shape: Sequence[int],
+        tables: Tensor,
+        columns: Tensor,  # lengths, first key positions and query positions, [3, B]
+        window: int | None,
+    ) -> None:
         block_tokens = kv_shape[3]
+        lengths, first_key_positions, query_positions = columns
         distance = query_positions - first_key_positions
         ends = torch.minimum(lengths, distance + 1).tolist()
         starts = [0] * len(ends) if window is None else (distance - window + 1).clamp_min(0).tolist()
@@ -189,7 +235,6 @@ class BatchPlan:
             spans = [(row, start, end) for row, start, end in nexts if end > start]
 
     def attend(self, q: Tensor, kv: Tensor, scale: float) -> Partial:
-        """q [B, H, D]; kv one layer's blocks."""
         if not self._waves:
             return Partial.empty(q)
         return merge([self._wave(wave, q, kv, scale) for wave in self._waves])

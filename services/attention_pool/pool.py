@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from kvcommons.attention.memory import BlockMemory
+from kvcommons.attention.native import library
 from kvcommons.engine.core import EngineSettings
 from kvcommons.errors import InvalidInput
 from kvcommons.holder.holder import HeldModel, Holder
@@ -32,6 +33,7 @@ def open_pool(settings: EngineSettings, instance_id: str) -> Pool:
     Raises InvalidInput for a model or device that cannot be served, or too little capacity.
     """
     torch.set_num_threads(settings.threads)
+    library.chosen()  # compiled, if it has to be, before anybody waits for attention
     folder = resolve_folder(settings.model)
     spec = ModelSpec.read(folder)
     identity = fingerprint(folder, spec, settings.dtype, settings.block_tokens)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvcommons.attention import kernel, partial
 from kvcommons.attention.memory import BlockMemory
+from kvcommons.attention.native import library
 from kvcommons.attention.partial import Partial, attend_batch, attend_chunk, merge
 from kvcommons.rblock.layout import Layout
 
@@ -20,6 +21,13 @@ SCALE = 0.3
 
 @pytest.fixture(params=DEVICES)
 def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(params=["torch", ""], ids=["torch", "kernel"])
+def computing(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """By torch's operators, and by what is taken where nobody says anything."""
+    monkeypatch.setenv(library.VARIABLE, request.param)
     return str(request.param)
 
 
@@ -108,7 +116,7 @@ def test_tiles_of_a_large_chunk_give_what_the_plain_kernel_gives(masked: bool) -
 @pytest.mark.parametrize("window", [None, 30])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 def test_batch_of_unequal_lengths_equals_plain_attention(
-    device: str, dtype: torch.dtype, window: int | None, monkeypatch: pytest.MonkeyPatch
+    device: str, dtype: torch.dtype, window: int | None, computing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(partial, "SPAN_TOKENS", 64)  # the long ones are read in spans
     lengths = [1, 16, 17, 200, 40, 41, 43, 300, 0]
@@ -129,7 +137,7 @@ def test_batch_of_unequal_lengths_equals_plain_attention(
         close(one, *expected, TOLERANCE[dtype])
 
 
-def test_batch_masks_keys_after_the_query(device: str) -> None:
+def test_batch_masks_keys_after_the_query(device: str, computing: str) -> None:
     k, v, q = (tensors(i, torch.float32, n, 1, 16) for i, n in enumerate([50, 50, 2]))
     memory, table = paged([(k, v)], 16, "float32", device)
     positions, firsts = torch.tensor([20, 5]), torch.tensor([0, 10])
@@ -156,7 +164,7 @@ def test_a_far_window_sees_nothing(device: str) -> None:
 
 
 @pytest.mark.parametrize("cut", [0, 16, 48, 100])
-def test_parts_merge_to_the_whole(device: str, cut: int) -> None:
+def test_parts_merge_to_the_whole(device: str, cut: int, computing: str) -> None:
     k, v, q = (tensors(i, torch.float32, n, h, 32) for i, (n, h) in enumerate([(100, 2), (100, 2), (9, 4)]))
     positions = torch.arange(91, 100)
     parts = []
@@ -170,7 +178,7 @@ def test_parts_merge_to_the_whole(device: str, cut: int) -> None:
     close(merge(parts), *reference(q, k, v, 0, positions, None), 2e-5)
 
 
-def test_merge_of_empty_parts_is_empty(device: str) -> None:
+def test_merge_of_empty_parts_is_empty(device: str, computing: str) -> None:
     empty = Partial.empty(torch.zeros(2, 3, 4, device=device))
     merged = merge([empty, empty])
     assert merged.lse.isneginf().all()

@@ -1,0 +1,164 @@
+"""Compiles the attention kernel: `python -m kvcommons.attention.native.build` (no torch, no Python headers).
+
+The library's name has a digest of its sources and flags, so one that does not fit the sources is never
+loaded. It lies beside the sources, or in the user's cache where that folder cannot be written to.
+
+For images it also runs as a script, before any package is installed: it imports nothing but Python's own.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+SOURCES = Path(__file__).parent
+_FLAGS = (
+    "-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-exceptions", "-fno-rtti",
+    "-fno-math-errno", "-ffp-contract=fast",
+)  # fmt: skip
+# Of one compiler; it takes 3 s.
+_DEADLINE_S = 120.0
+
+
+class Unbuilt(Exception):
+    """The kernel could not be compiled here; the message says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Variant:
+    """An instruction set that the kernel's translation unit is compiled for; `width` in floats."""
+
+    name: str
+    width: int
+    features: tuple[str, ...] = ()  # as the compiler names them, for itself and for asking the processor
+
+    @property
+    def flags(self) -> list[str]:
+        flags = [f"-DKVC_VARIANT={self.name}", f"-DKVC_WIDTH={self.width}"]
+        if self.features:
+            asked = " && ".join(f'__builtin_cpu_supports("{feature}")' for feature in self.features)
+            flags += [f"-m{feature}" for feature in self.features] + [f"-DKVC_NEEDS=({asked})"]
+        return flags
+
+
+def variants(machine: str) -> list[Variant]:
+    """From the plainest to the widest; `machine` as `platform.machine()` names it."""
+    plain = [Variant(name="portable", width=4)]
+    if machine.lower() not in ("x86_64", "amd64"):
+        return plain
+    wide = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "fma")
+    return [
+        *plain,
+        Variant(name="avx2", width=8, features=("avx2", "fma")),
+        Variant(name="avx512", width=16, features=wide),
+    ]
+
+
+def file_name(machine: str | None = None) -> str:
+    """The library's, for the sources as they are now."""
+    machine = machine or platform.machine()
+    digest = hashlib.sha256(repr((_FLAGS, variants(machine))).encode())
+    for path in sorted(SOURCES.glob("*.cpp")) + sorted(SOURCES.glob("*.h")):
+        digest.update(path.read_bytes())
+    return f"_kernel-{machine}-{digest.hexdigest()[:16]}.so"
+
+
+def folders(environ: Mapping[str, str]) -> list[Path]:
+    """Where the library may lie, in the order in which it is looked for."""
+    cache = Path(environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME") or "/nonexistent") / ".cache")
+    return [SOURCES, cache / "kvcommons"]
+
+
+def find(environ: Mapping[str, str]) -> Path | None:
+    name = file_name()
+    return next((folder / name for folder in folders(environ) if (folder / name).is_file()), None)
+
+
+def find_or_build(environ: Mapping[str, str]) -> Path:
+    """The library, compiled if it is not there. One process compiles, others wait for it.
+
+    Raises Unbuilt.
+    """
+    found = find(environ)
+    if found is not None:
+        return found
+    compiler = _compiler(environ)
+    for folder in folders(environ):
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = (folder / ".kernel.lock").open("w")
+        except OSError:
+            continue
+        with lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not (folder / file_name()).is_file():
+                _build(compiler, folder)
+        return folder / file_name()
+    raise Unbuilt(f"none of {', '.join(map(str, folders(environ)))} can be written to")
+
+
+def _compiler(environ: Mapping[str, str]) -> str:
+    names = [environ["CXX"]] if environ.get("CXX") else ["c++", "g++", "clang++"]
+    for name in names:
+        path = shutil.which(name, path=environ.get("PATH"))
+        if path is not None:
+            return path
+    raise Unbuilt(f"there is no C++ compiler ({', '.join(names)})")
+
+
+def _build(compiler: str, folder: Path) -> None:
+    with tempfile.TemporaryDirectory(prefix="kvcommons-kernel-") as name:
+        work = Path(name)
+        units = [("library", SOURCES / "library.cpp", list[str]())]
+        units += [(v.name, SOURCES / "kernel.cpp", v.flags) for v in variants(platform.machine())]
+        commands = [
+            [compiler, *_FLAGS, *flags, "-c", str(source), "-o", str(work / f"{unit}.o")]
+            for unit, source, flags in units
+        ]
+        for command in commands:
+            _run(command)
+        objects = [str(work / f"{unit}.o") for unit, _, _ in units]
+        # Into the same folder first: moving it there is what makes it appear whole.
+        whole = folder / f".{file_name()}.{os.getpid()}"
+        try:
+            _run([compiler, "-shared", "-o", str(whole), *objects])
+            whole.rename(folder / file_name())
+        except OSError as error:
+            raise Unbuilt(f"{folder} cannot be written to: {error}") from error
+        finally:
+            whole.unlink(missing_ok=True)
+    for old in folder.glob(f"_kernel-{platform.machine()}-*.so"):
+        if folder == SOURCES and old.name != file_name():
+            old.unlink(missing_ok=True)
+
+
+def _run(command: Sequence[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_DEADLINE_S, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise Unbuilt(f"{command[0]}: {error}") from error
+    if done.returncode:
+        raise Unbuilt(f"{command[0]} failed: {done.stderr.strip()[-2000:]}")
+
+
+def main() -> int:
+    """Builds it if it can: without it everything works, so 0 either way unless `--required` is given."""
+    try:
+        print(find_or_build(os.environ))
+    except Unbuilt as error:
+        print(f"the attention kernel is not compiled, and torch is taken instead: {error}", file=sys.stderr)
+        return int("--required" in sys.argv[1:])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

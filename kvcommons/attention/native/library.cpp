@@ -1,0 +1,213 @@
+// Which instruction set is taken, how the work is divided, and what ctypes calls.
+#include "attend.h"
+
+using namespace kvc;
+
+namespace {
+
+// From the plainest to the widest.
+const Variant* const VARIANTS[] = {
+    &portable,
+#if defined(__x86_64__)
+    &avx2,
+    &avx512,
+#endif
+};
+constexpr int COUNT = sizeof VARIANTS / sizeof *VARIANTS;
+
+// Keys of a unit, at least. Units follow from their sequence alone, so that its result is the same in every batch
+// and on any number of threads.
+constexpr int64_t UNIT_TOKENS = 512;
+// Less memory than this is not worth another thread.
+constexpr int64_t THREAD_BYTES = 65536;
+constexpr int64_t ALIGNED = 16;  // floats: a cache line
+
+int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+int64_t most(int64_t a, int64_t b) { return a > b ? a : b; }
+int64_t up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+const Variant& chosen(int32_t variant, int64_t dim) {
+    int i = (int)least(variant, COUNT - 1);
+    while (i > 0 && (!VARIANTS[i]->supported() || dim % (2 * VARIANTS[i]->width))) i--;
+    return *VARIANTS[i];
+}
+
+// The keys of a row that its query sees, and how they are cut into units.
+struct Row {
+    int64_t first, last, unit_blocks, units;
+
+    Row(const kvc_batch& batch, int64_t row) {
+        int64_t distance = batch.query_positions[row] - batch.first_positions[row];
+        first = batch.window ? most(distance - batch.window + 1, 0) : 0;
+        int64_t size = batch.block_tokens;
+        last = least(least(batch.lengths[row], distance + 1), batch.table_width * size);
+        last = most(last, first);
+        int64_t blocks = last > first ? (last - 1) / size + 1 - first / size : 0;
+        unit_blocks = most(up(UNIT_TOKENS, size), up(blocks, UNITS_MAX));
+        units = up(blocks, unit_blocks);
+    }
+};
+
+int64_t partial_floats(const kvc_batch& batch) {
+    return up(batch.heads * (batch.dim + 2), ALIGNED) * ALIGNED;
+}
+
+int64_t workspace_floats(const kvc_batch& batch) {
+    return up(batch.heads * (batch.dim + TILE), ALIGNED) * ALIGNED;
+}
+
+// How a call is divided: units of each row (`starts`), each over all kv heads or, where there are few, over some.
+struct Work {
+    const kvc_batch* batch;
+    const Variant* variant;
+    int64_t units, splits, threads;
+    int64_t* starts;  // [batch + 1]
+    int32_t* left;    // [batch, splits], units that are not computed yet
+    float* workspaces;
+    float* partials;
+    int64_t next, worker;
+};
+
+void take_unit(Work& work, int64_t number, const Workspace& space) {
+    const kvc_batch& batch = *work.batch;
+    int64_t index = number / work.splits, split = number % work.splits;
+    int64_t row = 0, above = batch.batch;
+    while (above - row > 1) {
+        int64_t middle = (row + above) / 2;
+        (work.starts[middle] <= index ? row : above) = middle;
+    }
+    Row keys(batch, row);
+    int64_t size = batch.block_tokens, stride = partial_floats(batch), i = index - work.starts[row];
+    int64_t block = keys.first / size + i * keys.unit_blocks;
+    int64_t head = batch.kv_heads * split / work.splits, head_end = batch.kv_heads * (split + 1) / work.splits;
+    float* sums = work.partials + index * stride;
+    float *tops = sums + batch.heads * batch.dim, *totals = tops + batch.heads;
+    int64_t first = most(keys.first, block * size), last = least(keys.last, (block + keys.unit_blocks) * size);
+    work.variant->attend(batch, Unit{row, first, last, head, head_end, sums, tops, totals}, space);
+    // Whoever computes a row's last unit merges them, in their order.
+    if (__atomic_sub_fetch(&work.left[row * work.splits + split], 1, __ATOMIC_ACQ_REL) == 0) {
+        int64_t back = i * stride;
+        work.variant->finish(
+            batch, Finish{row, head, head_end, keys.units, sums - back, tops - back, totals - back, stride});
+    }
+}
+
+void take_units(void* argument) {
+    Work& work = *(Work*)argument;
+    int64_t worker = __atomic_fetch_add(&work.worker, 1, __ATOMIC_RELAXED);
+    if (worker >= work.threads) return;
+    const kvc_batch& batch = *work.batch;
+    float* queries = work.workspaces + worker * workspace_floats(batch);
+    Workspace space{queries, queries + batch.heads * batch.dim};
+    int64_t all = work.units * work.splits;
+    for (;;) {
+        int64_t number = __atomic_fetch_add(&work.next, 1, __ATOMIC_RELAXED);
+        if (number >= all) return;
+        take_unit(work, number, space);
+    }
+}
+
+void run(kvc_parallel parallel, void (*body)(void*), void* argument, int64_t threads) {
+    if (threads > 1 && parallel)
+        parallel(body, argument, (unsigned)threads, 0);
+    else
+        body(argument);
+}
+
+struct MergeWork {
+    const kvc_merge* merge;
+    const Variant* variant;
+    int64_t rows, next;
+};
+
+void take_rows(void* argument) {
+    MergeWork& work = *(MergeWork*)argument;
+    for (;;) {
+        int64_t first = __atomic_fetch_add(&work.next, work.rows, __ATOMIC_RELAXED);
+        if (first >= work.merge->rows) return;
+        work.variant->merge(*work.merge, first, least(first + work.rows, work.merge->rows));
+    }
+}
+
+struct ReadWork {
+    const char* bytes;
+    int64_t size, part, next;
+    const Variant* variant;
+    float result;
+};
+
+void take_bytes(void* argument) {
+    ReadWork& work = *(ReadWork*)argument;
+    for (;;) {
+        int64_t first = __atomic_fetch_add(&work.next, work.part, __ATOMIC_RELAXED);
+        if (first >= work.size) return;
+        float result = work.variant->read(work.bytes + first, least(work.part, work.size - first));
+        __atomic_store(&work.result, &result, __ATOMIC_RELAXED);
+    }
+}
+
+}  // namespace
+
+#define EXPORTED extern "C" __attribute__((visibility("default")))
+
+// The name of the variant at `index`; null behind the last one, empty where this processor cannot run it.
+EXPORTED const char* kvc_variant_name(int32_t index) {
+    if (index < 0 || index >= COUNT) return nullptr;
+    return VARIANTS[index]->supported() ? VARIANTS[index]->name : "";
+}
+
+// What `scratch` of a batch needs for `threads`, in bytes. Reads lengths and positions.
+EXPORTED int64_t kvc_scratch_bytes(const kvc_batch* batch) {
+    int64_t units = 0;
+    for (int64_t row = 0; row < batch->batch; row++) units += Row(*batch, row).units;
+    int64_t integers = (batch->batch + 1) * 8 + batch->batch * batch->kv_heads * 4;
+    return up(integers, 64) * 64 + 4 * (units * partial_floats(*batch) + batch->threads * workspace_floats(*batch));
+}
+
+EXPORTED void kvc_attend(const kvc_batch* batch) {
+    Work work{};
+    work.batch = batch;
+    work.variant = &chosen(batch->variant, batch->dim);
+    work.starts = (int64_t*)batch->scratch;
+    int64_t tokens = 0;
+    for (int64_t row = 0; row < batch->batch; row++) {
+        Row keys(*batch, row);
+        work.starts[row] = work.units;
+        work.units += keys.units;
+        tokens += keys.last - keys.first;
+    }
+    work.starts[batch->batch] = work.units;
+    int64_t bytes = tokens * batch->kv_heads * batch->dim * (batch->kv_is_bf16 ? 4 : 8);
+    work.threads = most(least(batch->threads, bytes / THREAD_BYTES), 1);
+    work.splits = 1;
+    if (work.threads > 1 && work.units < 4 * work.threads)
+        work.splits = least(batch->kv_heads, up(4 * work.threads, most(work.units, 1)));
+    work.left = (int32_t*)(work.starts + batch->batch + 1);
+    for (int64_t row = 0; row < batch->batch; row++) {
+        int64_t units = work.starts[row + 1] - work.starts[row];
+        for (int64_t split = 0; split < work.splits; split++) work.left[row * work.splits + split] = (int32_t)units;
+        if (units) continue;
+        for (int64_t h = row * batch->heads; h < (row + 1) * batch->heads; h++) {
+            batch->lse[h] = -__builtin_inff();
+            for (int64_t d = 0; d < batch->dim; d++) batch->out[h * batch->dim + d] = 0;
+        }
+    }
+    int64_t integers = (batch->batch + 1) * 8 + batch->batch * batch->kv_heads * 4;
+    work.workspaces = (float*)((char*)batch->scratch + up(integers, 64) * 64);
+    work.partials = work.workspaces + batch->threads * workspace_floats(*batch);
+    if (work.units) run(batch->parallel, take_units, &work, work.threads);
+}
+
+EXPORTED void kvc_merge_partials(const kvc_merge* merge) {
+    int64_t bytes = merge->rows * merge->dim * merge->parts * 4;
+    int64_t threads = most(least(merge->threads, bytes / (4 * THREAD_BYTES)), 1);
+    MergeWork work{merge, &chosen(merge->variant, 0), most(up(merge->rows, threads * 4), 1), 0};
+    run(merge->parallel, take_rows, &work, threads);
+}
+
+// Reads memory and does nothing with it: what a benchmark holds attention against.
+EXPORTED float kvc_read(const char* bytes, int64_t size, kvc_parallel parallel, int64_t threads, int32_t variant) {
+    ReadWork work{bytes, size, 1 << 20, 0, &chosen(variant, 0), 0};
+    run(parallel, take_bytes, &work, threads);
+    return work.result;
+}

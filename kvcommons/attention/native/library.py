@@ -1,0 +1,183 @@
+"""The compiled kernel: one row a sequence over paged KV, and merges of partials, on the CPU."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+import os
+from collections.abc import Sequence
+from ctypes import byref, c_char_p, c_float, c_int32, c_int64, c_void_p
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvcommons.attention.native import build
+from kvcommons.errors import InvalidInput
+
+log = logging.getLogger(__name__)
+
+# The environment's say in what computes: "torch", or the widest instruction set that may be taken
+# ("portable", "avx2", "avx512"). For tests and comparisons.
+VARIABLE = "KVCOMMONS_KERNEL"
+_DIM_STEP, _DIM_MAX = 8, 256
+_DTYPES = (torch.bfloat16, torch.float32)
+
+
+class _Batch(ctypes.Structure):
+    """`kvc_batch` of attend.h."""
+
+    _fields_ = (
+        ("q", c_void_p), ("kv", c_void_p), ("tables", c_void_p), ("lengths", c_void_p),
+        ("first_positions", c_void_p), ("query_positions", c_void_p), ("out", c_void_p), ("lse", c_void_p),
+        ("scratch", c_void_p), ("parallel", c_void_p), ("q_row", c_int64), ("q_head", c_int64),
+        ("batch", c_int64), ("heads", c_int64), ("kv_heads", c_int64), ("dim", c_int64),
+        ("block_tokens", c_int64), ("table_width", c_int64), ("window", c_int64), ("threads", c_int64),
+        ("scale", c_float), ("q_is_bf16", c_int32), ("kv_is_bf16", c_int32), ("variant", c_int32),
+    )  # fmt: skip
+
+
+class _Merge(ctypes.Structure):
+    """`kvc_merge` of attend.h."""
+
+    _fields_ = (
+        ("outs", c_void_p), ("lses", c_void_p), ("out", c_void_p), ("lse", c_void_p), ("parallel", c_void_p),
+        ("parts", c_int64), ("rows", c_int64), ("dim", c_int64), ("threads", c_int64), ("variant", c_int32),
+    )  # fmt: skip
+
+
+class Kernel:
+    """The library, with instruction sets up to `variant`. Thread-safe."""
+
+    def __init__(self, path: Path, variant: str | None = None) -> None:
+        """Raises OSError for a file that is no such library, InvalidInput for a variant that is not there."""
+        self._library = ctypes.CDLL(str(path))
+        self._library.kvc_variant_name.restype = c_char_p
+        self._library.kvc_scratch_bytes.restype = c_int64
+        self._library.kvc_read.restype = c_float
+        self._library.kvc_read.argtypes = (c_void_p, c_int64, c_void_p, c_int64, c_int32)
+        names = self.variants()
+        if variant is not None and variant not in names:
+            raise InvalidInput(
+                f"{VARIABLE} = {variant!r}: take torch, or of this processor's {', '.join(names)}"
+            )
+        self.variant = variant or names[-1]
+        self._index = list(self._all_variants()).index(self.variant)
+        self._parallel = _parallel()
+
+    def variants(self) -> list[str]:
+        """Of those compiled, what this processor has, from the plainest to the widest."""
+        return [name for name in self._all_variants() if name]
+
+    def _all_variants(self) -> list[str]:
+        names: list[str] = []
+        while (name := self._library.kvc_variant_name(len(names))) is not None:
+            names.append(name.decode())
+        return names
+
+    def merge(self, outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """outs [..., D] and lses [...], float32 and contiguous on the CPU, to one of each: exact online
+        softmax; -inf where all are."""
+        out, lse = torch.empty_like(outs[0]), torch.empty_like(lses[0])
+        count = len(outs)
+        out_pointers = (c_void_p * count)(*[part.data_ptr() for part in outs])
+        lse_pointers = (c_void_p * count)(*[part.data_ptr() for part in lses])
+        call = _Merge(
+            ctypes.addressof(out_pointers), ctypes.addressof(lse_pointers), out.data_ptr(), lse.data_ptr(),
+            self._parallel, count, lse.numel(), out.shape[-1], torch.get_num_threads(), self._index,
+        )  # fmt: skip
+        self._library.kvc_merge_partials(byref(call))
+        return out, lse
+
+    def read(self, memory: Tensor) -> None:
+        """Reads all of a contiguous CPU tensor, on as many threads as torch has: for benchmarks."""
+        size = memory.numel() * memory.element_size()
+        self._library.kvc_read(memory.data_ptr(), size, self._parallel, torch.get_num_threads(), self._index)
+
+
+class Batch:
+    """Sequences of a batch over their blocks, for each layer; not for two threads at once.
+
+    kv_shape [blocks, 2, kv_heads, block_tokens, D]; tables [B, nb]; columns [3, B]: lengths, positions of the
+    first keys, positions of the queries. Contiguous LongTensors on the CPU, kept and not to be changed.
+    """
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        kv_shape: Sequence[int],
+        tables: Tensor,
+        columns: Tensor,
+        window: int | None,
+    ) -> None:
+        self._kernel = kernel
+        self._kept = (tables, columns)
+        lengths, first_key_positions, query_positions = columns
+        _, _, kv_heads, block_tokens, dim = kv_shape
+        self._call = _Batch(
+            tables=tables.data_ptr(), lengths=lengths.data_ptr(),
+            first_positions=first_key_positions.data_ptr(), query_positions=query_positions.data_ptr(),
+            parallel=kernel._parallel, batch=tables.shape[0], kv_heads=kv_heads, dim=dim,
+            block_tokens=block_tokens, table_width=tables.shape[1], window=window or 0,
+            variant=kernel._index,
+        )  # fmt: skip
+        self._scratch: Tensor | None = None
+
+    def attend(self, q: Tensor, kv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """q [B, H, D], of any strides but the last; kv one layer's blocks. out [B, H, D] and lse [B, H],
+        float32."""
+        rows, heads, dim = q.shape
+        if q.stride(2) != 1:
+            q = q.contiguous()
+        out = torch.empty((rows, heads, dim), dtype=torch.float32)
+        lse = torch.empty((rows, heads), dtype=torch.float32)
+        call = self._call
+        call.q, call.kv, call.out, call.lse = q.data_ptr(), kv.data_ptr(), out.data_ptr(), lse.data_ptr()
+        call.q_row, call.q_head, call.scale = q.stride(0), q.stride(1), scale
+        call.q_is_bf16, call.kv_is_bf16 = q.dtype == torch.bfloat16, kv.dtype == torch.bfloat16
+        threads = torch.get_num_threads()
+        if self._scratch is None or call.heads != heads or call.threads != threads:
+            call.heads, call.threads = heads, threads
+            size = self._kernel._library.kvc_scratch_bytes(byref(call))
+            self._scratch = torch.empty(size + 64, dtype=torch.uint8)
+            call.scratch = (self._scratch.data_ptr() + 63) // 64 * 64
+        self._kernel._library.kvc_attend(byref(call))
+        return out, lse
+
+
+def serves(q: Tensor, kv: Tensor) -> bool:
+    """Whether a batch with such queries and KV can be the kernel's."""
+    dim = kv.shape[-1]
+    return (
+        kv.device.type == "cpu" and q.device.type == "cpu" and kv.dtype in _DTYPES and q.dtype in _DTYPES
+        and dim % _DIM_STEP == 0 and dim <= _DIM_MAX and kv.is_contiguous()
+    )  # fmt: skip
+
+
+def chosen() -> Kernel | None:
+    """What the environment asks for, the widest by default; None: torch's operators."""
+    return _load(os.environ.get(VARIABLE) or None)
+
+
+@functools.cache
+def _load(variant: str | None) -> Kernel | None:
+    if variant == "torch":
+        return None
+    try:
+        return Kernel(build.find_or_build(os.environ), variant)
+    except (build.Unbuilt, OSError) as error:
+        log.warning(
+            "attention on the CPU is computed by torch, several times slower: the kernel is not compiled",
+            extra={"reason": str(error)},
+        )
+        return None
+
+
+def _parallel() -> int | None:
+    """The address of GOMP_parallel in the OpenMP that torch has loaded, whatever that is called."""
+    try:
+        with_its_own = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        return ctypes.cast(with_its_own.GOMP_parallel, c_void_p).value
+    except (OSError, AttributeError):
+        return None

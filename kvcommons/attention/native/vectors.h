@@ -1,0 +1,203 @@
+// Registers of KVC_WIDTH floats, as the compiler's vector types: one text for every instruction set.
+#pragma once
+
+#include "attend.h"
+
+namespace kvc {
+namespace {
+
+constexpr int W = KVC_WIDTH;
+
+typedef float Floats __attribute__((vector_size(4 * W)));
+typedef int32_t Ints __attribute__((vector_size(4 * W)));
+typedef uint32_t Bits __attribute__((vector_size(4 * W)));
+
+struct Bf16 {
+    uint16_t bits;
+};
+
+// How far ahead memory is asked for. Left to itself the processor reads ahead within a page, and then waits: without
+// asking, 40 to 73% of the bandwidth were reached.
+constexpr int64_t AHEAD_BYTES = 16384;
+constexpr int LINE = 64;
+
+template <class V>
+inline V load(const void* from) {
+    V value;
+    __builtin_memcpy(&value, from, sizeof value);
+    return value;
+}
+
+inline void store(float* to, Floats value) { __builtin_memcpy(to, &value, sizeof value); }
+
+inline Floats all(float x) { return x - Floats{}; }
+
+inline Floats greater(Floats a, Floats b) { return a > b ? a : b; }
+
+// 2 W elements as two registers. Bfloat16 comes as even and odd elements, which costs a shift and a mask; queries
+// are brought into the same order, and results back out of it.
+inline void widen(const Bf16* from, Floats& a, Floats& b) {
+    Bits pairs = load<Bits>(from);
+    a = (Floats)(pairs << 16);
+    b = (Floats)(pairs & 0xffff0000u);
+}
+
+inline void widen(const float* from, Floats& a, Floats& b) {
+    a = load<Floats>(from);
+    b = load<Floats>(from + W);
+}
+
+// exp(x) for x <= 0, to 1 unit in the last place of a float or two; 0 where that is not a normal number.
+inline Floats exponential(Floats x) {
+    Floats turns = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: rounds to an integer
+    Floats n = turns - 12582912.0f;
+    Floats r = x - n * 0.693359375f;
+    r = r + n * 2.12194440e-4f;
+    Floats p = all(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * (r * r) + r + 1.0f;
+    Floats power = (Floats)((((Ints)turns) + (127 - 0x4b400000)) << 23);
+    return x < -87.0f ? Floats{} : p * power;
+}
+
+inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t lines(int64_t bytes) { return (bytes + LINE - 1) / LINE * LINE; }
+
+inline float exponential_one(float x) { return exponential(all(x))[0]; }
+
+#if defined(__clang__) || __GNUC__ >= 12
+#define SHUFFLE(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+#define SHUFFLE(a, b, ...) __builtin_shuffle(a, b, (Ints){__VA_ARGS__})
+#endif
+#if KVC_WIDTH == 16
+inline Floats evens(Floats a, Floats b) {
+    return SHUFFLE(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+}
+inline Floats odds(Floats a, Floats b) {
+    return SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+}
+inline Floats first_in_turn(Floats a, Floats b) {
+    return SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+}
+inline Floats last_in_turn(Floats a, Floats b) {
+    return SHUFFLE(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+}
+inline Floats fold_pairs(Floats a, Floats b) {
+    return SHUFFLE(a, b, 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29) +
+           SHUFFLE(a, b, 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+}
+inline Floats fold_quads(Floats a, Floats b) {
+    return SHUFFLE(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+           SHUFFLE(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+}
+inline Floats fold_lanes(Floats a, Floats b) {
+    return SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+           SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+}
+#elif KVC_WIDTH == 8
+inline Floats evens(Floats a, Floats b) { return SHUFFLE(a, b, 0, 2, 4, 6, 8, 10, 12, 14); }
+inline Floats odds(Floats a, Floats b) { return SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15); }
+inline Floats first_in_turn(Floats a, Floats b) { return SHUFFLE(a, b, 0, 8, 1, 9, 2, 10, 3, 11); }
+inline Floats last_in_turn(Floats a, Floats b) { return SHUFFLE(a, b, 4, 12, 5, 13, 6, 14, 7, 15); }
+inline Floats fold_pairs(Floats a, Floats b) {
+    return SHUFFLE(a, b, 0, 8, 1, 9, 4, 12, 5, 13) + SHUFFLE(a, b, 2, 10, 3, 11, 6, 14, 7, 15);
+}
+inline Floats fold_quads(Floats a, Floats b) {
+    return SHUFFLE(a, b, 0, 1, 8, 9, 4, 5, 12, 13) + SHUFFLE(a, b, 2, 3, 10, 11, 6, 7, 14, 15);
+}
+inline Floats fold_lanes(Floats a, Floats b) {
+    return SHUFFLE(a, b, 0, 1, 2, 3, 8, 9, 10, 11) + SHUFFLE(a, b, 4, 5, 6, 7, 12, 13, 14, 15);
+}
+#else
+inline Floats evens(Floats a, Floats b) { return SHUFFLE(a, b, 0, 2, 4, 6); }
+inline Floats odds(Floats a, Floats b) { return SHUFFLE(a, b, 1, 3, 5, 7); }
+inline Floats first_in_turn(Floats a, Floats b) { return SHUFFLE(a, b, 0, 4, 1, 5); }
+inline Floats last_in_turn(Floats a, Floats b) { return SHUFFLE(a, b, 2, 6, 3, 7); }
+inline Floats fold_pairs(Floats a, Floats b) {
+    return SHUFFLE(a, b, 0, 4, 1, 5) + SHUFFLE(a, b, 2, 6, 3, 7);
+}
+inline Floats fold_quads(Floats a, Floats b) {
+    return SHUFFLE(a, b, 0, 1, 4, 5) + SHUFFLE(a, b, 2, 3, 6, 7);
+}
+inline Floats fold_lanes(Floats a, Floats) { return a; }
+#endif
+
+// A register that has sum(from[i]) at i. Each step adds pairs of registers into one of half as many partial sums.
+inline Floats four_sums(const Floats* from) {
+    return fold_quads(fold_pairs(from[0], from[1]), fold_pairs(from[2], from[3]));
+}
+
+inline Floats sums_of(const Floats* from) {
+    Floats a = four_sums(from);
+#if KVC_WIDTH >= 8
+    a = fold_lanes(a, four_sums(from + 4));
+#endif
+#if KVC_WIDTH == 16
+    a = fold_lanes(a, fold_lanes(four_sums(from + 8), four_sums(from + 12)));
+#endif
+    return a;
+}
+
+// The greatest element.
+#if KVC_WIDTH == 16
+#define SWAPS(v, STEP) \
+    v = STEP(v, SHUFFLE(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7)); \
+    v = STEP(v, SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11)); \
+    v = STEP(v, SHUFFLE(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13)); \
+    v = STEP(v, SHUFFLE(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
+#elif KVC_WIDTH == 8
+#define SWAPS(v, STEP) \
+    v = STEP(v, SHUFFLE(v, v, 4, 5, 6, 7, 0, 1, 2, 3)); \
+    v = STEP(v, SHUFFLE(v, v, 2, 3, 0, 1, 6, 7, 4, 5)); \
+    v = STEP(v, SHUFFLE(v, v, 1, 0, 3, 2, 5, 4, 7, 6));
+#else
+#define SWAPS(v, STEP) \
+    v = STEP(v, SHUFFLE(v, v, 2, 3, 0, 1)); \
+    v = STEP(v, SHUFFLE(v, v, 1, 0, 3, 2));
+#endif
+inline float greatest_in(Floats v) {
+    SWAPS(v, greater)
+    return v[0];
+}
+inline float sum_of(Floats v) {
+#define PLUS(a, b) (a) + (b)
+    SWAPS(v, PLUS)
+    return v[0];
+}
+
+inline void prefetch(const char* from, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += LINE) __builtin_prefetch(from + i, 0, 3);
+}
+
+// 2 W elements of a query, in the order in which keys of type T are widened.
+inline void arrange(Bf16, const Bf16* from, Floats& a, Floats& b) { widen(from, a, b); }
+inline void arrange(float, const float* from, Floats& a, Floats& b) { widen(from, a, b); }
+inline void arrange(Bf16, const float* from, Floats& a, Floats& b) {
+    Floats x = load<Floats>(from), y = load<Floats>(from + W);
+    a = evens(x, y);
+    b = odds(x, y);
+}
+inline void arrange(float, const Bf16* from, Floats& a, Floats& b) {
+    Floats even, odd;
+    widen(from, even, odd);
+    a = first_in_turn(even, odd);
+    b = last_in_turn(even, odd);
+}
+
+// What was widened from type T, in the order of its elements again.
+inline void restore(Bf16, Floats a, Floats b, float* to) {
+    store(to, first_in_turn(a, b));
+    store(to + W, last_in_turn(a, b));
+}
+inline void restore(float, Floats a, Floats b, float* to) {
+    store(to, a);
+    store(to + W, b);
+}
+
+}  // namespace
+}  // namespace kvc
