@@ -10,6 +10,7 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks import (
+    attention,
     attention_store_cli,
     borrow,
     first_token,
@@ -80,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_outputs(first)
     first.set_defaults(run=_first_token, draw=_draw_first_token)
     prefixes_cli.add(commands, _add_outputs)
+    attention.add(commands, _add_outputs)
     overlap_cli.add(commands, _add_outputs)
     store_cli.add(commands, _add_outputs)
     borrow.add(commands, _add_outputs)
