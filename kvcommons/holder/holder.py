@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -150,23 +151,23 @@ class Holder:
 
     def pledge(self, settlement: str, blocks: int, *, lease_s: float) -> int:
         with self._lock:
-            return self._table.pledge(settlement, blocks, lease_s=lease_s, now_s=self._clock())
+            return self._table.pledges.pledge(settlement, blocks, lease_s=lease_s, now_s=self._clock())
 
     def pledged(self, settlement: str) -> int:
         with self._lock:
-            return self._table.pledged(settlement)
+            return self._table.pledges.pledged(settlement)
 
     def draw(self, settlement: str, blocks: int) -> list[int]:
         with self._lock:
-            return self._table.draw(settlement, blocks)
+            return self._table.pledges.draw(settlement, blocks)
 
     def refill(self, settlement: str, blocks: Sequence[int]) -> None:
         with self._lock:
-            self._table.refill(settlement, blocks)
+            self._table.pledges.refill(settlement, blocks)
 
     def redeem(self, settlement: str) -> None:
         with self._lock:
-            self._table.redeem(settlement)
+            self._table.pledges.redeem(settlement)
 
     def pin(self, ref: SegmentRef) -> Pin:
         """Raises StaleEpoch. Whoever pins has to unpin; see `pinned`."""
@@ -217,6 +218,15 @@ class Holder:
                 for segment in self._table.segments
             ]
 
+    def loans(self) -> dict[str, int]:
+        """Blocks lent, by debtor: what heartbeats tell the ledger."""
+        with self._lock:
+            lent: Counter[str] = Counter()
+            for segment in self._table.segments:
+                if segment.expires_s is not None:
+                    lent[segment.owner] += len(segment.blocks)
+            return dict(lent)
+
     def stop_lending(self) -> None:
         """Before the process ends: no new reservations; what is lent stays until it is given back."""
         with self._lock:
@@ -230,7 +240,7 @@ class Holder:
     @property
     def pledged_blocks(self) -> int:
         with self._lock:
-            return self._table.pledged_blocks
+            return self._table.pledges.blocks
 
     @property
     def lendable_blocks(self) -> int:

@@ -19,6 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvcommons.errors import CapacityExhausted, Conflict, InvalidInput, StaleEpoch
+from kvcommons.holder.pledges import Pledges, check_lease
 from kvcommons.rblock.allocator import BlockAllocator
 
 
@@ -83,12 +84,6 @@ class Pin:
     number: int  # later ones have larger ones
 
 
-@dataclass(slots=True, kw_only=True)
-class _Pledge:
-    blocks: list[int]
-    expires_s: float
-
-
 class SegmentTable:
     """Over a BlockAllocator, on each of whose blocks a segment holds one reference. Not thread-safe: `Holder`
     is."""
@@ -100,7 +95,7 @@ class SegmentTable:
         self.lend_blocks_max = lend_blocks_max
         self._segments: dict[int, Segment] = {}
         self._lent: Counter[int] = Counter()  # physical block to how many segments with a lease have it
-        self._pledges: dict[str, _Pledge] = {}  # by settlement
+        self.pledges = Pledges(allocator)
         self._next_handle = 1
         self._next_pin = 1
 
@@ -114,11 +109,6 @@ class SegmentTable:
         return len(self._lent)
 
     @property
-    def pledged_blocks(self) -> int:
-        """Set aside for settlements."""
-        return sum(len(pledge.blocks) for pledge in self._pledges.values())
-
-    @property
     def lendable_blocks(self) -> int:
         """How many more could be lent now."""
         return max(0, min(self._allocator.free, self.lend_blocks_max - self.lent_blocks))
@@ -129,7 +119,7 @@ class SegmentTable:
         """A segment for another instance. Raises CapacityExhausted, and changes nothing then."""
         if not owner:
             raise InvalidInput("a reservation needs an owner", param="owner")
-        _check_lease(lease_s)
+        check_lease(lease_s)
         return self._add(owner, sequence, self._borrowable(blocks), first_position, now_s + lease_s)
 
     def own(self, owner: str, sequence: str, blocks: Sequence[int], *, first_position: int) -> SegmentRef:
@@ -141,7 +131,7 @@ class SegmentTable:
     def grow(self, ref: SegmentRef, blocks: int, *, owner: str, lease_s: float, now_s: float) -> None:
         """Appends `blocks` new blocks and renews the lease. Raises StaleEpoch, CapacityExhausted."""
         segment = self._owned(ref, owner)
-        _check_lease(lease_s)
+        check_lease(lease_s)
         if segment.expires_s is None:
             raise InvalidInput(f"segment {ref.handle} has no lease: its holder grows it", param="owner")
         more = self._borrowable(blocks)
@@ -215,7 +205,7 @@ class SegmentTable:
         `shared_blocks` so many leading ones are both's, and neither writes to them. Raises StaleEpoch,
         InvalidInput, Conflict, CapacityExhausted."""
         segment = self._owned(ref, former_owner)
-        _check_lease(lease_s)
+        check_lease(lease_s)
         if not owner:
             raise InvalidInput("a segment needs an owner", param="owner")
         if segment.frozen:
@@ -240,45 +230,6 @@ class SegmentTable:
         else:
             self._drop(ref.handle)
         return new
-
-    def pledge(self, settlement: str, blocks: int, *, lease_s: float, now_s: float) -> int:
-        """Sets free blocks aside for a settlement, as many as there are up to `blocks`; how many it has.
-        Asked again it renews the lease and takes no more."""
-        _check_lease(lease_s)
-        pledge = self._pledges.get(settlement)
-        if pledge is None:
-            taken = self._allocator.allocate(min(blocks, self._allocator.free))
-            pledge = self._pledges[settlement] = _Pledge(blocks=taken, expires_s=0.0)
-        pledge.expires_s = now_s + lease_s
-        return len(pledge.blocks)
-
-    def pledged(self, settlement: str) -> int:
-        """Blocks set aside for it; 0 where it is not known."""
-        pledge = self._pledges.get(settlement)
-        return 0 if pledge is None else len(pledge.blocks)
-
-    def draw(self, settlement: str, blocks: int) -> list[int]:
-        """Takes blocks out of what is set aside; the caller has their references. Raises CapacityExhausted,
-        and takes none then."""
-        pledge = self._pledges.get(settlement)
-        if pledge is None or len(pledge.blocks) < blocks:
-            raise CapacityExhausted(f"settlement {settlement} has no {blocks} blocks set aside here")
-        drawn, pledge.blocks = pledge.blocks[:blocks], pledge.blocks[blocks:]
-        return drawn
-
-    def refill(self, settlement: str, blocks: Sequence[int]) -> None:
-        """Puts drawn blocks back; they are free where the settlement has ended."""
-        pledge = self._pledges.get(settlement)
-        if pledge is None:
-            self._allocator.release(blocks)
-        else:
-            pledge.blocks += blocks
-
-    def redeem(self, settlement: str) -> None:
-        """The settlement has ended: what is set aside is free."""
-        pledge = self._pledges.pop(settlement, None)
-        if pledge is not None:
-            self._allocator.release(pledge.blocks)
 
     def find(self, ref: SegmentRef) -> Segment:
         """Raises StaleEpoch for a handle of another life of the holder, for one that is not known any more,
@@ -324,7 +275,7 @@ class SegmentTable:
     def renew(self, owner: str, refs: Iterable[SegmentRef], *, lease_s: float, now_s: float) -> list[int]:
         """Sets the leases anew; returns the handles that this holder does not have (any more), or not from
         `owner`."""
-        _check_lease(lease_s)
+        check_lease(lease_s)
         unknown = []
         for ref in refs:
             segment = self._segments.get(ref.handle) if ref.epoch == self.epoch else None
@@ -336,8 +287,7 @@ class SegmentTable:
 
     def expire(self, now_s: float) -> list[Segment]:
         """Releases what nobody has renewed in time, pledges too; returns the segments for the log."""
-        for name in [n for n, pledge in self._pledges.items() if pledge.expires_s <= now_s]:
-            self.redeem(name)
+        self.pledges.expire(now_s)
         over = [s for s in self._segments.values() if s.expires_s is not None and s.expires_s <= now_s]
         for segment in over:
             self._drop(segment.handle)
@@ -398,19 +348,11 @@ class SegmentTable:
             for block in blocks:
                 if not self._lent[block]:
                     del self._lent[block]
-        pledge = self._pledges.get(settlement)
-        if pledge is None:
+        if not self.pledges.claim(settlement, blocks):
             self._allocator.release(blocks)
-        else:
-            pledge.blocks += self._allocator.claim(blocks)
 
     def _drop(self, handle: int) -> None:
         segment = self._segments.pop(handle)
         segment.released = True
         if not segment.pins:
             self._give(segment, segment.blocks)
-
-
-def _check_lease(lease_s: float) -> None:
-    if lease_s <= 0:
-        raise InvalidInput("a lease takes at least a millisecond", param="lease_ms")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from kvcommons.engine.core import Core
 from kvcommons.engine.history import Histories
-from kvcommons.errors import KVCommonsError, Unavailable
+from kvcommons.errors import CapacityExhausted, KVCommonsError, Unavailable
 from kvcommons.holder.holder import Holder
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import common_pb2 as pb
@@ -19,7 +19,7 @@ from kvcommons.transport.deadline import Deadline
 from services.decode.engine import DecodeEngine
 from services.decode.gate import Go, Missing, StartGate
 from services.decode.lenders import Lenders
-from services.decode.placement import Layout, Placement, Room
+from services.decode.placement.base import Layout, Placement, Room
 from services.decode.sequence import Generation, LocalRun, RemoteRun, Run, Sequence
 from services.decode.stream import Stream
 
@@ -160,6 +160,17 @@ class Arrivals:
     ) -> tuple[list[Run], int, Placement]:
         """Runs for the prompt and the first token, how many leading blocks are known here already, and the
         policy that placed them."""
+        try:
+            return await self._reserve_by(self._placement, key, generation, reusable)
+        except CapacityExhausted:
+            otherwise = self._placement.otherwise()
+            if otherwise is None:
+                raise
+        return await self._reserve_by(otherwise, key, generation, reusable)
+
+    async def _reserve_by(
+        self, policy: Placement, key: int, generation: Generation, reusable: list[bytes]
+    ) -> tuple[list[Run], int, Placement]:
         allocator = self._core.allocator
         needed = self._core.layout.blocks_of(len(generation.tokens) + 1)
         held = allocator.match(reusable)
@@ -167,12 +178,12 @@ class Arrivals:
         remote: list[RemoteRun] = []
         runs: list[Run] = [LocalRun(first_block=0, blocks=held[:found])] if found else []
         try:
-            placement, layout = self._place(needed, found)
+            placement, layout = self._place(policy, needed, found)
             if found and any(piece.away for piece in layout.pieces):
                 # Prefill may have to attend over all of it, and so has to be told of all of it.
                 allocator.release(held)
                 held, found, runs = [], 0, []
-                placement, layout = self._place(needed, found)
+                placement, layout = self._place(policy, needed, found)
             local = allocator.allocate(layout.local_blocks)
             held = held + local
             at = found
@@ -190,10 +201,10 @@ class Arrivals:
             raise
         return runs, found, placement
 
-    def _place(self, needed: int, found: int) -> tuple[Placement, Layout]:
+    def _place(self, policy: Placement, needed: int, found: int) -> tuple[Placement, Layout]:
         room = Room(free_blocks=self._core.allocator.free, sequences=len(self._by_key))
         blocks = needed - found
-        placement = self._placement.of(blocks=blocks, found=found, room=room)
+        placement = policy.of(blocks=blocks, found=found, room=room)
         return placement, placement.arrive(blocks=blocks, found=found, room=room)
 
     async def _borrow(

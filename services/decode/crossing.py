@@ -10,10 +10,11 @@ from typing import Any
 from kvcommons.errors import KVCommonsError
 from kvcommons.holder.client import RemoteHolder
 from services.decode.arrival import Arrivals
-from services.decode.engine import DecodeEngine, Step
+from services.decode.engine import DecodeEngine
 from services.decode.lenders import BlockSave, Lenders
-from services.decode.placement import Next
+from services.decode.placement.base import Next
 from services.decode.sequence import RemoteRun, Sequence
+from services.decode.surroundings import Step
 
 
 class Crossing:

@@ -12,8 +12,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 
@@ -26,66 +24,17 @@ from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import common_pb2 as pb
 from services.decode.batch import Batch
 from services.decode.iteration import Iteration
-from services.decode.placement import Next
 from services.decode.placement.auto import Rates
+from services.decode.placement.base import Next
 from services.decode.remote import RemoteAttention
 from services.decode.scheduler import BatchScheduler, Plan
 from services.decode.sequence import LocalRun, RemoteRun, Run, Sequence
+from services.decode.surroundings import EngineMetrics, Movable, Step, Surroundings
 
 log = logging.getLogger(__name__)
 
 SHORT_S = 0.02  # between looks whether a block has come free
 SETTLE_S = 0.1  # blocks of a preempted sequence that are being saved come free within about this time
-
-
-@dataclass(slots=True, kw_only=True)
-class Step:
-    """What a sequence has to tell after an iteration. `reason` or `error` is set with its last one."""
-
-    key: int
-    tokens: list[pb.SampledToken] = field(default_factory=list)
-    reason: str = ""  # "stop" or "length"
-    error: KVCommonsError | None = None
-    saved_blocks: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Movable:
-    """The leading `blocks` of a sequence's borrowed run are sealed: copies may take their place."""
-
-    key: int
-    request_id: str
-    run: RemoteRun
-    first_block: int  # of the sequence; the run's, as long as nothing of it has moved
-    blocks: int
-    tokens_left: int  # that the sequence may still generate
-
-
-class Surroundings(Protocol):
-    """What the engine asks of the world, on its thread and, where it is on behalf of one sequence, in that
-    one's context; nothing here may block."""
-
-    def deliver(self, steps: list[Step]) -> None:
-        """An iteration's tokens and ends."""
-
-    def borrow(self, sequence: Sequence) -> None:
-        """Room for a sequence's next tokens on another holder; the engine hears `grown` or `refused`."""
-
-    def give_back(self, runs: list[RemoteRun]) -> None:
-        """Borrowed blocks that are not needed any more."""
-
-    def save_remote(self, run: RemoteRun, sequence: Sequence, index: int) -> None:
-        """Block `index` of the sequence, which lies in `run`, is full: its holder should save it."""
-
-
-class EngineMetrics(Protocol):
-    """What the engine reports, on its thread."""
-
-    def iteration(self, batch: int, seconds: float) -> None:
-        """Of `batch` sequences."""
-
-    def ended(self, step: Step) -> None:
-        """A sequence, for a reason or with an error."""
 
 
 class DecodeEngine:
@@ -278,17 +227,10 @@ class DecodeEngine:
 
     def _survey(self, holder: RemoteHolder | None) -> list[Movable]:
         return [
-            Movable(
-                key=key,
-                request_id=sequence.generation.request_id,
-                run=run,
-                first_block=run.first_block,
-                blocks=blocks,
-                tokens_left=sequence.generation.max_position - len(sequence.tokens),
-            )
-            for key, sequence in sorted(self._sequences.items())
+            Movable.of(sequence, run)
+            for _, sequence in sorted(self._sequences.items())
             for run in sequence.remote_runs()
-            if (holder is None or run.holder is holder) and (blocks := sequence.movable(run))
+            if (holder is None or run.holder is holder) and sequence.movable(run)
         ]
 
     def _switch(self, move: Movable, moved: Run, ref: SegmentRef, answer: Future[float | None]) -> None:

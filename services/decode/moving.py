@@ -10,8 +10,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from kvcommons.engine.core import Core
 from kvcommons.errors import CapacityExhausted, KVCommonsError
@@ -19,13 +20,16 @@ from kvcommons.holder.client import RemoteHolder
 from kvcommons.holder.copying import copy_blocks
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.transport.deadline import Deadline
-from services.decode.engine import DecodeEngine, Movable
+from services.decode.engine import DecodeEngine
 from services.decode.lenders import Lenders
 from services.decode.metrics import DecodeMetrics
 from services.decode.placement.auto import Costs, Rates
 from services.decode.sequence import LocalRun, Run
+from services.decode.surroundings import Movable
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 CALL_S = 1.0  # one question to a holder
 COPY_S = 20.0  # all layers of one move
@@ -61,6 +65,15 @@ class Mover:
         self._lenders = lenders
         self._metrics = metrics
         self._moving: set[tuple[RemoteHolder, SegmentRef]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    async def to_the_end(self, work: Coroutine[Any, Any, T]) -> T:
+        """Whoever asked may go away: what has begun to write to blocks, or to change a sequence's table, is
+        not left in the middle."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return await asyncio.shield(task)
 
     async def movable(self, holder: RemoteHolder | None = None) -> list[Movable]:
         """What could be moved now, of one holder's or of all, oldest sequence first."""
@@ -139,16 +152,16 @@ class Mover:
         *,
         holder: RemoteHolder | None = None,
         spare: int = 0,
-        pays: Callable[[int, int], bool] = lambda blocks, tokens_left: True,
+        wanted: Callable[[Movable, int], bool] = lambda one, blocks: True,
     ) -> int:
-        """Up to `blocks` come home, as long as more than `spare` are free here; how many did. `pays`: whether
-        so many are worth it for a sequence with so many tokens left. Raises what a holder raises."""
+        """Up to `blocks` come home, as long as more than `spare` are free here; how many did. `wanted`:
+        whether so many of a run should. Raises what a holder raises."""
         home = 0
         for one in await self.movable(holder):
             count = min(one.blocks, blocks - home, self._core.allocator.free - spare)
             if count < 1:
                 break
-            if pays(count, one.tokens_left):
+            if wanted(one, count):
                 home += await self._bring_home(one, count)
         return home
 
@@ -244,9 +257,11 @@ class Homecoming:
             if room < 1:
                 continue
             try:
-                await self._mover.bring_home(min(room, HOMECOMING_BLOCKS), spare=spare, pays=self._pays)
+                await self._mover.to_the_end(
+                    self._mover.bring_home(min(room, HOMECOMING_BLOCKS), spare=spare, wanted=self._wanted)
+                )
             except KVCommonsError as error:
                 log.info("blocks did not come home: %s", error.message)
 
-    def _pays(self, blocks: int, tokens_left: int) -> bool:
-        return self._costs.pays_to_fetch(blocks=blocks, tokens_left=tokens_left)
+    def _wanted(self, one: Movable, blocks: int) -> bool:
+        return one.comes_home and self._costs.pays_to_fetch(blocks=blocks, tokens_left=one.tokens_left)

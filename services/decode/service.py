@@ -31,8 +31,8 @@ from services.decode.lenders import Debtor, Lenders
 from services.decode.lending import Lending
 from services.decode.metrics import DecodeMetrics
 from services.decode.moving import Homecoming, Mover
-from services.decode.placement import check_policy, placement_of
 from services.decode.placement.auto import Costs, Rates
+from services.decode.placement.choice import check_policy, placement_of
 from services.decode.server import DecodeService
 from services.decode.settling import Debtor as DebtorService
 from services.decode.settling import Settling
@@ -165,6 +165,7 @@ class DecodeParts:
         load.running = self.engine.running
         load.queued = max(len(self.arrivals) - load.running, 0)
         load.debts.update(self.lenders.debts())
+        load.loans.update(self.holder.loans())
 
     def _started(self, start: data_pb2.StartSequence) -> None:
         """On a data thread."""

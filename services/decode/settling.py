@@ -71,6 +71,7 @@ class Settling:
     def __init__(self, holder: Holder, mover: Mover, lenders: Lenders) -> None:
         self._holder = holder
         self._mover = mover
+        self.to_the_end = mover.to_the_end  # what a call began goes on without its caller
         self._lenders = lenders
         self._settlements: dict[str, _Settlement] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -266,37 +267,46 @@ class Debtor(holder_pb2_grpc.DebtorServicer):
         self._settling = settling
 
     async def Prepare(self, request: pb.PrepareRequest, context: _Context) -> pb.PrepareReply:
-        blocks = await self._ready().prepare(
-            request.settlement, request.term, request.blocks, request.lease_ms / 1000
+        settling = self._ready()
+        blocks = await settling.to_the_end(
+            settling.prepare(request.settlement, request.term, request.blocks, request.lease_ms / 1000)
         )
         return pb.PrepareReply(blocks=blocks)
 
     async def FreezeDebt(self, request: pb.FreezeDebtRequest, context: _Context) -> pb.FreezeDebtReply:
-        blocks = await self._ready().freeze_debt(
-            request.settlement,
-            request.term,
-            request.lease_ms / 1000,
-            request.round,
-            request.creditor,
-            request.blocks,
+        settling = self._ready()
+        blocks = await settling.to_the_end(
+            settling.freeze_debt(
+                request.settlement,
+                request.term,
+                request.lease_ms / 1000,
+                request.round,
+                request.creditor,
+                request.blocks,
+            )
         )
         return pb.FreezeDebtReply(blocks=blocks)
 
     async def CopyHome(self, request: pb.RoundRequest, context: _Context) -> pb.RoundReply:
-        return await self._ready().copy_home(*_round(request))
+        settling = self._ready()
+        return await settling.to_the_end(settling.copy_home(*_round(request)))
 
     async def SwitchHome(self, request: pb.RoundRequest, context: _Context) -> pb.RoundReply:
-        return await self._ready().switch_home(*_round(request))
+        settling = self._ready()
+        return await settling.to_the_end(settling.switch_home(*_round(request)))
 
     async def ReleaseDebt(self, request: pb.RoundRequest, context: _Context) -> pb.RoundReply:
-        return await self._ready().release_debt(*_round(request))
+        settling = self._ready()
+        return await settling.to_the_end(settling.release_debt(*_round(request)))
 
     async def End(self, request: pb.EndRequest, context: _Context) -> pb.EndReply:
-        await self._ready().end(request.settlement, request.term)
+        settling = self._ready()
+        await settling.to_the_end(settling.end(request.settlement, request.term))
         return pb.EndReply()
 
     async def CallBack(self, request: pb.CallBackRequest, context: _Context) -> pb.CallBackReply:
-        home, moved = await self._ready().call_back(request.creditor, request.blocks)
+        settling = self._ready()
+        home, moved = await settling.to_the_end(settling.call_back(request.creditor, request.blocks))
         return pb.CallBackReply(home_blocks=home, moved_blocks=moved)
 
     def _ready(self) -> Settling:

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 
 from kvcommons.pb import common_pb2
 from kvcommons.pb import decode_pb2 as pb
-from services.decode.engine import Step
+from services.decode.surroundings import Step
 
 
 class Stream:

@@ -4,11 +4,12 @@ those of transformers."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import Any
 
 import pytest
 
-from kvcommons.errors import CapacityExhausted, Conflict, NotFound
+from kvcommons.errors import CapacityExhausted, Conflict, KVCommonsError, NotFound
 from kvcommons.pb import holder_pb2, holder_pb2_grpc
 from tests.contract.engine_stack import BLOCK, Stack, ready
 from tests.contract.engine_turns import Turn, prompt, turn
@@ -97,6 +98,25 @@ async def test_kv_comes_home_when_there_is_room(engines: Stack, monkeypatch: pyt
 
     await ready(home)
     assert not task.done()
+    assert (await task).tokens == expected
+    await engines.idle("decode", "pool-0")
+
+
+async def test_whoever_asked_goes_away_and_nothing_is_left_in_the_middle(engines: Stack) -> None:
+    """A call back that is given up at any of its steps: what it began is finished or undone."""
+    await engines.lenders(24)
+    prefill = await engines.prefill()
+    decode = await engines.decode(placement="overflow", engine={"capacity_tokens": 40 * BLOCK})
+    holding = await ballast(engines, decode, 30 * BLOCK - 8)
+    tokens, expected = engines.reference.prompt(260, 140)
+    one = turn(prefill, decode, engines.model, tokens, 140)
+    task = await running(one)
+    holding.cancel()
+    await ready(lambda: room(engines, "decode", 14))
+    for timeout_s in (0.001, 0.002, 0.004, 0.008, 0.016):
+        with contextlib.suppress(KVCommonsError):
+            call = holder_pb2.CallBackRequest(creditor="pool-0", blocks=1)
+            await debtor(engines).CallBack(call, timeout=timeout_s)
     assert (await task).tokens == expected
     await engines.idle("decode", "pool-0")
 

@@ -17,6 +17,7 @@ from kvcommons.holder.client import AttendPart, RemoteHolder
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import data_pb2 as pb
 from kvcommons.pb.common_pb2 import SampledToken
+from kvcommons.transport.base import Observation
 from kvcommons.transport.client import DataClient
 from tests.contract.holder_cases import (
     BLOCK_TOKENS,
@@ -77,6 +78,27 @@ async def test_blocks_come_back_as_they_were_written(served: Served) -> None:
             into = [bytearray(LAYOUT.object_bytes) for _ in range(3)]
             client.read_blocks(ref, layer, 1, into, soon())
             assert into == objects[1:4]
+
+
+async def test_what_is_sent_for_a_token_does_not_grow_with_the_context(socket_folder: Path) -> None:
+    """Step messages carry changes only: block tables are the holder's."""
+    seen: list[Observation] = []
+    tokens = Tokens(81, 1)
+    async with embedded(socket_folder) as served:
+        client = RemoteHolder(
+            served.control, served.data, owner="d", model=served.model, lost=lambda refs: None,
+            observer=seen.append,
+        )  # fmt: skip
+        ref = await borrow(client, 81)
+        client.write_blocks(ref, 0, 0, tokens.objects(0, 81), soon())
+        for row in (1, 80):
+            part = AttendPart(ref=ref, rows=1, first_position=row, length=row + 1, append=True)
+            appended = [tokens.appended(row, row + 1)]
+            client.begin_attend(0, [part], tokens.q[row : row + 1], appended, soon()).finish()
+        await client.release([ref], timeout_s=5)
+        await client.close()
+    small, large = (one.sent_bytes for one in seen if one.op == "attend_layer")
+    assert small == large < 4096
 
 
 @pytest.mark.parametrize("split", [1, 8, 13, 29])

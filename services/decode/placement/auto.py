@@ -107,6 +107,9 @@ class Auto:
                 best = Grow(holder_blocks=self._holder_blocks)
         return best
 
+    def otherwise(self) -> Placement:
+        return Overflow()
+
     def arrive(self, *, blocks: int, found: int, room: Room) -> Layout:
         return self.of(blocks=blocks, found=found, room=room).arrive(blocks=blocks, found=found, room=room)
 

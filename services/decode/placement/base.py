@@ -60,6 +60,9 @@ class Placement(Protocol):
     def of(self, *, blocks: int, found: int, room: Room) -> Placement:
         """The policy for this sequence, where it is not the same for all."""
 
+    def otherwise(self) -> Placement | None:
+        """The policy to try where nobody lends what this one asks for."""
+
     def arrive(self, *, blocks: int, found: int, room: Room) -> Layout:
         """Where `blocks` more of a new sequence go, of which `found` are here already. Raises
         CapacityExhausted."""

@@ -13,6 +13,9 @@ class _Fixed:
     def of(self, *, blocks: int, found: int, room: Room) -> Self:
         return self
 
+    def otherwise(self) -> None:
+        return None
+
 
 class Local(_Fixed):
     """All here, or not at all."""

@@ -3,8 +3,9 @@ from __future__ import annotations
 import pytest
 
 from kvcommons.errors import CapacityExhausted, InvalidInput
-from services.decode.placement import Layout, Next, Piece, Placement, Room, check_policy, placement_of
 from services.decode.placement.auto import Auto, Costs, Rates
+from services.decode.placement.base import Layout, Next, Piece, Placement, Room
+from services.decode.placement.choice import check_policy, placement_of
 from services.decode.placement.fixed import Grow
 
 COSTS = Costs(rates=Rates(), layers=2, block_bytes=1 << 20)
@@ -122,6 +123,13 @@ def test_rates_follow_what_is_measured() -> None:
     for _ in range(100):
         rates.attended_there(64 << 20, 500e-6 + 4e-3)
     assert rates.there_bytes_s == pytest.approx(64 * 2**20 / 4e-3, rel=0.05)
+
+
+@pytest.mark.parametrize("name", ["local", "overflow", "offload", "grow"])
+def test_only_auto_has_another_way_where_nobody_lends(name: str) -> None:
+    assert policy(name).otherwise() is None
+    other = auto().otherwise()
+    assert other.name == "overflow"
 
 
 def test_an_unknown_policy_is_refused() -> None:

@@ -6,8 +6,8 @@ import pytest
 
 from kvcommons.errors import DataLoss
 from kvcommons.pb import common_pb2 as pb
-from services.decode.engine import Step
 from services.decode.stream import Stream
+from services.decode.surroundings import Step
 
 
 def sampled(*positions: int) -> list[pb.SampledToken]:

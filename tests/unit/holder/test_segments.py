@@ -198,20 +198,20 @@ def test_no_more_can_be_frozen_than_there_is(blocks: int) -> None:
 def test_trimmed_blocks_are_set_aside_for_their_settlement() -> None:
     table, allocator = make(total=6, lend=6)
     ref = lend(table, 4)
-    assert table.pledge("swap", 5, lease_s=10, now_s=0) == 2
-    assert table.pledge("swap", 5, lease_s=10, now_s=5) == 2
-    mine = table.draw("swap", 2)
+    assert table.pledges.pledge("swap", 5, lease_s=10, now_s=0) == 2
+    assert table.pledges.pledge("swap", 5, lease_s=10, now_s=5) == 2
+    mine = table.pledges.draw("swap", 2)
     with pytest.raises(CapacityExhausted, match="set aside"):
-        table.draw("swap", 1)
+        table.pledges.draw("swap", 1)
     assert table.trim(frozen(table, ref, 3), owner="debtor", settlement="swap") == 3
-    assert (table.pledged("swap"), table.pledged_blocks, table.lent_blocks) == (3, 3, 1)
+    assert (table.pledges.pledged("swap"), table.pledges.blocks, table.lent_blocks) == (3, 3, 1)
     assert allocator.free == 0
     allocator.release(mine)
     table.expire(9)
-    assert table.pledged("swap") == 3
-    table.redeem("swap")
-    assert (table.pledged("swap"), allocator.free) == (0, 5)
-    table.pledge("forgotten", 5, lease_s=10, now_s=5)
+    assert table.pledges.pledged("swap") == 3
+    table.pledges.redeem("swap")
+    assert (table.pledges.pledged("swap"), allocator.free) == (0, 5)
+    table.pledges.pledge("forgotten", 5, lease_s=10, now_s=5)
     table.expire(15)
     assert allocator.free == 6
 
@@ -241,10 +241,10 @@ def test_shared_blocks_count_once_are_written_by_nobody_and_last_as_long_as_the_
     table.grow(fork, 2, owner="debtor", lease_s=10, now_s=0)
     assert (table.find(ref).writable_from, table.find(fork).writable_from) == (2, 2)
     assert (allocator.in_use, table.lent_blocks, len(table.find(fork).blocks)) == (5, 5, 4)
-    table.pledge("swap", 5, lease_s=10, now_s=0)
+    table.pledges.pledge("swap", 5, lease_s=10, now_s=0)
     # A shared block that one of the two gives back is nobody's to set aside.
     table.trim(frozen(table, ref, 3), owner="debtor", settlement="swap")
-    assert (table.pledged("swap"), table.lent_blocks) == (1, 4)
+    assert (table.pledges.pledged("swap"), table.lent_blocks) == (1, 4)
     table.release([fork])
     assert allocator.in_use == 1
     with pytest.raises(InvalidInput, match="cannot be shared"):
@@ -278,11 +278,11 @@ def test_any_order_of_events_keeps_blocks_and_owners_matched(seed: int) -> None:
             elif event == "expire":
                 table.expire(now_s)
             elif event == "pledge":
-                table.pledge("swap", chance.randint(1, 3), lease_s=5, now_s=now_s)
-            elif event == "draw" and table.pledged("swap"):
-                drawn += table.draw("swap", 1)
+                table.pledges.pledge("swap", chance.randint(1, 3), lease_s=5, now_s=now_s)
+            elif event == "draw" and table.pledges.pledged("swap"):
+                drawn += table.pledges.draw("swap", 1)
             elif event == "redeem":
-                table.redeem("swap")
+                table.pledges.redeem("swap")
                 allocator.release(drawn)
                 drawn = []
             elif ref is None or place is None:
@@ -312,7 +312,7 @@ def test_any_order_of_events_keeps_blocks_and_owners_matched(seed: int) -> None:
         known.update({segment.handle: segment for segment in table.segments})
         alive = [s for s in known.values() if not s.released or s.pins]
         owned = {block for segment in alive for block in segment.held_blocks}
-        assert len(owned) + table.pledged_blocks + len(drawn) == allocator.in_use, f"seed {seed}"
+        assert len(owned) + table.pledges.blocks + len(drawn) == allocator.in_use, f"seed {seed}"
         assert table.lent_blocks == len(owned) <= 9
         assert all(owned.issuperset(blocks) for _, blocks in pins), f"seed {seed}: a block is read by nobody"
     for pin, _ in pins:

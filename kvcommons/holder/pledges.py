@@ -1,0 +1,88 @@
+"""Blocks set aside for settlements: a swap of debts needs room where nobody has any (Infinite-LLM, section
+4.5). Pure: the clock is passed in."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvcommons.errors import CapacityExhausted, InvalidInput
+from kvcommons.rblock.allocator import BlockAllocator
+
+
+@dataclass(slots=True, kw_only=True)
+class _Pledge:
+    blocks: list[int]
+    expires_s: float
+
+
+class Pledges:
+    """By settlement, each under a lease. Not thread-safe."""
+
+    def __init__(self, allocator: BlockAllocator) -> None:
+        self._allocator = allocator
+        self._pledges: dict[str, _Pledge] = {}
+
+    @property
+    def blocks(self) -> int:
+        """Of all settlements."""
+        return sum(len(pledge.blocks) for pledge in self._pledges.values())
+
+    def pledge(self, settlement: str, blocks: int, *, lease_s: float, now_s: float) -> int:
+        """Sets free blocks aside for a settlement, as many as there are up to `blocks`; how many it has.
+        Asked again it renews the lease and takes no more."""
+        check_lease(lease_s)
+        pledge = self._pledges.get(settlement)
+        if pledge is None:
+            taken = self._allocator.allocate(min(blocks, self._allocator.free))
+            pledge = self._pledges[settlement] = _Pledge(blocks=taken, expires_s=0.0)
+        pledge.expires_s = now_s + lease_s
+        return len(pledge.blocks)
+
+    def pledged(self, settlement: str) -> int:
+        """Blocks set aside for it; 0 where it is not known."""
+        pledge = self._pledges.get(settlement)
+        return 0 if pledge is None else len(pledge.blocks)
+
+    def draw(self, settlement: str, blocks: int) -> list[int]:
+        """Takes blocks out of what is set aside; the caller has their references. Raises CapacityExhausted,
+        and takes none then."""
+        pledge = self._pledges.get(settlement)
+        if pledge is None or len(pledge.blocks) < blocks:
+            raise CapacityExhausted(f"settlement {settlement} has no {blocks} blocks set aside here")
+        drawn, pledge.blocks = pledge.blocks[:blocks], pledge.blocks[blocks:]
+        return drawn
+
+    def refill(self, settlement: str, blocks: Sequence[int]) -> None:
+        """Puts drawn blocks back; they are free where the settlement has ended."""
+        pledge = self._pledges.get(settlement)
+        if pledge is None:
+            self._allocator.release(blocks)
+        else:
+            pledge.blocks += blocks
+
+    def claim(self, settlement: str, blocks: Sequence[int]) -> bool:
+        """Takes these references over for a settlement, those that are a block's last ones; the others are
+        given back. False, and nothing done, where it is not known."""
+        pledge = self._pledges.get(settlement)
+        if pledge is None:
+            return False
+        pledge.blocks += self._allocator.claim(blocks)
+        return True
+
+    def redeem(self, settlement: str) -> None:
+        """The settlement has ended: what is set aside is free."""
+        pledge = self._pledges.pop(settlement, None)
+        if pledge is not None:
+            self._allocator.release(pledge.blocks)
+
+    def expire(self, now_s: float) -> None:
+        """Redeems what nobody has renewed in time."""
+        for name in [name for name, pledge in self._pledges.items() if pledge.expires_s <= now_s]:
+            self.redeem(name)
+
+
+def check_lease(lease_s: float) -> None:
+    """Raises InvalidInput."""
+    if lease_s <= 0:
+        raise InvalidInput("a lease takes at least a millisecond", param="lease_ms")
