@@ -48,9 +48,9 @@ def add(
         kind.add_argument("--block-tokens", type=int, default=256, metavar="N")
         kind.add_argument("--think-s", type=float, default=think_s, metavar="S", help="mean, between turns")
     measured = kinds.add_parser("mediums-measured", help="§4.3.6 on real stacks, small")
-    measured.add_argument("--sessions", type=int, default=24, metavar="N")
+    measured.add_argument("--sessions", type=int, default=28, metavar="N")
     measured.add_argument("--scale", type=int, default=8, metavar="N", help="tokens of ShareGPT's for one")
-    measured.add_argument("--warm-up", type=int, default=25, metavar="N", help="turns that are not counted")
+    measured.add_argument("--warm-up", type=int, default=30, metavar="N", help="turns that are not counted")
     measured.add_argument("--dram-part", type=int, default=6, metavar="N", help="DRAM has 1/N of all KV")
     measured.set_defaults(run=_measured_mediums, draw=_draw_measured)
     for kind, size in ((ratios, "246m"), (measured, "34m")):

@@ -2,9 +2,10 @@
 the store's DRAM and from its disk, each taken three times: as the system decides, computed whole, and with
 all of the stored history loaded.
 
-The third is taken by a second stack beside the first, which has the same sessions and always loads. Stacks
-take their turns one after the other; which of the three goes first rotates. The first session of each round
-warms both up and is not counted.
+The third is taken by a second stack beside the first, which has the same sessions and always loads. Both
+compute half of the turns that are computed, so that neither rests more than the other. One turn is taken
+after the other, and which of the three goes first rotates. The first session of each round warms both up and
+is not counted.
 """
 
 from __future__ import annotations
@@ -68,14 +69,15 @@ class _Benchmark:
         for number in range(load.sessions + 1):
             self._progress(f"from {source}: turn {turn + 1} of session {number} of {load.sessions}")
             name, serial = _name(number), (turn + 1) * (load.sessions + 1) + number
-            fork = str(chosen.post(f"/v1/sessions/{name}/fork", {})["id"])
-            ways = {"hit": (chosen, name), "computed": (chosen, fork), "loaded": (forced, name)}
+            computing = (chosen, forced)[number % 2]
+            fork = str(computing.post(f"/v1/sessions/{name}/fork", {})["id"])
+            ways = {"hit": (chosen, name), "computed": (computing, fork), "loaded": (forced, name)}
             order = list(ways)
             order = order[number % 3 :] + order[: number % 3]
             turns = {
                 how: self._turn(*ways[how], serial, load.new_tokens, reuse=how != "computed") for how in order
             }
-            chosen.delete_session(fork)
+            computing.delete_session(fork)
             if number:
                 trials.append(Trial(source=source, **turns))
         check(trials)
