@@ -99,7 +99,7 @@ class Debtor(Instance):
         yield from self._close(part)
 
     def _pledge(self, part: Part, blocks: int) -> int:
-        return self.table.pledge(part.settlement, blocks, lease_s=PART_S, now_s=self.clock())
+        return self.table.pledges.pledge(part.settlement, blocks, lease_s=PART_S, now_s=self.clock())
 
     def _renew_part(self, part: Part, request: Request) -> None:
         part.term = request.term
@@ -126,7 +126,7 @@ class Debtor(Instance):
     def _freeze(self, part: Part, request: Request) -> Work:
         part.round, part.stage, part.creditor = request.round, 1, request.creditor
         part.moves = []
-        left = min(request.blocks, self.table.pledged(part.settlement))
+        left = min(request.blocks, self.table.pledges.pledged(part.settlement))
         chosen = []
         for sequence in self.sequences.values():
             for run in sequence.runs:
@@ -158,7 +158,7 @@ class Debtor(Instance):
             if not isinstance(contents, list):
                 return None
             try:
-                move.homes = self.table.draw(part.settlement, move.count)
+                move.homes = self.table.pledges.draw(part.settlement, move.count)
             except CapacityExhausted:
                 return None
             for block, content in zip(move.homes, contents, strict=True):
@@ -216,7 +216,7 @@ class Debtor(Instance):
         if part.stage == 3:
             while (yield from self._trim(part)) is None:
                 yield Sleep(1.0)
-        self.table.redeem(part.settlement)
+        self.table.pledges.redeem(part.settlement)
         self.parts.pop(part.settlement, None)
 
     def _keep(self, move: Move) -> None:

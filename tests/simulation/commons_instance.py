@@ -339,7 +339,7 @@ class Instance(Proc):
             found += segment.held_blocks
         for segment in {pin.segment for pin in self.pins.values() if pin.segment.released}:
             found += segment.held_blocks
-        for pledge in self.table._pledges.values():
+        for pledge in self.table.pledges._pledges.values():
             found += pledge.blocks
         for sequence in self.sequences.values():
             for run in sequence.runs:
