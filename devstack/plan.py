@@ -62,7 +62,7 @@ class Place:
         return f"unix:{self.runtime / name}.c"
 
     def transport(self, name: str) -> str:
-        return f"unix:{self.runtime / name}.d"
+        return f"shm:{self.runtime / name}.d"
 
     def metrics(self, name: str) -> str:
         return f"unix:{self.runtime / name}.m"
@@ -131,7 +131,7 @@ def processes(
                     service=service,
                     command=tuple(command),
                     environment=_environment(environ, threads if service in MODEL_SERVICES else 1),
-                    sockets=tuple(Path(address.removeprefix("unix:")) for address in addresses),
+                    sockets=tuple(Path(address.partition(":")[2]) for address in addresses),
                 )
             )
     return plans
