@@ -74,7 +74,6 @@ class RingTerms:
             self.decline()
             return False
         try:
-            self._offered = RingMemory(descriptor, self._ring_bytes)
             self._greet(_FLAG_RINGS, self._ring_bytes, [descriptor])
         except OSError as error:
             raise self._plain.gone(error) from error
@@ -108,10 +107,15 @@ class RingTerms:
         if not self._ring_bytes:
             return None
         try:
-            return rings.create(self._ring_bytes)
+            descriptor = rings.create(self._ring_bytes)
         except OSError as error:
             _LOG.warning("no shared memory for a %s: %s", self._plain.peer, error.strerror)
             return None
+        self._offered = _map(descriptor, self._ring_bytes, self._plain.peer)
+        if self._offered is None:
+            os.close(descriptor)
+            return None
+        return descriptor
 
     def _greet(self, flags: int, ring_bytes: int, descriptors: list[int]) -> None:
         # It fits into any socket's buffer: no waiting here.
@@ -151,7 +155,7 @@ def _map(descriptor: int, ring_bytes: int, peer: str) -> RingMemory | None:
     try:
         return RingMemory(descriptor, ring_bytes)
     except OSError as error:
-        _LOG.warning("cannot map the shared memory of %s: %s", peer, error.strerror)
+        _LOG.warning("cannot map shared memory with %s: %s", peer, error.strerror)
         return None
 
 

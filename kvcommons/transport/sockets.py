@@ -22,9 +22,9 @@ from kvcommons.transport.deadline import Deadline
 from kvcommons.transport.framed import FramedConnection, Stream
 
 # How long a wait may ask before it sleeps.
-_ASK_S = 60e-6
+ASK_S = 60e-6
 # Lets whatever else is ready have the core, without the interpreter's lock (os.sched_yield keeps it).
-_yield_core = ctypes.CDLL(None).sched_yield
+yield_core = ctypes.CDLL(None).sched_yield
 
 
 class SocketStream:
@@ -75,16 +75,16 @@ class SocketStream:
         left_s = deadline.left_at(started_s)
         if not left_s:
             return False
-        readable = bool(self._brief and left_s > _ASK_S and self._ask(started_s + _ASK_S))
+        readable = bool(self._brief and left_s > ASK_S and self._ask(started_s + ASK_S))
         if not readable:
             # Rounded up by poll itself.
             readable = bool(self._readable.poll(deadline.left() * 1000))
-        self._brief = time.monotonic() - started_s < 2 * _ASK_S
+        self._brief = time.monotonic() - started_s < 1.5 * ASK_S
         return readable
 
     def _ask(self, until_s: float) -> bool:
         while time.monotonic() < until_s:
-            _yield_core()
+            yield_core()
             if self._readable.poll(0):
                 return True
         return False

@@ -15,6 +15,7 @@ import select
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,7 +24,7 @@ from kvcommons.transport.base import Connection, Limits, SendBroken
 from kvcommons.transport.deadline import Deadline
 from kvcommons.transport.framed import FramedConnection, Stream
 from kvcommons.transport.offering import OfferingStream
-from kvcommons.transport.sockets import SocketListener, SocketStream
+from kvcommons.transport.sockets import ASK_S, SocketListener, SocketStream, yield_core
 from kvcommons.transport.tcp import connect_stream, listen_on, open_stream
 
 MAGIC = b"KVCX"
@@ -40,8 +41,13 @@ _MESSAGE_BYTES = 512 << 10
 _LAST_WORD_S = 0.05
 # For UCX to take a connection down; a paused peer may keep it longer, on a thread of its own.
 _CLOSE_S = 1.0
-# Where the environment has no UCX_… of its own. Large segments: three times the default's bandwidth over TCP.
-_DEFAULTS = {"TCP_TX_SEG_SIZE": "256k", "TCP_RX_SEG_SIZE": "256k", "WARN_UNUSED_ENV_VARS": "n"}
+# Where the environment has no UCX_… of its own: large segments, and no turn there and back before a message.
+_DEFAULTS = {
+    "TCP_TX_SEG_SIZE": "256k",
+    "TCP_RX_SEG_SIZE": "256k",
+    "RNDV_THRESH": "1m",
+    "WARN_UNUSED_ENV_VARS": "n",
+}
 
 
 class UcxTransport:
@@ -91,7 +97,7 @@ class _WorkerTerms:
 
     def close(self) -> None:
         if self._offered is not None:
-            self._offered.close()
+            self._offered.close([])
             self._offered = None
 
 
@@ -151,12 +157,12 @@ class _Worker:
             return str(error) or type(error).__name__
         return ""
 
-    def close(self, *memory: object) -> None:
-        """UCX takes things down when the last reference goes, and may wait for the peer meanwhile; `memory`
-        stays until then."""
-        parts = [self._endpoint, self._worker, memory]
+    def close(self, requests: list[Any], *memory: object) -> None:
+        """UCX takes things down when the last reference goes, and may wait for the peer meanwhile; the
+        requests' `memory` stays until then."""
+        requests += [self._endpoint, self._worker, memory]
         self._endpoint = self._worker = None
-        thread = threading.Thread(target=_let_go, args=(parts,), name="ucx-close", daemon=True)
+        thread = threading.Thread(target=_let_go, args=(requests,), name="ucx-close", daemon=True)
         thread.start()
         thread.join(_CLOSE_S)
 
@@ -172,6 +178,7 @@ class UcxStream:
         self._poll.register(control.sock, select.POLLIN)
         self._ended = False
         self._aborted = False
+        self._brief = True  # the wait before
         # A message is received here and copied out: into memory of the caller UCX might write even after he
         # gave up.
         self._box = bytearray(_MESSAGE_BYTES)
@@ -189,11 +196,11 @@ class UcxStream:
             message += view[: _MESSAGE_BYTES - len(message)]
             if len(message) == _MESSAGE_BYTES:
                 break
-        self._request = request = self._worker.send(memoryview(message))
+        self._request = self._worker.send(memoryview(message))
         try:
-            if not self._wait(lambda: request.completed, deadline, "to send to"):
+            if not self._wait(self._finished, deadline, "to send to"):
                 raise Unavailable(f"{self._control.peer} closed the connection")
-            self._check(request)
+            self._check()
         except Unavailable as error:
             raise SendBroken(error.message, sent_bytes=len(message)) from error
         return len(message)
@@ -235,9 +242,9 @@ class UcxStream:
 
     def close(self) -> None:
         self._control.close()
-        parts = (self._request, self._message, self._sending, self._box)
+        requests = [self._request, self._message]
         self._request = self._message = None
-        self._worker.close(*parts)
+        self._worker.close(requests, self._sending, self._box)
 
     def _came(self) -> bool:
         if self._message is None:
@@ -248,34 +255,43 @@ class UcxStream:
         """False: the peer's end."""
         if not self._wait(self._came, deadline, "for"):
             return False
-        message, self._message = self._message, None
-        if message.length > _MESSAGE_BYTES:
-            raise TooLarge(
-                f"{self._control.peer} sent {message.length} bytes in a message of {_MESSAGE_BYTES}"
-            )
-        self._request = request = self._worker.receive(message, self._box)
-        if not self._wait(lambda: request.completed, deadline, "for"):
+        size = self._message.length
+        if size > _MESSAGE_BYTES:
+            raise TooLarge(f"{self._control.peer} sent {size} bytes in a message of {_MESSAGE_BYTES}")
+        self._request = self._worker.receive(self._message, self._box)
+        self._message = None
+        if not self._wait(self._finished, deadline, "for"):
             return False
-        self._check(request)
-        self._rest = memoryview(self._box)[: message.length]
+        self._check()
+        self._rest = memoryview(self._box)[:size]
         return True
 
-    def _check(self, request: Any) -> None:
-        self._request = None
+    def _finished(self) -> bool:
+        return bool(self._request.completed)
+
+    def _check(self) -> None:
+        request, self._request = self._request, None
         failure = self._worker.fails(request)
         if failure:
             raise Unavailable(f"{self._control.peer} went away: {failure}")
 
     def _wait(self, done: Callable[[], bool], deadline: Deadline, why: str) -> bool:
         """False: the peer's end."""
+        started_s = time.monotonic()
+        # As sockets do: see wait_readable there.
+        asks_until_s = started_s + ASK_S if self._brief and deadline.left() > ASK_S else 0.0
         while True:
             if self._aborted:
                 raise Unavailable(f"the connection to {self._control.peer} was given up")
             self._worker.progress()
             if done():
+                self._brief = time.monotonic() - started_s < 1.5 * ASK_S
                 return True
             if self._ended:
                 return False
+            if time.monotonic() < asks_until_s:
+                yield_core()
+                continue
             if not self._worker.arm():
                 continue
             ready = self._poll.poll(deadline.left() * 1000)
@@ -306,7 +322,7 @@ def _take_offer(control: SocketStream, deadline: Deadline) -> Stream:
         worker.join(address)
         send_greeting(control, worker.address, deadline)
     except BaseException:
-        worker.close()
+        worker.close([])
         raise
     return UcxStream(control, worker)
 

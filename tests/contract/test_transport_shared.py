@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import os
 import random
 import resource
 import socket
 import struct
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -26,6 +29,7 @@ from kvcommons.transport.shared import SharedTransport
 from kvcommons.transport.sockets import SocketStream
 from tests.contract import transport_peer as peer
 
+ROOT = Path(__file__).parents[2]
 PAYLOAD = random.Random(7).randbytes(9 << 20)
 
 
@@ -81,15 +85,56 @@ def test_where_the_system_gives_none_frames_go_over_the_socket(
 ) -> None:
     server = DataServer(address, peer.answer, name="peer", ring_bytes=64 << 20)
     server.start()
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
     # Shared memory counts as a file here.
-    resource.setrlimit(resource.RLIMIT_FSIZE, (32 << 20, before[1]))
-    try:
+    with limited(resource.RLIMIT_FSIZE, 32 << 20):
         echo(address)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert "no shared memory" in caplog.text
     assert server.stop(5)
+
+
+@contextlib.contextmanager
+def limited(kind: int, limit: int) -> Iterator[None]:
+    before = resource.getrlimit(kind)
+    resource.setrlimit(kind, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(kind, before)
+
+
+def address_space() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    return pages * resource.getpagesize()
+
+
+@pytest.mark.parametrize("mapper", ["server", "client"])
+def test_where_it_cannot_be_mapped_frames_go_over_the_socket(
+    address: str, mapper: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two rings of 256 MiB do not fit."""
+    room = address_space() + (200 << 20)
+    if mapper == "server":
+        server = DataServer(address, peer.answer, name="peer", ring_bytes=rings.RING_BYTES_MAX)
+        server.start()
+        with limited(resource.RLIMIT_AS, room):
+            echo(address)
+        assert server.stop(5)
+    else:
+        code = (
+            "import sys; from kvcommons.transport.server import DataServer;"
+            "import tests.contract.transport_peer as p;"
+            f"s = DataServer({address!r}, p.answer, name='peer', ring_bytes={rings.RING_BYTES_MAX});"
+            "s.start(); print(flush=True); sys.stdin.read(); s.stop()"
+        )
+        command = [sys.executable, "-c", code]
+        with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+            assert child.stdout is not None
+            child.stdout.readline()
+            with limited(resource.RLIMIT_AS, room):
+                echo(address)
+            child.communicate(timeout=10)
+    assert "cannot map shared memory" in caplog.text
+    assert mappings() == 0
 
 
 def test_a_peer_that_takes_none_is_served_over_the_socket(address: str) -> None:
