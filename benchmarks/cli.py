@@ -18,6 +18,7 @@ from benchmarks import (
     prefixes_cli,
     settlement,
     store_cli,
+    transport,
 )
 from benchmarks.plot import stacked_bars, stacked_times
 from benchmarks.prompts import PromptWriter
@@ -84,6 +85,7 @@ def _parser() -> argparse.ArgumentParser:
     attention.add(commands, _add_outputs)
     overlap_cli.add(commands, _add_outputs)
     store_cli.add(commands, _add_outputs)
+    transport.add(commands, _add_outputs)
     borrow.add(commands, _add_outputs)
     settlement.add(commands, _add_outputs)
     attention_store_cli.add(commands, _add_outputs)
