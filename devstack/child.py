@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import functools
 import os
 import signal
 from collections import deque
@@ -59,7 +60,7 @@ class Child:
             # A group of its own in our session: a terminal's Ctrl-C reaches us alone, and we stop it in
             # order.
             process_group=0,
-            preexec_fn=_die_with(os.getpid()),
+            preexec_fn=functools.partial(end_with, os.getpid(), signal.SIGKILL),
         )
         self._reader = asyncio.create_task(self._read(self._process))
 
@@ -127,12 +128,9 @@ class Child:
         self._on_record(self.name, record)
 
 
-def _die_with(parent: int) -> Callable[[], None]:
-    """Runs in the child before its program: the kernel kills it when its parent dies, even by SIGKILL."""
-
-    def prepare() -> None:
-        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before we asked
-            os._exit(1)
-
-    return prepare
+def end_with(parent: int, number: signal.Signals) -> None:
+    """This process gets the signal when its parent ends, even by SIGKILL: when the thread of it ends that
+    started this process. Says so by the kernel's means, for the parent may have no time for anything."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:  # it ended before we asked
+        os.kill(os.getpid(), number)

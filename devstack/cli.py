@@ -6,10 +6,12 @@ It starts at once: each command imports what it needs, and none imports torch.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib
 import os
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 # Commands that take their arguments as they are: name, module with `main(argv) -> int`, help.
@@ -26,12 +28,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         if arguments and arguments[0] in _LAZY:
-            module = importlib.import_module(_LAZY[arguments[0]][0])
+            with _importing():
+                module = importlib.import_module(_LAZY[arguments[0]][0])
             return int(module.main(arguments[1:]))
         options = _parser().parse_args(arguments)
         return int(options.run(options))
     except KeyboardInterrupt:  # commands that have something to end do that themselves
         return _INTERRUPTED
+
+
+@contextlib.contextmanager
+def _importing() -> Iterator[None]:
+    """A Ctrl-C is heard when the imports are through: an extension that is being loaded may swallow it."""
+    heard: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if heard:
+        raise KeyboardInterrupt
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -66,11 +82,15 @@ def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     up.add_argument("--config", type=Path, metavar="FILE", help="settings file (kvcommons.toml)")
     up.add_argument("--no-demo", action="store_true", help="skip the short conversation at the start")
     up.add_argument("--no-restart", action="store_true", help="end the stack when a process dies")
+    up.add_argument(
+        "--parent", type=int, metavar="PID", help="the process that starts it: end when that does"
+    )
     up.set_defaults(run=_up)
 
 
 def _up(options: argparse.Namespace) -> int:
-    from devstack.up import up
+    with _importing():
+        from devstack.up import up
 
     names = ("model", "prefill", "decode", "attention_pool", "kvstore", "ledger", "data", "port")
     flags = {name: str(value) for name in names if (value := getattr(options, name)) is not None}
@@ -78,16 +98,18 @@ def _up(options: argparse.Namespace) -> int:
         flags["demo"] = "false"
     if options.no_restart:
         flags["restart"] = "false"
-    return up(options.config, flags)
+    return up(options.config, flags, options.parent)
 
 
 def _chat(options: argparse.Namespace) -> int:
-    from devstack.chat import chat
+    with _importing():
+        from devstack.chat import chat
 
     return chat(options.url, options.session)
 
 
 def _status(options: argparse.Namespace) -> int:
-    from devstack.status import status
+    with _importing():
+        from devstack.status import status
 
     return status(options.url, watch=options.watch)

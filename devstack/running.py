@@ -76,7 +76,7 @@ class RunningStack:
         if self._up is not None:
             self._up.wait(STOP_S_MAX)
         command = [sys.executable, "-m", "devstack", "up", "--data", str(self.data)]
-        command += ["--config", str(self._settings)]
+        command += ["--config", str(self._settings), "--parent", str(os.getpid())]
         for name, value in self._flags.items():
             flag = f"--{name.replace('_', '-')}"
             command += [flag] if value is True else [] if value is False else [flag, str(value)]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from devstack import etcd, toml
+from devstack.child import end_with
 from devstack.place import Claim
 from devstack.plan import ProcessPlan, processes, tables
 from devstack.rest import RestClient
@@ -28,8 +29,9 @@ POLL_S = 0.1
 SPINNER = "|/-\\"
 
 
-def up(config: Path | None, flags: Mapping[str, str]) -> int:
-    """Runs the stack until it is interrupted; the exit status."""
+def up(config: Path | None, flags: Mapping[str, str], parent: int | None = None) -> int:
+    """Runs the stack until it is interrupted, or until `parent`, which started this process, ends; the exit
+    status."""
     terminal = Terminal()
     try:
         settings = load("up", UpSettings, file=config, environ=os.environ, flags=flags, flag="--{name}")
@@ -39,7 +41,7 @@ def up(config: Path | None, flags: Mapping[str, str]) -> int:
         terminal.say(f"kvcommons up: {error.message}")
         return 2
     try:
-        return asyncio.run(_Up(settings, claim, terminal, user, flags, config).run())
+        return asyncio.run(_Up(settings, claim, terminal, user, flags, config, parent).run())
     except KVCommonsError as error:
         terminal.say(f"kvcommons up: {error.message}")
         return 1
@@ -56,8 +58,10 @@ class _Up:
         user: Mapping[str, Any],
         flags: Mapping[str, str],
         config: Path | None,
+        parent: int | None,
     ) -> None:
         """`user`: what `config` says."""
+        self._parent = parent
         self._config = config.resolve() if config is not None else None
         self._claim = claim
         self._terminal = terminal
@@ -79,6 +83,8 @@ class _Up:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             loop.add_signal_handler(number, self._interrupted)
+        if self._parent is not None:
+            end_with(self._parent, signal.SIGTERM)
         url = f"http://{settings.bind}:{port}"
         status = 1
         try:

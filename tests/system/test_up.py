@@ -176,6 +176,31 @@ def test_children_die_with_a_stack_that_is_killed_and_a_second_ctrl_c_kills(tmp_
     stack.assert_gone()
 
 
+BENCHMARK = """
+import sys, time
+from pathlib import Path
+from devstack.running import RunningStack
+stack = RunningStack(Path(sys.argv[1]))
+stack.start(ready=False)
+stack.until(lambda: len(stack.processes()) > 1, 20, "no child")
+print(*(process.pid for process in stack.processes()), flush=True)
+time.sleep(60)
+"""
+
+
+def test_a_stack_ends_with_the_program_that_started_it(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", BENCHMARK, str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as program:
+        assert program.stdout is not None
+        pids = program.stdout.readline().split()
+        program.kill()
+    assert len(pids) > 1
+    deadline = time.monotonic() + 20
+    while any(Path("/proc", pid).exists() for pid in pids):
+        assert time.monotonic() < deadline, "the stack outlived the program that started it"
+        time.sleep(0.05)
+
+
 def _imports(stack: Stack) -> bool:
     return any("cygrpc" in Path(f"/proc/{process.pid}/maps").read_text() for process in stack.processes())
 
