@@ -24,7 +24,7 @@ def turn(ttft_s: float, cached_tokens: int = 0, device_tokens: int = 0) -> Turn:
         completion_tokens=1,
         ttft_s=ttft_s,
         total_s=ttft_s,
-        timings={"device_tokens": device_tokens},
+        timings={"device_tokens": device_tokens, "prefill_ms": 1.0, "load_wait_ms": 0.0},
     )
 
 
