@@ -25,7 +25,7 @@ DELAY_S_MAX = 20.0
 _serial = itertools.count()
 
 
-@pytest.fixture(scope="module", params=sorted(SAMPLINGS))
+@pytest.fixture(scope="module", params=["sampled", pytest.param("greedy", marks=pytest.mark.slow)])
 def undisturbed(request: pytest.FixtureRequest, twins: Stack) -> tuple[dict[str, float], Turn, list[int]]:
     """Parameters, and what a run without reuse and without a death gives with them."""
     parameters = SAMPLINGS[request.param]

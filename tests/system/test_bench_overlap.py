@@ -8,7 +8,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 
+
+@pytest.mark.slow
 def test_every_kind_of_trial_is_told(tmp_path: Path) -> None:
     result, picture = tmp_path / "overlap.json", tmp_path / "overlap.png"
     code = "import sys; from benchmarks.cli import main; sys.exit(main(sys.argv[1:]))"

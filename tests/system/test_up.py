@@ -152,6 +152,7 @@ def test_two_stacks_run_side_by_side_and_a_service_that_is_killed_is_named_and_c
     assert stack.client.healthy()
 
 
+@pytest.mark.slow
 def test_without_restart_a_death_ends_the_stack(tmp_path: Path) -> None:
     stack = Stack(tmp_path, no_restart=True)
     stack.start()

@@ -112,7 +112,7 @@ def test_training_never_sees_a_held_out_name() -> None:
     assert not held_out & {value.lower() for value in stated}
 
 
-@pytest.mark.parametrize("distance", [500, 1500])
+@pytest.mark.parametrize("distance", [500, pytest.param(1500, marks=pytest.mark.slow)])
 def test_it_recalls_names_it_has_never_seen(model: Llama, tokens: ChatTokens, distance: int) -> None:
     results = measure(model, tokens, distance, cases=40, seed=11)
     assert share(results, "greedy") >= 95.0

@@ -9,6 +9,7 @@ from benchmarks.truncation import quality
 from demo import MODEL_DIR
 
 
+@pytest.mark.slow
 def test_kv_that_is_left_is_as_good_as_computed_anew() -> None:
     found = quality(MODEL_DIR, texts=1, questions=3, seed=1, progress=lambda _: None)
     assert [row["how"] for row in found.rows] == ["AS", "TT", "NKVT"]

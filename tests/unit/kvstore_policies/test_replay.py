@@ -26,7 +26,12 @@ def mooncake() -> Trace:
 
 @pytest.mark.parametrize(
     ("policy", "blocks", "share"),
-    [("lru", 5000, 0.112), ("lru", 10_000, 0.212), ("belady", 5000, 0.339), ("belady", 10_000, 0.366)],
+    [
+        ("lru", 5000, 0.112),
+        ("lru", 10_000, 0.212),
+        ("belady", 5000, 0.339),
+        pytest.param("belady", 10_000, 0.366, marks=pytest.mark.slow),
+    ],
 )
 def test_known_figures_come_out(mooncake: Trace, policy: str, blocks: int, share: float) -> None:
     outcome = replay(mooncake, policy, Setting(room=Room(dram_blocks=blocks)))
@@ -36,12 +41,12 @@ def test_known_figures_come_out(mooncake: Trace, policy: str, blocks: int, share
 @pytest.mark.parametrize(
     ("look_ahead", "blocks", "at_least"),
     [
-        (0, 5000, 0.165),
         (0, 10_000, 0.23),
-        (256, 5000, 0.22),
-        (256, 10_000, 0.268),
         (1024, 5000, 0.302),
-        (1024, 10_000, 0.323),
+        pytest.param(0, 5000, 0.165, marks=pytest.mark.slow),
+        pytest.param(256, 5000, 0.22, marks=pytest.mark.slow),
+        pytest.param(256, 10_000, 0.268, marks=pytest.mark.slow),
+        pytest.param(1024, 10_000, 0.323, marks=pytest.mark.slow),
     ],
 )
 def test_the_scheduler_aware_policy_on_a_real_trace(
