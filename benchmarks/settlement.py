@@ -20,12 +20,17 @@ from benchmarks.report import Report
 from kvcommons.pb import common_pb2
 from kvcommons.pb import ledger_pb2 as pb
 from services.ledger.candidates import Candidates
-from services.ledger.settlement_plan import Room, Transfer, plan
+from services.ledger.settlement_plan import Swap, plan
 
 MODEL = b"model"
 STEP_S = 0.5  # of simulated time
 SPARE = 0.1  # of one instance's memory: kept for those that run to grow
-MODES = ("no settlement", "home where there is room", "circles too")
+# Whether who borrows lends last, blocks come home where there is room, and circles are settled.
+MODES = {
+    "no settlement": (False, False, False),
+    "circles": (False, False, True),  # DGFM, as in the paper: whoever has room lends
+    "circles and home": (True, True, True),  # as here
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,8 +52,8 @@ class Load:
     requests_per_minute: float = 60.0
     long_share: float = 0.12
     short_tokens: tuple[int, int] = (500, 6_000)
-    long_tokens: tuple[int, int] = (20_000, 90_000)
-    answer_tokens: tuple[int, int] = (200, 1_200)
+    long_tokens: tuple[int, int] = (15_000, 50_000)
+    answer_tokens: tuple[int, int] = (1_000, 10_000)
 
 
 @dataclass(slots=True, eq=False)
@@ -78,12 +83,12 @@ class Instance:
 
 
 class Commons:
-    """Some instances over time. `mode`: an index into MODES."""
+    """Some instances over time."""
 
-    def __init__(self, hardware: Hardware, load: Load, *, mode: int, threshold: int, seed: int) -> None:
+    def __init__(self, hardware: Hardware, load: Load, *, mode: str, threshold: int, seed: int) -> None:
         self.hardware = hardware
         self.load = load
-        self.mode = mode
+        self.lends_last, self.comes_home, self.circles = MODES[mode]
         self.threshold = threshold
         self.dice = random.Random(seed)
         self.candidates = Candidates(random.Random(seed))
@@ -105,7 +110,9 @@ class Commons:
             for sequence in list(instance.running):
                 if sequence.blocks:  # not preempted meanwhile
                     self._generate(number, sequence, min(made, sequence.left))
-        if self.mode:
+        if self.comes_home:
+            self._come_home()
+        if self.circles:
             self._settle()
         self.now += STEP_S
 
@@ -182,7 +189,9 @@ class Commons:
                 model=common_pb2.ModelInfo(fingerprint=MODEL),
                 load=pb.Load(
                     lendable_blocks=instance.free - taken.get(number, 0),
-                    debts={str(creditor): blocks for creditor, blocks in instance.owed().items()},
+                    debts={str(creditor): blocks for creditor, blocks in instance.owed().items()}
+                    if self.lends_last
+                    else {},
                     ready=True,
                 ),
             )
@@ -211,28 +220,28 @@ class Commons:
         if sequence.left > 0:
             self.queue.insert(0, sequence)
 
+    def _come_home(self) -> None:
+        """Where there is room, as each debtor decides for itself."""
+        for debtor, instance in enumerate(self.instances):
+            room = instance.free - int(self.hardware.blocks * SPARE)
+            owed = instance.owed()
+            if room > 0 and owed and instance.link_busy_until <= self.now:
+                creditor = max(owed, key=lambda one: owed[one])
+                self._bring_home(debtor, creditor, min(room, owed[creditor]))
+
     def _settle(self) -> None:
-        names = range(len(self.instances))
+        """Circles, as the ledger's leader plans them."""
+        numbers = range(len(self.instances))
         debts = {
             str(number): {str(creditor): blocks for creditor, blocks in self.instances[number].owed().items()}
-            for number in names
+            for number in numbers
         }
-        rooms = {
-            str(number): Room(
-                total_blocks=self.hardware.blocks,
-                free_blocks=self.instances[number].free,
-                waiting=0,  # requests wait at the router
-            )
-            for number in names
-        }
-        busy = {str(number) for number in names if self.instances[number].link_busy_until > self.now}
-        for one in plan(debts, rooms, threshold=self.threshold, busy=busy):
-            if not isinstance(one, Transfer) or (len(one.legs) > 1 and self.mode < 2):
-                continue
-            if len(one.legs) > 1 and not any(self.instances[int(leg[0])].free for leg in one.legs):
-                continue  # nobody has a block to begin with
-            for debtor, creditor, blocks in one.legs:
-                self._bring_home(int(debtor), int(creditor), blocks)
+        busy = {str(number) for number in numbers if self.instances[number].link_busy_until > self.now}
+        for one in plan(debts, {}, threshold=self.threshold, busy=busy):
+            # Somebody needs a block to begin with.
+            if isinstance(one, Swap) and any(self.instances[int(leg[0])].free for leg in one.legs):
+                for debtor, creditor, blocks in one.legs:
+                    self._bring_home(int(debtor), int(creditor), blocks)
 
     def _bring_home(self, debtor: int, creditor: int, blocks: int) -> None:
         """In a circle what one clears is what the one before it comes home to, so that in the end as much is
@@ -263,7 +272,7 @@ class Run:
     settled_blocks: int
 
 
-def simulate(mode: int, load: Load, *, minutes: float, windows: int, threshold: int, seed: int) -> Run:
+def simulate(mode: str, load: Load, *, minutes: float, windows: int, threshold: int, seed: int) -> Run:
     commons = Commons(Hardware(), load, mode=mode, threshold=threshold, seed=seed)
     steps = int(minutes * 60 / STEP_S / windows)
     tokens_s, remote = [], []
@@ -290,9 +299,9 @@ def compare(
     runs: dict[str, list[Run]] = {name: [] for name in MODES}
     for seed in seeds:
         progress(f"{minutes:.0f} minutes of seed {seed}")
-        for mode, name in enumerate(MODES):
+        for name in MODES:
             runs[name].append(
-                simulate(mode, load, minutes=minutes, windows=windows, threshold=threshold, seed=seed)
+                simulate(name, load, minutes=minutes, windows=windows, threshold=threshold, seed=seed)
             )
     width = minutes / windows
     rows: list[dict[str, str | int | float]] = [
@@ -308,10 +317,11 @@ def compare(
         values = [float(row[f"tokens/s, {name}"]) for row in rows]
         # The first window fills the memory.
         ratios[f"last third over first, {name}"] = fmean(values[-third:]) / fmean(values[1 : third + 1])
-    for name in MODES[1:]:
-        ratios[f"{name} over {MODES[0]}"] = fmean(
+    bare = next(iter(MODES))
+    for name in [*MODES][1:]:
+        ratios[f"{name} over {bare}"] = fmean(
             fmean(one.tokens_s) / fmean(other.tokens_s)
-            for one, other in zip(runs[name], runs[MODES[0]], strict=True)
+            for one, other in zip(runs[name], runs[bare], strict=True)
         )
         ratios[f"blocks settled, {name}"] = fmean(run.settled_blocks for run in runs[name])
     return Report(

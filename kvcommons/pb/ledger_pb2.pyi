@@ -457,7 +457,7 @@ class Settlement(_message.Message):
     """at most so many a leg and round"""
     @_builtins.property
     def legs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Leg]:
-        """of a circle, in order; a single one brings blocks home where there is room"""
+        """of a circle, in order"""
 
     def __init__(
         self,

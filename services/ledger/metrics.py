@@ -58,12 +58,9 @@ class LedgerMetrics(Collector):
         yield GaugeMetricFamily(
             "kvcommons_ledger_leader", "1 while this replica settles debts.", float(self._commons.leads())
         )
-        ended = CounterMetricFamily(
-            "kvcommons_ledger_settlements", "Settlements that have ended.", labels=["of"]
+        yield CounterMetricFamily(
+            "kvcommons_ledger_settlements", "Settlements that have ended.", self._commons.counts.ended
         )
-        ended.add_metric(["circle"], self._commons.counts.circles)
-        ended.add_metric(["room"], self._commons.counts.returns)
-        yield ended
         yield CounterMetricFamily(
             "kvcommons_ledger_settled_blocks",
             "Blocks that settlements brought home.",

@@ -1,7 +1,8 @@
 """What to settle next. No I/O.
 
-Circles of debts first (DGFM: Infinite-LLM, section 4.5). Beyond the paper: blocks come home where there is
-room, without any circle, and a creditor whose own sequences wait for memory calls back what it has lent.
+Circles of debts first (DGFM: Infinite-LLM, section 4.5). Beyond the paper: a creditor whose own sequences
+wait for memory calls back what it has lent. Where a debtor has room, its blocks come home without the ledger:
+it alone knows whether its placement policy wants them there.
 """
 
 from __future__ import annotations
@@ -11,8 +12,7 @@ from dataclasses import dataclass
 
 from services.ledger.debt_graph import Debts, find_circle
 
-# Of a debtor's memory: this much stays free for its own sequences when blocks come home.
-HEADROOM = 1 / 8
+SCARCE = 1 / 8  # of its memory: with less free, sequences that wait are taken to wait for memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,8 +25,8 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Transfer:
-    """`legs`: (debtor, creditor, blocks). One leg: its blocks come home because there is room."""
+class Swap:
+    """Around a circle; `legs`: (debtor, creditor, blocks)."""
 
     legs: tuple[tuple[str, str, int], ...]
 
@@ -40,7 +40,7 @@ class Recall:
     blocks: int
 
 
-Plan = Transfer | Recall
+Plan = Swap | Recall
 
 
 def plan(
@@ -54,27 +54,13 @@ def plan(
     while (circle := find_circle(_without(debts, taken), threshold)) is not None:
         names = circle.instances
         plans.append(
-            Transfer(
+            Swap(
                 legs=tuple(
                     (debtor, names[(at + 1) % len(names)], circle.blocks) for at, debtor in enumerate(names)
                 )
             )
         )
         taken.update(names)
-    for debtor, owed in sorted(_without(debts, taken).items()):
-        room = rooms.get(debtor)
-        spare = 0 if room is None or room.waiting else room.free_blocks - int(room.total_blocks * HEADROOM)
-        creditor = max(
-            (name for name in owed if name not in taken),
-            key=lambda name: (_needs(rooms.get(name)), owed[name], name),
-            default=None,
-        )
-        if creditor is None or debtor in taken:
-            continue
-        blocks = min(owed[creditor], spare)
-        if blocks >= min(threshold, owed[creditor]) and blocks > 0:
-            plans.append(Transfer(legs=((debtor, creditor, blocks),)))
-            taken.update((debtor, creditor))
     for debtor, owed in sorted(_without(debts, taken).items()):
         for creditor, blocks in sorted(owed.items(), key=lambda one: (-one[1], one[0])):
             if _needs(rooms.get(creditor)) and not {debtor, creditor} & taken:
@@ -84,7 +70,8 @@ def plan(
 
 
 def _needs(room: Room | None) -> bool:
-    return room is not None and room.waiting > 0
+    """Sequences wait, and it is for memory."""
+    return room is not None and room.waiting > 0 and room.free_blocks < room.total_blocks * SCARCE
 
 
 def _without(debts: Debts, taken: Collection[str]) -> dict[str, dict[str, int]]:

@@ -20,7 +20,6 @@ from services.ledger.settlement_records import decode, encode
 
 log = logging.getLogger(__name__)
 
-AWAY_S = 1.0  # before etcd is tried again
 PAUSE_S = 0.5  # before a step is asked for again
 SETTLEMENTS_MAX = 16  # at once
 
@@ -29,14 +28,8 @@ SETTLEMENTS_MAX = 16  # at once
 class SettlementCounts:
     """Of settlements that this replica drove to their end."""
 
-    circles: int = 0
-    returns: int = 0  # without a circle: blocks that came home because there was room
+    ended: int = 0
     blocks: int = 0
-
-    def ended(self, *, blocks: int, circle: bool) -> None:
-        self.circles += circle
-        self.returns += not circle
-        self.blocks += blocks
 
 
 class Settler:
@@ -75,20 +68,23 @@ class Settler:
 
     async def run(self) -> None:
         """Until cancelled: what is under way then is ended by the next leader, or by its participants."""
+        connected = False
         try:
-            await self._etcd.reconnect()
             while True:
                 await asyncio.sleep(self._every_s)
                 term = self._term()
                 if term is None:
                     continue
                 try:
+                    if not connected:
+                        await self._etcd.reconnect()
+                        connected = True
                     self._look(term, await self._etcd.list(self._prefix))
                     addresses = {one.control_address for one in self._instances().values()}
                     await self._debtors.forget_all_but(addresses)
                 except Unavailable as error:
                     log.debug("nothing is settled: %s", error.message)
-                    await self._reconnect()
+                    connected = False
         finally:
             for task in self._tasks:
                 task.cancel()
@@ -96,13 +92,6 @@ class Settler:
                 await asyncio.wait(self._tasks)
             await self._debtors.close()
             await self._etcd.close()
-
-    async def _reconnect(self) -> None:
-        await asyncio.sleep(AWAY_S)
-        try:
-            await self._etcd.reconnect()
-        except Unavailable as error:
-            log.debug("%s", error.message)
 
     def _look(self, term: int, listing: Listing) -> None:
         found: list[Settlement] = []
@@ -201,7 +190,8 @@ class Settler:
         if settlement is None:
             return
         blocks = sum(leg.settled_blocks for leg in settlement.legs)
-        self._counts.ended(blocks=blocks, circle=len(settlement.legs) > 1)
+        self._counts.ended += 1
+        self._counts.blocks += blocks
         log.info(
             "a settlement has ended",
             extra={
