@@ -102,6 +102,7 @@ async def serve(config: AttentionPoolConfig, process: Process) -> None:
                 free_blocks=holder.allocator.free,
                 lendable_blocks=holder.lendable_blocks,
                 running=len(holder.held()),
+                loans=holder.loans(),
                 ready=server.ready and not process.stop.is_set(),
             ),
             started_ms=started_ms,
