@@ -152,13 +152,13 @@ async def two_that_owe_each_other(engines: Stack) -> tuple[list[Turn], list[Any]
     for number, decode in enumerate(decodes):
         free = (await engines.inspect("ab"[number])).free_blocks
         holding = await ballast(engines, decode, (free - 3) * BLOCK - 8)
-        tokens, following = engines.reference.prompt(150, 180, 1 + 100 * number)
-        one = turn(prefill, decode, engines.model, tokens, 180)
+        tokens, following = engines.reference.prompt(150, 250, 1 + 100 * number)
+        one = turn(prefill, decode, engines.model, tokens, 250)
         tasks.append(await running(one))
         turns.append(one)
         expected.append(following)
         holding.cancel()
-        await asyncio.sleep(0.5)
+        await ready(lambda name="ab"[number]: room(engines, name, 10))
     return turns, tasks, expected
 
 
