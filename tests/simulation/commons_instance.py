@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvcommons.errors import CapacityExhausted
+from kvcommons.errors import CapacityExhausted, InvalidInput
 from kvcommons.holder.segments import Pin, SegmentRef, SegmentTable
 from kvcommons.pb import common_pb2
 from kvcommons.pb import ledger_pb2 as pb
@@ -124,7 +124,8 @@ class Instance(Proc):
                 index, content = append
                 require(index >= segment.writable_from, "a block is written that was frozen or given back")
                 self.contents[segment.blocks[index - segment.trimmed]] = content
-            require(first >= segment.trimmed, "blocks are read that were given back")
+            if first < segment.trimmed:
+                raise InvalidInput("these blocks were given back")
             start = first - segment.trimmed
             blocks = segment.blocks[start : start + count]
             if self.world.dice.random() < 0.5:

@@ -287,21 +287,24 @@ class CommonsSchedule:
         return "a settlement's record stays" if self._unsettled() else None
 
     def _check_books(self) -> None:
-        """After a heartbeat each and a while the ledger says what the creditors say, and no more."""
+        """After a heartbeat each and a while the ledger says what the creditors have said, and no more."""
+        told: dict[str, dict[str, int]] = {}
         for _ in range(2):
             self.world.advance(WRITE_OFF_S + 1.0)
             self._deliver_all()
             for instance in self.instances:
                 beat = instance.describe()
+                told[instance.name] = dict(beat.load.loans)
                 for ledger in self.ledgers:
                     ledger.beat(beat)
-            for ledger in self.ledgers:
-                ledger.spawn(ledger.tick())
-            self._deliver_all()
+            for _ in range(2):  # to write, and to read what the other one has written
+                for ledger in self.ledgers:
+                    ledger.spawn(ledger.tick())
+                self._deliver_all()
         for ledger in self.ledgers:
-            for creditor in self.instances:
-                noted, lent = ledger.book.loans(creditor.name), creditor.loans()
-                require(noted == lent, f"{ledger.name} notes {noted} where {creditor.name} has lent {lent}")
+            for name, lent in told.items():
+                noted = ledger.book.loans(name)
+                require(noted == lent, f"{ledger.name} notes {noted} where {name} has lent {lent}")
 
     def _check_rounds(self) -> None:
         """A round is switched by all of its debtors or by none, but for those that died or waited in vain."""
