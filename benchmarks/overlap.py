@@ -41,6 +41,7 @@ from services.prefill.job import First, Job, Prompt
 from services.prefill.preloading import Preloading
 from services.prefill.push import Delivery, Pusher
 from services.prefill.read_buffer import ReadBuffer
+from services.prefill.spread import Holders
 
 SALT = bytes(32)
 STEPS = 20  # of decode, as in the paper
@@ -121,6 +122,7 @@ class Trials:
             max_queue=4,
             pusher=pusher,
             keeper=BlockKeeper(core, self.saver),
+            holders=Holders(attend_deadline_s=5.0),
             cost=self.cost,
             preloading=Preloading(core, Histories(core, self.loader), self.cost, read_buffer),
             tracer=Tracer.off(),
