@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING
 
 from services.kvstore.policies.base import Policy
@@ -19,6 +20,14 @@ class BlockOrigin:
     tenant: str
     parent: bytes
     first_index: int
+
+
+class Refusal(Enum):
+    """Why a layer is not taken."""
+
+    STORED = "stored"  # the block is there already
+    DUPLICATE = "duplicate"  # one of these layers of it is
+    NO_ROOM = "no room"  # DRAM is full of blocks that cannot go
 
 
 class Space:

@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 
 from kvcommons.errors import InvalidInput
 from services.kvstore.arena import Arena
-from services.kvstore.block import Block, BlockOrigin, Staging, StoreStats
-from services.kvstore.catalog import Catalog, Refusal
+from services.kvstore.block import Block, BlockOrigin, Refusal, Staging, StoreStats
+from services.kvstore.catalog import Catalog
 from services.kvstore.clock import Clock, SystemClock
 from services.kvstore.durability import Durability, DurableWatch
 from services.kvstore.incoming import Incoming, LayerPut

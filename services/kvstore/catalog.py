@@ -16,24 +16,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from enum import Enum
 
 from kvcommons.errors import CapacityExhausted, InvalidInput, Overloaded
 from services.kvstore.ages import Ages
-from services.kvstore.block import Block, BlockOrigin, Doomed, Space, Staging
+from services.kvstore.block import Block, BlockOrigin, Doomed, Refusal, Space, Staging
 from services.kvstore.policies.base import Policy
 from services.kvstore.room import Memory, Room
 from services.kvstore.tier import BlockShape, Slot, Tier
 
 MODELS_MAX = 64
-
-
-class Refusal(Enum):
-    """Why a layer is not taken."""
-
-    STORED = "stored"  # the block is there already
-    DUPLICATE = "duplicate"  # one of these layers of it is
-    NO_ROOM = "no room"  # DRAM is full of blocks that cannot go
 
 
 class Catalog:

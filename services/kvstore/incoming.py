@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvcommons.errors import InvalidInput
-from services.kvstore.block import Staging
-from services.kvstore.catalog import Refusal
+from services.kvstore.block import Refusal, Staging
 from services.kvstore.tier import BlockShape
 
 if TYPE_CHECKING:

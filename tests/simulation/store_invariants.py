@@ -137,3 +137,10 @@ def check_untouched(schedule: StoreSchedule, name: str, offset: int, length: int
                 require(decode_entry(value).slot not in places, "what the index names is written over")
     for block in schedule.seen.values():
         require(not block.disk_pins or block.disk not in places, "what a reader has pinned is written over")
+
+
+def place_of(block: Block) -> tuple[str, int]:
+    """The slab file that has the block, and where in it."""
+    assert block.disk is not None
+    start = PAGE_BYTES + block.disk.place * block.space.shape.slot_bytes
+    return f"slab-{block.disk.region:08d}", start

@@ -19,7 +19,7 @@ from services.kvstore.writer import Round
 from tests.simulation.machine import Killed, Machine, Rocks, Threads, require
 from tests.simulation.platter import Platter
 from tests.simulation.sequences import RUN_BLOCKS, SEQUENCES, payload
-from tests.simulation.store_invariants import blocks_of, check, check_untouched, on_disk
+from tests.simulation.store_invariants import blocks_of, check, check_untouched, on_disk, place_of
 
 STEPS = 60
 STAGING_S = 30.0
@@ -314,13 +314,13 @@ class StoreSchedule:
             return
         block = self.dice.choice(stored)
         size = block.space.shape.slot_bytes
-        name, start = _place(block)
+        name, start = place_of(block)
         if self.machine.strikes(0.5):
             self.platter.flip(name, start + self.dice.randrange(block.space.shape.block_bytes))
             self.damage += 1
             return
-        others = [other for other in stored if _place(other)[0] == name]
-        self.platter.swap(name, start, _place(self.dice.choice(others))[1], size)
+        others = [other for other in stored if place_of(other)[0] == name]
+        self.platter.swap(name, start, place_of(self.dice.choice(others))[1], size)
         self.damage += 2
 
     def _arm(self) -> None:
@@ -398,9 +398,3 @@ class StoreSchedule:
     def _drain(self) -> None:
         while self.threads.run_one():
             pass
-
-
-def _place(block: Block) -> tuple[str, int]:
-    assert block.disk is not None
-    start = PAGE_BYTES + block.disk.place * block.space.shape.slot_bytes
-    return f"slab-{block.disk.region:08d}", start

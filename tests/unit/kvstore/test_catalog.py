@@ -6,8 +6,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from services.kvstore.block import Block, BlockOrigin, Doomed, Staging
-from services.kvstore.catalog import Catalog, Refusal
+from services.kvstore.block import Block, BlockOrigin, Doomed, Refusal, Staging
+from services.kvstore.catalog import Catalog
 from services.kvstore.policies.hit_density import HitDensity
 from services.kvstore.tier import PAGE_BYTES, BlockShape, Slot, Tier
 
