@@ -16,6 +16,7 @@ from benchmarks import (
     first_token,
     overlap_cli,
     prefixes_cli,
+    remote_attention,
     settlement,
     store_cli,
     transport,
@@ -89,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     borrow.add(commands, _add_outputs)
     settlement.add(commands, _add_outputs)
     attention_store_cli.add(commands, _add_outputs)
+    remote_attention.add(commands, _add_outputs)
     _add_truncation(commands)
     return parser
 
