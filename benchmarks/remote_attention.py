@@ -100,7 +100,7 @@ async def _measure(folder: Path, model: Path, setting: Setting, progress: Progre
             model=str(model),
             threads=setting.threads,
             block_tokens=BLOCK_TOKENS,
-            capacity_tokens=2 * max(setting.contexts) + 8192,
+            capacity_tokens=3 * max(setting.contexts) + 8192,
         )
     )
     core.memory.tensor.normal_()
