@@ -10,7 +10,7 @@ from services.ledger.saga import Settlement, Step
 from tests.simulation.commons_debtor import Debtor
 from tests.simulation.commons_instance import BLOCK_TOKENS, LEASE_S, Run, Sequence
 from tests.simulation.commons_ledger import LedgerReplica
-from tests.simulation.commons_world import Etcd, Proc, World
+from tests.simulation.commons_world import WAKING_S, Etcd, Proc, World
 from tests.simulation.machine import require
 
 STEPS = 320
@@ -177,8 +177,7 @@ class CommonsSchedule:
         elif hit:
             self.dice.choice(hit).paused = True
         if taking_part and self.dice.random() < 0.6:  # and what was on its way to another is lost
-            deaf = self.dice.choice(taking_part)
-            self.world.pending = [one for one in self.world.pending if one[0] is not deaf]
+            self.world.lose(self.dice.choice(taking_part))
 
     def _kill(self, proc: Proc) -> None:
         """Another one is started in its place."""
@@ -236,6 +235,7 @@ class CommonsSchedule:
         world.cut = frozenset()
         for proc in (*self.instances, *self.ledgers, self.etcd):
             world.resume(proc)
+        world.advance(2 * WAKING_S)
         for ledger in self.ledgers:
             ledger.planning = False  # what is under way ends
         for _ in range(REST_ROUNDS):

@@ -19,6 +19,8 @@ from kvcommons.errors import KVCommonsError
 Then = Callable[[Any], None]
 Work = Generator[Any, Any, Any]
 
+WAKING_S = 0.05  # that a process needs for what has piled up while it was paused
+
 
 class Call:
     """Of methods of other processes, at once. Sent back: a list of what they returned, in order; an error is
@@ -127,7 +129,7 @@ class World:
         self.dice = dice
         self.now = 1_000.0
         self.procs: dict[str, Proc] = {}
-        self.pending: list[tuple[Proc, Callable[[], None]]] = []
+        self.pending: list[tuple[Proc, Callable[[], None]]] = []  # messages under way
         self.loss = 0.0
         self.twice = 0.0
         self.cut: frozenset[str] = frozenset()  # two that do not hear each other
@@ -201,9 +203,15 @@ class World:
         return self._timers[0][0] - self.now if self._timers else None
 
     def resume(self, proc: Proc) -> None:
+        """What reached it meanwhile, its own timers among it, happens in its next moments, in any order."""
         proc.paused = False
         woken, proc.stalled = proc.stalled, []
-        self.pending += [(proc, event) for event in woken]
+        for event in woken:
+            self.after(proc, self.dice.random() * WAKING_S, event)
+
+    def lose(self, proc: Proc) -> None:
+        """What is on its way to a process. What has reached it, its own timers among it, is not."""
+        self.pending = [one for one in self.pending if one[0] is not proc]
 
 
 @dataclass(slots=True)
