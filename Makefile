@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Tests share two cores with the stacks that they start.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 ARGS ?=
-# The stacks of a folder are one worker's: see tests/conftest.py.
+# A file's tests are one worker's, so that the stacks they share are started once.
 WORKERS ?= 3
 
 .PHONY: install up test test-slow simulate check bench protos compose-test clean
@@ -41,7 +41,7 @@ up: $(STAMP)
 	@exec $(BIN)/kvcommons up $(ARGS)
 
 test: $(STAMP)
-	$(ONE_THREAD) $(BIN)/python -m pytest -m "not slow and not compose" -n $(WORKERS) --dist loadgroup $(ARGS)
+	$(ONE_THREAD) $(BIN)/python -m pytest -m "not slow and not compose" -n $(WORKERS) --dist loadfile $(ARGS)
 
 test-slow: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python -m pytest -m "slow and not compose" $(ARGS)

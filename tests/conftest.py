@@ -17,20 +17,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 for _name in [name for name in os.environ if name.startswith("KVCOMMONS_") and "__" in name]:
     del os.environ[_name]
 
-# Tests that run whole stacks take turns, two at a time, or they would wait for each other's cores.
-STACKS = (Path(__file__).parent / "system", Path(__file__).parent / "fault")
-
-
 # Real processes and their deadlines: a machine that stalls for seconds may fail such a test once. It gets a
 # second try, and the summary names it.
-REAL_PROCESSES = (*STACKS, Path(__file__).parent / "contract")
+REAL_PROCESSES = tuple(Path(__file__).parent / name for name in ("contract", "fault", "system"))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With several workers, the stacks of a folder are one worker's."""
     for item in items:
         if any(item.path.is_relative_to(folder) for folder in REAL_PROCESSES):
             item.add_marker(pytest.mark.flaky(reruns=1))
-        for folder in STACKS:
-            if item.path.is_relative_to(folder):
-                item.add_marker(pytest.mark.xdist_group(folder.name))
