@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -116,6 +117,7 @@ class RemoteHolder:
         self._stub = rpc.HolderStub(self._channel)
         self._data = DataClient(data_address, observer=observer)
         self._borrowed: dict[SegmentRef, float] = {}  # to when its lease runs out, at the latest
+        self._generations = itertools.count(1)  # of all segments
         self._renewal: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -153,7 +155,8 @@ class RemoteHolder:
         return ref
 
     async def grow(self, ref: SegmentRef, blocks: int, *, timeout_s: float) -> None:
-        """More blocks at the segment's end. Raises CapacityExhausted, StaleEpoch."""
+        """More blocks at the segment's end, until it has had `blocks` in all; asking again is harmless.
+        Raises CapacityExhausted, StaleEpoch; Unavailable, DeadlineExceeded where it may have grown."""
         request = self._reservation(blocks)
         request.handle, request.epoch = ref.handle, ref.epoch
         await self._stub.Reserve(request, timeout=timeout_s)
@@ -214,12 +217,18 @@ class RemoteHolder:
         )
         await self._stub.Save(request, timeout=timeout_s)
 
-    async def freeze(self, ref: SegmentRef, blocks: int, *, timeout_s: float) -> SegmentRef:
-        """The segment's leading blocks are not written any more; the reference to use once they have
-        moved. Raises StaleEpoch, Conflict."""
-        request = holder_pb2.FreezeRequest(owner=self._owner, segment=_message(ref), blocks=blocks)
-        reply = await self._stub.Freeze(request, timeout=timeout_s)
-        return replace(ref, generation=reply.generation)
+    async def freeze(self, ref: SegmentRef, until_block: int, *, timeout_s: float) -> SegmentRef:
+        """The segment's blocks before this one are not written any more; the reference to use once they have
+        moved. One move at a time: a freeze ends the one before it. Raises StaleEpoch."""
+        frozen = replace(ref, generation=next(self._generations))
+        request = holder_pb2.FreezeRequest(
+            owner=self._owner,
+            segment=_message(ref),
+            until_block=until_block,
+            generation=frozen.generation,
+        )
+        await self._stub.Freeze(request, timeout=timeout_s)
+        return frozen
 
     async def thaw(self, ref: SegmentRef, *, timeout_s: float) -> None:
         """Takes a freeze back; `ref` as it came from there."""

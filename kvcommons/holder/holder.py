@@ -73,6 +73,7 @@ class Holder:
             )
 
     def grow(self, ref: SegmentRef, blocks: int, *, owner: str, lease_s: float) -> None:
+        """To so many blocks in all."""
         with self._lock:
             self._table.grow(ref, blocks, owner=owner, lease_s=lease_s, now_s=self._clock())
 
@@ -111,10 +112,10 @@ class Holder:
             )
         return len(over)
 
-    def freeze(self, ref: SegmentRef, blocks: int, *, owner: str) -> int:
+    def freeze(self, ref: SegmentRef, generation: int, until_block: int, *, owner: str) -> None:
         """This and what follows it: see SegmentTable."""
         with self._lock:
-            return self._table.freeze(ref, blocks, owner=owner)
+            self._table.freeze(ref, generation, until_block, owner=owner)
 
     def thaw(self, ref: SegmentRef, *, owner: str) -> None:
         with self._lock:

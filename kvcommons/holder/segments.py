@@ -6,8 +6,9 @@ an owner from before a restart, asks for is refused (StaleEpoch) and reaches no 
 released while an operation is under way on it keeps its blocks until that operation has ended (`pin`,
 `unpin`).
 
-Within one handle generations tell accesses apart. `freeze` begins one: the leading blocks are not written any
-more, so that they can be copied elsewhere while accesses of the generation before go on. `trim` ends that:
+Within one handle generations tell accesses apart. `freeze` begins one, which the owner names: the leading
+blocks are not written any more, so that they can be copied elsewhere while accesses of the generation before
+go on. `trim` ends that:
 the frozen blocks are given back once the older accesses under way have ended, and new ones of an older
 generation are refused. The blocks that stay keep their indices."""
 
@@ -129,14 +130,19 @@ class SegmentTable:
         return self._add(owner, sequence, list(blocks), first_position, None)
 
     def grow(self, ref: SegmentRef, blocks: int, *, owner: str, lease_s: float, now_s: float) -> None:
-        """Appends `blocks` new blocks and renews the lease. Raises StaleEpoch, CapacityExhausted."""
+        """Appends blocks until there are `blocks`, trimmed ones included, and renews the lease: an owner that
+        does not know whether its segment has grown asks again. Raises StaleEpoch, CapacityExhausted."""
         segment = self._owned(ref, owner)
         check_lease(lease_s)
         if segment.expires_s is None:
             raise InvalidInput(f"segment {ref.handle} has no lease: its holder grows it", param="owner")
-        more = self._borrowable(blocks)
-        self._lent.update(more)
-        segment.blocks += more
+        if blocks < 1:
+            raise InvalidInput("a reservation is of at least one block", param="blocks")
+        missing = blocks - segment.trimmed - len(segment.blocks)
+        if missing > 0:
+            more = self._borrowable(missing)
+            self._lent.update(more)
+            segment.blocks += more
         segment.expires_s = now_s + lease_s
 
     def extend(self, ref: SegmentRef, blocks: Sequence[int]) -> None:
@@ -146,22 +152,27 @@ class SegmentTable:
         self._allocator.retain(blocks)
         segment.blocks += blocks
 
-    def freeze(self, ref: SegmentRef, blocks: int, *, owner: str) -> int:
-        """The leading `blocks` are not written any more, until `thaw` or for good (`trim`); the new
-        generation. An owner that did not hear of its freeze, and asks with the generation before, has it
-        changed. Raises StaleEpoch, InvalidInput, and Conflict where it does know of one."""
+    def freeze(self, ref: SegmentRef, generation: int, until_block: int, *, owner: str) -> None:
+        """Blocks before `until_block` are not written any more, until `thaw` or for good (`trim`).
+        `generation` begins with it: the owner names a larger one each time, so that a freeze that comes late
+        changes nothing of a later one, and one that its owner did not hear of is in nobody's way. Raises
+        StaleEpoch, InvalidInput, and Conflict for a generation that has begun, unless this repeats it."""
         segment = self._owned(ref, owner)
-        if segment.frozen and ref.generation == segment.generation:
-            raise Conflict(f"segment {ref.handle} is being moved already: ask again when that has ended")
+        blocks = until_block - segment.trimmed
+        if generation == segment.generation and segment.frozen and blocks == segment.frozen:
+            return
+        if generation <= segment.generation:
+            raise Conflict(
+                f"segment {ref.handle} has generation {segment.generation}: a freeze begins a later one than "
+                f"{generation}"
+            )
         if not 1 <= blocks <= len(segment.blocks):
             raise InvalidInput(
-                f"segment {ref.handle} has {len(segment.blocks)} blocks: {blocks} cannot be frozen",
-                param="blocks",
+                f"segment {ref.handle} has {len(segment.blocks)} blocks from {segment.trimmed} on: those "
+                f"before {until_block} cannot be frozen",
+                param="until_block",
             )
-        if not segment.frozen:
-            segment.generation += 1
-        segment.frozen = blocks
-        return segment.generation
+        segment.generation, segment.frozen = generation, blocks
 
     def thaw(self, ref: SegmentRef, *, owner: str) -> None:
         """Takes the freeze of this generation back; where there is none, nothing happens."""

@@ -120,8 +120,9 @@ class HolderService(rpc.HolderServicer):
         return reply
 
     async def Freeze(self, request: pb.FreezeRequest, context: _Context) -> pb.FreezeReply:
-        generation = self._holder.freeze(_ref(request.segment), request.blocks, owner=request.owner)
-        return pb.FreezeReply(generation=generation)
+        ref = _ref(request.segment)
+        self._holder.freeze(ref, request.generation, request.until_block, owner=request.owner)
+        return pb.FreezeReply()
 
     async def Thaw(self, request: pb.ThawRequest, context: _Context) -> pb.ThawReply:
         self._holder.thaw(_ref(request.segment), owner=request.owner)

@@ -38,7 +38,9 @@ class ReserveRequest(_message.Message):
     model: _builtins.bytes
     """fingerprint; another model's is refused"""
     blocks: _builtins.int
+    """with a handle: of the segment then, those included that were trimmed; asking twice is"""
     lease_ms: _builtins.int
+    """harmless"""
     first_position: _builtins.int
     """of the segment's first token"""
     shift: _builtins.int
@@ -99,7 +101,7 @@ class SegmentRef(_message.Message):
     handle: _builtins.int
     epoch: _builtins.int
     generation: _builtins.int
-    """0 until the first Freeze, which counts it up"""
+    """0 until the first Freeze, which names the next one"""
     def __init__(
         self,
         *,
@@ -406,10 +408,13 @@ class FreezeRequest(_message.Message):
 
     OWNER_FIELD_NUMBER: _builtins.int
     SEGMENT_FIELD_NUMBER: _builtins.int
-    BLOCKS_FIELD_NUMBER: _builtins.int
+    UNTIL_BLOCK_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
     owner: _builtins.str
-    blocks: _builtins.int
-    """leading ones of those that are not trimmed yet"""
+    until_block: _builtins.int
+    """blocks before this one, within the segment, that are not trimmed yet"""
+    generation: _builtins.int
+    """that this begins: of accesses from the switch on, of CopyIn, ReadBlocks, Thaw and Trim."""
     @_builtins.property
     def segment(self) -> Global___SegmentRef:
         """with the generation that the owner uses"""
@@ -419,11 +424,12 @@ class FreezeRequest(_message.Message):
         *,
         owner: _builtins.str = ...,
         segment: Global___SegmentRef | None = ...,
-        blocks: _builtins.int = ...,
+        until_block: _builtins.int = ...,
+        generation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["segment", b"segment"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "owner", b"owner", "segment", b"segment"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation", "owner", b"owner", "segment", b"segment", "until_block", b"until_block"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -433,17 +439,12 @@ Global___FreezeRequest: _TypeAlias = FreezeRequest  # noqa: Y015
 class FreezeReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    GENERATION_FIELD_NUMBER: _builtins.int
-    generation: _builtins.int
-    """of accesses from the switch on, of CopyIn, ReadBlocks, Thaw and Trim"""
     def __init__(
         self,
-        *,
-        generation: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generation", b"generation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

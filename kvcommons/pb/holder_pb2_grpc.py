@@ -137,7 +137,8 @@ class HolderServicer:
         """Moving sealed (full) blocks, in the order Freeze, CopyIn or ReadBlocks elsewhere, the owner's switch, Trim. Accesses
         of the generation before the freeze are good until the trim; from then on they are refused.
 
-        The segment's leading blocks are not written any more: appends and writes to them are refused.
+        The segment's leading blocks are not written any more: appends and writes to them are refused. Asking twice is
+        harmless; a freeze that comes after a later one's, after its own Thaw or after its own Trim is refused.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

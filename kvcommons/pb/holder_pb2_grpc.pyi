@@ -44,7 +44,8 @@ class HolderStub:
     """Moving sealed (full) blocks, in the order Freeze, CopyIn or ReadBlocks elsewhere, the owner's switch, Trim. Accesses
     of the generation before the freeze are good until the trim; from then on they are refused.
 
-    The segment's leading blocks are not written any more: appends and writes to them are refused.
+    The segment's leading blocks are not written any more: appends and writes to them are refused. Asking twice is
+    harmless; a freeze that comes after a later one's, after its own Thaw or after its own Trim is refused.
     """
     Thaw: _grpc.UnaryUnaryMultiCallable[_holder_pb2.ThawRequest, _holder_pb2.ThawReply]
     """Takes a freeze back. One of another generation, or of a segment that is gone, is passed over."""
@@ -71,7 +72,8 @@ class HolderAsyncStub(HolderStub):
     """Moving sealed (full) blocks, in the order Freeze, CopyIn or ReadBlocks elsewhere, the owner's switch, Trim. Accesses
     of the generation before the freeze are good until the trim; from then on they are refused.
 
-    The segment's leading blocks are not written any more: appends and writes to them are refused.
+    The segment's leading blocks are not written any more: appends and writes to them are refused. Asking twice is
+    harmless; a freeze that comes after a later one's, after its own Thaw or after its own Trim is refused.
     """
     Thaw: _aio.UnaryUnaryMultiCallable[_holder_pb2.ThawRequest, _holder_pb2.ThawReply]  # type: ignore[assignment]
     """Takes a freeze back. One of another generation, or of a segment that is gone, is passed over."""
@@ -137,7 +139,8 @@ class HolderServicer(metaclass=_abc_1.ABCMeta):
         """Moving sealed (full) blocks, in the order Freeze, CopyIn or ReadBlocks elsewhere, the owner's switch, Trim. Accesses
         of the generation before the freeze are good until the trim; from then on they are refused.
 
-        The segment's leading blocks are not written any more: appends and writes to them are refused.
+        The segment's leading blocks are not written any more: appends and writes to them are refused. Asking twice is
+        harmless; a freeze that comes after a later one's, after its own Thaw or after its own Trim is refused.
         """
 
     @_abc_1.abstractmethod

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvcommons.errors import CapacityExhausted, DataLoss, KVCommonsError
+from kvcommons.errors import CapacityExhausted, DataLoss, DeadlineExceeded, KVCommonsError, Unavailable
 from kvcommons.holder.client import RemoteHolder
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import ledger_pb2, ledger_pb2_grpc
@@ -25,6 +25,7 @@ log = logging.getLogger(__name__)
 
 CALL_S = 1.0  # one question to a ledger or holder
 TRIM_S = 5.0  # a creditor waits as long for what reads the blocks
+GROW_TRIES = 2  # of a growth without an answer: it may have happened
 ROUNDS = 2  # times that the ledger is asked for candidates in vain
 PAUSE_S = 0.25  # before a sequence asks again: heartbeats may tell of other room
 
@@ -57,6 +58,15 @@ class _Creditor:
     holder: RemoteHolder
 
 
+@dataclass(slots=True, kw_only=True)
+class _Loan:
+    """A segment borrowed for one sequence."""
+
+    key: int  # the sequence's
+    blocks: int  # that are owed
+    size: int  # those included that were trimmed: where the next one lies in the segment
+
+
 class Lenders:
     """Belongs to the event loop."""
 
@@ -76,14 +86,14 @@ class Lenders:
         self._observer = observer
         self._ledgers = {address: open_channel(address) for address in ledgers}
         self._creditors: dict[tuple[str, str], _Creditor] = {}  # by control and data address
-        self._sequences: dict[tuple[RemoteHolder, SegmentRef], tuple[int, int]] = {}  # to key and blocks
+        self._loans: dict[tuple[RemoteHolder, SegmentRef], _Loan] = {}
         self._tasks: set[asyncio.Task[None]] = set()
         self._saves: dict[tuple[RemoteHolder, SegmentRef], set[asyncio.Task[None]]] = {}  # under way
 
     async def close(self) -> None:
         """Gives back what is left, for a bounded time."""
         left: dict[RemoteHolder, list[SegmentRef]] = {}
-        for holder, ref in self._sequences:
+        for holder, ref in self._loans:
             left.setdefault(holder, []).append(ref)
         await asyncio.gather(*self._tasks, *(self._release(holder, refs) for holder, refs in left.items()))
         for creditor in self._creditors.values():
@@ -95,8 +105,8 @@ class Lenders:
         """Blocks borrowed, by creditor."""
         owed: dict[str, int] = {}
         names = {creditor.holder: creditor.instance_id for creditor in self._creditors.values()}
-        for (holder, _), (_, blocks) in self._sequences.items():
-            owed[names[holder]] = owed.get(names[holder], 0) + blocks
+        for (holder, _), loan in self._loans.items():
+            owed[names[holder]] = owed.get(names[holder], 0) + loan.blocks
         return owed
 
     async def borrow(
@@ -162,15 +172,14 @@ class Lenders:
         to `avoid` only where there is no other. Raises CapacityExhausted."""
         if tail is not None:
             for want in dict.fromkeys((blocks, 1)):
-                if await self._grow(tail, want):
-                    # The sequence may give the tail's leading blocks away meanwhile: the new ones keep
-                    # their place in the segment.
+                place = await self._grow(tail, want)
+                if place is not None:
                     return RemoteRun(
                         first_block=first_block,
                         count=want,
                         holder=tail.holder,
                         ref=tail.ref,
-                        segment_block=tail.segment_block + first_block - tail.first_block,
+                        segment_block=place,
                     )
         for asked_before in range(ROUNDS):
             if asked_before:
@@ -186,7 +195,7 @@ class Lenders:
         """In the background; what a creditor does not hear of, it reclaims when the lease runs out."""
         by_holder: dict[RemoteHolder, list[SegmentRef]] = {}
         for run in runs:
-            if self._sequences.pop((run.holder, run.ref), None) is not None:
+            if self._loans.pop((run.holder, run.ref), None) is not None:
                 by_holder.setdefault(run.holder, []).append(run.ref)
         for holder, refs in by_holder.items():
             self._spawn(self._release(holder, refs))
@@ -215,15 +224,15 @@ class Lenders:
     ) -> None:
         """`blocks` frozen ones have moved and nobody reads them here any more. Where the creditor does not
         answer, they come free when the segment does."""
-        key, before = self._sequences.get((run_holder, ref), (0, 0))
-        if before > blocks:
-            self._sequences[run_holder, ref] = (key, before - blocks)
-        else:
-            self._sequences.pop((run_holder, ref), None)
+        loan = self._loans.get((run_holder, ref))
+        if loan is not None:
+            loan.blocks -= blocks
+            if loan.blocks <= 0:
+                self._loans.pop((run_holder, ref))
         try:
             await run_holder.trim(ref, settlement=settlement, timeout_s=TRIM_S)
         finally:
-            if before == blocks:
+            if loan is not None and loan.blocks == 0:
                 await self._release(run_holder, [ref])
 
     def save(self, run: RemoteRun, block: BlockSave) -> None:
@@ -282,17 +291,28 @@ class Lenders:
                     await self._report(instance.id, error)
                     return None
                 blocks //= 2
-        self._sequences[holder, ref] = (key, blocks)
+        self._loans[holder, ref] = _Loan(key=key, blocks=blocks, size=blocks)
         return RemoteRun(first_block=first_block, count=blocks, holder=holder, ref=ref)
 
-    async def _grow(self, tail: RemoteRun, blocks: int) -> bool:
-        try:
-            await tail.holder.grow(tail.ref, blocks, timeout_s=CALL_S)
-        except KVCommonsError:
-            return False
-        key, before = self._sequences[tail.holder, tail.ref]
-        self._sequences[tail.holder, tail.ref] = (key, before + blocks)
-        return True
+    async def _grow(self, tail: RemoteRun, blocks: int) -> int | None:
+        """So many more blocks for the tail's segment: at which of its blocks they begin. None where there
+        are none. What is asked for is a size, so that a growth that was not heard of is not made twice: the
+        next one takes it up."""
+        loan = self._loans.get((tail.holder, tail.ref))
+        if loan is None:
+            return None
+        place = loan.size
+        for _ in range(GROW_TRIES):
+            try:
+                await tail.holder.grow(tail.ref, place + blocks, timeout_s=CALL_S)
+            except (Unavailable, DeadlineExceeded):
+                continue
+            except KVCommonsError:
+                return None
+            loan.size = place + blocks
+            loan.blocks += blocks
+            return place
+        return None
 
     async def _report(self, creditor: str, reason: KVCommonsError) -> None:
         log.info("a creditor refused: %s", reason.message, extra={"creditor": creditor})
@@ -356,13 +376,13 @@ class Lenders:
 
     def _lose(self, holder: RemoteHolder, refs: Sequence[SegmentRef]) -> None:
         for ref in refs:
-            lease = self._sequences.pop((holder, ref), None)
-            if lease is not None:
+            loan = self._loans.pop((holder, ref), None)
+            if loan is not None:
                 error = DataLoss(
                     f"the holder at {holder.control_address} has the sequence's blocks no more: "
                     "compute them again"
                 )
-                self._lost(lease[0], error)
+                self._lost(loan.key, error)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)

@@ -89,7 +89,7 @@ class Mover:
             return None
         self._moving.add(place)
         try:
-            frozen = await run.holder.freeze(run.ref, blocks, timeout_s=CALL_S)
+            frozen = await run.holder.freeze(run.ref, run.segment_block + blocks, timeout_s=CALL_S)
         except BaseException as error:
             self._moving.discard(place)
             if isinstance(error, KVCommonsError) and run.ref not in run.holder.borrowed:

@@ -180,7 +180,7 @@ async def test_a_fork_shares_what_is_full_and_goes_on_by_itself(pair: list[Serve
         ref = await written(client, tokens)
         fork, blocks = await client.adopt(ref, "debtor-1", "fork", shared_blocks=5, timeout_s=5)
         assert (blocks, (await client.inspect(timeout_s=5)).lent_blocks) == (5, 8)
-        await client.grow(fork, 1, timeout_s=5)
+        await client.grow(fork, 6, timeout_s=5)
         other.k[:20], other.v[:20] = tokens.k[:20], tokens.v[:20]
         await client.release([ref], timeout_s=5)
         for row in range(20, 24):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -50,6 +51,7 @@ class Debtor(Instance):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.parts: dict[str, Part] = {}
+        self.generations = itertools.count(1)
 
     # ---- asked by the leader
 
@@ -136,12 +138,15 @@ class Debtor(Instance):
                         run.moving = True
                         left -= sealed
                         chosen.append((sequence, run, sealed))
+        frozen = [replace(run.ref, generation=next(self.generations)) for _, run, _ in chosen]
         replies = yield Call(
-            [(run.creditor, "freeze", (self.name, run.ref, count)) for _, run, count in chosen]
+            [
+                (run.creditor, "freeze", (self.name, run.ref, ref.generation, run.offset + count))
+                for (_, run, count), ref in zip(chosen, frozen, strict=True)
+            ]
         )
-        for (sequence, run, count), generation in zip(chosen, replies, strict=True):
-            if isinstance(generation, int):
-                ref = replace(run.ref, generation=generation)
+        for (sequence, run, count), ref, heard in zip(chosen, frozen, replies, strict=True):
+            if heard is True:
                 part.moves.append(Move(sequence, run, count, ref))
             else:
                 run.moving = False
@@ -230,7 +235,7 @@ class Debtor(Instance):
             (thawed,) = yield Call([(run.creditor, "thaw", (self.name, ref))])
             if thawed is not None or (run.creditor, ref) not in self.leases:
                 break
-        run.ref, run.moving = ref, False
+        run.moving = False
 
     def _sweep(self) -> None:
         super()._sweep()
@@ -247,6 +252,10 @@ class Debtor(Instance):
 
     def check(self) -> None:
         super().check()
+        require(
+            self.table.pledges._pledges.keys() <= self.parts.keys(),
+            f"{self.name} keeps blocks aside for a settlement that has ended",
+        )
         for sequence in self.sequences.values():
             following = 0
             for run in sequence.runs:

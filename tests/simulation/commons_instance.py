@@ -84,13 +84,11 @@ class Instance(Proc):
         return self.table.lend(owner, sequence, blocks, first_position=position, lease_s=LEASE_S, now_s=now_s)
 
     def grow_segment(self, owner: str, ref: SegmentRef, blocks: int) -> bool:
-        """To so many blocks in all, trimmed ones included: it may be asked twice."""
         segment = self.table.find(ref)
-        more = blocks - segment.trimmed - len(segment.blocks)
-        if more > self.allocator.free - self.spare:
+        missing = blocks - segment.trimmed - len(segment.blocks)
+        if missing > max(0, self.allocator.free - self.spare):
             raise CapacityExhausted("what is left is for its own")
-        if more > 0:
-            self.table.grow(ref, more, owner=owner, lease_s=LEASE_S, now_s=self.clock())
+        self.table.grow(ref, blocks, owner=owner, lease_s=LEASE_S, now_s=self.clock())
         return True
 
     def release(self, refs: list[SegmentRef]) -> bool:
@@ -100,8 +98,9 @@ class Instance(Proc):
     def renew(self, owner: str, refs: list[SegmentRef]) -> list[int]:
         return self.table.renew(owner, refs, lease_s=LEASE_S, now_s=self.clock())
 
-    def freeze(self, owner: str, ref: SegmentRef, blocks: int) -> int:
-        return self.table.freeze(ref, blocks, owner=owner)
+    def freeze(self, owner: str, ref: SegmentRef, generation: int, until_block: int) -> bool:
+        self.table.freeze(ref, generation, until_block, owner=owner)
+        return True
 
     def thaw(self, owner: str, ref: SegmentRef) -> bool:
         self.table.thaw(ref, owner=owner)
@@ -120,6 +119,7 @@ class Instance(Proc):
         self.pins[pin.number] = pin
         try:
             segment = pin.segment
+            require(ref.generation >= segment.oldest, "an access of before a trim gets in after it")
             if append is not None:
                 index, content = append
                 require(index >= segment.writable_from, "a block is written that was frozen or given back")
@@ -176,12 +176,15 @@ class Instance(Proc):
         tail = sequence.runs[-1] if sequence.runs else None
         if tail is not None and tail.blocks is None and dice.random() < 0.5:
             target = tail.offset + tail.count + 1
-            (grown,) = yield Call([(tail.creditor, "grow_segment", (self.name, tail.ref, target))])
+            grow = Call([(tail.creditor, "grow_segment", (self.name, tail.ref, target))])
+            (grown,) = yield grow
+            unheard = grown is None
+            while grown is None and (tail.creditor, tail.ref) in self.leases:  # it may have: asked again
+                (grown,) = yield grow
             if grown is True:
                 tail.count += 1
                 return True
-            if grown is None:
-                # It may have grown or not: where the next block would lie is not known any more.
+            if unheard:  # refused, but what was asked first may come last
                 self._lose(sequence)
                 return False
         request = pb.CandidatesRequest(debtor=self.name, host=self.machine, model=MODEL, blocks=blocks)

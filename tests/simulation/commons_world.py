@@ -153,7 +153,7 @@ class World:
         def reply(result: Any) -> None:
             self.send(source, lambda: heard(number, result), target)
 
-        # Who lends or writes is asked once: a call that is not answered in time costs its sequence.
+        # A call that lends or writes does not come twice by itself; one to grow is repeated by its debtor.
         once = method in ("reserve", "grow_segment") or (method == "read" and arguments[3] is not None)
         self.send(target, lambda: target.serve(method, arguments, reply), source, once=once)
 

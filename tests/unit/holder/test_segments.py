@@ -54,7 +54,7 @@ def test_no_room_changes_nothing() -> None:
     with pytest.raises(CapacityExhausted, match="1 more may be lent"):
         lend(table, 2)
     with pytest.raises(CapacityExhausted):
-        table.grow(ref, 2, owner="debtor", lease_s=10, now_s=0)
+        table.grow(ref, 6, owner="debtor", lease_s=10, now_s=0)
     assert (allocator.in_use, len(table.segments), len(table.find(ref).blocks)) == (4, 1, 4)
     full, small = make(total=3, lend=10)
     with pytest.raises(CapacityExhausted):
@@ -66,12 +66,24 @@ def test_growing_appends_and_renews_for_the_owner_only() -> None:
     table, allocator = make()
     ref = lend(table, 2)
     before = list(table.find(ref).blocks)
-    table.grow(ref, 3, owner="debtor", lease_s=10, now_s=9)
+    table.grow(ref, 5, owner="debtor", lease_s=10, now_s=3)
+    table.grow(ref, 5, owner="debtor", lease_s=10, now_s=9)  # its answer was lost: no more than that
+    table.grow(ref, 4, owner="debtor", lease_s=10, now_s=9)  # and one from before it, late
     assert table.find(ref).blocks[:2] == before
     assert allocator.in_use == 5
     assert table.expire(18) == []
     with pytest.raises(InvalidInput, match="belongs to debtor"):
-        table.grow(ref, 1, owner="thief", lease_s=10, now_s=9)
+        table.grow(ref, 6, owner="thief", lease_s=10, now_s=9)
+    with pytest.raises(InvalidInput, match="at least one block"):
+        table.grow(ref, 0, owner="debtor", lease_s=10, now_s=9)
+
+
+def test_a_segment_grows_to_a_size_that_counts_what_was_trimmed() -> None:
+    table, allocator = make()
+    ref = lend(table, 4)
+    table.trim(frozen(table, ref, 3, generation=1), owner="debtor")
+    table.grow(replace(ref, generation=1), 6, owner="debtor", lease_s=10, now_s=0)
+    assert (len(table.find(replace(ref, generation=1)).blocks), allocator.in_use) == (3, 3)
 
 
 def test_what_nobody_renews_is_reclaimed() -> None:
@@ -135,19 +147,20 @@ def test_epochs_of_two_lives_differ() -> None:
     assert 0 < new_epoch() < new_epoch() < 2**64
 
 
-def frozen(table: SegmentTable, ref: SegmentRef, blocks: int) -> SegmentRef:
-    return replace(ref, generation=table.freeze(ref, blocks, owner="debtor"))
+def frozen(table: SegmentTable, ref: SegmentRef, until_block: int, *, generation: int) -> SegmentRef:
+    table.freeze(ref, generation, until_block, owner="debtor")
+    return replace(ref, generation=generation)
 
 
 def test_frozen_blocks_move_while_older_accesses_go_on() -> None:
     table, allocator = make()
     ref = lend(table, 5)
     segment = table.find(ref)
-    new = frozen(table, ref, 3)
-    assert (new.generation, segment.writable_from) == (1, 3)
-    assert table.freeze(ref, 3, owner="debtor") == 1  # asked again
-    with pytest.raises(Conflict, match="being moved"):
-        table.freeze(new, 2, owner="debtor")
+    new = frozen(table, ref, 3, generation=1)
+    table.freeze(ref, 1, 3, owner="debtor")  # asked again
+    assert (segment.generation, segment.frozen, segment.writable_from) == (1, 3, 3)
+    with pytest.raises(Conflict, match="begins a later one"):
+        table.freeze(ref, 1, 2, owner="debtor")
     reading = table.pin(ref)
     assert table.trim(new, owner="debtor") == 3
     assert table.trim(new, owner="debtor") == 0
@@ -161,7 +174,8 @@ def test_frozen_blocks_move_while_older_accesses_go_on() -> None:
     assert not table.parting(ref)
     assert (allocator.in_use, table.lent_blocks) == (2, 2)
     table.unpin(later)
-    table.grow(new, 1, owner="debtor", lease_s=10, now_s=0)
+    table.grow(new, 6, owner="debtor", lease_s=10, now_s=0)
+    assert allocator.in_use == 3
     table.release([ref])
     assert (allocator.in_use, table.lent_blocks) == (0, 0)
 
@@ -169,11 +183,11 @@ def test_frozen_blocks_move_while_older_accesses_go_on() -> None:
 def test_a_freeze_is_taken_back_or_outlived() -> None:
     table, allocator = make()
     ref = lend(table, 4)
-    first = frozen(table, ref, 2)
+    first = frozen(table, ref, 2, generation=1)
     table.thaw(first, owner="thief")
     assert table.find(ref).frozen == 2
     table.thaw(first, owner="debtor")
-    second = frozen(table, first, 4)
+    second = frozen(table, first, 4, generation=2)
     # What belongs to the first freeze does nothing to the second.
     table.thaw(first, owner="debtor")
     assert table.trim(first, owner="debtor") == 0
@@ -181,18 +195,50 @@ def test_a_freeze_is_taken_back_or_outlived() -> None:
     with pytest.raises(Conflict, match="being moved"):
         table.adopt(second, former_owner="debtor", owner="b", sequence="s", lease_s=1, now_s=0)
     with pytest.raises(InvalidInput, match="belongs to debtor"):
-        table.freeze(second, 1, owner="thief")
+        table.freeze(second, 3, 1, owner="thief")
     # The owner is not heard of any more: its lease ends all of it.
     table.expire(99)
     assert table.trim(second, owner="debtor") == 0
     assert allocator.in_use == 0
 
 
-@pytest.mark.parametrize("blocks", [0, 5])
-def test_no_more_can_be_frozen_than_there_is(blocks: int) -> None:
+def test_a_freeze_that_comes_late_changes_nothing() -> None:
+    """Its owner heard nothing of it, and has gone on meanwhile."""
+    table, allocator = make()
+    ref = lend(table, 6)
+    segment = table.find(ref)
+    given_up, moving = replace(ref, generation=4), frozen(table, ref, 3, generation=7)
+    with pytest.raises(Conflict, match="begins a later one"):
+        table.freeze(ref, given_up.generation, 5, owner="debtor")
+    assert table.trim(moving, owner="debtor") == 3
+    with pytest.raises(StaleEpoch):  # it comes with the generation of its time
+        table.freeze(ref, given_up.generation, 5, owner="debtor")
+    with pytest.raises(Conflict, match="begins a later one"):
+        table.freeze(moving, 7, 3, owner="debtor")
+    # A freeze that nobody heard of is in nobody's way, and is nobody's any more.
+    unheard = frozen(table, moving, 5, generation=8)
+    table.thaw(frozen(table, moving, 4, generation=9), owner="debtor")
+    assert table.trim(unheard, owner="debtor") == 0
+    with pytest.raises(Conflict, match="begins a later one"):  # thawed for good
+        table.freeze(moving, 9, 4, owner="debtor")
+    assert (segment.writable_from, segment.trimmed, allocator.in_use) == (3, 3, 3)
+
+
+def test_a_trim_that_was_not_heard_is_made_up_for_by_the_next() -> None:
+    table, allocator = make()
+    ref = lend(table, 6)
+    frozen(table, ref, 2, generation=1)  # copied and switched; its trim is lost
+    assert table.trim(frozen(table, replace(ref, generation=1), 5, generation=2), owner="debtor") == 5
+    assert allocator.in_use == 1
+
+
+@pytest.mark.parametrize("until_block", [0, 2, 7])
+def test_no_more_can_be_frozen_than_there_is(until_block: int) -> None:
     table, _ = make()
+    ref = lend(table, 6)
+    table.trim(frozen(table, ref, 2, generation=1), owner="debtor")
     with pytest.raises(InvalidInput, match="cannot be frozen"):
-        table.freeze(lend(table, 4), blocks, owner="debtor")
+        table.freeze(replace(ref, generation=1), 2, until_block, owner="debtor")
 
 
 def test_trimmed_blocks_are_set_aside_for_their_settlement() -> None:
@@ -203,7 +249,7 @@ def test_trimmed_blocks_are_set_aside_for_their_settlement() -> None:
     mine = table.pledges.draw("swap", 2)
     with pytest.raises(CapacityExhausted, match="set aside"):
         table.pledges.draw("swap", 1)
-    assert table.trim(frozen(table, ref, 3), owner="debtor", settlement="swap") == 3
+    assert table.trim(frozen(table, ref, 3, generation=1), owner="debtor", settlement="swap") == 3
     assert (table.pledges.pledged("swap"), table.pledges.blocks, table.lent_blocks) == (3, 3, 1)
     assert allocator.free == 0
     allocator.release(mine)
@@ -238,12 +284,12 @@ def test_shared_blocks_count_once_are_written_by_nobody_and_last_as_long_as_the_
     fork = table.adopt(
         ref, former_owner="debtor", owner="debtor", sequence="f", lease_s=10, now_s=0, shared_blocks=2
     )
-    table.grow(fork, 2, owner="debtor", lease_s=10, now_s=0)
+    table.grow(fork, 4, owner="debtor", lease_s=10, now_s=0)
     assert (table.find(ref).writable_from, table.find(fork).writable_from) == (2, 2)
     assert (allocator.in_use, table.lent_blocks, len(table.find(fork).blocks)) == (5, 5, 4)
     table.pledges.pledge("swap", 5, lease_s=10, now_s=0)
     # A shared block that one of the two gives back is nobody's to set aside.
-    table.trim(frozen(table, ref, 3), owner="debtor", settlement="swap")
+    table.trim(frozen(table, ref, 3, generation=1), owner="debtor", settlement="swap")
     assert (table.pledges.pledged("swap"), table.lent_blocks) == (1, 4)
     table.release([fork])
     assert allocator.in_use == 1
@@ -288,7 +334,7 @@ def test_any_order_of_events_keeps_blocks_and_owners_matched(seed: int) -> None:
             elif ref is None or place is None:
                 continue
             elif event == "grow":
-                table.grow(ref, chance.randint(1, 3), owner="debtor", lease_s=10, now_s=now_s)
+                table.grow(ref, chance.randint(1, 9), owner="debtor", lease_s=10, now_s=now_s)
             elif event == "release":
                 table.release([ref])
             elif event == "renew":
@@ -296,7 +342,8 @@ def test_any_order_of_events_keeps_blocks_and_owners_matched(seed: int) -> None:
             elif event == "pin":
                 pins.append((pin := table.pin(ref), list(pin.segment.blocks)))
             elif event == "freeze":
-                refs[place] = frozen(table, ref, chance.randint(1, 3))
+                generation = ref.generation + chance.randint(0, 2)
+                refs[place] = frozen(table, ref, chance.randint(1, 6), generation=generation)
             elif event == "thaw":
                 table.thaw(ref, owner="debtor")
             elif event == "trim":
