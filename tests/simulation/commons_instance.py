@@ -128,8 +128,8 @@ class Instance(Proc):
                 raise InvalidInput("these blocks were given back")
             start = first - segment.trimmed
             blocks = segment.blocks[start : start + count]
-            if self.world.dice.random() < 0.5:
-                yield Sleep(0.01)
+            if (draw := self.world.dice.random()) < 0.5:
+                yield Sleep(0.3 if draw < 0.05 else 0.01)
             require(set(blocks) <= set(segment.held_blocks), "freed memory is read")
             return [self.contents[block] for block in blocks]
         finally:

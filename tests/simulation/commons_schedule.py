@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from services.ledger.debts import WRITE_OFF_S
 from services.ledger.saga import Settlement, Step
-from tests.simulation.commons_debtor import Debtor
+from tests.simulation.commons_debtor import PART_S, Debtor
 from tests.simulation.commons_instance import BLOCK_TOKENS, LEASE_S, Run, Sequence
 from tests.simulation.commons_ledger import LedgerReplica
 from tests.simulation.commons_world import WAKING_S, Etcd, Proc, World
@@ -62,6 +62,8 @@ class CommonsSchedule:
         self.lives: list[Debtor] = []
         self.number = 0
         self.resting = False
+        self.silence = 0  # steps of a second for which nobody leads
+        self.storm = 0  # steps for which many messages are lost or late
         for machine in "abcd"[: dice.choice((2, 3, 3, 4))]:
             self._start(machine, 1)
         if dice.random() < 0.85:
@@ -82,10 +84,17 @@ class CommonsSchedule:
             world.twice = dice.choice((0.0, 0.03, 0.2))
             if dice.random() < 0.75:  # in the midst of a settlement
                 world.ambush = dice.choice(AMBUSHES), self._strike
+        usual = world.loss, world.twice
         rough = 0.0 if self.calm else dice.choice((0.0, 0.01, 0.04))
         for _ in range(STEPS):
             draw = dice.random()
-            if draw < rough:
+            world.loss, world.twice = (0.3, 0.3) if self.storm else usual
+            self.storm = max(0, self.storm - 1)
+            if self.silence:
+                self.silence -= 1
+                world.advance(1.0)
+                self._deliver_all()
+            elif draw < rough:
                 self._trouble()
             elif draw < 0.6 and world.deliver():
                 pass
@@ -169,6 +178,14 @@ class CommonsSchedule:
         """Its leader, or one of those that take part."""
         if self.resting:
             return
+        kind = self.dice.random()
+        if kind < 0.25:
+            self.storm = 60
+            return
+        if kind < 0.4:  # for longer than a participant waits
+            self.etcd.paused = True
+            self.silence = int(PART_S) + 5
+            return
         leaders = [one for one in self.ledgers if settlement.id in one.driven]
         taking_part = [one for one in self.instances if one.name in settlement.participants]
         hit: list[Proc] = [*leaders] if self.dice.random() < 0.7 else [*taking_part]
@@ -251,6 +268,8 @@ class CommonsSchedule:
         self._check_rounds()
         if self.dice.random() < 0.4:
             self._check_books()
+        if self.dice.random() < 0.3:
+            self._check_leases()
         for instance in self.instances:
             for sequence in list(instance.sequences.values()):
                 require(not sequence.busy, "an iteration never ends")
@@ -305,6 +324,21 @@ class CommonsSchedule:
             for name, lent in told.items():
                 noted = ledger.book.loans(name)
                 require(noted == lent, f"{ledger.name} notes {noted} where {name} has lent {lent}")
+
+    def _check_leases(self) -> None:
+        """Where nothing fails loans outlive their leases, and every sequence finds what it has written."""
+        recomputed = [one.recomputed for one in self.instances]
+        for _ in range(int(LEASE_S) + 5):
+            self.world.advance(1.0)
+            self._deliver_all()
+        for instance in self.instances:
+            for sequence in list(instance.sequences.values()):
+                if sequence.tokens < sequence.blocks * BLOCK_TOKENS:
+                    self._iterate(instance, sequence)
+        for _ in range(3):
+            self._deliver_all()
+            self.world.advance(0.5)
+        require(recomputed == [one.recomputed for one in self.instances], "KV was lost though nothing failed")
 
     def _check_rounds(self) -> None:
         """A round is switched by all of its debtors or by none, but for those that died or waited in vain."""
