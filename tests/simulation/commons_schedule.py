@@ -17,7 +17,7 @@ STEPS = 320
 LEDGERS = ("ledger-a", "ledger-b")
 REST_ROUNDS = 20  # of 3 s
 # Most are laid where a settlement is half done.
-AMBUSHES = (*Step, *(Step.SWITCH,) * 5, Step.COPY, Step.RELEASE)
+AMBUSHES = (*Step, *(Step.SWITCH,) * 5, Step.COPY, *(Step.RELEASE,) * 3)
 
 
 class Commons(World):
@@ -179,7 +179,7 @@ class CommonsSchedule:
         if self.resting:
             return
         kind = self.dice.random()
-        if kind < 0.25:
+        if kind < (0.7 if settlement.step is Step.RELEASE else 0.25):
             self.storm = 60
             return
         if kind < 0.4:  # for longer than a participant waits
