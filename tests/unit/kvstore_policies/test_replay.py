@@ -74,7 +74,7 @@ def test_the_generated_sessions_have_the_published_statistics() -> None:
 @pytest.mark.parametrize(
     ("part", "block_tokens"),
     # A quarter of the machine and of its sessions in coarse blocks: DRAM still holds several of the longest.
-    [(4, 512), pytest.param(1, 64, marks=pytest.mark.slow)],
+    [(4, 512), pytest.param(1, 64, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])],
 )
 def test_in_the_proportions_of_figure_21_the_queue_is_worth_25_points(part: int, block_tokens: int) -> None:
     """128 GiB, 10 TiB and 9,000 sessions of a 13B model, or a part of each."""
