@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection
 
 from google.protobuf.message import DecodeError
 
-from kvcommons.errors import Unavailable
 from kvcommons.pb import ledger_pb2 as pb
 from services.ledger.debts import DebtLedger, Swap
-from services.ledger.etcd import Etcd, Record
+from services.ledger.etcd import Etcd, Listing, Record
+from services.ledger.keeping import keep
 
 log = logging.getLogger(__name__)
 
 ROUND_S = 0.3
-AWAY_S = 1.0  # before etcd is tried again
-RELIST_S = 60.0
 
 
 class DebtKeeper:
@@ -43,41 +40,24 @@ class DebtKeeper:
 
     async def run(self) -> None:
         """Until cancelled."""
-        try:
-            while True:
-                try:
-                    await self._etcd.reconnect()
-                    await self._follow()
-                except Unavailable as error:
-                    log.debug("the debts in etcd stay as they are: %s", error.message)
-                await asyncio.sleep(AWAY_S)
-        finally:
-            await self._etcd.close()
+        await keep(
+            self._etcd,
+            self._prefix,
+            listed=self._listed,
+            changed=lambda record: self._ledger.stored(
+                self._creditor(record), record.revision, _loans(record)
+            ),
+            write=self._write_always,
+            away=lambda error: log.debug("the debts in etcd stay as they are: %s", error.message),
+        )
 
-    async def _follow(self) -> None:
-        """Lists, watches and writes. Ends with Unavailable."""
-        while True:
-            listing = await self._etcd.list(self._prefix)
-            records = {
-                self._creditor(record): (record.revision, loans)
-                for record in listing.records
-                if (loans := _loans(record)) is not None
-            }
-            self._ledger.listed(listing.revision, records)
-            writing = asyncio.create_task(self._write_always())
-            until = time.monotonic() + RELIST_S
-            try:
-                async with contextlib.aclosing(self._etcd.watch(self._prefix, listing.revision)) as changes:
-                    async for changed in changes:
-                        for record in changed:
-                            self._ledger.stored(self._creditor(record), record.revision, _loans(record))
-                        if writing.done() or time.monotonic() >= until:
-                            break
-            finally:
-                writing.cancel()
-                await asyncio.wait({writing})  # which does not take our own cancellation for its
-                if not writing.cancelled() and (failed := writing.exception()) is not None:
-                    log.debug("debts were not written: %s", failed)
+    def _listed(self, listing: Listing) -> None:
+        records = {
+            self._creditor(record): (record.revision, loans)
+            for record in listing.records
+            if (loans := _loans(record)) is not None
+        }
+        self._ledger.listed(listing.revision, records)
 
     async def _write_always(self) -> None:
         while True:

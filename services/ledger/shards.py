@@ -7,7 +7,6 @@ registry waits for the other.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -17,15 +16,14 @@ from google.protobuf.message import DecodeError
 from kvcommons.errors import Unavailable
 from kvcommons.pb import shards_pb2 as pb
 from kvcommons.shards import ShardView, decode_view, encode_view
-from services.ledger.etcd import Etcd, Record
+from services.ledger.etcd import Etcd, Listing, Record
+from services.ledger.keeping import keep
 from services.ledger.registry import Registry
 from services.ledger.shard_views import ShardViews, known_view, reports
 
 log = logging.getLogger(__name__)
 
 ROUND_S = 0.2
-AWAY_S = 1.0  # before etcd is tried again
-RELIST_S = 60.0
 
 
 class ShardKeeper:
@@ -57,39 +55,23 @@ class ShardKeeper:
 
     async def run(self) -> None:
         """Until cancelled."""
-        try:
-            while True:
-                try:
-                    await self._etcd.reconnect()
-                    await self._follow()
-                except Unavailable as error:
-                    log.debug("the view of the shards stays as it is: %s", error.message)
-                    self._views.pause()
-                await asyncio.sleep(AWAY_S)
-        finally:
-            await self._etcd.close()
+        await keep(
+            self._etcd,
+            self._prefix,
+            listed=self._listed,
+            changed=self._take,
+            write=self._decide,
+            away=self._away,
+        )
 
-    async def _follow(self) -> None:
-        """Lists, watches and decides. Ends with Unavailable."""
-        while True:
-            listing = await self._etcd.list(self._prefix)
-            self._stored, self._revision = None, 0
-            for record in listing.records:
-                self._take(record)
-            deciding = asyncio.create_task(self._decide())
-            until = time.monotonic() + RELIST_S
-            try:
-                async with contextlib.aclosing(self._etcd.watch(self._prefix, listing.revision)) as changes:
-                    async for records in changes:
-                        for record in records:
-                            self._take(record)
-                        if deciding.done() or time.monotonic() >= until:
-                            break
-            finally:
-                deciding.cancel()
-                await asyncio.wait({deciding})  # which does not take our own cancellation for its
-                if not deciding.cancelled() and (failed := deciding.exception()) is not None:
-                    log.debug("no view was decided: %s", failed)
+    def _listed(self, listing: Listing) -> None:
+        self._stored, self._revision = None, 0
+        for record in listing.records:
+            self._take(record)
+
+    def _away(self, error: Unavailable) -> None:
+        log.debug("the view of the shards stays as it is: %s", error.message)
+        self._views.pause()
 
     async def _decide(self) -> None:
         while True:
