@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
+from kvcommons.pb import ledger_pb2 as pb
 from services.ledger.debt_graph import Debts, find_circle
+from services.ledger.saga import Leg, Settlement
 
 SCARCE = 1 / 8  # of its memory: with less free, sequences that wait are taken to wait for memory
 
@@ -23,12 +25,29 @@ class Room:
     free_blocks: int
     waiting: int  # sequences that have no room
 
+    @classmethod
+    def of(cls, load: pb.Load) -> Room:
+        """What a heartbeat says."""
+        return cls(total_blocks=load.total_blocks, free_blocks=load.free_blocks, waiting=load.queued)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Swap:
     """Around a circle; `legs`: (debtor, creditor, blocks)."""
 
     legs: tuple[tuple[str, str, int], ...]
+
+    def settlement(self, settlement_id: str, term: int, round_blocks: int) -> Settlement:
+        """As the leader of `term` begins it."""
+        return Settlement(
+            id=settlement_id,
+            term=term,
+            legs=tuple(
+                Leg(debtor=debtor, creditor=creditor, left_blocks=blocks)
+                for debtor, creditor, blocks in self.legs
+            ),
+            round_blocks=round_blocks,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

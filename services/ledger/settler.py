@@ -14,7 +14,7 @@ from kvcommons.pb import ledger_pb2 as pb
 from services.ledger.debtors import Debtors
 from services.ledger.debts import DebtLedger
 from services.ledger.etcd import Etcd, Listing
-from services.ledger.saga import Ask, Leg, Settlement, Steps, Write, busy, settle, take_over
+from services.ledger.saga import Ask, Settlement, Steps, Write, busy, settle, take_over
 from services.ledger.settlement_plan import Recall, Room, plan
 from services.ledger.settlement_records import decode, encode
 
@@ -109,12 +109,7 @@ class Settler:
         self._resting = {name: until for name, until in self._resting.items() if until > now}
         occupied = busy(found) | busy(self._driven.values()) | self._resting.keys()
         instances = self._instances()
-        rooms = {
-            name: Room(
-                total_blocks=one.load.total_blocks, free_blocks=one.load.free_blocks, waiting=one.load.queued
-            )
-            for name, one in instances.items()
-        }
+        rooms = {name: Room.of(one.load) for name, one in instances.items()}
         debts = self._ledger.debts(instances.keys())
         for one in plan(debts, rooms, threshold=self._threshold_blocks, busy=occupied):
             if len(self._tasks) >= SETTLEMENTS_MAX:
@@ -124,15 +119,7 @@ class Settler:
                 self._spawn(self._debtors.call_back(one.debtor, one.creditor, one.blocks))
                 continue
             self._count += 1
-            settlement = Settlement(
-                id=f"{term}-{self._count}",
-                term=term,
-                legs=tuple(
-                    Leg(debtor=debtor, creditor=creditor, left_blocks=blocks)
-                    for debtor, creditor, blocks in one.legs
-                ),
-                round_blocks=self._round_blocks,
-            )
+            settlement = one.settlement(f"{term}-{self._count}", term, self._round_blocks)
             self._start(settle(settlement), settlement, 0, term)
 
     def _start(self, steps: Steps, settlement: Settlement, revision: int, term: int) -> None:

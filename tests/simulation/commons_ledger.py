@@ -9,7 +9,7 @@ from kvcommons.pb import ledger_pb2 as pb
 from services.ledger.candidates import Candidates
 from services.ledger.debts import DebtLedger
 from services.ledger.leadership import Campaign, Leadership
-from services.ledger.saga import Answer, Ask, Leg, Settlement, Write, busy, settle, take_over
+from services.ledger.saga import Answer, Ask, Settlement, Write, busy, settle, take_over
 from services.ledger.settlement_plan import Recall, Room, plan
 from tests.simulation.commons_world import Call, Proc, Sleep, Work, World
 
@@ -117,29 +117,14 @@ class LedgerReplica(Proc):
             for name, at in self.rested_at.items()
             if name in self.beats and self.beats[name][0] <= at + 0.1
         }
-        rooms = {
-            name: Room(
-                total_blocks=one.load.total_blocks,
-                free_blocks=one.load.free_blocks,
-                waiting=one.load.queued,
-            )
-            for name, one in living.items()
-        }
+        rooms = {name: Room.of(one.load) for name, one in living.items()}
         debts = self.book.debts(living)
         for one in plan(debts, rooms, threshold=self.threshold, busy=occupied):
             if isinstance(one, Recall):
                 self.spawn(_tell(one))
                 continue
             self._count += 1
-            settlement = Settlement(
-                id=f"{term}-{self._count}",
-                term=term,
-                legs=tuple(
-                    Leg(debtor=debtor, creditor=creditor, left_blocks=blocks)
-                    for debtor, creditor, blocks in one.legs
-                ),
-                round_blocks=self.round_blocks,
-            )
+            settlement = one.settlement(f"{term}-{self._count}", term, self.round_blocks)
             self.driven[settlement.id] = settlement
             self.spawn(self._drive(settle(settlement), settlement, 0, term))
 
