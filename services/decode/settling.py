@@ -17,6 +17,7 @@ import grpc.aio
 
 from kvcommons.errors import Conflict, InvalidInput, Loading, NotFound
 from kvcommons.holder.holder import Holder
+from kvcommons.holder.pledges import check_lease
 from kvcommons.pb import holder_pb2 as pb
 from kvcommons.pb import holder_pb2_grpc
 from services.decode.lenders import Lenders
@@ -237,8 +238,7 @@ class Settling:
 
     def _heard(self, settlement: _Settlement, term: int, lease_s: float) -> None:
         _check_term(settlement, term)
-        if lease_s <= 0:
-            raise InvalidInput("a lease takes at least a millisecond", param="lease_ms")
+        check_lease(lease_s)
         settlement.term = term
         if settlement.timer is not None:
             settlement.timer.cancel()
