@@ -80,6 +80,7 @@ class Arrivals:
         placement: Placement,
         data_address: str,
         fetch_deadline_s: float,
+        fetch_min_bytes: int,
         engine: DecodeEngine,
         holder: Holder,
         histories: Histories,
@@ -89,6 +90,8 @@ class Arrivals:
         self._placement = placement
         self._data_address = data_address
         self._fetch_deadline_s = fetch_deadline_s
+        block_bytes = core.layout.layers * core.layout.object_bytes
+        self._fetch_min_blocks = max(1, -(-fetch_min_bytes // block_bytes))
         self._engine = engine
         self._holder = holder
         self._histories = histories
@@ -129,7 +132,8 @@ class Arrivals:
         for run in runs:
             sequence.append_run(run)
         matched = min(generation.matched_blocks, len(reusable)) if generation.store_data else 0
-        push_from = max(found, matched)
+        # A few blocks cost less as a part of what prefill pushes than as a message of their own.
+        push_from = matched if matched - found >= self._fetch_min_blocks else found
         ref, placements = self._placements(generation, runs, found)
         arrival = Arrival(sequence, ref, placements, push_from)
         arrival.gate = StartGate(push_from_block=push_from, fetching=push_from > found)

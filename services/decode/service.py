@@ -117,6 +117,7 @@ class DecodeParts:
             placement=placement,
             data_address=self.data_address,
             fetch_deadline_s=config.fetch_deadline_s,
+            fetch_min_bytes=config.fetch_min_bytes,
             engine=self.engine,
             holder=self.holder,
             histories=Histories(core, self.loader),

@@ -208,7 +208,7 @@ class PrefillEngine:
         job.device_blocks = len(found)
         job.done_tokens = len(found) * job.block_tokens
         self._preloading.decide(job)
-        job.done_tokens = job.reused_blocks * job.block_tokens
+        job.done_tokens = job.reused_tokens
         return True
 
     def _begin(self, active: Active) -> None:
@@ -224,7 +224,6 @@ class PrefillEngine:
         job.admitted_s = time.monotonic()
         self._scheduler.admit(job.key, tokens_left=job.tokens_left)
         for layer in range(self._core.layout.layers):
-            self._handover.push(job, active.delivery, layer, range(job.device_blocks))
             self._handover.save(job, layer, range(min(job.device_blocks, len(job.ids))))
         active.listener(int((job.admitted_s - job.submitted_s) * 1e6))
 
@@ -294,6 +293,8 @@ class PrefillEngine:
         covered = job.covered_blocks(positions)
         full = range(covered.start, min(covered.stop, len(job.ids)))
         last = positions.stop == job.tokens
+        # What was found goes out with the first chunk: a layer is one message a holder.
+        pushed = range(covered.start if positions.start > job.reused_tokens else 0, covered.stop)
         if job.spread:
             chunk: Chunk = SpreadChunk(core, job.prompt.tokens, positions, job, self._holders)
         else:
@@ -302,7 +303,7 @@ class PrefillEngine:
         for layer in range(core.layout.layers):
             self._await_history(active, layer)
             chunk.write(layer)
-            self._handover.push(job, active.delivery, layer, covered)
+            self._handover.push(job, active.delivery, layer, pushed)
             if early:
                 self._handover.save(job, layer, full)
             if last or layer < core.layout.layers - 1:
@@ -324,7 +325,6 @@ class PrefillEngine:
         job = active.job
         if active.load is not None and job.loaded_blocks:
             self._preloading.await_layer(active, layer)
-            self._handover.push(job, active.delivery, layer, range(job.device_blocks, job.reused_blocks))
 
     def _publish(self, job: Job) -> None:
         """Computed and loaded full blocks join the device tier."""
@@ -341,7 +341,7 @@ class PrefillEngine:
         token = sample(logits, [row])[0]
         first = First(
             token=token,
-            cached_tokens=job.reused_blocks * job.block_tokens,
+            cached_tokens=job.reused_tokens,
             device_tokens=job.device_blocks * job.block_tokens,
             queue_us=int((job.admitted_s - job.submitted_s) * 1e6),
             compute_us=int(job.compute_s * 1e6),

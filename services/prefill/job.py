@@ -119,6 +119,10 @@ class Job:
     def reused_blocks(self) -> int:
         return self.device_blocks + self.loaded_blocks
 
+    @property
+    def reused_tokens(self) -> int:
+        return self.reused_blocks * self.block_tokens
+
     def reusable(self) -> list[bytes]:
         """Identities of the blocks that may be found instead of computed: the last token is always
         computed."""
@@ -151,7 +155,7 @@ class Job:
     def set_back(self, loaded_blocks: int) -> None:
         """Only so many blocks could be loaded: what follows them is computed."""
         self.loaded_blocks = loaded_blocks
-        self.done_tokens = self.reused_blocks * self.block_tokens
+        self.done_tokens = self.reused_tokens
 
     def chunk(self, chunk_tokens: int) -> range:
         """Positions of the next chunk. All but a job's last chunk end at a block's border."""

@@ -40,8 +40,12 @@ async def stored_ids(engines: Stack, store: BlocksStub, ids: Sequence[bytes]) ->
         await asyncio.sleep(0.02)
 
 
+@pytest.mark.parametrize("fetch_min_bytes", [0, 1 << 30])
 @pytest.mark.parametrize("engines", ["llama", "qwen3"], indirect=True)
-async def test_a_second_turn_on_fresh_instances_loads_all_full_blocks(engines: Stack) -> None:
+async def test_a_second_turn_on_fresh_instances_loads_all_full_blocks(
+    engines: Stack, fetch_min_bytes: int
+) -> None:
+    """Decode fetches its part from the store, or, where that is little, has it from prefill."""
     store = await engines.kvstore()
     tokens, expected = engines.reference.prompt(75, 64)
     prefill, decode = await engines.prefill("p1"), await engines.decode("d1")
@@ -54,13 +58,14 @@ async def test_a_second_turn_on_fresh_instances_loads_all_full_blocks(engines: S
     assert await stored(engines, store, known[: full * BLOCK]) == full
     await engines.idle("d1")
 
-    prefill, decode = await engines.prefill("p2"), await engines.decode("d2")
+    prefill = await engines.prefill("p2")
+    decode = await engines.decode("d2", fetch_min_bytes=fetch_min_bytes)
     second = turn(prefill, decode, engines.model, known, 32, history=engines.history(full))
     assert (await second.run()).tokens == expected[32:]
     assert second.first is not None
     assert (second.first.cached_tokens, second.first.device_tokens) == (full * BLOCK, 0)
     assert second.reserved is not None
-    assert second.reserved.push_from_block == full
+    assert second.reserved.push_from_block == (0 if fetch_min_bytes else full)
     assert not second.missing
     await engines.idle("d2")
 
