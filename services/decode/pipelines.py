@@ -1,0 +1,309 @@
+"""Staggered pipelining (Lamina, section 5.1): several batches in turn, so that model replicas compute slices
+of some while the attention pool computes attention of others. Decisions only, without I/O or a clock.
+
+A batch alternates: a slice of the model on a replica, then that layer's attention in the pool. Slice `turn`
+of a batch stands before its attention number `turn`; where an iteration ends, the end of the last layer,
+sampling and the beginning of the next iteration are one slice. Sequences join and leave a batch there only.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """Of one layer of one batch. `network_s` is what of both ways is not hidden behind attention."""
+
+    slice_s: float
+    attend_s: float
+    network_s: float = 0.0
+
+    @property
+    def alone_s(self) -> float:
+        """With nothing else under way."""
+        return self.slice_s + self.attend_s + self.network_s
+
+
+class Scheme(Protocol):
+    """Which replica computes which slice. Batches and replicas are numbered from 0."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def batches(self) -> int: ...
+
+    @property
+    def replicas(self) -> int: ...
+
+    def replica_of(self, batch: int, turn: int) -> int: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Fixed:
+    """Each replica has a batch of its own, and waits while the pool computes attention (section 5.1.2). With
+    one batch there is no pipelining."""
+
+    batches: int
+    name = "fixed"
+
+    @property
+    def replicas(self) -> int:
+        return self.batches
+
+    def replica_of(self, batch: int, turn: int) -> int:
+        return batch
+
+
+@dataclass(frozen=True, slots=True)
+class Rotational:
+    """n batches over n - 1 replicas: after each attention a batch goes to the next replica, and its context
+    with it (section 5.1.1). With n = 2 both stay where they are."""
+
+    batches: int
+    name = "rotational"
+
+    def __post_init__(self) -> None:
+        assert self.batches > 1
+
+    @property
+    def replicas(self) -> int:
+        return self.batches - 1
+
+    def replica_of(self, batch: int, turn: int) -> int:
+        return (batch + turn) % self.replicas
+
+
+def period_s(scheme: Scheme, timing: Timing) -> float:
+    """Seconds in which every batch gets one layer further, in the steady state: bound by a batch that waits
+    for nobody, by the replicas or by the pool."""
+    n = scheme.batches
+    return max(timing.alone_s, n * timing.slice_s / scheme.replicas, n * timing.attend_s)
+
+
+def attend_s_wanted(scheme: Scheme, slice_s: float) -> float:
+    """What attention of a batch should take in the pool: with it neither the pool nor, under rotation, a
+    replica ever waits. t_a = t_m / (n - 1)."""
+    return slice_s / max(scheme.batches - 1, 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """The batch's slice may run on the replica, now."""
+
+    batch: int
+    replica: int
+
+
+class Turns:
+    """Who computes next on each replica: first come, first served. Where attention takes t_m / (n - 1) that
+    is the order of the paper's figure 8, without bubbles under rotation; where times differ nobody waits for
+    a batch that is not ready, and batches without sequences simply do not ask."""
+
+    def __init__(self, scheme: Scheme) -> None:
+        self._scheme = scheme
+        self._turns = [0] * scheme.batches
+        self._running: dict[int, int] = {}  # replica -> batch
+        self._waiting: list[deque[int]] = [deque() for _ in range(scheme.replicas)]
+
+    def ask(self, batch: int) -> Start | None:
+        """The batch is ready for its next slice. None: it waits for `ended` to name it."""
+        replica = self._scheme.replica_of(batch, self._turns[batch])
+        if replica in self._running:
+            self._waiting[replica].append(batch)
+            return None
+        self._running[replica] = batch
+        return Start(batch, replica)
+
+    def ended(self, batch: int) -> Start | None:
+        """The batch's slice is computed, its attention begins. The slice that the replica computes next."""
+        replica = self._scheme.replica_of(batch, self._turns[batch])
+        assert self._running.pop(replica) == batch
+        self._turns[batch] += 1
+        if not self._waiting[replica]:
+            return None
+        following = self._waiting[replica].popleft()
+        self._running[replica] = following
+        return Start(following, replica)
+
+
+class Division:
+    """Which sequences are in which batch: continuous batching in each. Batches should take equally long, so
+    each has an equal share of the sequences (slices) and of their KV (attention)."""
+
+    _UNEVEN = 0.25  # of an even share: a batch that changes is composed anew, which takes time too
+
+    def __init__(self) -> None:
+        self._batches = 1
+        self._members: dict[int, int] = {}  # sequence -> batch
+
+    @property
+    def batches(self) -> int:
+        return self._batches
+
+    def spread(self, batches: int) -> None:
+        """Over so many from now on; sequences go over as their batches are composed."""
+        assert batches > 0
+        self._batches = batches
+
+    def batch_of(self, sequence: int) -> int | None:
+        return self._members.get(sequence)
+
+    def leave(self, sequence: int) -> None:
+        self._members.pop(sequence, None)
+
+    def compose(self, batch: int, able: Mapping[int, int]) -> list[int]:
+        """The sequences of the batch's next iteration, oldest first. It stands between two iterations.
+
+        `able` has the tokens of every sequence that can run, in whichever batch it is. New ones join the
+        lightest batch, which is not always this one. Those of this batch that another is to have are given
+        to it, and run there from its next iteration on: it has to be composed too if it rests.
+        """
+        for sequence in [key for key, at in self._members.items() if at == batch and key not in able]:
+            del self._members[sequence]
+        weigh = _Scale(able, self._members, max(self._batches, max(self._members.values(), default=0) + 1))
+        for sequence in sorted(able.keys() - self._members.keys()):
+            self._members[sequence] = weigh.put(sequence, weigh.lightest(self._batches))
+        own = sorted(key for key, at in self._members.items() if at == batch and key in able)
+        if batch >= self._batches:
+            for sequence in own:
+                self._members[sequence] = weigh.move(sequence, batch, weigh.lightest(self._batches))
+            return []
+        even = weigh.total / self._batches
+        if weigh.loads[batch] - weigh.loads[weigh.lightest(self._batches)] > self._UNEVEN * even:
+            for sequence in reversed(own):  # the oldest stay
+                to = weigh.lightest(self._batches)
+                if weigh.loads[batch] - weigh.loads[to] > weigh.of(sequence):
+                    self._members[sequence] = weigh.move(sequence, batch, to)
+        return [key for key in own if self._members[key] == batch]
+
+
+class _Scale:
+    """Loads of batches: the share of all sequences and the share of all their tokens, added."""
+
+    def __init__(self, tokens: Mapping[int, int], members: Mapping[int, int], batches: int) -> None:
+        self._tokens = tokens
+        self._all = max(sum(tokens.values()), 1)
+        self.loads = [0.0] * batches
+        for sequence, batch in members.items():
+            if sequence in tokens:
+                self.loads[batch] += self.of(sequence)
+
+    @property
+    def total(self) -> float:
+        return 2.0 if self._tokens else 0.0
+
+    def of(self, sequence: int) -> float:
+        return 1 / len(self._tokens) + self._tokens[sequence] / self._all
+
+    def lightest(self, batches: int) -> int:
+        return min(range(batches), key=lambda batch: self.loads[batch])
+
+    def put(self, sequence: int, batch: int) -> int:
+        self.loads[batch] += self.of(sequence)
+        return batch
+
+    def move(self, sequence: int, batch: int, to: int) -> int:
+        self.loads[batch] -= self.of(sequence)
+        return self.put(sequence, to)
+
+
+class _Line:
+    """Seconds over an amount, fitted to observations of which old ones count less and less. Where all are of
+    about one amount nothing is known of the slope: it is `flat`, or goes through zero."""
+
+    _KEPT = 0.98
+    _SPREAD = 0.05  # of the mean amount, that says something of the slope
+
+    def __init__(self, *, flat: bool) -> None:
+        self._flat = flat
+        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+
+    def __bool__(self) -> bool:
+        return self._weight > 0
+
+    def observe(self, amount: float, seconds: float) -> None:
+        self._weight = self._weight * self._KEPT + 1
+        self._x = self._x * self._KEPT + amount
+        self._y = self._y * self._KEPT + seconds
+        self._xx = self._xx * self._KEPT + amount * amount
+        self._xy = self._xy * self._KEPT + amount * seconds
+
+    def at(self, amount: float) -> float:
+        """Never negative."""
+        mean_x, mean_y = self._x / self._weight, self._y / self._weight
+        variance = self._xx / self._weight - mean_x * mean_x
+        if variance > (self._SPREAD * mean_x) ** 2:
+            slope = max((self._xy / self._weight - mean_x * mean_y) / variance, 0.0)
+        else:
+            slope = 0.0 if self._flat or mean_x <= 0 else mean_y / mean_x
+        return max(mean_y + slope * (amount - mean_x), 0.0)
+
+
+class _Rates:
+    """Timing by the size of a batch, as measured."""
+
+    def __init__(self) -> None:
+        self._slice = _Line(flat=True)  # weights are read once, whatever the batch is
+        self._attend = _Line(flat=False)
+        self._network = _Line(flat=True)
+
+    def __bool__(self) -> bool:
+        return bool(self._slice)
+
+    def observe(self, sequences: int, tokens: int, timing: Timing) -> None:
+        self._slice.observe(sequences, timing.slice_s)
+        self._attend.observe(tokens, timing.attend_s)
+        self._network.observe(sequences, timing.network_s)
+
+    def of(self, sequences: float, tokens: float) -> Timing:
+        return Timing(
+            slice_s=self._slice.at(sequences),
+            attend_s=self._attend.at(tokens),
+            network_s=self._network.at(sequences),
+        )
+
+
+class Staggering:
+    """Whether the same sequences make more tokens as the scheme's batches than as one, on as many replicas.
+
+    Times with and without pipelining are kept apart, for batches that run at the same time may disturb each
+    other (replicas and pool on the same cores): what was computed from the times of one alone is tried, and
+    given up where it does not hold. It is tried again after `retry_after` iterations.
+    """
+
+    _ON, _OFF = 1.1, 1.0  # gains
+
+    def __init__(self, scheme: Scheme, *, retry_after: int = 2000) -> None:
+        self._scheme = scheme
+        self._retry_after = retry_after
+        self._alone, self._staggered = _Rates(), _Rates()
+        self._since = 0
+        self.on = False
+
+    def observe(self, sequences: int, tokens: int, timing: Timing) -> None:
+        """What an iteration of one batch took a layer, in the mode that `on` says."""
+        (self._staggered if self.on else self._alone).observe(sequences, tokens, timing)
+        self._since = 0 if self.on else self._since + 1
+        if self._since > self._retry_after:
+            self._staggered = _Rates()
+
+    def gain(self, sequences: int, tokens: int) -> float:
+        """Tokens a second of these sequences in the scheme's batches over those in one per replica. 0 while
+        nothing was measured."""
+        if not self._alone:
+            return 0.0
+        n, replicas = self._scheme.batches, self._scheme.replicas
+        rates = self._staggered or self._alone
+        whole = period_s(Fixed(replicas), self._alone.of(sequences / replicas, tokens / replicas))
+        return whole / period_s(self._scheme, rates.of(sequences / n, tokens / n))
+
+    def decide(self, sequences: int, tokens: int) -> int:
+        """Into how many batches these sequences should be divided."""
+        enough = sequences >= 2 * self._scheme.batches
+        self.on = enough and self.gain(sequences, tokens) >= (self._OFF if self.on else self._ON)
+        return self._scheme.batches if self.on else self._scheme.replicas
