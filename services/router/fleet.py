@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 # A channel to an address that is in nobody's view any more is closed after so long.
 _CHANNEL_IDLE_S = 120.0
+# Room that is gone for no longer may come back: an instance that died is started again.
+_ROOM_S = 60.0
 
 
 class View(Protocol):
@@ -57,6 +59,7 @@ class Fleet:
         self._known: dict[str, ModelInfo] = {}
         self._own: Counter[str] = Counter()
         self._home = b""  # the key whose home is `store`
+        self._rooms: dict[bytes, tuple[int, float]] = {}  # the largest of late by model, and when it was seen
 
     def models(self) -> list[ModelInfo]:
         """Those that a prefill and a decode are ready to serve; most instances first, a name once."""
@@ -91,9 +94,7 @@ class Fleet:
         Raises ContextLengthExceeded for a sequence that has room nowhere, however long it waits.
         """
         blocks = -(-(tokens + 1) // model.block_tokens)
-        room = room_blocks(
-            self._view.instances("decode"), self._view.instances("attention_pool"), model.fingerprint
-        )
+        room = self._room(model.fingerprint)
         if room is not None and blocks > room:
             raise ContextLengthExceeded(
                 f"a sequence of {tokens} tokens needs {blocks} blocks of KV, and decode has {room} in all: "
@@ -109,6 +110,16 @@ class Fleet:
             blocks=blocks,
             failed=failed,
         )
+
+    def _room(self, model: bytes) -> int | None:
+        """Of late: None where nobody has said yet."""
+        now_s, known = self._clock(), self._rooms.get(model)
+        room = room_blocks(self._view.instances("decode"), self._view.instances("attention_pool"), model)
+        if known is not None and now_s - known[1] < _ROOM_S and (room is None or room < known[0]):
+            return known[0]
+        if room is not None:
+            self._rooms[model] = room, now_s
+        return room
 
     def instances(self, service: str, *, ready: bool = True) -> list[Instance]:
         return self._view.instances(service, ready=ready)

@@ -48,10 +48,15 @@ def choose_pair(
 def room_blocks(
     decodes: Sequence[ledger_pb2.Instance], pools: Sequence[ledger_pb2.Instance], model: bytes
 ) -> int | None:
-    """What the largest sequence may take at most, in blocks: all of one decode, and of the pools that lend to
-    it. None where nobody has said yet."""
-    own = max((instance.load.total_blocks for instance in _of_model(decodes, model)), default=0)
-    return own + sum(instance.load.total_blocks for instance in _of_model(pools, model)) if own else None
+    """What the largest sequence may take at most, in blocks: all of one decode, and of all others that lend.
+    None where nobody has said yet."""
+    loads = [instance.load for instance in _of_model(decodes, model)]
+    own = max((load.total_blocks for load in loads), default=0)
+    if not own:
+        return None
+    lending = [load.total_blocks if load.lendable_blocks or load.loans else 0 for load in loads]
+    lent = max(load.total_blocks + sum(lending) - mine for load, mine in zip(loads, lending, strict=True))
+    return lent + sum(instance.load.total_blocks for instance in _of_model(pools, model))
 
 
 def served_models(

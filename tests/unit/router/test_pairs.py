@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import grpc.aio
+import pytest
+
+from kvcommons.errors import ContextLengthExceeded
 from kvcommons.pb.common_pb2 import ModelInfo
 from kvcommons.pb.ledger_pb2 import Instance, Load
+from services.router.fleet import Fleet
 from services.router.placement import Pair, choose_pair, room_blocks, served_models
 
 MODEL = b"m" * 32
@@ -85,7 +90,7 @@ def test_what_failed_is_passed_over_if_there_is_another() -> None:
     assert (pair.prefill.id, pair.decode.id) == ("p", "d2")
 
 
-def test_room_is_all_of_one_decode_and_of_the_pools() -> None:
+def test_room_is_all_of_one_decode_and_of_all_others_that_lend() -> None:
     decodes = [instance("d1"), instance("d2")]
     decodes[0].load.total_blocks, decodes[1].load.total_blocks = 10, 30
     pools = [instance("a1"), instance("a2", model=b"x" * 32)]
@@ -93,9 +98,53 @@ def test_room_is_all_of_one_decode_and_of_the_pools() -> None:
         pool.load.total_blocks = 100
     assert room_blocks(decodes, pools, MODEL) == 130
     assert room_blocks([instance("d3")], pools, MODEL) is None
+    decodes[0].load.lendable_blocks = 5
+    assert room_blocks(decodes, pools, MODEL) == 140
+    decodes[1].load.loans["d1"] = 1
+    assert room_blocks(decodes, pools, MODEL) == 140
 
 
 def test_models_need_both_services() -> None:
     prefills = [instance("p1"), instance("p2", model=b"n" * 32)]
     decodes = [instance("d1"), instance("d2"), instance("d3", model=b"o" * 32)]
     assert [one.id for one in served_models(prefills, decodes)] == ["d1"]
+
+
+class View:
+    """What the ledger says, without a ledger."""
+
+    shards = None
+
+    def __init__(self) -> None:
+        self.there: dict[str, list[Instance]] = {}
+
+    def instances(self, service: str, *, ready: bool = True) -> list[Instance]:
+        return self.there.get(service, [])
+
+    def suspect(self, instance_id: str) -> None: ...
+
+
+def test_room_that_is_away_for_a_moment_refuses_nobody() -> None:
+    view, now_s = View(), [0.0]
+    fleet = Fleet(view, grpc.aio.insecure_channel, clock=lambda: now_s[0])
+    decode, pool = instance("d"), instance("a")
+    decode.load.total_blocks = pool.load.total_blocks = 10
+    model = ModelInfo(fingerprint=MODEL, block_tokens=16)
+    view.there = {"prefill": [instance("p")], "decode": [decode], "attention_pool": [pool]}
+
+    def place() -> bool:
+        return fleet.place(model, affinity="", tokens=15 * 16, failed=()) is not None
+
+    assert place()
+    view.there["attention_pool"] = []  # it died
+    now_s[0] = 30.0
+    assert place()
+    view.there["attention_pool"] = [pool]
+    now_s[0] = 80.0
+    assert place()
+    view.there["attention_pool"] = []
+    now_s[0] = 130.0
+    assert place()
+    now_s[0] = 141.0
+    with pytest.raises(ContextLengthExceeded, match="10 in all"):
+        place()
