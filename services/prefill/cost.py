@@ -66,12 +66,16 @@ class Line:
 class LoadOrCompute:
     """Keeps current what loading (by bytes) and computing (by tokens) take.
 
-    Until both are known, loading is assumed to win. A verdict against loading all is tested again every
-    `retry_every` decisions, for a rate that is never measured would never recover.
+    Until both are known, loading is assumed to win. The first load opens connections and touches memory that
+    was never used: it stands for the rate only until there is a second, and is no reason to compute. A
+    verdict against loading all is tested again every `retry_every` decisions, for a rate that is never
+    measured would never recover.
     """
 
     def __init__(self, *, smoothing: float = 0.3, retry_every: int = 8) -> None:
+        self._smoothing = smoothing
         self._load = Line(smoothing)
+        self._loads = 0
         self._compute = Line(smoothing)
         self._retry_every = retry_every
         self._refusals = 0
@@ -87,6 +91,9 @@ class LoadOrCompute:
         return 1 / self._compute.mean if self._compute.known else 0.0
 
     def loaded(self, loaded_bytes: int, seconds: float) -> None:
+        self._loads += loaded_bytes > 0
+        if self._loads == 2:
+            self._load = Line(self._smoothing)
         self._load.add(loaded_bytes, seconds)
 
     def computed(self, tokens: int, seconds: float) -> None:
@@ -107,7 +114,7 @@ class LoadOrCompute:
         Layers are loaded while earlier ones compute, so both together take as long as the longer of the two.
         """
         whole_s = self.load_seconds(blocks * block_bytes)
-        if not self._load.known or not self._compute.known or whole_s <= SHORT_LOAD_S:
+        if self._loads < 2 or not self._compute.known or whole_s <= SHORT_LOAD_S:
             return blocks
 
         def takes_s(loaded: int) -> float:

@@ -9,6 +9,7 @@ def cost(*, load_s: float, compute_s: float, retry_every: int = 8) -> LoadOrComp
     """A block (1,000 bytes, 10 tokens) takes so long to load and to compute."""
     made = LoadOrCompute(retry_every=retry_every)
     made.loaded(1000, load_s)
+    made.loaded(1000, load_s)
     made.computed(10, compute_s)
     return made
 
@@ -43,6 +44,16 @@ def test_loads_all_until_both_rates_are_known() -> None:
     assert to_load(made, 7) == 7
     made.loaded(1000, 10.0)
     assert to_load(made, 7) == 7
+
+
+def test_the_first_load_is_no_reason_to_compute() -> None:
+    made = LoadOrCompute()
+    made.computed(10, 0.1)
+    made.loaded(1000, 10.0)
+    assert to_load(made, 50) == 50
+    made.loaded(1000, 0.01)
+    assert to_load(made, 50) == 50
+    assert made.load_bytes_per_s == pytest.approx(1e5)
 
 
 def test_the_faster_one_wins_and_a_short_load_is_always_made() -> None:
