@@ -35,7 +35,7 @@ from kvcommons.rblock.identity import IdentityChain
 from kvcommons.telemetry.trace import Tracer
 from kvcommons.transport.deadline import Deadline
 from services.prefill.chunk import Chunk
-from services.prefill.cost import LoadOrCompute
+from services.prefill.cost import AlwaysLoad
 from services.prefill.engine import PrefillEngine
 from services.prefill.job import First, Job, Prompt
 from services.prefill.preloading import Preloading
@@ -50,16 +50,6 @@ WAIT_S = 120.0
 BUFFER_BYTES = 4 << 30
 
 Progress = Callable[[str], None]
-
-
-class AlwaysLoad(LoadOrCompute):
-    """Measures as usual, and loads whatever it finds: it is the way of loading that is compared."""
-
-    def blocks_to_load(self, blocks: int, *, block_bytes: int, block_tokens: int, new_tokens: int) -> int:
-        return blocks
-
-    def patience_s(self, *, tokens: int, waited_s: float, pace_s: float, layers_left: int) -> float:
-        return WAIT_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
