@@ -244,66 +244,70 @@ class _Line:
         return max(mean_y + slope * (amount - mean_x), 0.0)
 
 
-class _Rates:
-    """Timing by the size of a batch, as measured."""
-
-    def __init__(self) -> None:
-        self._slice = _Line(flat=True)  # weights are read once, whatever the batch is
-        self._attend = _Line(flat=False)
-        self._network = _Line(flat=True)
-
-    def __bool__(self) -> bool:
-        return bool(self._slice)
-
-    def observe(self, sequences: int, tokens: int, timing: Timing) -> None:
-        self._slice.observe(sequences, timing.slice_s)
-        self._attend.observe(tokens, timing.attend_s)
-        self._network.observe(sequences, timing.network_s)
-
-    def of(self, sequences: float, tokens: float) -> Timing:
-        return Timing(
-            slice_s=self._slice.at(sequences),
-            attend_s=self._attend.at(tokens),
-            network_s=self._network.at(sequences),
-        )
-
-
 class Staggering:
-    """Whether the same sequences make more tokens as the scheme's batches than as one, on as many replicas.
+    """Whether the same sequences make more tokens as the scheme's batches than as one on each replica.
 
-    Times with and without pipelining are kept apart, for batches that run at the same time may disturb each
-    other (replicas and pool on the same cores): what was computed from the times of one alone is tried, and
-    given up where it does not hold. It is tried again after `retry_after` iterations.
+    Without pipelining it is told what the parts of an iteration take, and computes what pipelining would
+    bring. With it, it is told what iterations take, and that is what counts then: batches that run at the
+    same time may disturb each other (replicas and pool on the same cores). Pipelining that does not keep what
+    it promised is given up, and tried again where the batch is another, or after `retry_after` iterations.
     """
 
     _ON, _OFF = 1.1, 1.0  # gains
+    _ALIKE = 1.5  # tokens of batches over tokens of those measured, either way
 
     def __init__(self, scheme: Scheme, *, retry_after: int = 2000) -> None:
         self._scheme = scheme
         self._retry_after = retry_after
-        self._alone, self._staggered = _Rates(), _Rates()
+        self._slice = _Line(flat=True)  # weights are read once, whatever the batch is
+        self._attend = _Line(flat=False)
+        self._network = _Line(flat=True)
+        self._staggered: float | None = None  # seconds for a token
+        self._staggered_tokens = 0
         self._since = 0
         self.on = False
 
-    def observe(self, sequences: int, tokens: int, timing: Timing) -> None:
-        """What an iteration of one batch took a layer, in the mode that `on` says."""
-        (self._staggered if self.on else self._alone).observe(sequences, tokens, timing)
-        self._since = 0 if self.on else self._since + 1
+    def took_alone(self, sequences: int, tokens: int, timing: Timing) -> None:
+        """A layer of a batch of so many sequences, with so many tokens of KV in all, no other batch being
+        under way on its replica."""
+        self._slice.observe(sequences, timing.slice_s)
+        self._attend.observe(tokens, timing.attend_s)
+        self._network.observe(sequences, timing.network_s)
+        self._since += 1
         if self._since > self._retry_after:
-            self._staggered = _Rates()
+            self._staggered = None
+
+    def took_staggered(self, sequences: int, tokens: int, layer_s: float) -> None:
+        """An iteration, over its layers, of one of the scheme's batches, from its first slice to the first of
+        the next: waiting for the others is in it. `sequences` and `tokens` are of all batches."""
+        token_s = layer_s / max(sequences, 1)
+        self._staggered = token_s if self._staggered is None else 0.9 * self._staggered + 0.1 * token_s
+        self._staggered_tokens = tokens
+        self._since = 0
 
     def gain(self, sequences: int, tokens: int) -> float:
         """Tokens a second of these sequences in the scheme's batches over those in one per replica. 0 while
         nothing was measured."""
-        if not self._alone:
+        if not self._slice:
             return 0.0
         n, replicas = self._scheme.batches, self._scheme.replicas
-        rates = self._staggered or self._alone
-        whole = period_s(Fixed(replicas), self._alone.of(sequences / replicas, tokens / replicas))
-        return whole / period_s(self._scheme, rates.of(sequences / n, tokens / n))
+        whole_s = period_s(Fixed(replicas), self._timing(sequences / replicas, tokens / replicas))
+        alike = (
+            tokens < self._ALIKE * self._staggered_tokens and self._staggered_tokens < self._ALIKE * tokens
+        )
+        if self._staggered is not None and alike:
+            return whole_s / (self._staggered * sequences)
+        return whole_s / period_s(self._scheme, self._timing(sequences / n, tokens / n))
 
     def decide(self, sequences: int, tokens: int) -> int:
         """Into how many batches these sequences should be divided."""
         enough = sequences >= 2 * self._scheme.batches
         self.on = enough and self.gain(sequences, tokens) >= (self._OFF if self.on else self._ON)
         return self._scheme.batches if self.on else self._scheme.replicas
+
+    def _timing(self, sequences: float, tokens: float) -> Timing:
+        return Timing(
+            slice_s=self._slice.at(sequences),
+            attend_s=self._attend.at(tokens),
+            network_s=self._network.at(sequences),
+        )
