@@ -82,6 +82,7 @@ class Node:
     metrics_listen: Address | None = None  # Prometheus; off by default
     otlp_endpoint: str | None = None  # traces by OTLP over gRPC, "http://host:4317"; off by default
     log_level: typing.Literal["debug", "info", "warning", "error"] = "info"
+    event_log: str | None = None  # a folder: what happens to blocks, a line each; off by default
     drain_s: Annotated[float, Gt(0)] = 10.0  # from SIGTERM to the end, at most
     call_deadline_s: Annotated[float, Ge(0.1)] = 60.0  # of a call that came without one
 

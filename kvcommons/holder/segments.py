@@ -143,6 +143,7 @@ class SegmentTable:
             more = self._borrowable(missing)
             self._lent.update(more)
             segment.blocks += more
+            self._tell("grow", ref.handle, blocks=more)
         segment.expires_s = now_s + lease_s
 
     def extend(self, ref: SegmentRef, blocks: Sequence[int]) -> None:
@@ -151,6 +152,7 @@ class SegmentTable:
         assert segment.expires_s is None, "a lent segment grows by `grow`"
         self._allocator.retain(blocks)
         segment.blocks += blocks
+        self._tell("grow", ref.handle, blocks=list(blocks))
 
     def freeze(self, ref: SegmentRef, generation: int, until_block: int, *, owner: str) -> None:
         """Blocks before `until_block` are not written any more, until `thaw` or for good (`trim`).
@@ -173,12 +175,14 @@ class SegmentTable:
                 param="until_block",
             )
         segment.generation, segment.frozen = generation, blocks
+        self._tell("freeze", ref.handle, generation=generation, count=blocks)
 
     def thaw(self, ref: SegmentRef, *, owner: str) -> None:
         """Takes the freeze of this generation back; where there is none, nothing happens."""
         segment = self._segments.get(ref.handle) if ref.epoch == self.epoch else None
         if segment is not None and segment.owner == owner and segment.generation == ref.generation:
             segment.frozen = 0
+            self._tell("thaw", ref.handle, generation=segment.generation)
 
     def trim(self, ref: SegmentRef, *, owner: str, settlement: str = "") -> int:
         """Gives the frozen blocks back: to the settlement, where blocks are set aside for it, else they are
@@ -192,6 +196,7 @@ class SegmentTable:
             blocks, segment.blocks = segment.blocks[:count], segment.blocks[count:]
             segment.trimmed += count
             segment.oldest = segment.generation
+            self._tell("trim", ref.handle, generation=segment.generation, count=count)
             segment.parting.append(_Parting(blocks=blocks, before=self._next_pin, settlement=settlement))
             self._part(segment)
         return count
@@ -233,13 +238,13 @@ class SegmentTable:
         blocks = segment.blocks[:shared_blocks] if shared_blocks else list(segment.blocks)
         self._check_cap(sum(block not in self._lent for block in blocks))
         self._allocator.retain(blocks)
-        new = self._add(owner, sequence, blocks, segment.first_position, now_s + lease_s)
+        new = self._add(owner, sequence, blocks, segment.first_position, now_s + lease_s, former=ref.handle)
         heir = self._segments[new.handle]
         heir.trimmed, heir.shared = segment.trimmed, segment.shared
         if shared_blocks:
             heir.shared = segment.shared = max(segment.shared, segment.trimmed + shared_blocks)
         else:
-            self._drop(ref.handle)
+            self._drop(ref.handle, "adopted")
         return new
 
     def find(self, ref: SegmentRef) -> Segment:
@@ -266,12 +271,14 @@ class SegmentTable:
         pin = Pin(segment, self._next_pin)
         self._next_pin += 1
         segment.pins.add(pin.number)
+        self._tell("pin", ref.handle, generation=ref.generation, pin=pin.number)
         return pin
 
     def unpin(self, pin: Pin) -> None:
         segment = pin.segment
         assert pin.number in segment.pins, "unpinned more often than pinned"
         segment.pins.remove(pin.number)
+        self._tell("unpin", segment.handle, pin=pin.number)
         if segment.parting:
             self._part(segment)
         if segment.released and not segment.pins:
@@ -281,7 +288,7 @@ class SegmentTable:
         """Segments that are not known (any more) are passed over: whoever releases may ask twice."""
         for ref in refs:
             if ref.epoch == self.epoch and ref.handle in self._segments:
-                self._drop(ref.handle)
+                self._drop(ref.handle, "release")
 
     def renew(self, owner: str, refs: Iterable[SegmentRef], *, lease_s: float, now_s: float) -> list[int]:
         """Sets the leases anew; returns the handles that this holder does not have (any more), or not from
@@ -301,12 +308,20 @@ class SegmentTable:
         self.pledges.expire(now_s)
         over = [s for s in self._segments.values() if s.expires_s is not None and s.expires_s <= now_s]
         for segment in over:
-            self._drop(segment.handle)
+            self._drop(segment.handle, "expire")
         return over
 
     def _add(
-        self, owner: str, sequence: str, blocks: list[int], first_position: int, expires_s: float | None
+        self,
+        owner: str,
+        sequence: str,
+        blocks: list[int],
+        first_position: int,
+        expires_s: float | None,
+        *,
+        former: int = 0,
     ) -> SegmentRef:
+        """`former`: the handle whose blocks these are too, until now or for good."""
         handle = self._next_handle
         self._next_handle += 1
         self._segments[handle] = Segment(
@@ -319,7 +334,12 @@ class SegmentTable:
         )
         if expires_s is not None:
             self._lent.update(blocks)
+        kind = "own" if expires_s is None else "reserve"
+        self._tell(kind, handle, owner=owner, blocks=list(blocks), former=former)
         return SegmentRef(handle=handle, epoch=self.epoch)
+
+    def _tell(self, event: str, handle: int, **facts: object) -> None:
+        self._allocator.observe(event, handle=handle, epoch=self.epoch, **facts)
 
     def _borrowable(self, blocks: int) -> list[int]:
         if not blocks:
@@ -362,8 +382,9 @@ class SegmentTable:
         if not self.pledges.claim(settlement, blocks):
             self._allocator.release(blocks)
 
-    def _drop(self, handle: int) -> None:
+    def _drop(self, handle: int, event: str) -> None:
         segment = self._segments.pop(handle)
         segment.released = True
+        self._tell(event, handle)
         if not segment.pins:
             self._give(segment, segment.blocks)

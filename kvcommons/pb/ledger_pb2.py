@@ -26,7 +26,7 @@ from kvcommons.pb import common_pb2 as kvcommons_dot_v1_dot_common__pb2
 from kvcommons.pb import shards_pb2 as kvcommons_dot_v1_dot_shards__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvcommons/v1/ledger.proto\x12\x0ckvcommons.v1\x1a\x19kvcommons/v1/common.proto\x1a\x19kvcommons/v1/shards.proto\"\xe6\x01\n\x08Instance\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07service\x18\x02 \x01(\t\x12\x17\n\x0f\x63ontrol_address\x18\x03 \x01(\t\x12\x14\n\x0c\x64\x61ta_address\x18\x04 \x01(\t\x12\x0c\n\x04host\x18\x05 \x01(\t\x12&\n\x05model\x18\x06 \x01(\x0b\x32\x17.kvcommons.v1.ModelInfo\x12 \n\x04load\x18\x07 \x01(\x0b\x32\x12.kvcommons.v1.Load\x12\x12\n\nstarted_ms\x18\x08 \x01(\x03\x12\"\n\x05shard\x18\t \x01(\x0b\x32\x13.kvcommons.v1.Shard\"\xb2\x02\n\x04Load\x12\x14\n\x0ctotal_blocks\x18\x01 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x02 \x01(\r\x12\x17\n\x0flendable_blocks\x18\x03 \x01(\r\x12\x0f\n\x07running\x18\x04 \x01(\r\x12\x0e\n\x06queued\x18\x05 \x01(\r\x12,\n\x05\x64\x65\x62ts\x18\x06 \x03(\x0b\x32\x1d.kvcommons.v1.Load.DebtsEntry\x12\r\n\x05ready\x18\x07 \x01(\x08\x12,\n\x05loans\x18\x08 \x03(\x0b\x32\x1d.kvcommons.v1.Load.LoansEntry\x1a,\n\nDebtsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x1a,\n\nLoansEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"M\n\x10HeartbeatRequest\x12(\n\x08instance\x18\x01 \x01(\x0b\x32\x16.kvcommons.v1.Instance\x12\x0f\n\x07leaving\x18\x02 \x01(\x08\"&\n\x0eHeartbeatReply\x12\x14\n\x0cheartbeat_ms\x18\x01 \x01(\r\"\x1f\n\x0cWatchRequest\x12\x0f\n\x07watcher\x18\x01 \x01(\t\"l\n\x04View\x12)\n\tinstances\x18\x01 \x03(\x0b\x32\x16.kvcommons.v1.Instance\x12\x10\n\x08revision\x18\x02 \x01(\x04\x12\'\n\x06shards\x18\x03 \x01(\x0b\x32\x17.kvcommons.v1.ShardView\"P\n\x11\x43\x61ndidatesRequest\x12\x0e\n\x06\x64\x65\x62tor\x18\x01 \x01(\t\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\x0c\x12\x0e\n\x06\x62locks\x18\x04 \x01(\r\"<\n\x0f\x43\x61ndidatesReply\x12)\n\tcreditors\x18\x01 \x03(\x0b\x32\x16.kvcommons.v1.Instance\"8\n\x14ReportRefusalRequest\x12\x0e\n\x06\x64\x65\x62tor\x18\x01 \x01(\t\x12\x10\n\x08\x63reditor\x18\x02 \x01(\t\"\x14\n\x12ReportRefusalReply\"y\n\x05Loans\x12\x10\n\x08\x63reditor\x18\x01 \x01(\t\x12/\n\x06\x62locks\x18\x02 \x03(\x0b\x32\x1f.kvcommons.v1.Loans.BlocksEntry\x1a-\n\x0b\x42locksEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\x1a\n\x06Leader\x12\x10\n\x08instance\x18\x01 \x01(\t\"\xe6\x01\n\nSettlement\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04term\x18\x02 \x01(\x04\x12\x1f\n\x04legs\x18\x03 \x03(\x0b\x32\x11.kvcommons.v1.Leg\x12+\n\x04step\x18\x04 \x01(\x0e\x32\x1d.kvcommons.v1.Settlement.Step\x12\r\n\x05round\x18\x05 \x01(\r\x12\x14\n\x0cround_blocks\x18\x06 \x01(\r\"K\n\x04Step\x12\x0b\n\x07PREPARE\x10\x00\x12\n\n\x06\x46REEZE\x10\x01\x12\x08\n\x04\x43OPY\x10\x02\x12\n\n\x06SWITCH\x10\x03\x12\x0b\n\x07RELEASE\x10\x04\x12\x07\n\x03\x45ND\x10\x05\"T\n\x03Leg\x12\x0e\n\x06\x64\x65\x62tor\x18\x01 \x01(\t\x12\x10\n\x08\x63reditor\x18\x02 \x01(\t\x12\x13\n\x0bleft_blocks\x18\x03 \x01(\r\x12\x16\n\x0esettled_blocks\x18\x04 \x01(\r2\xb3\x02\n\x06Ledger\x12I\n\tHeartbeat\x12\x1e.kvcommons.v1.HeartbeatRequest\x1a\x1c.kvcommons.v1.HeartbeatReply\x12\x39\n\x05Watch\x12\x1a.kvcommons.v1.WatchRequest\x1a\x12.kvcommons.v1.View0\x01\x12L\n\nCandidates\x12\x1f.kvcommons.v1.CandidatesRequest\x1a\x1d.kvcommons.v1.CandidatesReply\x12U\n\rReportRefusal\x12\".kvcommons.v1.ReportRefusalRequest\x1a .kvcommons.v1.ReportRefusalReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvcommons/v1/ledger.proto\x12\x0ckvcommons.v1\x1a\x19kvcommons/v1/common.proto\x1a\x19kvcommons/v1/shards.proto\"\xe6\x01\n\x08Instance\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07service\x18\x02 \x01(\t\x12\x17\n\x0f\x63ontrol_address\x18\x03 \x01(\t\x12\x14\n\x0c\x64\x61ta_address\x18\x04 \x01(\t\x12\x0c\n\x04host\x18\x05 \x01(\t\x12&\n\x05model\x18\x06 \x01(\x0b\x32\x17.kvcommons.v1.ModelInfo\x12 \n\x04load\x18\x07 \x01(\x0b\x32\x12.kvcommons.v1.Load\x12\x12\n\nstarted_ms\x18\x08 \x01(\x03\x12\"\n\x05shard\x18\t \x01(\x0b\x32\x13.kvcommons.v1.Shard\"\xb2\x02\n\x04Load\x12\x14\n\x0ctotal_blocks\x18\x01 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x02 \x01(\r\x12\x17\n\x0flendable_blocks\x18\x03 \x01(\r\x12\x0f\n\x07running\x18\x04 \x01(\r\x12\x0e\n\x06queued\x18\x05 \x01(\r\x12,\n\x05\x64\x65\x62ts\x18\x06 \x03(\x0b\x32\x1d.kvcommons.v1.Load.DebtsEntry\x12\r\n\x05ready\x18\x07 \x01(\x08\x12,\n\x05loans\x18\x08 \x03(\x0b\x32\x1d.kvcommons.v1.Load.LoansEntry\x1a,\n\nDebtsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x1a,\n\nLoansEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"M\n\x10HeartbeatRequest\x12(\n\x08instance\x18\x01 \x01(\x0b\x32\x16.kvcommons.v1.Instance\x12\x0f\n\x07leaving\x18\x02 \x01(\x08\"&\n\x0eHeartbeatReply\x12\x14\n\x0cheartbeat_ms\x18\x01 \x01(\r\"\x1f\n\x0cWatchRequest\x12\x0f\n\x07watcher\x18\x01 \x01(\t\"l\n\x04View\x12)\n\tinstances\x18\x01 \x03(\x0b\x32\x16.kvcommons.v1.Instance\x12\x10\n\x08revision\x18\x02 \x01(\x04\x12\'\n\x06shards\x18\x03 \x01(\x0b\x32\x17.kvcommons.v1.ShardView\"P\n\x11\x43\x61ndidatesRequest\x12\x0e\n\x06\x64\x65\x62tor\x18\x01 \x01(\t\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\x0c\x12\x0e\n\x06\x62locks\x18\x04 \x01(\r\"<\n\x0f\x43\x61ndidatesReply\x12)\n\tcreditors\x18\x01 \x03(\x0b\x32\x16.kvcommons.v1.Instance\"F\n\x14ReportRefusalRequest\x12\x0e\n\x06\x64\x65\x62tor\x18\x01 \x01(\t\x12\x10\n\x08\x63reditor\x18\x02 \x01(\t\x12\x0c\n\x04slow\x18\x03 \x01(\x08\"\x14\n\x12ReportRefusalReply\"y\n\x05Loans\x12\x10\n\x08\x63reditor\x18\x01 \x01(\t\x12/\n\x06\x62locks\x18\x02 \x03(\x0b\x32\x1f.kvcommons.v1.Loans.BlocksEntry\x1a-\n\x0b\x42locksEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\x1a\n\x06Leader\x12\x10\n\x08instance\x18\x01 \x01(\t\"\xe6\x01\n\nSettlement\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04term\x18\x02 \x01(\x04\x12\x1f\n\x04legs\x18\x03 \x03(\x0b\x32\x11.kvcommons.v1.Leg\x12+\n\x04step\x18\x04 \x01(\x0e\x32\x1d.kvcommons.v1.Settlement.Step\x12\r\n\x05round\x18\x05 \x01(\r\x12\x14\n\x0cround_blocks\x18\x06 \x01(\r\"K\n\x04Step\x12\x0b\n\x07PREPARE\x10\x00\x12\n\n\x06\x46REEZE\x10\x01\x12\x08\n\x04\x43OPY\x10\x02\x12\n\n\x06SWITCH\x10\x03\x12\x0b\n\x07RELEASE\x10\x04\x12\x07\n\x03\x45ND\x10\x05\"T\n\x03Leg\x12\x0e\n\x06\x64\x65\x62tor\x18\x01 \x01(\t\x12\x10\n\x08\x63reditor\x18\x02 \x01(\t\x12\x13\n\x0bleft_blocks\x18\x03 \x01(\r\x12\x16\n\x0esettled_blocks\x18\x04 \x01(\r2\xb3\x02\n\x06Ledger\x12I\n\tHeartbeat\x12\x1e.kvcommons.v1.HeartbeatRequest\x1a\x1c.kvcommons.v1.HeartbeatReply\x12\x39\n\x05Watch\x12\x1a.kvcommons.v1.WatchRequest\x1a\x12.kvcommons.v1.View0\x01\x12L\n\nCandidates\x12\x1f.kvcommons.v1.CandidatesRequest\x1a\x1d.kvcommons.v1.CandidatesReply\x12U\n\rReportRefusal\x12\".kvcommons.v1.ReportRefusalRequest\x1a .kvcommons.v1.ReportRefusalReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -60,21 +60,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CANDIDATESREPLY']._serialized_start=983
   _globals['_CANDIDATESREPLY']._serialized_end=1043
   _globals['_REPORTREFUSALREQUEST']._serialized_start=1045
-  _globals['_REPORTREFUSALREQUEST']._serialized_end=1101
-  _globals['_REPORTREFUSALREPLY']._serialized_start=1103
-  _globals['_REPORTREFUSALREPLY']._serialized_end=1123
-  _globals['_LOANS']._serialized_start=1125
-  _globals['_LOANS']._serialized_end=1246
-  _globals['_LOANS_BLOCKSENTRY']._serialized_start=1201
-  _globals['_LOANS_BLOCKSENTRY']._serialized_end=1246
-  _globals['_LEADER']._serialized_start=1248
-  _globals['_LEADER']._serialized_end=1274
-  _globals['_SETTLEMENT']._serialized_start=1277
-  _globals['_SETTLEMENT']._serialized_end=1507
-  _globals['_SETTLEMENT_STEP']._serialized_start=1432
-  _globals['_SETTLEMENT_STEP']._serialized_end=1507
-  _globals['_LEG']._serialized_start=1509
-  _globals['_LEG']._serialized_end=1593
-  _globals['_LEDGER']._serialized_start=1596
-  _globals['_LEDGER']._serialized_end=1903
+  _globals['_REPORTREFUSALREQUEST']._serialized_end=1115
+  _globals['_REPORTREFUSALREPLY']._serialized_start=1117
+  _globals['_REPORTREFUSALREPLY']._serialized_end=1137
+  _globals['_LOANS']._serialized_start=1139
+  _globals['_LOANS']._serialized_end=1260
+  _globals['_LOANS_BLOCKSENTRY']._serialized_start=1215
+  _globals['_LOANS_BLOCKSENTRY']._serialized_end=1260
+  _globals['_LEADER']._serialized_start=1262
+  _globals['_LEADER']._serialized_end=1288
+  _globals['_SETTLEMENT']._serialized_start=1291
+  _globals['_SETTLEMENT']._serialized_end=1521
+  _globals['_SETTLEMENT_STEP']._serialized_start=1446
+  _globals['_SETTLEMENT_STEP']._serialized_end=1521
+  _globals['_LEG']._serialized_start=1523
+  _globals['_LEG']._serialized_end=1607
+  _globals['_LEDGER']._serialized_start=1610
+  _globals['_LEDGER']._serialized_end=1917
 # @@protoc_insertion_point(module_scope)

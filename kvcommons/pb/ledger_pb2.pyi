@@ -308,17 +308,21 @@ class ReportRefusalRequest(_message.Message):
 
     DEBTOR_FIELD_NUMBER: _builtins.int
     CREDITOR_FIELD_NUMBER: _builtins.int
+    SLOW_FIELD_NUMBER: _builtins.int
     debtor: _builtins.str
     creditor: _builtins.str
+    slow: _builtins.bool
+    """it lends, and answers far too late"""
     def __init__(
         self,
         *,
         debtor: _builtins.str = ...,
         creditor: _builtins.str = ...,
+        slow: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["creditor", b"creditor", "debtor", b"debtor"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["creditor", b"creditor", "debtor", b"debtor", "slow", b"slow"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -81,7 +81,8 @@ class LedgerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ReportRefusal(self, request, context):
-        """A creditor refused: it is left out of candidates until its next heartbeat.
+        """A creditor refused: it is left out of candidates until its next heartbeat. Or it is slow: it is a last
+        candidate for a while.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -38,7 +38,9 @@ class LedgerStub:
     Candidates: _grpc.UnaryUnaryMultiCallable[_ledger_pb2.CandidatesRequest, _ledger_pb2.CandidatesReply]
     """Up to three creditors, nearest first, then most lendable."""
     ReportRefusal: _grpc.UnaryUnaryMultiCallable[_ledger_pb2.ReportRefusalRequest, _ledger_pb2.ReportRefusalReply]
-    """A creditor refused: it is left out of candidates until its next heartbeat."""
+    """A creditor refused: it is left out of candidates until its next heartbeat. Or it is slow: it is a last
+    candidate for a while.
+    """
 
 @_typing.type_check_only
 class LedgerAsyncStub(LedgerStub):
@@ -50,7 +52,9 @@ class LedgerAsyncStub(LedgerStub):
     Candidates: _aio.UnaryUnaryMultiCallable[_ledger_pb2.CandidatesRequest, _ledger_pb2.CandidatesReply]  # type: ignore[assignment]
     """Up to three creditors, nearest first, then most lendable."""
     ReportRefusal: _aio.UnaryUnaryMultiCallable[_ledger_pb2.ReportRefusalRequest, _ledger_pb2.ReportRefusalReply]  # type: ignore[assignment]
-    """A creditor refused: it is left out of candidates until its next heartbeat."""
+    """A creditor refused: it is left out of candidates until its next heartbeat. Or it is slow: it is a last
+    candidate for a while.
+    """
 
 class LedgerServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -83,6 +87,8 @@ class LedgerServicer(metaclass=_abc_1.ABCMeta):
         request: _ledger_pb2.ReportRefusalRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_ledger_pb2.ReportRefusalReply, _abc.Awaitable[_ledger_pb2.ReportRefusalReply]]:
-        """A creditor refused: it is left out of candidates until its next heartbeat."""
+        """A creditor refused: it is left out of candidates until its next heartbeat. Or it is slow: it is a last
+        candidate for a while.
+        """
 
 def add_LedgerServicer_to_server(servicer: LedgerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from kvcommons.errors import CapacityExhausted
+from kvcommons.telemetry.events import Observe, unobserved
 
 
 class BlockAllocator:
@@ -23,6 +24,9 @@ class BlockAllocator:
     def __init__(self, total: int) -> None:
         if total < 1:
             raise ValueError("an allocator needs at least one block")
+        # Told which blocks are taken into use and which are free again; whoever keeps a table over this tells
+        # it what becomes of them.
+        self.observe: Observe = unobserved
         self._total = total
         self._lock = threading.Lock()
         self._free = list(range(total - 1, -1, -1))  # a stack: the last freed block is the warmest
@@ -65,6 +69,7 @@ class BlockAllocator:
             blocks = [self._free.pop() if self._free else self._evict() for _ in range(count)]
             for block in blocks:
                 self._references[block] = 1
+            self.observe("taken", blocks=blocks)
             return blocks
 
     def match(self, ids: Sequence[bytes]) -> list[int]:
@@ -76,6 +81,7 @@ class BlockAllocator:
                 if block is None:
                     break
                 blocks.append(block)
+            self.observe("taken", blocks=[block for block in blocks if not self._references[block]])
             for block in blocks:
                 self._take(block)
             return blocks
@@ -119,6 +125,7 @@ class BlockAllocator:
                 self._require_in_use(block)
                 if self._references[block] < count:
                     raise ValueError(f"block {block} is released {count} times and has fewer references")
+            self.observe("freed", blocks=[b for b, count in needed.items() if self._references[b] == count])
             for block in reversed(blocks):
                 self._references[block] -= 1
                 if self._references[block]:

@@ -34,6 +34,7 @@ from typing import Protocol, TypeVar
 from kvcommons.config import Node, flags_of, load
 from kvcommons.errors import DataLoss, InvalidInput, KVCommonsError, NotFound
 from kvcommons.telemetry import logs
+from kvcommons.telemetry.events import EventFile, unobserved
 from kvcommons.telemetry.metrics import MetricsListener, new_registry
 from kvcommons.telemetry.telemetry import Telemetry
 from kvcommons.telemetry.trace import Tracer
@@ -141,7 +142,14 @@ async def _main(
     _handle_signals(loop, stop, config.node.drain_s)
     endpoint = config.node.otlp_endpoint
     tracer = Tracer.otlp(endpoint, service=service, instance_id=instance_id) if endpoint else Tracer.off()
-    telemetry = Telemetry(service=service, instance_id=instance_id, registry=new_registry(), tracer=tracer)
+    events = config.node.event_log
+    telemetry = Telemetry(
+        service=service,
+        instance_id=instance_id,
+        registry=new_registry(),
+        tracer=tracer,
+        observe=EventFile(events, instance_id) if events else unobserved,
+    )
     listener = None
     if config.node.metrics_listen:
         listener = MetricsListener(config.node.metrics_listen, telemetry.registry)

@@ -1,4 +1,5 @@
-"""What a process measures with: its metrics registry and its tracer, passed in wherever they are used."""
+"""What a process measures with: its metrics registry, its tracer, its log of events; passed in wherever they
+are used."""
 
 from __future__ import annotations
 
@@ -6,6 +7,7 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
 
+from kvcommons.telemetry.events import Observe, unobserved
 from kvcommons.telemetry.trace import Tracer
 
 
@@ -15,6 +17,7 @@ class Telemetry:
     instance_id: str
     registry: CollectorRegistry
     tracer: Tracer
+    observe: Observe = unobserved  # is told what happens to blocks
 
     @classmethod
     def off(cls, service: str, instance_id: str = "") -> Telemetry:

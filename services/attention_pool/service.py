@@ -35,6 +35,7 @@ class PoolParts:
 
     def __init__(self, config: AttentionPoolConfig, pool: Pool, telemetry: Telemetry) -> None:
         self.pool = pool
+        pool.holder.allocator.observe = telemetry.observe
         self._condemner = Condemner()
         asking = DataMetrics(telemetry.registry, "client")
         self._loader = BlockLoader(self._condemner, name="pool-load", observer=asking)

@@ -16,14 +16,15 @@ from typing import Any
 from kvcommons.errors import CapacityExhausted, DataLoss, DeadlineExceeded, KVCommonsError, Unavailable
 from kvcommons.holder.client import RemoteHolder
 from kvcommons.holder.segments import SegmentRef
-from kvcommons.pb import ledger_pb2, ledger_pb2_grpc
-from kvcommons.rpc.channel import open_channel
+from kvcommons.pb import ledger_pb2
+from kvcommons.telemetry.events import Observe, unobserved
 from kvcommons.transport.base import Observer
+from services.decode.ledgers import Ledgers
 from services.decode.sequence import RemoteRun
 
 log = logging.getLogger(__name__)
 
-CALL_S = 1.0  # one question to a ledger or holder
+CALL_S = 1.0  # one question to a holder
 TRIM_S = 5.0  # a creditor waits as long for what reads the blocks
 GROW_TRIES = 2  # of a growth without an answer: it may have happened
 ROUNDS = 2  # times that the ledger is asked for candidates in vain
@@ -35,7 +36,6 @@ class Debtor:
     """Who borrows, and for which model."""
 
     instance_id: str
-    host: str
     model: bytes
     block_tokens: int
 
@@ -73,18 +73,21 @@ class Lenders:
     def __init__(
         self,
         debtor: Debtor,
-        ledgers: Sequence[str],
+        ledgers: Ledgers,
         *,
         lease_ms: int,
         lost: Callable[[int, KVCommonsError], None],
         observer: Observer | None = None,
+        observe: Observe = unobserved,
     ) -> None:
-        """`lost` is told of a sequence (its key) whose borrowed blocks a creditor does not have any more."""
+        """`lost` is told of a sequence (its key) whose borrowed blocks a creditor does not have any more,
+        `observe` of all that is borrowed and given back."""
         self._debtor = debtor
+        self._observe = observe
         self._lease_ms = lease_ms
         self._lost = lost
         self._observer = observer
-        self._ledgers = {address: open_channel(address) for address in ledgers}
+        self._ledgers = ledgers
         self._creditors: dict[tuple[str, str], _Creditor] = {}  # by control and data address
         self._loans: dict[tuple[RemoteHolder, SegmentRef], _Loan] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -95,11 +98,11 @@ class Lenders:
         left: dict[RemoteHolder, list[SegmentRef]] = {}
         for holder, ref in self._loans:
             left.setdefault(holder, []).append(ref)
+            self._tell("give_back", ref)
         await asyncio.gather(*self._tasks, *(self._release(holder, refs) for holder, refs in left.items()))
         for creditor in self._creditors.values():
             await creditor.holder.close()
-        for channel in self._ledgers.values():
-            await channel.close(None)
+        await self._ledgers.close()
 
     def debts(self) -> dict[str, int]:
         """Blocks borrowed, by creditor."""
@@ -131,7 +134,7 @@ class Lenders:
                 if fruitless:
                     await asyncio.sleep(PAUSE_S)
                 fruitless += 1
-                for instance in self._ranked(await self._candidates(left), left, avoid, balance):
+                for instance in self._ranked(await self._ledgers.candidates(left), left, avoid, balance):
                     lendable = instance.load.lendable_blocks
                     if 0 < lendable <= taken.get(instance.id, 0):
                         # It lent all that it had, to this sequence: others' turn, until it says otherwise.
@@ -184,7 +187,7 @@ class Lenders:
         for asked_before in range(ROUNDS):
             if asked_before:
                 await asyncio.sleep(PAUSE_S)
-            for instance in self._ranked(await self._candidates(blocks), blocks, avoid, False):
+            for instance in self._ranked(await self._ledgers.candidates(blocks), blocks, avoid, False):
                 want = min(blocks, max(instance.load.lendable_blocks, 1))
                 run = await self._reserve(key, name, instance, want, first_block)
                 if run is not None:
@@ -196,6 +199,7 @@ class Lenders:
         by_holder: dict[RemoteHolder, list[SegmentRef]] = {}
         for run in runs:
             if self._loans.pop((run.holder, run.ref), None) is not None:
+                self._tell("give_back", run.ref)
                 by_holder.setdefault(run.holder, []).append(run.ref)
         for holder, refs in by_holder.items():
             self._spawn(self._release(holder, refs))
@@ -209,7 +213,7 @@ class Lenders:
         self, key: int, name: str, *, blocks: int, first_block: int, but: RemoteHolder
     ) -> RemoteRun | None:
         """One run of `blocks` on another holder than `but`; None where none has so much."""
-        for instance in await self._candidates(blocks):
+        for instance in await self._ledgers.candidates(blocks):
             if self._holder(instance) is but or instance.load.lendable_blocks < blocks:
                 continue
             run = await self._reserve(key, name, instance, blocks, first_block)
@@ -229,6 +233,7 @@ class Lenders:
             loan.blocks -= blocks
             if loan.blocks <= 0:
                 self._loans.pop((run_holder, ref))
+                self._tell("give_back", ref)
         try:
             await run_holder.trim(ref, settlement=settlement, timeout_s=TRIM_S)
         finally:
@@ -243,21 +248,6 @@ class Lenders:
         saves = self._saves.setdefault(place, set())
         saves.add(task)
         task.add_done_callback(lambda done: self._saved(place, done))
-
-    async def _candidates(self, blocks: int) -> list[ledger_pb2.Instance]:
-        """Of the first ledger that answers; empty when none does."""
-        debtor = self._debtor
-        request = ledger_pb2.CandidatesRequest(
-            debtor=debtor.instance_id, host=debtor.host, model=debtor.model, blocks=blocks
-        )
-        for address, channel in self._ledgers.items():
-            try:
-                reply = await ledger_pb2_grpc.LedgerStub(channel).Candidates(request, timeout=CALL_S)
-            except KVCommonsError as error:
-                log.info("a ledger does not answer: %s", error.message, extra={"ledger": address})
-                continue
-            return list(reply.creditors)
-        return []
 
     def _ranked(
         self,
@@ -292,6 +282,7 @@ class Lenders:
                     return None
                 blocks //= 2
         self._loans[holder, ref] = _Loan(key=key, blocks=blocks, size=blocks)
+        self._tell("borrow", ref, count=blocks)
         return RemoteRun(first_block=first_block, count=blocks, holder=holder, ref=ref)
 
     async def _grow(self, tail: RemoteRun, blocks: int) -> int | None:
@@ -311,18 +302,16 @@ class Lenders:
                 return None
             loan.size = place + blocks
             loan.blocks += blocks
+            self._tell("borrow_more", tail.ref, count=blocks)
             return place
         return None
 
     async def _report(self, creditor: str, reason: KVCommonsError) -> None:
         log.info("a creditor refused: %s", reason.message, extra={"creditor": creditor})
-        request = ledger_pb2.ReportRefusalRequest(debtor=self._debtor.instance_id, creditor=creditor)
-        for channel in self._ledgers.values():
-            try:
-                await ledger_pb2_grpc.LedgerStub(channel).ReportRefusal(request, timeout=CALL_S)
-            except KVCommonsError:
-                continue
-            return
+        await self._ledgers.refused(creditor)
+
+    def _tell(self, event: str, ref: SegmentRef, **facts: object) -> None:
+        self._observe(event, handle=ref.handle, epoch=ref.epoch, **facts)
 
     def _saved(self, place: tuple[RemoteHolder, SegmentRef], task: asyncio.Task[None]) -> None:
         self._saves[place].discard(task)
@@ -378,6 +367,7 @@ class Lenders:
         for ref in refs:
             loan = self._loans.pop((holder, ref), None)
             if loan is not None:
+                self._tell("lose", ref)
                 error = DataLoss(
                     f"the holder at {holder.control_address} has the sequence's blocks no more: "
                     "compute them again"

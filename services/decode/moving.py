@@ -64,6 +64,7 @@ class Mover:
         self._engine = engine
         self._lenders = lenders
         self._metrics = metrics
+        self._observe = core.allocator.observe
         self._moving: set[tuple[RemoteHolder, SegmentRef]] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
 
@@ -115,6 +116,7 @@ class Mover:
             if run.ref in run.holder.borrowed:
                 raise
             return False
+        self._tell("copy", move, home=blocks)
         self._rates.copied(len(blocks) * self._core.layout.block_bytes, time.monotonic() - began_s)
         return True
 
@@ -124,6 +126,7 @@ class Mover:
         paused_s = await asyncio.wrap_future(self._engine.switch(move.of, moved, move.frozen))
         if paused_s is not None:
             move.switched = True
+            self._tell("switch", move, count=move.blocks)
             self._metrics.moved(move.blocks, paused_s, home=isinstance(moved, LocalRun))
         return paused_s
 
@@ -175,6 +178,10 @@ class Mover:
             away += await self._send_away(one, count)
         return away
 
+    def _tell(self, event: str, move: Move, **facts: object) -> None:
+        ref = move.frozen
+        self._observe(event, handle=ref.handle, epoch=ref.epoch, generation=ref.generation, **facts)
+
     async def _bring_home(self, one: Movable, count: int) -> int:
         allocator = self._core.allocator
         move = await self.freeze(one, count)
@@ -217,6 +224,7 @@ class Mover:
                     blocks=count,
                     timeout_s=COPY_S,
                 )
+                self._tell("copy", move, home=[])
                 await self.switch(move, target)
         finally:
             if move is None or not move.switched:

@@ -27,6 +27,7 @@ from services.decode.arrival import Arrivals
 from services.decode.config import DecodeConfig
 from services.decode.crossing import Crossing
 from services.decode.engine import DecodeEngine
+from services.decode.ledgers import Ledgers
 from services.decode.lenders import Debtor, Lenders
 from services.decode.lending import Lending
 from services.decode.metrics import DecodeMetrics
@@ -46,6 +47,7 @@ class DecodeParts:
     def __init__(self, config: DecodeConfig, core: Core, process: Process) -> None:
         self.core = core
         instance_id, registry = process.instance_id, process.telemetry.registry
+        core.allocator.observe = process.telemetry.observe
         self.condemner = Condemner()
         asking = DataMetrics(registry, "client")
         self.loader = BlockLoader(self.condemner, name="decode-load", observer=asking)
@@ -87,14 +89,14 @@ class DecodeParts:
         self.lenders = Lenders(
             Debtor(
                 instance_id=instance_id,
-                host=process.host,
                 model=core.info.fingerprint,
                 block_tokens=core.block_tokens,
             ),
-            config.ledger,
+            Ledgers(config.ledger, debtor=instance_id, host=process.host, model=core.info.fingerprint),
             lease_ms=config.lease_ms,
             lost=self.engine.fail,
             observer=asking,
+            observe=process.telemetry.observe,
         )
         self.mover = Mover(core, self.engine, self.lenders, metrics, rates)
         self.homecoming = Homecoming(core, self.mover, costs) if placement.comes_home() else None

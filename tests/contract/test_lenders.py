@@ -20,6 +20,7 @@ from kvcommons.pb import holder_pb2, holder_pb2_grpc, ledger_pb2, ledger_pb2_grp
 from kvcommons.rpc.server import RpcServer
 from kvcommons.telemetry.telemetry import Telemetry
 from kvcommons.transport.deadline import Deadline
+from services.decode.ledgers import Ledgers
 from services.decode.lenders import GROW_TRIES, Debtor, Lenders
 from tests.contract.holder_cases import BLOCK_TOKENS, BLOCKS, FINGERPRINT, NoStores, embedded, eventually
 
@@ -73,8 +74,9 @@ async def lending(folder: Path) -> AsyncIterator[tuple[Lenders, Holder, Unheard]
         ledger.add(ledger_pb2_grpc.add_LedgerServicer_to_server, OneCreditor(creditor))
         await server.start()
         await ledger.start()
-        debtor = Debtor(instance_id="d", host="here", model=FINGERPRINT, block_tokens=BLOCK_TOKENS)
-        lenders = Lenders(debtor, [ledger.address], lease_ms=10_000, lost=lambda key, error: None)
+        debtor = Debtor(instance_id="d", model=FINGERPRINT, block_tokens=BLOCK_TOKENS)
+        ledgers = Ledgers([ledger.address], debtor="d", host="here", model=FINGERPRINT)
+        lenders = Lenders(debtor, ledgers, lease_ms=10_000, lost=lambda key, error: None)
         try:
             yield lenders, served.holder, service
         finally:

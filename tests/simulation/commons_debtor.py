@@ -168,6 +168,7 @@ class Debtor(Instance):
                 return None
             for block, content in zip(move.homes, contents, strict=True):
                 self.contents[block] = content
+            self.tell("copy", **_named(move.ref), home=move.homes)
         part.stage = 2
         return sum(move.count for move in part.moves)
 
@@ -180,6 +181,7 @@ class Debtor(Instance):
                 self._keep(move)
                 continue
             runs, run = move.sequence.runs, move.run
+            self.tell("switch", **_named(move.ref), count=move.count)
             place = runs.index(run)
             runs.insert(place, Run(run.first, move.count, move.homes))
             move.homes, move.switched = [], True
@@ -261,3 +263,7 @@ class Debtor(Instance):
             for run in sequence.runs:
                 require(run.first == following, f"{self.name}: a sequence has a gap, or a block twice")
                 following += run.count
+
+
+def _named(ref: SegmentRef) -> dict[str, int]:
+    return {"handle": ref.handle, "epoch": ref.epoch, "generation": ref.generation}

@@ -3,6 +3,7 @@ says what was written to it, sequences whose KV lies here and with creditors, an
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
@@ -64,7 +65,10 @@ class Instance(Proc):
         self.machine = machine
         self.life = life
         self.allocator = BlockAllocator(blocks)
-        self.table = SegmentTable(self.allocator, epoch=life, lend_blocks_max=lend)
+        self.tell = functools.partial(world.history.take, self.name)
+        self.allocator.observe = self.tell
+        epoch = life * 1000 + ord(machine)  # no two lives of any two have the same
+        self.table = SegmentTable(self.allocator, epoch=epoch, lend_blocks_max=lend)
         self.contents: list[Content | None] = [None] * blocks
         self.sequences: dict[int, Sequence] = {}
         self.leases: dict[tuple[str, SegmentRef], float] = {}  # borrowed: to when they run out
@@ -183,6 +187,7 @@ class Instance(Proc):
                 (grown,) = yield grow
             if grown is True:
                 tail.count += 1
+                self.tell("borrow_more", handle=tail.ref.handle, epoch=tail.ref.epoch, count=1)
                 return True
             if unheard:  # refused, but what was asked first may come last
                 self._lose(sequence)
@@ -196,12 +201,16 @@ class Instance(Proc):
             position = sequence.blocks * BLOCK_TOKENS
             (ref,) = yield Call([(name, "reserve", (self.name, str(sequence.number), count, position))])
             if isinstance(ref, SegmentRef):
-                self.leases[name, ref] = asked + LEASE_S
+                self.borrowed(name, ref, count, asked)
                 sequence.runs.append(Run(sequence.blocks, count, None, name, ref))
                 return True
             if ref is not None:
                 yield Call([(ledger, "refusal", (name,))], 0.1)
         return False
+
+    def borrowed(self, creditor: str, ref: SegmentRef, blocks: int, asked: float) -> None:
+        self.leases[creditor, ref] = asked + LEASE_S
+        self.tell("borrow", handle=ref.handle, epoch=ref.epoch, count=blocks)
 
     def iterate(self, sequence: Sequence) -> Work:
         """One token: its KV is appended, and all KV before it is met."""
@@ -258,6 +267,7 @@ class Instance(Proc):
         """Once and without waiting: what a creditor does not hear of comes free with its lease."""
         for creditor, ref in owed:
             self.leases.pop((creditor, ref), None)
+            self.tell("give_back", handle=ref.handle, epoch=ref.epoch)
             self.spawn(_only(Call([(creditor, "release", ([ref],))])))
 
     def _lose(self, sequence: Sequence) -> None:
@@ -295,6 +305,7 @@ class Instance(Proc):
             elif isinstance(unknown, list) or self.leases[creditor, ref] <= self.clock():
                 del self.leases[creditor, ref]
                 gone.add((creditor, ref))
+                self.tell("lose", handle=ref.handle, epoch=ref.epoch)
         if gone:
             for sequence in list(self.sequences.values()):
                 if any(run.blocks is None and (run.creditor, run.ref) in gone for run in sequence.runs):

@@ -136,7 +136,7 @@ class CommonsSchedule:
             if owed < 1:
                 continue
             ref = creditor.reserve(debtor.name, "", owed, BLOCK_TOKENS)
-            debtor.leases[creditor.name, ref] = debtor.clock() + LEASE_S
+            debtor.borrowed(creditor.name, ref, owed, debtor.clock())
             sequence.runs.append(Run(1, owed, None, creditor.name, ref))
             sequence.tokens = sequence.written = (1 + owed) * BLOCK_TOKENS - self.dice.choice((0, 0, 1))
             for index, block in enumerate(creditor.table.segments[-1].blocks, 1):
@@ -265,6 +265,7 @@ class CommonsSchedule:
                 world.advance(1.0)
                 self._deliver_all()
         require(self._disorder() is None, self._disorder() or "")
+        world.history.rest([one.name for one in self.instances])
         self._check_rounds()
         if self.dice.random() < 0.4:
             self._check_books()
@@ -282,6 +283,7 @@ class CommonsSchedule:
         for instance in self.instances:
             instance.check()
             require(not instance.allocator.in_use, f"blocks of {instance.name} never came back")
+        world.history.rest([one.name for one in self.instances], idle=True)
         if self.calm:
             require(not any(one.recomputed for one in self.lives), "KV was lost though nothing failed")
 

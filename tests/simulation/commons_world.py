@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvcommons.errors import KVCommonsError
+from tests.simulation.commons_history import History
 
 Then = Callable[[Any], None]
 Work = Generator[Any, Any, Any]
@@ -127,6 +128,7 @@ class Proc:
 class World:
     def __init__(self, dice: random.Random) -> None:
         self.dice = dice
+        self.history = History()
         self.now = 1_000.0
         self.procs: dict[str, Proc] = {}
         self.pending: list[tuple[Proc, Callable[[], None]]] = []  # messages under way

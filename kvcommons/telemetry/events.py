@@ -1,0 +1,35 @@
+"""What happens to blocks, told at the moment at which it happens: a log for programs, which says afterwards
+whether every block had one owner at any time (docs/commons.md has the events)."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+# (event, its facts). Called under locks: it never blocks and raises nothing.
+Observe = Callable[..., None]
+
+
+def unobserved(event: str, **facts: object) -> None:
+    """Nobody wants to know."""
+
+
+class EventFile:
+    """A line of JSON for each event, written at once: what a process has told outlives kill -9. Clocks of one
+    machine's processes agree, so that their files can be merged by `at_ns`."""
+
+    def __init__(self, folder: str, instance_id: str) -> None:
+        """Raises OSError where `folder` cannot be written to."""
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        path = Path(folder) / f"{instance_id}.jsonl"
+        self._instance = instance_id
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+    def __call__(self, event: str, **facts: object) -> None:
+        line = {"at_ns": time.monotonic_ns(), "instance": self._instance, "event": event, **facts}
+        with contextlib.suppress(OSError):  # a full disk costs lines, never the service
+            os.write(self._file, json.dumps(line, separators=(",", ":")).encode() + b"\n")

@@ -1,0 +1,59 @@
+"""What a debtor asks the ledger's replicas: who may lend, and what became of it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from kvcommons.errors import KVCommonsError
+from kvcommons.pb import ledger_pb2 as pb
+from kvcommons.pb import ledger_pb2_grpc
+from kvcommons.rpc.channel import open_channel
+
+log = logging.getLogger(__name__)
+
+CALL_S = 1.0  # one question
+
+
+class Ledgers:
+    """Asks the replica that answered last, then the others: one that is paused costs its deadline once, not
+    at each question."""
+
+    def __init__(self, addresses: Sequence[str], *, debtor: str, host: str, model: bytes) -> None:
+        self._channels = {address: open_channel(address) for address in addresses}
+        self._debtor = debtor
+        self._host = host
+        self._model = model
+
+    async def close(self) -> None:
+        for channel in self._channels.values():
+            await channel.close(None)
+
+    async def candidates(self, blocks: int) -> list[pb.Instance]:
+        """Of the first replica that answers; empty when none does."""
+        request = pb.CandidatesRequest(debtor=self._debtor, host=self._host, model=self._model, blocks=blocks)
+        for address, channel in list(self._channels.items()):
+            try:
+                reply = await ledger_pb2_grpc.LedgerStub(channel).Candidates(request, timeout=CALL_S)
+            except KVCommonsError as error:
+                log.info("a ledger does not answer: %s", error.message, extra={"ledger": address})
+                self._last(address)
+                continue
+            return list(reply.creditors)
+        return []
+
+    async def refused(self, creditor: str, *, slow: bool = False) -> None:
+        """A creditor lends nothing just now or, where it is `slow`, answers far too late."""
+        request = pb.ReportRefusalRequest(debtor=self._debtor, creditor=creditor, slow=slow)
+        for address, channel in list(self._channels.items()):
+            try:
+                await ledger_pb2_grpc.LedgerStub(channel).ReportRefusal(request, timeout=CALL_S)
+            except KVCommonsError:
+                self._last(address)
+                continue
+            if not slow:  # of that, all replicas are told: it holds for a while
+                return
+
+    def _last(self, address: str) -> None:
+        """It is asked after the others, from now on."""
+        self._channels[address] = self._channels.pop(address)
