@@ -8,8 +8,8 @@ sampling and the beginning of the next iteration are one slice. Sequences join a
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Mapping
+from collections import Counter, deque
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -110,9 +110,13 @@ class Turns:
         self._running: dict[int, int] = {}  # replica -> batch
         self._waiting: list[deque[int]] = [deque() for _ in range(scheme.replicas)]
 
+    def replica(self, batch: int) -> int:
+        """Of the batch's slice that runs, waits or is next."""
+        return self._scheme.replica_of(batch, self._turns[batch])
+
     def ask(self, batch: int) -> Start | None:
         """The batch is ready for its next slice. None: it waits for `ended` to name it."""
-        replica = self._scheme.replica_of(batch, self._turns[batch])
+        replica = self.replica(batch)
         if replica in self._running:
             self._waiting[replica].append(batch)
             return None
@@ -121,7 +125,7 @@ class Turns:
 
     def ended(self, batch: int) -> Start | None:
         """The batch's slice is computed, its attention begins. The slice that the replica computes next."""
-        replica = self._scheme.replica_of(batch, self._turns[batch])
+        replica = self.replica(batch)
         assert self._running.pop(replica) == batch
         self._turns[batch] += 1
         if not self._waiting[replica]:
@@ -133,7 +137,7 @@ class Turns:
 
 class Division:
     """Which sequences are in which batch: continuous batching in each. Batches should take equally long, so
-    each has an equal share of the sequences (slices) and of their KV (attention)."""
+    each has an equal share of the sequences (slices) and of the KV on every holder (attention)."""
 
     _UNEVEN = 0.25  # of an even share: a batch that changes is composed anew, which takes time too
 
@@ -150,66 +154,87 @@ class Division:
         assert batches > 0
         self._batches = batches
 
-    def batch_of(self, sequence: int) -> int | None:
-        return self._members.get(sequence)
-
     def leave(self, sequence: int) -> None:
         self._members.pop(sequence, None)
 
-    def compose(self, batch: int, able: Mapping[int, int]) -> list[int]:
+    def compose(
+        self, batch: int, able: Mapping[int, int], holders: Mapping[int, Hashable] | None = None
+    ) -> list[int]:
         """The sequences of the batch's next iteration, oldest first. It stands between two iterations.
 
-        `able` has the tokens of every sequence that can run, in whichever batch it is. New ones join the
-        lightest batch, which is not always this one. Those of this batch that another is to have are given
-        to it, and run there from its next iteration on: it has to be composed too if it rests.
+        `able` has the tokens of every sequence that can run, in whichever batch it is, `holders` where the
+        most of its KV is (None: it does not matter). New ones join the lightest batch, which is not always
+        this one. Those of this batch that another is to have are given to it, and run there from its next
+        iteration on: it has to be composed too if it rests.
         """
         for sequence in [key for key, at in self._members.items() if at == batch and key not in able]:
             del self._members[sequence]
-        weigh = _Scale(able, self._members, max(self._batches, max(self._members.values(), default=0) + 1))
+        scale = _Scale(self._batches, able, holders or {}, self._members)
         for sequence in sorted(able.keys() - self._members.keys()):
-            self._members[sequence] = weigh.put(sequence, weigh.lightest(self._batches))
+            self._members[sequence] = scale.put(sequence, scale.lightest(sequence))
         own = sorted(key for key, at in self._members.items() if at == batch and key in able)
         if batch >= self._batches:
             for sequence in own:
-                self._members[sequence] = weigh.move(sequence, batch, weigh.lightest(self._batches))
+                self._members[sequence] = scale.put(sequence, scale.lightest(sequence))
             return []
-        even = weigh.total / self._batches
-        if weigh.loads[batch] - weigh.loads[weigh.lightest(self._batches)] > self._UNEVEN * even:
+        if scale.above_least(batch) > self._UNEVEN * 2 / self._batches:
             for sequence in reversed(own):  # the oldest stay
-                to = weigh.lightest(self._batches)
-                if weigh.loads[batch] - weigh.loads[to] > weigh.of(sequence):
-                    self._members[sequence] = weigh.move(sequence, batch, to)
+                to = scale.lightest(sequence)
+                if scale.evens(sequence, batch, to):
+                    scale.take(sequence, batch)
+                    self._members[sequence] = scale.put(sequence, to)
         return [key for key in own if self._members[key] == batch]
 
 
 class _Scale:
-    """Loads of batches: the share of all sequences and the share of all their tokens, added."""
+    """Loads of batches: the share of all sequences that they have, and the share of all tokens, added."""
 
-    def __init__(self, tokens: Mapping[int, int], members: Mapping[int, int], batches: int) -> None:
-        self._tokens = tokens
+    def __init__(
+        self,
+        batches: int,
+        tokens: Mapping[int, int],
+        holders: Mapping[int, Hashable],
+        members: Mapping[int, int],
+    ) -> None:
+        self._tokens, self._holders = tokens, holders
         self._all = max(sum(tokens.values()), 1)
-        self.loads = [0.0] * batches
+        self._loads = [0.0] * batches
+        self._held: list[Counter[Hashable]] = [Counter() for _ in range(batches)]  # tokens on a holder
         for sequence, batch in members.items():
-            if sequence in tokens:
-                self.loads[batch] += self.of(sequence)
+            if sequence in tokens and batch < batches:
+                self.put(sequence, batch)
 
-    @property
-    def total(self) -> float:
-        return 2.0 if self._tokens else 0.0
+    def above_least(self, batch: int) -> float:
+        return self._loads[batch] - min(self._loads)
 
-    def of(self, sequence: int) -> float:
-        return 1 / len(self._tokens) + self._tokens[sequence] / self._all
+    def lightest(self, sequence: int) -> int:
+        """The batch that the sequence should go to. What it has on the sequence's own holder counts twice:
+        attention takes as long as the holder that has most of the batch."""
+        holder = self._holders.get(sequence)
+        return min(
+            range(len(self._loads)),
+            key=lambda batch: self._loads[batch] + self._held[batch][holder] / self._all,
+        )
 
-    def lightest(self, batches: int) -> int:
-        return min(range(batches), key=lambda batch: self.loads[batch])
+    def evens(self, sequence: int, batch: int, to: int) -> bool:
+        """Whether its going over brings the two nearer to each other."""
+        holder = self._holders.get(sequence)
+        return (
+            self._loads[batch] - self._loads[to] > self._of(sequence)
+            and self._held[batch][holder] > self._held[to][holder]
+        )
 
     def put(self, sequence: int, batch: int) -> int:
-        self.loads[batch] += self.of(sequence)
+        self._loads[batch] += self._of(sequence)
+        self._held[batch][self._holders.get(sequence)] += self._tokens[sequence]
         return batch
 
-    def move(self, sequence: int, batch: int, to: int) -> int:
-        self.loads[batch] -= self.of(sequence)
-        return self.put(sequence, to)
+    def take(self, sequence: int, batch: int) -> None:
+        self._loads[batch] -= self._of(sequence)
+        self._held[batch][self._holders.get(sequence)] -= self._tokens[sequence]
+
+    def _of(self, sequence: int) -> float:
+        return 1 / len(self._tokens) + self._tokens[sequence] / self._all
 
 
 class _Line:
@@ -251,19 +276,22 @@ class Staggering:
     bring. With it, it is told what iterations take, and that is what counts then: batches that run at the
     same time may disturb each other (replicas and pool on the same cores). Pipelining that does not keep what
     it promised is given up, and tried again where the batch is another, or after `retry_after` iterations.
+    A trial is short, so the unknown is taken at its best: slices of half a batch take half as long.
     """
 
     _ON, _OFF = 1.1, 1.0  # gains
     _ALIKE = 1.5  # tokens of batches over tokens of those measured, either way
+    _TRIAL = 4  # iterations of each batch
 
     def __init__(self, scheme: Scheme, *, retry_after: int = 2000) -> None:
         self._scheme = scheme
         self._retry_after = retry_after
-        self._slice = _Line(flat=True)  # weights are read once, whatever the batch is
+        self._slice = _Line(flat=False)
         self._attend = _Line(flat=False)
         self._network = _Line(flat=True)
         self._staggered: float | None = None  # seconds for a token
         self._staggered_tokens = 0
+        self._trial = 0  # iterations that are left of it
         self._since = 0
         self.on = False
 
@@ -280,10 +308,13 @@ class Staggering:
     def took_staggered(self, sequences: int, tokens: int, layer_s: float) -> None:
         """An iteration, over its layers, of one of the scheme's batches, from its first slice to the first of
         the next: waiting for the others is in it. `sequences` and `tokens` are of all batches."""
+        self._trial = max(self._trial - 1, 0)
+        self._since = 0
+        if self._trial >= self._scheme.batches:  # batches are not staggered yet
+            return
         token_s = layer_s / max(sequences, 1)
         self._staggered = token_s if self._staggered is None else 0.9 * self._staggered + 0.1 * token_s
         self._staggered_tokens = tokens
-        self._since = 0
 
     def gain(self, sequences: int, tokens: int) -> float:
         """Tokens a second of these sequences in the scheme's batches over those in one per replica. 0 while
@@ -301,8 +332,12 @@ class Staggering:
 
     def decide(self, sequences: int, tokens: int) -> int:
         """Into how many batches these sequences should be divided."""
-        enough = sequences >= 2 * self._scheme.batches
-        self.on = enough and self.gain(sequences, tokens) >= (self._OFF if self.on else self._ON)
+        enough, gain = sequences >= 2 * self._scheme.batches, self.gain(sequences, tokens)
+        if not self.on and enough and gain >= self._ON:
+            self.on = True
+            self._trial = self._TRIAL * self._scheme.batches
+        elif not enough or (gain < self._OFF and not self._trial):
+            self.on = False
         return self._scheme.batches if self.on else self._scheme.replicas
 
     def _timing(self, sequences: float, tokens: float) -> Timing:

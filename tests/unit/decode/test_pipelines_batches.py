@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 
@@ -48,6 +49,23 @@ def test_long_sequences_do_not_stand_together() -> None:
     batches[0] = division.compose(0, able)
     assert [sum(key < 4 for key in batch) for batch in batches] == [2, 2]
     assert sorted(map(len, batches)) == [8, 8]
+
+
+def test_every_batch_has_its_share_of_each_holder() -> None:
+    """Section 5.1.1: of every batch the KV is divided evenly over the pool's devices. In the order in which
+    sequences come, holders and batches alternate alike: every second holder would have all of a batch."""
+    division, able = Division(), dict.fromkeys(range(36), 4096)
+    holders = {key: key % 6 for key in able}
+    division.spread(2)
+    first, second = division.compose(0, able, holders), division.compose(1, able, holders)
+    assert [Counter(holders[key] for key in keys) for keys in (first, second)] == [
+        Counter(dict.fromkeys(range(6), 3))
+    ] * 2
+    alone = Division()
+    alone.compose(0, able, holders)
+    alone.spread(2)
+    kept = Counter(holders[key] for key in alone.compose(0, able, holders))
+    assert kept == Counter(dict.fromkeys(range(6), 3)), "and when one batch is divided"
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -106,7 +124,7 @@ def test_pipelining_is_on_only_where_the_batch_is_large_enough() -> None:
     assert [staggering.decide(size, size * 1000) for size in (4, 8, 16)] == [1, 1, 1]
     assert staggering.gain(8, 8000) < 0.75, "nearly twice the latency"
     assert staggering.decide(256, 256_000) == 2
-    assert staggering.decide(256, 2_000) == 1, "short contexts: little attention to hide"
+    assert staggering.gain(256, 2_000) < 1, "short contexts: little attention to hide"
     assert staggering.decide(3, 900_000) == 1, "nothing to divide"
 
 
@@ -123,26 +141,38 @@ def test_what_was_promised_and_not_kept_is_given_up_and_tried_again() -> None:
     """Replicas and pool on the same cores: two batches at a time disturb each other."""
     staggering, alone_s = learnt(Rotational(2), retry_after=50), took(64).alone_s
     assert staggering.decide(64, 64_000) == 2
-    staggering.took_staggered(64, 64_000, 0.95 * alone_s)
-    assert staggering.decide(64, 64_000) == 2, "what is on stays on while it loses nothing"
+    for _ in range(6):
+        staggering.took_staggered(64, 64_000, 3 * alone_s)  # until they are staggered
+        assert staggering.decide(64, 64_000) == 2
+    for _ in range(20):
+        staggering.took_staggered(64, 64_000, 0.95 * alone_s)
+        assert staggering.decide(64, 64_000) == 2, "what is on stays on while it loses nothing"
     for _ in range(20):
         staggering.took_staggered(64, 64_000, 1.2 * alone_s)
     assert staggering.decide(64, 64_000) == 1
     for _ in range(50):
         staggering.took_alone(64, 64_000, took(64))
         assert staggering.decide(64, 64_000) == 1
-    assert staggering.decide(200, 200_000) == 2, "of such a batch nothing is known yet"
-    assert staggering.decide(64, 64_000) == 1
+    assert staggering.gain(200, 200_000) > 1.1, "of such a batch nothing is known yet"
     staggering.took_alone(64, 64_000, took(64))
     assert staggering.decide(64, 64_000) == 2
 
 
-def test_batches_of_one_size_say_nothing_of_others() -> None:
-    """Then a slice of half the batch is taken to last as long: weights are read for it as well."""
+def test_batches_of_one_size_say_nothing_of_others_so_a_trial_does() -> None:
+    """Nothing is known of half the batch: that it takes half as long is the best that can be."""
     staggering = Staggering(Rotational(2))
     for _ in range(5):
         staggering.took_alone(64, 64_000, Timing(slice_s=1e-3, attend_s=1e-3, network_s=1e-4))
-    assert staggering.gain(64, 64_000) == pytest.approx(2.1 / 2)
-    for _ in range(5):
-        staggering.took_alone(64, 64_000, Timing(slice_s=1e-3, attend_s=9e-3, network_s=1e-4))
-    assert staggering.decide(64, 64_000) == 2, "attention is halved, whatever a slice takes"
+    assert staggering.gain(64, 64_000) == pytest.approx(2.1 / 1.1)
+    assert staggering.decide(64, 64_000) == 2
+    for _ in range(4 * 2):
+        assert staggering.decide(64, 64_000) == 2
+        staggering.took_staggered(64, 64_000, 2.2e-3)
+    assert staggering.decide(64, 64_000) == 1
+
+
+def test_where_even_the_best_does_not_pay_nothing_is_tried() -> None:
+    staggering = Staggering(Rotational(2))
+    for _ in range(100):
+        staggering.took_alone(64, 64_000, Timing(slice_s=1e-3, attend_s=4e-5, network_s=2e-5))
+        assert staggering.decide(64, 64_000) == 1
