@@ -14,6 +14,8 @@ from benchmarks import (
     attention_store_cli,
     borrow,
     first_token,
+    offload_figures,
+    offload_plan,
     overlap_cli,
     prefixes_cli,
     remote_attention,
@@ -91,6 +93,8 @@ def _parser() -> argparse.ArgumentParser:
     settlement.add(commands, _add_outputs)
     attention_store_cli.add(commands, _add_outputs)
     remote_attention.add(commands, _add_outputs)
+    offload_plan.add(commands, _add_outputs)
+    offload_figures.add(commands, _add_outputs)
     _add_truncation(commands)
     return parser
 
