@@ -93,6 +93,10 @@ class Connection(Protocol):
         stale connection from a live one: nothing is ever sent there unasked."""
         ...
 
+    def ask_for(self, ask_s: float) -> None:
+        """How long a wait asks before it sleeps, where the one before was about as short."""
+        ...
+
     def abort(self) -> None:
         """Makes all pending and later operations fail at once. May be called by any thread."""
         ...

@@ -15,6 +15,7 @@ from kvcommons.pb import data_pb2 as pb
 from kvcommons.transport.addresses import connect
 from kvcommons.transport.base import Connection, Limits, Observation, Observer, SendBroken
 from kvcommons.transport.deadline import Deadline
+from kvcommons.transport.sockets import ASK_S
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -41,12 +42,15 @@ class DataClient:
         limits: Limits | None = None,
         kept_max: int = 8,
         observer: Observer | None = None,
+        ask_s: float = ASK_S,
     ) -> None:
-        """At most `kept_max` idle connections are kept."""
+        """At most `kept_max` idle connections are kept. `ask_s`: answers that come so soon find the caller
+        awake."""
         self.address = address
         self._limits = limits or Limits()
         self._kept_max = kept_max
         self._observer = observer
+        self._ask_s = ask_s
         self._lock = threading.Lock()
         self._kept: list[tuple[Connection, float]] = []
         self._closed = False
@@ -130,7 +134,9 @@ class DataClient:
         return self._connect(deadline), False
 
     def _connect(self, deadline: Deadline) -> Connection:
-        return connect(self.address, deadline.within(CONNECT_S), self._limits)
+        connection = connect(self.address, deadline.within(CONNECT_S), self._limits)
+        connection.ask_for(self._ask_s)
+        return connection
 
     def _keep(self, connection: Connection) -> None:
         with self._lock:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 # Buffers given to a stream at once: what one sendmsg or recvmsg_into takes on every Linux.
 VIEWS_MAX = 1024
 _SCRATCH_BYTES = 256 << 10
+# Received at once with a frame's header: small frames take one call.
+_AHEAD_BYTES = 16 << 10
 
 
 class Stream(Protocol):
@@ -38,6 +40,10 @@ class Stream(Protocol):
 
     def wait_readable(self, deadline: Deadline) -> bool:
         """Whether bytes, the peer's end or a failure can be received before the deadline. Never raises."""
+        ...
+
+    def ask_for(self, ask_s: float) -> None:
+        """As Connection's."""
         ...
 
     def abort(self) -> None:
@@ -75,6 +81,8 @@ class FramedConnection:
         self.peer_leaves = False
         self._stream = stream
         self._limits = limits
+        self._buffer = memoryview(bytearray(_AHEAD_BYTES))
+        self._ahead = self._buffer[:0]  # received, and not taken yet
 
     def send(self, head: bytes, payload: Sequence[Buffer], deadline: Deadline, *, last: bool = False) -> None:
         views = flat_views(payload)
@@ -92,14 +100,11 @@ class FramedConnection:
 
     def receive_head(self, deadline: Deadline) -> tuple[bytes, int]:
         assert not self.unread_bytes, "the frame before has payload that nobody took"
-        header = bytearray(frame.HEADER_BYTES)
-        self._fill([memoryview(header)], deadline)
+        header = self._take(frame.HEADER_BYTES, deadline)
         head_bytes, payload_bytes, self.peer_leaves = frame.unpack(header, self._limits)
-        head = bytearray(head_bytes)
-        if head_bytes:
-            self._fill([memoryview(head)], deadline)
+        head = self._take(head_bytes, deadline)
         self.unread_bytes = payload_bytes
-        return bytes(head), payload_bytes
+        return head, payload_bytes
 
     def receive_payload(self, into: Sequence[Buffer], deadline: Deadline) -> None:
         views = flat_views(into)
@@ -122,7 +127,10 @@ class FramedConnection:
             self._fill([memoryview(scratch)], deadline)
 
     def wait_readable(self, deadline: Deadline) -> bool:
-        return self._stream.wait_readable(deadline)
+        return bool(self._ahead) or self._stream.wait_readable(deadline)
+
+    def ask_for(self, ask_s: float) -> None:
+        self._stream.ask_for(ask_s)
 
     def abort(self) -> None:
         self._stream.abort()
@@ -130,8 +138,32 @@ class FramedConnection:
     def close(self) -> None:
         self._stream.close()
 
+    def _take(self, size: int, deadline: Deadline) -> bytes:
+        """The next bytes, and with them what else of the frame is there already."""
+        if size > _AHEAD_BYTES:
+            whole = bytearray(size)
+            self._fill([memoryview(whole)], deadline)
+            return bytes(whole)
+        have = len(self._ahead)
+        if have < size:
+            self._buffer[:have] = self._ahead
+            while have < size:
+                count = self._stream.receive_some([self._buffer[have:]], deadline)
+                if not count:
+                    raise Unavailable(f"{self.peer} closed the connection")
+                have += count
+            self._ahead = self._buffer[:have]
+        taken, self._ahead = bytes(self._ahead[:size]), self._ahead[size:]
+        return taken
+
     def _fill(self, views: list[memoryview], deadline: Deadline) -> None:
         start = 0
+        while self._ahead and start < len(views):
+            count = min(views[start].nbytes, len(self._ahead))
+            views[start][:count] = self._ahead[:count]
+            self._ahead = self._ahead[count:]
+            self.unread_bytes = max(0, self.unread_bytes - count)
+            start = _advance(views, start, count)
         while start < len(views):
             count = self._stream.receive_some(views[start : start + VIEWS_MAX], deadline)
             if not count:

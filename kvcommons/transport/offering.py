@@ -9,7 +9,7 @@ from typing import Protocol
 from kvcommons.errors import KVCommonsError
 from kvcommons.transport.deadline import Deadline
 from kvcommons.transport.framed import Stream
-from kvcommons.transport.sockets import SocketStream
+from kvcommons.transport.sockets import ASK_S, SocketStream
 
 
 class Terms(Protocol):
@@ -43,6 +43,7 @@ class OfferingStream:
         self._offered = False
         self._chosen: Stream | None = None
         self._failure: KVCommonsError | None = None
+        self._ask_s = ASK_S
 
     def send_some(self, views: Sequence[memoryview], deadline: Deadline) -> int:
         if self._chosen is None:
@@ -71,7 +72,12 @@ class OfferingStream:
             except KVCommonsError as error:
                 self._failure = error  # for whoever receives
             self._chosen = self._chosen or self._plain
+            self._chosen.ask_for(self._ask_s)
         return bool(self._failure) or self._chosen.wait_readable(deadline)
+
+    def ask_for(self, ask_s: float) -> None:
+        self._ask_s = ask_s
+        (self._chosen or self._plain).ask_for(ask_s)
 
     def finish(self) -> None:
         (self._chosen or self._plain).finish()

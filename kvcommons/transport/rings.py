@@ -156,6 +156,9 @@ class RingStream:
                 self._failure = error  # for whoever receives
         return True
 
+    def ask_for(self, ask_s: float) -> None:
+        self._bell.ask_for(ask_s)
+
     def abort(self) -> None:
         self._bell.abort()
 

@@ -16,6 +16,7 @@ from kvcommons.transport.addresses import listen
 from kvcommons.transport.base import Connection, Limits, Observation, Observer
 from kvcommons.transport.deadline import Deadline
 from kvcommons.transport.rings import RING_BYTES
+from kvcommons.transport.sockets import ASK_S
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -104,14 +105,17 @@ class DataServer:
         max_connections: int = 256,
         observer: Observer | None = None,
         ring_bytes: int = RING_BYTES,
+        ask_s: float = ASK_S,
     ) -> None:
         """Binds at once: `address` then says where, with the port that the system chose. `name` is for
-        threads' names and logs, `ring_bytes` as in `listen`."""
+        threads' names and logs, `ring_bytes` as in `listen`. `ask_s`: between two requests that follow each
+        other so soon a connection's thread stays awake."""
         self._handler = handler
         self._name = name
         self._limits = limits or Limits()
         self._max_connections = max_connections
         self._observer = observer
+        self._ask_s = ask_s
         self._listener = listen(address, self._limits, ring_bytes=ring_bytes)
         self.address = self._listener.address
         self._lock = threading.Lock()
@@ -190,6 +194,7 @@ class DataServer:
         connection.close()
 
     def _serve(self, connection: Connection) -> None:
+        connection.ask_for(self._ask_s)
         try:
             while not self._stopping and connection.wait_readable(Deadline.after(IDLE_S)):
                 if not self._serve_one(connection):

@@ -179,6 +179,7 @@ class UcxStream:
         self._ended = False
         self._aborted = False
         self._brief = True  # the wait before
+        self._ask_s = ASK_S
         # A message is received here and copied out: into memory of the caller UCX might write even after he
         # gave up.
         self._box = bytearray(_MESSAGE_BYTES)
@@ -236,6 +237,9 @@ class UcxStream:
             self._ended = True
         return True
 
+    def ask_for(self, ask_s: float) -> None:
+        self._ask_s = ask_s
+
     def abort(self) -> None:
         self._aborted = True
         self._control.abort()
@@ -279,13 +283,13 @@ class UcxStream:
         """False: the peer's end."""
         started_s = time.monotonic()
         # As sockets do: see wait_readable there.
-        asks_until_s = started_s + ASK_S if self._brief and deadline.left() > ASK_S else 0.0
+        asks_until_s = started_s + self._ask_s if self._brief and deadline.left() > self._ask_s else 0.0
         while True:
             if self._aborted:
                 raise Unavailable(f"the connection to {self._control.peer} was given up")
             self._worker.progress()
             if done():
-                self._brief = time.monotonic() - started_s < 1.5 * ASK_S
+                self._brief = time.monotonic() - started_s < 1.5 * self._ask_s
                 return True
             if self._ended:
                 return False

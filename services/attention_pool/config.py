@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated
 
-from annotated_types import Gt
+from annotated_types import Ge, Gt, Le
 
 from kvcommons.config import Addresses, DataPlane, Node
 from kvcommons.engine.core import EngineSettings
@@ -19,4 +19,7 @@ class AttentionPoolConfig:
     data_plane: DataPlane
     engine: EngineSettings
     ledger: Addresses
+    # Between two requests that follow each other so soon, a connection's thread stays awake. A debtor computes
+    # for about a millisecond between two layers: 2000 saves it the waking, where the pool has its cores alone.
+    awake_us: Annotated[int, Ge(0), Le(10_000)] = 60
     save_buffer_bytes: Annotated[int, Gt(0)] = 256 << 20  # KV on its way to the kvstore; more is not saved

@@ -50,6 +50,7 @@ class PoolParts:
             name="attention_pool",
             observer=DataMetrics(telemetry.registry, "server"),
             ring_bytes=config.data_plane.data_ring_bytes,
+            ask_s=config.awake_us / 1e6,
         )
         allocator = pool.holder.allocator
         LoadMetrics(
