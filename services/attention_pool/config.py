@@ -19,7 +19,7 @@ class AttentionPoolConfig:
     data_plane: DataPlane
     engine: EngineSettings
     ledger: Addresses
-    # Between two requests that follow each other so soon, a connection's thread stays awake. A debtor computes
-    # for about a millisecond between two layers: 2000 saves it the waking, where the pool has its cores alone.
+    # Between two requests that follow each other so soon, a connection's thread stays awake. A debtor
+    # computes for about a millisecond between two layers: 2000 saves the waking, on cores of the pool's own.
     awake_us: Annotated[int, Ge(0), Le(10_000)] = 60
     save_buffer_bytes: Annotated[int, Gt(0)] = 256 << 20  # KV on its way to the kvstore; more is not saved
