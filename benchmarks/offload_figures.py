@@ -120,7 +120,7 @@ def _parts(size: int, batching: Batching, outcome: Outcome, alone: Outcome) -> d
     network_s = (alone.stages_s - alone.attention_s) / len(alone.rows)
     stage_s = (outcome.stages_s - outcome.attention_s) / iterations
     return {
-        "how": f"{size}, {'one batch' if batching is Batching.ONE else 'two'}",
+        "how": f"{size}, {'one' if batching is Batching.ONE else 'two'}",
         "slices ms": 1e3 * outcome.slices_s / iterations,
         "attention ms": 1e3 * outcome.attention_s / iterations,
         "network ms": 1e3 * min(network_s, stage_s),
@@ -190,15 +190,15 @@ def replicas(
             row[f"{scheme.name} pool busy %"] = 100 * outcome.pool_busy
         ratios[f"rotational over fixed, {count} replicas"] = outcomes[1].tokens_s / outcomes[0].tokens_s
         rows.append(row)
-    title = f"Simulated: {model.name}, {computing.count} {computing.device.name} a replica, context {context}"
+    title = f"Simulated {model.name}: {computing.count} {computing.device.name} a replica, context {context}"
     return Report(title=title, ratios=ratios, rows=rows)
 
 
 def _title(deployment: Deployment) -> str:
+    computing, pool = deployment.computing, deployment.pool
     return (
-        f"Simulated: {deployment.model.name} on {deployment.computing.count} "
-        f"{deployment.computing.device.name}, attention on {deployment.pool.count} "
-        f"{deployment.pool.device.name}"
+        f"Simulated {deployment.model.name}: {computing.count} {computing.device.name} and {pool.count} "
+        "for attention"
     )
 
 
