@@ -14,6 +14,7 @@ from benchmarks import (
     attention_store_cli,
     borrow,
     first_token,
+    offload,
     offload_figures,
     offload_plan,
     overlap_cli,
@@ -93,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
     settlement.add(commands, _add_outputs)
     attention_store_cli.add(commands, _add_outputs)
     remote_attention.add(commands, _add_outputs)
+    offload.add(commands, _add_outputs)
     offload_plan.add(commands, _add_outputs)
     offload_figures.add(commands, _add_outputs)
     _add_truncation(commands)

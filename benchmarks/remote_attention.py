@@ -247,7 +247,7 @@ class _Stepper:
             raise error
         self._sequence.append(token.token)
         self._batch.step()
-        return iteration.seconds
+        return iteration.spent.seconds
 
 
 def _sequence(core: Core, context: int, runs: Sequence[Run]) -> DecodedSequence:

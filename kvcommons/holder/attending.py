@@ -6,18 +6,19 @@ debtor merges."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 
 from kvcommons.attention.memory import TORCH_DTYPES
-from kvcommons.attention.partial import Partial, attend_batch, attend_chunk
+from kvcommons.attention.partial import Partial, attend_chunk
 from kvcommons.errors import DeadlineExceeded, InvalidInput
 from kvcommons.holder.budget import AttentionBudget
 from kvcommons.holder.holder import Holder
+from kvcommons.holder.rows import Part, RowPlan, RowPlans
 from kvcommons.holder.segments import Segment, SegmentRef
 from kvcommons.pb import data_pb2 as pb
 from kvcommons.rblock.layout import Layout
@@ -28,19 +29,6 @@ from kvcommons.transport.server import Exchange
 def byte_view(tensor: Tensor) -> memoryview:
     """The bytes of a contiguous CPU tensor, in place."""
     return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Part:
-    """One segment of a request: its rows are q[first_row : first_row + rows]."""
-
-    blocks: list[int]
-    first_row: int
-    rows: int
-    query_position: int
-    key_position: int
-    append: bool
-    length: int
 
 
 class Attention:
@@ -55,6 +43,7 @@ class Attention:
         self._holder = holder
         self._budget = budget
         self._compute = compute or threading.Lock()
+        self._plans = RowPlans()
 
     def answer(self, request: pb.AttendLayer, exchange: Exchange) -> None:
         """Receives queries, and K and V to append; replies outputs and lse. Errors: StaleEpoch for a segment
@@ -65,20 +54,26 @@ class Attention:
             raise InvalidInput(
                 f"layer {request.layer} of {len(request.segments)} segments: nothing to attend over"
             )
-        refs = [
-            SegmentRef(handle=part.handle, epoch=part.epoch, generation=part.generation)
-            for part in request.segments
-        ]
+        layer, request.layer = request.layer, 0
+        wording = request.SerializeToString()
+        known = self._plans.find(wording)
+        refs = known.refs if known is not None else [_ref(part) for part in request.segments]
         with self._holder.pinned(refs) as segments:
-            parts = self._parts(request.segments, segments)
-            q, appended = _receive(parts, layout, exchange)
-            others = self._budget.turn(exchange.deadline) if self._budget is not None else nullcontext()
-            with others:
-                partial = self._attend(request.layer, parts, q, appended, exchange.deadline)
+            if known is not None and known.holds_for(segments):
+                partial, spent = self._rows(layer, known, exchange)
+            else:
+                parts = self._parts(request.segments, segments)
+                if all(part.rows == 1 for part in parts):
+                    model = self._holder.model
+                    plan = RowPlan(self._holder.memory, model.windows, model.scale, refs, segments, parts)
+                    self._plans.keep(wording, plan)
+                    partial, spent = self._rows(layer, plan, exchange)
+                else:
+                    partial, spent = self._chunks(layer, parts, exchange)
         payload = [byte_view(partial.out.cpu().contiguous()), byte_view(partial.lse.cpu().contiguous())]
-        exchange.reply(pb.DataReply(attend_layer=pb.AttendLayerReply()), payload)
+        exchange.reply(pb.DataReply(attend_layer=spent), payload)
 
-    def _parts(self, wanted: Sequence[pb.AttendSegment], segments: Sequence[Segment]) -> list[_Part]:
+    def _parts(self, wanted: Sequence[pb.AttendSegment], segments: Sequence[Segment]) -> list[Part]:
         parts, row, size = [], 0, self._holder.memory.layout.block_tokens
         for ask, segment in zip(wanted, segments, strict=True):
             if not ask.rows or (ask.append and ask.rows > ask.length):
@@ -94,7 +89,7 @@ class Attention:
                     "frozen or shared"
                 )
             parts.append(
-                _Part(
+                Part(
                     blocks=blocks,
                     first_row=row,
                     rows=ask.rows,
@@ -107,26 +102,44 @@ class Attention:
             row += ask.rows
         return parts
 
-    def _attend(
-        self, layer: int, parts: list[_Part], q: Tensor, appended: list[Tensor], deadline: Deadline
-    ) -> Partial:
-        device = self._holder.memory.device
-        if not self._compute.acquire(timeout=deadline.left()):
-            raise DeadlineExceeded(
-                "the holder was busy until the deadline: spread the load over more holders"
-            )
-        try:
-            with torch.inference_mode():
-                self._append(layer, parts, appended)
-                q = q.to(device)
-                if all(part.rows == 1 for part in parts):
-                    return self._batch(layer, parts, q)
-                chunks = [self._chunk(layer, part, q) for part in parts]
-                return Partial(out=torch.cat([c.out for c in chunks]), lse=torch.cat([c.lse for c in chunks]))
-        finally:
-            self._compute.release()
+    def _rows(self, layer: int, plan: RowPlan, exchange: Exchange) -> tuple[Partial, pb.AttendLayerReply]:
+        layout = self._holder.memory.layout
+        q, (appended,) = _receive(len(plan.refs), [(plan.appended, 1)], layout, exchange)
+        with self._computing(exchange.deadline) as spent:
+            plan.append(layer, appended)
+            return plan.attend(layer, q), spent
 
-    def _append(self, layer: int, parts: list[_Part], appended: list[Tensor]) -> None:
+    def _chunks(
+        self, layer: int, parts: list[Part], exchange: Exchange
+    ) -> tuple[Partial, pb.AttendLayerReply]:
+        rows, appends = sum(part.rows for part in parts), [(1, part.rows) for part in parts if part.append]
+        q, appended = _receive(rows, appends, self._holder.memory.layout, exchange)
+        with self._computing(exchange.deadline) as spent:
+            self._append(layer, parts, [kv.squeeze(0) for kv in appended])
+            q = q.to(self._holder.memory.device)
+            chunks = [self._chunk(layer, part, q) for part in parts]
+            partial = Partial(out=torch.cat([c.out for c in chunks]), lse=torch.cat([c.lse for c in chunks]))
+            return partial, spent
+
+    @contextmanager
+    def _computing(self, deadline: Deadline) -> Iterator[pb.AttendLayerReply]:
+        """One request at a time, within the budget; what it waited and took, once it has ended."""
+        spent, asked_s = pb.AttendLayerReply(), time.monotonic()
+        with self._budget.turn(deadline) if self._budget is not None else nullcontext():
+            if not self._compute.acquire(timeout=deadline.left()):
+                raise DeadlineExceeded(
+                    "the holder was busy until the deadline: spread the load over more holders"
+                )
+            began_s = time.monotonic()
+            try:
+                with torch.inference_mode():
+                    yield spent
+            finally:
+                self._compute.release()
+        spent.queued_us = int((began_s - asked_s) * 1e6)
+        spent.computed_us = int((time.monotonic() - began_s) * 1e6)
+
+    def _append(self, layer: int, parts: list[Part], appended: list[Tensor]) -> None:
         if not appended:
             return
         memory, size = self._holder.memory, self._holder.memory.layout.block_tokens
@@ -140,25 +153,7 @@ class Attention:
         both = torch.cat([kv.transpose(1, 2) for kv in appended], dim=1).to(memory.device)
         memory.write_tokens(layer, torch.tensor(slots, device=memory.device), both[0], both[1])
 
-    def _batch(self, layer: int, parts: list[_Part], q: Tensor) -> Partial:
-        """One row a segment, all at once."""
-        memory = self._holder.memory
-        width = max(1, *(len(part.blocks) for part in parts))
-        tables = torch.zeros((len(parts), width), dtype=torch.int64)
-        for row, part in enumerate(parts):
-            tables[row, : len(part.blocks)] = torch.tensor(part.blocks, dtype=torch.int64)
-        return attend_batch(
-            q,
-            memory.layer(layer),
-            tables.to(memory.device),
-            _column(parts, "length", memory.device),
-            scale=self._holder.model.scale,
-            window=self._holder.model.windows[layer],
-            first_key_positions=_column(parts, "key_position", memory.device),
-            query_positions=_column(parts, "query_position", memory.device),
-        )
-
-    def _chunk(self, layer: int, part: _Part, q: Tensor) -> Partial:
+    def _chunk(self, layer: int, part: Part, q: Tensor) -> Partial:
         memory = self._holder.memory
         positions = torch.arange(part.rows, device=memory.device) + part.query_position
         return attend_chunk(
@@ -173,20 +168,25 @@ class Attention:
         )
 
 
-def _column(parts: list[_Part], name: str, device: torch.device) -> Tensor:
-    return torch.tensor([getattr(part, name) for part in parts], dtype=torch.int64, device=device)
+def _ref(part: pb.AttendSegment) -> SegmentRef:
+    return SegmentRef(handle=part.handle, epoch=part.epoch, generation=part.generation)
 
 
-def _receive(parts: list[_Part], layout: Layout, exchange: Exchange) -> tuple[Tensor, list[Tensor]]:
-    """q [rows, H, D] float32, and [2, kv_heads, rows, D] in the KV dtype for each part that appends."""
-    rows = sum(part.rows for part in parts)
-    appends = [part.rows for part in parts if part.append]
+def _receive(
+    rows: int, appends: Sequence[tuple[int, int]], layout: Layout, exchange: Exchange
+) -> tuple[Tensor, list[Tensor]]:
+    """q [rows, H, D] float32, and [parts, 2, kv_heads, rows, D] in the KV dtype for each of `appends`: so
+    many parts of so many rows."""
     dtype = TORCH_DTYPES[layout.kv_dtype]
     due = rows * layout.query_heads * layout.head_dim * 4
-    due += 2 * sum(appends) * layout.kv_heads * layout.head_dim * dtype.itemsize
+    new = sum(parts * count for parts, count in appends)
+    due += 2 * new * layout.kv_heads * layout.head_dim * dtype.itemsize
     if exchange.payload_bytes != due:
         raise InvalidInput(f"AttendLayer came with {exchange.payload_bytes} bytes where {due} belong")
     q = torch.empty((rows, layout.query_heads, layout.head_dim), dtype=torch.float32)
-    appended = [torch.empty((2, layout.kv_heads, count, layout.head_dim), dtype=dtype) for count in appends]
-    exchange.receive_payload([byte_view(tensor) for tensor in (q, *appended)])
+    appended = [
+        torch.empty((parts, 2, layout.kv_heads, count, layout.head_dim), dtype=dtype)
+        for parts, count in appends
+    ]
+    exchange.receive_payload([byte_view(tensor) for tensor in (q, *appended) if tensor.numel()])
     return q, appended

@@ -63,19 +63,28 @@ class PendingPartial:
     def finish(self) -> Partial:
         """The partial of all parts' rows, in order, on the CPU. Raises what the holder raised (StaleEpoch),
         Unavailable, DeadlineExceeded."""
+        return self.finish_told()[0]
+
+    def finish_told(self) -> tuple[Partial, data_pb2.AttendLayerReply]:
+        """And what the holder says that it took."""
         out = torch.empty((self.rows, self.query_heads, self.head_dim), dtype=torch.float32)
         lse = torch.empty((self.rows, self.query_heads), dtype=torch.float32)
-        self.call.finish([byte_view(out), byte_view(lse)])
-        return Partial(out=out, lse=lse)
+        reply = self.call.finish([byte_view(out), byte_view(lse)])
+        return Partial(out=out, lse=lse), reply.attend_layer
 
     def cancel(self) -> None:
         self.call.cancel()
 
 
+def attend_request(parts: Sequence[AttendPart]) -> data_pb2.AttendLayer:
+    """For `begin_attend`: the same parts of all layers need to be written down once only."""
+    return data_pb2.AttendLayer(segments=[_attend_segment(part) for part in parts])
+
+
 def begin_attend(
     client: DataClient,
     layer: int,
-    parts: Sequence[AttendPart],
+    parts: Sequence[AttendPart] | data_pb2.AttendLayer,
     q: Tensor,
     appended: Sequence[Tensor],
     deadline: Deadline,
@@ -83,8 +92,9 @@ def begin_attend(
     """Asks a holder's data plane for a partial: see RemoteHolder.begin_attend."""
     request = data_pb2.DataRequest(
         traceparent=current_traceparent(),
-        attend_layer=data_pb2.AttendLayer(layer=layer, segments=[_attend_segment(part) for part in parts]),
+        attend_layer=parts if isinstance(parts, data_pb2.AttendLayer) else attend_request(parts),
     )
+    request.attend_layer.layer = layer
     payload = [byte_view(tensor.detach().cpu().contiguous()) for tensor in (q.float(), *appended)]
     call = client.begin(request, payload, deadline=deadline)
     return PendingPartial(call=call, rows=q.shape[0], query_heads=q.shape[1], head_dim=q.shape[2])
@@ -320,7 +330,7 @@ class RemoteHolder:
     def begin_attend(
         self,
         layer: int,
-        parts: Sequence[AttendPart],
+        parts: Sequence[AttendPart] | data_pb2.AttendLayer,
         q: Tensor,
         appended: Sequence[Tensor],
         deadline: Deadline,
@@ -328,7 +338,7 @@ class RemoteHolder:
         """Sends queries, so that local attention can be computed meanwhile.
 
         q [sum of rows, query_heads, head_dim], rotated; appended, for each part with `append`, in order: K
-        and V [2, kv_heads, rows, head_dim] in the KV dtype.
+        and V [2, kv_heads, rows, head_dim] in the KV dtype; or those of several parts in one tensor.
         """
         return begin_attend(self._data, layer, parts, q, appended, deadline)
 

@@ -420,12 +420,20 @@ Global___AttendSegment: _TypeAlias = AttendSegment  # noqa: Y015
 class AttendLayerReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
+    QUEUED_US_FIELD_NUMBER: _builtins.int
+    COMPUTED_US_FIELD_NUMBER: _builtins.int
+    queued_us: _builtins.int
+    """the holder had it, and computed for others or for itself"""
+    computed_us: _builtins.int
     def __init__(
         self,
+        *,
+        queued_us: _builtins.int = ...,
+        computed_us: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_us", b"computed_us", "queued_us", b"queued_us"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

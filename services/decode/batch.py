@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -17,12 +18,13 @@ from kvcommons.holder.client import RemoteHolder
 from services.decode.sequence import LocalRun, RemoteRun, Sequence
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Group:
     """Of a source's partials: those at `index` belong to `rows` of the batch, no row twice."""
 
     index: Tensor
     rows: Tensor
+    whole: bool = False  # the partials are the batch's rows as they are
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +62,17 @@ class HolderShare:
     heads: Tensor  # those segments that lie in their sequence's head
     append_rows: Tensor  # of the segments that are tails, in order
     groups: list[Group]
+    span: slice | None  # where its rows are these of the batch and take all of its new tokens
+
+
+def holder_of(sequence: Sequence) -> int:
+    """Which holder the sequence's newest blocks are on: one number each, 0 for this instance."""
+    return id(sequence.tail.holder) if isinstance(sequence.tail, RemoteRun) else 0
+
+
+def by_holder(sequences: Items[Sequence]) -> list[Sequence]:
+    """So that what a holder is asked for is in one piece."""
+    return sorted(sequences, key=holder_of)
 
 
 @dataclass(slots=True)
@@ -84,6 +97,8 @@ class Batch:
     has_heads: bool = field(init=False)
     _tails: Tensor = field(init=False)  # parts that take new tokens
     append_rows: Tensor = field(init=False)  # and their rows
+    _apart: bool = field(init=False)  # each row's KV lies on one holder
+    _in_order: list[list[Group]] | None = field(init=False)  # and rows are ordered by their holders
 
     def __post_init__(self) -> None:
         parts = [
@@ -115,6 +130,11 @@ class Batch:
         )
         self.shares = self._remote()
         self.plain = not self.shares and len(parts) == len(self.sequences)
+        self._apart = all(len(sequence.runs) == 1 for sequence in self.sequences)
+        spans = [share.span for share in self.shares if share.span is not None]
+        ordered = bool(spans) and not parts and spans[0].start == 0 and len(spans) == len(self.shares)
+        ordered = ordered and all(one.stop == next_.start for one, next_ in pairwise(spans))
+        self._in_order = [share.groups for share in self.shares] if ordered else None
         self.part_groups = [] if self.plain else self._groups([row for row, _, _ in parts])
 
     def step(self) -> None:
@@ -134,8 +154,13 @@ class Batch:
         empty (lse -inf) where it has none, and the layers are merged exactly. `like` is the query [B, H,
         D]."""
         layers = []
+        if self._apart and contributions:
+            return self._beside(contributions, like)
         for groups, partial in contributions:
             for group in groups:
+                if group.whole:
+                    layers.append(partial)
+                    continue
                 heads, width = partial.out.shape[1:]
                 out = partial.out.new_zeros(len(self.sequences), heads, width)
                 lse = partial.lse.new_full((len(self.sequences), heads), -torch.inf)
@@ -145,6 +170,18 @@ class Batch:
         if not layers:  # all that these rows have lay on holders that are lost
             return Partial.empty(like)
         return layers[0] if len(layers) == 1 else merge(layers)
+
+    def _beside(self, contributions: Items[tuple[Items[Group], Partial]], like: Tensor) -> Partial:
+        """No row has partials of two sources: nothing to merge. Rows of holders that are lost are empty."""
+        if [groups for groups, _ in contributions] == self._in_order:
+            partials = [partial for _, partial in contributions]
+            return Partial(out=torch.cat([p.out for p in partials]), lse=torch.cat([p.lse for p in partials]))
+        whole = Partial.empty(like)
+        for groups, partial in contributions:
+            for group in groups:
+                whole.out.index_copy_(0, group.rows, partial.out)
+                whole.lse.index_copy_(0, group.rows, partial.lse)
+        return whole
 
     def _remote(self) -> list[HolderShare]:
         by_holder: dict[RemoteHolder, list[RemoteSegment]] = {}
@@ -156,15 +193,18 @@ class Batch:
 
     def share(self, holder: RemoteHolder, segments: list[RemoteSegment]) -> HolderShare:
         """What a holder is asked for when these are its segments."""
+        rows = [segment.row for segment in segments]
+        heads = [i for i, one in enumerate(segments) if self.sequences[one.row].in_head(one.run)]
+        appending = [segment.row for segment in segments if segment.tail]
+        whole = not heads and appending == list(range(rows[0], rows[0] + len(rows)))
         return HolderShare(
             holder=holder,
             segments=segments,
-            rows=self._longs([segment.row for segment in segments]),
-            heads=self._longs(
-                [i for i, segment in enumerate(segments) if self.sequences[segment.row].in_head(segment.run)]
-            ),
-            append_rows=self._longs([segment.row for segment in segments if segment.tail]),
-            groups=self._groups([segment.row for segment in segments]),
+            rows=self._longs(rows),
+            heads=self._longs(heads),
+            append_rows=self._longs(appending),
+            groups=self._groups(rows),
+            span=slice(rows[0], rows[0] + len(rows)) if whole else None,
         )
 
     def _groups(self, rows: list[int]) -> list[Group]:
@@ -178,7 +218,11 @@ class Batch:
                 layers.append([])
             layers[depth].append(index)
         return [
-            Group(index=self._longs(layer), rows=self._longs([rows[index] for index in layer]))
+            Group(
+                index=self._longs(layer),
+                rows=self._longs([rows[index] for index in layer]),
+                whole=rows == list(range(len(self.sequences))),
+            )
             for layer in layers
         ]
 

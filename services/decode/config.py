@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le
 
@@ -21,6 +21,7 @@ class DecodeConfig:
     ledger: Addresses
     placement: str = "overflow"  # local, overflow, offload, grow or auto; see docs/placement.md
     holder_tokens: Annotated[int, Ge(1)] = 16384  # of one sequence, the most on one holder (placement grow)
+    pipelining: Literal["auto", "on", "off"] = "auto"  # two batches take turns at model and pool
     max_batch: Annotated[int, Ge(1)] = 32  # sequences of one iteration
     max_sequences: Annotated[int, Ge(1)] = 256  # held at once, those that wait for their prompt included
     attend_deadline_s: Annotated[float, Gt(0)] = 2.0  # an iteration waits so long for other holders

@@ -9,25 +9,28 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 
 import torch
 
 from kvcommons.engine.core import Core
-from kvcommons.engine.keeper import BlockKeeper, KeptRun
+from kvcommons.engine.keeper import BlockKeeper
 from kvcommons.errors import CapacityExhausted, Internal, KVCommonsError, Unavailable
 from kvcommons.holder.budget import AttentionBudget
 from kvcommons.holder.client import RemoteHolder
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import common_pb2 as pb
 from services.decode.batch import Batch
+from services.decode.filled import FilledBlocks
 from services.decode.iteration import Iteration
+from services.decode.lanes import LANES, Lane, Lanes, Mode, Pipelining, share_of
+from services.decode.pipelines import Division
 from services.decode.placement.auto import Rates
 from services.decode.placement.base import Next
 from services.decode.remote import RemoteAttention
-from services.decode.scheduler import BatchScheduler, Plan
+from services.decode.scheduler import BatchScheduler, Plan, freed_by
 from services.decode.sequence import LocalRun, RemoteRun, Run, Sequence
 from services.decode.surroundings import EngineMetrics, Movable, Step, Surroundings
 
@@ -52,21 +55,25 @@ class DecodeEngine:
         keeper: BlockKeeper,
         surroundings: Surroundings,
         metrics: EngineMetrics,
+        pipelining: Mode = "auto",
     ) -> None:
         """`attend_deadline_s` bounds what an iteration waits for other holders. `rates` is told what was
-        measured, `budget` of iterations: this process computes attention for others beside them."""
+        measured, `budget` of iterations: this process computes attention for others beside them.
+        `pipelining`: whether two batches take turns; by itself where that pays."""
         self._rates = rates
         self._budget = budget
         self._core = core
         self._may_borrow = may_borrow
         self._attend_deadline_s = attend_deadline_s
-        self._keeper = keeper
+        self._filled = FilledBlocks(core, keeper, surroundings)
         self._surroundings = surroundings
         self._metrics = metrics
         self._scheduler = BatchScheduler(max_batch=max_batch)
         self._remote = RemoteAttention(core.layout, core.model.device, rates, budget)
         self._sequences: dict[int, Sequence] = {}
-        self._batch: Batch | None = None
+        self._lanes = Lanes(lambda lane, tokens: self._post(lambda: self._land(lane, tokens)))
+        self._pipelining = Pipelining(pipelining, core.layout.layers)
+        self._division = Division()
         self._steps: dict[int, Step] = {}
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
@@ -152,6 +159,7 @@ class DecodeEngine:
                     for key in list(self._sequences):
                         self._fail(key, Internal("decode failed unexpectedly; its log says why"))
                 self._flush()
+        self._lanes.close(2 * self._attend_deadline_s)
         for key in list(self._sequences):
             self._fail(key, Unavailable("this decode instance is stopping"))
         self._flush()
@@ -159,20 +167,71 @@ class DecodeEngine:
             answer.set_result(0.0)
 
     def _advance(self) -> bool:
-        """One iteration; False when no sequence can run."""
-        plan = self._plan()
-        self._carry_out(plan)
-        batch = self._compose(plan.batch)
+        """What can begin now; False when nothing more can until something is posted."""
+        if self._pipelining.batches(*self._load()) == 1:
+            # Batches that took turns end first.
+            return False if self._lanes.under_way else self._advance_one(self._lanes.all[0])
+        if self._division.batches == 1:
+            self._division.spread(LANES)
+        for lane in self._lanes.all * 2:  # composing one may give sequences to the one before
+            if lane.iteration is None:
+                self._launch(lane)
+        if not self._lanes.under_way:
+            self._budget.idle()
+        return False
+
+    def _advance_one(self, lane: Lane) -> bool:
+        """One iteration of all that can run, here and now."""
+        if self._division.batches > 1:
+            self._division = Division()
+            self._lanes.rest()
+        batch = self._compose(lane, self._plan_and_carry_out())
+        if batch is None:
+            self._budget.idle()
+            return False
+        iteration = Iteration(self._core, self._remote, batch, self._attend_deadline_s, self._rates)
+        try:
+            tokens = iteration.run()
+        except Exception:
+            log.exception("an iteration failed", extra={"batch": len(batch.sequences)})
+            tokens = None
+        if tokens is not None:
+            self._pipelining.took_alone(*self._load(), iteration)
+        self._finish(iteration, tokens)
+        return True
+
+    def _launch(self, lane: Lane) -> None:
+        """The lane's next iteration, of its share of all that can run."""
+        able = {key: self._sequences[key] for key in self._plan_and_carry_out()}
+        batch = self._compose(lane, share_of(self._division, lane, able))
+        if batch is None:
+            lane.began_s = None
+            return
+        self._pipelining.took_staggered(*self._load(), lane)
+        lane.launch(
+            Iteration(self._core, self._remote, batch, self._attend_deadline_s, self._rates, self._lanes.turn)
+        )
+
+    def _land(self, lane: Lane, tokens: list[pb.SampledToken] | None) -> None:
+        iteration, lane.iteration = lane.iteration, None
+        assert iteration is not None
+        self._finish(iteration, tokens)
+        deferred, lane.deferred = lane.deferred, []
+        for command in deferred:
+            command()
+
+    def _load(self) -> tuple[int, int]:
+        """Sequences that run, and their tokens."""
+        lengths = [len(sequence.tokens) for sequence in self._sequences.values() if sequence.tokens]
+        return len(lengths), sum(lengths)
+
+    def _compose(self, lane: Lane, keys: list[int]) -> Batch | None:
+        sequences = [self._sequences[key] for key in keys]
+        batch = lane.compose(sequences, self._core.block_tokens, self._core.model.device)
         for answer, began_s in self._switches:
             answer.set_result(time.monotonic() - began_s)
         self._switches.clear()
-        if batch is not None:
-            began_s = time.monotonic()
-            self._iterate(batch)
-            self._budget.iterated(time.monotonic() - began_s)
-        else:
-            self._budget.idle()
-        return batch is not None
+        return batch
 
     def _take_commands(self, *, wait: bool) -> deque[Callable[[], None]] | None:
         """What was posted; waits for something if there is nothing to compute. None when stopping."""
@@ -192,19 +251,19 @@ class DecodeEngine:
             return
         reason = sequence.start(first.token)
         self._step(key).tokens.append(first)
-        self._settle(sequence, prompt=True)
+        self._filled.settle(sequence, prompt=True)
         if reason:
             self._end(key, reason=reason)
         else:
             self._scheduler.start(key)
 
     def _cancel(self, key: int) -> None:
-        if key in self._sequences:
+        if key in self._sequences and not self._lanes.defer(key, lambda: self._cancel(key)):
             self._end(key)
             self._steps.pop(key, None)
 
     def _fail(self, key: int, error: KVCommonsError) -> None:
-        if key in self._sequences:
+        if key in self._sequences and not self._lanes.defer(key, lambda: self._fail(key, error)):
             self._end(key, error=error)
 
     def _grown(self, key: int, run: RemoteRun) -> None:
@@ -214,7 +273,7 @@ class DecodeEngine:
             return
         sequence.append_run(run)
         sequence.refused = False
-        self._batch = None
+        self._lanes.changed()
         self._scheduler.borrowed(key)
 
     def _refused(self, key: int) -> None:
@@ -222,7 +281,7 @@ class DecodeEngine:
             return
         self._sequences[key].refused = True
         if not self._core.allocator.free:  # else there is room here
-            self._preempt(self._scheduler.victim_for(key, self._freed_by()))
+            self._preempt(self._scheduler.victim_for(key, freed_by(self._sequences)))
         self._scheduler.borrowed(key)
 
     def _survey(self, holder: RemoteHolder | None) -> list[Movable]:
@@ -234,17 +293,23 @@ class DecodeEngine:
         ]
 
     def _switch(self, move: Movable, moved: Run, ref: SegmentRef, answer: Future[float | None]) -> None:
+        if self._lanes.defer(move.key, lambda: self._switch(move, moved, ref, answer)):
+            return
         began_s = time.monotonic()
         sequence = self._sequences.get(move.key)
         if sequence is None or not sequence.move(move.run, moved, ref):
             answer.set_result(None)
             return
-        if isinstance(moved, LocalRun) and not sequence.generation.no_reuse:
-            ids = sequence.identities(sequence.kv_tokens)
-            for block, identity in zip(moved.blocks, ids[moved.first_block :], strict=False):
-                self._core.allocator.publish(block, identity)
-        self._batch = None
+        if isinstance(moved, LocalRun):
+            self._filled.publish_moved(sequence, moved)
+        self._lanes.changed()
         self._switches.append((answer, began_s))
+
+    def _plan_and_carry_out(self) -> list[int]:
+        """Who can run: those that have room for a token, and those that are being computed."""
+        plan = self._plan()
+        self._carry_out(plan)
+        return [key for key in plan.batch if key in self._sequences and not self._sequences[key].full]
 
     def _plan(self) -> Plan:
         needy = frozenset(
@@ -258,7 +323,7 @@ class DecodeEngine:
         return self._scheduler.plan(
             needy=needy,
             free_blocks=free,
-            freed_by=self._freed_by() if short else {},
+            freed_by=freed_by(self._sequences) if short else {},
             may_borrow=self._may_borrow,
             away=away,
             may_preempt=time.monotonic() - self._preempted_s > SETTLE_S,
@@ -278,7 +343,7 @@ class DecodeEngine:
                 continue
             sequence.append_run(LocalRun(first_block=sequence.blocks, blocks=blocks))
             sequence.refused = False
-            self._batch = None
+            self._lanes.changed()
 
     def _preempt(self, key: int) -> None:
         self._preempted_s = time.monotonic()
@@ -291,23 +356,10 @@ class DecodeEngine:
             ),
         )
 
-    def _compose(self, keys: list[int]) -> Batch | None:
-        """The batch of these sequences, as far as they have room; the last one goes on if it is the same."""
-        sequences = [sequence for key in keys if not (sequence := self._sequences[key]).full]
-        if not sequences:
-            self._batch = None
-        elif self._batch is not None and self._batch.sequences == sequences:
-            self._batch.step()
-        else:
-            self._batch = Batch(sequences, self._core.block_tokens, self._core.model.device)
-        return self._batch
-
-    def _iterate(self, batch: Batch) -> None:
-        iteration = Iteration(self._core, self._remote, batch, self._attend_deadline_s, self._rates)
-        try:
-            tokens = iteration.run()
-        except Exception:
-            log.exception("an iteration failed", extra={"batch": len(batch.sequences)})
+    def _finish(self, iteration: Iteration, tokens: list[pb.SampledToken] | None) -> None:
+        """What an iteration made; nothing where it failed."""
+        batch = iteration.batch
+        if tokens is None:
             for sequence in batch.sequences:
                 self._fail(sequence.key, Internal("decode failed in an iteration; its log says why"))
             return
@@ -315,62 +367,19 @@ class DecodeEngine:
             if row in iteration.lost:
                 self._fail(sequence.key, iteration.lost[row])
                 continue
-            self._settle(sequence)
+            self._filled.settle(sequence)
             self._step(sequence.key).tokens.append(token)
             reason = sequence.append(token.token)
             if reason:
                 self._end(sequence.key, reason=reason)
-        self._metrics.iteration(len(batch.sequences), iteration.seconds)
-
-    def _settle(self, sequence: Sequence, *, prompt: bool = False) -> None:
-        """Blocks that became full are published here and saved; those of a prompt were saved by prefill.
-
-        After an iteration all of `tokens` have KV; at the start, all but the first sampled one.
-        """
-        kv_tokens = len(sequence.tokens) - (1 if prompt else 0)
-        full = sequence.newly_full(kv_tokens)
-        if not full or sequence.generation.no_reuse:
-            return
-        ids = sequence.identities(kv_tokens)
-        for index in full:
-            run, inside = sequence.locate(index)
-            if isinstance(run, LocalRun):
-                self._publish(run, inside, ids[index], share=prompt)
-            if not prompt and sequence.generation.store_data:
-                sequence.saved_blocks += 1
-                self._save(sequence, run, inside, index)
-
-    def _publish(self, run: LocalRun, inside: int, identity: bytes, *, share: bool) -> None:
-        """Makes a block findable. Where another block is known under this identity already (n > 1 choices of
-        one prompt), that one is shared and this one is free again."""
-        allocator, block = self._core.allocator, run.blocks[inside]
-        if allocator.publish(block, identity) or not share:
-            return
-        known = allocator.match([identity])
-        if known:
-            run.blocks[inside] = known[0]
-            allocator.release([block])
-
-    def _save(self, sequence: Sequence, run: Run, inside: int, index: int) -> None:
-        if isinstance(run, RemoteRun):
-            sequence.on_behalf(self._surroundings.save_remote, run, sequence, index)
-            return
-        generation, ids = sequence.generation, sequence.chain.ids
-        kept = KeptRun(
-            store=generation.store_data,
-            tenant=generation.tenant,
-            parent=ids[index - 1] if index else b"",
-            first_index=index,
-            ids=(ids[index],),
-            blocks=(run.blocks[inside],),
-        )
-        sequence.on_behalf(self._keeper.save_all_layers, kept)
+        self._budget.iterated(iteration.spent.seconds)
+        self._metrics.iteration(len(batch.sequences), iteration.spent)
 
     def _end(self, key: int, *, reason: str = "", error: KVCommonsError | None = None) -> None:
         """The sequence holds nothing any more; what it published stays in the device tier."""
         sequence = self._sequences.pop(key)
         self._scheduler.remove(key)
-        self._batch = None
+        self._division.leave(key)
         sequence.ended = True
         self._core.allocator.release(sequence.local_blocks())
         remote = sequence.remote_runs()
@@ -380,15 +389,6 @@ class DecodeEngine:
         step.reason, step.error, step.saved_blocks = reason, error, sequence.saved_blocks
         if reason or error is not None:
             self._metrics.ended(step)
-
-    def _freed_by(self) -> dict[int, int]:
-        """Blocks that would come free if a sequence ended: those that it alone holds. None of a sequence that
-        waits for its prompt: prefill may be writing to them."""
-        holders = Counter(block for sequence in self._sequences.values() for block in sequence.local_blocks())
-        return {
-            key: sum(holders[block] == 1 for block in sequence.local_blocks()) if sequence.tokens else 0
-            for key, sequence in self._sequences.items()
-        }
 
     def _step(self, key: int) -> Step:
         return self._steps.setdefault(key, Step(key=key))

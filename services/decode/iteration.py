@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+import threading
 import time
 
 from torch import Tensor
@@ -17,6 +18,7 @@ from kvcommons.transport.deadline import Deadline
 from services.decode.batch import Batch, Queries
 from services.decode.placement.auto import Rates
 from services.decode.remote import RemoteAttention, RemoteStep
+from services.decode.spent import Spent
 
 _READ_BYTES = 1 << 20
 
@@ -25,20 +27,27 @@ class Iteration:
     """Use once. Rows in `lost` have no valid token: their sequences' KV is not there any more."""
 
     def __init__(
-        self, core: Core, remote: RemoteAttention, batch: Batch, attend_deadline_s: float, rates: Rates
+        self,
+        core: Core,
+        remote: RemoteAttention,
+        batch: Batch,
+        attend_deadline_s: float,
+        rates: Rates,
+        turn: threading.Lock | None = None,
     ) -> None:
+        """`turn`: held while the model computes; for batches that share it."""
         self._core = core
         self._remote = remote
-        self._batch = batch
+        self.batch = batch
+        self._turn = turn
         self._attend_deadline_s = attend_deadline_s
-        self._remote_step = RemoteStep(batch, Deadline.after(attend_deadline_s))
+        self.spent = Spent()
+        self._remote_step = RemoteStep(batch, Deadline.after(attend_deadline_s), self.spent)
         self._plans: dict[int | None, BatchPlan] = {}
         self._slots = batch.slots()
         self._all_append = len(batch.append_rows) == len(batch.sequences)
         self._head_rotation = core.model.rotation(batch.positions) if batch.has_heads else None
         self._rates = rates
-        self._attending_s = 0.0  # of attention here
-        self.seconds = 0.0
 
     @property
     def lost(self) -> dict[int, KVCommonsError]:
@@ -47,39 +56,41 @@ class Iteration:
     def run(self) -> list[pb.SampledToken]:
         """A sampled token for each row, lost ones included."""
         started = time.monotonic()
-        model, batch = self._core.model, self._batch
-        state = model.begin(batch.tokens, batch.positions + batch.dropped)
+        model, batch = self._core.model, self.batch
+        with self.spent.slice(self._turn):
+            state = model.begin(batch.tokens, batch.positions + batch.dropped)
         last = self._core.layout.layers - 1
         for layer in range(last):
-            state = model.advance(layer, state, self._attend(layer, state))
-        rows = range(len(batch.sequences))
-        logits = model.end(state, self._attend(last, state), list(rows))
-        tokens = sample(logits, [sequence.sampling_row() for sequence in batch.sequences])
+            attention = self._attend(layer, state)
+            with self.spent.slice(self._turn):
+                state = model.advance(layer, state, attention)
+        attention = self._attend(last, state)
+        with self.spent.slice(self._turn):
+            logits = model.end(state, attention, list(range(len(batch.sequences))))
+            tokens = sample(logits, [sequence.sampling_row() for sequence in batch.sequences])
         self._observe()
-        self.seconds = time.monotonic() - started
+        self.spent.seconds = time.monotonic() - started
         return tokens
 
     def _attend(self, layer: int, state: State) -> Tensor:
         """[B, H, D] float32: other holders are asked first, and answer while the local part is computed."""
-        batch, model = self._batch, self._core.model
+        batch, model = self.batch, self._core.model
         step = self._remote_step
         queries = Queries(plain=state.q)
         if self._head_rotation is not None:
             queries = Queries(plain=state.q, shifted=model.shifted_query(state, self._head_rotation))
-        if not batch.shares:
+        if batch.plain:
             self._write(layer, state)
-            if batch.plain:
-                return self._attend_here(layer, state.q).out
-            asked = []
-        else:
-            step.deadline = Deadline.after(self._attend_deadline_s)
-            asked = self._remote.ask(step, layer, queries, state.k, state.v)
-            self._write(layer, state)
+            return self._attend_here(layer, state.q).out
+        step.deadline = Deadline.after(self._attend_deadline_s)
+        new = self._remote.rows(layer, queries, state.k, state.v)
+        asked = self._remote.ask(step, new)
+        self._write(layer, state)
         contributions = []
         if len(batch.part_rows):
             q = queries.of(batch.part_rows, batch.part_heads)
             contributions.append((batch.part_groups, self._attend_here(layer, q)))
-        contributions += self._remote.collect(step, layer, asked, queries, state.k, state.v)
+        contributions += self._remote.collect(step, asked, new)
         return batch.gather(contributions, state.q).out
 
     def _attend_here(self, layer: int, q: Tensor) -> Partial:
@@ -87,29 +98,29 @@ class Iteration:
         core, began_s = self._core, time.monotonic()
         plan = self._plan(core.model.window(layer))
         partial = plan.attend(q, core.memory.layer(layer), core.model.scale)
-        self._attending_s += time.monotonic() - began_s
+        self.spent.here_s += time.monotonic() - began_s
         return partial
 
     def _observe(self) -> None:
         """What a small read takes says little of how quick reading is."""
         layout = self._core.layout
         read_bytes = (
-            int(self._batch.lengths.sum()) * layout.layers * layout.object_bytes // layout.block_tokens
+            int(self.batch.lengths.sum()) * layout.layers * layout.object_bytes // layout.block_tokens
         )
         if read_bytes >= _READ_BYTES:
-            self._rates.attended_here(read_bytes, self._attending_s)
+            self._rates.attended_here(read_bytes, self.spent.here_s)
 
     def _write(self, layer: int, state: State) -> None:
         """K and V of rows whose tail lies here."""
         if self._all_append:
             self._core.memory.write_tokens(layer, self._slots, state.k, state.v)
         elif len(self._slots):
-            rows = self._batch.append_rows
+            rows = self.batch.append_rows
             self._core.memory.write_tokens(layer, self._slots, state.k[rows], state.v[rows])
 
     def _plan(self, window: int | None) -> BatchPlan:
         if window not in self._plans:
-            batch = self._batch
+            batch = self.batch
             self._plans[window] = BatchPlan(
                 self._core.memory.layer(0).shape,
                 batch.tables,

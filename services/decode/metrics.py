@@ -5,6 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
 from kvcommons.telemetry.metrics import TOKEN_BUCKETS
+from services.decode.spent import Spent
 from services.decode.surroundings import Step
 
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -18,6 +19,11 @@ class DecodeMetrics:
         self._seconds = Histogram(
             "kvcommons_iteration_seconds", "Model execution of an iteration, attention elsewhere included.",
             registry=registry, buckets=TOKEN_BUCKETS,
+        )  # fmt: skip
+        self._parts = Counter(
+            "kvcommons_iteration_part_seconds_total",
+            "Of iterations, by what they spend it on: slices of the model, attention, network, waiting.",
+            ["part"], registry=registry,
         )  # fmt: skip
         self._batch = Histogram(
             "kvcommons_iteration_batch_size", "Sequences of an iteration.",
@@ -40,8 +46,10 @@ class DecodeMetrics:
             registry=registry, buckets=PAUSE_BUCKETS,
         )  # fmt: skip
 
-    def iteration(self, batch: int, seconds: float) -> None:
-        self._seconds.observe(seconds)
+    def iteration(self, batch: int, spent: Spent) -> None:
+        self._seconds.observe(spent.seconds)
+        for part, seconds in spent.parts.items():
+            self._parts.labels(part).inc(seconds)
         self._batch.observe(batch)
         self._tokens.inc(batch)
 

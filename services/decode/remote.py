@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -18,11 +17,13 @@ from kvcommons.attention.memory import TORCH_DTYPES
 from kvcommons.attention.partial import Partial
 from kvcommons.errors import DataLoss, DeadlineExceeded, KVCommonsError, Unavailable
 from kvcommons.holder.budget import AttentionBudget
-from kvcommons.holder.client import AttendPart, PendingPartial
+from kvcommons.holder.client import AttendPart, PendingPartial, attend_request
+from kvcommons.pb import data_pb2
 from kvcommons.rblock.layout import Layout
 from kvcommons.transport.deadline import Deadline
 from services.decode.batch import Batch, Group, HolderShare, Queries, RemoteSegment
 from services.decode.placement.auto import Rates
+from services.decode.spent import Spent
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +38,26 @@ class _Asked:
     began_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class NewRows:
+    """What a layer sends to holders: queries, `whole_q` those of all rows in float32, and the new tokens' K
+    and V [B, 2, kv_heads, 1, D] in the KV dtype."""
+
+    layer: int
+    q: Queries
+    whole_q: Tensor
+    kv: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Wording:
+    """Of what a holder is asked for: the same for all layers."""
+
+    share: HolderShare
+    request: data_pb2.AttendLayer
+    read_bytes: int
+
+
 @dataclass(slots=True)
 class RemoteStep:
     """One iteration's dealings with other holders. `lost` has, by row, why a row's attention is
@@ -44,7 +65,9 @@ class RemoteStep:
 
     batch: Batch
     deadline: Deadline
+    spent: Spent
     lost: dict[int, KVCommonsError] = field(default_factory=dict)
+    wordings: dict[int, _Wording] = field(default_factory=dict)  # by the share's id
 
     def live(self, share: HolderShare) -> HolderShare | None:
         """The share without rows that are lost; None when nothing is left."""
@@ -65,38 +88,52 @@ class RemoteAttention:
         self._token_bytes = layout.object_bytes // layout.block_tokens
         self._rates = rates
 
-    def ask(self, step: RemoteStep, layer: int, q: Queries, k: Tensor, v: Tensor) -> list[_Asked]:
-        """Sends each holder its part: k, v [B, kv_heads, D] of the batch's new tokens."""
-        asked = []
+    def rows(self, layer: int, q: Queries, k: Tensor, v: Tensor) -> NewRows:
+        """k, v [B, kv_heads, D]."""
+        kv = torch.stack((k, v), dim=1).unsqueeze(3).to(self._dtype)
+        return NewRows(layer, q, q.plain.float().contiguous(), kv)
+
+    def ask(self, step: RemoteStep, new: NewRows) -> list[_Asked]:
+        """Sends each holder its part."""
+        asked, began_s = [], time.monotonic()
         for whole in step.batch.shares:
             share = step.live(whole)
             if share is None:
                 continue
             try:
-                asked.append(self._send(step, share, layer, q, k, v))
+                asked.append(self._send(step, share, new))
             except KVCommonsError as error:
                 self._lose(step, share.segments, error)
+        step.spent.network_s += time.monotonic() - began_s
         return asked
 
     def collect(
-        self, step: RemoteStep, layer: int, asked: list[_Asked], q: Queries, k: Tensor, v: Tensor
+        self, step: RemoteStep, asked: list[_Asked], new: NewRows
     ) -> list[tuple[list[Group], Partial]]:
         """The holders' partials, as contributions for Batch.gather."""
         partials: list[tuple[list[Group], Partial]] = []
+        began_s, slowest = time.monotonic(), data_pb2.AttendLayerReply()
         for item in asked:
             try:
-                partials.append((item.share.groups, self._receive(item)))
+                partial, told = self._receive(item)
+                partials.append((item.share.groups, partial))
+                slowest = max(slowest, told, key=lambda one: one.computed_us)
             except (Unavailable, DeadlineExceeded) as error:
                 self._lose(step, item.share.segments, error)
             except KVCommonsError as error:
                 if len(item.share.segments) == 1:
                     self._lose(step, item.share.segments, error)
                 else:
-                    partials += self._one_by_one(step, item.share, layer, q, k, v)
+                    partials += self._one_by_one(step, item.share, new)
+        step.spent.waited(
+            time.monotonic() - began_s,
+            computed_s=slowest.computed_us / 1e6,
+            queued_s=slowest.queued_us / 1e6,
+        )
         return partials
 
     def _one_by_one(
-        self, step: RemoteStep, share: HolderShare, layer: int, q: Queries, k: Tensor, v: Tensor
+        self, step: RemoteStep, share: HolderShare, new: NewRows
     ) -> list[tuple[list[Group], Partial]]:
         """The holder is well but refuses something: only the sequences whose segment is at fault are lost.
 
@@ -106,27 +143,29 @@ class RemoteAttention:
         for segment in share.segments:
             single = step.batch.share(share.holder, [segment])
             try:
-                again = self._send(step, single, layer, q, k, v)
-                partials.append((single.groups, self._receive(again)))
+                again = self._send(step, single, new)
+                partials.append((single.groups, self._receive(again)[0]))
             except KVCommonsError as error:
                 self._lose(step, [segment], error)
         return partials
 
-    def _send(
-        self, step: RemoteStep, share: HolderShare, layer: int, q: Queries, k: Tensor, v: Tensor
-    ) -> _Asked:
+    def _send(self, step: RemoteStep, share: HolderShare, new: NewRows) -> _Asked:
         began_s = time.monotonic()
-        appended: Sequence[Tensor] = ()
-        if len(share.append_rows):
-            # [segments, 2, kv_heads, 1, D]: one new token each.
-            pairs = torch.stack((k[share.append_rows], v[share.append_rows]), dim=1).unsqueeze(3)
-            appended = pairs.to(self._dtype).unbind(0)
-        parts = [self._describe(step.batch, segment) for segment in share.segments]
-        queries = q.of(share.rows, share.heads)
+        if share.span is not None:
+            queries, appended = new.whole_q[share.span], [new.kv[share.span]]
+        else:
+            queries = new.q.of(share.rows, share.heads)
+            appended = [new.kv.index_select(0, share.append_rows)] if len(share.append_rows) else []
+        wording = step.wordings.get(id(share))
+        if wording is None:
+            parts = [self._describe(step.batch, segment) for segment in share.segments]
+            read_bytes = sum(part.length for part in parts) * self._token_bytes
+            wording = _Wording(share, attend_request(parts), read_bytes)
+            step.wordings[id(share)] = wording
         return _Asked(
             share=share,
-            call=share.holder.begin_attend(layer, parts, queries, appended, step.deadline),
-            read_bytes=sum(part.length for part in parts) * self._token_bytes,
+            call=share.holder.begin_attend(new.layer, wording.request, queries, appended, step.deadline),
+            read_bytes=wording.read_bytes,
             began_s=began_s,
         )
 
@@ -142,15 +181,15 @@ class RemoteAttention:
             first_block=run.segment_block,
         )
 
-    def _receive(self, asked: _Asked) -> Partial:
+    def _receive(self, asked: _Asked) -> tuple[Partial, data_pb2.AttendLayerReply]:
         waits_s = time.monotonic()
         with self._budget.waiting():
-            partial = asked.call.finish()
+            partial, told = asked.call.finish_told()
         now_s = time.monotonic()
         # An answer that was there before it was asked for took nobody knows how long.
         if now_s - waits_s > _WAITED_S:
             self._rates.attended_there(asked.read_bytes, now_s - asked.began_s)
-        return Partial(out=partial.out.to(self._device), lse=partial.lse.to(self._device))
+        return Partial(out=partial.out.to(self._device), lse=partial.lse.to(self._device)), told
 
     def _lose(self, step: RemoteStep, segments: list[RemoteSegment], error: KVCommonsError) -> None:
         for segment in segments:

@@ -6,9 +6,12 @@ then started, then run until they end; the oldest started ones run, at most `max
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+
+from services.decode.sequence import Sequence
 
 
 class _State(Enum):
@@ -123,3 +126,13 @@ class BatchScheduler:
 
     def _started(self) -> int:
         return sum(state is not _State.RESERVED for state in self._states.values())
+
+
+def freed_by(sequences: Mapping[int, Sequence]) -> dict[int, int]:
+    """Blocks here that would come free if a sequence ended: those that it alone holds. None of a sequence
+    that waits for its prompt: prefill may be writing to them."""
+    holders = Counter(block for sequence in sequences.values() for block in sequence.local_blocks())
+    return {
+        key: sum(holders[block] == 1 for block in sequence.local_blocks()) if sequence.tokens else 0
+        for key, sequence in sequences.items()
+    }

@@ -85,6 +85,7 @@ class DecodeParts:
             keeper=self.keeper,
             surroundings=self.crossing,
             metrics=metrics,
+            pipelining=config.pipelining,
         )
         self.lenders = Lenders(
             Debtor(

@@ -8,6 +8,7 @@ from typing import Protocol
 from kvcommons.errors import KVCommonsError
 from kvcommons.pb import common_pb2 as pb
 from services.decode.sequence import RemoteRun, Sequence
+from services.decode.spent import Spent
 
 
 @dataclass(slots=True, kw_only=True)
@@ -66,7 +67,7 @@ class Surroundings(Protocol):
 class EngineMetrics(Protocol):
     """What the engine reports, on its thread."""
 
-    def iteration(self, batch: int, seconds: float) -> None:
+    def iteration(self, batch: int, spent: Spent) -> None:
         """Of `batch` sequences."""
 
     def ended(self, step: Step) -> None:

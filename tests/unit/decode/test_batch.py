@@ -13,7 +13,7 @@ from kvcommons.holder.segments import SegmentRef
 from kvcommons.model.sampling import SamplingParams
 from kvcommons.rblock.identity import IdentityChain
 from kvcommons.rblock.layout import Layout
-from services.decode.batch import Batch
+from services.decode.batch import Batch, by_holder
 from services.decode.sequence import Generation, LocalRun, RemoteRun, Run, Sequence
 
 BLOCK = 4
@@ -129,3 +129,32 @@ def test_a_row_whose_holders_are_lost_harms_no_other() -> None:
     away = Batch([make(8, remote(0, 2))], BLOCK, CPU)
     assert away.slots().tolist() == []
     assert away.gather([], q[:1]).lse.isneginf().all()
+
+
+def test_rows_ordered_by_holder_are_sent_and_gathered_in_one_piece() -> None:
+    other = cast(RemoteHolder, "nor this one")
+    apart = [
+        remote(0, 2, 1),
+        RemoteRun(first_block=0, count=2, holder=other, ref=SegmentRef(handle=2, epoch=1)),
+    ]
+    sequences = [make(6, apart[n % 2]) for n in range(5)]
+    batch = Batch(by_holder(sequences), BLOCK, CPU)
+    assert sorted(str(share.span) for share in batch.shares) in (
+        ["slice(0, 2, None)", "slice(2, 5, None)"],
+        ["slice(0, 3, None)", "slice(3, 5, None)"],
+    )
+    q = torch.randn(5, 4, 8)
+    whole = Partial(out=torch.randn(5, 4, 8), lse=torch.randn(5, 4))
+    told = [
+        (share.groups, Partial(out=whole.out[share.rows], lse=whole.lse[share.rows]))
+        for share in batch.shares
+    ]
+    assert torch.equal(batch.gather(told, q).out, whole.out)
+    # One holder is lost: its rows are empty, the others are where they belong.
+    left = batch.gather(told[1:], q)
+    rows = batch.shares[1].rows
+    assert torch.equal(left.out[rows], whole.out[rows])
+    assert bool(left.lse[batch.shares[0].rows].isneginf().all())
+    # Unordered, and one that lies on both.
+    mixed = Batch([*sequences, make(14, apart[0], remote(2, 2, 3))], BLOCK, CPU)
+    assert all(share.span is None for share in mixed.shares)

@@ -1,0 +1,297 @@
+"""`kvcommons bench offload`: a batch as large as the pool, against one as large as this instance's memory.
+
+Lamina, section 6: decode with all KV on attention pool processes (`offload`) against decode with all of it in
+its own memory (`local`), each as large a batch as there is room for, at equal memory per instance. Sequences
+that end are replaced at once (continuous batching), with KV that is there already: no prompt is computed.
+The kinds take turns, so that ratios are of neighbours in time. Of a step, what it spends where, as in the
+paper's figure 14.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from benchmarks.plot import stacked_bars
+from benchmarks.pools import CALL_S, attention_pools, decoded, fill
+from benchmarks.random_model import write_random_model
+from benchmarks.report import Report, Row
+
+if TYPE_CHECKING:
+    from kvcommons.engine.core import Core
+    from kvcommons.holder.client import RemoteHolder
+    from services.decode.sequence import RemoteRun, Run
+    from services.decode.sequence import Sequence as DecodedSequence
+    from services.decode.spent import Spent
+    from services.decode.surroundings import Step
+
+Progress = Callable[[str], None]
+BLOCK_TOKENS = 64
+WARM_S = 1.0
+REFERENCE_CONTEXT = 2048  # of which `--batch` sequences fit into an instance's memory
+PARTS = ("slices", "attention", "network", "waiting", "rest")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    contexts: tuple[int, ...]
+    batch: int
+    answer: int
+    pools: int
+    rounds: int
+    seconds: float
+    threads: int
+    transport: str
+
+    @property
+    def capacity_tokens(self) -> int:
+        return self.batch * self.room(REFERENCE_CONTEXT) * BLOCK_TOKENS
+
+    def room(self, context: int) -> int:
+        """Blocks of a sequence, its answer included."""
+        return -(-(context + self.answer + 1) // BLOCK_TOKENS)
+
+    def fits(self, context: int) -> int:
+        """Sequences in one instance."""
+        return self.capacity_tokens // BLOCK_TOKENS // self.room(context)
+
+
+def add(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    add_outputs: Callable[[argparse.ArgumentParser], None],
+) -> None:
+    parser = commands.add_parser(
+        "offload", help="decode with all KV on attention pools, against all of it here"
+    )
+    parser.add_argument("--random-model", metavar="SIZE", default="246m", help="random weights: 34m or 246m")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[512, 2048], metavar="N")
+    parser.add_argument(
+        "--batch",
+        type=int,
+        default=8,
+        metavar="N",
+        help=f"that an instance has memory for at {REFERENCE_CONTEXT}",
+    )
+    parser.add_argument("--answer", type=int, default=128, metavar="N", help="tokens of each sequence")
+    parser.add_argument("--pools", type=int, default=3, metavar="N")
+    parser.add_argument("--rounds", type=int, default=2, metavar="N")
+    parser.add_argument("--seconds", type=float, default=6.0, metavar="S", help="of each kind in a round")
+    parser.add_argument("--threads", type=int, default=2, metavar="N", help="of decode; pools have one each")
+    parser.add_argument("--transport", choices=("shm", "unix"), default="shm")
+    add_outputs(parser)
+    parser.set_defaults(run=_run, draw=_draw)
+
+
+def _run(options: argparse.Namespace, progress: Progress) -> Report:
+    setting = Setting(
+        contexts=tuple(options.contexts),
+        batch=options.batch,
+        answer=options.answer,
+        pools=options.pools,
+        rounds=options.rounds,
+        seconds=options.seconds,
+        threads=options.threads,
+        transport=options.transport,
+    )
+    with tempfile.TemporaryDirectory(prefix="kvc-") as name:
+        model = write_random_model(Path(name), options.random_model, progress)
+        rows = asyncio.run(_measure(Path(name), model, setting, progress))
+    return Report(
+        title=f"{options.random_model}: room for {setting.batch} sequences of {REFERENCE_CONTEXT} in decode "
+        f"and in each of {setting.pools} pools; ms of a step",
+        ratios=_ratios(rows),
+        rows=rows,
+    )
+
+
+def _ratios(rows: Sequence[Row]) -> dict[str, float]:
+    rates = {(row["context"], row["how"]): float(row["tokens/s"]) for row in rows}
+    return {
+        f"{how}_{context}".replace(" ", "_"): rate / rates[context, "local"]
+        for (context, how), rate in rates.items()
+        if how != "local"
+    }
+
+
+async def _measure(folder: Path, model: Path, setting: Setting, progress: Progress) -> list[Row]:
+    from kvcommons.engine.core import EngineSettings, load_core
+
+    progress("loading the model")
+    core = await asyncio.to_thread(
+        load_core,
+        EngineSettings(
+            model=str(model),
+            threads=setting.threads,
+            block_tokens=BLOCK_TOKENS,
+            capacity_tokens=setting.capacity_tokens,
+        ),
+    )
+    core.memory.tensor.normal_()
+    rows: list[Row] = []
+    async with attention_pools(
+        folder, model, core, count=setting.pools, capacity_tokens=setting.capacity_tokens,
+        transport=setting.transport,
+    ) as pools:  # fmt: skip
+        for context in setting.contexts:
+            progress(f"filling the pools with KV of {context} tokens a sequence")
+            runs = await _borrow(core, pools, context, setting)
+            kinds = {
+                "local": _Load(core, context, setting, None, "off"),
+                "offload": _Load(core, context, setting, runs, "off"),
+                "offload, pipelined": _Load(core, context, setting, runs, "on"),
+            }
+            for round_ in range(setting.rounds):
+                for name, load in kinds.items():
+                    progress(f"context {context}, {name}, {round_ + 1} of {setting.rounds}")
+                    await load.take()
+            rows += [{"context": context, "how": name, **load.row()} for name, load in kinds.items()]
+            for pool in pools:
+                await pool.release(pool.borrowed, timeout_s=CALL_S)
+    return rows
+
+
+async def _borrow(
+    core: Core, pools: Sequence[RemoteHolder], context: int, setting: Setting
+) -> list[RemoteRun]:
+    """As many sequences' as fit, in turn from one pool and the next."""
+    from services.decode.sequence import RemoteRun
+
+    blocks = setting.room(context)
+    runs = []
+    for number in range(setting.fits(context)):
+        for pool in pools:
+            ref = await pool.reserve(f"bench-{number}", blocks, first_position=0, timeout_s=CALL_S)
+            await asyncio.to_thread(fill, core, pool, ref, blocks)
+            runs.append(RemoteRun(first_block=0, count=blocks, holder=pool, ref=ref))
+    return runs
+
+
+class _Load:
+    """One way to place the KV, with a batch as large as has room. It is the engine's Surroundings, and its
+    metrics."""
+
+    def __init__(
+        self,
+        core: Core,
+        context: int,
+        setting: Setting,
+        away: Sequence[RemoteRun] | None,
+        pipelining: Literal["auto", "on", "off"],
+    ) -> None:
+        """`away`: where sequences lie; None: here."""
+        self._pipelining = pipelining
+        self._core = core
+        self._context = context
+        self._setting = setting
+        self._away = away
+        self._batch = setting.fits(context) if away is None else len(away)
+        self._keys = itertools.count(1)
+        self._free: list[RemoteRun] = []
+        self._counting = False
+        self._stopping = False
+        self._tokens = 0
+        self._seconds = 0.0
+        self._steps = 0
+        self._spent_s = dict.fromkeys(PARTS, 0.0)
+        self._pool_s = 0.0
+
+    async def take(self) -> None:
+        """One turn."""
+        from kvcommons.blockstore.saver import BlockSaver
+        from kvcommons.engine.keeper import BlockKeeper
+        from kvcommons.holder.budget import AttentionBudget
+        from services.decode.engine import DecodeEngine
+        from services.decode.placement.auto import Rates
+
+        core, setting = self._core, self._setting
+        saver = BlockSaver("bench", buffer_bytes=1 << 20)
+        keeper = BlockKeeper(core, saver)
+        engine = DecodeEngine(
+            core, max_batch=self._batch, may_borrow=False, attend_deadline_s=CALL_S, rates=Rates(),
+            budget=AttentionBudget(1.0), keeper=keeper, surroundings=self, metrics=self,
+            pipelining=self._pipelining,
+        )  # fmt: skip
+        self._engine = engine
+        self._free = list(self._away or ())
+        self._stopping = False
+        for number in range(self._batch):  # they end one after another, not all at once
+            self._begin(self._context + number * setting.answer // self._batch)
+        engine.start()
+        try:
+            await asyncio.sleep(WARM_S)
+            began_s, self._counting = time.monotonic(), True
+            await asyncio.sleep(setting.seconds)
+            self._counting = False
+            self._seconds += time.monotonic() - began_s
+        finally:
+            self._stopping = True
+            await asyncio.to_thread(engine.stop, CALL_S)
+            await asyncio.to_thread(keeper.close)
+
+    def row(self) -> dict[str, float | int]:
+        steps = max(self._steps, 1)
+        return {
+            "batch": self._batch,
+            "tokens/s": self._tokens / self._seconds,
+            "step ms": self._seconds / steps * 1e3,
+            **{f"{part} ms": seconds / steps * 1e3 for part, seconds in self._spent_s.items()},
+            "pool's attention ms": self._pool_s / steps * 1e3,
+        }
+
+    def _begin(self, tokens: int) -> None:
+        from kvcommons.pb import common_pb2
+        from services.decode.sequence import LocalRun, RemoteRun
+
+        blocks = self._setting.room(self._context)
+        run: Run
+        if self._away is None:
+            run = LocalRun(first_block=0, blocks=self._core.allocator.allocate(blocks))
+        else:
+            known = self._free.pop(0)
+            run = RemoteRun(first_block=0, count=known.count, holder=known.holder, ref=known.ref)
+        key = next(self._keys)
+        end = self._context + self._setting.answer
+        self._engine.add(decoded(self._core, key, tokens, end, [run]))
+        self._engine.begin(key, common_pb2.SampledToken(token=1))
+
+    # Surroundings and EngineMetrics, on the engine's thread.
+
+    def deliver(self, steps: list[Step]) -> None:
+        for step in steps:
+            if step.error is not None and not self._stopping:
+                raise step.error
+            if self._counting:
+                self._tokens += len(step.tokens)
+            if step.reason:
+                self._begin(self._context)
+
+    def borrow(self, sequence: DecodedSequence) -> None:
+        raise AssertionError("sequences have room for all of their tokens")
+
+    def give_back(self, runs: list[RemoteRun]) -> None:
+        self._free += runs
+
+    def save_remote(self, run: RemoteRun, sequence: DecodedSequence, index: int) -> None:
+        raise AssertionError("nothing is saved")
+
+    def iteration(self, batch: int, spent: Spent) -> None:
+        if self._counting:
+            self._steps += 1
+            for part, seconds in spent.parts.items():
+                self._spent_s[part] += seconds
+            self._pool_s += spent.pool_s
+
+    def ended(self, step: Step) -> None:
+        pass
+
+
+def _draw(path: Path, report: Report) -> None:
+    rows = [{**row, "what": f"{row['context']}, {row['how']} ({row['batch']})"} for row in report.rows]
+    stacked_bars(path, report.title, rows, [f"{part} ms" for part in PARTS], "what", "ms of a step", " ms")

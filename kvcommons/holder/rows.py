@@ -1,0 +1,123 @@
+"""Requests of one row a segment, as decode makes them: layer after layer over the same segments. What follows
+from the segments alone (block tables, slots, the attention's plan) is made once and serves all layers."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvcommons.attention.memory import BlockMemory
+from kvcommons.attention.partial import BatchPlan, Partial
+from kvcommons.holder.segments import Segment, SegmentRef
+
+_KEPT = 16  # plans: of debtors, and of their batches, that take turns
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """One segment of a request: its rows are q[first_row : first_row + rows]."""
+
+    blocks: list[int]
+    first_row: int
+    rows: int
+    query_position: int
+    key_position: int
+    append: bool
+    length: int
+
+
+class RowPlan:
+    """Of a request's parts, one row each; used by one thread at a time."""
+
+    def __init__(
+        self,
+        memory: BlockMemory,
+        windows: Sequence[int | None],
+        scale: float,
+        refs: Sequence[SegmentRef],
+        segments: Sequence[Segment],
+        parts: Sequence[Part],
+    ) -> None:
+        self.refs = refs
+        self.appended = sum(part.append for part in parts)
+        self._memory = memory
+        self._windows = windows
+        self._scale = scale
+        self._segments = list(segments)
+        self._shapes = [_shape(segment) for segment in segments]
+        width = max(1, *(len(part.blocks) for part in parts))
+        tables = [part.blocks + [0] * (width - len(part.blocks)) for part in parts]
+        self._tables = self._longs(tables)
+        self._lengths = self._longs([part.length for part in parts])
+        self._key_positions = self._longs([part.key_position for part in parts])
+        self._query_positions = self._longs([part.query_position for part in parts])
+        size = memory.layout.block_tokens
+        self._slots = self._longs(
+            [
+                part.blocks[(part.length - 1) // size] * size + (part.length - 1) % size
+                for part in parts
+                if part.append
+            ]
+        )
+        self._plans: dict[int | None, BatchPlan] = {}
+
+    def holds_for(self, segments: Sequence[Segment]) -> bool:
+        """Whether these are the segments that it was made for, and their blocks are where they were."""
+        return all(
+            now is then and _shape(now) == shape
+            for now, then, shape in zip(segments, self._segments, self._shapes, strict=True)
+        )
+
+    def append(self, layer: int, appended: Tensor) -> None:
+        """appended [parts that append, 2, kv_heads, 1, D] in the KV dtype."""
+        if self.appended:
+            both = appended.squeeze(3).to(self._memory.device)
+            self._memory.write_tokens(layer, self._slots, both[:, 0], both[:, 1])
+
+    def attend(self, layer: int, q: Tensor) -> Partial:
+        """q [parts, H, D]."""
+        window = self._windows[layer]
+        kv = self._memory.layer(layer)
+        if window not in self._plans:
+            self._plans[window] = BatchPlan(
+                kv.shape,
+                self._tables,
+                self._lengths,
+                first_key_positions=self._key_positions,
+                query_positions=self._query_positions,
+                window=window,
+            )
+        return self._plans[window].attend(q.to(self._memory.device), kv, self._scale)
+
+    def _longs(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._memory.device)
+
+
+class RowPlans:
+    """The latest ones, by the wording of their requests. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._plans: OrderedDict[bytes, RowPlan] = OrderedDict()
+
+    def find(self, wording: bytes) -> RowPlan | None:
+        with self._lock:
+            return self._plans.get(wording)
+
+    def keep(self, wording: bytes, plan: RowPlan) -> None:
+        with self._lock:
+            self._plans[wording] = plan
+            self._plans.move_to_end(wording)
+            while len(self._plans) > _KEPT:
+                self._plans.popitem(last=False)
+
+
+def _shape(segment: Segment) -> tuple[int, int, int, int]:
+    """Blocks are only added behind the others, or trimmed before them: with the same numbers of both they
+    are the same blocks."""
+    return (segment.trimmed, len(segment.blocks), segment.frozen, segment.shared)

@@ -1,0 +1,69 @@
+"""Blocks of a sequence that became full: published here, and saved."""
+
+from __future__ import annotations
+
+from kvcommons.engine.core import Core
+from kvcommons.engine.keeper import BlockKeeper, KeptRun
+from services.decode.sequence import LocalRun, RemoteRun, Run, Sequence
+from services.decode.surroundings import Surroundings
+
+
+class FilledBlocks:
+    """Belongs to the engine's thread."""
+
+    def __init__(self, core: Core, keeper: BlockKeeper, surroundings: Surroundings) -> None:
+        self._core = core
+        self._keeper = keeper
+        self._surroundings = surroundings
+
+    def settle(self, sequence: Sequence, *, prompt: bool = False) -> None:
+        """Those of a prompt were saved by prefill.
+
+        After an iteration all of `tokens` have KV; at the start, all but the first sampled one.
+        """
+        kv_tokens = len(sequence.tokens) - (1 if prompt else 0)
+        full = sequence.newly_full(kv_tokens)
+        if not full or sequence.generation.no_reuse:
+            return
+        ids = sequence.identities(kv_tokens)
+        for index in full:
+            run, inside = sequence.locate(index)
+            if isinstance(run, LocalRun):
+                self._publish(run, inside, ids[index], share=prompt)
+            if not prompt and sequence.generation.store_data:
+                sequence.saved_blocks += 1
+                self._save(sequence, run, inside, index)
+
+    def publish_moved(self, sequence: Sequence, moved: LocalRun) -> None:
+        """Copies that lie here now."""
+        if sequence.generation.no_reuse:
+            return
+        ids = sequence.identities(sequence.kv_tokens)
+        for block, identity in zip(moved.blocks, ids[moved.first_block :], strict=False):
+            self._core.allocator.publish(block, identity)
+
+    def _publish(self, run: LocalRun, inside: int, identity: bytes, *, share: bool) -> None:
+        """Makes a block findable. Where another block is known under this identity already (n > 1 choices of
+        one prompt), that one is shared and this one is free again."""
+        allocator, block = self._core.allocator, run.blocks[inside]
+        if allocator.publish(block, identity) or not share:
+            return
+        known = allocator.match([identity])
+        if known:
+            run.blocks[inside] = known[0]
+            allocator.release([block])
+
+    def _save(self, sequence: Sequence, run: Run, inside: int, index: int) -> None:
+        if isinstance(run, RemoteRun):
+            sequence.on_behalf(self._surroundings.save_remote, run, sequence, index)
+            return
+        generation, ids = sequence.generation, sequence.chain.ids
+        kept = KeptRun(
+            store=generation.store_data,
+            tenant=generation.tenant,
+            parent=ids[index - 1] if index else b"",
+            first_index=index,
+            ids=(ids[index],),
+            blocks=(run.blocks[inside],),
+        )
+        sequence.on_behalf(self._keeper.save_all_layers, kept)

@@ -1,0 +1,154 @@
+"""Two batches that take turns: one's slices are computed while the other's attention is at the pool (Lamina,
+section 5.1). Each has a thread; the engine's thread composes them and settles what they made."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Literal
+
+import torch
+
+from kvcommons.pb import common_pb2 as pb
+from services.decode.batch import Batch, by_holder, holder_of
+from services.decode.iteration import Iteration
+from services.decode.pipelines import Division, Rotational, Staggering, Timing
+from services.decode.sequence import Sequence
+
+log = logging.getLogger(__name__)
+
+Mode = Literal["auto", "on", "off"]
+LANES = 2  # of one model replica; more batches would need more replicas
+
+
+class Lane:
+    """One batch. All but the iteration itself belongs to the engine's thread."""
+
+    def __init__(self, number: int, landed: Callable[[Lane, list[pb.SampledToken] | None], None]) -> None:
+        """`landed` is called on the lane's thread when an iteration has ended; without tokens where it
+        failed."""
+        self.number = number
+        self.batch: Batch | None = None  # the one before, as long as nothing but its lengths has changed
+        self.iteration: Iteration | None = None  # under way
+        self.deferred: list[Callable[[], None]] = []  # about its sequences, for after the iteration
+        self.began_s: float | None = None
+        self._landed = landed
+        self._iterations: queue.SimpleQueue[Iteration | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=f"decode-lane-{number}", daemon=True)
+
+    def compose(self, sequences: list[Sequence], block_tokens: int, device: torch.device) -> Batch | None:
+        """The batch of these sequences; the last one goes on if it is the same."""
+        ordered = by_holder(sequences)
+        if not ordered:
+            self.batch = None
+        elif self.batch is not None and self.batch.sequences == ordered:
+            self.batch.step()
+        else:
+            self.batch = Batch(ordered, block_tokens, device)
+        return self.batch
+
+    def launch(self, iteration: Iteration) -> None:
+        if self._thread.ident is None:
+            self._thread.start()
+        self.iteration = iteration
+        self._iterations.put(iteration)
+
+    def has(self, key: int) -> bool:
+        """Whether a sequence is in the iteration under way."""
+        return self.iteration is not None and any(
+            sequence.key == key for sequence in self.iteration.batch.sequences
+        )
+
+    def close(self, timeout_s: float) -> None:
+        if self._thread.ident is not None:
+            self._iterations.put(None)
+            self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        with torch.inference_mode():
+            while (iteration := self._iterations.get()) is not None:
+                tokens = None
+                try:
+                    tokens = iteration.run()
+                except Exception:
+                    log.exception("an iteration failed", extra={"batch": len(iteration.batch.sequences)})
+                self._landed(self, tokens)
+
+
+class Lanes:
+    """All of them."""
+
+    def __init__(self, landed: Callable[[Lane, list[pb.SampledToken] | None], None]) -> None:
+        self.all = [Lane(number, landed) for number in range(LANES)]
+        self.turn = threading.Lock()  # at the model
+
+    @property
+    def under_way(self) -> bool:
+        return any(lane.iteration is not None for lane in self.all)
+
+    def defer(self, key: int, command: Callable[[], None]) -> bool:
+        """Whether the sequence is in an iteration under way: the command waits for its end."""
+        for lane in self.all:
+            if lane.has(key):
+                lane.deferred.append(command)
+                return True
+        return False
+
+    def changed(self) -> None:
+        """Blocks of some sequence are others now: batches are composed anew."""
+        for lane in self.all:
+            lane.batch = None
+
+    def rest(self) -> None:
+        """They do not take turns any more."""
+        self.changed()
+        for lane in self.all:
+            lane.began_s = None
+
+    def close(self, timeout_s: float) -> None:
+        """Waits for iterations under way."""
+        for lane in self.all:
+            lane.close(timeout_s)
+            lane.iteration = None
+
+
+def share_of(division: Division, lane: Lane, able: Mapping[int, Sequence]) -> list[int]:
+    """The lane's of all sequences that can run."""
+    tokens = {key: len(sequence.tokens) for key, sequence in able.items()}
+    holders = {key: holder_of(sequence) for key, sequence in able.items()}
+    return division.compose(lane.number, tokens, holders)
+
+
+class Pipelining:
+    """Into how many batches the sequences are divided, from what was measured. Belongs to the engine's
+    thread."""
+
+    def __init__(self, mode: Mode, layers: int) -> None:
+        self._mode = mode
+        self._layers = layers
+        self._staggering = Staggering(Rotational(LANES))
+
+    def batches(self, sequences: int, tokens: int) -> int:
+        """`sequences` can run, whose KV is of so many tokens."""
+        if self._mode == "off" or sequences < LANES:
+            return 1
+        return LANES if self._mode == "on" else self._staggering.decide(sequences, tokens)
+
+    def took_alone(self, sequences: int, tokens: int, iteration: Iteration) -> None:
+        spent = iteration.spent
+        timing = Timing(
+            slice_s=spent.computed_s / self._layers,
+            attend_s=spent.pool_s / self._layers,
+            network_s=spent.network_s / self._layers,
+        )
+        self._staggering.took_alone(sequences, tokens, timing)
+
+    def took_staggered(self, sequences: int, tokens: int, lane: Lane) -> None:
+        """A lane's next iteration begins. `sequences` and `tokens` are of all lanes."""
+        now_s = time.monotonic()
+        if lane.began_s is not None:
+            self._staggering.took_staggered(sequences, tokens, (now_s - lane.began_s) / self._layers)
+        lane.began_s = now_s

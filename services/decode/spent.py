@@ -1,0 +1,58 @@
+"""What an iteration's time went to, as in figure 14 of Lamina."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Spent:
+    """Seconds of the thread that iterates, `seconds` in all. What others compute while it computes itself
+    costs it nothing: of overlapped times only what is left of them is here, but for `pool_s`."""
+
+    seconds: float = 0.0
+    slices_s: float = 0.0  # the model between two attentions, and sampling
+    here_s: float = 0.0  # attention here
+    there_s: float = 0.0  # of the time that it waited for holders, what the slowest one computed
+    network_s: float = 0.0  # asking, and the rest of that time
+    waiting_s: float = 0.0  # for its turn at the model, or at a holder
+    pool_s: float = 0.0  # that the slowest holder computed, waited for or not
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """They add up to `seconds`."""
+        named = {
+            "slices": self.slices_s,
+            "attention": self.here_s + self.there_s,
+            "network": self.network_s,
+            "waiting": self.waiting_s,
+        }
+        return named | {"rest": max(self.seconds - sum(named.values()), 0.0)}
+
+    @property
+    def computed_s(self) -> float:
+        """In this process."""
+        return max(self.seconds - self.there_s - self.network_s - self.waiting_s, 0.0)
+
+    def waited(self, blocked_s: float, *, computed_s: float, queued_s: float) -> None:
+        """For holders, of which the slowest computed and had queued so long in the meantime."""
+        there_s = min(blocked_s, computed_s)
+        waiting_s = min(blocked_s - there_s, queued_s)
+        self.pool_s += computed_s
+        self.there_s += there_s
+        self.waiting_s += waiting_s
+        self.network_s += blocked_s - there_s - waiting_s
+
+    @contextmanager
+    def slice(self, turn: threading.Lock | None) -> Iterator[None]:
+        """Of the model. Batches that share one replica of it compute in `turn`."""
+        asked_s = time.monotonic()
+        with turn or nullcontext():
+            began_s = time.monotonic()
+            yield
+            self.slices_s += time.monotonic() - began_s
+        self.waiting_s += began_s - asked_s

@@ -1,0 +1,99 @@
+"""Two batches that take turns at the model and at the pool give the tokens that one batch gives, whoever
+joins, leaves, grows or is lost meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import pytest
+
+from kvcommons.errors import DataLoss
+from tests.contract.engine_stack import Stack, ready
+from tests.contract.engine_turns import Turn, turn
+
+pytestmark = pytest.mark.asyncio
+pytest_plugins = ("tests.contract.engine_fixtures",)
+
+
+def lanes() -> set[str]:
+    """Threads that iterate."""
+    return {one.name for one in threading.enumerate() if one.name.startswith("decode-lane-")}
+
+
+async def begun(one: Turn, tokens: int = 1) -> None:
+    async def has_tokens() -> None:
+        if len(one.tokens) < tokens:
+            raise DataLoss("not yet")
+
+    await ready(has_tokens)
+
+
+@pytest.mark.parametrize("engines", ["llama", "qwen2-sliding"], indirect=True)
+async def test_tokens_are_the_reference_in_both_batches(engines: Stack) -> None:
+    """They join one after another, grow by a block each time, and end at different times."""
+    await engines.lenders(40, 40)
+    prefill = await engines.prefill()
+    decode = await engines.decode(placement="offload", pipelining="on", borrow_blocks=1)
+    made = [engines.reference.prompt(20 + 17 * n, 30 + 10 * n, 100 * n + 1) for n in range(6)]
+    turns = [turn(prefill, decode, engines.model, tokens, 30 + 10 * n) for n, (tokens, _) in enumerate(made)]
+    tasks = []
+    for one in turns:
+        tasks.append(asyncio.create_task(one.run()))
+        await begun(one)
+    await asyncio.gather(*tasks)
+    assert [one.tokens for one in turns] == [expected for _, expected in made]
+    assert lanes() == {"decode-lane-0", "decode-lane-1"}
+    await engines.idle("decode", "pool-0", "pool-1")
+
+
+async def test_blocks_here_and_elsewhere_and_one_sequence_that_leaves(engines: Stack) -> None:
+    """`overflow`: decode's own blocks run out, and one that is cancelled gives its own back at once."""
+    await engines.lenders(40)
+    prefill = await engines.prefill()
+    decode = await engines.decode(
+        placement="overflow", pipelining="on", borrow_blocks=1, engine={"capacity_tokens": 12 * 16}
+    )
+    made = [engines.reference.prompt(30 + 13 * n, 60, 100 * n + 1) for n in range(4)]
+    turns = [turn(prefill, decode, engines.model, tokens, 60) for tokens, _ in made]
+    tasks = [asyncio.create_task(one.run()) for one in turns]
+    await begun(turns[1], 5)
+    tasks[1].cancel()
+    done = await asyncio.gather(*tasks, return_exceptions=True)
+    assert isinstance(done[1], asyncio.CancelledError)
+    for number in (0, 2, 3):
+        assert turns[number].tokens == made[number][1]
+    await engines.idle("decode", "pool-0")
+
+
+async def test_a_holder_is_killed_and_the_others_go_on(engines: Stack) -> None:
+    pools = await engines.lenders(40, 40, process=True)
+    prefill = await engines.prefill()
+    decode = await engines.decode(placement="offload", pipelining="on", attend_deadline_s=5.0)
+    made = [engines.reference.prompt(40 + 3 * n, 120, 100 * n + 1) for n in range(4)]
+    turns = [turn(prefill, decode, engines.model, tokens, 120) for tokens, _ in made]
+    tasks = []
+    for one in turns:
+        tasks.append(asyncio.create_task(one.run()))
+        await begun(one)
+    pools[0].kill()
+    done = await asyncio.gather(*tasks, return_exceptions=True)
+    lost = [one for one in done if isinstance(one, DataLoss)]
+    assert len(lost) == 2
+    for one, result, (_, expected) in zip(turns, done, made, strict=True):
+        assert one.tokens == expected[: len(one.tokens)]
+        assert isinstance(result, DataLoss) or one.tokens == expected
+    await engines.idle("decode", "pool-1")
+
+
+async def test_by_itself_it_begins_where_the_batch_is_large_enough_only(engines: Stack) -> None:
+    """Three sequences are too few, whatever was measured."""
+    await engines.lenders(40)
+    prefill = await engines.prefill()
+    decode = await engines.decode(placement="offload")
+    made = [engines.reference.prompt(20 + 3 * n, 30, 100 * n + 1) for n in range(3)]
+    turns = [turn(prefill, decode, engines.model, tokens, 30) for tokens, _ in made]
+    await asyncio.gather(*(one.run() for one in turns))
+    assert [one.tokens for one in turns] == [expected for _, expected in made]
+    assert not lanes()
+    await engines.idle("decode", "pool-0")

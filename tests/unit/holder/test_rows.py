@@ -1,0 +1,84 @@
+"""A plan that is used for layer after layer gives what a new one gives, for as long as its segments stay."""
+
+from __future__ import annotations
+
+import torch
+
+from kvcommons.attention.memory import BlockMemory
+from kvcommons.attention.partial import attend_batch
+from kvcommons.holder.rows import Part, RowPlan, RowPlans
+from kvcommons.holder.segments import Segment, SegmentRef
+from kvcommons.rblock.layout import Layout
+
+BLOCK = 4
+LAYOUT = Layout(layers=2, kv_heads=2, block_tokens=BLOCK, head_dim=8, kv_dtype="float32", query_heads=4)
+SCALE = 0.3
+
+
+def segment(handle: int, blocks: list[int]) -> Segment:
+    return Segment(handle=handle, owner="d", sequence="s", first_position=0, blocks=blocks, expires_s=None)
+
+
+def part(blocks: list[int], length: int, row: int, *, append: bool) -> Part:
+    return Part(
+        blocks=blocks, first_row=row, rows=1, query_position=length - 1, key_position=0, append=append,
+        length=length,
+    )  # fmt: skip
+
+
+def plan_of(memory: BlockMemory, segments: list[Segment], lengths: list[int]) -> RowPlan:
+    refs = [SegmentRef(handle=one.handle, epoch=1) for one in segments]
+    parts = [
+        part(one.blocks, length, row, append=row != 1)
+        for row, (one, length) in enumerate(zip(segments, lengths, strict=True))
+    ]
+    return RowPlan(memory, [None, 3], SCALE, refs, segments, parts)
+
+
+def test_appends_and_attends_layer_by_layer() -> None:
+    source = torch.Generator().manual_seed(5)
+    memory = BlockMemory(LAYOUT, 8)
+    memory.tensor.copy_(torch.randn(memory.tensor.shape, generator=source))
+    segments = [segment(1, [5, 2]), segment(2, [7]), segment(3, [0, 1, 4])]
+    lengths = [6, 4, 9]
+    plan = plan_of(memory, segments, lengths)
+    assert plan.appended == 2
+    for layer, window in ((0, None), (1, 3)):
+        new = torch.randn(2, 2, 2, 1, 8, generator=source)
+        plan.append(layer, new)
+        kv = memory.layer(layer)
+        assert torch.equal(kv[2, :, :, 1], new[0, :, :, 0])
+        assert torch.equal(kv[4, :, :, 0], new[1, :, :, 0])
+        q = torch.randn(3, 4, 8, generator=source)
+        positions = torch.tensor(lengths) - 1
+        expected = attend_batch(
+            q, kv, torch.tensor([[5, 2, 0], [7, 0, 0], [0, 1, 4]]), torch.tensor(lengths), scale=SCALE,
+            first_key_positions=torch.zeros(3, dtype=torch.long), query_positions=positions, window=window,
+        )  # fmt: skip
+        partial = plan.attend(layer, q)
+        torch.testing.assert_close(partial.out, expected.out)
+        torch.testing.assert_close(partial.lse, expected.lse)
+
+
+def test_holds_while_blocks_are_where_they_were() -> None:
+    memory = BlockMemory(LAYOUT, 8)
+    segments = [segment(1, [5, 2]), segment(2, [7])]
+    plan = plan_of(memory, segments, [6, 4])
+    assert plan.holds_for(segments)
+    assert not plan.holds_for([segments[0], segment(2, [7])])  # another life of that handle
+    segments[1].blocks.append(3)  # grown: another plan, although this one would do
+    assert not plan.holds_for(segments)
+    plan = plan_of(memory, segments, [6, 4])
+    segments[0].frozen = 1  # no more tokens are appended there, maybe
+    assert not plan.holds_for(segments)
+
+
+def test_the_latest_plans_are_kept() -> None:
+    memory, plans = BlockMemory(LAYOUT, 8), RowPlans()
+    made = {bytes([n]): plan_of(memory, [segment(n, [n])], [2]) for n in range(1, 8)}
+    for wording, plan in made.items():
+        plans.keep(wording, plan)
+    assert all(plans.find(wording) is plan for wording, plan in made.items())
+    for n in range(100):
+        plans.keep(b"more" + bytes([n]), made[b"\x01"])
+    assert plans.find(b"\x02") is None
