@@ -14,13 +14,14 @@ from benchmarks import (
     attention_store_cli,
     borrow,
     first_token,
+    long_context,
     offload,
     offload_figures,
     offload_plan,
     overlap_cli,
     prefixes_cli,
     remote_attention,
-    settlement,
+    settlement_cli,
     store_cli,
     transport,
 )
@@ -91,9 +92,10 @@ def _parser() -> argparse.ArgumentParser:
     store_cli.add(commands, _add_outputs)
     transport.add(commands, _add_outputs)
     borrow.add(commands, _add_outputs)
-    settlement.add(commands, _add_outputs)
+    settlement_cli.add(commands, _add_outputs)
     attention_store_cli.add(commands, _add_outputs)
     remote_attention.add(commands, _add_outputs)
+    long_context.add(commands, _add_outputs)
     offload.add(commands, _add_outputs)
     offload_plan.add(commands, _add_outputs)
     offload_figures.add(commands, _add_outputs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.report import Row
@@ -43,6 +43,34 @@ def stacked_bars(
     axes.set_title(title, loc="left")
     figure.legend(loc="outside lower center", ncols=len(parts), frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+
+
+def curves(
+    path: Path,
+    title: str,
+    groups: Sequence[tuple[str, str, Mapping[str, Sequence[tuple[float, float]]]]],
+) -> None:
+    """One above the other: of each group its title, its unit, and by name what goes over what."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    figure, all_axes = plt.subplots(
+        len(groups), figsize=(9, 1 + 2.2 * len(groups)), layout="constrained", squeeze=False
+    )
+    for axes, (subtitle, unit, lines) in zip(all_axes[:, 0], groups, strict=True):
+        for name, points in lines.items():
+            axes.plot([x for x, _ in points], [y for _, y in points], marker="o", label=name)
+        axes.set_ylim(bottom=0)
+        axes.set_ylabel(unit)
+        axes.set_title(subtitle, loc="left", fontsize="medium")
+        axes.spines[["top", "right"]].set_visible(False)
+    all_axes[0, 0].legend(frameon=False)
+    figure.suptitle(title)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
     plt.close(figure)

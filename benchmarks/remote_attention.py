@@ -49,6 +49,7 @@ class Setting:
     tokens: int  # a round
     rounds: int
     threads: int  # in all, half of them the pool's
+    awake_us: int
 
 
 def add(
@@ -64,6 +65,7 @@ def add(
     parser.add_argument("--tokens", type=int, default=8, metavar="N", help="of each kind in a round")
     parser.add_argument("--rounds", type=int, default=5, metavar="N")
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="of all processes together")
+    parser.add_argument("--awake-us", type=int, default=2000, metavar="N", help="the pool's setting")
     add_outputs(parser)
     parser.set_defaults(run=_run, draw=_draw)
 
@@ -75,6 +77,7 @@ def _run(options: argparse.Namespace, progress: Progress) -> Report:
         tokens=options.tokens,
         rounds=options.rounds,
         threads=options.threads,
+        awake_us=options.awake_us,
     )
     with tempfile.TemporaryDirectory(prefix="kvc-") as name:
         folder = Path(name)
@@ -131,6 +134,7 @@ async def _pool(
         "block_tokens": BLOCK_TOKENS,
         "capacity_tokens": max(setting.contexts) + 4096,
         "threads": max(setting.threads // 2, 1),
+        "awake_us": setting.awake_us,
         "log_level": "error",
     }
     flags = [f"--set={key}={value}" for key, value in values.items()]

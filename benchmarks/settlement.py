@@ -9,11 +9,9 @@ asks; an iteration is as slow as the slowest creditor in it. Bringing blocks hom
 
 from __future__ import annotations
 
-import argparse
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import fmean
 
 from benchmarks.report import Report
@@ -311,12 +309,10 @@ def compare(
         for window, row in enumerate(rows):
             row[f"tokens/s, {name}"] = fmean(run.tokens_s[window] for run in of_mode)
             row[f"remote %, {name}"] = 100 * fmean(run.remote[window] for run in of_mode)
-    third = max(1, windows // 3)
     ratios: dict[str, float] = {}
     for name in MODES:
         values = [float(row[f"tokens/s, {name}"]) for row in rows]
-        # The first window fills the memory.
-        ratios[f"last third over first, {name}"] = fmean(values[-third:]) / fmean(values[1 : third + 1])
+        ratios[f"last third over first, {name}"] = thirds(values)
     bare = next(iter(MODES))
     for name in [*MODES][1:]:
         ratios[f"{name} over {bare}"] = fmean(
@@ -331,61 +327,7 @@ def compare(
     )
 
 
-def add(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser],
-    add_outputs: Callable[[argparse.ArgumentParser], None],
-) -> None:
-    parser = commands.add_parser(
-        "settlement", help="throughput over time with debts settled and not (simulated instances)"
-    )
-    parser.add_argument("--instances", type=int, default=4, metavar="N")
-    parser.add_argument("--minutes", type=float, default=30.0, metavar="M", help="simulated")
-    parser.add_argument("--windows", type=int, default=15, metavar="N", help="rows of the table")
-    parser.add_argument("--requests-per-minute", type=float, default=200.0, metavar="R")
-    parser.add_argument("--long-share", type=float, default=0.12, metavar="S", help="of the requests")
-    parser.add_argument("--threshold", type=int, default=8, metavar="N", help="blocks worth a settlement")
-    parser.add_argument("--seed", type=int, default=1, metavar="N", help="of the first round")
-    parser.add_argument("--rounds", type=int, default=8, metavar="N", help="each with a seed of its own")
-    add_outputs(parser)
-    parser.set_defaults(run=_run, draw=_draw)
-
-
-def _run(options: argparse.Namespace, progress: Callable[[str], None]) -> Report:
-    load = Load(
-        instances=options.instances,
-        requests_per_minute=options.requests_per_minute,
-        long_share=options.long_share,
-    )
-    return compare(
-        load,
-        minutes=options.minutes,
-        windows=options.windows,
-        threshold=options.threshold,
-        seeds=range(options.seed, options.seed + options.rounds),
-        progress=progress,
-    )
-
-
-def _draw(path: Path, report: Report) -> None:
-    """As the paper's figure 10, and below it why: the share of KV that lies elsewhere."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(2, 1, figsize=(9, 6), sharex=True, layout="constrained")
-    minutes = [float(str(row["minutes"]).split("-")[1]) for row in report.rows]
-    for panel, kind, label in (
-        (axes[0], "tokens/s", "tokens a second"),
-        (axes[1], "remote %", "KV elsewhere, %"),
-    ):
-        for name in MODES:
-            panel.plot(minutes, [float(row[f"{kind}, {name}"]) for row in report.rows], label=name)
-        panel.set_ylim(bottom=0)
-        panel.set_ylabel(label)
-    axes[1].set_xlabel("minutes")
-    axes[0].legend(frameon=False, loc="lower right")
-    figure.suptitle(report.title)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
+def thirds(values: Sequence[float]) -> float:
+    """The last third of a run over its first, without the window that fills the memory."""
+    third = max(1, len(values) // 3)
+    return fmean(values[-third:]) / fmean(values[1 : third + 1])

@@ -158,6 +158,10 @@ class RestClient:
             told |= {name: event[name] for name in ("usage", "timings") if event.get(name)}
         return told["usage"], told["timings"]
 
+    def tokens(self, prompt: Sequence[int], **parameters: Any) -> Iterator[dict[str, Any]]:
+        """A completion of token ids, event by event as they come."""
+        yield from self._events("/v1/completions", {"prompt": list(prompt), "stream": True, **parameters})
+
     def _events(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         connection = self._connect(None)
         try:

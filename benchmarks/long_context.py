@@ -1,0 +1,283 @@
+"""`kvcommons bench long-context`: contexts longer than an instance has room for (Infinite-LLM, section 6).
+
+- `reach`: one long sequence over holders of which each has room for a small part of it, against one
+  instance that has room for all of it.
+- `migration` (section 6.3): a sequence outgrows its instance while it decodes. Either it goes on with memory
+  of others, or it moves to a larger instance, which is started for it, loads its weights from disk, and gets
+  the KV.
+- `contexts` (section 6.1): the largest batch of requests of one length.
+- `rates` (section 6.2): requests that arrive by chance, of which some are long.
+
+The last two compare two instances that share their memory with one that has the memory and the threads of
+both. Real stacks, one after the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks import migration
+from benchmarks.plot import curves
+from benchmarks.random_model import write_random_model
+from benchmarks.report import Report, Row, p50
+from benchmarks.streams import Stream, arrive, ask, at_once, prompt
+from devstack.running import RunningStack
+
+Progress = Callable[[str], None]
+PARTS = ("reach", "migration", "contexts", "rates")
+BLOCK_TOKENS = 64
+WARM_TOKENS = 2  # of an answer that is asked for only so that its prompt is known
+MODES = ("two that share", "one large")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """Tokens; `room` is an instance's in `contexts` and `rates`, `holder` a holder's in the other two."""
+
+    parts: tuple[str, ...]
+    size: str
+    moved_size: str  # model of `migration`
+    holder: int
+    holders: int  # besides the instance itself
+    reach: int
+    answer: int
+    room: int
+    contexts: tuple[int, ...]
+    rates: tuple[float, ...]  # requests a second
+    long_shares: tuple[float, ...]
+    seconds: float  # of arrivals, for each rate and share
+    seed: int
+
+
+def add(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    add_outputs: Callable[[argparse.ArgumentParser], None],
+) -> None:
+    parser = commands.add_parser(
+        "long-context", help="contexts longer than an instance has room for, against larger instances"
+    )
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART")
+    parser.add_argument("--random-model", metavar="SIZE", default="7m", help="7m, 34m or 246m")
+    parser.add_argument("--migrated-model", metavar="SIZE", default="246m", help="the same, for migration")
+    parser.add_argument(
+        "--holder", type=int, default=4096, metavar="N", help="tokens that a holder has room for"
+    )
+    parser.add_argument("--holders", type=int, default=7, metavar="N", help="besides the instance itself")
+    parser.add_argument("--reach", type=int, default=30_000, metavar="N", help="tokens of the long sequence")
+    parser.add_argument("--answer", type=int, default=64, metavar="N", help="tokens of each answer")
+    parser.add_argument("--room", type=int, default=8192, metavar="N", help="of each instance, for batches")
+    parser.add_argument(
+        "--contexts", type=int, nargs="+", default=[1024, 2048, 4096, 7168, 12288, 15360], metavar="N"
+    )
+    parser.add_argument("--rates", type=float, nargs="+", default=[2.0, 6.0], metavar="R", help="a second")
+    parser.add_argument("--long-shares", type=float, nargs="+", default=[0.01, 0.1, 0.3], metavar="S")
+    parser.add_argument("--seconds", type=float, default=8.0, metavar="S", help="of arrivals, each")
+    parser.add_argument("--seed", type=int, default=1, metavar="N")
+    add_outputs(parser)
+    parser.set_defaults(run=_run, draw=_draw)
+
+
+def _run(options: argparse.Namespace, progress: Progress) -> Report:
+    setting = Setting(
+        parts=tuple(options.parts), size=options.random_model, moved_size=options.migrated_model,
+        holder=options.holder, holders=options.holders, reach=options.reach, answer=options.answer,
+        room=options.room, contexts=tuple(options.contexts), rates=tuple(options.rates),
+        long_shares=tuple(options.long_shares), seconds=options.seconds, seed=options.seed,
+    )  # fmt: skip
+    rows: list[Row] = []
+    with tempfile.TemporaryDirectory(prefix="kvcommons-bench-") as name:
+        folder = Path(name)
+        if "migration" in setting.parts:
+            rows += _migration(folder / "moved", setting, progress)
+        if set(setting.parts) - {"migration"}:
+            window = max(2 * setting.reach, 4 * setting.room)
+            model = write_random_model(folder, setting.size, progress, window_tokens=window)
+            if "reach" in setting.parts:
+                rows += _reach(folder, model, setting, progress)
+            if {"contexts", "rates"} & set(setting.parts):
+                rows += _batches(folder, model, setting, progress)
+    return Report(title="contexts longer than an instance", ratios=_ratios(rows), rows=rows)
+
+
+def _tables(
+    capacity_tokens: int, threads: int, prefill_tokens: int | None = None
+) -> dict[str, dict[str, Any]]:
+    shared = {"block_tokens": BLOCK_TOKENS, "capacity_tokens": capacity_tokens, "threads": threads}
+    prefill = {**shared, "threads": 1, "capacity_tokens": prefill_tokens or capacity_tokens}
+    return {
+        "prefill": {**prefill, "push_deadline_s": 30.0},
+        "decode": {**shared, "attend_deadline_s": 30.0, "lend_share": 1.0},
+        "attention_pool": shared,
+    }
+
+
+def _reach(folder: Path, model: Path, setting: Setting, progress: Progress) -> list[Row]:
+    """Time to the first token and between tokens."""
+    kinds = {
+        f"{1 + setting.holders} holders of {setting.holder:,}": (setting.holder, setting.holders),
+        "one large": (setting.reach + setting.holder, 0),
+    }
+    rows: list[Row] = []
+    for number, (how, (capacity, pools)) in enumerate(kinds.items()):
+        progress(f"a sequence of {setting.reach:,} tokens, {how}")
+        flags: dict[str, Any] = {"model": str(model), "attention_pool": max(pools, 1)}
+        with RunningStack(folder / f"reach-{number}", tables=_tables(capacity, 1), **flags) as stack:
+            got = ask(stack.client, prompt(setting.seed, setting.reach), setting.answer)
+        rows.append(
+            {
+                "part": f"{setting.reach:,} tokens",
+                "how": how,
+                "TTFT s": got.first_s,
+                "ms/token": 1e3 * p50(got.gaps_s()),
+            }
+        )
+    return rows
+
+
+def _migration(folder: Path, setting: Setting, progress: Progress) -> list[Row]:
+    """The delay: what the sequence waits for when it outgrows its instance, beyond a token's usual time."""
+    folder.mkdir()
+    model = write_random_model(
+        folder, setting.moved_size, progress, window_tokens=4 * setting.holder + setting.answer
+    )
+    progress("borrowing")
+    before = setting.answer // 2
+    tables = _tables(setting.holder, 1)
+    tables["prefill"]["capacity_tokens"] = 2 * setting.holder
+    with RunningStack(folder / "stack", tables=tables, model=str(model)) as stack:
+        got = ask(stack.client, prompt(setting.seed, setting.holder - before), 2 * before)
+    gaps = got.gaps_s()
+    edge = slice(max(before - BLOCK_TOKENS // 2, 1), before + 2)
+    usual_s = p50(gaps[: edge.start])
+    progress("starting a larger instance")
+    moved = asyncio.run(
+        migration.measure(folder, model, tokens=setting.holder, larger_tokens=2 * setting.holder)
+    )
+    return [
+        {
+            "part": "migration",
+            "how": "memory of others",
+            "delay s": max(max(gaps[edge]) - usual_s, 0.0),
+            "ms/token": 1e3 * p50(gaps[edge.stop :]),
+        },
+        {
+            "part": "migration",
+            "how": "a larger instance",
+            "delay s": moved.start_s + moved.move_s,
+            "started s": moved.start_s,
+            "moved s": moved.move_s,
+            "ms/token": 1e3 * usual_s,
+        },
+    ]
+
+
+def _batches(folder: Path, model: Path, setting: Setting, progress: Progress) -> list[Row]:
+    """Of both modes; prefill is the same for both, and has room for everything."""
+    rows: list[Row] = []
+    ample = 4 * setting.room
+    for number, mode in enumerate(MODES):
+        shares = mode == MODES[0]
+        flags: dict[str, Any] = {"model": str(model), "decode": 2 if shares else 1, "attention_pool": 1}
+        tables = _tables(setting.room if shares else 2 * setting.room, 1 if shares else 2, ample)
+        tables["decode"]["placement"] = "overflow" if shares else "local"
+        tables["attention_pool"]["capacity_tokens"] = BLOCK_TOKENS  # for nobody
+        progress(f"starting {mode}")
+        with RunningStack(folder / f"batches-{number}", tables=tables, **flags) as stack:
+            if "contexts" in setting.parts:
+                for context in setting.contexts:
+                    progress(f"{context:,} tokens, {mode}")
+                    rows.append({"part": "contexts", "how": mode, **_context(stack, context, setting)})
+            if "rates" in setting.parts:
+                for share in setting.long_shares:
+                    for rate in setting.rates:
+                        progress(f"{rate:g} requests a second, {share:.0%} long, {mode}")
+                        rows.append({"part": "rates", "how": mode, **_rate(stack, rate, share, setting)})
+    return rows
+
+
+def _context(stack: RunningStack, context: int, setting: Setting) -> Row:
+    """Tokens a second while all of the largest batch decode."""
+    whole = context + setting.answer + BLOCK_TOKENS
+    count = max(1, 2 * setting.room // whole)
+    prompts = [prompt(1000 * context + number, context) for number in range(count)]
+    for one in prompts:
+        ask(stack.client, one, WARM_TOKENS)
+    streams = at_once(stack.client, prompts, setting.answer)
+    return {"context": context, "batch": count, "tokens/s": together(streams)}
+
+
+def together(streams: Sequence[Stream]) -> float:
+    """Tokens a second from when the last of them began until the first has ended; where they never ran
+    together, of all of them over all of their time."""
+    began_s = max(one.times_s[0] for one in streams)
+    ended_s = min(one.times_s[-1] for one in streams)
+    if ended_s <= began_s:
+        began_s = min(one.times_s[0] for one in streams)
+        ended_s = max(one.times_s[-1] for one in streams)
+    return sum(began_s < at_s <= ended_s for one in streams for at_s in one.times_s) / (ended_s - began_s)
+
+
+def _rate(stack: RunningStack, rate: float, long_share: float, setting: Setting) -> Row:
+    """Short requests are up to a quarter of an instance, long ones up to one and a half of it."""
+    dice = random.Random(setting.seed)
+    bounds = {False: (256, setting.room // 4), True: (setting.room // 2, setting.room * 3 // 2)}
+    starts_s: list[float] = []
+    at_s = dice.expovariate(rate)
+    while at_s < setting.seconds:
+        starts_s.append(at_s)
+        at_s += dice.expovariate(rate)
+    # The share is kept exactly, as far as whole requests allow; which ones are long is chance.
+    long = [number < round(long_share * len(starts_s)) for number in range(len(starts_s))]
+    dice.shuffle(long)
+    prompts = [prompt(dice.randrange(1 << 30), dice.randint(*bounds[one])) for one in long]
+    streams = arrive(stack.client, starts_s, prompts, setting.answer)
+    took_s = max(one.sent_s + one.ended_s for one in streams)
+    tokens = sum(one.tokens for one in streams)
+    return {
+        "requests/s": rate,
+        "long %": 100 * long_share,
+        "tokens/s": tokens / took_s,
+        "s/answer": sum(one.ended_s for one in streams) / len(streams),
+    }
+
+
+def _ratios(rows: Sequence[Row]) -> dict[str, float]:
+    """Of the shared memory over the other way: time, throughput, latency."""
+    found: dict[str, float] = {}
+    by_key: dict[tuple[str, ...], list[Row]] = {}
+    for row in rows:
+        key = tuple(str(row.get(name, "")) for name in ("part", "context", "requests/s", "long %"))
+        by_key.setdefault(key, []).append(row)
+    for key, pair in by_key.items():
+        if len(pair) != 2:
+            continue
+        name = " ".join(part for part in key if part)
+        for figure in ("delay s", "TTFT s", "tokens/s", "s/answer"):
+            if figure in pair[0] and float(pair[1][figure]) > 0:
+                found[f"{name}, {figure}"] = float(pair[0][figure]) / float(pair[1][figure])
+    return found
+
+
+def _draw(path: Path, report: Report) -> None:
+    """Throughput over context length, and latency over request rate for each share of long requests."""
+    panels = []
+    lengths = [row for row in report.rows if row["part"] == "contexts"]
+    if lengths:
+        panels.append(("tokens a second, by context", "tokens/s", _lines(lengths, "context", "tokens/s")))
+    rates = [row for row in report.rows if row["part"] == "rates"]
+    for share in dict.fromkeys(float(row["long %"]) for row in rates):
+        of_share = [row for row in rates if float(row["long %"]) == share]
+        title = f"seconds an answer, by requests a second, {share:g}% long"
+        panels.append((title, "s", _lines(of_share, "requests/s", "s/answer")))
+    curves(path, report.title, panels)
+
+
+def _lines(rows: Sequence[Row], x: str, y: str) -> dict[str, list[tuple[float, float]]]:
+    return {mode: [(float(row[x]), float(row[y])) for row in rows if row["how"] == mode] for mode in MODES}
