@@ -11,8 +11,9 @@ from kvcommons.errors import KVCommonsError
 from kvcommons.holder.client import RemoteHolder
 from services.decode.arrival import Arrivals
 from services.decode.engine import DecodeEngine
-from services.decode.lenders import BlockSave, Lenders
+from services.decode.lenders import Lenders
 from services.decode.placement.base import Next
+from services.decode.saves import BlockSave
 from services.decode.sequence import RemoteRun, Sequence
 from services.decode.surroundings import Step
 

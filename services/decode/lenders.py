@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from kvcommons.errors import CapacityExhausted, DataLoss, DeadlineExceeded, KVCommonsError, Unavailable
@@ -20,7 +22,9 @@ from kvcommons.pb import ledger_pb2
 from kvcommons.telemetry.events import Observe, unobserved
 from kvcommons.transport.base import Observer
 from services.decode.ledgers import Ledgers
+from services.decode.saves import BlockSave, Saves
 from services.decode.sequence import RemoteRun
+from services.decode.slowness import Slowness
 
 log = logging.getLogger(__name__)
 
@@ -38,18 +42,6 @@ class Debtor:
     instance_id: str
     model: bytes
     block_tokens: int
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockSave:
-    """A full block of a sequence, for a kvstore: the arguments of RemoteHolder.save."""
-
-    store: str
-    tenant: str
-    parent: bytes
-    block_id: bytes
-    first_block: int  # within the run
-    first_index: int  # within the sequence
 
 
 @dataclass(slots=True)
@@ -77,12 +69,15 @@ class Lenders:
         *,
         lease_ms: int,
         lost: Callable[[int, KVCommonsError], None],
+        slowness: Slowness,
         observer: Observer | None = None,
         observe: Observe = unobserved,
     ) -> None:
         """`lost` is told of a sequence (its key) whose borrowed blocks a creditor does not have any more,
-        `observe` of all that is borrowed and given back."""
+        `slowness` how long creditors were waited for, `observe` of all that is borrowed and given back.
+        Creditors that are slow are asked when nobody else lends."""
         self._debtor = debtor
+        self._slowness = slowness
         self._observe = observe
         self._lease_ms = lease_ms
         self._lost = lost
@@ -90,8 +85,9 @@ class Lenders:
         self._ledgers = ledgers
         self._creditors: dict[tuple[str, str], _Creditor] = {}  # by control and data address
         self._loans: dict[tuple[RemoteHolder, SegmentRef], _Loan] = {}
+        self._reported: set[str] = set()  # as slow, by data address
         self._tasks: set[asyncio.Task[None]] = set()
-        self._saves: dict[tuple[RemoteHolder, SegmentRef], set[asyncio.Task[None]]] = {}  # under way
+        self._saves = Saves(timeout_s=CALL_S)
 
     async def close(self) -> None:
         """Gives back what is left, for a bounded time."""
@@ -173,7 +169,7 @@ class Lenders:
     ) -> RemoteRun:
         """One run of at most `blocks` more, where the sequence's `tail` is if it has room there; on a holder
         to `avoid` only where there is no other. Raises CapacityExhausted."""
-        if tail is not None:
+        if tail is not None and not self._is_slow(tail.holder):
             for want in dict.fromkeys((blocks, 1)):
                 place = await self._grow(tail, want)
                 if place is not None:
@@ -209,12 +205,29 @@ class Lenders:
         found = (one.holder for one in self._creditors.values() if one.instance_id == instance_id)
         return next(found, None)
 
+    async def look_for_slow(self) -> list[RemoteHolder]:
+        """Those that owe their slowness an explanation: slow, and blocks of this instance lie there. The
+        ledger is told."""
+        owed: Counter[str] = Counter()
+        for (holder, _), loan in self._loans.items():
+            owed[holder.data_address] += loan.blocks
+        slow = set(self._slowness.look(owed))
+        found = [one for one in self._creditors.values() if one.holder.data_address in slow]
+        for creditor in found:
+            if creditor.holder.data_address not in self._reported:
+                log.warning("a creditor is slow", extra={"creditor": creditor.instance_id})
+            await self._ledgers.refused(creditor.instance_id, slow=True)
+        self._reported = {one.holder.data_address for one in found}
+        return [one.holder for one in found if owed[one.holder.data_address]]
+
     async def elsewhere(
         self, key: int, name: str, *, blocks: int, first_block: int, but: RemoteHolder
     ) -> RemoteRun | None:
-        """One run of `blocks` on another holder than `but`; None where none has so much."""
+        """One run of `blocks` on another holder than `but`, and on none that is slow; None where none has so
+        much."""
         for instance in await self._ledgers.candidates(blocks):
-            if self._holder(instance) is but or instance.load.lendable_blocks < blocks:
+            holder = self._holder(instance)
+            if holder is but or self._is_slow(holder) or instance.load.lendable_blocks < blocks:
                 continue
             run = await self._reserve(key, name, instance, blocks, first_block)
             if run is not None:
@@ -243,11 +256,7 @@ class Lenders:
     def save(self, run: RemoteRun, block: BlockSave) -> None:
         """Has the holder write a full block to a kvstore, in the background. The run may be given back at
         once: it is released when the holder has heard of its saves."""
-        task = self._spawn(self._save(run, block))
-        place = (run.holder, run.ref)
-        saves = self._saves.setdefault(place, set())
-        saves.add(task)
-        task.add_done_callback(lambda done: self._saved(place, done))
+        self._saves.begin(run, block)
 
     def _ranked(
         self,
@@ -256,12 +265,13 @@ class Lenders:
         avoid: Collection[RemoteHolder],
         balance: bool,
     ) -> list[ledger_pb2.Instance]:
-        """In the ledger's order but for what the sequence's policy wants."""
+        """In the ledger's order but for what the sequence's policy wants, and for who is slow."""
         owed = self.debts() if balance else {}
 
-        def rank(instance: ledger_pb2.Instance) -> tuple[bool, bool, int]:
+        def rank(instance: ledger_pb2.Instance) -> tuple[bool, bool, bool, int]:
             partly = balance and instance.load.lendable_blocks < blocks
-            return self._holder(instance) in avoid, partly, owed.get(instance.id, 0)
+            holder = self._holder(instance)
+            return self._is_slow(holder), holder in avoid, partly, owed.get(instance.id, 0)
 
         return sorted(instances, key=rank)
 
@@ -313,15 +323,8 @@ class Lenders:
     def _tell(self, event: str, ref: SegmentRef, **facts: object) -> None:
         self._observe(event, handle=ref.handle, epoch=ref.epoch, **facts)
 
-    def _saved(self, place: tuple[RemoteHolder, SegmentRef], task: asyncio.Task[None]) -> None:
-        self._saves[place].discard(task)
-        if not self._saves[place]:
-            del self._saves[place]
-
     async def _release(self, holder: RemoteHolder, refs: Sequence[SegmentRef]) -> None:
-        saves = [task for ref in refs for task in self._saves.get((holder, ref), ())]
-        if saves:
-            await asyncio.wait(saves, timeout=CALL_S)
+        await self._saves.ended(holder, refs, CALL_S)
         try:
             await holder.release(refs, timeout_s=CALL_S)
         except KVCommonsError as error:
@@ -330,21 +333,6 @@ class Lenders:
                 error.message,
                 extra={"creditor": holder.control_address},
             )
-
-    async def _save(self, run: RemoteRun, block: BlockSave) -> None:
-        try:
-            await run.holder.save(
-                run.ref,
-                block.store,
-                [block.block_id],
-                tenant=block.tenant,
-                parent=block.parent,
-                first_block=block.first_block,
-                first_index=block.first_index,
-                timeout_s=CALL_S,
-            )
-        except KVCommonsError as error:
-            log.warning("a holder did not save a block: %s", error.message)
 
     def _holder(self, instance: ledger_pb2.Instance) -> RemoteHolder:
         place = (instance.control_address, instance.data_address)
@@ -358,6 +346,7 @@ class Lenders:
                 lease_s=self._lease_ms / 1000,
                 observer=self._observer,
             )
+            holder.waited = partial(self._slowness.waited, holder.data_address)
             holder.start()
             known = self._creditors[place] = _Creditor(instance.id, holder)
         known.instance_id = instance.id  # another life of it, maybe
@@ -373,6 +362,9 @@ class Lenders:
                     "compute them again"
                 )
                 self._lost(loan.key, error)
+
+    def _is_slow(self, holder: RemoteHolder) -> bool:
+        return self._slowness.slow(holder.data_address)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)

@@ -20,6 +20,11 @@ CANDIDATES_MAX = 3
 # What was refused, or promised to others, counts until the creditor's next heartbeat. One that beats at
 # another replica, with nothing changed, is not heard here: a heartbeat must have come by this time.
 REFUSAL_S = 2.0
+# Who answers its debtors far too late is a last candidate for so long: those who said so ask it no more, and
+# cannot tell when it has recovered.
+SLOW_S = 30.0
+# In what order creditors are named.
+_LENDS, _BORROWS, _SLOW = range(3)
 
 _Entry = tuple[int, float, str]  # blocks less than none, so that the most come first; a lot; instance id
 
@@ -28,6 +33,7 @@ _Entry = tuple[int, float, str]  # blocks less than none, so that the most come 
 class _Creditor:
     instance: pb.Instance
     entry: _Entry
+    rank: int
     promised_blocks: int = 0
 
 
@@ -38,10 +44,11 @@ class Candidates:
         self._rng = rng
         self._known: dict[str, pb.Instance] = {}
         self._creditors: dict[str, _Creditor] = {}  # those that can lend, and have not refused
-        # Sorted. The bool: whether they borrow themselves.
-        self._of_model: dict[tuple[bytes, bool], list[_Entry]] = {}
-        self._of_host: dict[tuple[bytes, bool, str], list[_Entry]] = {}
+        # Sorted, by model and rank, and those of each host.
+        self._of_model: dict[tuple[bytes, int], list[_Entry]] = {}
+        self._of_host: dict[tuple[bytes, int, str], list[_Entry]] = {}
         self._refused: dict[str, float] = {}  # when
+        self._slow: dict[str, float] = {}  # when
         self._promises: deque[tuple[float, _Creditor, int]] = deque()  # when, and of how many blocks
 
     def follow(self, view: Mapping[str, pb.Instance]) -> None:
@@ -53,6 +60,7 @@ class Candidates:
         for name in known.keys() - view.keys():
             self._drop(name)
             self._refused.pop(name, None)
+            self._slow.pop(name, None)
             del known[name]
 
     def heard(self, instance: pb.Instance) -> None:
@@ -64,19 +72,26 @@ class Candidates:
         self._refused[name] = now
         self._drop(name)
 
+    def slow(self, name: str, now: float) -> None:
+        """A debtor says so. It lends, and is asked when nobody else does."""
+        self._slow[name] = now
+        if name in self._known:
+            self._take(self._known[name])
+
     def choose(self, request: pb.CandidatesRequest, now: float) -> list[pb.Instance]:
         """Up to three that hold the same model and can lend, the debtor's own host first, then the most
         lendable.
 
         Those that can lend all blocks asked for; where there is none, those that can lend any. Equals are
-        shuffled. Instances that borrow themselves come last, when nobody else lends anything: what they have
-        free is better used to bring their own blocks home, and a circle begins where a debtor lends.
+        shuffled. Instances that borrow themselves come when nobody else lends anything: what they have free
+        is better used to bring their own blocks home, and a circle begins where a debtor lends. Those that
+        are slow come last of all.
         """
         self._forgive(now)
         found: list[_Creditor] = []
-        for borrows in (False, True):
-            found = found or self._ranked(request, max(request.blocks, 1), borrows)
-            found = found or self._ranked(request, 1, borrows)
+        for rank in (_LENDS, _BORROWS, _SLOW):
+            found = found or self._ranked(request, max(request.blocks, 1), rank)
+            found = found or self._ranked(request, 1, rank)
         if found:
             # It is asked first, and others only if it refuses.
             blocks = min(request.blocks, found[0].instance.load.lendable_blocks)
@@ -84,16 +99,16 @@ class Candidates:
             self._promise(found[0], blocks)
         return [creditor.instance for creditor in found]
 
-    def _ranked(self, request: pb.CandidatesRequest, blocks: int, borrows: bool) -> list[_Creditor]:
+    def _ranked(self, request: pb.CandidatesRequest, blocks: int, rank: int) -> list[_Creditor]:
         found: list[_Creditor] = []
-        near = self._of_host.get((request.model, borrows, request.host), ())
+        near = self._of_host.get((request.model, rank, request.host), ())
         for name in _with(near, blocks):
             if name != request.debtor:
                 found.append(self._creditors[name])
                 if len(found) == CANDIDATES_MAX:
                     return found
         # Of the debtor's own host at most two and itself are passed over here.
-        for name in _with(self._of_model.get((request.model, borrows), ()), blocks):
+        for name in _with(self._of_model.get((request.model, rank), ()), blocks):
             creditor = self._creditors[name]
             if name != request.debtor and creditor.instance.host != request.host:
                 found.append(creditor)
@@ -114,7 +129,9 @@ class Candidates:
             return
         self._drop(instance.id)
         if can_lend(instance):
-            creditor = _Creditor(instance, (0, 0.0, instance.id))
+            borrows = any(instance.load.debts.values())
+            rank = _SLOW if instance.id in self._slow else _BORROWS if borrows else _LENDS
+            creditor = _Creditor(instance, (0, 0.0, instance.id), rank)
             self._creditors[instance.id] = creditor
             self._insert(creditor, instance.load.lendable_blocks)
 
@@ -125,12 +142,12 @@ class Candidates:
 
     def _insert(self, creditor: _Creditor, blocks: int) -> None:
         creditor.entry = (-blocks, self._rng.random(), creditor.instance.id)
-        group = _group(creditor.instance)
+        group = creditor.instance.model.fingerprint, creditor.rank
         insort(self._of_model.setdefault(group, []), creditor.entry)
         insort(self._of_host.setdefault((*group, creditor.instance.host), []), creditor.entry)
 
     def _remove(self, creditor: _Creditor) -> None:
-        group, host = _group(creditor.instance), creditor.instance.host
+        group, host = (creditor.instance.model.fingerprint, creditor.rank), creditor.instance.host
         for entries in (self._of_model[group], self._of_host[(*group, host)]):
             del entries[bisect_left(entries, creditor.entry)]
         if not self._of_host[(*group, host)]:
@@ -139,8 +156,8 @@ class Candidates:
             del self._of_model[group]
 
     def _forgive(self, now: float) -> None:
-        """What is older than a heartbeat counts no more. Refusals are few; of promises, the oldest are
-        first."""
+        """What is older than a heartbeat counts no more, and who was slow long ago. Both are few; of
+        promises, the oldest are first."""
         while self._promises and now - self._promises[0][0] >= REFUSAL_S:
             _, creditor, blocks = self._promises.popleft()
             if self._creditors.get(creditor.instance.id) is creditor:
@@ -149,14 +166,14 @@ class Candidates:
             del self._refused[name]
             if name in self._known:
                 self._take(self._known[name])
+        for name in [name for name, at in self._slow.items() if now - at >= SLOW_S]:
+            del self._slow[name]
+            if name in self._known:
+                self._take(self._known[name])
 
 
 def can_lend(instance: pb.Instance) -> bool:
     return instance.service in LENDERS and instance.load.ready and instance.load.lendable_blocks > 0
-
-
-def _group(instance: pb.Instance) -> tuple[bytes, bool]:
-    return instance.model.fingerprint, any(instance.load.debts.values())
 
 
 def _with(entries: Collection[_Entry] | Iterable[_Entry], blocks: int) -> Iterator[str]:

@@ -74,7 +74,8 @@ class LedgerService(rpc.LedgerServicer):
         return pb.CandidatesReply(creditors=creditors)
 
     async def ReportRefusal(self, request: pb.ReportRefusalRequest, context: Any) -> pb.ReportRefusalReply:
-        self._candidates.refused(request.creditor, time.monotonic())
+        report = self._candidates.slow if request.slow else self._candidates.refused
+        report(request.creditor, time.monotonic())
         return pb.ReportRefusalReply()
 
     def _has_view(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -22,6 +23,7 @@ from kvcommons.telemetry.telemetry import Telemetry
 from kvcommons.transport.deadline import Deadline
 from services.decode.ledgers import Ledgers
 from services.decode.lenders import GROW_TRIES, Debtor, Lenders
+from services.decode.slowness import Slowness
 from tests.contract.holder_cases import BLOCK_TOKENS, BLOCKS, FINGERPRINT, NoStores, embedded, eventually
 
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -76,7 +78,8 @@ async def lending(folder: Path) -> AsyncIterator[tuple[Lenders, Holder, Unheard]
         await ledger.start()
         debtor = Debtor(instance_id="d", model=FINGERPRINT, block_tokens=BLOCK_TOKENS)
         ledgers = Ledgers([ledger.address], debtor="d", host="here", model=FINGERPRINT)
-        lenders = Lenders(debtor, ledgers, lease_ms=10_000, lost=lambda key, error: None)
+        slowness = Slowness(layers=2, deadline_s=2.0, clock=time.monotonic)
+        lenders = Lenders(debtor, ledgers, lease_ms=10_000, lost=lambda key, error: None, slowness=slowness)
         try:
             yield lenders, served.holder, service
         finally:

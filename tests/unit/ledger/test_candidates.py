@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kvcommons.pb import common_pb2
 from kvcommons.pb import ledger_pb2 as pb
-from services.ledger.candidates import REFUSAL_S, Candidates
+from services.ledger.candidates import REFUSAL_S, SLOW_S, Candidates
 
 MODEL = b"m" * 32
 
@@ -209,3 +209,26 @@ def test_ten_thousand_instances_share_the_load_evenly() -> None:
                 replica.heard(lender(beating, lendable[beating], host=hosts[beating]))
     assert sum(lent.values()) == 4 * 5_000 * 2
     assert max(lent.values()) <= 2 * sum(lent.values()) / len(lent)
+
+
+def test_who_is_slow_is_named_when_nobody_else_lends() -> None:
+    instances = [lender("a", 90), lender("b", 20, owes=1), lender("c", 10, host="h2")]
+    candidates = knowing(instances)
+
+    def ids(now: float) -> list[str]:
+        return [one.id for one in candidates.choose(request(), now)]
+
+    candidates.slow("a", 0.0)
+    assert ids(0.0) == ["c"]
+    candidates.heard(lender("a", 90))  # it beats, and is as slow as before
+    assert ids(1.0) == ["c"]
+    candidates.slow("c", 2.0)
+    assert ids(2.0) == ["b"]
+    candidates.slow("b", 2.0)
+    assert ids(2.0) == ["a", "b", "c"]
+    assert ids(SLOW_S + 1.0) == ["a"]
+    assert ids(SLOW_S + 2.0) == ["a", "c"]
+    candidates.slow("a", SLOW_S + 3.0)
+    candidates.follow({"c": instances[2]})
+    candidates.follow({one.id: one for one in instances})  # another life
+    assert ids(SLOW_S + 3.0) == ["a", "c"]
