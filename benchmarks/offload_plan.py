@@ -107,8 +107,10 @@ class Deployment:
         return Timing(slice_s=slice_s, attend_s=attend_s, network_s=stage_s - attend_s + self.round_trip_s)
 
     def token_s(self, batch: float, context: float) -> float:
-        """Seconds in which each sequence of each batch gets a token."""
-        return self.model.layers * period_s(self.scheme, self.timing(batch, context))
+        """Seconds in which each sequence of each batch gets a token: a period a layer, or what the batches'
+        messages take on a replica's connection, where that is longer."""
+        moving_s = self.scheme.batches / self.scheme.replicas * max(self.moving_s(batch))
+        return self.model.layers * max(period_s(self.scheme, self.timing(batch, context)), moving_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

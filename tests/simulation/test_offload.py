@@ -35,6 +35,20 @@ def test_what_happens_is_what_the_formula_says(name: str, scheme: Fixed | Rotati
     assert outcome.tokens_s == pytest.approx(expected, rel=0.03)
 
 
+@pytest.mark.parametrize("scheme", [Fixed(1), Rotational(2), Fixed(2), Rotational(3)], ids=repr)
+def test_a_slow_network_binds(scheme: Fixed | Rotational) -> None:
+    """A twentieth of the paper's: connections are busy all the time. Contexts that move between replicas go
+    the same way, which the formula does not count."""
+    deployment = paper_deployment("llama-13b")
+    deployment = replace(
+        deployment, scheme=scheme, network_bytes_s=deployment.network_bytes_s / 20, round_trip_s=0.0
+    )
+    outcome = run(deployment, Load(sequences=60 * scheme.batches, context=64))
+    expected = scheme.batches * 60 / deployment.token_s(60, 64)
+    assert expected < scheme.batches * 60 / deployment.computing.linear_s(deployment.model, 60) / 1.5
+    assert outcome.tokens_s == pytest.approx(expected, rel=0.05 if scheme.replicas == 1 else 0.3)
+
+
 @pytest.mark.parametrize(
     ("name", "batches", "over", "per_cost"),
     [("llama-13b", (10.7, 11.4), (1.9, 7.3), (1.5, 4.9)), ("llama-33b", (29, 36), (3.1, 17), (2.4, 12.1))],
