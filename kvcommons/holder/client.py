@@ -123,6 +123,8 @@ class RemoteHolder:
         self._model = model
         self._lost = lost
         self._lease_s = lease_s
+        # Told how long an iteration waited for a partial from here, and whether it came in time.
+        self.waited: Callable[[float, bool], None] = lambda seconds, answered: None
         self._channel = open_channel(control_address)
         self._stub = rpc.HolderStub(self._channel)
         self._data = DataClient(data_address, observer=observer)

@@ -183,9 +183,14 @@ class RemoteAttention:
 
     def _receive(self, asked: _Asked) -> tuple[Partial, data_pb2.AttendLayerReply]:
         waits_s = time.monotonic()
-        with self._budget.waiting():
-            partial, told = asked.call.finish_told()
+        try:
+            with self._budget.waiting():
+                partial, told = asked.call.finish_told()
+        except DeadlineExceeded:
+            asked.share.holder.waited(time.monotonic() - waits_s, False)
+            raise
         now_s = time.monotonic()
+        asked.share.holder.waited(now_s - waits_s, True)
         # An answer that was there before it was asked for took nobody knows how long.
         if now_s - waits_s > _WAITED_S:
             self._rates.attended_there(asked.read_bytes, now_s - asked.began_s)

@@ -26,6 +26,7 @@ from kvcommons.transport.server import DataServer
 from services.decode.arrival import Arrivals
 from services.decode.config import DecodeConfig
 from services.decode.crossing import Crossing
+from services.decode.draining import Draining
 from services.decode.engine import DecodeEngine
 from services.decode.ledgers import Ledgers
 from services.decode.lenders import Debtor, Lenders
@@ -37,6 +38,7 @@ from services.decode.placement.choice import check_policy, placement_of
 from services.decode.server import DecodeService
 from services.decode.settling import Debtor as DebtorService
 from services.decode.settling import Settling
+from services.decode.slowness import Slowness
 
 STOP_S = 1.0  # for threads to end, once nothing is under way
 
@@ -96,11 +98,15 @@ class DecodeParts:
             Ledgers(config.ledger, debtor=instance_id, host=process.host, model=core.info.fingerprint),
             lease_ms=config.lease_ms,
             lost=self.engine.fail,
+            slowness=Slowness(
+                layers=core.layout.layers, deadline_s=config.attend_deadline_s, clock=time.monotonic
+            ),
             observer=asking,
             observe=process.telemetry.observe,
         )
         self.mover = Mover(core, self.engine, self.lenders, metrics, rates)
         self.homecoming = Homecoming(core, self.mover, costs) if placement.comes_home() else None
+        self.draining = Draining(core, self.mover, self.lenders, registry)
         self.settling = Settling(self.holder, self.mover, self.lenders)
         self.data = DataServer(
             config.data_plane.data_listen,
@@ -140,6 +146,7 @@ class DecodeParts:
         self.engine.start()
         self.data.start()
         self.holder_service.start()
+        self.draining.start()
         if self.homecoming is not None:
             self.homecoming.start()
 
@@ -147,6 +154,7 @@ class DecodeParts:
         """Saves that are pending get a moment to reach the store."""
         if self.homecoming is not None:
             await self.homecoming.close()
+        await self.draining.close()
         await self.settling.close()
         await asyncio.to_thread(self.engine.stop, STOP_S)
         await asyncio.to_thread(self.data.stop, STOP_S)
