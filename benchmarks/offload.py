@@ -20,13 +20,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from benchmarks.plot import stacked_bars
-from benchmarks.pools import CALL_S, attention_pools, decoded, fill
+from benchmarks.pools import CALL_S, Pool, attention_pools, decoded, fill
 from benchmarks.random_model import write_random_model
 from benchmarks.report import Report, Row
 
 if TYPE_CHECKING:
     from kvcommons.engine.core import Core
-    from kvcommons.holder.client import RemoteHolder
     from services.decode.sequence import RemoteRun, Run
     from services.decode.sequence import Sequence as DecodedSequence
     from services.decode.spent import Spent
@@ -45,6 +44,7 @@ class Setting:
     batch: int
     answer: int
     pools: int
+    pool_memory: float  # of a pool, over decode's
     rounds: int
     seconds: float
     threads: int
@@ -58,9 +58,13 @@ class Setting:
         """Blocks of a sequence, its answer included."""
         return -(-(context + self.answer + 1) // BLOCK_TOKENS)
 
-    def fits(self, context: int) -> int:
-        """Sequences in one instance."""
-        return self.capacity_tokens // BLOCK_TOKENS // self.room(context)
+    @property
+    def pool_tokens(self) -> int:
+        return int(self.capacity_tokens * self.pool_memory)
+
+    def fits(self, context: int, tokens: int) -> int:
+        """Sequences in an instance with room for so many tokens."""
+        return tokens // BLOCK_TOKENS // self.room(context)
 
 
 def add(
@@ -81,6 +85,9 @@ def add(
     )
     parser.add_argument("--answer", type=int, default=128, metavar="N", help="tokens of each sequence")
     parser.add_argument("--pools", type=int, default=3, metavar="N")
+    parser.add_argument(
+        "--pool-memory", type=float, default=1.0, metavar="X", help="of a pool, times that of decode"
+    )
     parser.add_argument("--rounds", type=int, default=2, metavar="N")
     parser.add_argument("--seconds", type=float, default=6.0, metavar="S", help="of each kind in a round")
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="of decode; pools have one each")
@@ -95,6 +102,7 @@ def _run(options: argparse.Namespace, progress: Progress) -> Report:
         batch=options.batch,
         answer=options.answer,
         pools=options.pools,
+        pool_memory=options.pool_memory,
         rounds=options.rounds,
         seconds=options.seconds,
         threads=options.threads,
@@ -136,16 +144,16 @@ async def _measure(folder: Path, model: Path, setting: Setting, progress: Progre
     core.memory.tensor.normal_()
     rows: list[Row] = []
     async with attention_pools(
-        folder, model, core, count=setting.pools, capacity_tokens=setting.capacity_tokens,
+        folder, model, core, count=setting.pools, capacity_tokens=setting.pool_tokens,
         transport=setting.transport,
     ) as pools:  # fmt: skip
         for context in setting.contexts:
             progress(f"filling the pools with KV of {context} tokens a sequence")
             runs = await _borrow(core, pools, context, setting)
             kinds = {
-                "local": _Load(core, context, setting, None, "off"),
-                "offload": _Load(core, context, setting, runs, "off"),
-                "offload, pipelined": _Load(core, context, setting, runs, "on"),
+                "local": _Load(core, context, setting, pools, None, "off"),
+                "offload": _Load(core, context, setting, pools, runs, "off"),
+                "offload, pipelined": _Load(core, context, setting, pools, runs, "on"),
             }
             for round_ in range(setting.rounds):
                 for name, load in kinds.items():
@@ -153,23 +161,22 @@ async def _measure(folder: Path, model: Path, setting: Setting, progress: Progre
                     await load.take()
             rows += [{"context": context, "how": name, **load.row()} for name, load in kinds.items()]
             for pool in pools:
-                await pool.release(pool.borrowed, timeout_s=CALL_S)
+                await pool.holder.release(pool.holder.borrowed, timeout_s=CALL_S)
     return rows
 
 
-async def _borrow(
-    core: Core, pools: Sequence[RemoteHolder], context: int, setting: Setting
-) -> list[RemoteRun]:
+async def _borrow(core: Core, pools: Sequence[Pool], context: int, setting: Setting) -> list[RemoteRun]:
     """As many sequences' as fit, in turn from one pool and the next."""
     from services.decode.sequence import RemoteRun
 
     blocks = setting.room(context)
     runs = []
-    for number in range(setting.fits(context)):
+    for number in range(setting.fits(context, setting.pool_tokens)):
         for pool in pools:
-            ref = await pool.reserve(f"bench-{number}", blocks, first_position=0, timeout_s=CALL_S)
-            await asyncio.to_thread(fill, core, pool, ref, blocks)
-            runs.append(RemoteRun(first_block=0, count=blocks, holder=pool, ref=ref))
+            holder = pool.holder
+            ref = await holder.reserve(f"bench-{number}", blocks, first_position=0, timeout_s=CALL_S)
+            await asyncio.to_thread(fill, core, holder, ref, blocks)
+            runs.append(RemoteRun(first_block=0, count=blocks, holder=holder, ref=ref))
     return runs
 
 
@@ -182,6 +189,7 @@ class _Load:
         core: Core,
         context: int,
         setting: Setting,
+        pools: Sequence[Pool],
         away: Sequence[RemoteRun] | None,
         pipelining: Literal["auto", "on", "off"],
     ) -> None:
@@ -190,8 +198,9 @@ class _Load:
         self._core = core
         self._context = context
         self._setting = setting
+        self._pools = pools
         self._away = away
-        self._batch = setting.fits(context) if away is None else len(away)
+        self._batch = setting.fits(context, setting.capacity_tokens) if away is None else len(away)
         self._keys = itertools.count(1)
         self._free: list[RemoteRun] = []
         self._counting = False
@@ -201,6 +210,7 @@ class _Load:
         self._steps = 0
         self._spent_s = dict.fromkeys(PARTS, 0.0)
         self._pool_s = 0.0
+        self._cpu_s = {"decode": 0.0, "pools": 0.0}
 
     async def take(self) -> None:
         """One turn."""
@@ -227,13 +237,19 @@ class _Load:
         try:
             await asyncio.sleep(WARM_S)
             began_s, self._counting = time.monotonic(), True
+            before = self._cpu()
             await asyncio.sleep(setting.seconds)
             self._counting = False
             self._seconds += time.monotonic() - began_s
+            for name, seconds in self._cpu().items():
+                self._cpu_s[name] += seconds - before[name]
         finally:
             self._stopping = True
             await asyncio.to_thread(engine.stop, CALL_S)
             await asyncio.to_thread(keeper.close)
+
+    def _cpu(self) -> dict[str, float]:
+        return {"decode": time.process_time(), "pools": sum(pool.cpu_s() for pool in self._pools)}
 
     def row(self) -> dict[str, float | int]:
         steps = max(self._steps, 1)
@@ -243,6 +259,7 @@ class _Load:
             "step ms": self._seconds / steps * 1e3,
             **{f"{part} ms": seconds / steps * 1e3 for part, seconds in self._spent_s.items()},
             "pool's attention ms": self._pool_s / steps * 1e3,
+            **{f"{name} CPU ms": seconds / steps * 1e3 for name, seconds in self._cpu_s.items()},
         }
 
     def _begin(self, tokens: int) -> None:

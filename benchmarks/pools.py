@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +28,17 @@ CALL_S = 30.0
 _WRITTEN_AT_ONCE = 64  # blocks
 
 
+@dataclass(frozen=True, slots=True)
+class Pool:
+    holder: RemoteHolder
+    process: subprocess.Popen[bytes]
+
+    def cpu_s(self) -> float:
+        """Of all of its threads, since it started."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(") ")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
 @asynccontextmanager
 async def attention_pools(
     folder: Path,
@@ -37,7 +49,7 @@ async def attention_pools(
     capacity_tokens: int,
     transport: str,
     threads: int = 1,
-) -> AsyncIterator[list[RemoteHolder]]:
+) -> AsyncIterator[list[Pool]]:
     """So many real processes, each with that room, started at the same time."""
     async with AsyncExitStack() as stack:
         opened = [
@@ -64,9 +76,7 @@ async def attention_pools(
 
 
 @asynccontextmanager
-async def _pool(
-    control: str, data: str, settings: dict[str, object], core: Core
-) -> AsyncIterator[RemoteHolder]:
+async def _pool(control: str, data: str, settings: dict[str, object], core: Core) -> AsyncIterator[Pool]:
     from kvcommons.holder.client import RemoteHolder
 
     values = {"listen": control, "data_listen": data, **settings}
@@ -87,7 +97,7 @@ async def _pool(
                 if child.poll() is not None or time.monotonic() > until_s:
                     raise Unavailable("an attention pool did not start; its log says why") from None
                 await asyncio.sleep(0.1)
-        yield holder
+        yield Pool(holder, child)
     finally:
         await holder.close()
         child.terminate()

@@ -71,7 +71,7 @@ class DecodeEngine:
         self._scheduler = BatchScheduler(max_batch=max_batch)
         self._remote = RemoteAttention(core.layout, core.model.device, rates, budget)
         self._sequences: dict[int, Sequence] = {}
-        self._lanes = Lanes(lambda lane, tokens: self._post(lambda: self._land(lane, tokens)))
+        self._lanes = Lanes(core.model.device, self._post, self._land)
         self._pipelining = Pipelining(pipelining, core.layout.layers)
         self._division = Division()
         self._steps: dict[int, Step] = {}

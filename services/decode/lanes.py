@@ -1,4 +1,4 @@
-"""Two batches that take turns: one's slices are computed while the other's attention is at the pool (Lamina,
+"""Two batches at the same time: one's slices are computed while the other's attention is at the pool (Lamina,
 section 5.1). Each has a thread; the engine's thread composes them and settles what they made."""
 
 from __future__ import annotations
@@ -27,10 +27,14 @@ LANES = 2  # of one model replica; more batches would need more replicas
 class Lane:
     """One batch. All but the iteration itself belongs to the engine's thread."""
 
-    def __init__(self, number: int, landed: Callable[[Lane, list[pb.SampledToken] | None], None]) -> None:
+    def __init__(
+        self, number: int, landed: Callable[[Lane, list[pb.SampledToken] | None], None], threads: int | None
+    ) -> None:
         """`landed` is called on the lane's thread when an iteration has ended; without tokens where it
-        failed."""
+        failed. `threads`: of the model's operators; None: as many as others have."""
         self.number = number
+        self._threads = threads
+        self._ready = threading.Event()
         self.batch: Batch | None = None  # the one before, as long as nothing but its lengths has changed
         self.iteration: Iteration | None = None  # under way
         self.deferred: list[Callable[[], None]] = []  # about its sequences, for after the iteration
@@ -52,7 +56,10 @@ class Lane:
 
     def launch(self, iteration: Iteration) -> None:
         if self._thread.ident is None:
+            threads = torch.get_num_threads()
             self._thread.start()
+            self._ready.wait()
+            torch.set_num_threads(threads)  # for threads to come: the lane's own number became theirs
         self.iteration = iteration
         self._iterations.put(iteration)
 
@@ -68,6 +75,9 @@ class Lane:
             self._thread.join(timeout_s)
 
     def _run(self) -> None:
+        if self._threads is not None:
+            torch.set_num_threads(self._threads)
+        self._ready.set()
         with torch.inference_mode():
             while (iteration := self._iterations.get()) is not None:
                 tokens = None
@@ -81,9 +91,23 @@ class Lane:
 class Lanes:
     """All of them."""
 
-    def __init__(self, landed: Callable[[Lane, list[pb.SampledToken] | None], None]) -> None:
-        self.all = [Lane(number, landed) for number in range(LANES)]
-        self.turn = threading.Lock()  # at the model
+    def __init__(
+        self,
+        device: torch.device,
+        post: Callable[[Callable[[], None]], None],
+        land: Callable[[Lane, list[pb.SampledToken] | None], None],
+    ) -> None:
+        """Each with its share of the cores, where there are so many: they are replicas then, and need no
+        turns. Else they share one. `land` is posted when an iteration has ended."""
+        threads = torch.get_num_threads()
+        apart = device.type == "cpu" and threads >= LANES
+        share = threads // LANES if apart else None
+
+        def landed(lane: Lane, tokens: list[pb.SampledToken] | None) -> None:
+            post(lambda: land(lane, tokens))
+
+        self.all = [Lane(number, landed, share) for number in range(LANES)]
+        self.turn = None if apart else threading.Lock()  # at the model
 
     @property
     def under_way(self) -> bool:

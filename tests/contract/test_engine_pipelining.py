@@ -30,11 +30,15 @@ async def begun(one: Turn, tokens: int = 1) -> None:
 
 
 @pytest.mark.parametrize("engines", ["llama", "qwen2-sliding"], indirect=True)
-async def test_tokens_are_the_reference_in_both_batches(engines: Stack) -> None:
-    """They join one after another, grow by a block each time, and end at different times."""
+@pytest.mark.parametrize("threads", [1, 2])
+async def test_tokens_are_the_reference_in_both_batches(engines: Stack, threads: int) -> None:
+    """They join one after another, grow by a block each time, and end at different times: in turns at the
+    model, or each with a thread of its own for it."""
     await engines.lenders(40, 40)
     prefill = await engines.prefill()
-    decode = await engines.decode(placement="offload", pipelining="on", borrow_blocks=1)
+    decode = await engines.decode(
+        placement="offload", pipelining="on", borrow_blocks=1, engine={"threads": threads}
+    )
     made = [engines.reference.prompt(20 + 17 * n, 30 + 10 * n, 100 * n + 1) for n in range(6)]
     turns = [turn(prefill, decode, engines.model, tokens, 30 + 10 * n) for n, (tokens, _) in enumerate(made)]
     tasks = []
