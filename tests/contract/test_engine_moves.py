@@ -209,7 +209,7 @@ async def test_a_leader_that_vanishes_leaves_nothing_half_done(engines: Stack) -
             round=1, creditor="b" if name == "a" else "a", blocks=2, **common
         )
         await stub.FreezeDebt(freeze, timeout=5)
-        common["lease_ms"] = 300
+        common["lease_ms"] = 1500  # a busy machine needs as long for two steps
         await stub.CopyHome(holder_pb2.RoundRequest(round=1, **common), timeout=20)
         if name == "b":
             await stub.SwitchHome(holder_pb2.RoundRequest(round=1, **common), timeout=20)

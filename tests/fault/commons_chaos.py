@@ -26,6 +26,7 @@ from devstack.rest import Piece, RestClient, Turn
 from kvcommons.errors import Conflict, KVCommonsError, Overloaded, Unavailable
 from tests.fault.streams import NEVER_ENDS, until_whole
 from tests.simulation.commons_history import History, replayed
+from tests.system.scrape import scrape
 from tests.system.stack import Stack
 
 HOLDERS = ("decode", "attention_pool")
@@ -260,11 +261,26 @@ def run(folder: Path, *, faults: int, seconds: float, seed: int) -> Chaos:
         with Load(stack.url, prompts, seed, chaos):
             Troubles(stack, dice, chaos).run(faults, seconds)
             until_whole(stack, {**INSTANCES, "kvstore": 1, "router": 1}, QUIET_S)
+            # Under load they agree between two changes.
+            stack.until(lambda: _books_agree(stack) > 0, QUIET_S, "the ledgers do not know what is lent")
         stack.assert_no_block_is_held(QUIET_S)
+        stack.until(lambda: _books_agree(stack) == 0, QUIET_S, "the ledgers know of debts that are none")
         chaos.history = replayed(events)
         chaos.history.rest(_alive(stack), idle=True)
     stack.assert_gone()
     return chaos
+
+
+def _books_agree(stack: Stack) -> int:
+    """Blocks that are lent, where all ledgers say so too; else less than none."""
+    names = [process.name for process in stack.processes()]
+    lent = sum(stack.blocks(name).lent for name in names if name.startswith(HOLDERS))
+    owed = {
+        scrape(stack, name).value("kvcommons_ledger_debt_blocks")
+        for name in names
+        if name.startswith("ledger")
+    }
+    return lent if owed == {lent} else -1
 
 
 def _alive(stack: Stack) -> list[str]:

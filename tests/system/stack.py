@@ -31,6 +31,7 @@ class Blocks:
     free: int
     cached: int
     users: int  # segments or jobs
+    lent: int = 0
 
 
 class Stack(RunningStack):
@@ -100,6 +101,7 @@ def _inspector(name: str, channel: grpc.Channel) -> Callable[[], Blocks]:
             free=found.free_blocks,
             cached=found.cached_blocks,
             users=len(found.segments),
+            lent=found.lent_blocks,
         )
 
     return prefill if name.startswith("prefill") else holder
