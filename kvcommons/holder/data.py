@@ -12,9 +12,11 @@ from kvcommons.holder.holder import Holder
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import data_pb2 as pb
 from kvcommons.telemetry.trace import Tracer
+from kvcommons.transport.deadline import Deadline
 from kvcommons.transport.server import Exchange
 
 StartHook = Callable[[pb.StartSequence], None]
+HistoryHook = Callable[[pb.AwaitHistory, Deadline], int]
 
 # However long a peer is ready to wait: a segment stays pinned for no longer than this.
 _OPERATION_S = 60.0
@@ -22,13 +24,15 @@ _OPERATION_S = 60.0
 
 class HolderData:
     """A DataServer's handler. `on_start_sequence` is called by a data thread once prefill has delivered all
-    of a sequence; it must not block, and what it raises goes back to prefill."""
+    of a sequence; it must not block. `history` waits until what is fetched of a sequence's leading blocks is
+    there, and says how many are. What they raise goes back to prefill."""
 
     def __init__(
         self,
         holder: Holder,
         *,
         on_start_sequence: StartHook | None = None,
+        history: HistoryHook | None = None,
         compute: threading.Lock | None = None,
         budget: AttentionBudget | None = None,
         tracer: Tracer | None = None,
@@ -39,6 +43,7 @@ class HolderData:
         self._holder = holder
         self._attention = Attention(holder, compute, budget)
         self._on_start_sequence = on_start_sequence
+        self._history = history
 
     def __call__(self, request: pb.DataRequest, exchange: Exchange) -> None:
         exchange.deadline = exchange.deadline.within(_OPERATION_S)
@@ -59,6 +64,8 @@ class HolderData:
             self._attention.answer(request.attend_layer, exchange)
         elif op == "start_sequence" and self._on_start_sequence is not None:
             self._start(request.start_sequence, self._on_start_sequence, exchange)
+        elif op == "await_history" and self._history is not None:
+            self._await(request.await_history, self._history, exchange)
         else:
             raise UnsupportedParameter(f"this holder does not answer {op}", param="op")
 
@@ -88,6 +95,11 @@ class HolderData:
         with self._holder.pinned([SegmentRef(handle=start.handle, epoch=start.epoch)]):
             hook(start)
         exchange.reply(pb.DataReply(done=pb.Done()))
+
+    def _await(self, wanted: pb.AwaitHistory, hook: HistoryHook, exchange: Exchange) -> None:
+        with self._holder.pinned([SegmentRef(handle=wanted.handle, epoch=wanted.epoch)]):
+            blocks = hook(wanted, exchange.deadline)
+        exchange.reply(pb.DataReply(placed_history=pb.PlacedHistory(blocks=blocks)))
 
 
 def _check_layer(layer: int, layers: int) -> None:

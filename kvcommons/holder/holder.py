@@ -77,12 +77,20 @@ class Holder:
         with self._lock:
             self._table.grow(ref, blocks, owner=owner, lease_s=lease_s, now_s=self._clock())
 
-    def own(self, sequence: str, blocks: Sequence[int], *, first_position: int = 0) -> SegmentRef:
-        """A segment of the owner process's own, over blocks that it has allocated or matched: it can be
-        written to by prefill, and needs no lease. The segment keeps references of its own, until
-        `release`."""
+    def own(
+        self, sequence: str, blocks: Sequence[int], *, first_position: int = 0, shared_blocks: int = 0
+    ) -> SegmentRef:
+        """A segment of the owner process's own, over blocks that it has matched (`shared_blocks`, the leading
+        ones) or allocated: prefill reads all of it and writes to the latter, and it needs no lease. The
+        segment keeps references of its own, until `release`."""
         with self._lock:
-            return self._table.own(self.instance_id, sequence, blocks, first_position=first_position)
+            return self._table.own(
+                self.instance_id,
+                sequence,
+                blocks,
+                first_position=first_position,
+                shared_blocks=shared_blocks,
+            )
 
     def extend(self, ref: SegmentRef, blocks: Sequence[int]) -> None:
         """More blocks for a segment of the owner process's own."""

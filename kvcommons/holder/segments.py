@@ -123,11 +123,15 @@ class SegmentTable:
         check_lease(lease_s)
         return self._add(owner, sequence, self._borrowable(blocks), first_position, now_s + lease_s)
 
-    def own(self, owner: str, sequence: str, blocks: Sequence[int], *, first_position: int) -> SegmentRef:
+    def own(
+        self, owner: str, sequence: str, blocks: Sequence[int], *, first_position: int, shared_blocks: int = 0
+    ) -> SegmentRef:
         """A segment without a lease over blocks that are in use already; takes a reference of its own on
-        each."""
+        each. `shared_blocks` leading ones are others' too, and are not written to."""
         self._allocator.retain(blocks)
-        return self._add(owner, sequence, list(blocks), first_position, None)
+        ref = self._add(owner, sequence, list(blocks), first_position, None)
+        self._segments[ref.handle].shared = shared_blocks
+        return ref
 
     def grow(self, ref: SegmentRef, blocks: int, *, owner: str, lease_s: float, now_s: float) -> None:
         """Appends blocks until there are `blocks`, trimmed ones included, and renews the lease: an owner that

@@ -33,6 +33,7 @@ class DataRequest(_message.Message):
     READ_BLOCKS_FIELD_NUMBER: _builtins.int
     ATTEND_LAYER_FIELD_NUMBER: _builtins.int
     START_SEQUENCE_FIELD_NUMBER: _builtins.int
+    AWAIT_HISTORY_FIELD_NUMBER: _builtins.int
     deadline_ms: _builtins.int
     """from receipt; the server gives up after it"""
     traceparent: _builtins.str
@@ -48,6 +49,8 @@ class DataRequest(_message.Message):
     def attend_layer(self) -> Global___AttendLayer: ...
     @_builtins.property
     def start_sequence(self) -> Global___StartSequence: ...
+    @_builtins.property
+    def await_history(self) -> Global___AwaitHistory: ...
     def __init__(
         self,
         *,
@@ -59,12 +62,13 @@ class DataRequest(_message.Message):
         read_blocks: Global___ReadBlocks | None = ...,
         attend_layer: Global___AttendLayer | None = ...,
         start_sequence: Global___StartSequence | None = ...,
+        await_history: Global___AwaitHistory | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["attend_layer", b"attend_layer", "get_layers", b"get_layers", "op", b"op", "put_layer", b"put_layer", "read_blocks", b"read_blocks", "start_sequence", b"start_sequence", "write_blocks", b"write_blocks"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attend_layer", b"attend_layer", "await_history", b"await_history", "get_layers", b"get_layers", "op", b"op", "put_layer", b"put_layer", "read_blocks", b"read_blocks", "start_sequence", b"start_sequence", "write_blocks", b"write_blocks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attend_layer", b"attend_layer", "deadline_ms", b"deadline_ms", "get_layers", b"get_layers", "op", b"op", "put_layer", b"put_layer", "read_blocks", b"read_blocks", "start_sequence", b"start_sequence", "traceparent", b"traceparent", "write_blocks", b"write_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attend_layer", b"attend_layer", "await_history", b"await_history", "deadline_ms", b"deadline_ms", "get_layers", b"get_layers", "op", b"op", "put_layer", b"put_layer", "read_blocks", b"read_blocks", "start_sequence", b"start_sequence", "traceparent", b"traceparent", "write_blocks", b"write_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_op: _TypeAlias = _typing.Literal["put_layer", "get_layers", "write_blocks", "read_blocks", "attend_layer", "start_sequence"]  # noqa: Y015
+    _WhichOneofReturnType_op: _TypeAlias = _typing.Literal["put_layer", "get_layers", "write_blocks", "read_blocks", "attend_layer", "start_sequence", "await_history"]  # noqa: Y015
     _WhichOneofArgType_op: _TypeAlias = _typing.Literal["op", b"op"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_op) -> _WhichOneofReturnType_op | None: ...
 
@@ -79,6 +83,7 @@ class DataReply(_message.Message):
     GOT_LAYER_FIELD_NUMBER: _builtins.int
     DONE_FIELD_NUMBER: _builtins.int
     ATTEND_LAYER_FIELD_NUMBER: _builtins.int
+    PLACED_HISTORY_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def error(self) -> _common_pb2.ErrorDetail:
         """absent when the request was carried out"""
@@ -91,6 +96,8 @@ class DataReply(_message.Message):
     def done(self) -> Global___Done: ...
     @_builtins.property
     def attend_layer(self) -> Global___AttendLayerReply: ...
+    @_builtins.property
+    def placed_history(self) -> Global___PlacedHistory: ...
     def __init__(
         self,
         *,
@@ -99,12 +106,13 @@ class DataReply(_message.Message):
         got_layer: Global___GotLayer | None = ...,
         done: Global___Done | None = ...,
         attend_layer: Global___AttendLayerReply | None = ...,
+        placed_history: Global___PlacedHistory | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["attend_layer", b"attend_layer", "done", b"done", "error", b"error", "got_layer", b"got_layer", "op", b"op", "put_layer", b"put_layer"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attend_layer", b"attend_layer", "done", b"done", "error", b"error", "got_layer", b"got_layer", "op", b"op", "placed_history", b"placed_history", "put_layer", b"put_layer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attend_layer", b"attend_layer", "done", b"done", "error", b"error", "got_layer", b"got_layer", "op", b"op", "put_layer", b"put_layer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attend_layer", b"attend_layer", "done", b"done", "error", b"error", "got_layer", b"got_layer", "op", b"op", "placed_history", b"placed_history", "put_layer", b"put_layer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_op: _TypeAlias = _typing.Literal["put_layer", "got_layer", "done", "attend_layer"]  # noqa: Y015
+    _WhichOneofReturnType_op: _TypeAlias = _typing.Literal["put_layer", "got_layer", "done", "attend_layer", "placed_history"]  # noqa: Y015
     _WhichOneofArgType_op: _TypeAlias = _typing.Literal["op", b"op"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_op) -> _WhichOneofReturnType_op | None: ...
 
@@ -471,3 +479,50 @@ class StartSequence(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StartSequence: _TypeAlias = StartSequence  # noqa: Y015
+
+@_typing.final
+class AwaitHistory(_message.Message):
+    """Prefill to decode, before it computes a prompt that it attends over at its placements: answered once decode
+    has what it fetches.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    handle: _builtins.int
+    """as in StartSequence"""
+    epoch: _builtins.int
+    def __init__(
+        self,
+        *,
+        handle: _builtins.int = ...,
+        epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "handle", b"handle"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AwaitHistory: _TypeAlias = AwaitHistory  # noqa: Y015
+
+@_typing.final
+class PlacedHistory(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    blocks: _builtins.int
+    """leading ones of the sequence that are at their placements"""
+    def __init__(
+        self,
+        *,
+        blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlacedHistory: _TypeAlias = PlacedHistory  # noqa: Y015

@@ -65,6 +65,8 @@ class Arrival:
         self.push_from_block = push_from
         self.stream = Stream()
         self.gate: StartGate
+        # Leading blocks, once all that are fetched have come; None where the sequence ends before.
+        self.present: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
         self.timer: asyncio.TimerHandle | None = None
         self.fetch: asyncio.Task[None] | None = None
 
@@ -140,7 +142,9 @@ class Arrivals:
         self._by_key[key] = self._by_handle[ref.handle] = arrival
         self._engine.add(sequence)
         self._expect(arrival)
-        if push_from > found:
+        if push_from == found:
+            arrival.present.set_result(found)
+        else:
             arrival.fetch = asyncio.create_task(self._fetch(arrival, ids, found), name="fetch")
         return arrival
 
@@ -150,12 +154,26 @@ class Arrivals:
         if arrival is not None:
             self._act(arrival, arrival.gate.started(first, pushed_from_block))
 
+    async def history(self, handle: int) -> int:
+        """Leading blocks that lie at the sequence's placements, once what decode fetches has come. Raises
+        Unavailable where the sequence has ended, or begun."""
+        present = None
+        arrival = self._by_handle.get(handle)
+        if arrival is not None:
+            arrival.gate.awaited()
+            present = await asyncio.shield(arrival.present)
+        if present is None:
+            raise Unavailable(f"no sequence waits for its prompt at segment {handle}")
+        return present
+
     def leave(self, arrival: Arrival) -> None:
         """The call is over, whatever became of it."""
         self._by_key.pop(arrival.sequence.key, None)
         self._close_gate(arrival)
         if arrival.fetch is not None:
             arrival.fetch.cancel()
+        if not arrival.present.done():
+            arrival.present.set_result(None)
         if not arrival.stream.ended:
             self._engine.cancel(arrival.sequence.key)
 
@@ -235,12 +253,13 @@ class Arrivals:
     def _placements(
         self, generation: Generation, runs: list[Run], found: int
     ) -> tuple[SegmentRef, list[pb.Placement]]:
-        """Where prefill writes: the first is this holder's own, of no block where all lie elsewhere."""
-        size = self._core.block_tokens
-        mine = next((run for run in runs if isinstance(run, LocalRun) and run.first_block >= found), None)
-        own = [] if mine is None else mine.blocks
-        first = runs[-1].first_block + runs[-1].count if mine is None else mine.first_block
-        ref = self._holder.own(generation.request_id, own, first_position=first * size)
+        """Where prefill writes and, where the prompt is more than it has room for, attends: the first is this
+        holder's own, of no block where all lie elsewhere."""
+        local = [run for run in runs if isinstance(run, LocalRun)]
+        own = [block for run in local for block in run.blocks]
+        first = local[0].first_block if local else runs[-1].first_block + runs[-1].count
+        position = first * self._core.block_tokens
+        ref = self._holder.own(generation.request_id, own, first_position=position, shared_blocks=found)
         placements = [
             pb.Placement(
                 data_address=self._data_address,
@@ -273,6 +292,8 @@ class Arrivals:
             present += count
             if count < len(piece.ids):
                 break
+        if not arrival.present.done():
+            arrival.present.set_result(present)
         self._act(arrival, arrival.gate.fetched(present))
 
     async def _fetch_piece(self, generation: Generation, piece: Piece) -> int:

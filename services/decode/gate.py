@@ -2,7 +2,8 @@
 
 Decode fetches the blocks before `push_from_block` itself; prefill pushes those from there on, then says so
 (StartSequence). Where the fetch falls short, prefill is asked to push from an earlier block, and says so
-again. The first token is the one that came first: it may have reached the client already.
+again; a prefill that waits for the fetch itself (AwaitHistory) need not be asked. The first token is the one
+that came first: it may have reached the client already.
 """
 
 from __future__ import annotations
@@ -33,15 +34,20 @@ class StartGate:
         """`fetching`: decode is about to fetch blocks before `push_from_block`; else they are all here."""
         self._push_from_block = push_from_block
         self._present = None if fetching else push_from_block
+        self._awaited = False
         self._pushed_from: int | None = None
         self._first: pb.SampledToken | None = None
         self._gone = False
+
+    def awaited(self) -> None:
+        """Prefill waits for the fetch, and pushes what it lacks."""
+        self._awaited = True
 
     def fetched(self, blocks: int) -> Missing | Go | None:
         """The fetch has ended: `blocks` leading blocks of the sequence are here."""
         self._present = min(blocks, self._push_from_block)
         if self._pushed_from is None or self._pushed_from > self._present:
-            if self._present < self._push_from_block:
+            if self._present < self._push_from_block and not self._awaited:
                 return Missing(push_from_block=self._present)
             return None
         return self._go()

@@ -11,6 +11,7 @@ from kvcommons.blockstore.saver import BlockSaver
 from kvcommons.engine.core import Core, load_core
 from kvcommons.engine.history import Condemner, Histories
 from kvcommons.engine.keeper import BlockKeeper
+from kvcommons.errors import DeadlineExceeded
 from kvcommons.holder.budget import AttentionBudget
 from kvcommons.holder.data import HolderData
 from kvcommons.holder.holder import HeldModel, Holder
@@ -113,6 +114,7 @@ class DecodeParts:
             HolderData(
                 self.holder,
                 on_start_sequence=self._started,
+                history=self._history,
                 budget=budget,
                 tracer=process.telemetry.tracer,
             ),
@@ -184,6 +186,15 @@ class DecodeParts:
         self._loop.call_soon_threadsafe(
             self.arrivals.started, start.handle, start.first, start.pushed_from_block
         )
+
+    def _history(self, wanted: data_pb2.AwaitHistory, deadline: Deadline) -> int:
+        """On a data thread."""
+        waiting = asyncio.run_coroutine_threadsafe(self.arrivals.history(wanted.handle), self._loop)
+        try:
+            return waiting.result(deadline.left())
+        except TimeoutError:
+            waiting.cancel()
+            raise DeadlineExceeded("the history was not fetched within the deadline") from None
 
 
 async def serve(config: DecodeConfig, process: Process) -> None:

@@ -28,7 +28,7 @@ from services.prefill.job import First, Job
 from services.prefill.preloading import LoadFellShort, Preloading
 from services.prefill.push import Delivery, Pusher
 from services.prefill.scheduler import JobScheduler
-from services.prefill.spread import NOT_HERE, Holders, SpreadChunk, can_spread, leave_window, take_window
+from services.prefill.spread import NOT_HERE, Holders, SpreadChunk, leave_window, take_window
 
 log = logging.getLogger(__name__)
 
@@ -144,8 +144,6 @@ class PrefillEngine:
     def _submit(self, active: Active) -> None:
         job = active.job
         try:
-            if job.total_blocks > self._core.allocator.total:
-                job.spread = can_spread(job)
             if job.total_blocks > self._core.allocator.total and not job.spread:
                 raise CapacityExhausted(
                     f"the prompt needs {job.total_blocks} blocks and this prefill instance has "
@@ -214,6 +212,8 @@ class PrefillEngine:
     def _begin(self, active: Active) -> None:
         job = active.job
         job.save_from = job.prompt.matched_blocks
+        if job.spread:  # what decode did not get is not there
+            job.save_from = min(job.save_from, job.placed_blocks)
         if not job.prompt.no_reuse and not job.spread:
             for identity in job.ids[job.device_blocks :]:
                 self._claims.setdefault(identity, job.key)

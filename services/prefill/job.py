@@ -79,7 +79,8 @@ def writes(targets: Iterable[Target], first: int, count: int) -> list[Write]:
 @dataclass(slots=True, eq=False, kw_only=True)
 class Job:
     """Blocks are reused from this instance's memory (`device_blocks`), then from the store (`loaded_blocks`),
-    and the rest is computed: `done_tokens` have KV so far, reused ones included."""
+    or where the prompt's targets are (`placed_blocks`), and the rest is computed: `done_tokens` have KV so
+    far, reused ones included."""
 
     key: int
     prompt: Prompt
@@ -91,6 +92,7 @@ class Job:
     device_blocks: int = 0
     loaded_blocks: int = 0
     spread: bool = False  # beyond this instance's memory: only a chunk's own blocks are here
+    placed_blocks: int = 0  # of a spread job
     save_from: int = 0  # the store is not known to have blocks from here on
     done_tokens: int = 0
     admitted_s: float = 0.0
@@ -112,12 +114,12 @@ class Job:
 
     @property
     def push_from_block(self) -> int:
-        """A spread job's blocks are attended over where they were pushed to: all of them."""
-        return 0 if self.spread else self.prompt.push_from_block
+        """A spread job's blocks are attended over where they lie: all that is not there yet is pushed."""
+        return self.placed_blocks if self.spread else self.prompt.push_from_block
 
     @property
     def reused_blocks(self) -> int:
-        return self.device_blocks + self.loaded_blocks
+        return self.device_blocks + self.loaded_blocks + self.placed_blocks
 
     @property
     def reused_tokens(self) -> int:
@@ -151,6 +153,11 @@ class Job:
         if not self.prompt.store_data:
             return 0
         return max(0, min(self.prompt.matched_blocks, len(self.reusable())) - self.device_blocks)
+
+    def place(self, blocks: int) -> None:
+        """So many leading blocks of a spread job lie at its targets."""
+        self.placed_blocks = blocks
+        self.done_tokens = self.reused_tokens
 
     def set_back(self, loaded_blocks: int) -> None:
         """Only so many blocks could be loaded: what follows them is computed."""

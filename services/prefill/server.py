@@ -33,6 +33,7 @@ from services.prefill.engine import PrefillEngine
 from services.prefill.job import First, Job, Prompt, Target
 from services.prefill.metrics import PrefillMetrics
 from services.prefill.push import Delivery
+from services.prefill.spread import await_placed, can_spread
 
 log = logging.getLogger(__name__)
 
@@ -88,6 +89,11 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
 
         self._jobs += 1
         try:
+            if job.total_blocks > core.allocator.total and can_spread(job):
+                job.spread = True
+                if job.prompt.push_from_block:
+                    placed = await asyncio.to_thread(await_placed, job, delivery.traceparent)
+                    job.place(min(placed, len(job.reusable())))
             engine.submit(job, delivery, listen)
             while True:
                 event = await events.get()

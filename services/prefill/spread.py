@@ -2,7 +2,8 @@
 on (Infinite-LLM, section 4.6: blocks are planned ahead from the prompt's length).
 
 A chunk's own blocks are here while it is computed, and go out layer by layer meanwhile. What came before them
-is attended over where it lies: the chunk's queries go there, partials come back.
+is attended over where it lies: the chunk's queries go there, partials come back. So history that is there
+already, or that decode fetches, is neither computed nor seen here.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from kvcommons.engine.core import Core
 from kvcommons.errors import KVCommonsError, Unavailable
 from kvcommons.holder.client import AttendPart, PendingPartial, begin_attend
 from kvcommons.holder.segments import SegmentRef
+from kvcommons.pb import data_pb2
 from kvcommons.rblock.allocator import BlockAllocator
 from kvcommons.transport.base import Observer
 from kvcommons.transport.client import DataClient
@@ -95,6 +97,21 @@ class SpreadChunk(Chunk):
     def _finish(self, call: PendingPartial, like: Tensor) -> Partial:
         partial = call.finish()
         return Partial(out=partial.out.to(like.device), lse=partial.lse.to(like.device))
+
+
+def await_placed(job: Job, traceparent: str) -> int:
+    """Leading blocks of the prompt that lie at its targets, once decode has what it fetches. Blocks its
+    thread; raises what decode raises."""
+    first = job.prompt.targets[0]
+    client = DataClient(first.data_address)
+    request = data_pb2.DataRequest(
+        traceparent=traceparent,
+        await_history=data_pb2.AwaitHistory(handle=first.handle, epoch=first.epoch),
+    )
+    try:
+        return client.call(request, deadline=Deadline(job.deadline_s)).placed_history.blocks
+    finally:
+        client.close()
 
 
 def can_spread(job: Job) -> bool:

@@ -38,3 +38,10 @@ def test_begins_once() -> None:
     gate = StartGate(push_from_block=0, fetching=False)
     assert gate.started(FIRST, 0) == Go(first=FIRST)
     assert gate.started(FIRST, 0) is None
+
+
+def test_a_prefill_that_waits_for_the_fetch_need_not_be_asked() -> None:
+    gate = StartGate(push_from_block=4, fetching=True)
+    gate.awaited()
+    assert gate.fetched(1) is None
+    assert gate.started(FIRST, 1) == Go(first=FIRST)

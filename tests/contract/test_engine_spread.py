@@ -1,0 +1,82 @@
+"""Prompts larger than prefill's own memory: what is known of them already is not computed again, and the
+tokens are those of transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvcommons.pb.kvstore_pb2_grpc import BlocksStub
+from tests.contract.engine_stack import BLOCK, Stack
+from tests.contract.engine_turns import turn
+from tests.contract.test_engine_reuse import stored
+
+pytestmark = pytest.mark.asyncio
+pytest_plugins = ("tests.contract.engine_fixtures",)
+
+PROMPT, ANSWER = 250, 30
+FULL = (PROMPT + ANSWER - 1) // BLOCK
+SMALL = {"capacity_tokens": 6 * BLOCK}
+LARGE = {"capacity_tokens": 40 * BLOCK}
+
+
+async def first_turn(
+    engines: Stack, store: BlocksStub, prefill: Any, decode: Any
+) -> tuple[list[int], list[int]]:
+    """The tokens known after it, and those that follow."""
+    tokens, expected = engines.reference.prompt(PROMPT, 2 * ANSWER)
+    first = turn(prefill, decode, engines.model, tokens, ANSWER, history=engines.history(0))
+    assert (await first.run()).tokens == expected[:ANSWER]
+    known = tokens + expected[:ANSWER]
+    assert await stored(engines, store, known[: FULL * BLOCK]) == FULL
+    return known, expected[ANSWER:]
+
+
+@pytest.mark.parametrize("engines", ["llama", "qwen2-sliding"], indirect=True)
+async def test_a_second_turn_where_the_first_one_was(engines: Stack) -> None:
+    """Decode has all of it: prefill computes what is new, and attends over the rest there."""
+    store, prefill = await engines.kvstore(), await engines.prefill(engine=SMALL)
+    decode = await engines.decode(engine=LARGE)
+    known, following = await first_turn(engines, store, prefill, decode)
+    second = turn(prefill, decode, engines.model, known, ANSWER, history=engines.history(FULL))
+    assert (await second.run()).tokens == following
+    assert second.first is not None
+    assert second.first.cached_tokens == FULL * BLOCK
+    await engines.idle("decode")
+
+
+@pytest.mark.parametrize(
+    "kind", [{"engine": LARGE}, {"engine": SMALL, "placement": "overflow"}], ids=["local", "overflow"]
+)
+@pytest.mark.parametrize("engines", ["llama", "qwen3"], indirect=True)
+async def test_a_second_turn_where_decode_fetches_its_history(engines: Stack, kind: dict[str, Any]) -> None:
+    """To its own memory, or to that of the holders that it borrows from."""
+    await engines.lenders(10, 10)
+    store, prefill = await engines.kvstore(), await engines.prefill(engine=SMALL)
+    decode = await engines.decode("d1", **kind)
+    known, following = await first_turn(engines, store, prefill, decode)
+    await engines.idle("d1", "pool-0", "pool-1")
+    fresh = await engines.decode("d2", **kind)
+    second = turn(prefill, fresh, engines.model, known, ANSWER, history=engines.history(FULL))
+    assert (await second.run()).tokens == following
+    assert second.first is not None
+    assert second.first.cached_tokens == FULL * BLOCK
+    await engines.idle("d2", "pool-0", "pool-1")
+
+
+async def test_what_decode_could_not_fetch_is_computed(engines: Stack) -> None:
+    """It is told of more blocks than the store has."""
+    store, prefill = await engines.kvstore(), await engines.prefill(engine=SMALL)
+    tokens, expected = engines.reference.prompt(PROMPT, ANSWER)
+    decode = await engines.decode("d1", engine=LARGE)
+    part = turn(prefill, decode, engines.model, tokens[: 8 * BLOCK], 1, history=engines.history(0))
+    await part.run()
+    assert await stored(engines, store, tokens[: 8 * BLOCK]) == 8
+    fresh = await engines.decode("d2", engine=LARGE)
+    whole = turn(prefill, fresh, engines.model, tokens, ANSWER, history=engines.history(12))
+    assert (await whole.run()).tokens == expected
+    assert whole.first is not None
+    assert whole.first.cached_tokens == 8 * BLOCK
+    assert await stored(engines, store, tokens[: PROMPT // BLOCK * BLOCK]) == PROMPT // BLOCK
+    await engines.idle("d2")
