@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 
 CALL_S = 1.0  # one question to a holder
 TRIM_S = 5.0  # a creditor waits as long for what reads the blocks
+TRIM_PAUSE_S = 0.5  # before it is told again
 GROW_TRIES = 2  # of a growth without an answer: it may have happened
 ROUNDS = 2  # times that the ledger is asked for candidates in vain
 PAUSE_S = 0.25  # before a sequence asks again: heartbeats may tell of other room
@@ -239,8 +240,8 @@ class Lenders:
     async def trim(
         self, run_holder: RemoteHolder, ref: SegmentRef, blocks: int, settlement: str = ""
     ) -> None:
-        """`blocks` frozen ones have moved and nobody reads them here any more. Where the creditor does not
-        answer, they come free when the segment does."""
+        """`blocks` frozen ones have moved and nobody reads them here any more. A creditor that does not
+        answer is told again for as long as the segment is borrowed: these blocks are owed by nobody."""
         loan = self._loans.get((run_holder, ref))
         if loan is not None:
             loan.blocks -= blocks
@@ -249,9 +250,20 @@ class Lenders:
                 self._tell("give_back", ref)
         try:
             await run_holder.trim(ref, settlement=settlement, timeout_s=TRIM_S)
+        except (Unavailable, DeadlineExceeded):
+            self._spawn(self._trim_again(run_holder, ref, settlement))
+            raise
         finally:
             if loan is not None and loan.blocks == 0:
                 await self._release(run_holder, [ref])
+
+    async def _trim_again(self, holder: RemoteHolder, ref: SegmentRef, settlement: str) -> None:
+        while ref in holder.borrowed:
+            try:
+                await holder.trim(ref, settlement=settlement, timeout_s=CALL_S)
+                return
+            except KVCommonsError:
+                await asyncio.sleep(TRIM_PAUSE_S)
 
     def save(self, run: RemoteRun, block: BlockSave) -> None:
         """Has the holder write a full block to a kvstore, in the background. The run may be given back at

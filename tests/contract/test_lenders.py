@@ -14,7 +14,7 @@ import pytest
 
 from kvcommons.blockstore.loader import BlockLoader
 from kvcommons.blockstore.saver import BlockSaver
-from kvcommons.errors import CapacityExhausted
+from kvcommons.errors import CapacityExhausted, DeadlineExceeded
 from kvcommons.holder.holder import Holder
 from kvcommons.holder.server import HolderService
 from kvcommons.pb import holder_pb2, holder_pb2_grpc, ledger_pb2, ledger_pb2_grpc
@@ -30,9 +30,17 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 class Unheard(HolderService):
-    """Grows segments; its next `losses` answers to that are lost."""
+    """Grows segments; its next `losses` answers to that are lost, and the next `deaf` trims on their way to
+    it."""
 
     losses = 0
+    deaf = 0
+
+    async def Trim(self, request: holder_pb2.TrimRequest, context: _Context) -> holder_pb2.TrimReply:
+        if self.deaf:
+            self.deaf -= 1
+            await asyncio.sleep(60)
+        return await super().Trim(request, context)
 
     async def Reserve(self, request: holder_pb2.ReserveRequest, context: _Context) -> holder_pb2.ReserveReply:
         reply = await super().Reserve(request, context)
@@ -116,4 +124,23 @@ async def test_blocks_that_came_unheard_are_the_next_ones(socket_folder: Path) -
         assert (run.segment_block, run.count) == (3, 2)
         assert (lenders.debts(), holder.loans()) == ({"holder-1": BLOCKS}, {"d": BLOCKS})
         lenders.give_back([tail, *rest])
+        await eventually(lambda: holder.allocator.in_use == 0)
+
+
+async def test_a_creditor_that_did_not_hear_of_a_trim_is_told_again(
+    socket_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.decode.lenders.TRIM_S", 0.1)
+    monkeypatch.setattr("services.decode.lenders.TRIM_PAUSE_S", 0.01)
+    monkeypatch.setattr("services.decode.lenders.CALL_S", 0.5)
+    async with lending(socket_folder) as (lenders, holder, service):
+        (run,) = await lenders.borrow(1, "sequence", blocks=5, first_block=0)
+        frozen = await run.holder.freeze(run.ref, 2, timeout_s=5)
+        service.deaf = 2
+        with pytest.raises(DeadlineExceeded):
+            await lenders.trim(run.holder, frozen, 2)
+        assert (lenders.debts(), holder.loans()) == ({"holder-1": 3}, {"d": 5})
+        await eventually(lambda: holder.loans() == {"d": 3})
+        assert service.deaf == 0
+        lenders.give_back([run])
         await eventually(lambda: holder.allocator.in_use == 0)
