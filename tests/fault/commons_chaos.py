@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -199,8 +199,8 @@ class Load:
 
 
 class Troubles:
-    """Kills, and pauses shorter and longer than leases and deadlines; a death is followed by a restart (the
-    stack's), a pause by going on."""
+    """Kills, pauses shorter and longer than leases and deadlines, and processes that are slow for a while; a
+    death is followed by a restart (the stack's), a pause by going on."""
 
     def __init__(self, stack: Stack, dice: random.Random, chaos: Chaos) -> None:
         self._stack = stack
@@ -230,23 +230,38 @@ class Troubles:
         others = [name for name in sorted(alive) if name not in holders]
         among, kind, pause_s = dice.random() < 0.5, dice.random(), dice.choice((0.5, 1.5, 4.0, 9.0))
         name = dice.choice((holders if among else others) or sorted(alive))
-        with contextlib.suppress(ProcessLookupError):
-            if kind < 0.5:
-                os.kill(alive[name], signal.SIGKILL)
-            else:
-                os.kill(alive[name], signal.SIGSTOP)
-                self._later(pause_s, alive[name], signal.SIGCONT if kind < 0.9 else signal.SIGKILL)
-        what = "killed" if kind < 0.5 else f"paused for {pause_s} s" + (", then killed" * (kind >= 0.9))
+        pid = alive[name]
+        if kind < 0.45:
+            what = "killed"
+            _send(pid, signal.SIGKILL)
+        elif kind < 0.6:
+            what = f"slow for {pause_s} s"
+            self._later(0.0, lambda: _slow(pid, pause_s))
+        else:
+            last = signal.SIGCONT if kind < 0.9 else signal.SIGKILL
+            what = f"paused for {pause_s} s" + (", then killed" * (kind >= 0.9))
+            _send(pid, signal.SIGSTOP)
+            self._later(pause_s, lambda: _send(pid, last))
         self._chaos.faults.append(f"{time.monotonic() - self._began_s:6.1f} s: {name} {what}")
 
-    def _later(self, seconds: float, pid: int, number: signal.Signals) -> None:
-        def send() -> None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
-
-        timer = threading.Timer(seconds, send)
+    def _later(self, seconds: float, work: Callable[[], None]) -> None:
+        timer = threading.Timer(seconds, work)
         timer.start()
         self._timers.append(timer)
+
+
+def _send(pid: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def _slow(pid: int, seconds: float) -> None:
+    """It runs for a fraction of the time."""
+    until_s = time.monotonic() + seconds
+    while time.monotonic() < until_s:
+        for number, wait_s in ((signal.SIGSTOP, 0.08), (signal.SIGCONT, 0.02)):
+            _send(pid, number)
+            time.sleep(wait_s)
 
 
 def run(folder: Path, *, faults: int, seconds: float, seed: int) -> Chaos:
