@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -59,6 +60,14 @@ def load_core(settings: EngineSettings) -> Core:
 
     Raises InvalidInput for a model or device that cannot be served.
     """
+    torch.set_num_threads(settings.threads)
+    # On a thread that ends. OpenMP has a team for each thread that has ever computed, and where all of them
+    # are more than the cores, no team waits awake for its next operation: 28 ms a token instead of 20.
+    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="load") as loader:
+        return loader.submit(_load, settings).result()
+
+
+def _load(settings: EngineSettings) -> Core:
     started = time.monotonic()
     torch.set_num_threads(settings.threads)
     device = _device(settings.device)
