@@ -95,6 +95,8 @@ def _run(options: argparse.Namespace, progress: Progress) -> Report:
 
 
 async def _measure(folder: Path, model: Path, setting: Setting, progress: Progress) -> list[Row]:
+    import torch
+
     from kvcommons.engine.core import EngineSettings, load_core
 
     progress("loading the model")
@@ -106,6 +108,7 @@ async def _measure(folder: Path, model: Path, setting: Setting, progress: Progre
             capacity_tokens=3 * max(setting.contexts) + 8192,
         )
     )
+    torch.set_num_threads(1)  # no second team of OpenMP's: see load_core
     core.memory.tensor.normal_()
     rows: list[Row] = []
     for transport in setting.transports:

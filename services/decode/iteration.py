@@ -88,7 +88,8 @@ class Iteration:
         self._write(layer, state)
         contributions = []
         if len(batch.part_rows):
-            q = queries.of(batch.part_rows, batch.part_heads)
+            whole = batch.part_groups[0].whole and not len(batch.part_heads)
+            q = state.q if whole else queries.of(batch.part_rows, batch.part_heads)
             contributions.append((batch.part_groups, self._attend_here(layer, q)))
         contributions += self._remote.collect(step, asked, new)
         return batch.gather(contributions, state.q).out

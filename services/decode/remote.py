@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -38,15 +39,25 @@ class _Asked:
     began_s: float
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class NewRows:
-    """What a layer sends to holders: queries, `whole_q` those of all rows in float32, and the new tokens' K
-    and V [B, 2, kv_heads, 1, D] in the KV dtype."""
+    """What a layer sends to holders: queries, and the new tokens' K and V, [B, kv_heads, D] each."""
 
     layer: int
     q: Queries
-    whole_q: Tensor
-    kv: Tensor
+    k: Tensor
+    v: Tensor
+    dtype: torch.dtype  # of KV
+
+    @cached_property
+    def whole_q(self) -> Tensor:
+        """Of all rows, in float32."""
+        return self.q.plain.float().contiguous()
+
+    @cached_property
+    def kv(self) -> Tensor:
+        """[B, 2, kv_heads, 1, D] in the KV dtype: for holders that append."""
+        return torch.stack((self.k, self.v), dim=1).unsqueeze(3).to(self.dtype)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +101,7 @@ class RemoteAttention:
 
     def rows(self, layer: int, q: Queries, k: Tensor, v: Tensor) -> NewRows:
         """k, v [B, kv_heads, D]."""
-        kv = torch.stack((k, v), dim=1).unsqueeze(3).to(self._dtype)
-        return NewRows(layer, q, q.plain.float().contiguous(), kv)
+        return NewRows(layer, q, k, v, self._dtype)
 
     def ask(self, step: RemoteStep, new: NewRows) -> list[_Asked]:
         """Sends each holder its part."""
@@ -154,7 +164,8 @@ class RemoteAttention:
         if share.span is not None:
             queries, appended = new.whole_q[share.span], [new.kv[share.span]]
         else:
-            queries = new.q.of(share.rows, share.heads)
+            whole = share.groups[0].whole and not len(share.heads)
+            queries = new.whole_q if whole else new.q.of(share.rows, share.heads)
             appended = [new.kv.index_select(0, share.append_rows)] if len(share.append_rows) else []
         wording = step.wordings.get(id(share))
         if wording is None:
