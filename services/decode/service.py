@@ -106,7 +106,8 @@ class DecodeParts:
             observe=process.telemetry.observe,
         )
         self.mover = Mover(core, self.engine, self.lenders, metrics, rates)
-        self.homecoming = Homecoming(core, self.mover, costs) if placement.comes_home() else None
+        comes_home = config.homecoming and placement.comes_home()
+        self.homecoming = Homecoming(core, self.mover, costs) if comes_home else None
         self.draining = Draining(core, self.mover, self.lenders, registry)
         self.settling = Settling(self.holder, self.mover, self.lenders)
         self.data = DataServer(
