@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from kvcommons.errors import InvalidInput
+
 # (event, its facts). Called under locks: it never blocks and raises nothing.
 Observe = Callable[..., None]
 
@@ -23,11 +25,16 @@ class EventFile:
     machine's processes agree, so that their files can be merged by `at_ns`."""
 
     def __init__(self, folder: str, instance_id: str) -> None:
-        """Raises OSError where `folder` cannot be written to."""
-        Path(folder).mkdir(parents=True, exist_ok=True)
+        """Raises InvalidInput where `folder` cannot be written to."""
         path = Path(folder) / f"{instance_id}.jsonl"
         self._instance = instance_id
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise InvalidInput(
+                f"event_log = {folder!r} cannot be written to: {error.strerror}", param="event_log"
+            ) from error
 
     def __call__(self, event: str, **facts: object) -> None:
         line = {"at_ns": time.monotonic_ns(), "instance": self._instance, "event": event, **facts}

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from kvcommons.errors import InvalidInput
 from kvcommons.holder.segments import SegmentTable
 from kvcommons.rblock.allocator import BlockAllocator
 from kvcommons.telemetry.events import EventFile
@@ -122,3 +123,9 @@ def test_block_tables_write_a_history_that_can_be_replayed(tmp_path: Path) -> No
     table.release([ref])
     table.unpin(pin)
     replayed(tmp_path).rest(["c", "d"], idle=True)
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InvalidInput, match="event_log"):
+        EventFile(str(tmp_path / "file"), "c")
