@@ -73,12 +73,10 @@ def add(
     parser.add_argument("--reach", type=int, default=30_000, metavar="N", help="tokens of the long sequence")
     parser.add_argument("--answer", type=int, default=64, metavar="N", help="tokens of each answer")
     parser.add_argument("--room", type=int, default=8192, metavar="N", help="of each instance, for batches")
-    parser.add_argument(
-        "--contexts", type=int, nargs="+", default=[1024, 2048, 4096, 7168, 12288, 15360], metavar="N"
-    )
-    parser.add_argument("--rates", type=float, nargs="+", default=[2.0, 6.0], metavar="R", help="a second")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[2048, 4096, 7168, 12288], metavar="N")
+    parser.add_argument("--rates", type=float, nargs="+", default=[1.0, 2.0], metavar="R", help="a second")
     parser.add_argument("--long-shares", type=float, nargs="+", default=[0.01, 0.1, 0.3], metavar="S")
-    parser.add_argument("--seconds", type=float, default=8.0, metavar="S", help="of arrivals, each")
+    parser.add_argument("--seconds", type=float, default=6.0, metavar="S", help="of arrivals, each")
     parser.add_argument("--seed", type=int, default=1, metavar="N")
     add_outputs(parser)
     parser.set_defaults(run=_run, draw=_draw)
