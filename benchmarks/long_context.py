@@ -224,7 +224,8 @@ def together(streams: Sequence[Stream]) -> float:
 
 def _rate(stack: RunningStack, rate: float, long_share: float, setting: Setting) -> Row:
     """Short requests are up to a quarter of an instance, long ones up to one and a half of it."""
-    dice = random.Random(setting.seed)
+    # Of its own: prompts that another point asked for before would be found again.
+    dice = random.Random(f"{setting.seed} {rate} {long_share}")
     bounds = {False: (256, setting.room // 4), True: (setting.room // 2, setting.room * 3 // 2)}
     starts_s: list[float] = []
     at_s = dice.expovariate(rate)
