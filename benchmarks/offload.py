@@ -15,9 +15,10 @@ import itertools
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 from benchmarks.plot import stacked_bars
 from benchmarks.pools import CALL_S, Pool, attention_pools, decoded, fill
@@ -32,16 +33,17 @@ if TYPE_CHECKING:
     from services.decode.surroundings import Step
 
 Progress = Callable[[str], None]
+T = TypeVar("T")
 BLOCK_TOKENS = 64
 WARM_S = 1.0
-REFERENCE_CONTEXT = 2048  # of which `--batch` sequences fit into an instance's memory
 PARTS = ("slices", "attention", "network", "waiting", "rest")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
     contexts: tuple[int, ...]
-    batch: int
+    batch: int  # of `reference` tokens each, for which decode has memory
+    reference: int
     answer: int
     pools: int
     pool_memory: float  # of a pool, over decode's
@@ -52,7 +54,7 @@ class Setting:
 
     @property
     def capacity_tokens(self) -> int:
-        return self.batch * self.room(REFERENCE_CONTEXT) * BLOCK_TOKENS
+        return self.batch * self.room(self.reference) * BLOCK_TOKENS
 
     def room(self, context: int) -> int:
         """Blocks of a sequence, its answer included."""
@@ -76,13 +78,8 @@ def add(
     )
     parser.add_argument("--random-model", metavar="SIZE", default="246m", help="random weights: 34m or 246m")
     parser.add_argument("--contexts", type=int, nargs="+", default=[512, 2048], metavar="N")
-    parser.add_argument(
-        "--batch",
-        type=int,
-        default=8,
-        metavar="N",
-        help=f"that an instance has memory for at {REFERENCE_CONTEXT}",
-    )
+    parser.add_argument("--batch", type=int, default=8, metavar="N", help="that decode has memory for")
+    parser.add_argument("--reference", type=int, default=2048, metavar="N", help="at this context")
     parser.add_argument("--answer", type=int, default=128, metavar="N", help="tokens of each sequence")
     parser.add_argument("--pools", type=int, default=3, metavar="N")
     parser.add_argument(
@@ -100,6 +97,7 @@ def _run(options: argparse.Namespace, progress: Progress) -> Report:
     setting = Setting(
         contexts=tuple(options.contexts),
         batch=options.batch,
+        reference=options.reference,
         answer=options.answer,
         pools=options.pools,
         pool_memory=options.pool_memory,
@@ -109,20 +107,27 @@ def _run(options: argparse.Namespace, progress: Progress) -> Report:
         transport=options.transport,
     )
     with tempfile.TemporaryDirectory(prefix="kvc-") as name:
-        model = write_random_model(Path(name), options.random_model, progress)
+        model = _apart(lambda: write_random_model(Path(name), options.random_model, progress))
         rows = asyncio.run(_measure(Path(name), model, setting, progress))
     return Report(
-        title=f"{options.random_model}: room for {setting.batch} sequences of {REFERENCE_CONTEXT} in decode "
-        f"and in each of {setting.pools} pools; ms of a step",
+        title=f"{options.random_model}: room for {setting.batch} sequences of {setting.reference} in decode "
+        f"and {setting.pool_memory:g} times as much in each of {setting.pools} pools; ms of a step",
         ratios=_ratios(rows),
         rows=rows,
     )
 
 
+def _apart(work: Callable[[], T]) -> T:
+    """On a thread that ends, and OpenMP's team with it: where teams have more threads than there are cores,
+    none stays awake between two operations, and slices take half as long again."""
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(work).result()
+
+
 def _ratios(rows: Sequence[Row]) -> dict[str, float]:
     rates = {(row["context"], row["how"]): float(row["tokens/s"]) for row in rows}
     return {
-        f"{how}_{context}".replace(" ", "_"): rate / rates[context, "local"]
+        f"{how}_{context}".replace(", ", "_"): rate / rates[context, "local"]
         for (context, how), rate in rates.items()
         if how != "local"
     }
@@ -141,7 +146,7 @@ async def _measure(folder: Path, model: Path, setting: Setting, progress: Progre
             capacity_tokens=setting.capacity_tokens,
         ),
     )
-    core.memory.tensor.normal_()
+    _apart(core.memory.tensor.normal_)
     rows: list[Row] = []
     async with attention_pools(
         folder, model, core, count=setting.pools, capacity_tokens=setting.pool_tokens,
@@ -203,6 +208,7 @@ class _Load:
         self._batch = setting.fits(context, setting.capacity_tokens) if away is None else len(away)
         self._keys = itertools.count(1)
         self._free: list[RemoteRun] = []
+        self._held: dict[int, list[int]] = {}  # blocks here, by sequence
         self._counting = False
         self._stopping = False
         self._tokens = 0
@@ -246,6 +252,9 @@ class _Load:
         finally:
             self._stopping = True
             await asyncio.to_thread(engine.stop, CALL_S)
+            for blocks in self._held.values():  # of sequences that the engine had not heard of yet
+                core.allocator.release(blocks)
+            self._held.clear()
             await asyncio.to_thread(keeper.close)
 
     def _cpu(self) -> dict[str, float]:
@@ -266,14 +275,14 @@ class _Load:
         from kvcommons.pb import common_pb2
         from services.decode.sequence import LocalRun, RemoteRun
 
-        blocks = self._setting.room(self._context)
+        key, blocks = next(self._keys), self._setting.room(self._context)
         run: Run
         if self._away is None:
             run = LocalRun(first_block=0, blocks=self._core.allocator.allocate(blocks))
+            self._held[key] = run.blocks
         else:
             known = self._free.pop(0)
             run = RemoteRun(first_block=0, count=known.count, holder=known.holder, ref=known.ref)
-        key = next(self._keys)
         end = self._context + self._setting.answer
         self._engine.add(decoded(self._core, key, tokens, end, [run]))
         self._engine.begin(key, common_pb2.SampledToken(token=1))
@@ -286,7 +295,7 @@ class _Load:
                 raise step.error
             if self._counting:
                 self._tokens += len(step.tokens)
-            if step.reason:
+            if step.reason and not self._stopping:
                 self._begin(self._context)
 
     def borrow(self, sequence: DecodedSequence) -> None:
@@ -306,7 +315,7 @@ class _Load:
             self._pool_s += spent.pool_s
 
     def ended(self, step: Step) -> None:
-        pass
+        self._held.pop(step.key, None)
 
 
 def _draw(path: Path, report: Report) -> None:

@@ -21,6 +21,7 @@ from services.decode.sequence import Sequence
 log = logging.getLogger(__name__)
 
 Mode = Literal["auto", "on", "off"]
+READY_S = 10.0  # for a thread to begin
 LANES = 2  # of one model replica; more batches would need more replicas
 
 
@@ -58,7 +59,7 @@ class Lane:
         if self._thread.ident is None:
             threads = torch.get_num_threads()
             self._thread.start()
-            self._ready.wait()
+            self._ready.wait(READY_S)
             torch.set_num_threads(threads)  # for threads to come: the lane's own number became theirs
         self.iteration = iteration
         self._iterations.put(iteration)

@@ -1,0 +1,86 @@
+"""What an iteration is spent on, and when two batches are tried."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+
+from services.decode.iteration import Iteration
+from services.decode.lanes import LANES, Lane, Lanes, Pipelining
+from services.decode.spent import Spent
+
+
+def test_waits_are_attention_then_queueing_then_network() -> None:
+    spent = Spent(seconds=1.0, slices_s=0.5, here_s=0.05)
+    spent.waited(0.10, computed_s=0.04, queued_s=0.01)
+    assert spent.there_s == 0.04
+    assert round(spent.waiting_s, 6) == 0.01
+    assert round(spent.network_s, 6) == 0.05
+    # It computed while slices did: only what is left of it was waited for.
+    spent.waited(0.02, computed_s=0.30, queued_s=0.10)
+    assert round(spent.there_s, 6) == 0.06
+    assert round(spent.pool_s, 6) == 0.34
+    assert round(sum(spent.parts.values()), 6) == spent.seconds
+    assert round(spent.parts["attention"], 6) == 0.11
+
+
+def alone(seconds: float, there_s: float, pool_s: float) -> Iteration:
+    spent = Spent(seconds=seconds, there_s=there_s, pool_s=pool_s)
+    return cast(Iteration, SimpleNamespace(spent=spent))
+
+
+def test_off_and_on_are_kept_whatever_is_measured() -> None:
+    off, on = Pipelining("off", 4), Pipelining("on", 4)
+    for one in (off, on):
+        one.took_alone(64, 64_000, alone(0.2, 0.1, 0.1))
+    assert off.batches(64, 64_000) == 1
+    assert on.batches(64, 64_000) == LANES
+    assert on.batches(1, 1_000) == 1
+
+
+def test_by_itself_where_attention_is_much_of_an_iteration_that_elsewhere_is_computed() -> None:
+    for there_s, batches in ((0.1, LANES), (0.0, 1)):
+        one = Pipelining("auto", 4)
+        assert one.batches(64, 64_000) == 1  # nothing is known
+        for _ in range(5):
+            one.took_alone(64, 64_000, alone(0.2, there_s, there_s))
+        assert one.batches(64, 64_000) == batches
+        assert one.batches(3, 3_000) == 1
+
+
+def test_what_is_about_a_sequence_under_way_waits_for_it() -> None:
+    posted: list[Any] = []
+    lanes = Lanes(torch.device("cpu"), posted.append, lambda lane, tokens: None)
+    done: list[str] = []
+    lane = lanes.all[1]
+    flying: Any = SimpleNamespace(batch=SimpleNamespace(sequences=[SimpleNamespace(key=7)]))
+    lane.iteration = flying
+    assert lanes.under_way
+    assert lanes.defer(7, lambda: done.append("later"))
+    assert not lanes.defer(8, lambda: done.append("never"))
+    assert len(lane.deferred) == 1
+    assert not done
+
+
+def test_an_iteration_that_fails_ends_too() -> None:
+    ended: list[tuple[Lane, Any]] = []
+    posted: list[Any] = []
+    threads = torch.get_num_threads()
+    lanes = Lanes(torch.device("cpu"), posted.append, lambda lane, tokens: ended.append((lane, tokens)))
+
+    def fail() -> None:
+        raise RuntimeError("on purpose")
+
+    failing: Any = SimpleNamespace(run=fail, batch=SimpleNamespace(sequences=[]))
+    lanes.all[0].launch(failing)
+    until_s = time.monotonic() + 10
+    while not posted and time.monotonic() < until_s:
+        time.sleep(0.001)
+    posted[0]()
+    assert ended == [(lanes.all[0], None)]
+    assert torch.get_num_threads() == threads
+    lanes.close(5.0)
+    assert not lanes.under_way
