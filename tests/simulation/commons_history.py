@@ -88,11 +88,10 @@ class History:
         self._handlers[event](instance, **facts)
 
     def rest(self, alive: Collection[str], *, idle: bool = False) -> None:
-        """Nothing is under way among these instances: what each owes is what the others have lent it. `idle`:
-        no sequence is left either."""
+        """No debt changes among these instances: what each owes is what the others have lent it. `idle`: no
+        sequence is left either."""
         for name in alive:
             holder = self._holders.get(name, _Holder())
-            require(not holder.pins, f"an access at {name} never ends")
             for key, segment in holder.segments.items():
                 if segment.lent and segment.blocks:
                     loan = self._loans.get(key)
@@ -102,9 +101,9 @@ class History:
                         and loan.blocks == len(segment.blocks),
                         f"{name} has lent {len(segment.blocks)} blocks to {segment.owner}, who owes {loan}",
                     )
-            require(
-                not idle or not holder.in_use, f"blocks {sorted(holder.in_use)} of {name} never came back"
-            )
+            if idle:
+                require(not any(holder.pins.values()), f"an access at {name} never ends")
+                require(not holder.in_use, f"blocks {sorted(holder.in_use)} of {name} never came back")
         for key, loan in self._loans.items():
             if loan.debtor in alive and loan.blocks:
                 creditor = self._lent[key][0]

@@ -118,7 +118,7 @@ def test_block_tables_write_a_history_that_can_be_replayed(tmp_path: Path) -> No
     pin = table.pin(ref)
     history = replayed(tmp_path)
     with pytest.raises(Violation, match="never ends"):
-        history.rest(["c", "d"])
+        history.rest(["c", "d"], idle=True)
     debtor("give_back", handle=ref.handle, epoch=7)
     table.release([ref])
     table.unpin(pin)
