@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from kvcommons.engine.core import Core
-from kvcommons.engine.history import Histories
+from kvcommons.engine.history import Histories, Load
 from kvcommons.errors import CapacityExhausted, KVCommonsError, Unavailable
 from kvcommons.holder.holder import Holder
 from kvcommons.holder.segments import SegmentRef
@@ -26,6 +27,7 @@ from services.decode.stream import Stream
 log = logging.getLogger(__name__)
 
 FETCHES_MAX = 16  # that wait for a kvstore at the same time
+PATIENCE_S_MIN = 0.1  # with a fetch, once prefill has delivered: pauses as short as this say nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,6 +71,8 @@ class Arrival:
         self.present: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
         self.timer: asyncio.TimerHandle | None = None
         self.fetch: asyncio.Task[None] | None = None
+        self.loads: list[Load] = []  # of the fetch, to this instance
+        self.opened_s = time.monotonic()
 
 
 class Arrivals:
@@ -151,8 +155,13 @@ class Arrivals:
     def started(self, handle: int, first: pb.SampledToken, pushed_from_block: int) -> None:
         """Prefill has delivered (StartSequence)."""
         arrival = self._by_handle.get(handle)
-        if arrival is not None:
-            self._act(arrival, arrival.gate.started(first, pushed_from_block))
+        if arrival is None:
+            return
+        self._act(arrival, arrival.gate.started(first, pushed_from_block))
+        if arrival.loads and not arrival.present.done():
+            # As long again as it has had: then prefill pushes what it has anyway, which costs it little.
+            patience_s = max(time.monotonic() - arrival.opened_s, PATIENCE_S_MIN)
+            asyncio.get_running_loop().call_later(patience_s, self._cut_short, arrival)
 
     async def history(self, handle: int) -> int:
         """Leading blocks that lie at the sequence's placements, once what decode fetches has come. Raises
@@ -282,11 +291,16 @@ class Arrivals:
         ]
         return ref, placements
 
+    def _cut_short(self, arrival: Arrival) -> None:
+        """A fetch that falls behind ends with what has come."""
+        loop = asyncio.get_running_loop()
+        for load in arrival.loads:
+            loop.run_in_executor(None, load.cancel)  # which waits for a copy under way
+
     async def _fetch(self, arrival: Arrival, ids: list[bytes], found: int) -> None:
         """History that lies before `push_from_block`, each holder its part, all at once."""
         wanted = pieces(arrival.sequence.runs, ids, found, arrival.push_from_block)
-        generation = arrival.sequence.generation
-        counts = await asyncio.gather(*(self._fetch_piece(generation, piece) for piece in wanted))
+        counts = await asyncio.gather(*(self._fetch_piece(arrival, piece) for piece in wanted))
         present = found
         for piece, count in zip(wanted, counts, strict=True):
             present += count
@@ -296,8 +310,9 @@ class Arrivals:
             arrival.present.set_result(present)
         self._act(arrival, arrival.gate.fetched(present))
 
-    async def _fetch_piece(self, generation: Generation, piece: Piece) -> int:
+    async def _fetch_piece(self, arrival: Arrival, piece: Piece) -> int:
         """How many leading blocks of it are there."""
+        generation = arrival.sequence.generation
         try:
             if isinstance(piece.run, RemoteRun):
                 return await piece.run.holder.load(
@@ -309,12 +324,14 @@ class Arrivals:
                     timeout_s=self._fetch_deadline_s,
                 )
             blocks = piece.run.blocks[piece.first : piece.first + len(piece.ids)]
-            return await self._load_here(generation.store_data, piece.ids, blocks)
+            return await self._load_here(arrival, generation.store_data, piece.ids, blocks)
         except KVCommonsError as error:
             log.warning("history was not loaded: %s", error.message)
             return 0
 
-    async def _load_here(self, store: str, ids: tuple[bytes, ...], blocks: list[int]) -> int:
+    async def _load_here(
+        self, arrival: Arrival, store: str, ids: tuple[bytes, ...], blocks: list[int]
+    ) -> int:
         """The blocks are pinned for as long as anything may write to them, whoever lets go of them
         meanwhile."""
         allocator = self._core.allocator
@@ -331,6 +348,7 @@ class Arrivals:
                     allocator.release(blocks)
 
             finishing = self._threads.submit(finish)
+            arrival.loads.append(load)
         except BaseException:
             allocator.release(blocks)
             raise

@@ -313,6 +313,25 @@ async def test_of_a_load_that_is_given_up_some_blocks_are_kept(
     await engines.idle("decode")
 
 
+@pytest.mark.parametrize("layer", [0, 2])
+async def test_a_fetch_that_stalls_is_cut_short_once_prefill_has_delivered(
+    engines: Stack, stalling: Callable[..., StallingWire], layer: int
+) -> None:
+    """Long before the fetch's own deadline, which is behind the call's."""
+    store = await engines.kvstore()
+    tokens, expected = engines.reference.prompt(100, 10)  # of which no block is saved
+    first = await engines.prefill("p1")
+    await compute(first, prefill_request(engines.model, tokens, history=engines.history(0)))
+    assert await stored(engines, store, tokens[:96]) == 6
+    stalling(blocks=6, layer=layer)
+    decode = await engines.decode(fetch_deadline_s=120)
+    made = turn(first, decode, engines.model, tokens, 10, history=through_wire(engines, 6))
+    made.prefill_history = engines.history(6)
+    assert (await made.run()).tokens == expected
+    assert made.missing == [0]
+    await engines.idle("decode")
+
+
 async def test_a_job_never_waits_for_the_saves_of_the_one_before(
     engines: Stack, stalling: Callable[..., StallingWire]
 ) -> None:
