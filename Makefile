@@ -46,9 +46,9 @@ test: $(STAMP)
 test-slow: $(STAMP)
 	$(ONE_THREAD) $(BIN)/python -m pytest -m "slow and not compose" $(ARGS)
 
-# Thousands of seeded crash schedules; SEED=n replays one, SCHEDULES=n says how many.
+# Thousands of seeded crash schedules; SEED=n replays one, SCHEDULES=n says how many, KIND=commons which.
 simulate: $(STAMP)
-	@$(ONE_THREAD) $(BIN)/python -m tests.simulation $(if $(SEED),--seed $(SEED)) $(if $(SCHEDULES),--schedules $(SCHEDULES))
+	@$(ONE_THREAD) $(BIN)/python -m tests.simulation $(if $(SEED),--seed $(SEED)) $(if $(SCHEDULES),--schedules $(SCHEDULES)) $(if $(KIND),--kind $(KIND))
 
 compose-test: $(STAMP)
 	$(BIN)/python -m pytest -m compose --timeout 1800 tests/compose $(ARGS)
