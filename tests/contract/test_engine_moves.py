@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from typing import Any
 
 import pytest
 
 from kvcommons.errors import CapacityExhausted, Conflict, KVCommonsError, NotFound
-from kvcommons.pb import holder_pb2, holder_pb2_grpc
+from kvcommons.pb import common_pb2, holder_pb2, holder_pb2_grpc
+from services.decode.iteration import Iteration
 from tests.contract.engine_stack import BLOCK, Stack, ready
 from tests.contract.engine_turns import Turn, prompt, turn
 
@@ -140,6 +142,18 @@ async def test_kv_moves_from_one_holder_to_another(engines: Stack) -> None:
     await engines.idle("decode", *names)
 
 
+@pytest.fixture
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences outlast what is done to them meanwhile, on a quick machine too."""
+    run = Iteration.run
+
+    def slowly(self: Iteration) -> list[common_pb2.SampledToken]:
+        time.sleep(0.01)
+        return run(self)
+
+    monkeypatch.setattr(Iteration, "run", slowly)
+
+
 async def two_that_owe_each_other(engines: Stack) -> tuple[list[Turn], list[Any], list[list[int]]]:
     """Instances "a" and "b", each with a sequence that lies at the other one too."""
     await engines.lenders()
@@ -162,6 +176,7 @@ async def two_that_owe_each_other(engines: Stack) -> tuple[list[Turn], list[Any]
     return turns, tasks, expected
 
 
+@pytest.mark.usefixtures("unhurried")
 async def test_debts_are_swapped_in_rounds_while_both_decode(engines: Stack) -> None:
     _, tasks, expected = await two_that_owe_each_other(engines)
     stubs = {"a": debtor(engines, "a"), "b": debtor(engines, "b")}
@@ -197,6 +212,7 @@ async def test_debts_are_swapped_in_rounds_while_both_decode(engines: Stack) -> 
     await engines.idle("a", "b")
 
 
+@pytest.mark.usefixtures("unhurried")
 async def test_a_leader_that_vanishes_leaves_nothing_half_done(engines: Stack) -> None:
     """At a: copied, not switched, so it is undone; at b: switched, so it is finished."""
     _, tasks, expected = await two_that_owe_each_other(engines)
@@ -209,11 +225,12 @@ async def test_a_leader_that_vanishes_leaves_nothing_half_done(engines: Stack) -
             round=1, creditor="b" if name == "a" else "a", blocks=2, **common
         )
         await stub.FreezeDebt(freeze, timeout=5)
-        common["lease_ms"] = 1500  # a busy machine needs as long for two steps
-        await stub.CopyHome(holder_pb2.RoundRequest(round=1, **common), timeout=20)
-        if name == "b":
-            await stub.SwitchHome(holder_pb2.RoundRequest(round=1, **common), timeout=20)
-        common["lease_ms"] = LEASE_MS
+        last = common | {"lease_ms": 300}  # soon over: the sequences must not end before
+        if name == "a":
+            await stub.CopyHome(holder_pb2.RoundRequest(round=1, **last), timeout=20)
+        else:
+            await stub.CopyHome(holder_pb2.RoundRequest(round=1, **common), timeout=20)
+            await stub.SwitchHome(holder_pb2.RoundRequest(round=1, **last), timeout=20)
 
     async def ended() -> None:
         now = {name: await lent(engines, name) for name in stubs}
