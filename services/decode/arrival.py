@@ -135,12 +135,12 @@ class Arrivals:
             chain=chain,
             placement=placement,
         )
+        ref, placements = self._placements(generation, runs, found)
         for run in runs:
-            sequence.append_run(run)
+            sequence.append_run(run)  # which joins those that follow each other
         matched = min(generation.matched_blocks, len(reusable)) if generation.store_data else 0
         # A few blocks cost less as a part of what prefill pushes than as a message of their own.
         push_from = matched if matched - found >= self._fetch_min_blocks else found
-        ref, placements = self._placements(generation, runs, found)
         arrival = Arrival(sequence, ref, placements, push_from)
         arrival.gate = StartGate(push_from_block=push_from, fetching=push_from > found)
         self._by_key[key] = self._by_handle[ref.handle] = arrival

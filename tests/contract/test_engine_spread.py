@@ -43,6 +43,8 @@ async def test_a_second_turn_where_the_first_one_was(engines: Stack) -> None:
     assert (await second.run()).tokens == following
     assert second.first is not None
     assert second.first.cached_tokens == FULL * BLOCK
+    assert second.reserved is not None
+    assert [placed.blocks for placed in second.reserved.placements] == [-(-(len(known) + 1) // BLOCK)]
     await engines.idle("decode")
 
 
