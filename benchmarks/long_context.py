@@ -39,20 +39,21 @@ MODES = ("two that share", "one large")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """Tokens; `room` is an instance's in `contexts` and `rates`, `holder` a holder's in the other two."""
+    """Tokens; `room` is an instance's in `contexts`, `rates_room` in `rates`, `holder` a holder's in the other
+    two."""
 
     parts: tuple[str, ...]
     size: str
     moved_size: str  # model of `migration`
     holder: int
-    holders: int  # besides the instance itself
-    reach: int
+    reaches: tuple[tuple[int, int], ...]  # tokens, and holders besides the instance itself
     answer: int
     room: int
     contexts: tuple[int, ...]
+    rates_room: int
     rates: tuple[float, ...]  # requests a second
     long_shares: tuple[float, ...]
-    seconds: float  # of arrivals, for each rate and share
+    requests: int  # for each rate and share
     seed: int
 
 
@@ -69,25 +70,36 @@ def add(
     parser.add_argument(
         "--holder", type=int, default=4096, metavar="N", help="tokens that a holder has room for"
     )
-    parser.add_argument("--holders", type=int, default=7, metavar="N", help="besides the instance itself")
-    parser.add_argument("--reach", type=int, default=30_000, metavar="N", help="tokens of the long sequence")
-    parser.add_argument("--answer", type=int, default=64, metavar="N", help="tokens of each answer")
-    parser.add_argument("--room", type=int, default=8192, metavar="N", help="of each instance, for batches")
+    parser.add_argument(
+        "--holders", type=int, nargs="+", default=[7], metavar="N", help="besides the instance itself"
+    )
+    parser.add_argument(
+        "--reach", type=int, nargs="+", default=[30_000], metavar="N",
+        help="tokens of a long sequence, for each number of holders",
+    )  # fmt: skip
+    parser.add_argument("--answer", type=int, default=128, metavar="N", help="tokens of each answer")
+    parser.add_argument("--room", type=int, default=8192, metavar="N", help="of each instance, for contexts")
     parser.add_argument("--contexts", type=int, nargs="+", default=[2048, 4096, 7168, 12288], metavar="N")
-    parser.add_argument("--rates", type=float, nargs="+", default=[1.0, 2.0], metavar="R", help="a second")
+    parser.add_argument(
+        "--rates-room", type=int, default=4096, metavar="N", help="of each instance, for rates"
+    )
+    parser.add_argument("--rates", type=float, nargs="+", default=[4.0], metavar="R", help="a second")
     parser.add_argument("--long-shares", type=float, nargs="+", default=[0.01, 0.1, 0.3], metavar="S")
-    parser.add_argument("--seconds", type=float, default=6.0, metavar="S", help="of arrivals, each")
+    parser.add_argument("--requests", type=int, default=30, metavar="N", help="for each rate and share")
     parser.add_argument("--seed", type=int, default=1, metavar="N")
     add_outputs(parser)
     parser.set_defaults(run=_run, draw=_draw)
 
 
 def _run(options: argparse.Namespace, progress: Progress) -> Report:
+    if len(options.reach) != len(options.holders):
+        raise InvalidInput("--reach and --holders go together: as many of one as of the other")
     setting = Setting(
         parts=tuple(options.parts), size=options.random_model, moved_size=options.migrated_model,
-        holder=options.holder, holders=options.holders, reach=options.reach, answer=options.answer,
-        room=options.room, contexts=tuple(options.contexts), rates=tuple(options.rates),
-        long_shares=tuple(options.long_shares), seconds=options.seconds, seed=options.seed,
+        holder=options.holder, reaches=tuple(zip(options.reach, options.holders, strict=True)),
+        answer=options.answer, room=options.room, contexts=tuple(options.contexts),
+        rates_room=options.rates_room, rates=tuple(options.rates), long_shares=tuple(options.long_shares),
+        requests=options.requests, seed=options.seed,
     )  # fmt: skip
     rows: list[Row] = []
     with tempfile.TemporaryDirectory(prefix="kvcommons-bench-") as name:

@@ -5,9 +5,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,17 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvcommons.errors import KVCommonsError, Unavailable
+from benchmarks.holders import CALL_S, fill_with, holder_process, tcp_address
 
 if TYPE_CHECKING:
     from kvcommons.holder.client import RemoteHolder
-    from kvcommons.holder.segments import SegmentRef
-    from kvcommons.rblock.layout import Layout
 
 BLOCK_TOKENS = 64
-START_S = 120.0
-CALL_S = 60.0
-_WRITTEN_AT_ONCE = 16  # blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +38,10 @@ async def measure(folder: Path, model: Path, *, tokens: int, larger_tokens: int)
     blocks = tokens // BLOCK_TOKENS
     async with _decode(folder, "small", model, identity, tokens) as small:
         ref = await small.reserve("bench", blocks, first_position=0, timeout_s=CALL_S)
-        await asyncio.to_thread(_fill, small, ref, layout, blocks)
+        data = os.urandom(layout.object_bytes)
+        await asyncio.to_thread(
+            fill_with, small, ref, layout.layers, blocks, lambda _, some: [data] * len(some)
+        )
         _forget(model)
         began_s = time.monotonic()
         async with _decode(folder, "large", model, identity, larger_tokens) as large:
@@ -65,44 +60,12 @@ async def measure(folder: Path, model: Path, *, tokens: int, larger_tokens: int)
 async def _decode(
     folder: Path, name: str, model: Path, identity: bytes, capacity_tokens: int
 ) -> AsyncIterator[RemoteHolder]:
-    """A decode instance that answers. It belongs to no ledger."""
-    from kvcommons.holder.client import RemoteHolder
-
-    control, data = f"unix:{folder}/{name}.c", f"tcp:127.0.0.1:{_free_port()}"
-    values = {
-        "listen": control, "data_listen": data, "instance_id": name, "host": "here",
-        "ledger": f"unix:{folder}/no-ledger", "model": str(model), "block_tokens": BLOCK_TOKENS,
-        "capacity_tokens": capacity_tokens, "lend_share": 1.0, "log_level": "error",
+    """A decode instance that answers."""
+    settings = {
+        "model": model, "block_tokens": BLOCK_TOKENS, "capacity_tokens": capacity_tokens, "lend_share": 1.0,
     }  # fmt: skip
-    flags = [f"--set={key}={value}" for key, value in values.items()]
-    child = subprocess.Popen([sys.executable, "-m", "services.decode", f"--parent-pid={os.getpid()}", *flags])
-    holder = RemoteHolder(control, data, owner="bench", model=identity, lost=lambda refs: None)
-    holder.start()
-    try:
-        until_s = time.monotonic() + START_S
-        while True:
-            try:
-                await holder.inspect(timeout_s=1.0)
-                break
-            except KVCommonsError:
-                if child.poll() is not None or time.monotonic() > until_s:
-                    raise Unavailable(f"the {name} instance did not start; its log says why") from None
-                await asyncio.sleep(0.02)
-        yield holder
-    finally:
-        await holder.close()
-        child.terminate()
-        await asyncio.to_thread(child.wait, 30)
-
-
-def _fill(holder: RemoteHolder, ref: SegmentRef, layout: Layout, blocks: int) -> None:
-    from kvcommons.transport.deadline import Deadline
-
-    data = os.urandom(layout.object_bytes)
-    for layer in range(layout.layers):
-        for first in range(0, blocks, _WRITTEN_AT_ONCE):
-            count = min(_WRITTEN_AT_ONCE, blocks - first)
-            holder.write_blocks(ref, layer, first, [data] * count, Deadline.after(CALL_S))
+    async with holder_process("decode", folder, name, tcp_address(), identity, settings) as process:
+        yield process.holder
 
 
 def _forget(model: Path) -> None:
@@ -114,9 +77,3 @@ def _forget(model: Path) -> None:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(descriptor)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
+from benchmarks.holders import CALL_S, HolderProcess, attention_pools, decoded, fill
 from benchmarks.plot import stacked_bars
-from benchmarks.pools import CALL_S, Pool, attention_pools, decoded, fill
 from benchmarks.random_model import write_random_model
 from benchmarks.report import Report, Row
 
@@ -170,7 +170,9 @@ async def _measure(folder: Path, model: Path, setting: Setting, progress: Progre
     return rows
 
 
-async def _borrow(core: Core, pools: Sequence[Pool], context: int, setting: Setting) -> list[RemoteRun]:
+async def _borrow(
+    core: Core, pools: Sequence[HolderProcess], context: int, setting: Setting
+) -> list[RemoteRun]:
     """As many sequences' as fit, in turn from one pool and the next."""
     from services.decode.sequence import RemoteRun
 
@@ -194,7 +196,7 @@ class _Load:
         core: Core,
         context: int,
         setting: Setting,
-        pools: Sequence[Pool],
+        pools: Sequence[HolderProcess],
         away: Sequence[RemoteRun] | None,
         pipelining: Literal["auto", "on", "off"],
     ) -> None:

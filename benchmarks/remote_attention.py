@@ -10,10 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import os
-import socket
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -22,10 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from benchmarks.holders import CALL_S, decoded, fill, holder_process, tcp_address
 from benchmarks.plot import panels
 from benchmarks.random_model import write_random_model
 from benchmarks.report import Report, Row, p50
-from kvcommons.errors import KVCommonsError, Unavailable
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -34,12 +30,9 @@ if TYPE_CHECKING:
     from kvcommons.holder.client import RemoteHolder
     from services.decode.iteration import Iteration
     from services.decode.sequence import Run
-    from services.decode.sequence import Sequence as DecodedSequence
 
 Progress = Callable[[str], None]
 BLOCK_TOKENS = 64
-START_S = 60.0
-CALL_S = 30.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,45 +116,18 @@ async def _measure(folder: Path, model: Path, setting: Setting, progress: Progre
 async def _pool(
     folder: Path, model: Path, core: Core, transport: str, setting: Setting
 ) -> AsyncIterator[RemoteHolder]:
-    """A real attention pool, full of nobody's KV."""
-    from kvcommons.holder.client import RemoteHolder
-
-    data = f"unix:{folder}/data" if transport == "unix" else f"{transport}:127.0.0.1:{_free_port()}"
-    values = {
-        "listen": f"unix:{folder}/{transport}",
-        "data_listen": data,
-        "instance_id": "pool",
-        "host": "here",
-        "ledger": f"unix:{folder}/no-ledger",
-        "model": str(model),
+    """A real attention pool."""
+    data = f"unix:{folder}/data" if transport == "unix" else tcp_address().replace("tcp", transport, 1)
+    settings = {
+        "model": model,
         "block_tokens": BLOCK_TOKENS,
         "capacity_tokens": max(setting.contexts) + 4096,
         "threads": max(setting.threads // 2, 1),
         "awake_us": setting.awake_us,
-        "log_level": "error",
     }
-    flags = [f"--set={key}={value}" for key, value in values.items()]
-    command = [sys.executable, "-m", "services.attention_pool", f"--parent-pid={os.getpid()}", *flags]
-    child = subprocess.Popen(command)
-    holder = RemoteHolder(
-        str(values["listen"]), data, owner="bench", model=core.info.fingerprint, lost=lambda refs: None
-    )
-    holder.start()
-    try:
-        until_s = time.monotonic() + START_S
-        while True:
-            try:
-                await holder.inspect(timeout_s=1.0)
-                break
-            except KVCommonsError:
-                if child.poll() is not None or time.monotonic() > until_s:
-                    raise Unavailable("the attention pool did not start; its log says why") from None
-                await asyncio.sleep(0.1)
-        yield holder
-    finally:
-        await holder.close()
-        child.terminate()
-        child.wait(10)
+    name, identity = f"pool-{transport}", core.info.fingerprint
+    async with holder_process("attention_pool", folder, name, data, identity, settings) as process:
+        yield process.holder
 
 
 async def _context(core: Core, holder: RemoteHolder, transport: str, context: int, setting: Setting) -> Row:
@@ -175,7 +141,7 @@ async def _context(core: Core, holder: RemoteHolder, transport: str, context: in
     rest = core.allocator.allocate(blocks - away)
     ref = await holder.reserve("bench", blocks, first_position=0, timeout_s=CALL_S)
     try:
-        await asyncio.to_thread(_fill, core, holder, ref, blocks)
+        await asyncio.to_thread(fill, core, holder, ref, blocks)
         here: list[Run] = [LocalRun(first_block=0, blocks=whole)]
         apart: list[Run] = [
             RemoteRun(first_block=0, count=away, holder=holder, ref=ref),
@@ -188,24 +154,6 @@ async def _context(core: Core, holder: RemoteHolder, transport: str, context: in
     finally:
         core.allocator.release(whole + rest)
         await holder.release([ref], timeout_s=CALL_S)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-def _fill(core: Core, holder: RemoteHolder, ref: object, blocks: int) -> None:
-    from kvcommons.holder.segments import SegmentRef
-    from kvcommons.transport.deadline import Deadline
-
-    assert isinstance(ref, SegmentRef)
-    for layer in range(core.layout.layers):
-        for first in range(0, blocks, 64):
-            count = min(64, blocks - first)
-            buffers = core.memory.read_buffers(layer, range(first, first + count))
-            holder.write_blocks(ref, layer, first, buffers, Deadline.after(CALL_S))
 
 
 def _tokens(
@@ -241,7 +189,8 @@ class _Stepper:
         self._rates = Rates()
         budget = AttentionBudget(1.0)
         self._remote = RemoteAttention(core.layout, core.model.device, self._rates, budget)
-        self._sequence = _sequence(core, context, runs)
+        self._sequence = decoded(core, 1, context, 1 << 30, runs)
+        self._sequence.start(1)
         self._batch = Batch([self._sequence], core.block_tokens, core.model.device)
 
     def step(self) -> float:
@@ -255,28 +204,6 @@ class _Stepper:
         self._sequence.append(token.token)
         self._batch.step()
         return iteration.spent.seconds
-
-
-def _sequence(core: Core, context: int, runs: Sequence[Run]) -> DecodedSequence:
-    from kvcommons.model.sampling import SamplingParams
-    from kvcommons.pb import common_pb2
-    from kvcommons.rblock.identity import SALT_BYTES, IdentityChain
-    from services.decode.sequence import Generation, Sequence
-
-    salt = bytes(SALT_BYTES)
-    generation = Generation(
-        request_id="bench", session_id="", tenant="bench", salt=salt, tokens=(1,) * context,
-        prompt_tokens=context, max_position=1 << 30,
-        sampling=SamplingParams.of(common_pb2.Sampling(temperature=0.0, top_p=1.0)),
-        stop_token_ids=frozenset(), store_control="", store_data="", matched_blocks=0, no_reuse=True,
-        start_wait_s=1.0,
-    )  # fmt: skip
-    chain = IdentityChain(salt, core.info.fingerprint, core.block_tokens)
-    sequence = Sequence(key=1, generation=generation, block_tokens=core.block_tokens, chain=chain)
-    for run in runs:
-        sequence.append_run(run)
-    sequence.start(1)
-    return sequence
 
 
 def _one_layer(

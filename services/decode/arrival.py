@@ -96,8 +96,7 @@ class Arrivals:
         self._placement = placement
         self._data_address = data_address
         self._fetch_deadline_s = fetch_deadline_s
-        block_bytes = core.layout.layers * core.layout.object_bytes
-        self._fetch_min_blocks = max(1, -(-fetch_min_bytes // block_bytes))
+        self._fetch_min_blocks = max(1, -(-fetch_min_bytes // core.layout.block_bytes))
         self._engine = engine
         self._holder = holder
         self._histories = histories

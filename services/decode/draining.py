@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
 
 from prometheus_client import CollectorRegistry, Gauge
@@ -13,6 +11,7 @@ from kvcommons.errors import KVCommonsError
 from kvcommons.holder.client import RemoteHolder
 from services.decode.lenders import Lenders
 from services.decode.moving import SPARE_SHARE, Mover
+from services.decode.rounds import Rounds
 
 log = logging.getLogger(__name__)
 
@@ -32,27 +31,16 @@ class Draining:
             "kvcommons_slow_creditors", "Holders of this instance's KV that answer far too late.",
             registry=registry,
         )  # fmt: skip
-        self._task: asyncio.Task[None] | None = None
+        self.rounds = Rounds("draining", LOOK_S, self._look)
 
-    def start(self) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._run(), name="draining")
-
-    async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
-
-    async def _run(self) -> None:
-        while True:
-            await asyncio.sleep(LOOK_S)
-            slow = await self._lenders.look_for_slow()
-            self._slow.set(len(slow))
-            for holder in slow:
-                try:
-                    await self._mover.to_the_end(self._drain(holder))
-                except KVCommonsError as error:
-                    log.info("blocks stay at a slow holder: %s", error.message)
+    async def _look(self) -> None:
+        slow = await self._lenders.look_for_slow()
+        self._slow.set(len(slow))
+        for holder in slow:
+            try:
+                await self._mover.to_the_end(self._drain(holder))
+            except KVCommonsError as error:
+                log.info("blocks stay at a slow holder: %s", error.message)
 
     async def _drain(self, holder: RemoteHolder) -> None:
         home = await self._mover.bring_home(BLOCKS, holder=holder, spare=self._spare)

@@ -378,8 +378,7 @@ class Lenders:
     def _is_slow(self, holder: RemoteHolder) -> bool:
         return self._slowness.slow(holder.data_address)
 
-    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        return task

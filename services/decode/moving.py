@@ -7,7 +7,6 @@ The sequence waits for the switch alone, which is a change of its block table.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Coroutine
@@ -24,6 +23,7 @@ from services.decode.engine import DecodeEngine
 from services.decode.lenders import Lenders
 from services.decode.metrics import DecodeMetrics
 from services.decode.placement.auto import Costs, Rates
+from services.decode.rounds import Rounds
 from services.decode.sequence import LocalRun, Run
 from services.decode.surroundings import Movable
 
@@ -245,31 +245,16 @@ class Homecoming:
         self._core = core
         self._mover = mover
         self._costs = costs
-        self._task: asyncio.Task[None] | None = None
+        self._spare = max(2, int(core.allocator.total * SPARE_SHARE))
+        self.rounds = Rounds("homecoming", HOMECOMING_S, self._look)
 
-    def start(self) -> None:
-        self._task = asyncio.get_running_loop().create_task(self._run(), name="homecoming")
-
-    async def close(self) -> None:
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
-
-    async def _run(self) -> None:
-        allocator = self._core.allocator
-        spare = max(2, int(allocator.total * SPARE_SHARE))
-        while True:
-            await asyncio.sleep(HOMECOMING_S)
-            room = allocator.free - spare
-            if room < 1:
-                continue
-            try:
-                await self._mover.to_the_end(
-                    self._mover.bring_home(min(room, HOMECOMING_BLOCKS), spare=spare, wanted=self._wanted)
-                )
-            except KVCommonsError as error:
-                log.info("blocks did not come home: %s", error.message)
+    async def _look(self) -> None:
+        room = self._core.allocator.free - self._spare
+        if room > 0:
+            blocks = min(room, HOMECOMING_BLOCKS)
+            await self._mover.to_the_end(
+                self._mover.bring_home(blocks, spare=self._spare, wanted=self._wanted)
+            )
 
     def _wanted(self, one: Movable, blocks: int) -> bool:
         return one.comes_home and self._costs.pays_to_fetch(blocks=blocks, tokens_left=one.tokens_left)

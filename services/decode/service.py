@@ -106,9 +106,9 @@ class DecodeParts:
             observe=process.telemetry.observe,
         )
         self.mover = Mover(core, self.engine, self.lenders, metrics, rates)
-        comes_home = config.homecoming and placement.comes_home()
-        self.homecoming = Homecoming(core, self.mover, costs) if comes_home else None
-        self.draining = Draining(core, self.mover, self.lenders, registry)
+        self.rounds = [Draining(core, self.mover, self.lenders, registry).rounds]
+        if config.homecoming and placement.comes_home():
+            self.rounds.append(Homecoming(core, self.mover, costs).rounds)
         self.settling = Settling(self.holder, self.mover, self.lenders)
         self.data = DataServer(
             config.data_plane.data_listen,
@@ -149,15 +149,13 @@ class DecodeParts:
         self.engine.start()
         self.data.start()
         self.holder_service.start()
-        self.draining.start()
-        if self.homecoming is not None:
-            self.homecoming.start()
+        for rounds in self.rounds:
+            rounds.start()
 
     async def close(self) -> None:
         """Saves that are pending get a moment to reach the store."""
-        if self.homecoming is not None:
-            await self.homecoming.close()
-        await self.draining.close()
+        for rounds in self.rounds:
+            await rounds.close()
         await self.settling.close()
         await asyncio.to_thread(self.engine.stop, STOP_S)
         await asyncio.to_thread(self.data.stop, STOP_S)

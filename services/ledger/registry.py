@@ -205,10 +205,6 @@ class Registry:
         """As of the last refresh."""
         return self._view.get(instance_id)
 
-    def heard_within_lease(self, now: float) -> int:
-        """How many instances send their heartbeats here."""
-        return sum(now - heard.at < self._lease_s for heard in self._heard.values())
-
     def _is_due(self, heard: _Heard, now: float) -> bool:
         """Whether to renew: early enough, and for a heartbeat that has come since the last time."""
         if heard.renewed_at is None:

@@ -1,9 +1,10 @@
-"""Attention pool processes for benchmarks, and sequences whose KV is there already."""
+"""Holder processes of benchmarks, which belong to no ledger, and sequences whose KV is there already."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -15,7 +16,9 @@ from typing import TYPE_CHECKING
 from kvcommons.errors import KVCommonsError, Unavailable
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+
+    from typing_extensions import Buffer
 
     from kvcommons.engine.core import Core
     from kvcommons.holder.client import RemoteHolder
@@ -23,13 +26,14 @@ if TYPE_CHECKING:
     from services.decode.sequence import Run
     from services.decode.sequence import Sequence as DecodedSequence
 
-START_S = 60.0
-CALL_S = 30.0
+START_S = 120.0
+CALL_S = 60.0
+_LOOK_S = 0.02  # between looks whether a process answers
 _WRITTEN_AT_ONCE = 64  # blocks
 
 
 @dataclass(frozen=True, slots=True)
-class Pool:
+class HolderProcess:
     holder: RemoteHolder
     process: subprocess.Popen[bytes]
 
@@ -49,25 +53,24 @@ async def attention_pools(
     capacity_tokens: int,
     transport: str,
     threads: int = 1,
-) -> AsyncIterator[list[Pool]]:
-    """So many real processes, each with that room, started at the same time."""
+) -> AsyncIterator[list[HolderProcess]]:
+    """So many attention pools, each with that room, started at the same time."""
     async with AsyncExitStack() as stack:
         opened = [
             stack.enter_async_context(
-                _pool(
-                    f"unix:{folder}/pool-{number}",
+                holder_process(
+                    "attention_pool",
+                    folder,
+                    f"pool-{number}",
                     f"{transport}:{folder}/pool-{number}-data",
+                    core.info.fingerprint,
                     {
-                        "instance_id": f"pool-{number}",
-                        "host": "here",
-                        "ledger": f"unix:{folder}/no-ledger",
-                        "model": str(model),
+                        "model": model,
                         "block_tokens": core.block_tokens,
                         "capacity_tokens": capacity_tokens,
                         "threads": threads,
-                        "log_level": "error",
                     },
-                    core,
+                    environment={"OMP_NUM_THREADS": str(threads)},
                 )
             )
             for number in range(count)
@@ -76,16 +79,31 @@ async def attention_pools(
 
 
 @asynccontextmanager
-async def _pool(control: str, data: str, settings: dict[str, object], core: Core) -> AsyncIterator[Pool]:
+async def holder_process(
+    service: str,
+    folder: Path,
+    name: str,
+    data: str,
+    identity: bytes,
+    settings: Mapping[str, object],
+    *,
+    environment: Mapping[str, str] | None = None,
+) -> AsyncIterator[HolderProcess]:
+    """A real process of `service`, once it answers; `identity` is the model's fingerprint. Raises
+    Unavailable."""
     from kvcommons.holder.client import RemoteHolder
 
-    values = {"listen": control, "data_listen": data, **settings}
+    control = f"unix:{folder}/{name}.c"
+    values = {
+        "listen": control, "data_listen": data, "instance_id": name, "host": "here",
+        "ledger": f"unix:{folder}/no-ledger", "log_level": "error", **settings,
+    }  # fmt: skip
     flags = [f"--set={key}={value}" for key, value in values.items()]
     child = subprocess.Popen(
-        [sys.executable, "-m", "services.attention_pool", f"--parent-pid={os.getpid()}", *flags],
-        env={**os.environ, "OMP_NUM_THREADS": str(settings["threads"])},
+        [sys.executable, "-m", f"services.{service}", f"--parent-pid={os.getpid()}", *flags],
+        env={**os.environ, **(environment or {})},
     )
-    holder = RemoteHolder(control, data, owner="bench", model=core.info.fingerprint, lost=lambda refs: None)
+    holder = RemoteHolder(control, data, owner="bench", model=identity, lost=lambda refs: None)
     holder.start()
     try:
         until_s = time.monotonic() + START_S
@@ -95,24 +113,41 @@ async def _pool(control: str, data: str, settings: dict[str, object], core: Core
                 break
             except KVCommonsError:
                 if child.poll() is not None or time.monotonic() > until_s:
-                    raise Unavailable("an attention pool did not start; its log says why") from None
-                await asyncio.sleep(0.1)
-        yield Pool(holder, child)
+                    raise Unavailable(f"{name} ({service}) did not start; its log says why") from None
+                await asyncio.sleep(_LOOK_S)
+        yield HolderProcess(holder, child)
     finally:
         await holder.close()
         child.terminate()
-        await asyncio.to_thread(child.wait, 20)
+        await asyncio.to_thread(child.wait, 30)
+
+
+def tcp_address() -> str:
+    """Of this host, with a port that nobody has."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return f"tcp:127.0.0.1:{probe.getsockname()[1]}"
 
 
 def fill(core: Core, holder: RemoteHolder, ref: SegmentRef, blocks: int) -> None:
     """With what the core's memory has: KV that was never written lies in one page, and reads too quickly."""
+    fill_with(holder, ref, core.layout.layers, blocks, core.memory.read_buffers)
+
+
+def fill_with(
+    holder: RemoteHolder,
+    ref: SegmentRef,
+    layers: int,
+    blocks: int,
+    content: Callable[[int, range], Sequence[Buffer]],
+) -> None:
+    """All layers of the segment's first `blocks`; `content` gives a layer of some of them."""
     from kvcommons.transport.deadline import Deadline
 
-    for layer in range(core.layout.layers):
+    for layer in range(layers):
         for first in range(0, blocks, _WRITTEN_AT_ONCE):
-            count = min(_WRITTEN_AT_ONCE, blocks - first)
-            buffers = core.memory.read_buffers(layer, range(first, first + count))
-            holder.write_blocks(ref, layer, first, buffers, Deadline.after(CALL_S))
+            some = range(first, min(first + _WRITTEN_AT_ONCE, blocks))
+            holder.write_blocks(ref, layer, first, content(layer, some), Deadline.after(CALL_S))
 
 
 def decoded(core: Core, key: int, tokens: int, end: int, runs: Sequence[Run]) -> DecodedSequence:
