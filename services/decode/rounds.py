@@ -1,0 +1,40 @@
+"""What decode looks at again and again for as long as it serves."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable
+
+from kvcommons.errors import KVCommonsError
+
+log = logging.getLogger(__name__)
+
+
+class Rounds:
+    """Belongs to the event loop."""
+
+    def __init__(self, name: str, every_s: float, work: Callable[[], Awaitable[None]]) -> None:
+        """A round whose `work` raises KVCommonsError came to nothing: the next comes all the same."""
+        self._name = name
+        self._every_s = every_s
+        self._work = work
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._task = asyncio.get_running_loop().create_task(self._run(), name=self._name)
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    async def _run(self) -> None:
+        while True:
+            await asyncio.sleep(self._every_s)
+            try:
+                await self._work()
+            except KVCommonsError as error:
+                log.info("%s came to nothing: %s", self._name, error.message)
