@@ -83,8 +83,15 @@ class Model:
 
     def advance(self, layer: int, state: State, attention: Tensor) -> State:
         """Finishes `layer` with its attention [T, query_heads, head_dim] (any float), begins layer + 1."""
-        hidden = self._close(self._weights.layers[layer], state.hidden, attention)
-        return self._open(layer + 1, hidden, state.positions, state.cos, state.sin)
+        rotation = Rotation(cos=state.cos, sin=state.sin)
+        return self.resume(layer, state.hidden, attention, state.positions, rotation)
+
+    def resume(
+        self, layer: int, hidden: Tensor, attention: Tensor, positions: Tensor, rotation: Rotation
+    ) -> State:
+        """`advance` from what it needs of a state: hidden [T, hidden], positions [T] and their rotation."""
+        hidden = self._close(self._weights.layers[layer], hidden, attention)
+        return self._open(layer + 1, hidden, positions, rotation.cos, rotation.sin)
 
     def end(self, state: State, attention: Tensor, rows: Sequence[int]) -> Tensor:
         """Finishes the last layer for `rows` only -> logits [len(rows), vocab] float32."""

@@ -34,6 +34,8 @@ class DataRequest(_message.Message):
     ATTEND_LAYER_FIELD_NUMBER: _builtins.int
     START_SEQUENCE_FIELD_NUMBER: _builtins.int
     AWAIT_HISTORY_FIELD_NUMBER: _builtins.int
+    COMPUTE_SLICE_FIELD_NUMBER: _builtins.int
+    MEET_REPLICA_FIELD_NUMBER: _builtins.int
     deadline_ms: _builtins.int
     """from receipt; the server gives up after it"""
     traceparent: _builtins.str
@@ -51,6 +53,10 @@ class DataRequest(_message.Message):
     def start_sequence(self) -> Global___StartSequence: ...
     @_builtins.property
     def await_history(self) -> Global___AwaitHistory: ...
+    @_builtins.property
+    def compute_slice(self) -> Global___ComputeSlice: ...
+    @_builtins.property
+    def meet_replica(self) -> Global___MeetReplica: ...
     def __init__(
         self,
         *,
@@ -63,12 +69,14 @@ class DataRequest(_message.Message):
         attend_layer: Global___AttendLayer | None = ...,
         start_sequence: Global___StartSequence | None = ...,
         await_history: Global___AwaitHistory | None = ...,
+        compute_slice: Global___ComputeSlice | None = ...,
+        meet_replica: Global___MeetReplica | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["attend_layer", b"attend_layer", "await_history", b"await_history", "get_layers", b"get_layers", "op", b"op", "put_layer", b"put_layer", "read_blocks", b"read_blocks", "start_sequence", b"start_sequence", "write_blocks", b"write_blocks"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attend_layer", b"attend_layer", "await_history", b"await_history", "compute_slice", b"compute_slice", "get_layers", b"get_layers", "meet_replica", b"meet_replica", "op", b"op", "put_layer", b"put_layer", "read_blocks", b"read_blocks", "start_sequence", b"start_sequence", "write_blocks", b"write_blocks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attend_layer", b"attend_layer", "await_history", b"await_history", "deadline_ms", b"deadline_ms", "get_layers", b"get_layers", "op", b"op", "put_layer", b"put_layer", "read_blocks", b"read_blocks", "start_sequence", b"start_sequence", "traceparent", b"traceparent", "write_blocks", b"write_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attend_layer", b"attend_layer", "await_history", b"await_history", "compute_slice", b"compute_slice", "deadline_ms", b"deadline_ms", "get_layers", b"get_layers", "meet_replica", b"meet_replica", "op", b"op", "put_layer", b"put_layer", "read_blocks", b"read_blocks", "start_sequence", b"start_sequence", "traceparent", b"traceparent", "write_blocks", b"write_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_op: _TypeAlias = _typing.Literal["put_layer", "get_layers", "write_blocks", "read_blocks", "attend_layer", "start_sequence", "await_history"]  # noqa: Y015
+    _WhichOneofReturnType_op: _TypeAlias = _typing.Literal["put_layer", "get_layers", "write_blocks", "read_blocks", "attend_layer", "start_sequence", "await_history", "compute_slice", "meet_replica"]  # noqa: Y015
     _WhichOneofArgType_op: _TypeAlias = _typing.Literal["op", b"op"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_op) -> _WhichOneofReturnType_op | None: ...
 
@@ -84,6 +92,8 @@ class DataReply(_message.Message):
     DONE_FIELD_NUMBER: _builtins.int
     ATTEND_LAYER_FIELD_NUMBER: _builtins.int
     PLACED_HISTORY_FIELD_NUMBER: _builtins.int
+    COMPUTED_SLICE_FIELD_NUMBER: _builtins.int
+    MET_REPLICA_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def error(self) -> _common_pb2.ErrorDetail:
         """absent when the request was carried out"""
@@ -98,6 +108,10 @@ class DataReply(_message.Message):
     def attend_layer(self) -> Global___AttendLayerReply: ...
     @_builtins.property
     def placed_history(self) -> Global___PlacedHistory: ...
+    @_builtins.property
+    def computed_slice(self) -> Global___ComputedSlice: ...
+    @_builtins.property
+    def met_replica(self) -> Global___MetReplica: ...
     def __init__(
         self,
         *,
@@ -107,12 +121,14 @@ class DataReply(_message.Message):
         done: Global___Done | None = ...,
         attend_layer: Global___AttendLayerReply | None = ...,
         placed_history: Global___PlacedHistory | None = ...,
+        computed_slice: Global___ComputedSlice | None = ...,
+        met_replica: Global___MetReplica | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["attend_layer", b"attend_layer", "done", b"done", "error", b"error", "got_layer", b"got_layer", "op", b"op", "placed_history", b"placed_history", "put_layer", b"put_layer"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["attend_layer", b"attend_layer", "computed_slice", b"computed_slice", "done", b"done", "error", b"error", "got_layer", b"got_layer", "met_replica", b"met_replica", "op", b"op", "placed_history", b"placed_history", "put_layer", b"put_layer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attend_layer", b"attend_layer", "done", b"done", "error", b"error", "got_layer", b"got_layer", "op", b"op", "placed_history", b"placed_history", "put_layer", b"put_layer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attend_layer", b"attend_layer", "computed_slice", b"computed_slice", "done", b"done", "error", b"error", "got_layer", b"got_layer", "met_replica", b"met_replica", "op", b"op", "placed_history", b"placed_history", "put_layer", b"put_layer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_op: _TypeAlias = _typing.Literal["put_layer", "got_layer", "done", "attend_layer", "placed_history"]  # noqa: Y015
+    _WhichOneofReturnType_op: _TypeAlias = _typing.Literal["put_layer", "got_layer", "done", "attend_layer", "placed_history", "computed_slice", "met_replica"]  # noqa: Y015
     _WhichOneofArgType_op: _TypeAlias = _typing.Literal["op", b"op"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_op) -> _WhichOneofReturnType_op | None: ...
 
@@ -526,3 +542,119 @@ class PlacedHistory(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___PlacedHistory: _TypeAlias = PlacedHistory  # noqa: Y015
+
+@_typing.final
+class ComputeSlice(_message.Message):
+    """Between decode instances that share the slices of their batches (staggered pipelining): finish `layer` with
+    its attention, and begin the next one. The last layer's end and sampling stay where the sequences are.
+    Payload: hidden [rows, hidden], then attention [rows, query_heads, head_dim], in the model's dtype.
+    Reply payload: hidden, then q, k and v side by side [rows, query_heads + 2 kv_heads, head_dim], then with
+    `unrotated` the queries before rotation [rows, query_heads, head_dim].
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    LAYER_FIELD_NUMBER: _builtins.int
+    POSITIONS_FIELD_NUMBER: _builtins.int
+    UNROTATED_FIELD_NUMBER: _builtins.int
+    model: _builtins.bytes
+    """fingerprint"""
+    layer: _builtins.int
+    unrotated: _builtins.bool
+    @_builtins.property
+    def positions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """that a row is rotated for, one each"""
+
+    def __init__(
+        self,
+        *,
+        model: _builtins.bytes = ...,
+        layer: _builtins.int = ...,
+        positions: _abc.Iterable[_builtins.int] | None = ...,
+        unrotated: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["layer", b"layer", "model", b"model", "positions", b"positions", "unrotated", b"unrotated"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ComputeSlice: _TypeAlias = ComputeSlice  # noqa: Y015
+
+@_typing.final
+class ComputedSlice(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    QUEUED_US_FIELD_NUMBER: _builtins.int
+    COMPUTED_US_FIELD_NUMBER: _builtins.int
+    queued_us: _builtins.int
+    """the replica had it, and computed other batches' slices"""
+    computed_us: _builtins.int
+    def __init__(
+        self,
+        *,
+        queued_us: _builtins.int = ...,
+        computed_us: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_us", b"computed_us", "queued_us", b"queued_us"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ComputedSlice: _TypeAlias = ComputedSlice  # noqa: Y015
+
+@_typing.final
+class MeetReplica(_message.Message):
+    """Between the same, every so often: are you there, and is your model mine?"""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    ROTATE_FIELD_NUMBER: _builtins.int
+    model: _builtins.bytes
+    """fingerprint"""
+    address: _builtins.str
+    """of who asks, on the data plane"""
+    rotate: _builtins.bool
+    """what the group's first one has decided for all; others leave it out"""
+    def __init__(
+        self,
+        *,
+        model: _builtins.bytes = ...,
+        address: _builtins.str = ...,
+        rotate: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "model", b"model", "rotate", b"rotate"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MeetReplica: _TypeAlias = MeetReplica  # noqa: Y015
+
+@_typing.final
+class MetReplica(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCES_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    sequences: _builtins.int
+    """that run there"""
+    tokens: _builtins.int
+    """of their KV"""
+    def __init__(
+        self,
+        *,
+        sequences: _builtins.int = ...,
+        tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequences", b"sequences", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MetReplica: _TypeAlias = MetReplica  # noqa: Y015

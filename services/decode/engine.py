@@ -28,9 +28,10 @@ from services.decode.iteration import Iteration
 from services.decode.lanes import LANES, Lane, Lanes, Mode, Pipelining, share_of
 from services.decode.pipelines import Division
 from services.decode.placement.auto import Rates
-from services.decode.placement.base import Next
 from services.decode.remote import RemoteAttention
-from services.decode.scheduler import BatchScheduler, Plan, freed_by
+from services.decode.replica import Here
+from services.decode.rotation import Rotation
+from services.decode.scheduler import BatchScheduler, Plan, freed_by, plan_for
 from services.decode.sequence import LocalRun, RemoteRun, Run, Sequence
 from services.decode.surroundings import EngineMetrics, Movable, Step, Surroundings
 
@@ -56,10 +57,12 @@ class DecodeEngine:
         surroundings: Surroundings,
         metrics: EngineMetrics,
         pipelining: Mode = "auto",
+        rotation: Rotation | None = None,
     ) -> None:
         """`attend_deadline_s` bounds what an iteration waits for other holders. `rates` is told what was
         measured, `budget` of iterations: this process computes attention for others beside them.
-        `pipelining`: whether two batches take turns; by itself where that pays."""
+        `pipelining`: whether two batches take turns; by itself where that pays. With `rotation` they, or the
+        one of this instance, take turns with those of other instances instead."""
         self._rates = rates
         self._budget = budget
         self._core = core
@@ -71,8 +74,10 @@ class DecodeEngine:
         self._scheduler = BatchScheduler(max_batch=max_batch)
         self._remote = RemoteAttention(core.layout, core.model.device, rates, budget)
         self._sequences: dict[int, Sequence] = {}
-        self._lanes = Lanes(core.model.device, self._post, self._land)
-        self._pipelining = Pipelining(pipelining, core.layout.layers)
+        self._pipelining = rotation or Pipelining(pipelining, core.layout.layers)
+        turn = rotation.turn if rotation else None
+        self._lanes = Lanes(core.model.device, self._post, self._land, turn)
+        self._here = Here(core.model, self._lanes.turn)
         self._division = Division()
         self._steps: dict[int, Step] = {}
         self._commands: deque[Callable[[], None]] = deque()
@@ -189,14 +194,14 @@ class DecodeEngine:
         if batch is None:
             self._budget.idle()
             return False
-        iteration = Iteration(self._core, self._remote, batch, self._attend_deadline_s, self._rates)
+        iteration = self._iteration(lane, batch)
         try:
             tokens = iteration.run()
         except Exception:
             log.exception("an iteration failed", extra={"batch": len(batch.sequences)})
             tokens = None
         if tokens is not None:
-            self._pipelining.took_alone(*self._load(), iteration)
+            self._pipelining.ended(*self._load(), iteration, alone=True)
         self._finish(iteration, tokens)
         return True
 
@@ -208,17 +213,21 @@ class DecodeEngine:
             lane.began_s = None
             return
         self._pipelining.took_staggered(*self._load(), lane)
-        lane.launch(
-            Iteration(self._core, self._remote, batch, self._attend_deadline_s, self._rates, self._lanes.turn)
-        )
+        lane.launch(self._iteration(lane, batch))
 
     def _land(self, lane: Lane, tokens: list[pb.SampledToken] | None) -> None:
         iteration, lane.iteration = lane.iteration, None
         assert iteration is not None
+        if tokens is not None:
+            self._pipelining.ended(*self._load(), iteration, alone=False)
         self._finish(iteration, tokens)
         deferred, lane.deferred = lane.deferred, []
         for command in deferred:
             command()
+
+    def _iteration(self, lane: Lane, batch: Batch) -> Iteration:
+        slices = self._pipelining.slices(lane.number, self._here, unrotated=batch.has_heads)
+        return Iteration(self._core, self._remote, batch, self._attend_deadline_s, self._rates, slices)
 
     def _load(self) -> tuple[int, int]:
         """Sequences that run, and their tokens."""
@@ -307,27 +316,15 @@ class DecodeEngine:
 
     def _plan_and_carry_out(self) -> list[int]:
         """Who can run: those that have room for a token, and those that are being computed."""
-        plan = self._plan()
-        self._carry_out(plan)
-        return [key for key in plan.batch if key in self._sequences and not self._sequences[key].full]
-
-    def _plan(self) -> Plan:
-        needy = frozenset(
-            key for key, sequence in self._sequences.items() if sequence.tokens and sequence.full
-        )
-        away = frozenset(
-            key for key in needy if self._sequences[key].next_block() in (Next.AWAY, Next.NEW_HOLDER)
-        )
-        free = self._core.allocator.free
-        short = len(needy) > free and not self._may_borrow
-        return self._scheduler.plan(
-            needy=needy,
-            free_blocks=free,
-            freed_by=freed_by(self._sequences) if short else {},
+        plan = plan_for(
+            self._scheduler,
+            self._sequences,
+            free_blocks=self._core.allocator.free,
             may_borrow=self._may_borrow,
-            away=away,
             may_preempt=time.monotonic() - self._preempted_s > SETTLE_S,
         )
+        self._carry_out(plan)
+        return [key for key in plan.batch if key in self._sequences and not self._sequences[key].full]
 
     def _carry_out(self, plan: Plan) -> None:
         for key in plan.preempt:

@@ -3,21 +3,21 @@ them."""
 
 from __future__ import annotations
 
-import threading
 import time
 
+import torch
 from torch import Tensor
 
 from kvcommons.attention.partial import BatchPlan, Partial
 from kvcommons.engine.core import Core
 from kvcommons.errors import KVCommonsError
-from kvcommons.model.sampling import sample
 from kvcommons.model.slices import State
 from kvcommons.pb import common_pb2 as pb
 from kvcommons.transport.deadline import Deadline
 from services.decode.batch import Batch, Queries
 from services.decode.placement.auto import Rates
-from services.decode.remote import RemoteAttention, RemoteStep
+from services.decode.remote import NewRows, RemoteAttention
+from services.decode.replica import Here, Slices
 from services.decode.spent import Spent
 
 _READ_BYTES = 1 << 20
@@ -33,18 +33,18 @@ class Iteration:
         batch: Batch,
         attend_deadline_s: float,
         rates: Rates,
-        turn: threading.Lock | None = None,
+        slices: Slices | None = None,
     ) -> None:
-        """`turn`: held while the model computes; for batches that share it."""
+        """`slices`: where they are computed; None: here, without taking turns."""
         self._core = core
         self._remote = remote
         self.batch = batch
-        self._turn = turn
+        self._slices = slices or Here(core.model)
         self._attend_deadline_s = attend_deadline_s
         self.spent = Spent()
-        self._remote_step = RemoteStep(batch, Deadline.after(attend_deadline_s), self.spent)
+        self._remote_step = remote.begin(batch, Deadline.after(attend_deadline_s), self.spent)
         self._plans: dict[int | None, BatchPlan] = {}
-        self._slots = batch.slots()
+        self._rows = core.memory.rows_of(batch.slots())
         self._all_append = len(batch.append_rows) == len(batch.sequences)
         self._head_rotation = core.model.rotation(batch.positions) if batch.has_heads else None
         self._rates = rates
@@ -56,18 +56,13 @@ class Iteration:
     def run(self) -> list[pb.SampledToken]:
         """A sampled token for each row, lost ones included."""
         started = time.monotonic()
-        model, batch = self._core.model, self.batch
-        with self.spent.slice(self._turn):
-            state = model.begin(batch.tokens, batch.positions + batch.dropped)
+        slices, spent, batch = self._slices, self.spent, self.batch
+        state = slices.begin(spent, batch.tokens, batch.positions + batch.dropped)
         last = self._core.layout.layers - 1
         for layer in range(last):
-            attention = self._attend(layer, state)
-            with self.spent.slice(self._turn):
-                state = model.advance(layer, state, attention)
-        attention = self._attend(last, state)
-        with self.spent.slice(self._turn):
-            logits = model.end(state, attention, list(range(len(batch.sequences))))
-            tokens = sample(logits, [sequence.sampling_row() for sequence in batch.sequences])
+            state = slices.advance(spent, layer, state, self._attend(layer, state))
+        sampling = [sequence.sampling_row() for sequence in batch.sequences]
+        tokens = slices.end(spent, state, self._attend(last, state), sampling)
         self._observe()
         self.spent.seconds = time.monotonic() - started
         return tokens
@@ -83,7 +78,7 @@ class Iteration:
             self._write(layer, state)
             return self._attend_here(layer, state.q).out
         step.deadline = Deadline.after(self._attend_deadline_s)
-        new = self._remote.rows(layer, queries, state.k, state.v)
+        new = NewRows(layer, queries, state.k, state.v)
         asked = self._remote.ask(step, new)
         self._write(layer, state)
         contributions = []
@@ -113,11 +108,12 @@ class Iteration:
 
     def _write(self, layer: int, state: State) -> None:
         """K and V of rows whose tail lies here."""
+        appending = self.batch.append_rows
         if self._all_append:
-            self._core.memory.write_tokens(layer, self._slots, state.k, state.v)
-        elif len(self._slots):
-            rows = self.batch.append_rows
-            self._core.memory.write_tokens(layer, self._slots, state.k[rows], state.v[rows])
+            self._core.memory.write_rows(layer, self._rows, torch.cat((state.k, state.v), dim=1))
+        elif len(appending):
+            kv = torch.cat((state.k[appending], state.v[appending]), dim=1)
+            self._core.memory.write_rows(layer, self._rows, kv)
 
     def _plan(self, window: int | None) -> BatchPlan:
         if window not in self._plans:

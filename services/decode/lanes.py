@@ -16,13 +16,15 @@ from kvcommons.pb import common_pb2 as pb
 from services.decode.batch import Batch, by_holder, holder_of
 from services.decode.iteration import Iteration
 from services.decode.pipelines import Division, Rotational, Staggering, Timing
+from services.decode.replica import Slices, Turn
 from services.decode.sequence import Sequence
+from services.decode.spent import Spent
 
 log = logging.getLogger(__name__)
 
 Mode = Literal["auto", "on", "off"]
 READY_S = 10.0  # for a thread to begin
-LANES = 2  # of one model replica; more batches would need more replicas
+LANES = 2  # of one model replica; more batches need more replicas: rotation.py
 
 
 class Lane:
@@ -97,18 +99,20 @@ class Lanes:
         device: torch.device,
         post: Callable[[Callable[[], None]], None],
         land: Callable[[Lane, list[pb.SampledToken] | None], None],
+        turn: Turn | None = None,
     ) -> None:
         """Each with its share of the cores, where there are so many: they are replicas then, and need no
-        turns. Else they share one. `land` is posted when an iteration has ended."""
+        turns. Else they share one; so they do with others in `turn`. `land` is posted when an iteration has
+        ended."""
         threads = torch.get_num_threads()
-        apart = device.type == "cpu" and threads >= LANES
+        apart = turn is None and device.type == "cpu" and threads >= LANES
         share = threads // LANES if apart else None
 
         def landed(lane: Lane, tokens: list[pb.SampledToken] | None) -> None:
             post(lambda: land(lane, tokens))
 
         self.all = [Lane(number, landed, share) for number in range(LANES)]
-        self.turn = None if apart else threading.Lock()  # at the model
+        self.turn = None if apart else turn or Turn()  # at the model
 
     @property
     def under_way(self) -> bool:
@@ -147,6 +151,15 @@ def share_of(division: Division, lane: Lane, able: Mapping[int, Sequence]) -> li
     return division.compose(lane.number, tokens, holders)
 
 
+def timing_of(spent: Spent, layers: int) -> Timing:
+    """Of one layer, on the average, of an iteration whose slices were computed here."""
+    return Timing(
+        slice_s=spent.computed_s / layers,
+        attend_s=spent.pool_s / layers,
+        network_s=spent.network_s / layers,
+    )
+
+
 class Pipelining:
     """Into how many batches the sequences are divided, from what was measured. Belongs to the engine's
     thread."""
@@ -162,14 +175,14 @@ class Pipelining:
             return 1
         return LANES if self._mode == "on" else self._staggering.decide(sequences, tokens)
 
-    def took_alone(self, sequences: int, tokens: int, iteration: Iteration) -> None:
-        spent = iteration.spent
-        timing = Timing(
-            slice_s=spent.computed_s / self._layers,
-            attend_s=spent.pool_s / self._layers,
-            network_s=spent.network_s / self._layers,
-        )
-        self._staggering.took_alone(sequences, tokens, timing)
+    def slices(self, lane: int, here: Slices, *, unrotated: bool) -> Slices:
+        """For the next iteration of a lane's batch."""
+        return here
+
+    def ended(self, sequences: int, tokens: int, iteration: Iteration, *, alone: bool) -> None:
+        """An iteration; `alone`: of the one batch, into which the sequences are divided."""
+        if alone:
+            self._staggering.took_alone(sequences, tokens, timing_of(iteration.spent, self._layers))
 
     def took_staggered(self, sequences: int, tokens: int, lane: Lane) -> None:
         """A lane's next iteration begins. `sequences` and `tokens` are of all lanes."""

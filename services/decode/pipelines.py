@@ -10,8 +10,10 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, replace
+from typing import Generic, Protocol, TypeVar
+
+K = TypeVar("K")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +93,37 @@ def attend_s_wanted(scheme: Scheme, slice_s: float) -> float:
     return slice_s / max(scheme.batches - 1, 1)
 
 
+class Line(Generic[K]):
+    """Who computes next on one replica: first come, first served."""
+
+    def __init__(self) -> None:
+        self._running = False
+        self._waiting: deque[K] = deque()
+
+    def ask(self, who: K) -> bool:
+        """Whether it may begin now; else it waits for `ended` to name it."""
+        if self._running:
+            self._waiting.append(who)
+            return False
+        self._running = True
+        return True
+
+    def ended(self) -> K | None:
+        """Who runs is done. Who begins now."""
+        assert self._running
+        if self._waiting:
+            return self._waiting.popleft()
+        self._running = False
+        return None
+
+    def leave(self, who: K) -> bool:
+        """Gives up waiting. False: it was named already, and is the one that runs."""
+        if who not in self._waiting:
+            return False
+        self._waiting.remove(who)
+        return True
+
+
 @dataclass(frozen=True, slots=True)
 class Start:
     """The batch's slice may run on the replica, now."""
@@ -107,8 +140,7 @@ class Turns:
     def __init__(self, scheme: Scheme) -> None:
         self._scheme = scheme
         self._turns = [0] * scheme.batches
-        self._running: dict[int, int] = {}  # replica -> batch
-        self._waiting: list[deque[int]] = [deque() for _ in range(scheme.replicas)]
+        self._lines: list[Line[int]] = [Line() for _ in range(scheme.replicas)]
 
     def replica(self, batch: int) -> int:
         """Of the batch's slice that runs, waits or is next."""
@@ -117,22 +149,14 @@ class Turns:
     def ask(self, batch: int) -> Start | None:
         """The batch is ready for its next slice. None: it waits for `ended` to name it."""
         replica = self.replica(batch)
-        if replica in self._running:
-            self._waiting[replica].append(batch)
-            return None
-        self._running[replica] = batch
-        return Start(batch, replica)
+        return Start(batch, replica) if self._lines[replica].ask(batch) else None
 
     def ended(self, batch: int) -> Start | None:
         """The batch's slice is computed, its attention begins. The slice that the replica computes next."""
         replica = self.replica(batch)
-        assert self._running.pop(replica) == batch
         self._turns[batch] += 1
-        if not self._waiting[replica]:
-            return None
-        following = self._waiting[replica].popleft()
-        self._running[replica] = following
-        return Start(following, replica)
+        following = self._lines[replica].ended()
+        return None if following is None else Start(following, replica)
 
 
 class Division:
@@ -289,6 +313,7 @@ class Staggering:
         self._slice = _Line(flat=False)
         self._attend = _Line(flat=False)
         self._network = _Line(flat=True)
+        self._moved = _Line(flat=True)
         self._staggered: float | None = None  # seconds for a token
         self._staggered_tokens = 0
         self._trial = 0  # iterations that are left of it
@@ -304,6 +329,10 @@ class Staggering:
         self._since += 1
         if self._since > self._retry_after:
             self._staggered = None
+
+    def moved(self, sequences: int, seconds: float) -> None:
+        """What the activations of a batch of so many sequences took on their way, of a layer's time."""
+        self._moved.observe(sequences, seconds)
 
     def took_staggered(self, sequences: int, tokens: int, layer_s: float) -> None:
         """An iteration, over its layers, of one of the scheme's batches, from its first slice to the first of
@@ -328,7 +357,10 @@ class Staggering:
         )
         if self._staggered is not None and alike:
             return whole_s / (self._staggered * sequences)
-        return whole_s / period_s(self._scheme, self._timing(sequences / n, tokens / n))
+        timing = self._timing(sequences / n, tokens / n)
+        if self._moved:
+            timing = replace(timing, network_s=timing.network_s + self._moved.at(sequences / n))
+        return whole_s / period_s(self._scheme, timing)
 
     def decide(self, sequences: int, tokens: int) -> int:
         """Into how many batches these sequences should be divided."""
@@ -339,6 +371,10 @@ class Staggering:
         elif not enough or (gain < self._OFF and not self._trial):
             self.on = False
         return self._scheme.batches if self.on else self._scheme.replicas
+
+    def give_up(self) -> None:
+        """The scheme's replicas are not all there."""
+        self.on = False
 
     def _timing(self, sequences: float, tokens: float) -> Timing:
         return Timing(

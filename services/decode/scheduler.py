@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
+from services.decode.placement.base import Next
 from services.decode.sequence import Sequence
 
 
@@ -136,3 +137,24 @@ def freed_by(sequences: Mapping[int, Sequence]) -> dict[int, int]:
         key: sum(holders[block] == 1 for block in sequence.local_blocks()) if sequence.tokens else 0
         for key, sequence in sequences.items()
     }
+
+
+def plan_for(
+    scheduler: BatchScheduler,
+    sequences: Mapping[int, Sequence],
+    *,
+    free_blocks: int,
+    may_borrow: bool,
+    may_preempt: bool,
+) -> Plan:
+    """The next iteration of these sequences, by the room that each of them has."""
+    needy = frozenset(key for key, sequence in sequences.items() if sequence.tokens and sequence.full)
+    short = len(needy) > free_blocks and not may_borrow
+    return scheduler.plan(
+        needy=needy,
+        free_blocks=free_blocks,
+        freed_by=freed_by(sequences) if short else {},
+        may_borrow=may_borrow,
+        away=frozenset(key for key in needy if sequences[key].next_block() in (Next.AWAY, Next.NEW_HOLDER)),
+        may_preempt=may_preempt,
+    )

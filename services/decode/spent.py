@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 
 
@@ -21,12 +20,18 @@ class Spent:
     network_s: float = 0.0  # asking, and the rest of that time
     waiting_s: float = 0.0  # for its turn at the model, or at a holder
     pool_s: float = 0.0  # that the slowest holder computed, waited for or not
+    away_s: float = 0.0  # slices that other replicas computed
+    moved_s: float = 0.0  # activations on their way there and back
+    away: int = 0  # those slices
+    stood_in: int = 0  # slices that another replica should have computed
 
     @property
     def parts(self) -> dict[str, float]:
         """They add up to `seconds`."""
         named = {
             "slices": self.slices_s,
+            "slices elsewhere": self.away_s,
+            "activations": self.moved_s,
             "attention": self.here_s + self.there_s,
             "network": self.network_s,
             "waiting": self.waiting_s,
@@ -36,7 +41,8 @@ class Spent:
     @property
     def computed_s(self) -> float:
         """In this process."""
-        return max(self.seconds - self.there_s - self.network_s - self.waiting_s, 0.0)
+        elsewhere_s = self.there_s + self.network_s + self.waiting_s + self.away_s + self.moved_s
+        return max(self.seconds - elsewhere_s, 0.0)
 
     def waited(self, blocked_s: float, *, computed_s: float, queued_s: float) -> None:
         """For holders, of which the slowest computed and had queued so long in the meantime."""
@@ -47,11 +53,20 @@ class Spent:
         self.waiting_s += waiting_s
         self.network_s += blocked_s - there_s - waiting_s
 
+    def slice_away(self, blocked_s: float, *, computed_s: float, queued_s: float) -> None:
+        """Another replica was waited for, and says that it computed and had queued so long."""
+        away_s = min(blocked_s, computed_s)
+        waiting_s = min(blocked_s - away_s, queued_s)
+        self.away += 1
+        self.away_s += away_s
+        self.waiting_s += waiting_s
+        self.moved_s += blocked_s - away_s - waiting_s
+
     @contextmanager
-    def slice(self, turn: threading.Lock | None) -> Iterator[None]:
+    def slice(self, turn: AbstractContextManager[None]) -> Iterator[None]:
         """Of the model. Batches that share one replica of it compute in `turn`."""
         asked_s = time.monotonic()
-        with turn or nullcontext():
+        with turn:
             began_s = time.monotonic()
             yield
             self.slices_s += time.monotonic() - began_s

@@ -35,7 +35,7 @@ def alone(seconds: float, there_s: float, pool_s: float) -> Iteration:
 def test_off_and_on_are_kept_whatever_is_measured() -> None:
     off, on = Pipelining("off", 4), Pipelining("on", 4)
     for one in (off, on):
-        one.took_alone(64, 64_000, alone(0.2, 0.1, 0.1))
+        one.ended(64, 64_000, alone(0.2, 0.1, 0.1), alone=True)
     assert off.batches(64, 64_000) == 1
     assert on.batches(64, 64_000) == LANES
     assert on.batches(1, 1_000) == 1
@@ -46,7 +46,7 @@ def test_by_itself_where_attention_is_much_of_an_iteration_that_elsewhere_is_com
         one = Pipelining("auto", 4)
         assert one.batches(64, 64_000) == 1  # nothing is known
         for _ in range(5):
-            one.took_alone(64, 64_000, alone(0.2, there_s, there_s))
+            one.ended(64, 64_000, alone(0.2, there_s, there_s), alone=True)
         assert one.batches(64, 64_000) == batches
         assert one.batches(3, 3_000) == 1
 

@@ -1,0 +1,88 @@
+"""This process's replica of the model, and whose slice it computes next."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Protocol
+
+from torch import Tensor
+
+from kvcommons.errors import DeadlineExceeded
+from kvcommons.model.sampling import SamplingRow, sample
+from kvcommons.model.slices import Model, State
+from kvcommons.pb import common_pb2 as pb
+from kvcommons.transport.deadline import Deadline
+from services.decode.pipelines import Line
+from services.decode.spent import Spent
+
+TURN_S = 60.0  # for a batch's own turn at its own replica: each before it is a slice that is being computed
+
+
+class Turn:
+    """At a replica: one slice at a time, first come, first served. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._line: Line[threading.Event] = Line()
+
+    @contextmanager
+    def within(self, deadline: Deadline) -> Iterator[None]:
+        """Raises DeadlineExceeded."""
+        granted = threading.Event()
+        with self._lock:
+            mine = self._line.ask(granted)
+        if not mine and not granted.wait(deadline.left()):
+            with self._lock:
+                mine = not self._line.leave(granted)
+            if not mine:
+                raise DeadlineExceeded("other batches had their turn at the model until the deadline")
+        try:
+            yield
+        finally:
+            with self._lock:
+                following = self._line.ended()
+            if following is not None:
+                following.set()
+
+
+class Slices(Protocol):
+    """Where a batch's slices are computed (kvcommons.model.slices); what they take is told to `spent`."""
+
+    def begin(self, spent: Spent, tokens: Tensor, positions: Tensor) -> State:
+        """tokens, positions LongTensor [B]."""
+
+    def advance(self, spent: Spent, layer: int, state: State, attention: Tensor) -> State:
+        """attention [B, query_heads, head_dim] of `layer`."""
+
+    def end(
+        self, spent: Spent, state: State, attention: Tensor, rows: Sequence[SamplingRow]
+    ) -> list[pb.SampledToken]:
+        """The last layer's attention -> a token for each row."""
+
+
+class Here:
+    """On this process's replica."""
+
+    def __init__(self, model: Model, turn: Turn | None = None) -> None:
+        """`turn`: for batches that share the replica's cores."""
+        self._model = model
+        self._turn = turn
+
+    def begin(self, spent: Spent, tokens: Tensor, positions: Tensor) -> State:
+        with spent.slice(self._my_turn()):
+            return self._model.begin(tokens, positions)
+
+    def advance(self, spent: Spent, layer: int, state: State, attention: Tensor) -> State:
+        with spent.slice(self._my_turn()):
+            return self._model.advance(layer, state, attention)
+
+    def end(
+        self, spent: Spent, state: State, attention: Tensor, rows: Sequence[SamplingRow]
+    ) -> list[pb.SampledToken]:
+        with spent.slice(self._my_turn()):
+            return sample(self._model.end(state, attention, range(len(rows))), rows)
+
+    def _my_turn(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._turn is None else self._turn.within(Deadline.after(TURN_S))
