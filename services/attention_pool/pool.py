@@ -15,6 +15,7 @@ from kvcommons.holder.holder import HeldModel, Holder
 from kvcommons.model.spec import ModelSpec, fingerprint, model_info, resolve_folder
 from kvcommons.pb import common_pb2 as pb
 from kvcommons.rblock.allocator import BlockAllocator
+from kvcommons.rblock.heads import HeadPart
 from kvcommons.rblock.layout import Layout
 
 log = logging.getLogger(__name__)
@@ -23,14 +24,32 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
     holder: Holder
-    info: pb.ModelInfo
+    info: pb.ModelInfo  # of the whole model
 
 
-def open_pool(settings: EngineSettings, instance_id: str) -> Pool:
+def head_part(heads: str | None, head_group: str | None) -> HeadPart | None:
+    """Which part of the KV heads a pool is set up for; None: all of them. Raises InvalidInput."""
+    if heads is None and head_group is None:
+        return None
+    if heads is None:
+        raise InvalidInput(
+            f'head_group = {head_group!r} needs heads, this pool\'s part of the group: "0/2", for instance',
+            param="heads",
+        )
+    if not head_group:
+        raise InvalidInput(
+            f"heads = {heads!r} needs head_group: a name that all parts of the group have in common",
+            param="head_group",
+        )
+    return HeadPart.parse(heads)
+
+
+def open_pool(settings: EngineSettings, instance_id: str, part: HeadPart | None = None) -> Pool:
     """Reads the model folder (its weights too, for the fingerprint, but keeps none). Seconds: never on an
-    event loop.
+    event loop. With a `part` it has room for as many tokens in a share of the memory.
 
-    Raises InvalidInput for a model or device that cannot be served, or too little capacity.
+    Raises InvalidInput for a model or device that cannot be served, too little capacity, or heads that cannot
+    be divided so.
     """
     torch.set_num_threads(settings.threads)
     library.chosen()  # compiled, if it has to be, before anybody waits for attention
@@ -45,14 +64,17 @@ def open_pool(settings: EngineSettings, instance_id: str) -> Pool:
             f"capacity_tokens = {settings.capacity_tokens} is less than one block of {settings.block_tokens}",
             param="capacity_tokens",
         )
+    layout, held = Layout.of(info), identity
+    if part is not None:
+        layout, held = part.layout(layout), part.model(identity)
     try:
-        memory = BlockMemory(Layout.of(info), blocks, settings.device)
+        memory = BlockMemory(layout, blocks, settings.device)
     except (RuntimeError, AssertionError, OSError) as error:
         reason = str(error).split("\n")[0]
         raise InvalidInput(
             f"no room for {blocks} blocks on device {settings.device!r}: {reason}", param="device"
         ) from error
-    model = HeldModel(fingerprint=identity, scale=spec.head_dim**-0.5, windows=spec.windows)
-    log.info("memory ready", extra={"model": name, "blocks": blocks})
+    model = HeldModel(fingerprint=held, scale=spec.head_dim**-0.5, windows=spec.windows)
+    log.info("memory ready", extra={"model": name, "blocks": blocks, "heads": str(part or "all")})
     holder = Holder(memory, BlockAllocator(blocks), model, instance_id=instance_id)
     return Pool(holder=holder, info=info)

@@ -22,7 +22,7 @@ from kvcommons.transport.deadline import Deadline
 from kvcommons.transport.metrics import DataMetrics
 from kvcommons.transport.server import DataServer
 from services.attention_pool.config import AttentionPoolConfig
-from services.attention_pool.pool import Pool, open_pool
+from services.attention_pool.pool import Pool, head_part, open_pool
 
 log = logging.getLogger(__name__)
 
@@ -84,9 +84,10 @@ class PoolParts:
 
 async def serve(config: AttentionPoolConfig, process: Process) -> None:
     """Serves once its memory is there; when told to stop, gives what is lent time to come back."""
+    part = head_part(config.heads, config.head_group)
     server = RpcServer(config.node.listen, process.telemetry, call_deadline_s=config.node.call_deadline_s)
     started_ms = int(time.time() * 1000)
-    pool = await asyncio.to_thread(open_pool, config.engine, process.instance_id)
+    pool = await asyncio.to_thread(open_pool, config.engine, process.instance_id, part)
     parts = PoolParts(config, pool, process.telemetry)
     server.add(holder_pb2_grpc.add_HolderServicer_to_server, parts.service)
 

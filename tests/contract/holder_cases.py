@@ -31,6 +31,7 @@ from kvcommons.model.spec import ModelSpec, fingerprint
 from kvcommons.model.synthetic import write_random_folder
 from kvcommons.pb import holder_pb2_grpc
 from kvcommons.rblock.allocator import BlockAllocator
+from kvcommons.rblock.heads import HeadPart
 from kvcommons.rblock.layout import Layout
 from kvcommons.rpc.server import RpcServer
 from kvcommons.telemetry.telemetry import Telemetry
@@ -112,25 +113,28 @@ async def embedded(
     lend_blocks_max: int | None = None,
     corrupt: list[CorruptObject] | None = None,
     on_start: StartHook | None = None,
+    part: HeadPart | None = None,
 ) -> AsyncIterator[Served]:
-    """A holder in this process, its data plane on TCP."""
-    memory = BlockMemory(LAYOUT, BLOCKS)
+    """A holder in this process, its data plane on TCP; `part`: of the KV heads, None is all of them."""
+    identity = part.model(FINGERPRINT) if part is not None else FINGERPRINT
+    memory = BlockMemory(part.layout(LAYOUT) if part is not None else LAYOUT, BLOCKS)
     memory.tensor.fill_(float("nan"))  # what was never written must never count
-    model = HeldModel(fingerprint=FINGERPRINT, scale=SCALE, windows=windows)
+    model = HeldModel(fingerprint=identity, scale=SCALE, windows=windows)
     holder = Holder(
         memory, BlockAllocator(BLOCKS), model, instance_id="holder-1", lend_blocks_max=lend_blocks_max
     )
     loader = BlockLoader(([] if corrupt is None else corrupt).append)
     saver = BlockSaver("holder-1", hold_s=1)
     service = HolderService(holder, loader, saver, NoStores())
-    server = RpcServer(f"unix:{folder}/control", Telemetry.off("decode"))
+    name = f"control-{part.number}" if part is not None else "control"
+    server = RpcServer(f"unix:{folder}/{name}", Telemetry.off("decode"))
     server.add(holder_pb2_grpc.add_HolderServicer_to_server, service)
     data_server = DataServer("tcp:127.0.0.1:0", HolderData(holder, on_start_sequence=on_start), name="holder")
     data_server.start()
     await server.start()
     service.start()
     try:
-        yield Served(control=server.address, data=data_server.address, model=FINGERPRINT, holder=holder)
+        yield Served(control=server.address, data=data_server.address, model=identity, holder=holder)
     finally:
         await server.drain(1)
         assert await asyncio.to_thread(data_server.stop, 5)
@@ -142,7 +146,8 @@ async def embedded(
 class PoolProcess:
     """A real attention pool on Unix sockets. No ledger answers: services start in any order."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, part: HeadPart | None = None) -> None:
+        """`part`: of the KV heads; None: all of them."""
         self.folder = folder
         model = folder / "model"
         if not model.exists():
@@ -159,12 +164,17 @@ class PoolProcess:
             "drain_s": "8",
             "log_level": "error",
         }
-        flags = [part for name, value in settings.items() for part in ("--set", f"{name}={value}")]
+        identity = fingerprint(model, spec, "float32", BLOCK_TOKENS)
+        if part is not None:
+            settings |= {"heads": str(part), "head_group": "group"}
+            settings |= {key: f"{settings[key]}{part.number}" for key in ("listen", "data_listen")}
+            identity = part.model(identity)
+        flags = [text for name, value in settings.items() for text in ("--set", f"{name}={value}")]
         self.process = subprocess.Popen([sys.executable, "-m", "services.attention_pool", *flags])
         self.served = Served(
             control=settings["listen"],
             data=settings["data_listen"],
-            model=fingerprint(model, spec, "float32", BLOCK_TOKENS),
+            model=identity,
         )
 
     async def ready(self) -> Served:

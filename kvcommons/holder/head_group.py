@@ -1,0 +1,382 @@
+"""A head group from a debtor's side: several holders, each with a share of the KV heads of the same tokens
+(Lamina, section 5.2: head-level partition). The debtor sees one creditor.
+
+Heads are attended over independently, so that the parts' partials are put side by side and never merged. A
+segment lies on all parts or on none; a part that fails takes the group's segments with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch import Tensor
+
+from kvcommons.errors import CapacityExhausted, KVCommonsError, StaleEpoch, UnsupportedParameter
+from kvcommons.holder.client import AttendPart, RemoteHolder, attend_request
+from kvcommons.holder.head_attention import PendingHeads, begin_heads
+from kvcommons.holder.head_store import WholeStore
+from kvcommons.holder.segments import SegmentRef
+from kvcommons.pb import data_pb2
+from kvcommons.rblock.heads import divided
+from kvcommons.rblock.layout import Layout
+from kvcommons.telemetry.trace import current_traceparent
+from kvcommons.transport.base import Observer
+from kvcommons.transport.client import DataClient
+from kvcommons.transport.deadline import Deadline
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+_LOG = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+_UNDO_S = 2.0  # for what is taken back, of each part
+_WORDINGS = 4  # that are kept: one for each batch that takes turns, and one for each that ends
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """Of each generation that its debtor may name: the parts' references."""
+
+    generations: dict[int, tuple[SegmentRef, ...]]
+
+
+class HeadGroup:
+    """One creditor, for one debtor: a Creditor. A segment goes by its reference at the first part, with
+    generations of the group's own."""
+
+    def __init__(
+        self,
+        addresses: Sequence[tuple[str, str]],
+        layout: Layout,
+        *,
+        owner: str,
+        model: bytes,
+        store: WholeStore,
+        lost: Callable[[Sequence[SegmentRef]], None],
+        lease_s: float = 10.0,
+        observer: Observer | None = None,
+    ) -> None:
+        """`addresses`: control and data, of each part in order; the others as at RemoteHolder. Raises
+        InvalidInput where the heads cannot be divided over so many."""
+        self._shares = divided(len(addresses))
+        self._shares[0].layout(layout)
+        self._layout, self._store = layout, store
+        self._lost = lost
+        self._parts = [
+            RemoteHolder(
+                control,
+                data,
+                owner=owner,
+                model=share.model(model),
+                lost=partial(self._lose, share.number),
+                lease_s=lease_s,
+                observer=observer,
+            )
+            for share, (control, data) in zip(self._shares, addresses, strict=True)
+        ]
+        self._data = [DataClient(data, observer=observer) for _, data in addresses]
+        self.control_address = ", ".join(control for control, _ in addresses)
+        self.data_address = ", ".join(data for _, data in addresses)
+        self.waited: Callable[[float, bool], None] = lambda seconds, answered: None
+        self._segments: dict[SegmentRef, _Segment] = {}
+        self._generations = itertools.count(1)
+        self._wordings: tuple[tuple[data_pb2.AttendLayer, list[data_pb2.AttendLayer]], ...] = ()
+        self._tasks: set[asyncio.Task[Any]] = set()
+
+    def start(self) -> None:
+        for part in self._parts:
+            part.start()
+
+    async def close(self) -> None:
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*(part.close() for part in self._parts))
+        for client in self._data:
+            client.close()
+
+    @property
+    def borrowed(self) -> list[SegmentRef]:
+        return list(self._segments)
+
+    def places(self, ref: SegmentRef) -> list[tuple[str, SegmentRef]]:
+        """Data address and reference at each part, in order. Raises StaleEpoch."""
+        return [(part.data_address, own) for part, own in zip(self._parts, self._refs(ref), strict=True)]
+
+    async def reserve(
+        self, sequence: str, blocks: int, *, first_position: int, shift: int = 0, timeout_s: float
+    ) -> SegmentRef:
+        """On all parts, or on none: what the others gave is taken back where one refuses."""
+
+        async def ask() -> SegmentRef:
+            answers = await _all(
+                part.reserve(
+                    sequence, blocks, first_position=first_position, shift=shift, timeout_s=timeout_s
+                )
+                for part in self._parts
+            )
+            given = [one if isinstance(one, SegmentRef) else None for one in answers]
+            if None in given:
+                await self._take_back(given)
+            refs = tuple(_answered(answers))
+            self._segments[refs[0]] = _Segment({0: refs})
+            return refs[0]
+
+        asking = self._spawn(ask())
+        try:
+            return await asyncio.shield(asking)
+        except asyncio.CancelledError:
+            asking.add_done_callback(self._unwanted)
+            raise
+
+    async def grow(self, ref: SegmentRef, blocks: int, *, timeout_s: float) -> None:
+        """Parts that have grown where another could not keep their blocks for the next growth, or for the
+        segment's end."""
+        refs = self._refs(ref)
+        _answered(await self._each(refs, lambda part, own: part.grow(own, blocks, timeout_s=timeout_s)))
+
+    async def release(self, refs: Iterable[SegmentRef], *, timeout_s: float) -> None:
+        gone = [segment for ref in refs if (segment := self._segments.pop(ref, None)) is not None]
+        if gone:
+            # Any generation: a release names segments.
+            latest = [next(reversed(segment.generations.values())) for segment in gone]
+            _answered(
+                await _all(
+                    part.release([own[number] for own in latest], timeout_s=timeout_s)
+                    for number, part in enumerate(self._parts)
+                )
+            )
+
+    async def load(
+        self,
+        ref: SegmentRef,
+        store_address: str,
+        block_ids: Sequence[bytes],
+        *,
+        first_block: int,
+        store_control: str = "",
+        timeout_s: float,
+    ) -> int:
+        """Through this process: a store's objects have all heads. The loader knows who is told of corrupt
+        ones."""
+        deadline = Deadline.after(timeout_s)
+
+        def write(layer: int, first: int, objects: Sequence[Buffer]) -> None:
+            self.write_blocks(ref, layer, first_block + first, objects, deadline)
+
+        return await self._store.load(store_address, block_ids, write, deadline)
+
+    async def save(
+        self,
+        ref: SegmentRef,
+        store_address: str,
+        block_ids: Sequence[bytes],
+        *,
+        tenant: str,
+        parent: bytes,
+        first_block: int,
+        first_index: int,
+        timeout_s: float,
+    ) -> None:
+        """Through this process, too; returns when the blocks wait in its write buffer."""
+        deadline = Deadline.after(timeout_s)
+
+        def read(layer: int, objects: Sequence[Buffer]) -> None:
+            self.read_blocks(ref, layer, first_block, objects, deadline)
+
+        await self._store.save(
+            store_address, block_ids, read, tenant=tenant, parent=parent, first_index=first_index
+        )
+
+    async def freeze(self, ref: SegmentRef, until_block: int, *, timeout_s: float) -> SegmentRef:
+        refs = self._refs(ref)
+        answers = await self._each(refs, lambda part, own: part.freeze(own, until_block, timeout_s=timeout_s))
+        frozen = [one if isinstance(one, SegmentRef) else None for one in answers]
+        if None in frozen:
+            thawing = zip(self._parts, frozen, strict=True)
+            await _all(part.thaw(own, timeout_s=_UNDO_S) for part, own in thawing if own is not None)
+        generation = next(self._generations)
+        all_frozen = tuple(_answered(answers))
+        self._segment(ref).generations[generation] = all_frozen
+        return replace(ref, generation=generation)
+
+    async def thaw(self, ref: SegmentRef, *, timeout_s: float) -> None:
+        _answered(await self._each(self._refs(ref), lambda part, own: part.thaw(own, timeout_s=timeout_s)))
+
+    async def trim(self, ref: SegmentRef, *, settlement: str = "", timeout_s: float) -> int:
+        refs = self._refs(ref)
+        counts = _answered(
+            await self._each(
+                refs, lambda part, own: part.trim(own, settlement=settlement, timeout_s=timeout_s)
+            )
+        )
+        generations = self._segment(ref).generations
+        for generation in [one for one in generations if one < ref.generation]:
+            del generations[generation]  # all parts refuse it from now on
+        return min(counts)
+
+    async def copy_in(
+        self,
+        into: SegmentRef,
+        data_address: str,
+        source: SegmentRef,
+        *,
+        first_block: int,
+        source_block: int,
+        blocks: int,
+        timeout_s: float,
+    ) -> None:
+        """Raises UnsupportedParameter: another holder's blocks have all heads, or others than a part's."""
+        raise UnsupportedParameter(
+            f"the head group at {self.data_address} copies no blocks from other holders: bring them home",
+            param="data_address",
+        )
+
+    def write_blocks(
+        self, ref: SegmentRef, layer: int, first_block: int, objects: Sequence[Buffer], deadline: Deadline
+    ) -> None:
+        """Each part is sent its pieces of the buffers, as they lie."""
+        with ExitStack() as under_way:
+            calls = []
+            for share, client, own in zip(self._shares, self._data, self._refs(ref), strict=True):
+                write = data_pb2.WriteBlocks(
+                    handle=own.handle, epoch=own.epoch, generation=own.generation,
+                    layer=layer, first_block=first_block, blocks=len(objects),
+                )  # fmt: skip
+                request = data_pb2.DataRequest(traceparent=current_traceparent(), write_blocks=write)
+                pieces = share.pieces(self._layout, objects)
+                calls.append(under_way.enter_context(client.begin(request, pieces, deadline=deadline)))
+            for call in calls:
+                call.finish()
+
+    def read_blocks(
+        self, ref: SegmentRef, layer: int, first_block: int, into: Sequence[Buffer], deadline: Deadline
+    ) -> None:
+        """The other way: each part's pieces are received where they belong."""
+        with ExitStack() as under_way:
+            calls = []
+            for client, own in zip(self._data, self._refs(ref), strict=True):
+                read = data_pb2.ReadBlocks(
+                    handle=own.handle, epoch=own.epoch, generation=own.generation,
+                    layer=layer, first_block=first_block, blocks=len(into),
+                )  # fmt: skip
+                request = data_pb2.DataRequest(traceparent=current_traceparent(), read_blocks=read)
+                calls.append(under_way.enter_context(client.begin(request, deadline=deadline)))
+            for share, call in zip(self._shares, calls, strict=True):
+                call.finish(share.pieces(self._layout, into))
+
+    def begin_attend(
+        self,
+        layer: int,
+        parts: Sequence[AttendPart] | data_pb2.AttendLayer,
+        q: Tensor,
+        appended: Sequence[Tensor],
+        deadline: Deadline,
+    ) -> PendingHeads:
+        """Each part is sent its query heads, and its heads of K and V."""
+        asks = [part.begin_attend for part in self._parts]
+        return begin_heads(self._layout, asks, layer, self._worded(parts), q, appended, deadline)
+
+    def _worded(self, parts: Sequence[AttendPart] | data_pb2.AttendLayer) -> list[data_pb2.AttendLayer]:
+        """What each part is asked for. The same for all layers of an iteration, which has one wording."""
+        for known, made in self._wordings:
+            if known is parts:
+                return made
+        whole = parts if isinstance(parts, data_pb2.AttendLayer) else attend_request(parts)
+        made = [data_pb2.AttendLayer() for _ in self._parts]
+        for asked in whole.segments:
+            ref = SegmentRef(handle=asked.handle, epoch=asked.epoch, generation=asked.generation)
+            for wording, own in zip(made, self._refs(ref), strict=True):
+                segment = wording.segments.add()
+                segment.CopyFrom(asked)
+                segment.handle, segment.epoch, segment.generation = own.handle, own.epoch, own.generation
+        if whole is parts:
+            self._wordings = ((whole, made), *self._wordings[: _WORDINGS - 1])  # threads swap it whole
+        return made
+
+    def _segment(self, ref: SegmentRef) -> _Segment:
+        segment = self._segments.get(ref)
+        if segment is None:
+            raise StaleEpoch(
+                f"segment {ref.handle} of the head group at {self.data_address} was released, or a part lost "
+                "it: its KV is gone, recompute it"
+            )
+        return segment
+
+    def _refs(self, ref: SegmentRef) -> tuple[SegmentRef, ...]:
+        refs = self._segment(ref).generations.get(ref.generation)
+        if refs is None:
+            raise StaleEpoch(
+                f"segment {ref.handle} has gone on from generation {ref.generation}: its blocks have moved"
+            )
+        return refs
+
+    async def _each(
+        self,
+        refs: Sequence[SegmentRef],
+        call: Callable[[RemoteHolder, SegmentRef], Coroutine[Any, Any, T]],
+    ) -> list[T | BaseException]:
+        return await _all(call(part, own) for part, own in zip(self._parts, refs, strict=True))
+
+    def _lose(self, number: int, refs: Sequence[SegmentRef]) -> None:
+        """A part has these no more: the others' shares are of no use."""
+        lost = set(refs)
+        gone = [
+            ref
+            for ref, segment in self._segments.items()
+            if any(own[number] in lost for own in segment.generations.values())
+        ]
+        for ref in gone:
+            kept: list[SegmentRef | None] = list(next(iter(self._segments.pop(ref).generations.values())))
+            kept[number] = None
+            self._spawn(self._take_back(kept))
+        if gone:
+            self._lost(gone)
+
+    def _unwanted(self, asking: asyncio.Task[SegmentRef]) -> None:
+        """Whoever asked has gone away."""
+        if not asking.cancelled() and asking.exception() is None:
+            self._spawn(self._quietly(self.release([asking.result()], timeout_s=_UNDO_S)))
+
+    async def _take_back(self, refs: Sequence[SegmentRef | None]) -> None:
+        """At each part what it gave, if it did. A part that does not hear of it reclaims it when the lease
+        runs out."""
+        for error in await _all(
+            part.release([ref], timeout_s=_UNDO_S)
+            for part, ref in zip(self._parts, refs, strict=True)
+            if ref is not None
+        ):
+            if isinstance(error, BaseException):
+                _LOG.info("a head group's blocks come free by their lease: %s", error)
+
+    async def _quietly(self, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except KVCommonsError as error:
+            _LOG.info("a head group's blocks come free by their lease: %s", error.message)
+
+    def _spawn(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+async def _all(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T | BaseException]:
+    """At once, to the end of each: what it answered or raised."""
+    return list(await asyncio.gather(*calls, return_exceptions=True))
+
+
+def _answered(answers: Sequence[T | BaseException]) -> list[T]:
+    """Raises where one did not: rather for one that failed than for one that had no room."""
+    errors = [one for one in answers if isinstance(one, BaseException)]
+    for error in sorted(errors, key=lambda one: isinstance(one, CapacityExhausted)):
+        raise error
+    return [one for one in answers if not isinstance(one, BaseException)]

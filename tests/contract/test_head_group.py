@@ -1,0 +1,336 @@
+"""Head groups from a debtor's side, over holders that are embedded and over real attention pools: two of
+them, each with one of two KV heads, are one creditor, and together what one holder of all heads is."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvcommons.attention.memory import BlockMemory
+from kvcommons.blockstore.loader import BlockLoader, CorruptObject
+from kvcommons.blockstore.saver import BlockSaver
+from kvcommons.errors import (
+    CapacityExhausted,
+    InvalidInput,
+    KVCommonsError,
+    StaleEpoch,
+    Unavailable,
+    UnsupportedParameter,
+)
+from kvcommons.holder.client import AttendPart, RemoteHolder, attend_request
+from kvcommons.holder.copying import copy_blocks
+from kvcommons.holder.head_group import HeadGroup
+from kvcommons.holder.head_store import WholeStore
+from kvcommons.holder.segments import SegmentRef
+from kvcommons.model.spec import ModelSpec, fingerprint
+from kvcommons.rblock.heads import divided
+from kvcommons.transport.deadline import Deadline
+from tests.contract.holder_cases import (
+    BLOCK_TOKENS,
+    BLOCKS,
+    FINGERPRINT,
+    LAYOUT,
+    PoolProcess,
+    Served,
+    Tokens,
+    embedded,
+    eventually,
+    soon,
+)
+from tests.contract.kvstore_process import KvstoreProcess
+
+CLOSE: Any = {"rtol": 0.0, "atol": 1e-5}
+TOKENS = 30
+IDS = [bytes([number]) * 32 for number in range(1, 6)]
+
+
+@pytest.fixture(scope="module")
+def pools() -> Iterator[list[PoolProcess]]:
+    folder = Path(tempfile.mkdtemp(prefix="kvc-"))
+    pools = [PoolProcess(folder, part=part) for part in divided(2)]
+    yield pools
+    for pool in pools:
+        pool.kill()
+    shutil.rmtree(folder)
+
+
+@pytest.fixture(params=["embedded", "process"])
+async def parts(request: pytest.FixtureRequest, socket_folder: Path) -> AsyncIterator[list[Served]]:
+    """Two; ends with a check that every block came back to both."""
+    if request.param == "process":
+        served = [await pool.ready() for pool in request.getfixturevalue("pools")]
+        yield served
+        await all_back(served)
+        return
+    async with AsyncExitStack() as stack:
+        served = [await stack.enter_async_context(embedded(socket_folder, part=part)) for part in divided(2)]
+        yield served
+        await all_back(served)
+
+
+async def all_back(parts: Sequence[Served]) -> None:
+    for served in parts:
+        async with served.debtor() as client:
+            until = Deadline.after(10)
+            while (seen := await client.inspect(timeout_s=5)).segments or seen.free_blocks < BLOCKS:
+                until.check(f"blocks to come back: {seen}")
+                await asyncio.sleep(0.02)
+
+
+def whole_model(parts: Sequence[Served]) -> bytes:
+    """Which model the parts are of."""
+    if parts[0].holder is not None:
+        return FINGERPRINT
+    model = Path(parts[0].control.removeprefix("unix:")).parent / "model"
+    return fingerprint(model, ModelSpec.read(model), "float32", BLOCK_TOKENS)
+
+
+@asynccontextmanager
+async def group_of(
+    parts: Sequence[Served], *, lost: list[SegmentRef] | None = None, lease_s: float = 10.0
+) -> AsyncIterator[HeadGroup]:
+    model = whole_model(parts)
+    corrupt: list[CorruptObject] = []
+    loader, saver = BlockLoader(corrupt.append), BlockSaver("debtor", hold_s=1)
+    group = HeadGroup(
+        [(one.control, one.data) for one in parts],
+        LAYOUT,
+        owner="debtor",
+        model=model,
+        store=WholeStore(model=model, layout=LAYOUT, loader=loader, saver=saver),
+        lost=([] if lost is None else lost).extend,
+        lease_s=lease_s,
+    )
+    group.start()
+    try:
+        yield group
+    finally:
+        with contextlib.suppress(KVCommonsError):  # a part that was killed
+            await group.release(group.borrowed, timeout_s=5)
+        await group.close()
+        await asyncio.to_thread(loader.close)
+        await asyncio.to_thread(saver.close, Deadline.after(1))
+
+
+async def written(group: HeadGroup, tokens: Tokens, blocks: int = 8) -> SegmentRef:
+    """All tokens, in both layers."""
+    ref = await group.reserve("sequence", blocks, first_position=0, timeout_s=5)
+    for layer in range(LAYOUT.layers):
+        group.write_blocks(ref, layer, 0, tokens.objects(0, TOKENS), soon())
+    return ref
+
+
+def asked(ref: SegmentRef, row: int, *, append: bool = False) -> AttendPart:
+    return AttendPart(ref=ref, rows=1, first_position=row, length=row + 1, append=append)
+
+
+async def lent(parts: Sequence[Served]) -> list[int]:
+    """Blocks, by part."""
+    counts = []
+    for served in parts:
+        async with served.debtor("who asks") as client:
+            counts.append((await client.inspect(timeout_s=5)).lent_blocks)
+    return counts
+
+
+async def test_blocks_come_back_as_they_were_written(parts: list[Served]) -> None:
+    async with group_of(parts) as group:
+        ref = await group.reserve("sequence", 5, first_position=0, timeout_s=5)
+        assert await lent(parts) == [5, 5]
+        layers = [Tokens(20, seed).objects(0, 20) for seed in range(2)]
+        for layer, objects in enumerate(layers):
+            group.write_blocks(ref, layer, 0, objects[:2], soon())
+            group.write_blocks(ref, layer, 2, objects[2:], soon())
+        for layer, objects in enumerate(layers):
+            into = [bytearray(LAYOUT.object_bytes) for _ in range(3)]
+            group.read_blocks(ref, layer, 1, into, soon())
+            assert into == objects[1:4]
+
+
+async def test_rows_and_chunks_attend_as_over_one_holder(parts: list[Served]) -> None:
+    tokens = Tokens(TOKENS, 1)
+    async with group_of(parts) as group:
+        ref = await written(group, tokens)
+        for rows in ([29], [3], list(range(9, 30))):
+            part = AttendPart(ref=ref, rows=len(rows), first_position=rows[0], length=rows[-1] + 1)
+            partial = group.begin_attend(1, [part], tokens.q[rows], [], soon()).finish()
+            torch.testing.assert_close(partial.out, tokens.whole(rows).out, **CLOSE)
+            torch.testing.assert_close(partial.lse, tokens.whole(rows).lse, **CLOSE)
+
+
+async def test_sequences_grow_token_by_token(parts: list[Served]) -> None:
+    """Three in one request, worded once for both layers, as decode asks."""
+    tokens = [Tokens(11, seed=seed) for seed in range(3)]
+    async with group_of(parts) as group:
+        refs = [await group.reserve("sequence", 1, first_position=0, timeout_s=5) for _ in tokens]
+        for row in range(11):
+            if row % BLOCK_TOKENS == 0:
+                for ref in refs:
+                    await group.grow(ref, row // BLOCK_TOKENS + 1, timeout_s=5)
+            wording = attend_request([asked(ref, row, append=True) for ref in refs])
+            q = torch.stack([one.q[row] for one in tokens])
+            new = torch.stack([one.appended(row, row + 1) for one in tokens])
+            for layer in range(LAYOUT.layers):
+                partial, told = group.begin_attend(layer, wording, q, [new], soon()).finish_told()
+                assert told.computed_us
+                for index, one in enumerate(tokens):
+                    whole = one.whole([row])
+                    torch.testing.assert_close(partial.out[index : index + 1], whole.out, **CLOSE)
+                    torch.testing.assert_close(partial.lse[index : index + 1], whole.lse, **CLOSE)
+        assert await lent(parts) == [9, 9]
+
+
+async def test_a_refusal_leaves_nothing_behind(parts: list[Served]) -> None:
+    """The second part has less room than is asked for."""
+    async with group_of(parts) as group, parts[1].debtor("another") as other:
+        taken = await other.reserve("another's", BLOCKS - 3, first_position=0, timeout_s=5)
+        with pytest.raises(CapacityExhausted):
+            await group.reserve("sequence", 4, first_position=0, timeout_s=5)
+        assert (await lent(parts), group.borrowed) == ([0, BLOCKS - 3], [])
+        ref = await group.reserve("sequence", 3, first_position=0, timeout_s=5)
+        with pytest.raises(CapacityExhausted):
+            await group.grow(ref, 4, timeout_s=5)
+        await other.release([taken], timeout_s=5)
+        await group.grow(ref, 4, timeout_s=5)
+        assert await lent(parts) == [4, 4]
+
+
+async def test_a_reservation_that_nobody_waits_for_is_taken_back(parts: list[Served]) -> None:
+    async with group_of(parts) as group:
+        asking = asyncio.create_task(group.reserve("sequence", 4, first_position=0, timeout_s=5))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)  # under way
+        asking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asking
+        until = Deadline.after(10)
+        while group.borrowed or await lent(parts) != [0, 0]:
+            until.check("the blocks to come back")
+            await asyncio.sleep(0.02)
+
+
+async def test_who_takes_a_part_for_the_whole_is_refused(parts: list[Served]) -> None:
+    for model in (whole_model(parts), parts[0].model):
+        client = RemoteHolder(
+            parts[1].control, parts[1].data, owner="debtor", model=model, lost=lambda refs: None
+        )
+        with pytest.raises(InvalidInput, match="this holder has KV of model"):
+            await client.reserve("sequence", 1, first_position=0, timeout_s=5)
+        await client.close()
+    with pytest.raises(InvalidInput, match="2 KV heads cannot be divided into 3"):
+        async with group_of([*parts, parts[0]]):
+            pass
+
+
+async def test_blocks_are_read_home_while_the_rest_is_attended_over(parts: list[Served]) -> None:
+    tokens = Tokens(TOKENS, 2)
+    home = BlockMemory(LAYOUT, 4)
+    async with group_of(parts) as group:
+        ref = await written(group, tokens)
+        with pytest.raises(InvalidInput, match="frozen"):
+            await group.freeze(ref, 9, timeout_s=5)
+        await group.thaw(await group.freeze(ref, 5, timeout_s=5), timeout_s=5)
+        group.write_blocks(ref, 0, 0, tokens.objects(0, TOKENS), soon())
+        frozen = await group.freeze(ref, 4, timeout_s=5)
+        await asyncio.to_thread(copy_blocks, group, frozen, 0, home, [2, 0, 1, 3], soon())
+        for layer in range(LAYOUT.layers):
+            assert home.read_buffers(layer, [2, 0, 1, 3]) == tokens.objects(0, 16)
+        assert await group.trim(frozen, timeout_s=5) == 4
+        assert await group.trim(frozen, timeout_s=5) == 0
+        assert await lent(parts) == [4, 4]
+        rest = AttendPart(ref=frozen, rows=1, first_position=29, first_block=4, length=TOKENS - 16)
+        partial = group.begin_attend(1, [rest], tokens.q[29:], [], soon()).finish()
+        assert partial.lse.isfinite().all()
+        with pytest.raises(StaleEpoch, match="have moved"):
+            group.begin_attend(1, [asked(ref, 29)], tokens.q[29:], [], soon())
+        with pytest.raises(UnsupportedParameter, match="bring them home"):
+            await group.copy_in(
+                ref, parts[0].data, frozen, first_block=0, source_block=4, blocks=1, timeout_s=5
+            )
+
+
+async def test_what_one_part_loses_is_lost_and_the_others_share_is_released(socket_folder: Path) -> None:
+    lost: list[SegmentRef] = []
+    async with AsyncExitStack() as stack:
+        parts = [await stack.enter_async_context(embedded(socket_folder, part=part)) for part in divided(2)]
+        group = await stack.enter_async_context(group_of(parts, lost=lost, lease_s=0.6))
+        kept, gone = [await group.reserve("sequence", 3, first_position=0, timeout_s=5) for _ in range(2)]
+        holder = parts[1].holder
+        assert holder is not None
+        holder.release([group.places(gone)[1][1]])
+        await eventually(lambda: lost == [gone])
+        assert group.borrowed == [kept]
+        until = Deadline.after(10)
+        while await lent(parts) != [3, 3]:
+            until.check("the other part to have its blocks back")
+            await asyncio.sleep(0.02)
+        with pytest.raises(StaleEpoch, match="a part lost it"):
+            group.read_blocks(gone, 0, 0, [bytearray(LAYOUT.object_bytes)], soon())
+
+
+async def test_a_part_that_is_killed(socket_folder: Path) -> None:
+    """Attention fails as with a holder that is gone; what the living part has comes back."""
+    tokens = Tokens(TOKENS, 3)
+    pools = [PoolProcess(socket_folder, part=part) for part in divided(2)]
+    try:
+        parts = [await pool.ready() for pool in pools]
+        async with group_of(parts) as group:
+            ref = await written(group, tokens)
+            pools[1].kill()
+            with pytest.raises(Unavailable):
+                group.begin_attend(0, [asked(ref, 29)], tokens.q[29:], [], soon()).finish()
+            with pytest.raises(Unavailable):
+                await group.reserve("another", 2, first_position=0, timeout_s=5)
+            with pytest.raises(Unavailable):
+                await group.release([ref], timeout_s=5)
+            assert group.borrowed == []
+            assert await lent(parts[:1]) == [0]
+    finally:
+        for pool in pools:
+            pool.kill()
+
+
+async def test_blocks_come_from_a_store_and_go_there(socket_folder: Path, tmp_path: Path) -> None:
+    sockets = socket_folder / "store"
+    sockets.mkdir()
+    kvstore = KvstoreProcess(sockets, tmp_path / "data").wait_ready()
+    store, made = kvstore.data_address, Tokens(20, 4)
+    try:
+        async with AsyncExitStack() as stack:
+            parts = [
+                await stack.enter_async_context(embedded(socket_folder, part=part)) for part in divided(2)
+            ]
+            group = await stack.enter_async_context(group_of(parts))
+            whole = await stack.enter_async_context(embedded(socket_folder))
+            alone = await stack.enter_async_context(whole.debtor())
+            ref = await group.reserve("first", 5, first_position=0, timeout_s=5)
+            for layer in range(LAYOUT.layers):
+                group.write_blocks(ref, layer, 0, made.objects(0, 20), soon())
+            await group.save(
+                ref, store, IDS[:4], tenant="t", parent=b"", first_block=0, first_index=0, timeout_s=5
+            )
+            await group.release([ref], timeout_s=5)  # saves wait in a buffer of their own
+            until = Deadline.after(20)
+            target = await alone.reserve("second", 3, first_position=0, timeout_s=5)
+            while await alone.load(target, store, IDS[:3], first_block=0, timeout_s=10) < 3:
+                until.check("the save to arrive")
+                await asyncio.sleep(0.05)
+            again = await group.reserve("third", 4, first_position=0, timeout_s=5)
+            assert await group.load(again, store, IDS[1:], first_block=1, timeout_s=10) == 3
+            for layer in range(LAYOUT.layers):
+                into = [bytearray(LAYOUT.object_bytes) for _ in range(3)]
+                alone.read_blocks(target, layer, 0, into, soon())
+                assert into == made.objects(0, 12)
+                group.read_blocks(again, layer, 1, into, soon())
+                assert into == made.objects(4, 16)
+    finally:
+        kvstore.kill()
