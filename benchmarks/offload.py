@@ -312,8 +312,9 @@ class _Load:
     def iteration(self, batch: int, spent: Spent) -> None:
         if self._counting:
             self._steps += 1
-            for part, seconds in spent.parts.items():
-                self._spent_s[part] += seconds
+            parts = spent.parts
+            for part in PARTS:  # nothing else happens here
+                self._spent_s[part] += parts[part]
             self._pool_s += spent.pool_s
 
     def ended(self, step: Step) -> None:
