@@ -68,13 +68,20 @@ class BlockMemory:
 
     def write_tokens(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Writes k, v [T, kv_heads, head_dim] to slots LongTensor [T], block * block_tokens + offset."""
-        block_tokens, dim = self.layout.block_tokens, self.layout.head_dim
+        self.write_rows(layer, self.rows_of(slots), torch.cat((k, v), dim=1))
+
+    def rows_of(self, slots: Tensor) -> Tensor:
+        """Where write_rows puts these slots' keys and values: the same in all layers."""
+        block_tokens = self.layout.block_tokens
         block = torch.div(slots, block_tokens, rounding_mode="floor")
         # A row is one head of one token: block * (2 * kv_heads * block_tokens) + offset, from slots alone.
         rows = slots + block * ((2 * self.layout.kv_heads - 1) * block_tokens)
-        rows = (rows.unsqueeze(1) + self._head_rows).view(-1)
-        values = torch.cat((k, v), dim=1).to(self._dtype)
-        self.tensor[layer].view(-1, dim).index_copy_(0, rows, values.view(-1, dim))
+        return (rows.unsqueeze(1) + self._head_rows).view(-1)
+
+    def write_rows(self, layer: int, rows: Tensor, kv: Tensor) -> None:
+        """Writes kv [T, 2 * kv_heads, head_dim], keys before values."""
+        dim = self.layout.head_dim
+        self.tensor[layer].view(-1, dim).index_copy_(0, rows, kv.to(self._dtype).view(-1, dim))
 
     def copy_block(self, source: int, target: int) -> None:
         """Copies all layers of a block (a shared tail block about to be written by one of its sequences)."""

@@ -57,13 +57,12 @@ class RowPlan:
         self._key_positions = self._longs([part.key_position for part in parts])
         self._query_positions = self._longs([part.query_position for part in parts])
         size = memory.layout.block_tokens
-        self._slots = self._longs(
-            [
-                part.blocks[(part.length - 1) // size] * size + (part.length - 1) % size
-                for part in parts
-                if part.append
-            ]
-        )
+        slots = [
+            part.blocks[(part.length - 1) // size] * size + (part.length - 1) % size
+            for part in parts
+            if part.append
+        ]
+        self._rows = memory.rows_of(self._longs(slots))
         self._plans: dict[int | None, BatchPlan] = {}
 
     def holds_for(self, segments: Sequence[Segment]) -> bool:
@@ -76,8 +75,8 @@ class RowPlan:
     def append(self, layer: int, appended: Tensor) -> None:
         """appended [parts that append, 2, kv_heads, 1, D] in the KV dtype."""
         if self.appended:
-            both = appended.squeeze(3).to(self._memory.device)
-            self._memory.write_tokens(layer, self._slots, both[:, 0], both[:, 1])
+            kv = appended.flatten(1, 3).to(self._memory.device)
+            self._memory.write_rows(layer, self._rows, kv)
 
     def attend(self, layer: int, q: Tensor) -> Partial:
         """q [parts, H, D]."""

@@ -54,7 +54,7 @@ class RemoteSegment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HolderShare:
-    """What one other holder attends over for this batch."""
+    """What one other holder attends over for this batch, or a mini-batch of that."""
 
     holder: RemoteHolder
     segments: list[RemoteSegment]
@@ -68,6 +68,19 @@ class HolderShare:
 def holder_of(sequence: Sequence) -> int:
     """Which holder the sequence's newest blocks are on: one number each, 0 for this instance."""
     return id(sequence.tail.holder) if isinstance(sequence.tail, RemoteRun) else 0
+
+
+def _even(segments: list[RemoteSegment], pieces: int) -> list[list[RemoteSegment]]:
+    """In order, into pieces of about as much KV each; none is empty."""
+    if pieces == 1 or len(segments) == 1:
+        return [segments]
+    whole, before = sum(segment.run.count for segment in segments), 0
+    made: list[list[RemoteSegment]] = [[] for _ in range(pieces)]
+    for segment in segments:
+        middle = before + segment.run.count / 2
+        made[min(int(middle * pieces / whole), pieces - 1)].append(segment)
+        before += segment.run.count
+    return [some for some in made if some]
 
 
 def by_holder(sequences: Items[Sequence]) -> list[Sequence]:
@@ -98,7 +111,10 @@ class Batch:
     _tails: Tensor = field(init=False)  # parts that take new tokens
     append_rows: Tensor = field(init=False)  # and their rows
     _apart: bool = field(init=False)  # each row's KV lies on one holder
-    _in_order: list[list[Group]] | None = field(init=False)  # and rows are ordered by their holders
+    # And each share's rows are neighbours: shares' groups, and the order that makes their rows the batch's.
+    _in_order: list[list[Group]] | None = field(init=False)
+    _row_order: list[int] = field(init=False)
+    mini_batches: int = field(init=False, default=1)
 
     def __post_init__(self) -> None:
         parts = [
@@ -128,13 +144,9 @@ class Batch:
         self.part_heads = self._longs(
             [part for part, (row, run, _) in enumerate(parts) if self.sequences[row].in_head(run)]
         )
-        self.shares = self._remote()
-        self.plain = not self.shares and len(parts) == len(self.sequences)
         self._apart = all(len(sequence.runs) == 1 for sequence in self.sequences)
-        spans = [share.span for share in self.shares if share.span is not None]
-        ordered = bool(spans) and not parts and spans[0].start == 0 and len(spans) == len(self.shares)
-        ordered = ordered and all(one.stop == next_.start for one, next_ in pairwise(spans))
-        self._in_order = [share.groups for share in self.shares] if ordered else None
+        self._share_out(1)
+        self.plain = not self.shares and len(parts) == len(self.sequences)
         self.part_groups = [] if self.plain else self._groups([row for row, _, _ in parts])
 
     def step(self) -> None:
@@ -142,6 +154,12 @@ class Batch:
         self.tokens = self._longs([sequence.tokens[-1] for sequence in self.sequences])
         self.positions += 1
         self.lengths[self._tails] += 1
+
+    def divide(self, mini_batches: int) -> None:
+        """Each holder's share in so many from now on (Lamina, section 5.2.1), or in as many as it has rows:
+        a holder that attends over the first one receives the second meanwhile."""
+        self.mini_batches = mini_batches
+        self._share_out(mini_batches)
 
     def slots(self) -> Tensor:
         """Where the K and V of `append_rows` go: block * block_tokens + offset."""
@@ -174,7 +192,7 @@ class Batch:
     def _beside(self, contributions: Items[tuple[Items[Group], Partial]], like: Tensor) -> Partial:
         """No row has partials of two sources: nothing to merge. Rows of holders that are lost are empty."""
         if [groups for groups, _ in contributions] == self._in_order:
-            partials = [partial for _, partial in contributions]
+            partials = [contributions[number][1] for number in self._row_order]
             return Partial(out=torch.cat([p.out for p in partials]), lse=torch.cat([p.lse for p in partials]))
         whole = Partial.empty(like)
         for groups, partial in contributions:
@@ -183,13 +201,27 @@ class Batch:
                 whole.lse.index_copy_(0, group.rows, partial.lse)
         return whole
 
-    def _remote(self) -> list[HolderShare]:
+    def _share_out(self, mini_batches: int) -> None:
         by_holder: dict[RemoteHolder, list[RemoteSegment]] = {}
         for row, sequence in enumerate(self.sequences):
             for run in sequence.remote_runs():
                 segment = RemoteSegment(row=row, run=run, tail=run is sequence.tail)
                 by_holder.setdefault(run.holder, []).append(segment)
-        return [self.share(holder, segments) for holder, segments in by_holder.items()]
+        # First the first of each holder, which they begin with at the same time.
+        pieces = [(holder, _even(segments, mini_batches)) for holder, segments in by_holder.items()]
+        self.shares = [
+            self.share(holder, some[turn])
+            for turn in range(mini_batches)
+            for holder, some in pieces
+            if turn < len(some)
+        ]
+        spans = [share.span for share in self.shares if share.span is not None]
+        rows = sorted(range(len(spans)), key=lambda number: spans[number].start)
+        ordered = bool(spans) and not len(self.part_rows) and len(spans) == len(self.shares)
+        ordered = ordered and spans[rows[0]].start == 0
+        ordered = ordered and all(spans[one].stop == spans[next_].start for one, next_ in pairwise(rows))
+        self._in_order = [share.groups for share in self.shares] if ordered else None
+        self._row_order = rows
 
     def share(self, holder: RemoteHolder, segments: list[RemoteSegment]) -> HolderShare:
         """What a holder is asked for when these are its segments."""

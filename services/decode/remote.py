@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -18,11 +18,12 @@ from kvcommons.attention.memory import TORCH_DTYPES
 from kvcommons.attention.partial import Partial
 from kvcommons.errors import DataLoss, DeadlineExceeded, KVCommonsError, Unavailable
 from kvcommons.holder.budget import AttentionBudget
-from kvcommons.holder.client import AttendPart, PendingPartial, attend_request
+from kvcommons.holder.client import AttendPart, PendingPartial, RemoteHolder, attend_request
 from kvcommons.pb import data_pb2
 from kvcommons.rblock.layout import Layout
 from kvcommons.transport.deadline import Deadline
 from services.decode.batch import Batch, Group, HolderShare, Queries, RemoteSegment
+from services.decode.mini_batches import Exchange, MiniBatches
 from services.decode.placement.auto import Rates
 from services.decode.spent import Spent
 
@@ -31,15 +32,7 @@ log = logging.getLogger(__name__)
 _WAITED_S = 50e-6
 
 
-@dataclass(slots=True)
-class _Asked:
-    share: HolderShare
-    call: PendingPartial
-    read_bytes: int  # of KV, by the holder
-    began_s: float
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class NewRows:
     """What a layer sends to holders: queries, and the new tokens' K and V, [B, kv_heads, D] each."""
 
@@ -47,26 +40,46 @@ class NewRows:
     q: Queries
     k: Tensor
     v: Tensor
-    dtype: torch.dtype  # of KV
-
-    @cached_property
-    def whole_q(self) -> Tensor:
-        """Of all rows, in float32."""
-        return self.q.plain.float().contiguous()
-
-    @cached_property
-    def kv(self) -> Tensor:
-        """[B, 2, kv_heads, 1, D] in the KV dtype: for holders that append."""
-        return torch.stack((self.k, self.v), dim=1).unsqueeze(3).to(self.dtype)
 
 
-@dataclass(frozen=True, slots=True)
-class _Wording:
-    """Of what a holder is asked for: the same for all layers."""
+class _Message:
+    """To one holder, layer by layer of an iteration: the same request, and memory for what changes."""
 
-    share: HolderShare
-    request: data_pb2.AttendLayer
-    read_bytes: int
+    def __init__(self, batch: Batch, share: HolderShare, layout: Layout) -> None:
+        self.share = share
+        parts = [_describe(batch, segment) for segment in share.segments]
+        self.request = attend_request(parts)
+        self.queries = torch.empty((len(share.rows), layout.query_heads, layout.head_dim))
+        shape = (len(share.append_rows), 2, layout.kv_heads, 1, layout.head_dim)
+        new = torch.empty(shape, dtype=TORCH_DTYPES[layout.kv_dtype])
+        self.appended = [new] if len(share.append_rows) else []
+        self._k, self._v = new[:, 0, :, 0], new[:, 1, :, 0]
+        self._whole = share.groups[0].whole and not len(share.heads)
+        self.exchange = Exchange(
+            asked_bytes=self.queries.nbytes + new.nbytes,
+            answered_bytes=self.queries.nbytes + self.queries.nbytes // layout.head_dim,
+            read_bytes=sum(part.length for part in parts) * layout.object_bytes // layout.block_tokens,
+        )
+
+    def fill(self, new: NewRows) -> None:
+        share = self.share
+        if share.span is not None:
+            self.queries.copy_(new.q.plain[share.span])
+            self._k.copy_(new.k[share.span])
+            self._v.copy_(new.v[share.span])
+            return
+        self.queries.copy_(new.q.plain if self._whole else new.q.of(share.rows, share.heads))
+        if self.appended:
+            self._k.copy_(new.k.index_select(0, share.append_rows))
+            self._v.copy_(new.v.index_select(0, share.append_rows))
+
+
+@dataclass(slots=True)
+class _Asked:
+    message: _Message
+    call: PendingPartial
+    began_s: float
+    first: bool  # of this holder's in the layer
 
 
 @dataclass(slots=True)
@@ -77,43 +90,53 @@ class RemoteStep:
     batch: Batch
     deadline: Deadline
     spent: Spent
+    messages: list[_Message]
     lost: dict[int, KVCommonsError] = field(default_factory=dict)
-    wordings: dict[int, _Wording] = field(default_factory=dict)  # by the share's id
-
-    def live(self, share: HolderShare) -> HolderShare | None:
-        """The share without rows that are lost; None when nothing is left."""
-        if not self.lost:
-            return share
-        left = [segment for segment in share.segments if segment.row not in self.lost]
-        return self.batch.share(share.holder, left) if left else None
 
 
 class RemoteAttention:
     """The engine's dealings with other holders."""
 
-    def __init__(self, layout: Layout, device: torch.device, rates: Rates, budget: AttentionBudget) -> None:
-        """`rates` is told what was measured, `budget` when this process has nothing to do but wait."""
+    def __init__(
+        self,
+        layout: Layout,
+        device: torch.device,
+        rates: Rates,
+        budget: AttentionBudget,
+        mini_batches: int = 0,
+    ) -> None:
+        """`rates` is told what was measured, `budget` when this process has nothing to do but wait. A holder
+        is sent its share of a batch in so many `mini_batches`; 0: in as many as pays by what was measured."""
         self._budget = budget
         self._device = device
-        self._dtype = TORCH_DTYPES[layout.kv_dtype]
-        self._token_bytes = layout.object_bytes // layout.block_tokens
+        self._layout = layout
+        self._mini_batches = MiniBatches(mini_batches)
         self._rates = rates
 
-    def rows(self, layer: int, q: Queries, k: Tensor, v: Tensor) -> NewRows:
-        """k, v [B, kv_heads, D]."""
-        return NewRows(layer, q, k, v, self._dtype)
+    def begin(self, batch: Batch, deadline: Deadline, spent: Spent) -> RemoteStep:
+        """An iteration of the batch."""
+        messages = [_Message(batch, share, self._layout) for share in batch.shares]
+        if messages:
+            number = self._mini_batches.decide(_largest(messages))
+            if number != batch.mini_batches:
+                batch.divide(number)
+                messages = [_Message(batch, share, self._layout) for share in batch.shares]
+        return RemoteStep(batch, deadline, spent, messages)
 
     def ask(self, step: RemoteStep, new: NewRows) -> list[_Asked]:
         """Sends each holder its part."""
-        asked, began_s = [], time.monotonic()
-        for whole in step.batch.shares:
-            share = step.live(whole)
-            if share is None:
-                continue
+        asked: list[_Asked] = []
+        begun: set[int] = set()  # holders
+        began_s = time.monotonic()
+        if step.lost:
+            step.messages = self._without_lost(step)
+        for message in step.messages:
+            holder = message.share.holder
             try:
-                asked.append(self._send(step, share, new))
+                asked.append(self._send(step, message, new, first=id(holder) not in begun))
+                begun.add(id(holder))
             except KVCommonsError as error:
-                self._lose(step, share.segments, error)
+                self._lose(step, message.share.segments, error)
         step.spent.network_s += time.monotonic() - began_s
         return asked
 
@@ -122,19 +145,23 @@ class RemoteAttention:
     ) -> list[tuple[list[Group], Partial]]:
         """The holders' partials, as contributions for Batch.gather."""
         partials: list[tuple[list[Group], Partial]] = []
-        began_s, slowest = time.monotonic(), data_pb2.AttendLayerReply()
-        for item in asked:
-            try:
-                partial, told = self._receive(item)
-                partials.append((item.share.groups, partial))
-                slowest = max(slowest, told, key=lambda one: one.computed_us)
-            except (Unavailable, DeadlineExceeded) as error:
-                self._lose(step, item.share.segments, error)
-            except KVCommonsError as error:
-                if len(item.share.segments) == 1:
-                    self._lose(step, item.share.segments, error)
-                else:
-                    partials += self._one_by_one(step, item.share, new)
+        computed: dict[int, data_pb2.AttendLayerReply] = {}
+        began_s = time.monotonic()
+        with self._budget.waiting():
+            for item in asked:
+                share = item.message.share
+                try:
+                    partial, told = self._receive(item)
+                    partials.append((share.groups, partial))
+                    _add(computed, id(share.holder), told)
+                except (Unavailable, DeadlineExceeded) as error:
+                    self._lose(step, share.segments, error)
+                except KVCommonsError as error:
+                    if len(share.segments) == 1:
+                        self._lose(step, share.segments, error)
+                    else:
+                        partials += self._one_by_one(step, share, new)
+        slowest = max(computed.values(), key=_computed_us, default=data_pb2.AttendLayerReply())
         step.spent.waited(
             time.monotonic() - began_s,
             computed_s=slowest.computed_us / 1e6,
@@ -153,59 +180,53 @@ class RemoteAttention:
         for segment in share.segments:
             single = step.batch.share(share.holder, [segment])
             try:
-                again = self._send(step, single, new)
+                message = _Message(step.batch, single, self._layout)
+                again = self._send(step, message, new, first=False)
                 partials.append((single.groups, self._receive(again)[0]))
             except KVCommonsError as error:
                 self._lose(step, [segment], error)
         return partials
 
-    def _send(self, step: RemoteStep, share: HolderShare, new: NewRows) -> _Asked:
-        began_s = time.monotonic()
-        if share.span is not None:
-            queries, appended = new.whole_q[share.span], [new.kv[share.span]]
-        else:
-            whole = share.groups[0].whole and not len(share.heads)
-            queries = new.whole_q if whole else new.q.of(share.rows, share.heads)
-            appended = [new.kv.index_select(0, share.append_rows)] if len(share.append_rows) else []
-        wording = step.wordings.get(id(share))
-        if wording is None:
-            parts = [self._describe(step.batch, segment) for segment in share.segments]
-            read_bytes = sum(part.length for part in parts) * self._token_bytes
-            wording = _Wording(share, attend_request(parts), read_bytes)
-            step.wordings[id(share)] = wording
-        return _Asked(
-            share=share,
-            call=share.holder.begin_attend(new.layer, wording.request, queries, appended, step.deadline),
-            read_bytes=wording.read_bytes,
-            began_s=began_s,
-        )
+    def _without_lost(self, step: RemoteStep) -> list[_Message]:
+        """What is left to ask for, where rows were lost in a layer before."""
+        left = []
+        for message in step.messages:
+            share = message.share
+            segments = [segment for segment in share.segments if segment.row not in step.lost]
+            if len(segments) == len(share.segments):
+                left.append(message)
+            elif segments:
+                left.append(_Message(step.batch, step.batch.share(share.holder, segments), self._layout))
+        return left
 
-    def _describe(self, batch: Batch, segment: RemoteSegment) -> AttendPart:
-        sequence, run, size = batch.sequences[segment.row], segment.run, batch.block_tokens
-        length = len(sequence.tokens) - run.first_block * size if segment.tail else run.count * size
-        return AttendPart(
-            ref=run.ref,
-            rows=1,
-            first_position=sequence.kv_tokens,
-            append=segment.tail,
-            length=length,
-            first_block=run.segment_block,
+    def _send(self, step: RemoteStep, message: _Message, new: NewRows, *, first: bool) -> _Asked:
+        began_s = time.monotonic()
+        message.fill(new)
+        call = message.share.holder.begin_attend(
+            new.layer, message.request, message.queries, message.appended, step.deadline
         )
+        return _Asked(message, call, began_s, first)
 
     def _receive(self, asked: _Asked) -> tuple[Partial, data_pb2.AttendLayerReply]:
+        holder, exchange = asked.message.share.holder, asked.message.exchange
         waits_s = time.monotonic()
         try:
-            with self._budget.waiting():
-                partial, told = asked.call.finish_told()
+            partial, told = asked.call.finish_told()
         except DeadlineExceeded:
-            asked.share.holder.waited(time.monotonic() - waits_s, False)
+            holder.waited(time.monotonic() - waits_s, False)
             raise
         now_s = time.monotonic()
-        asked.share.holder.waited(now_s - waits_s, True)
-        # An answer that was there before it was asked for took nobody knows how long.
-        if now_s - waits_s > _WAITED_S:
-            self._rates.attended_there(asked.read_bytes, now_s - asked.began_s)
-        return Partial(out=partial.out.to(self._device), lse=partial.lse.to(self._device)), told
+        holder.waited(now_s - waits_s, True)
+        # An answer that was there before it was asked for took nobody knows how long, and one behind another
+        # took that one's time, too.
+        if now_s - waits_s > _WAITED_S and asked.first:
+            taken_s, computed_s = now_s - asked.began_s, told.computed_us / 1e6
+            self._rates.attended_there(exchange.read_bytes, taken_s)
+            network_s = max(taken_s - computed_s - told.queued_us / 1e6, 0.0)
+            self._mini_batches.observe(exchange, network_s=network_s, computed_s=computed_s)
+        if self._device.type != "cpu":
+            partial = Partial(out=partial.out.to(self._device), lse=partial.lse.to(self._device))
+        return partial, told
 
     def _lose(self, step: RemoteStep, segments: list[RemoteSegment], error: KVCommonsError) -> None:
         for segment in segments:
@@ -221,3 +242,40 @@ class RemoteAttention:
                 "reason": error.message,
             },
         )
+
+
+def _describe(batch: Batch, segment: RemoteSegment) -> AttendPart:
+    sequence, run, size = batch.sequences[segment.row], segment.run, batch.block_tokens
+    length = len(sequence.tokens) - run.first_block * size if segment.tail else run.count * size
+    return AttendPart(
+        ref=run.ref,
+        rows=1,
+        first_position=sequence.kv_tokens,
+        append=segment.tail,
+        length=length,
+        first_block=run.segment_block,
+    )
+
+
+def _largest(messages: Iterable[_Message]) -> Exchange:
+    """Of all holders', each with all of its mini-batches."""
+    whole: dict[RemoteHolder, Exchange] = {}
+    for message in messages:
+        holder = message.share.holder
+        whole[holder] = message.exchange.beside(whole.get(holder))
+    return max(whole.values(), key=lambda exchange: exchange.read_bytes)
+
+
+def _add(
+    computed: dict[int, data_pb2.AttendLayerReply], holder: int, told: data_pb2.AttendLayerReply
+) -> None:
+    """A mini-batch's queue was the ones before it, which its holder computed."""
+    known = computed.get(holder)
+    if known is None:
+        computed[holder] = told
+    else:
+        known.computed_us += told.computed_us
+
+
+def _computed_us(told: data_pb2.AttendLayerReply) -> int:
+    return told.computed_us

@@ -158,3 +158,34 @@ def test_rows_ordered_by_holder_are_sent_and_gathered_in_one_piece() -> None:
     # Unordered, and one that lies on both.
     mixed = Batch([*sequences, make(14, apart[0], remote(2, 2, 3))], BLOCK, CPU)
     assert all(share.span is None for share in mixed.shares)
+
+
+def test_mini_batches_have_about_as_much_kv_each_and_give_the_same() -> None:
+    """Two holders, one with a long sequence and three short ones; a row with two pieces on one holder."""
+    other = cast(RemoteHolder, "nor this one")
+
+    def on(holder: RemoteHolder, blocks: int, handle: int) -> RemoteRun:
+        ref = SegmentRef(handle=handle, epoch=1)
+        return RemoteRun(first_block=0, count=blocks, holder=holder, ref=ref)
+
+    sizes = [(HOLDER, 6), (HOLDER, 2), (HOLDER, 2), (HOLDER, 2), (other, 1), (other, 3)]
+    sequences = [make(4 * size - 1, on(holder, size, n)) for n, (holder, size) in enumerate(sizes)]
+    batch = Batch(by_holder(sequences), BLOCK, CPU)
+    q = torch.randn(6, 4, 8)
+    whole = Partial(out=torch.randn(6, 4, 8), lse=torch.randn(6, 4))
+    for pieces, most in ((2, {6, 1, 3}), (9, {6, 2, 1, 3}), (1, {12, 4})):
+        batch.divide(pieces)
+        kv = {sum(segment.run.count for segment in share.segments) for share in batch.shares}
+        assert kv == most
+        assert sorted(row for share in batch.shares for row in share.rows.tolist()) == list(range(6))
+        # Each holder's first one comes before the second ones.
+        assert len({id(share.holder) for share in batch.shares[:2]}) == 2
+        told = [
+            (share.groups, Partial(out=whole.out[share.rows], lse=whole.lse[share.rows]))
+            for share in batch.shares
+        ]
+        assert torch.equal(batch.gather(told, q).out, whole.out)
+        left = batch.gather(told[1:], q)
+        lost = batch.shares[0].rows
+        assert bool(left.lse[lost].isneginf().all())
+        assert int(left.lse.isneginf().all(1).sum()) == len(lost)

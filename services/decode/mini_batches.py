@@ -1,0 +1,97 @@
+"""In how many mini-batches a holder is sent its share of a batch (Lamina, section 5.2.1, figure 10). A
+decision only, from what was measured.
+
+Of one message nothing is computed while it is on the way, nor while its answer is. Of several, the holder
+attends over one while the next is coming and the answer before is going. Each costs what a message costs
+however small it is, so this pays where bytes take long beside attention: over a network, with a large batch;
+on one host hardly ever.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_KEPT = 0.98  # of an observation's weight, by the next one
+_MOST = 8  # each has a connection of its own
+_PAYS = 1.1  # a gain
+# Before anything was measured, and as what an empty message takes for as long as all are of about one size: a
+# message on one host, as if it had been seen so often.
+_EMPTY_S, _EMPTY_WEIGHT = 100e-6, 4.0
+_READ_BYTE_S = 1e-10  # 10 GB of KV a second
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """What a holder is asked for, in one layer: bytes of the message and of its answer, and of the KV that is
+    read for it."""
+
+    asked_bytes: int
+    answered_bytes: int
+    read_bytes: int
+
+    def beside(self, other: Exchange | None) -> Exchange:
+        """Both in one."""
+        if other is None:
+            return self
+        return Exchange(
+            asked_bytes=self.asked_bytes + other.asked_bytes,
+            answered_bytes=self.answered_bytes + other.answered_bytes,
+            read_bytes=self.read_bytes + other.read_bytes,
+        )
+
+
+class MiniBatches:
+    """Threads may share it; what both tell at the same time may count once."""
+
+    def __init__(self, number: int = 0) -> None:
+        """Always so many; 0: by what was measured."""
+        self._number = number
+        self._weight = _EMPTY_WEIGHT
+        self._y = _EMPTY_WEIGHT * _EMPTY_S
+        self._x = self._xx = self._xy = 0.0
+        self._read_byte_s = _READ_BYTE_S
+        self._last = 1
+
+    def observe(self, exchange: Exchange, *, network_s: float, computed_s: float) -> None:
+        """The holder computed so long; there and back took `network_s`, what it had queued left out."""
+        size = exchange.asked_bytes + exchange.answered_bytes
+        # The empty message keeps its weight: a line needs two ends.
+        self._weight = (self._weight - _EMPTY_WEIGHT) * _KEPT + _EMPTY_WEIGHT + 1
+        empty_y = _EMPTY_WEIGHT * _EMPTY_S
+        self._y = (self._y - empty_y) * _KEPT + empty_y + network_s
+        self._x = self._x * _KEPT + size
+        self._xx = self._xx * _KEPT + size * size
+        self._xy = self._xy * _KEPT + size * network_s
+        if exchange.read_bytes:
+            self._read_byte_s += (computed_s / exchange.read_bytes - self._read_byte_s) * (1 - _KEPT)
+
+    @property
+    def byte_s(self) -> float:
+        """What a byte of a message adds."""
+        variance = self._xx - self._x * self._x / self._weight
+        if variance <= 0:
+            return 0.0
+        return max((self._xy - self._x * self._y / self._weight) / variance, 0.0)
+
+    @property
+    def empty_s(self) -> float:
+        """What a message takes, there and back, however small it is."""
+        return max((self._y - self.byte_s * self._x) / self._weight, 0.0)
+
+    def seconds(self, exchange: Exchange, number: int) -> float:
+        """From the first byte sent to the last one received: three stages (there, attention, back), through
+        which mini-batches go one behind the other."""
+        there_s, back_s = exchange.asked_bytes * self.byte_s, exchange.answered_bytes * self.byte_s
+        attend_s = exchange.read_bytes * self._read_byte_s
+        longest_s = max(there_s, attend_s, back_s)
+        return number * self.empty_s + (there_s + attend_s + back_s + (number - 1) * longest_s) / number
+
+    def decide(self, exchange: Exchange) -> int:
+        """For an iteration whose largest exchange this is. What was decided last stays unless another number
+        is clearly better: a batch that is divided anew takes time too."""
+        if self._number:
+            return self._number
+        best = min(range(1, _MOST + 1), key=lambda number: self.seconds(exchange, number))
+        if self.seconds(exchange, self._last) > _PAYS * self.seconds(exchange, best):
+            self._last = best
+        return self._last

@@ -1,0 +1,83 @@
+"""How many mini-batches pay, by what messages and attention were measured to take."""
+
+from __future__ import annotations
+
+import pytest
+
+from services.decode.mini_batches import Exchange, MiniBatches
+
+KV_BYTE_S = 1e-10  # 10 GB/s
+LATENCY_S = 100e-6
+
+
+def exchange(rows: int, *, tokens: int = 512) -> Exchange:
+    """Of a model with 32 heads of 128 in float32 on the wire, 8 of KV in bfloat16."""
+    return Exchange(
+        asked_bytes=rows * (32 * 128 * 4 + 2 * 8 * 128 * 2),
+        answered_bytes=rows * 32 * 129 * 4,
+        read_bytes=rows * tokens * 2 * 8 * 128 * 2,
+    )
+
+
+def measured(network_byte_s: float, *sizes: int) -> MiniBatches:
+    decision = MiniBatches()
+    for _ in range(200):
+        for rows in sizes:
+            one = exchange(rows)
+            size = one.asked_bytes + one.answered_bytes
+            decision.observe(
+                one,
+                network_s=LATENCY_S + size * network_byte_s,
+                computed_s=one.read_bytes * KV_BYTE_S,
+            )
+    return decision
+
+
+def test_one_before_anything_was_measured() -> None:
+    assert MiniBatches().decide(exchange(64)) == 1
+
+
+def test_as_many_as_was_set() -> None:
+    assert MiniBatches(4).decide(exchange(1)) == 4
+
+
+def test_one_where_bytes_cost_little() -> None:
+    """Shared memory: 10 GB a second, while attention reads as fast 16 times as much."""
+    assert measured(1e-10, 20, 64).decide(exchange(64)) == 1
+    # And where messages are small, however slow the network is.
+    assert measured(1e-8, 1).decide(exchange(1, tokens=2048)) == 1
+
+
+def test_several_over_a_network() -> None:
+    """A gigabyte a second: 2.5 ms for messages beside 13 of attention; with less attention to hide behind,
+    and so a larger share that can be hidden, more."""
+    few = measured(1e-9, 64).decide(exchange(64))
+    assert few >= 2
+    assert measured(4e-9, 64).decide(exchange(64)) > few
+
+
+@pytest.mark.parametrize("sizes", [(64,), (8, 32, 64)])
+def test_the_line_through_what_was_observed(sizes: tuple[int, ...]) -> None:
+    """Of one size alone, an empty message counts as what it takes on one host."""
+    decision = measured(2e-9, *sizes)
+    assert decision.byte_s == pytest.approx(2e-9, rel=0.01)
+    assert decision.empty_s == pytest.approx(LATENCY_S, rel=0.05)
+
+
+def test_stages_overlap() -> None:
+    """Three equal stages: 3 with one mini-batch, 1 + 2 / n with n."""
+    decision = measured(1e-9, 16, 64)
+    size = 1_000_000
+    even = Exchange(asked_bytes=size, answered_bytes=size, read_bytes=10 * size)
+    stage_s = size * decision.byte_s
+    for number in (1, 2, 4):
+        expected_s = number * decision.empty_s + stage_s * (1 + 2 / number)
+        assert decision.seconds(even, number) == pytest.approx(expected_s, rel=0.01)
+
+
+def test_what_is_about_as_good_is_kept() -> None:
+    decision = measured(4e-9, 16, 64)
+    chosen = decision.decide(exchange(64))
+    assert chosen > 2
+    assert decision.decide(exchange(48)) == chosen
+    assert decision.decide(exchange(1)) == 1
