@@ -57,6 +57,7 @@ class DecodeEngine:
         surroundings: Surroundings,
         metrics: EngineMetrics,
         pipelining: Mode = "auto",
+        mini_batches: int = 0,
         rotation: Rotation | None = None,
     ) -> None:
         """`attend_deadline_s` bounds what an iteration waits for other holders. `rates` is told what was
@@ -72,7 +73,7 @@ class DecodeEngine:
         self._surroundings = surroundings
         self._metrics = metrics
         self._scheduler = BatchScheduler(max_batch=max_batch)
-        self._remote = RemoteAttention(core.layout, core.model.device, rates, budget)
+        self._remote = RemoteAttention(core.layout, core.model.device, rates, budget, mini_batches)
         self._sequences: dict[int, Sequence] = {}
         self._pipelining = rotation or Pipelining(pipelining, core.layout.layers)
         turn = rotation.turn if rotation else None
