@@ -252,6 +252,7 @@ class Placement(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     FIRST_BLOCK_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
     data_address: _builtins.str
     """the holder's transport address"""
     handle: _builtins.int
@@ -261,6 +262,10 @@ class Placement(_message.Message):
     first_block: _builtins.int
     """index among the sequence's blocks"""
     blocks: _builtins.int
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlacedPart]:
+        """on a head group: where each part of the heads is, in order; the first is above, too"""
+
     def __init__(
         self,
         *,
@@ -269,14 +274,40 @@ class Placement(_message.Message):
         epoch: _builtins.int = ...,
         first_block: _builtins.int = ...,
         blocks: _builtins.int = ...,
+        parts: _abc.Iterable[Global___PlacedPart] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "data_address", b"data_address", "epoch", b"epoch", "first_block", b"first_block", "handle", b"handle"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "data_address", b"data_address", "epoch", b"epoch", "first_block", b"first_block", "handle", b"handle", "parts", b"parts"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Placement: _TypeAlias = Placement  # noqa: Y015
+
+@_typing.final
+class PlacedPart(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATA_ADDRESS_FIELD_NUMBER: _builtins.int
+    HANDLE_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    data_address: _builtins.str
+    handle: _builtins.int
+    epoch: _builtins.int
+    def __init__(
+        self,
+        *,
+        data_address: _builtins.str = ...,
+        handle: _builtins.int = ...,
+        epoch: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_address", b"data_address", "epoch", b"epoch", "handle", b"handle"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlacedPart: _TypeAlias = PlacedPart  # noqa: Y015
 
 @_typing.final
 class History(_message.Message):

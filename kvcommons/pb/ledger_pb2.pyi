@@ -34,6 +34,8 @@ class Instance(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     STARTED_MS_FIELD_NUMBER: _builtins.int
     SHARD_FIELD_NUMBER: _builtins.int
+    HEADS_FIELD_NUMBER: _builtins.int
+    MEMBERS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """unique among living and dead: service, host and a random part"""
     service: _builtins.str
@@ -55,6 +57,14 @@ class Instance(_message.Message):
     def shard(self) -> _shards_pb2.Shard:
         """of a kvstore"""
 
+    @_builtins.property
+    def heads(self) -> Global___HeadPart:
+        """of an attention_pool that has a part of the KV heads only"""
+
+    @_builtins.property
+    def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___Instance]:
+        """in CandidatesReply: of a head group, in the order of their parts. It goes by the id"""
+
     def __init__(
         self,
         *,
@@ -67,14 +77,44 @@ class Instance(_message.Message):
         load: Global___Load | None = ...,
         started_ms: _builtins.int = ...,
         shard: _shards_pb2.Shard | None = ...,
+        heads: Global___HeadPart | None = ...,
+        members: _abc.Iterable[Global___Instance] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load", "model", b"model", "shard", b"shard"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["heads", b"heads", "load", b"load", "model", b"model", "shard", b"shard"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["control_address", b"control_address", "data_address", b"data_address", "host", b"host", "id", b"id", "load", b"load", "model", b"model", "service", b"service", "shard", b"shard", "started_ms", b"started_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["control_address", b"control_address", "data_address", b"data_address", "heads", b"heads", "host", b"host", "id", b"id", "load", b"load", "members", b"members", "model", b"model", "service", b"service", "shard", b"shard", "started_ms", b"started_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Instance: _TypeAlias = Instance  # noqa: Y015
+
+@_typing.final
+class HeadPart(_message.Message):
+    """Part `number` of `parts` (Lamina, section 5.2): all parts of a group together are one lender."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    group: _builtins.str
+    number: _builtins.int
+    """0 is the first"""
+    parts: _builtins.int
+    def __init__(
+        self,
+        *,
+        group: _builtins.str = ...,
+        number: _builtins.int = ...,
+        parts: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["group", b"group", "number", b"number", "parts", b"parts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HeadPart: _TypeAlias = HeadPart  # noqa: Y015
 
 @_typing.final
 class Load(_message.Message):
@@ -142,7 +182,7 @@ class Load(_message.Message):
 
     @_builtins.property
     def loans(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
-        """debtor instance id to blocks: the lender's block table, which is what counts"""
+        """Debtor instance id to blocks: the lender's block table, which is what counts. Of a head group, the first part tells."""
 
     def __init__(
         self,
@@ -287,16 +327,20 @@ class CandidatesReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CREDITORS_FIELD_NUMBER: _builtins.int
+    SHORTFALL_FIELD_NUMBER: _builtins.int
+    shortfall: _builtins.str
+    """why head groups of this model lend nothing, for people; empty: none is to blame"""
     @_builtins.property
     def creditors(self) -> _containers.RepeatedCompositeFieldContainer[Global___Instance]: ...
     def __init__(
         self,
         *,
         creditors: _abc.Iterable[Global___Instance] | None = ...,
+        shortfall: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["creditors", b"creditors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["creditors", b"creditors", "shortfall", b"shortfall"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

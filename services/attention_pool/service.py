@@ -93,7 +93,7 @@ async def serve(config: AttentionPoolConfig, process: Process) -> None:
 
     def describe() -> ledger_pb2.Instance:
         holder = pool.holder
-        return ledger_pb2.Instance(
+        instance = ledger_pb2.Instance(
             id=process.instance_id,
             service="attention_pool",
             control_address=config.node.advertise_control or server.address,
@@ -105,11 +105,16 @@ async def serve(config: AttentionPoolConfig, process: Process) -> None:
                 free_blocks=holder.allocator.free,
                 lendable_blocks=holder.lendable_blocks,
                 running=len(holder.held()),
-                loans=holder.loans(),
+                # What a head group has lent counts once.
+                loans=holder.loans() if part is None or not part.number else {},
                 ready=server.ready and not process.stop.is_set(),
             ),
             started_ms=started_ms,
         )
+        if part is not None:
+            heads = ledger_pb2.HeadPart(group=config.head_group or "", number=part.number, parts=part.parts)
+            instance.heads.CopyFrom(heads)
+        return instance
 
     heartbeat = Heartbeat(config.ledger, describe)
     try:

@@ -14,6 +14,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from kvcommons.pb import ledger_pb2 as pb
+from services.ledger.head_groups import HeadGroups
 
 LENDERS = frozenset({"decode", "attention_pool"})
 CANDIDATES_MAX = 3
@@ -44,6 +45,8 @@ class Candidates:
         self._rng = rng
         self._known: dict[str, pb.Instance] = {}
         self._creditors: dict[str, _Creditor] = {}  # those that can lend, and have not refused
+        self._groups = HeadGroups()  # each a creditor, under its first part's id
+        self._grouped: dict[str, str] = {}  # by group, the id under which it was offered
         # Sorted, by model and rank, and those of each host.
         self._of_model: dict[tuple[bytes, int], list[_Entry]] = {}
         self._of_host: dict[tuple[bytes, int, str], list[_Entry]] = {}
@@ -58,10 +61,9 @@ class Candidates:
             if known.get(name) is not instance:
                 self._take(instance)
         for name in known.keys() - view.keys():
-            self._drop(name)
             self._refused.pop(name, None)
             self._slow.pop(name, None)
-            del known[name]
+            self._leave(known.pop(name))
 
     def heard(self, instance: pb.Instance) -> None:
         """A heartbeat: what the creditor says now counts again."""
@@ -99,6 +101,10 @@ class Candidates:
             self._promise(found[0], blocks)
         return [creditor.instance for creditor in found]
 
+    def shortfall(self, model: bytes) -> str:
+        """Why head groups of this model lend nothing; empty: none is to blame."""
+        return self._groups.shortfall(model)
+
     def _ranked(self, request: pb.CandidatesRequest, blocks: int, rank: int) -> list[_Creditor]:
         found: list[_Creditor] = []
         near = self._of_host.get((request.model, rank, request.host), ())
@@ -124,7 +130,34 @@ class Candidates:
         self._insert(creditor, left)
 
     def _take(self, instance: pb.Instance) -> None:
+        known = self._known.get(instance.id)
+        if known is not None and known.heads != instance.heads:
+            self._leave(known)  # another life of it, set up otherwise
         self._known[instance.id] = instance
+        if instance.HasField("heads"):
+            self._groups.take(instance)
+            self._regroup(instance.heads.group)
+        else:
+            self._offer(instance)
+
+    def _leave(self, instance: pb.Instance) -> None:
+        if instance.HasField("heads"):
+            self._groups.drop(instance)
+            self._regroup(instance.heads.group)
+        else:
+            self._drop(instance.id)
+
+    def _regroup(self, group: str) -> None:
+        """A part of it has changed."""
+        offered = self._grouped.pop(group, None)
+        if offered is not None:
+            self._drop(offered)
+        whole = self._groups.lender(group)
+        if whole is not None:
+            self._grouped[group] = whole.id
+            self._offer(whole)
+
+    def _offer(self, instance: pb.Instance) -> None:
         if instance.id in self._refused:
             return
         self._drop(instance.id)

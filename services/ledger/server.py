@@ -41,6 +41,7 @@ class LedgerService(rpc.LedgerServicer):
         self._candidates = candidates
         self._debts = debts
         self._heartbeat_ms = heartbeat_ms
+        self._shortfall = ""  # of head groups, that was logged last
         # By then every living instance that knows this replica alone has been heard again.
         self._complete_at = time.monotonic() + lease_s
 
@@ -71,7 +72,11 @@ class LedgerService(rpc.LedgerServicer):
         if not request.model:
             raise InvalidInput("model: the fingerprint of the debtor's model is needed", param="model")
         creditors = self._candidates.choose(request, time.monotonic())
-        return pb.CandidatesReply(creditors=creditors)
+        shortfall = self._candidates.shortfall(request.model)
+        if shortfall and shortfall != self._shortfall:
+            log.warning(shortfall)
+        self._shortfall = shortfall
+        return pb.CandidatesReply(creditors=creditors, shortfall=shortfall)
 
     async def ReportRefusal(self, request: pb.ReportRefusalRequest, context: Any) -> pb.ReportRefusalReply:
         report = self._candidates.slow if request.slow else self._candidates.refused

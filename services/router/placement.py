@@ -56,7 +56,8 @@ def room_blocks(
         return None
     lending = [load.total_blocks if load.lendable_blocks or load.loans else 0 for load in loads]
     lent = max(load.total_blocks + sum(lending) - mine for load, mine in zip(loads, lending, strict=True))
-    return lent + sum(instance.load.total_blocks for instance in _of_model(pools, model))
+    # The parts of a head group have the same blocks, a share of the heads each: one counts for all.
+    return lent + sum(one.load.total_blocks for one in _of_model(pools, model) if not one.heads.number)
 
 
 def served_models(

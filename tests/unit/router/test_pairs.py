@@ -7,7 +7,7 @@ import pytest
 
 from kvcommons.errors import ContextLengthExceeded
 from kvcommons.pb.common_pb2 import ModelInfo
-from kvcommons.pb.ledger_pb2 import Instance, Load
+from kvcommons.pb.ledger_pb2 import HeadPart, Instance, Load
 from services.router.fleet import Fleet
 from services.router.placement import Pair, choose_pair, room_blocks, served_models
 
@@ -102,6 +102,11 @@ def test_room_is_all_of_one_decode_and_of_all_others_that_lend() -> None:
     assert room_blocks(decodes, pools, MODEL) == 140
     decodes[1].load.loans["d1"] = 1
     assert room_blocks(decodes, pools, MODEL) == 140
+    heads = [instance(f"h{number}") for number in range(2)]
+    for number, pool in enumerate(heads):  # the same blocks, half of the heads each
+        pool.load.total_blocks = 50
+        pool.heads.CopyFrom(HeadPart(group="g", number=number, parts=2))
+    assert room_blocks(decodes, [*pools, *heads], MODEL) == 190
 
 
 def test_models_need_both_services() -> None:

@@ -1,0 +1,104 @@
+"""Pools with a part of the KV heads each: a creditor only together."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvcommons.pb import ledger_pb2 as pb
+from services.ledger.candidates import REFUSAL_S, SLOW_S, Candidates
+from tests.unit.ledger.test_candidates import MODEL, knowing, lender, request
+
+
+def part(
+    name: str, heads: str, lendable: int = 9, *, group: str = "g", model: bytes = MODEL, ready: bool = True
+) -> pb.Instance:
+    one = lender(name, lendable, service="attention_pool", model=model, ready=ready)
+    number, parts = heads.split("/")
+    one.heads.CopyFrom(pb.HeadPart(group=group, number=int(number), parts=int(parts)))
+    one.control_address = f"unix:/{name}"
+    return one
+
+
+def named(candidates: Candidates, blocks: int = 1, now: float = 0.0) -> list[str]:
+    return [one.id for one in candidates.choose(request(blocks), now)]
+
+
+def test_a_group_is_one_creditor_that_lends_what_its_smallest_part_can() -> None:
+    parts = [part("c", "2/3", 9), part("a", "0/3", 7), part("b", "1/3", 5)]
+    for some in ([], parts[:1], parts[:2], parts[1:]):
+        assert named(knowing(some)) == []
+    (group,) = knowing(parts).choose(request(6), 0.0)
+    assert (group.id, group.load.lendable_blocks) == ("a", 5)
+    assert [one.id for one in group.members] == ["a", "b", "c"]
+    assert group.members[2].control_address == "unix:/c"
+
+
+def test_groups_and_single_pools_stand_beside_each_other() -> None:
+    pools = [part(f"{group}{n}", f"{n}/2", 8, group=group) for group in "gh" for n in range(2)]
+    assert sorted(named(knowing([*pools, lender("single", 4)]))) == ["g0", "h0", "single"]
+    assert named(knowing([*pools[:3], lender("single", 4)])) == ["g0", "single"]
+
+
+def test_what_a_part_says_counts_and_a_part_that_goes_takes_the_group_with_it() -> None:
+    parts = {one.id: one for one in (part("a", "0/2"), part("b", "1/2"))}
+    candidates = knowing(list(parts.values()))
+    candidates.heard(part("b", "1/2", 3))
+    assert candidates.choose(request(), 0.0)[0].load.lendable_blocks == 3
+    candidates.heard(part("b", "1/2", 0))
+    assert named(candidates) == []
+    candidates.follow(parts)
+    candidates.heard(part("b", "1/2", 2))
+    assert named(candidates) == ["a"]
+    for gone in ("a", "b"):
+        candidates.follow({name: one for name, one in parts.items() if name != gone})
+        assert named(candidates) == []
+        candidates.follow(parts)
+        assert named(candidates) == ["a"]
+    candidates.heard(part("b", "1/2", ready=False))
+    assert named(candidates) == []
+
+
+def test_one_that_lives_again_as_something_else() -> None:
+    candidates = knowing([part("a", "0/2"), part("b", "1/2")])
+    candidates.heard(lender("b", 4))
+    assert named(candidates) == ["b"]
+    candidates.heard(lender("a", 4))
+    assert sorted(named(candidates)) == ["a", "b"]
+    candidates.heard(part("a", "1/2", group="other"))
+    candidates.heard(part("b", "0/2", group="other"))
+    assert named(candidates) == ["b"]
+
+
+def test_a_refusal_and_slowness_are_the_groups() -> None:
+    candidates = knowing([part("a", "0/2"), part("b", "1/2"), lender("single", 2)])
+    candidates.refused("a", 0.0)
+    candidates.heard(part("b", "1/2"))
+    assert named(candidates, now=0.1) == ["single"]
+    assert sorted(named(candidates, now=REFUSAL_S)) == ["a", "single"]
+    candidates.slow("a", REFUSAL_S)
+    assert named(candidates, now=REFUSAL_S) == ["single"]
+    assert sorted(named(candidates, now=REFUSAL_S + SLOW_S)) == ["a", "single"]
+
+
+@pytest.mark.parametrize(
+    ("pools", "says"),
+    [
+        ([part("a", "0/3")], "head group 'g' lacks 1/3, 2/3: start a pool for each"),
+        ([part("a", "0/2"), part("b", "1/2", ready=False)], "lacks 1/2"),
+        ([part("a", "0/2"), part("b", "1/2"), part("c", "1/2")], "part 1/2 more than once (b, c)"),
+        ([part("a", "0/2"), part("b", "1/4")], "parts of different numbers (a 0/2, b 1/4)"),
+        (
+            [part("a", "0/2"), part("b", "1/2", model=b"n" * 32)],
+            "parts of different models (a 6d6d6d6d6d6d, b 6e6e6e6e6e6e): start all with one model",
+        ),
+    ],
+)
+def test_it_is_said_what_is_wrong_with_a_group(pools: list[pb.Instance], says: str) -> None:
+    candidates = knowing(pools)
+    assert named(candidates) == []
+    assert says in candidates.shortfall(MODEL)
+    assert candidates.shortfall(b"x" * 32) == ""
+
+
+def test_nothing_is_wrong_with_a_group_that_has_no_room() -> None:
+    assert knowing([part("a", "0/2"), part("b", "1/2", 0)]).shortfall(MODEL) == ""
