@@ -3,31 +3,18 @@ room for, and parts of a step add up to it."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.system.bench import bench
+
 
 @pytest.mark.slow
 def test_every_kind_is_told(tmp_path: Path) -> None:
-    result, picture = tmp_path / "offload.json", tmp_path / "offload.png"
-    code = "import sys; from benchmarks.cli import main; sys.exit(main(sys.argv[1:]))"
-    options = ["--random-model", "7m", "--contexts", "64", "512", "--batch", "2", "--answer", "20"]
-    command = [sys.executable, "-c", code, "offload", *options, "--rounds", "1", "--seconds", "1.5"]
-    done = subprocess.run(
-        [*command, "--json", str(result), "--picture", str(picture)],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=180,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads(result.read_text())
+    picture = tmp_path / "offload.png"
+    sizes = ("--contexts", "64", "512", "--batch", "2", "--answer", "20", "--rounds", "1", "--seconds", "1.5")
+    report = bench(tmp_path / "offload.json", "offload", *sizes, "--picture", str(picture))
     assert [(row["context"], row["how"]) for row in report["rows"]] == [
         (context, how) for context in (64, 512) for how in ("local", "offload", "offload, pipelined")
     ]

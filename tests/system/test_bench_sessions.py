@@ -2,26 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
-
-def bench(report: Path, *arguments: str) -> Any:
-    code = "import sys; from benchmarks.cli import main; sys.exit(main(sys.argv[1:]))"
-    done = subprocess.run(
-        [sys.executable, "-c", code, *arguments, "--random-model", "7m", "--json", str(report)],
-        check=False,
-        capture_output=True,
-        text=True,
-        timeout=180,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return json.loads(report.read_text())
+from tests.system.bench import bench
 
 
 def test_a_lone_session_is_read_from_the_store(tmp_path: Path) -> None:
