@@ -18,7 +18,8 @@ import argparse
 import asyncio
 import random
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from benchmarks.random_model import write_random_model
 from benchmarks.report import Report, Row, p50
 from benchmarks.streams import Stream, arrive, ask, at_once, prompt
 from devstack.running import RunningStack
+from kvcommons.errors import InvalidInput
 
 Progress = Callable[[str], None]
 PARTS = ("reach", "migration", "contexts", "rates")
@@ -39,8 +41,8 @@ MODES = ("two that share", "one large")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """Tokens; `room` is an instance's in `contexts`, `rates_room` in `rates`, `holder` a holder's in the other
-    two."""
+    """Tokens; `room` is an instance's for contexts, `rates_room` for rates, `holder` a holder's for the other
+    two parts."""
 
     parts: tuple[str, ...]
     size: str
@@ -102,25 +104,27 @@ def _run(options: argparse.Namespace, progress: Progress) -> Report:
         requests=options.requests, seed=options.seed,
     )  # fmt: skip
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory(prefix="kvcommons-bench-") as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory(prefix="kvcommons-bench-") as temporary:
+        folder = Path(temporary)
         if "migration" in setting.parts:
             rows += _migration(folder / "moved", setting, progress)
         if set(setting.parts) - {"migration"}:
-            window = max(2 * setting.reach, 4 * setting.room)
+            longest = max(tokens for tokens, _ in setting.reaches)
+            window = 2 * max(longest, 2 * setting.room, 2 * setting.rates_room)
             model = write_random_model(folder, setting.size, progress, window_tokens=window)
-            if "reach" in setting.parts:
-                rows += _reach(folder, model, setting, progress)
-            if {"contexts", "rates"} & set(setting.parts):
-                rows += _batches(folder, model, setting, progress)
+            for number, (tokens, holders) in enumerate(setting.reaches if "reach" in setting.parts else ()):
+                rows += _reach(folder / f"reach-{number}", model, tokens, holders, setting, progress)
+            for name, rows_of in (("contexts", _contexts), ("rates", _rates)):
+                for number, mode in enumerate(MODES if name in setting.parts else ()):
+                    rows += rows_of(folder / f"{name}-{number}", model, mode, setting, progress)
     return Report(title="contexts longer than an instance", ratios=_ratios(rows), rows=rows)
 
 
 def _tables(
-    capacity_tokens: int, threads: int, prefill_tokens: int | None = None
+    capacity_tokens: int, threads: int, *, prefill_tokens: int | None = None, prefill_threads: int = 1
 ) -> dict[str, dict[str, Any]]:
     shared = {"block_tokens": BLOCK_TOKENS, "capacity_tokens": capacity_tokens, "threads": threads}
-    prefill = {**shared, "threads": 1, "capacity_tokens": prefill_tokens or capacity_tokens}
+    prefill = {**shared, "threads": prefill_threads, "capacity_tokens": prefill_tokens or capacity_tokens}
     return {
         "prefill": {**prefill, "push_deadline_s": 30.0},
         "decode": {**shared, "attend_deadline_s": 30.0, "lend_share": 1.0},
@@ -128,21 +132,24 @@ def _tables(
     }
 
 
-def _reach(folder: Path, model: Path, setting: Setting, progress: Progress) -> list[Row]:
+def _reach(
+    folder: Path, model: Path, tokens: int, holders: int, setting: Setting, progress: Progress
+) -> list[Row]:
     """Time to the first token and between tokens."""
     kinds = {
-        f"{1 + setting.holders} holders of {setting.holder:,}": (setting.holder, setting.holders),
-        "one large": (setting.reach + setting.holder, 0),
+        f"{1 + holders} holders of {setting.holder:,}": (setting.holder, holders),
+        "one large": (tokens + setting.holder, 0),
     }
     rows: list[Row] = []
     for number, (how, (capacity, pools)) in enumerate(kinds.items()):
-        progress(f"a sequence of {setting.reach:,} tokens, {how}")
+        progress(f"a sequence of {tokens:,} tokens, {how}")
         flags: dict[str, Any] = {"model": str(model), "attention_pool": max(pools, 1)}
-        with RunningStack(folder / f"reach-{number}", tables=_tables(capacity, 1), **flags) as stack:
-            got = ask(stack.client, prompt(setting.seed, setting.reach), setting.answer)
+        tables = _tables(capacity, 1, prefill_threads=2)
+        with RunningStack(folder / str(number), tables=tables, **flags) as stack:
+            got = ask(stack.client, prompt(setting.seed, tokens), setting.answer)
         rows.append(
             {
-                "part": f"{setting.reach:,} tokens",
+                "part": f"{tokens:,} tokens",
                 "how": how,
                 "TTFT s": got.first_s,
                 "ms/token": 1e3 * p50(got.gaps_s()),
@@ -188,39 +195,42 @@ def _migration(folder: Path, setting: Setting, progress: Progress) -> list[Row]:
     ]
 
 
-def _batches(folder: Path, model: Path, setting: Setting, progress: Progress) -> list[Row]:
-    """Of both modes; prefill is the same for both, and has room for everything."""
-    rows: list[Row] = []
-    ample = 4 * setting.room
-    for number, mode in enumerate(MODES):
-        shares = mode == MODES[0]
-        flags: dict[str, Any] = {"model": str(model), "decode": 2 if shares else 1, "attention_pool": 1}
-        tables = _tables(setting.room if shares else 2 * setting.room, 1 if shares else 2, ample)
-        tables["decode"]["placement"] = "overflow" if shares else "local"
-        tables["attention_pool"]["capacity_tokens"] = BLOCK_TOKENS  # for nobody
-        progress(f"starting {mode}")
-        with RunningStack(folder / f"batches-{number}", tables=tables, **flags) as stack:
-            if "contexts" in setting.parts:
-                for context in setting.contexts:
-                    progress(f"{context:,} tokens, {mode}")
-                    rows.append({"part": "contexts", "how": mode, **_context(stack, context, setting)})
-            if "rates" in setting.parts:
-                for share in setting.long_shares:
-                    for rate in setting.rates:
-                        progress(f"{rate:g} requests a second, {share:.0%} long, {mode}")
-                        rows.append({"part": "rates", "how": mode, **_rate(stack, rate, share, setting)})
-    return rows
+@contextmanager
+def _instances(folder: Path, model: Path, mode: str, room: int) -> Iterator[RunningStack]:
+    """Two instances of that room which lend to each other, or one of twice the room and the threads. Prefill
+    is the same for both, and has room for everything."""
+    shares = mode == MODES[0]
+    flags: dict[str, Any] = {"model": str(model), "decode": 2 if shares else 1, "attention_pool": 1}
+    tables = _tables(room if shares else 2 * room, 1 if shares else 2, prefill_tokens=4 * room)
+    tables["decode"]["placement"] = "overflow" if shares else "local"
+    tables["attention_pool"]["capacity_tokens"] = BLOCK_TOKENS  # for nobody
+    with RunningStack(folder, tables=tables, **flags) as stack:
+        yield stack
 
 
-def _context(stack: RunningStack, context: int, setting: Setting) -> Row:
+def _contexts(folder: Path, model: Path, mode: str, setting: Setting, progress: Progress) -> list[Row]:
     """Tokens a second while all of the largest batch decode."""
-    whole = context + setting.answer + BLOCK_TOKENS
-    count = max(1, 2 * setting.room // whole)
-    prompts = [prompt(1000 * context + number, context) for number in range(count)]
-    for one in prompts:
-        ask(stack.client, one, WARM_TOKENS)
-    streams = at_once(stack.client, prompts, setting.answer)
-    return {"context": context, "batch": count, "tokens/s": together(streams)}
+    rows: list[Row] = []
+    progress(f"starting {mode}")
+    with _instances(folder, model, mode, setting.room) as stack:
+        for context in setting.contexts:
+            progress(f"{context:,} tokens, {mode}")
+            whole = context + setting.answer + BLOCK_TOKENS
+            count = max(1, 2 * setting.room // whole)
+            prompts = [prompt(1000 * context + number, context) for number in range(count)]
+            for one in prompts:
+                ask(stack.client, one, WARM_TOKENS)
+            streams = at_once(stack.client, prompts, setting.answer)
+            rows.append(
+                {
+                    "part": "contexts",
+                    "how": mode,
+                    "context": context,
+                    "batch": count,
+                    "tokens/s": together(streams),
+                }
+            )
+    return rows
 
 
 def together(streams: Sequence[Stream]) -> float:
@@ -234,18 +244,29 @@ def together(streams: Sequence[Stream]) -> float:
     return sum(began_s < at_s <= ended_s for one in streams for at_s in one.times_s) / (ended_s - began_s)
 
 
+def _rates(folder: Path, model: Path, mode: str, setting: Setting, progress: Progress) -> list[Row]:
+    rows: list[Row] = []
+    progress(f"starting {mode}")
+    with _instances(folder, model, mode, setting.rates_room) as stack:
+        for share in setting.long_shares:
+            for rate in setting.rates:
+                progress(f"{rate:g} requests a second, {share:.0%} long, {mode}")
+                rows.append({"part": "rates", "how": mode, **_rate(stack, rate, share, setting)})
+    return rows
+
+
 def _rate(stack: RunningStack, rate: float, long_share: float, setting: Setting) -> Row:
     """Short requests are up to a quarter of an instance, long ones up to one and a half of it."""
     # Of its own: prompts that another point asked for before would be found again.
     dice = random.Random(f"{setting.seed} {rate} {long_share}")
-    bounds = {False: (256, setting.room // 4), True: (setting.room // 2, setting.room * 3 // 2)}
+    room = setting.rates_room
+    bounds = {False: (room // 16, room // 4), True: (room // 2, room * 3 // 2)}
     starts_s: list[float] = []
-    at_s = dice.expovariate(rate)
-    while at_s < setting.seconds:
-        starts_s.append(at_s)
-        at_s += dice.expovariate(rate)
+    for _ in range(setting.requests):
+        starts_s.append(dice.expovariate(rate) + (starts_s[-1] if starts_s else 0.0))
     # The share is kept exactly, as far as whole requests allow; which ones are long is chance.
-    long = [number < round(long_share * len(starts_s)) for number in range(len(starts_s))]
+    longs = max(round(long_share * setting.requests), 1)
+    long = [number < longs for number in range(setting.requests)]
     dice.shuffle(long)
     prompts = [prompt(dice.randrange(1 << 30), dice.randint(*bounds[one])) for one in long]
     streams = arrive(stack.client, starts_s, prompts, setting.answer)
@@ -254,6 +275,7 @@ def _rate(stack: RunningStack, rate: float, long_share: float, setting: Setting)
     return {
         "requests/s": rate,
         "long %": 100 * long_share,
+        "long": longs,
         "tokens/s": tokens / took_s,
         "s/answer": sum(one.ended_s for one in streams) / len(streams),
     }
