@@ -8,9 +8,8 @@ released while an operation is under way on it keeps its blocks until that opera
 
 Within one handle generations tell accesses apart. `freeze` begins one, which the owner names: the leading
 blocks are not written any more, so that they can be copied elsewhere while accesses of the generation before
-go on. `trim` ends that:
-the frozen blocks are given back once the older accesses under way have ended, and new ones of an older
-generation are refused. The blocks that stay keep their indices."""
+go on. `trim` ends that: the frozen blocks are given back once the older accesses under way have ended, and
+new ones of an older generation are refused. The blocks that stay keep their indices."""
 
 from __future__ import annotations
 
@@ -22,6 +21,7 @@ from dataclasses import dataclass, field
 from kvcommons.errors import CapacityExhausted, Conflict, InvalidInput, StaleEpoch
 from kvcommons.holder.pledges import Pledges, check_lease
 from kvcommons.rblock.allocator import BlockAllocator
+from kvcommons.telemetry.events import unobserved
 
 
 def new_epoch() -> int:
@@ -77,7 +77,7 @@ class Segment:
         return self.blocks + [block for parting in self.parting for block in parting.blocks]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen, which makes them slowly: there is one for each row of a layer
 class Pin:
     """An access under way."""
 
@@ -275,14 +275,16 @@ class SegmentTable:
         pin = Pin(segment, self._next_pin)
         self._next_pin += 1
         segment.pins.add(pin.number)
-        self._tell("pin", ref.handle, generation=ref.generation, pin=pin.number)
+        if self._watched:
+            self._tell("pin", ref.handle, generation=ref.generation, pin=pin.number)
         return pin
 
     def unpin(self, pin: Pin) -> None:
         segment = pin.segment
         assert pin.number in segment.pins, "unpinned more often than pinned"
         segment.pins.remove(pin.number)
-        self._tell("unpin", segment.handle, pin=pin.number)
+        if self._watched:
+            self._tell("unpin", segment.handle, pin=pin.number)
         if segment.parting:
             self._part(segment)
         if segment.released and not segment.pins:
@@ -344,6 +346,10 @@ class SegmentTable:
 
     def _tell(self, event: str, handle: int, **facts: object) -> None:
         self._allocator.observe(event, handle=handle, epoch=self.epoch, **facts)
+
+    @property
+    def _watched(self) -> bool:
+        return self._allocator.observe is not unobserved  # pins come by the thousand
 
     def _borrowable(self, blocks: int) -> list[int]:
         if not blocks:
