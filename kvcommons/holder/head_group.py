@@ -39,7 +39,7 @@ _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _UNDO_S = 2.0  # for what is taken back, of each part
-_WORDINGS = 4  # that are kept: one for each batch that takes turns, and one for each that ends
+_WORDINGS = 32  # that are kept: of batches that take turns, each in mini-batches
 
 
 @dataclass(frozen=True, slots=True)

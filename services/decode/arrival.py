@@ -17,6 +17,7 @@ from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import common_pb2 as pb
 from kvcommons.rblock.identity import reusable_blocks
 from kvcommons.transport.deadline import Deadline
+from services.decode.creditors import place_of
 from services.decode.engine import DecodeEngine
 from services.decode.gate import Go, Missing, StartGate
 from services.decode.lenders import Lenders
@@ -277,17 +278,7 @@ class Arrivals:
                 blocks=len(own),
             )
         ]
-        placements += [
-            pb.Placement(
-                data_address=run.holder.data_address,
-                handle=run.ref.handle,
-                epoch=run.ref.epoch,
-                first_block=run.first_block,
-                blocks=run.count,
-            )
-            for run in runs
-            if isinstance(run, RemoteRun)
-        ]
+        placements += [place_of(run) for run in runs if isinstance(run, RemoteRun)]
         return ref, placements
 
     def _cut_short(self, arrival: Arrival) -> None:

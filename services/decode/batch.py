@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvcommons.attention.partial import Partial, merge
-from kvcommons.holder.client import RemoteHolder
+from kvcommons.holder.creditor import Creditor
 from services.decode.sequence import LocalRun, RemoteRun, Sequence
 
 
@@ -56,7 +56,7 @@ class RemoteSegment:
 class HolderShare:
     """What one other holder attends over for this batch, or a mini-batch of that."""
 
-    holder: RemoteHolder
+    holder: Creditor
     segments: list[RemoteSegment]
     rows: Tensor  # [segments]
     heads: Tensor  # those segments that lie in their sequence's head
@@ -202,7 +202,7 @@ class Batch:
         return whole
 
     def _share_out(self, mini_batches: int) -> None:
-        by_holder: dict[RemoteHolder, list[RemoteSegment]] = {}
+        by_holder: dict[Creditor, list[RemoteSegment]] = {}
         for row, sequence in enumerate(self.sequences):
             for run in sequence.remote_runs():
                 segment = RemoteSegment(row=row, run=run, tail=run is sequence.tail)
@@ -223,7 +223,7 @@ class Batch:
         self._in_order = [share.groups for share in self.shares] if ordered else None
         self._row_order = rows
 
-    def share(self, holder: RemoteHolder, segments: list[RemoteSegment]) -> HolderShare:
+    def share(self, holder: Creditor, segments: list[RemoteSegment]) -> HolderShare:
         """What a holder is asked for when these are its segments."""
         rows = [segment.row for segment in segments]
         heads = [i for i, one in enumerate(segments) if self.sequences[one.row].in_head(one.run)]

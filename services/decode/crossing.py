@@ -8,7 +8,7 @@ from contextlib import suppress
 from typing import Any
 
 from kvcommons.errors import KVCommonsError
-from kvcommons.holder.client import RemoteHolder
+from kvcommons.holder.creditor import Creditor
 from services.decode.arrival import Arrivals
 from services.decode.engine import DecodeEngine
 from services.decode.lenders import Lenders
@@ -38,7 +38,7 @@ class Crossing:
 
     def borrow(self, sequence: Sequence) -> None:
         tail = sequence.tail if isinstance(sequence.tail, RemoteRun) else None
-        avoid: list[RemoteHolder] = []
+        avoid: list[Creditor] = []
         if sequence.next_block() is Next.NEW_HOLDER:
             tail, avoid = None, [run.holder for run in sequence.remote_runs()]
         request_id, blocks = sequence.generation.request_id, sequence.blocks
@@ -72,14 +72,14 @@ class Crossing:
                 arrival.stream.step(step)
 
     def _borrow(
-        self, key: int, request_id: str, tail: RemoteRun | None, avoid: list[RemoteHolder], blocks: int
+        self, key: int, request_id: str, tail: RemoteRun | None, avoid: list[Creditor], blocks: int
     ) -> None:
         task = self._loop.create_task(self._extend(key, request_id, tail, avoid, blocks))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
     async def _extend(
-        self, key: int, request_id: str, tail: RemoteRun | None, avoid: list[RemoteHolder], blocks: int
+        self, key: int, request_id: str, tail: RemoteRun | None, avoid: list[Creditor], blocks: int
     ) -> None:
         try:
             run = await self._lenders.extend(

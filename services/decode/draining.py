@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Gauge
 
 from kvcommons.engine.core import Core
 from kvcommons.errors import KVCommonsError
-from kvcommons.holder.client import RemoteHolder
+from kvcommons.holder.creditor import Creditor
 from services.decode.lenders import Lenders
 from services.decode.moving import SPARE_SHARE, Mover
 from services.decode.rounds import Rounds
@@ -42,7 +42,7 @@ class Draining:
             except KVCommonsError as error:
                 log.info("blocks stay at a slow holder: %s", error.message)
 
-    async def _drain(self, holder: RemoteHolder) -> None:
+    async def _drain(self, holder: Creditor) -> None:
         home = await self._mover.bring_home(BLOCKS, holder=holder, spare=self._spare)
         if home < BLOCKS:
             await self._mover.send_away(BLOCKS - home, holder)

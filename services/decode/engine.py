@@ -19,7 +19,7 @@ from kvcommons.engine.core import Core
 from kvcommons.engine.keeper import BlockKeeper
 from kvcommons.errors import CapacityExhausted, Internal, KVCommonsError, Unavailable
 from kvcommons.holder.budget import AttentionBudget
-from kvcommons.holder.client import RemoteHolder
+from kvcommons.holder.creditor import Creditor
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import common_pb2 as pb
 from services.decode.batch import Batch
@@ -131,7 +131,7 @@ class DecodeEngine:
         """The other answer to `borrow`: nobody lends."""
         self._post(lambda: self._refused(key))
 
-    def survey(self, holder: RemoteHolder | None = None) -> Future[list[Movable]]:
+    def survey(self, holder: Creditor | None = None) -> Future[list[Movable]]:
         """What could move, of one holder's or of all, oldest sequence first."""
         answer: Future[list[Movable]] = Future()
         self._post(lambda: answer.set_result(self._survey(holder)))
@@ -294,7 +294,7 @@ class DecodeEngine:
             self._preempt(self._scheduler.victim_for(key, freed_by(self._sequences)))
         self._scheduler.borrowed(key)
 
-    def _survey(self, holder: RemoteHolder | None) -> list[Movable]:
+    def _survey(self, holder: Creditor | None) -> list[Movable]:
         return [
             Movable.of(sequence, run)
             for _, sequence in sorted(self._sequences.items())

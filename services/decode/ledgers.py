@@ -24,6 +24,7 @@ class Ledgers:
         self._debtor = debtor
         self._host = host
         self._model = model
+        self.shortfall = ""  # of head groups, as the last answer had it; to be put behind a sentence
 
     async def close(self) -> None:
         for channel in self._channels.values():
@@ -39,6 +40,7 @@ class Ledgers:
                 log.info("a ledger does not answer: %s", error.message, extra={"ledger": address})
                 self._last(address)
                 continue
+            self.shortfall = f" ({reply.shortfall})" if reply.shortfall else ""
             return list(reply.creditors)
         return []
 

@@ -12,15 +12,16 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from kvcommons.errors import CapacityExhausted, DataLoss, DeadlineExceeded, KVCommonsError, Unavailable
-from kvcommons.holder.client import RemoteHolder
+from kvcommons.holder.creditor import Creditor
+from kvcommons.holder.head_group import HeadGroup
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import ledger_pb2
 from kvcommons.telemetry.events import Observe, unobserved
 from kvcommons.transport.base import Observer
+from services.decode.creditors import Creditors, Debtor, devices
 from services.decode.ledgers import Ledgers
 from services.decode.saves import BlockSave, Saves
 from services.decode.sequence import RemoteRun
@@ -34,21 +35,6 @@ TRIM_PAUSE_S = 0.5  # before it is told again
 GROW_TRIES = 2  # of a growth without an answer: it may have happened
 ROUNDS = 2  # times that the ledger is asked for candidates in vain
 PAUSE_S = 0.25  # before a sequence asks again: heartbeats may tell of other room
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Debtor:
-    """Who borrows, and for which model."""
-
-    instance_id: str
-    model: bytes
-    block_tokens: int
-
-
-@dataclass(slots=True)
-class _Creditor:
-    instance_id: str
-    holder: RemoteHolder
 
 
 @dataclass(slots=True, kw_only=True)
@@ -80,31 +66,30 @@ class Lenders:
         self._debtor = debtor
         self._slowness = slowness
         self._observe = observe
-        self._lease_ms = lease_ms
         self._lost = lost
-        self._observer = observer
         self._ledgers = ledgers
-        self._creditors: dict[tuple[str, str], _Creditor] = {}  # by control and data address
-        self._loans: dict[tuple[RemoteHolder, SegmentRef], _Loan] = {}
+        self._creditors = Creditors(
+            debtor, lease_s=lease_ms / 1000, lost=self._lose, waited=slowness.waited, observer=observer
+        )
+        self._loans: dict[tuple[Creditor, SegmentRef], _Loan] = {}
         self._reported: set[str] = set()  # as slow, by data address
         self._tasks: set[asyncio.Task[None]] = set()
         self._saves = Saves(timeout_s=CALL_S)
 
     async def close(self) -> None:
         """Gives back what is left, for a bounded time."""
-        left: dict[RemoteHolder, list[SegmentRef]] = {}
+        left: dict[Creditor, list[SegmentRef]] = {}
         for holder, ref in self._loans:
             left.setdefault(holder, []).append(ref)
             self._tell("give_back", ref)
         await asyncio.gather(*self._tasks, *(self._release(holder, refs) for holder, refs in left.items()))
-        for creditor in self._creditors.values():
-            await creditor.holder.close()
+        await self._creditors.close()
         await self._ledgers.close()
 
     def debts(self) -> dict[str, int]:
         """Blocks borrowed, by creditor."""
         owed: dict[str, int] = {}
-        names = {creditor.holder: creditor.instance_id for creditor in self._creditors.values()}
+        names = self._creditors.names()
         for (holder, _), loan in self._loans.items():
             owed[names[holder]] = owed.get(names[holder], 0) + loan.blocks
         return owed
@@ -116,7 +101,7 @@ class Lenders:
         *,
         blocks: int,
         first_block: int,
-        avoid: Collection[RemoteHolder] = (),
+        avoid: Collection[Creditor] = (),
         balance: bool = False,
     ) -> list[RemoteRun]:
         """Runs that together hold `blocks`, in order, from `first_block` of sequence `key` on: on holders to
@@ -154,7 +139,7 @@ class Lenders:
         self.give_back(runs)
         raise CapacityExhausted(
             f"{blocks} blocks do not fit here and nobody lends them: retry later, or add an attention_pool "
-            "instance",
+            f"instance{self._ledgers.shortfall}",
             retry_after_ms=500,
         )
 
@@ -166,7 +151,7 @@ class Lenders:
         tail: RemoteRun | None,
         blocks: int,
         first_block: int,
-        avoid: Collection[RemoteHolder] = (),
+        avoid: Collection[Creditor] = (),
     ) -> RemoteRun:
         """One run of at most `blocks` more, where the sequence's `tail` is if it has room there; on a holder
         to `avoid` only where there is no other. Raises CapacityExhausted."""
@@ -189,11 +174,13 @@ class Lenders:
                 run = await self._reserve(key, name, instance, want, first_block)
                 if run is not None:
                     return run
-        raise CapacityExhausted("nobody lends the sequence another block", retry_after_ms=500)
+        raise CapacityExhausted(
+            f"nobody lends the sequence another block{self._ledgers.shortfall}", retry_after_ms=500
+        )
 
     def give_back(self, runs: Sequence[RemoteRun]) -> None:
         """In the background; what a creditor does not hear of, it reclaims when the lease runs out."""
-        by_holder: dict[RemoteHolder, list[SegmentRef]] = {}
+        by_holder: dict[Creditor, list[SegmentRef]] = {}
         for run in runs:
             if self._loans.pop((run.holder, run.ref), None) is not None:
                 self._tell("give_back", run.ref)
@@ -201,34 +188,35 @@ class Lenders:
         for holder, refs in by_holder.items():
             self._spawn(self._release(holder, refs))
 
-    def creditor(self, instance_id: str) -> RemoteHolder | None:
+    def creditor(self, instance_id: str) -> Creditor | None:
         """By its id; None where nothing was ever borrowed from it."""
-        found = (one.holder for one in self._creditors.values() if one.instance_id == instance_id)
-        return next(found, None)
+        return self._creditors.find(instance_id)
 
-    async def look_for_slow(self) -> list[RemoteHolder]:
+    async def look_for_slow(self) -> list[Creditor]:
         """Those that owe their slowness an explanation: slow, and blocks of this instance lie there. The
         ledger is told."""
         owed: Counter[str] = Counter()
         for (holder, _), loan in self._loans.items():
             owed[holder.data_address] += loan.blocks
         slow = set(self._slowness.look(owed))
-        found = [one for one in self._creditors.values() if one.holder.data_address in slow]
-        for creditor in found:
-            if creditor.holder.data_address not in self._reported:
-                log.warning("a creditor is slow", extra={"creditor": creditor.instance_id})
-            await self._ledgers.refused(creditor.instance_id, slow=True)
-        self._reported = {one.holder.data_address for one in found}
-        return [one.holder for one in found if owed[one.holder.data_address]]
+        found = {one: name for one, name in self._creditors.names().items() if one.data_address in slow}
+        for creditor, name in found.items():
+            if creditor.data_address not in self._reported:
+                log.warning("a creditor is slow", extra={"creditor": name})
+            await self._ledgers.refused(name, slow=True)
+        self._reported = {one.data_address for one in found}
+        return [one for one in found if owed[one.data_address]]
 
     async def elsewhere(
-        self, key: int, name: str, *, blocks: int, first_block: int, but: RemoteHolder
+        self, key: int, name: str, *, blocks: int, first_block: int, but: Creditor
     ) -> RemoteRun | None:
         """One run of `blocks` on another holder than `but`, and on none that is slow; None where none has so
-        much."""
-        for instance in await self._ledgers.candidates(blocks):
-            holder = self._holder(instance)
-            if holder is but or self._is_slow(holder) or instance.load.lendable_blocks < blocks:
+        much. What lies on a head group goes to no other, nor does anything go there: nobody copies it."""
+        for instance in [] if isinstance(but, HeadGroup) else await self._ledgers.candidates(blocks):
+            holder = self._creditors.of(instance)
+            if holder is but or isinstance(holder, HeadGroup):
+                continue
+            if self._is_slow(holder) or instance.load.lendable_blocks < blocks:
                 continue
             run = await self._reserve(key, name, instance, blocks, first_block)
             if run is not None:
@@ -237,9 +225,7 @@ class Lenders:
                 self.give_back([run])
         return None
 
-    async def trim(
-        self, run_holder: RemoteHolder, ref: SegmentRef, blocks: int, settlement: str = ""
-    ) -> None:
+    async def trim(self, run_holder: Creditor, ref: SegmentRef, blocks: int, settlement: str = "") -> None:
         """`blocks` frozen ones have moved and nobody reads them here any more. A creditor that does not
         answer is told again for as long as the segment is borrowed: these blocks are owed by nobody."""
         loan = self._loans.get((run_holder, ref))
@@ -257,7 +243,7 @@ class Lenders:
             if loan is not None and loan.blocks == 0:
                 await self._release(run_holder, [ref])
 
-    async def _trim_again(self, holder: RemoteHolder, ref: SegmentRef, settlement: str) -> None:
+    async def _trim_again(self, holder: Creditor, ref: SegmentRef, settlement: str) -> None:
         while ref in holder.borrowed:
             try:
                 await holder.trim(ref, settlement=settlement, timeout_s=CALL_S)
@@ -274,16 +260,17 @@ class Lenders:
         self,
         instances: list[ledger_pb2.Instance],
         blocks: int,
-        avoid: Collection[RemoteHolder],
+        avoid: Collection[Creditor],
         balance: bool,
     ) -> list[ledger_pb2.Instance]:
-        """In the ledger's order but for what the sequence's policy wants, and for who is slow."""
+        """In the ledger's order but for what the sequence's policy wants, and for who is slow. Attention
+        takes as long as the device that has most to read, and a head group's share it."""
         owed = self.debts() if balance else {}
 
-        def rank(instance: ledger_pb2.Instance) -> tuple[bool, bool, bool, int]:
+        def rank(instance: ledger_pb2.Instance) -> tuple[bool, bool, bool, float]:
             partly = balance and instance.load.lendable_blocks < blocks
-            holder = self._holder(instance)
-            return self._is_slow(holder), holder in avoid, partly, owed.get(instance.id, 0)
+            holder, owes = self._creditors.of(instance), owed.get(instance.id, 0)
+            return self._is_slow(holder), holder in avoid, partly, owes / devices(instance)
 
         return sorted(instances, key=rank)
 
@@ -292,7 +279,7 @@ class Lenders:
     ) -> RemoteRun | None:
         """At most `blocks`: what the ledger knows of the creditor is a heartbeat old, so that less is asked
         for when it has not that many. None where it refuses altogether."""
-        holder = self._holder(instance)
+        holder = self._creditors.of(instance)
         position = first_block * self._debtor.block_tokens
         while True:
             try:
@@ -335,7 +322,7 @@ class Lenders:
     def _tell(self, event: str, ref: SegmentRef, **facts: object) -> None:
         self._observe(event, handle=ref.handle, epoch=ref.epoch, **facts)
 
-    async def _release(self, holder: RemoteHolder, refs: Sequence[SegmentRef]) -> None:
+    async def _release(self, holder: Creditor, refs: Sequence[SegmentRef]) -> None:
         await self._saves.ended(holder, refs, CALL_S)
         try:
             await holder.release(refs, timeout_s=CALL_S)
@@ -346,25 +333,7 @@ class Lenders:
                 extra={"creditor": holder.control_address},
             )
 
-    def _holder(self, instance: ledger_pb2.Instance) -> RemoteHolder:
-        place = (instance.control_address, instance.data_address)
-        known = self._creditors.get(place)
-        if known is None:
-            holder = RemoteHolder(
-                *place,
-                owner=self._debtor.instance_id,
-                model=self._debtor.model,
-                lost=lambda refs: self._lose(holder, refs),
-                lease_s=self._lease_ms / 1000,
-                observer=self._observer,
-            )
-            holder.waited = partial(self._slowness.waited, holder.data_address)
-            holder.start()
-            known = self._creditors[place] = _Creditor(instance.id, holder)
-        known.instance_id = instance.id  # another life of it, maybe
-        return known.holder
-
-    def _lose(self, holder: RemoteHolder, refs: Sequence[SegmentRef]) -> None:
+    def _lose(self, holder: Creditor, refs: Sequence[SegmentRef]) -> None:
         for ref in refs:
             loan = self._loans.pop((holder, ref), None)
             if loan is not None:
@@ -375,7 +344,7 @@ class Lenders:
                 )
                 self._lost(loan.key, error)
 
-    def _is_slow(self, holder: RemoteHolder) -> bool:
+    def _is_slow(self, holder: Creditor) -> bool:
         return self._slowness.slow(holder.data_address)
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:

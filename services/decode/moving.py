@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 
 from kvcommons.engine.core import Core
 from kvcommons.errors import CapacityExhausted, KVCommonsError
-from kvcommons.holder.client import RemoteHolder
 from kvcommons.holder.copying import copy_blocks
+from kvcommons.holder.creditor import Creditor
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.transport.deadline import Deadline
 from services.decode.engine import DecodeEngine
@@ -48,7 +48,7 @@ class Move:
     switched: bool = False
 
     @property
-    def holder(self) -> RemoteHolder:
+    def holder(self) -> Creditor:
         return self.of.run.holder
 
 
@@ -65,7 +65,7 @@ class Mover:
         self._lenders = lenders
         self._metrics = metrics
         self._observe = core.allocator.observe
-        self._moving: set[tuple[RemoteHolder, SegmentRef]] = set()
+        self._moving: set[tuple[Creditor, SegmentRef]] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
 
     async def to_the_end(self, work: Coroutine[Any, Any, T]) -> T:
@@ -76,7 +76,7 @@ class Mover:
         task.add_done_callback(self._tasks.discard)
         return await asyncio.shield(task)
 
-    async def movable(self, holder: RemoteHolder | None = None) -> list[Movable]:
+    async def movable(self, holder: Creditor | None = None) -> list[Movable]:
         """What could be moved now, of one holder's or of all, oldest sequence first."""
         found = await asyncio.wrap_future(self._engine.survey(holder))
         return [one for one in found if (one.run.holder, one.run.ref) not in self._moving]
@@ -153,7 +153,7 @@ class Mover:
         self,
         blocks: int,
         *,
-        holder: RemoteHolder | None = None,
+        holder: Creditor | None = None,
         spare: int = 0,
         wanted: Callable[[Movable, int], bool] = lambda one, blocks: True,
     ) -> int:
@@ -168,7 +168,7 @@ class Mover:
                 home += await self._bring_home(one, count)
         return home
 
-    async def send_away(self, blocks: int, holder: RemoteHolder) -> int:
+    async def send_away(self, blocks: int, holder: Creditor) -> int:
         """Up to `blocks` go from this holder to others; how many did."""
         away = 0
         for one in await self.movable(holder):

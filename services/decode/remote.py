@@ -18,7 +18,8 @@ from kvcommons.attention.memory import TORCH_DTYPES
 from kvcommons.attention.partial import Partial
 from kvcommons.errors import DataLoss, DeadlineExceeded, KVCommonsError, Unavailable
 from kvcommons.holder.budget import AttentionBudget
-from kvcommons.holder.client import AttendPart, PendingPartial, RemoteHolder, attend_request
+from kvcommons.holder.client import AttendPart, attend_request
+from kvcommons.holder.creditor import Creditor, PendingAttention
 from kvcommons.pb import data_pb2
 from kvcommons.rblock.layout import Layout
 from kvcommons.transport.deadline import Deadline
@@ -77,7 +78,7 @@ class _Message:
 @dataclass(slots=True)
 class _Asked:
     message: _Message
-    call: PendingPartial
+    call: PendingAttention
     began_s: float
     first: bool  # of this holder's in the layer
 
@@ -259,7 +260,7 @@ def _describe(batch: Batch, segment: RemoteSegment) -> AttendPart:
 
 def _largest(messages: Iterable[_Message]) -> Exchange:
     """Of all holders', each with all of its mini-batches."""
-    whole: dict[RemoteHolder, Exchange] = {}
+    whole: dict[Creditor, Exchange] = {}
     for message in messages:
         holder = message.share.holder
         whole[holder] = message.exchange.beside(whole.get(holder))

@@ -8,18 +8,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvcommons.errors import KVCommonsError
-from kvcommons.holder.client import RemoteHolder
+from kvcommons.holder.creditor import Creditor
 from kvcommons.holder.segments import SegmentRef
 from services.decode.sequence import RemoteRun
 
 log = logging.getLogger(__name__)
 
-_Place = tuple[RemoteHolder, SegmentRef]
+_Place = tuple[Creditor, SegmentRef]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockSave:
-    """A full block of a sequence, for a kvstore: the arguments of RemoteHolder.save."""
+    """A full block of a sequence, for a kvstore: the arguments of Creditor.save."""
 
     store: str
     tenant: str
@@ -43,7 +43,7 @@ class Saves:
         self._asking.setdefault(place, set()).add(task)
         task.add_done_callback(lambda done: self._ended(place, done))
 
-    async def ended(self, holder: RemoteHolder, refs: Sequence[SegmentRef], wait_s: float) -> None:
+    async def ended(self, holder: Creditor, refs: Sequence[SegmentRef], wait_s: float) -> None:
         """Once the holder has heard of all saves of these segments, or so long has passed."""
         asking = [task for ref in refs for task in self._asking.get((holder, ref), ())]
         if asking:

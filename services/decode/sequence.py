@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import ParamSpec
 
 from kvcommons.engine.truncated import WHOLE, Truncated
-from kvcommons.holder.client import RemoteHolder
+from kvcommons.holder.creditor import Creditor
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.model.sampling import SamplingParams, SamplingRow
 from kvcommons.rblock.identity import IdentityChain
@@ -40,7 +40,7 @@ class RemoteRun:
 
     first_block: int
     count: int
-    holder: RemoteHolder
+    holder: Creditor
     ref: SegmentRef
     segment_block: int = 0
 

@@ -26,11 +26,12 @@ from kvcommons.transport.metrics import DataMetrics
 from kvcommons.transport.server import DataServer
 from services.decode.arrival import Arrivals
 from services.decode.config import DecodeConfig
+from services.decode.creditors import Debtor
 from services.decode.crossing import Crossing
 from services.decode.draining import Draining
 from services.decode.engine import DecodeEngine
 from services.decode.ledgers import Ledgers
-from services.decode.lenders import Debtor, Lenders
+from services.decode.lenders import Lenders
 from services.decode.lending import Lending
 from services.decode.metrics import DecodeMetrics
 from services.decode.moving import Homecoming, Mover

@@ -21,8 +21,9 @@ from kvcommons.pb import holder_pb2, holder_pb2_grpc, ledger_pb2, ledger_pb2_grp
 from kvcommons.rpc.server import RpcServer
 from kvcommons.telemetry.telemetry import Telemetry
 from kvcommons.transport.deadline import Deadline
+from services.decode.creditors import Debtor
 from services.decode.ledgers import Ledgers
-from services.decode.lenders import GROW_TRIES, Debtor, Lenders
+from services.decode.lenders import GROW_TRIES, Lenders
 from services.decode.slowness import Slowness
 from tests.contract.holder_cases import BLOCK_TOKENS, BLOCKS, FINGERPRINT, NoStores, embedded, eventually
 

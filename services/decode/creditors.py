@@ -1,0 +1,131 @@
+"""The creditors that this instance knows: holders, and head groups of several that are one creditor."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from kvcommons.errors import UnsupportedParameter
+from kvcommons.holder.client import RemoteHolder
+from kvcommons.holder.creditor import Creditor
+from kvcommons.holder.head_group import HeadGroup
+from kvcommons.holder.head_store import WholeStore
+from kvcommons.holder.segments import SegmentRef
+from kvcommons.pb import common_pb2, ledger_pb2
+from kvcommons.transport.base import Observer
+from services.decode.sequence import RemoteRun
+
+Waited = Callable[[str, float, bool], None]
+Lost = Callable[[Creditor, Sequence[SegmentRef]], None]
+
+
+@dataclass(slots=True, kw_only=True)
+class _Known:
+    holder: Creditor
+    instance_id: str
+    members: list[str] = field(default_factory=list)  # of a head group, instance ids
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Debtor:
+    """Who borrows, and for which model."""
+
+    instance_id: str
+    model: bytes
+    block_tokens: int
+    store: WholeStore | None = None  # None: nothing is borrowed of head groups
+
+
+class Creditors:
+    """By their addresses. Belongs to the event loop."""
+
+    def __init__(
+        self, debtor: Debtor, *, lease_s: float, lost: Lost, waited: Waited, observer: Observer | None = None
+    ) -> None:
+        """`lost` is told of segments that a creditor has no more, `waited` how long iterations waited for
+        which creditor (its data address), and whether it answered."""
+        self._debtor = debtor
+        self._lease_s = lease_s
+        self._lost = lost
+        self._waited = waited
+        self._observer = observer
+        self._known: dict[tuple[tuple[str, str], ...], _Known] = {}  # by control and data addresses
+
+    async def close(self) -> None:
+        await asyncio.gather(*(known.holder.close() for known in self._known.values()))
+
+    def of(self, instance: ledger_pb2.Instance) -> Creditor:
+        """As the ledger names it. Raises UnsupportedParameter for a head group where there are none."""
+        members = list(instance.members) or [instance]
+        places = tuple((one.control_address, one.data_address) for one in members)
+        known = self._known.get(places)
+        if known is None:
+            holder = self._group(places) if instance.members else self._single(*places[0])
+            holder.waited = partial(self._waited, holder.data_address)
+            holder.start()
+            known = self._known[places] = _Known(holder=holder, instance_id=instance.id)
+        known.instance_id = instance.id  # another life of it, maybe
+        known.members = [one.id for one in instance.members]
+        return known.holder
+
+    def names(self) -> dict[Creditor, str]:
+        """Instance ids; a head group goes by its first part's."""
+        return {known.holder: known.instance_id for known in self._known.values()}
+
+    def find(self, instance_id: str) -> Creditor | None:
+        """The one, or the head group of the one; None where nothing was ever borrowed from it."""
+        for known in self._known.values():
+            if instance_id in (known.instance_id, *known.members):
+                return known.holder
+        return None
+
+    def _single(self, control_address: str, data_address: str) -> RemoteHolder:
+        holder = RemoteHolder(
+            control_address,
+            data_address,
+            owner=self._debtor.instance_id,
+            model=self._debtor.model,
+            lost=lambda refs: self._lost(holder, refs),
+            lease_s=self._lease_s,
+            observer=self._observer,
+        )
+        return holder
+
+    def _group(self, places: Sequence[tuple[str, str]]) -> HeadGroup:
+        store = self._debtor.store
+        if store is None:
+            raise UnsupportedParameter("this instance borrows nothing of head groups", param="heads")
+        group = HeadGroup(
+            places,
+            store.layout,
+            owner=self._debtor.instance_id,
+            model=self._debtor.model,
+            store=store,
+            lost=lambda refs: self._lost(group, refs),
+            lease_s=self._lease_s,
+            observer=self._observer,
+        )
+        return group
+
+
+def devices(instance: ledger_pb2.Instance) -> int:
+    """That attend at the same time over what lies there."""
+    return max(1, len(instance.members))
+
+
+def place_of(run: RemoteRun) -> common_pb2.Placement:
+    """Where prefill writes and attends."""
+    place = common_pb2.Placement(
+        data_address=run.holder.data_address,
+        handle=run.ref.handle,
+        epoch=run.ref.epoch,
+        first_block=run.first_block,
+        blocks=run.count,
+    )
+    if isinstance(run.holder, HeadGroup):
+        for data_address, ref in run.holder.places(run.ref):
+            place.parts.add(data_address=data_address, handle=ref.handle, epoch=ref.epoch)
+        place.data_address = place.parts[0].data_address
+    return place
