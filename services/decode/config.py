@@ -21,7 +21,12 @@ class DecodeConfig:
     ledger: Addresses
     placement: str = "overflow"  # local, overflow, offload, grow or auto; see docs/placement.md
     holder_tokens: Annotated[int, Ge(1)] = 16384  # of one sequence, the most on one holder (placement grow)
-    pipelining: Literal["auto", "on", "off"] = "auto"  # two batches take turns at model and pool
+    pipelining: Literal["auto", "on", "off"] = "auto"  # batches take turns at model and pool
+    # Data addresses of all instances, this one's among them, that compute slices of each other's batches; the
+    # same list in each.
+    replicas: tuple[str, ...] = ()
+    slice_deadline_s: Annotated[float, Gt(0)] = 0.5  # for a slice elsewhere; then it is computed here
+    mini_batches: Annotated[int, Ge(0)] = 0  # messages to a holder for a layer; 0: by what was measured
     max_batch: Annotated[int, Ge(1)] = 32  # sequences of one iteration
     max_sequences: Annotated[int, Ge(1)] = 256  # held at once, those that wait for their prompt included
     attend_deadline_s: Annotated[float, Gt(0)] = 2.0  # an iteration waits so long for other holders

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from collections.abc import Callable
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvcommons.telemetry.metrics import TOKEN_BUCKETS
 from services.decode.spent import Spent
@@ -36,7 +38,11 @@ class DecodeMetrics:
             "kvcommons_sequences_ended_total", "Sequences, by how they ended: a reason or an error's code.",
             ["outcome"], registry=registry,
         )  # fmt: skip
-
+        self._slices = Counter(
+            "kvcommons_slices_total",
+            "Slices between decode instances: for others, by others, and here in place of others.",
+            ["whose"], registry=registry,
+        )  # fmt: skip
         self._moved = Counter(
             "kvcommons_moved_blocks_total", "Blocks of running sequences that changed holders.",
             ["to"], registry=registry,
@@ -52,6 +58,19 @@ class DecodeMetrics:
             self._parts.labels(part).inc(seconds)
         self._batch.observe(batch)
         self._tokens.inc(batch)
+        self._slices.labels("by_peers").inc(spent.away)
+        self._slices.labels("instead_of_peers").inc(spent.stood_in)
+
+    def for_peer(self) -> None:
+        """A slice was computed for another instance."""
+        self._slices.labels("for_peers").inc()
+
+    def group(self, registry: CollectorRegistry, well: Callable[[], int]) -> None:
+        """Of instances that compute slices for each other: how many others do."""
+        Gauge(
+            "kvcommons_replica_peers", "Other instances that slices of this one's batches may go to.",
+            registry=registry,
+        ).set_function(well)  # fmt: skip
 
     def ended(self, step: Step) -> None:
         self._ended.labels(step.error.code if step.error is not None else step.reason).inc()

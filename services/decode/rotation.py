@@ -119,7 +119,7 @@ class Rotation:
         self._told_s = 0.0
         self._lock = threading.Lock()  # of what the first has told
 
-    def check(self, own_address: str) -> None:
+    def join(self, own_address: str) -> None:
         """Finds this instance in the group; raises InvalidInput where it is not there. Call it first."""
         if own_address not in self._replicas or len(set(self._replicas)) != len(self._replicas):
             raise InvalidInput(
@@ -138,8 +138,8 @@ class Rotation:
         for peer in self._peers.values():
             peer.close(timeout_s)
 
-    @property
     def peers_well(self) -> int:
+        """Of the others, how many this one's slices may go to."""
         return sum(peer.well for peer in self._peers.values())
 
     @property
@@ -210,7 +210,7 @@ class Rotation:
     def _decide(self) -> None:
         """For the group: whether n batches bring more than one at each replica. All have to be there."""
         before, group = self._staggering.on, self._group_load()
-        if self.peers_well == len(self._peers):
+        if self.peers_well() == len(self._peers):
             self._staggering.decide(group.sequences, group.tokens)
         else:
             self._staggering.give_up()

@@ -37,6 +37,7 @@ from services.decode.metrics import DecodeMetrics
 from services.decode.moving import Homecoming, Mover
 from services.decode.placement.auto import Costs, Rates
 from services.decode.placement.choice import check_policy, placement_of
+from services.decode.rotation import Rotation
 from services.decode.server import DecodeService
 from services.decode.settling import Debtor as DebtorService
 from services.decode.settling import Settling
@@ -79,6 +80,17 @@ class DecodeParts:
         )
         self.crossing = Crossing(borrow_blocks=config.borrow_blocks)
         metrics = DecodeMetrics(registry)
+        self.rotation: Rotation | None = None
+        if config.replicas:
+            self.rotation = Rotation(
+                config.pipelining,
+                config.replicas,
+                core,
+                budget,
+                metrics,
+                deadline_s=config.slice_deadline_s,
+                observer=asking,
+            )
         self.engine = DecodeEngine(
             core,
             max_batch=config.max_batch,
@@ -90,6 +102,8 @@ class DecodeParts:
             surroundings=self.crossing,
             metrics=metrics,
             pipelining=config.pipelining,
+            mini_batches=config.mini_batches,
+            rotation=self.rotation,
         )
         self.lenders = Lenders(
             Debtor(
@@ -111,20 +125,23 @@ class DecodeParts:
         if config.homecoming and placement.comes_home():
             self.rounds.append(Homecoming(core, self.mover, costs).rounds)
         self.settling = Settling(self.holder, self.mover, self.lenders)
+        held = HolderData(
+            self.holder,
+            on_start_sequence=self._started,
+            history=self._history,
+            budget=budget,
+            tracer=process.telemetry.tracer,
+        )
         self.data = DataServer(
             config.data_plane.data_listen,
-            HolderData(
-                self.holder,
-                on_start_sequence=self._started,
-                history=self._history,
-                budget=budget,
-                tracer=process.telemetry.tracer,
-            ),
+            self.rotation.handler(held) if self.rotation else held,
             name="decode",
             observer=DataMetrics(registry, "server"),
             ring_bytes=config.data_plane.data_ring_bytes,
         )
         self.data_address = config.data_plane.advertise_data or self.data.address
+        if self.rotation:
+            metrics.group(registry, self.rotation.peers_well)
         self.arrivals = Arrivals(
             core,
             placement=placement,
@@ -147,9 +164,13 @@ class DecodeParts:
         )
 
     def start(self) -> None:
+        if self.rotation:
+            self.rotation.join(self.data_address)
         self.engine.start()
         self.data.start()
         self.holder_service.start()
+        if self.rotation:
+            self.rotation.start()
         for rounds in self.rounds:
             rounds.start()
 
@@ -159,6 +180,8 @@ class DecodeParts:
             await rounds.close()
         await self.settling.close()
         await asyncio.to_thread(self.engine.stop, STOP_S)
+        if self.rotation:
+            await asyncio.to_thread(self.rotation.close, STOP_S)
         await asyncio.to_thread(self.data.stop, STOP_S)
         await self.lenders.close()
         await self.holder_service.close()

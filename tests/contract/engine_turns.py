@@ -33,6 +33,10 @@ class Reference:
             folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
         )
 
+    @property
+    def layers(self) -> int:
+        return int(self._model.config.num_hidden_layers)
+
     def prompt(self, length: int, new: int = 1, first_seed: int = 1) -> tuple[list[int], list[int]]:
         """A prompt and the `new` tokens that follow it."""
         for seed in range(first_seed, first_seed + 200):
@@ -56,6 +60,13 @@ class Reference:
                 step = [int(best.indices[0])]
                 made += step
         return made
+
+    def logprobs(self, tokens: Sequence[int], made: Sequence[int]) -> list[float]:
+        """Of each token of `made`, which follow these."""
+        with torch.inference_mode():
+            logits = self._model(torch.tensor([[*tokens, *made]])).logits[0, len(tokens) - 1 : -1]
+        of_made = logits.log_softmax(-1).gather(1, torch.tensor(made).unsqueeze(1))
+        return [float(one) for one in of_made[:, 0]]
 
 
 def prefill_request(model: bytes, tokens: Sequence[int], **changes: Any) -> prefill_pb2.PrefillRequest:

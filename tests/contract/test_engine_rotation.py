@@ -1,0 +1,210 @@
+"""Decode instances that compute slices of each other's batches make the tokens and logprobs that each would
+make alone, whoever joins, leaves, dies or is paused meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+
+from kvcommons.errors import DataLoss, InvalidInput, Unavailable
+from kvcommons.pb import common_pb2, decode_pb2_grpc
+from tests.contract.engine_stack import BLOCK, Stack, ready
+from tests.contract.engine_turns import Turn, turn
+from tests.contract.test_engine_pipelining import begun
+
+pytestmark = pytest.mark.asyncio
+pytest_plugins = ("tests.contract.engine_fixtures",)
+
+GREEDY = common_pb2.Sampling(temperature=0.0, top_p=1.0, logprobs=True)
+
+
+def group(engines: Stack, count: int) -> dict[str, Any]:
+    """Settings of a group's instances, which are called decode-0, decode-1, …"""
+    return {
+        "placement": "offload",
+        "pipelining": "on",
+        "borrow_blocks": 1,
+        "slice_deadline_s": 2.0,
+        "lend_share": 0.0,  # KV on an instance that dies is lost, as anywhere
+        "replicas": tuple(engines.data(f"decode-{number}") for number in range(count)),
+    }
+
+
+def metric(engines: Stack, name: str, metric: str, **labels: str) -> float:
+    return engines.processes[name].telemetry.registry.get_sample_value(metric, labels) or 0.0
+
+
+def slices(engines: Stack, name: str, whose: str) -> int:
+    return int(metric(engines, name, "kvcommons_slices_total", whose=whose))
+
+
+async def met(engines: Stack, name: str, peers: int) -> None:
+    async def has_peers() -> None:
+        if metric(engines, name, "kvcommons_replica_peers") != peers:
+            raise Unavailable("not yet")
+
+    await ready(has_peers)
+
+
+def prompts(engines: Stack, count: int, new: int, seed: int = 1) -> list[tuple[list[int], list[int]]]:
+    return [engines.reference.prompt(20 + 11 * n, new + 7 * n, seed + 100 * n) for n in range(count)]
+
+
+def ask(engines: Stack, prefill: Any, decode: Any, tokens: list[int], new: int) -> Turn:
+    return turn(prefill, decode, engines.model, tokens, new, sampling=GREEDY)
+
+
+def check(engines: Stack, one: Turn, tokens: list[int], expected: list[int]) -> None:
+    assert one.tokens == expected
+    logprobs = engines.reference.logprobs(tokens, expected)
+    assert [sampled.logprob for sampled in one.sampled] == pytest.approx(logprobs, abs=1e-4)
+
+
+def decode_process(engines: Stack, name: str, settings: dict[str, Any]) -> subprocess.Popen[bytes]:
+    """An instance in a process of its own."""
+    values = {
+        "listen": engines.address(name), "data_listen": engines.data(name), "instance_id": name,
+        "host": "here", "ledger": engines.ledger[0], "model": str(engines.folder), "dtype": "float32",
+        "block_tokens": BLOCK, "capacity_tokens": 64 * BLOCK,
+        **settings, "replicas": ",".join(settings["replicas"]),
+    }  # fmt: skip
+    flags = [f"--set={key}={value}" for key, value in values.items()]
+    command = [sys.executable, "-m", "services.decode", f"--parent-pid={os.getpid()}", *flags]
+    with (engines.runtime / f"{name}.log").open("wb") as log:
+        child = subprocess.Popen(command, stdout=log, stderr=log)
+    engines.children.append(child)
+    return child
+
+
+@pytest.mark.parametrize(
+    ("engines", "count"), [("llama", 2), ("llama", 3), ("qwen2-sliding", 2)], indirect=["engines"]
+)
+async def test_tokens_and_logprobs_are_the_reference_at_each_instance(engines: Stack, count: int) -> None:
+    """They join one after another, grow by a block at a time, end at different times; one is cancelled."""
+    await engines.lenders(60, 60)
+    prefill = await engines.prefill()
+    names = [f"decode-{number}" for number in range(count)]
+    decodes = [await engines.decode(name, **group(engines, count)) for name in names]
+    for name in names:
+        await met(engines, name, count - 1)
+    made = prompts(engines, 3 * count, 30)
+    turns = [
+        ask(engines, prefill, decodes[number % count], tokens, len(expected))
+        for number, (tokens, expected) in enumerate(made)
+    ]
+    tasks = []
+    for one in turns:
+        tasks.append(asyncio.create_task(one.run()))
+        await begun(one)
+    tasks[-1].cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    for one, (tokens, expected) in list(zip(turns, made, strict=True))[:-1]:
+        check(engines, one, tokens, expected)
+    for name in names:
+        assert slices(engines, name, "by_peers")
+        assert slices(engines, name, "for_peers")
+        assert not slices(engines, name, "instead_of_peers")
+    by, of = ([slices(engines, name, whose) for name in names] for whose in ("by_peers", "for_peers"))
+    assert sum(by) <= sum(of)  # a batch that fails after its slice was computed is counted there only
+    await engines.idle(*names, "pool-0", "pool-1")
+    for name in names:
+        await engines.stop(name)
+    assert not [one.name for one in threading.enumerate() if one.name.startswith("decode-")]
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_peer_dies_or_is_paused_in_the_middle(engines: Stack, how: signal.Signals) -> None:
+    """Its slices are computed by their owner; one that comes back is given slices again."""
+    await engines.lenders(60)
+    prefill = await engines.prefill()
+    settings = group(engines, 2)
+    peer = decode_process(engines, "decode-1", settings)
+    decode = await engines.decode("decode-0", **settings)
+    await met(engines, "decode-0", 1)
+    made = prompts(engines, 4, 100)
+    turns = [ask(engines, prefill, decode, tokens, len(expected)) for tokens, expected in made]
+    tasks = []
+    for one in turns:
+        tasks.append(asyncio.create_task(one.run()))
+        await begun(one, 5)
+    before = slices(engines, "decode-0", "by_peers")
+    assert before
+    peer.send_signal(how)
+    await asyncio.gather(*tasks)
+    for one, (tokens, expected) in zip(turns, made, strict=True):
+        check(engines, one, tokens, expected)
+    assert slices(engines, "decode-0", "instead_of_peers")
+    if how is signal.SIGSTOP:
+        await met(engines, "decode-0", 0)
+        peer.send_signal(signal.SIGCONT)
+        await met(engines, "decode-0", 1)
+        before = slices(engines, "decode-0", "by_peers")
+        tokens, expected = made[0]
+        again = await ask(engines, prefill, decode, tokens, len(expected)).run()
+        check(engines, again, tokens, expected)
+        assert slices(engines, "decode-0", "by_peers") > before
+    await engines.idle("decode-0", "pool-0")
+
+
+async def test_an_owner_dies_and_the_others_go_on(engines: Stack) -> None:
+    """What it had asked for is computed for nobody; its sequences' blocks come back with their leases."""
+    await engines.lenders(60)
+    prefill = await engines.prefill()
+    settings = group(engines, 2)
+    owner = decode_process(engines, "decode-1", settings | {"lease_ms": 1000})
+    decode = await engines.decode("decode-0", **settings)
+    await met(engines, "decode-0", 1)
+    stub = decode_pb2_grpc.DecodeStub(engines.channel("decode-1"))
+    (lost_tokens, lost_expected), *made = prompts(engines, 4, 100)
+    lost = ask(engines, prefill, stub, lost_tokens, len(lost_expected))
+    turns = [ask(engines, prefill, decode, tokens, len(expected)) for tokens, expected in made]
+    dying = asyncio.create_task(lost.run())
+    tasks = [asyncio.create_task(one.run()) for one in turns]
+    await begun(lost, 3)
+    owner.kill()
+    await asyncio.gather(*tasks)
+    with pytest.raises((Unavailable, DataLoss)):
+        await dying
+    for one, (tokens, expected) in zip(turns, made, strict=True):
+        check(engines, one, tokens, expected)
+    assert lost.tokens == lost_expected[: len(lost.tokens)]
+    await engines.idle("decode-0", "pool-0")
+
+
+async def test_a_peer_with_another_model_is_refused(engines: Stack, caplog: pytest.LogCaptureFixture) -> None:
+    await engines.lenders(60)
+    prefill = await engines.prefill()
+    settings = group(engines, 2)
+    with caplog.at_level(logging.ERROR, logger="services.decode.peers"):
+        await engines.decode("decode-1", **settings, engine={"block_tokens": 2 * BLOCK})
+        decode = await engines.decode("decode-0", **settings)
+        tokens, expected = engines.reference.prompt(40, 30)
+        one = await ask(engines, prefill, decode, tokens, 30).run()
+
+        async def said() -> None:
+            if "another model" not in caplog.text:
+                raise Unavailable("not yet")
+
+        await ready(said)
+    check(engines, one, tokens, expected)
+    assert slices(engines, "decode-0", "instead_of_peers")
+    assert not slices(engines, "decode-1", "for_peers")
+    assert not metric(engines, "decode-0", "kvcommons_replica_peers")
+
+
+async def test_an_instance_has_to_be_of_its_group(engines: Stack) -> None:
+    await engines.lenders(10)
+    starting = asyncio.create_task(engines.decode("decode-9", **group(engines, 2)))
+    while "decode-9" not in engines.tasks:
+        await asyncio.sleep(0.01)
+    with pytest.raises(InvalidInput, match="replicas"):
+        await asyncio.wait_for(engines.tasks.pop("decode-9"), 15)
+    starting.cancel()

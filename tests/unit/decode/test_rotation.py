@@ -1,0 +1,170 @@
+"""A group of instances rotates when its first one finds that it pays, all of them or none."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from kvcommons.engine.core import Core, make_core
+from kvcommons.errors import InvalidInput, UnsupportedParameter
+from kvcommons.holder.budget import AttentionBudget
+from kvcommons.model.slices import Model
+from kvcommons.model.spec import ModelSpec, model_info
+from kvcommons.pb import data_pb2
+from kvcommons.transport.server import DataServer, Exchange
+from services.decode.iteration import Iteration
+from services.decode.lanes import LANES, Lane, Mode
+from services.decode.replica import Here
+from services.decode.rotation import Rotated, Rotation
+from services.decode.spent import Spent
+
+LAYERS = 4
+
+
+class Uncounted:
+    def for_peer(self) -> None:
+        """Nobody asks."""
+
+
+@dataclass
+class Instance:
+    rotation: Rotation
+    server: DataServer
+
+    def stop(self) -> None:
+        self.rotation.close(5)
+        assert self.server.stop()
+
+
+Start = Callable[..., list[Instance]]
+
+
+def tiny(identity: bytes) -> Core:
+    spec = ModelSpec.of(
+        {
+            "model_type": "llama", "vocab_size": 99, "hidden_size": 16, "intermediate_size": 16,
+            "num_hidden_layers": LAYERS, "num_attention_heads": 2, "max_position_embeddings": 64,
+            "rms_norm_eps": 1e-6,
+        }
+    )  # fmt: skip
+    model = Model.random(spec, seed=1, init_range=0.08, dtype="float32")
+    return make_core(model, model_info("tiny", spec, identity, "float32", 16), capacity_tokens=64)
+
+
+def refuse(request: data_pb2.DataRequest, exchange: Exchange) -> None:
+    raise UnsupportedParameter("nothing else is asked for", param="op")
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    running: list[Instance] = []
+
+    def make(*modes: Mode, identities: tuple[bytes, ...] = ()) -> list[Instance]:
+        addresses = [f"unix:{tmp_path}/{number}" for number in range(len(modes))]
+        for number, mode in enumerate(modes):
+            core = tiny(identities[number] if identities else bytes(32))
+            rotation = Rotation(mode, addresses, core, AttentionBudget(1.0), Uncounted(), deadline_s=5.0)
+            server = DataServer(addresses[number], rotation.handler(refuse), name=f"decode-{number}")
+            rotation.join(addresses[number])
+            server.start()
+            rotation.start()
+            running.append(Instance(rotation, server))
+        return running
+
+    yield make
+    for one in running:
+        one.stop()
+
+
+def until(holds: Callable[[], bool]) -> None:
+    """Within what a meeting may take, many times over."""
+    until_s = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < until_s
+        time.sleep(0.01)
+
+
+def iteration(slice_s: float, attend_s: float, **changes: Any) -> Iteration:
+    """Of one batch at each replica, all of whose parts take so long in a layer."""
+    spent = Spent(
+        seconds=LAYERS * (slice_s + attend_s), there_s=LAYERS * attend_s, pool_s=LAYERS * attend_s, **changes
+    )
+    return cast(Iteration, SimpleNamespace(spent=spent, batch=SimpleNamespace(sequences=[None] * 16)))
+
+
+def test_the_first_decides_and_the_others_follow_until_it_is_gone(start: Start) -> None:
+    first, second = start("auto", "auto")
+    until(lambda: first.rotation.peers_well() == second.rotation.peers_well() == 1)
+    assert first.rotation.batches(16, 16_000) == second.rotation.batches(16, 16_000) == 1
+    assert not first.rotation.rotating  # nothing was measured
+    for _ in range(5):
+        first.rotation.ended(16, 16_000, iteration(1e-3, 5e-4), alone=True)
+    until(lambda: first.rotation.batches(16, 16_000) == LANES)  # once it has heard of the other's load
+    until(lambda: second.rotation.rotating)
+    assert second.rotation.batches(16, 16_000) == 1  # its slices go round, its batch is one
+    assert isinstance(second.rotation.slices(0, Here(tiny(bytes(32)).model), unrotated=False), Rotated)
+    first.stop()
+    until(lambda: not second.rotation.rotating)
+
+
+def test_what_it_does_not_keep_it_takes_back(start: Start) -> None:
+    """A trial in which layers take as long as before."""
+    first, second = start("auto", "auto")
+    until(lambda: first.rotation.peers_well() == 1)
+    first.rotation.batches(16, 16_000)
+    second.rotation.batches(16, 16_000)
+    for _ in range(5):
+        first.rotation.ended(16, 16_000, iteration(1e-3, 5e-4), alone=True)
+    until(lambda: first.rotation.batches(16, 16_000) == LANES)
+    until(lambda: second.rotation.rotating)
+    lane = cast(Lane, SimpleNamespace(began_s=None))
+    for _ in range(20):
+        lane.began_s = time.monotonic() - LAYERS * 5e-3
+        first.rotation.took_staggered(16, 16_000, lane)
+        first.rotation.batches(16, 16_000)
+    assert not first.rotation.rotating
+    until(lambda: not second.rotation.rotating)
+
+
+def test_activations_that_take_long_are_told_before_it_is_tried(start: Start) -> None:
+    first, second = start("auto", "auto")
+    until(lambda: first.rotation.peers_well() == 1)
+    second.rotation.batches(16, 16_000)
+    first.rotation.ended(16, 16_000, iteration(1e-3, 5e-4, away=4, moved_s=LAYERS * 2e-3), alone=True)
+    for _ in range(5):
+        first.rotation.ended(16, 16_000, iteration(1e-3, 5e-4), alone=True)
+    heard_s = time.monotonic() + 1.5  # of the other's load
+    while time.monotonic() < heard_s:
+        assert first.rotation.batches(16, 16_000) == 1
+        time.sleep(0.05)
+
+
+def test_on_and_off_are_kept_and_too_few_sequences_stay_one_batch(start: Start) -> None:
+    first, second = start("on", "off")
+    until(lambda: first.rotation.peers_well() == second.rotation.peers_well() == 1)
+    assert first.rotation.batches(LANES, 10) == LANES
+    assert first.rotation.batches(LANES - 1, 10) == 1
+    assert first.rotation.rotating
+    assert not second.rotation.rotating  # it computes slices for the first, and keeps its own
+
+
+def test_another_model_is_no_peer_of_either(start: Start) -> None:
+    first, second = start("on", "on", identities=(bytes(32), bytes(31) + b"x"))
+    time.sleep(1.2)  # they have met by then
+    assert not first.rotation.peers_well()
+    assert not second.rotation.peers_well()
+
+
+def test_a_group_has_each_of_its_instances_once() -> None:
+    for own, replicas in (("unix:/c", ("unix:/a", "unix:/b")), ("unix:/a", ("unix:/a", "unix:/a"))):
+        rotation = Rotation(
+            "on", replicas, tiny(bytes(32)), AttentionBudget(1.0), Uncounted(), deadline_s=1.0
+        )
+        with pytest.raises(InvalidInput, match="once"):
+            rotation.join(own)
