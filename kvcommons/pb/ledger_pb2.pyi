@@ -329,7 +329,7 @@ class CandidatesReply(_message.Message):
     CREDITORS_FIELD_NUMBER: _builtins.int
     SHORTFALL_FIELD_NUMBER: _builtins.int
     shortfall: _builtins.str
-    """why head groups of this model lend nothing, for people; empty: none is to blame"""
+    """why attention pools lend this model nothing, for people; empty: none is to blame"""
     @_builtins.property
     def creditors(self) -> _containers.RepeatedCompositeFieldContainer[Global___Instance]: ...
     def __init__(

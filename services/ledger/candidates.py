@@ -50,6 +50,7 @@ class Candidates:
         # Sorted, by model and rank, and those of each host.
         self._of_model: dict[tuple[bytes, int], list[_Entry]] = {}
         self._of_host: dict[tuple[bytes, int, str], list[_Entry]] = {}
+        self._pools: dict[str, bytes] = {}  # fingerprints of attention pools, by id
         self._refused: dict[str, float] = {}  # when
         self._slow: dict[str, float] = {}  # when
         self._promises: deque[tuple[float, _Creditor, int]] = deque()  # when, and of how many blocks
@@ -105,6 +106,13 @@ class Candidates:
         """Why head groups of this model lend nothing; empty: none is to blame."""
         return self._groups.shortfall(model)
 
+    def strangers(self, model: bytes) -> str:
+        """What to say to a debtor where all attention pools hold another model; empty: they do not."""
+        if not self._pools or model in self._pools.values():
+            return ""
+        names = ", ".join(sorted(self._pools)[:CANDIDATES_MAX])
+        return f"attention pools hold another model, dtype or block size: start {names} with that of decode"
+
     def _ranked(self, request: pb.CandidatesRequest, blocks: int, rank: int) -> list[_Creditor]:
         found: list[_Creditor] = []
         near = self._of_host.get((request.model, rank, request.host), ())
@@ -134,6 +142,8 @@ class Candidates:
         if known is not None and known.heads != instance.heads:
             self._leave(known)  # another life of it, set up otherwise
         self._known[instance.id] = instance
+        if instance.service == "attention_pool":
+            self._pools[instance.id] = instance.model.fingerprint
         if instance.HasField("heads"):
             self._groups.take(instance)
             self._regroup(instance.heads.group)
@@ -141,6 +151,7 @@ class Candidates:
             self._offer(instance)
 
     def _leave(self, instance: pb.Instance) -> None:
+        self._pools.pop(instance.id, None)
         if instance.HasField("heads"):
             self._groups.drop(instance)
             self._regroup(instance.heads.group)

@@ -76,6 +76,8 @@ class LedgerService(rpc.LedgerServicer):
         if shortfall and shortfall != self._shortfall:
             log.warning(shortfall)
         self._shortfall = shortfall
+        if not creditors:
+            shortfall = shortfall or self._candidates.strangers(request.model)
         return pb.CandidatesReply(creditors=creditors, shortfall=shortfall)
 
     async def ReportRefusal(self, request: pb.ReportRefusalRequest, context: Any) -> pb.ReportRefusalReply:

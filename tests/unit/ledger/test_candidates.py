@@ -109,6 +109,15 @@ def test_a_refusal_holds_until_the_creditors_next_heartbeat() -> None:
     assert ids(200.0 + REFUSAL_S) == ["a", "b"]
 
 
+def test_pools_of_another_model_only_are_named() -> None:
+    pool = lender("pool", 5, service="attention_pool", model=b"other")
+    candidates = knowing([lender("a", 5), pool])
+    assert "start pool with" in candidates.strangers(MODEL)
+    assert candidates.strangers(b"other") == ""
+    candidates.follow({})
+    assert candidates.strangers(MODEL) == ""
+
+
 def test_it_follows_who_comes_and_goes() -> None:
     a, b = lender("a", 9), lender("b", 8, host="h2")
     candidates = knowing([a, b])
