@@ -209,8 +209,22 @@ class Debtor(Instance):
                 self.give_back([(part.creditor, move.ref)])
         if any(move.switched and not move.trimmed for move in part.moves):
             return None
+        for move in part.moves:
+            if move.switched and (part.creditor, move.ref) in self.leases:
+                self._require_trimmed(part.creditor, move)
         part.stage = 4
         return sum(move.count for move in part.moves)
+
+    def _require_trimmed(self, creditor: str, move: Move) -> None:
+        """Whatever it was told, the creditor keeps nothing that was switched from."""
+        holder = self.world.procs[creditor]
+        assert isinstance(holder, Instance)
+        for segment in holder.table.segments if holder.alive else ():
+            require(
+                (segment.handle, holder.table.epoch) != (move.ref.handle, move.ref.epoch)
+                or segment.trimmed >= move.run.offset,
+                f"{creditor} keeps blocks that {self.name} has moved home",
+            )
 
     # ---- the end
 

@@ -82,11 +82,12 @@ class CommonsSchedule:
         if not self.calm:
             world.loss = dice.choice((0.0, 0.0, 0.03, 0.1))
             world.twice = dice.choice((0.0, 0.03, 0.2))
+            world.tardy = dice.choice(((), (), (), ("freeze",), ("thaw", "read"), ("trim",)))
             if dice.random() < 0.75:  # in the midst of a settlement
                 world.ambush = dice.choice(AMBUSHES), self._strike
         usual = world.loss, world.twice
         rough = 0.0 if self.calm else dice.choice((0.0, 0.01, 0.04))
-        for _ in range(STEPS):
+        for _ in range(3 * STEPS if world.tardy else STEPS):
             draw = dice.random()
             world.loss, world.twice = (0.3, 0.3) if self.storm else usual
             self.storm = max(0, self.storm - 1)
@@ -162,6 +163,10 @@ class CommonsSchedule:
             sequence = dice.choice(list(instance.sequences.values()))
             if draw < 0.785:
                 self.world.happen(instance, lambda: instance.end(sequence))
+            elif self.world.tardy and draw < 0.83:
+                owed = list(instance.debts()) or [instance.name]
+                work = instance.call_back(dice.choice(owed), dice.randint(1, 3))
+                self.world.happen(instance, lambda: instance.spawn(work))
             elif not sequence.busy:
                 self.world.happen(instance, lambda: self._iterate(instance, sequence))
 
@@ -249,6 +254,7 @@ class CommonsSchedule:
         world = self.world
         self.resting = True
         world.loss = world.twice = 0.0
+        world.tardy = ()
         world.cut = frozenset()
         for proc in (*self.instances, *self.ledgers, self.etcd):
             world.resume(proc)

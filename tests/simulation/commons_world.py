@@ -135,6 +135,7 @@ class World:
         self.loss = 0.0
         self.twice = 0.0
         self.cut: frozenset[str] = frozenset()  # two that do not hear each other
+        self.tardy: tuple[str, ...] = ()  # methods: every other request for them is late
         self.touched: set[Proc] = set()  # by the last step
         self._timers: list[tuple[float, int, Proc, Callable[[], None]]] = []
         self._numbers = itertools.count()
@@ -157,15 +158,24 @@ class World:
 
         # A call that lends or writes does not come twice by itself; one to grow is repeated by its debtor.
         once = method in ("reserve", "grow_segment") or (method == "read" and arguments[3] is not None)
-        self.send(target, lambda: target.serve(method, arguments, reply), source, once=once)
+        late = method in self.tardy and self.dice.random() < 0.5
+        self.send(target, lambda: target.serve(method, arguments, reply), source, once=once, late=late)
 
-    def send(self, target: Proc, event: Callable[[], None], source: Proc, *, once: bool = False) -> None:
+    def send(
+        self,
+        target: Proc,
+        event: Callable[[], None],
+        source: Proc,
+        *,
+        once: bool = False,
+        late: bool = False,
+    ) -> None:
         if self.cut and self.cut == {target.name, source.name}:
             return
         draw = self.dice.random()
-        if draw < self.loss:
-            if draw < self.loss / 2:  # not lost, but later than anybody waits for it
-                self.after(target, self.dice.choice((1.0, 3.0, 7.0)), event)
+        if draw < self.loss or late:
+            if late or draw < self.loss / 2:  # not lost, but later than anybody waits for it
+                self.after(target, self.dice.choice((3.0, 4.0, 7.0) if late else (1.0, 3.0, 7.0)), event)
             return
         self.pending.append((target, event))
         if draw > 1.0 - self.twice and not once:
