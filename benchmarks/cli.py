@@ -21,6 +21,7 @@ from benchmarks import (
     overlap_cli,
     prefixes_cli,
     remote_attention,
+    rotation,
     settlement_cli,
     store_cli,
     transport,
@@ -99,6 +100,7 @@ def _parser() -> argparse.ArgumentParser:
     offload.add(commands, _add_outputs)
     offload_plan.add(commands, _add_outputs)
     offload_figures.add(commands, _add_outputs)
+    rotation.add(commands, _add_outputs)
     _add_truncation(commands)
     return parser
 

@@ -151,7 +151,7 @@ class Peer:
         self._said = reason
         extra = {"peer": self.address, "reason": reason}
         if refused:
-            log.error("a replica of the group has another model: its slices are computed here", extra=extra)
+            log.error("a replica of the group is set up wrongly: its slices are computed here", extra=extra)
         elif reason:
             log.warning("a replica of the group is not well: its slices are computed here", extra=extra)
         else:

@@ -16,9 +16,12 @@ import pytest
 
 from kvcommons.errors import DataLoss, InvalidInput, Unavailable
 from kvcommons.pb import common_pb2, decode_pb2_grpc
+from services.router.truncation import Context
 from tests.contract.engine_stack import BLOCK, Stack, ready
 from tests.contract.engine_turns import Turn, turn
 from tests.contract.test_engine_pipelining import begun
+from tests.contract.test_engine_truncation import Session, overflow_twice
+from tests.contract.truncation_reference import Answer, TruncatedReference
 
 pytestmark = pytest.mark.asyncio
 pytest_plugins = ("tests.contract.engine_fixtures",)
@@ -95,7 +98,7 @@ async def test_tokens_and_logprobs_are_the_reference_at_each_instance(engines: S
     decodes = [await engines.decode(name, **group(engines, count)) for name in names]
     for name in names:
         await met(engines, name, count - 1)
-    made = prompts(engines, 3 * count, 30)
+    made = prompts(engines, 2 * count + 1, 25)
     turns = [
         ask(engines, prefill, decodes[number % count], tokens, len(expected))
         for number, (tokens, expected) in enumerate(made)
@@ -125,11 +128,11 @@ async def test_a_peer_dies_or_is_paused_in_the_middle(engines: Stack, how: signa
     """Its slices are computed by their owner; one that comes back is given slices again."""
     await engines.lenders(60)
     prefill = await engines.prefill()
-    settings = group(engines, 2)
+    settings = group(engines, 2) | {"slice_deadline_s": 0.5}
     peer = decode_process(engines, "decode-1", settings)
     decode = await engines.decode("decode-0", **settings)
     await met(engines, "decode-0", 1)
-    made = prompts(engines, 4, 100)
+    made = prompts(engines, 4, 70)
     turns = [ask(engines, prefill, decode, tokens, len(expected)) for tokens, expected in made]
     tasks = []
     for one in turns:
@@ -179,6 +182,29 @@ async def test_an_owner_dies_and_the_others_go_on(engines: Stack) -> None:
     await engines.idle("decode-0", "pool-0")
 
 
+@pytest.mark.parametrize("engines", ["qwen3"], indirect=True)
+async def test_queries_behind_truncations_are_shifted_at_home(engines: Stack) -> None:
+    """For keys of a kept head a query is rotated once more, from what the other replica had before."""
+    session = Session(engines, TruncatedReference(engines.folder))
+    store, prefill = await engines.kvstore(), await engines.prefill()
+    settings = group(engines, 2) | {"placement": "local"}
+    decode, _ = [await engines.decode(f"decode-{number}", **settings) for number in range(2)]
+    await met(engines, "decode-0", 1)
+    found = 0
+
+    async def run(number: int, context: Context, expected: Answer) -> None:
+        nonlocal found
+        if number in (1, 3):
+            found = context.now.since_block
+        await session.answer(prefill, decode, context, expected, history=engines.history(found))
+        found = await session.kept(store, context)
+
+    await overflow_twice(session, 2, run)
+    assert slices(engines, "decode-1", "for_peers")
+    assert not slices(engines, "decode-0", "instead_of_peers")
+    await engines.idle("decode-0", "decode-1")
+
+
 async def test_a_peer_with_another_model_is_refused(engines: Stack, caplog: pytest.LogCaptureFixture) -> None:
     await engines.lenders(60)
     prefill = await engines.prefill()
@@ -190,7 +216,7 @@ async def test_a_peer_with_another_model_is_refused(engines: Stack, caplog: pyte
         one = await ask(engines, prefill, decode, tokens, 30).run()
 
         async def said() -> None:
-            if "another model" not in caplog.text:
+            if not any("of one model" in str(getattr(one, "reason", "")) for one in caplog.records):
                 raise Unavailable("not yet")
 
         await ready(said)

@@ -1,0 +1,228 @@
+"""One replica of `kvcommons bench rotation`, a process: an engine whose sequences' KV lies on pools, and the
+data plane on which its peers ask for slices. It is told what to do by lines of JSON, and answers by them."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import sys
+import threading
+import time
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from benchmarks.holders import CALL_S, decoded, fill
+from kvcommons.blockstore.saver import BlockSaver
+from kvcommons.engine.core import Core, EngineSettings, load_core
+from kvcommons.engine.keeper import BlockKeeper
+from kvcommons.errors import UnsupportedParameter
+from kvcommons.holder.budget import AttentionBudget
+from kvcommons.holder.client import RemoteHolder
+from kvcommons.pb import common_pb2, data_pb2
+from kvcommons.transport.base import Observation
+from kvcommons.transport.server import DataServer, Exchange, Handler
+from services.decode.engine import DecodeEngine
+from services.decode.lanes import Mode
+from services.decode.placement.auto import Rates
+from services.decode.rotation import Rotation
+from services.decode.sequence import RemoteRun
+from services.decode.sequence import Sequence as DecodedSequence
+from services.decode.spent import Spent
+from services.decode.surroundings import Step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Child:
+    """What a replica is made of."""
+
+    model: str
+    threads: int
+    block_tokens: int
+    number: int
+    replicas: list[str]
+    pools: list[list[str]]  # control and data addresses
+    sequences: int  # that it has KV for
+    context: int
+    answer: int
+
+    @property
+    def blocks(self) -> int:
+        """Of a sequence, its answer included."""
+        return -(-(self.context + self.answer + 1) // self.block_tokens)
+
+
+class Replica:
+    """The engine's Surroundings and its metrics, too. `take` is one turn of it."""
+
+    def __init__(self, child: Child, core: Core, runs: list[RemoteRun]) -> None:
+        self._child = child
+        self._core = core
+        self._runs = runs
+        self._free: list[RemoteRun] = []
+        self._keys = itertools.count(1)
+        self._counting = self._stopping = False
+        self._told: defaultdict[str, float] = defaultdict(float)
+        self._lock = threading.Lock()  # of `_told`
+        self._handler: Handler = _refuse
+        self._server = DataServer(
+            child.replicas[child.number], self._handle, name="bench"
+        )
+        self._server.start()
+
+    def close(self) -> None:
+        self._server.stop()
+
+    def _handle(self, asked: data_pb2.DataRequest, exchange: Exchange) -> None:
+        self._handler(asked, exchange)
+
+    def observe(self, seen: Observation) -> None:
+        """Of holders' and peers' answers."""
+        if self._counting:
+            with self._lock:
+                self._told[f"{seen.op} bytes"] += seen.sent_bytes + seen.received_bytes
+
+    def begin(self, mode: Mode, sequences: int) -> None:
+        child, core = self._child, self._core
+        budget = AttentionBudget(CALL_S)
+        self._rotation = Rotation(
+            mode, child.replicas, core, budget, self, deadline_s=CALL_S, observer=self.observe
+        )
+        self._rotation.join(child.replicas[child.number])
+        self._handler = self._rotation.handler(_refuse)
+        self._rotation.start()
+        self._saver = BlockSaver("bench", buffer_bytes=1 << 20)
+        self._keeper = BlockKeeper(core, self._saver)
+        self._engine = DecodeEngine(
+            core, max_batch=max(sequences, 1), may_borrow=False, attend_deadline_s=CALL_S, rates=Rates(),
+            budget=budget, keeper=self._keeper, surroundings=self, metrics=self, rotation=self._rotation,
+        )  # fmt: skip
+        self._free, self._stopping = self._runs[:sequences], False
+        for number in range(sequences):  # they end one after another, not all at once
+            self._add(child.context + number * child.answer // sequences)
+        self._engine.start()
+
+    def count(self, seconds: float) -> dict[str, float]:
+        self._told.clear()
+        began_s, cpu_s, self._counting = time.monotonic(), time.process_time(), True
+        time.sleep(seconds)
+        self._counting = False
+        self._told["seconds"] = time.monotonic() - began_s
+        self._told["cpu_s"] = time.process_time() - cpu_s
+        return dict(self._told)
+
+    def end(self) -> None:
+        self._stopping = True
+        self._engine.stop(CALL_S)
+        self._rotation.close(CALL_S)
+        self._keeper.close()
+
+    def _add(self, tokens: int) -> None:
+        key, known, child = next(self._keys), self._free.pop(0), self._child
+        run = RemoteRun(first_block=0, count=known.count, holder=known.holder, ref=known.ref)
+        end = child.context + child.answer
+        self._engine.add(decoded(self._core, key, tokens, end, [run]))
+        self._engine.begin(key, common_pb2.SampledToken(token=1))
+
+    # Surroundings and metrics, on the engine's thread.
+
+    def deliver(self, steps: list[Step]) -> None:
+        for step in steps:
+            if step.error is not None and not self._stopping:
+                raise step.error
+            if self._counting:
+                self._told["tokens"] += len(step.tokens)
+            if step.reason and not self._stopping:
+                self._add(self._child.context)
+
+    def borrow(self, sequence: DecodedSequence) -> None:
+        raise AssertionError("sequences have room for all of their tokens")
+
+    def give_back(self, runs: list[RemoteRun]) -> None:
+        self._free += runs
+
+    def save_remote(self, run: RemoteRun, sequence: DecodedSequence, index: int) -> None:
+        raise AssertionError("nothing is saved")
+
+    def iteration(self, batch: int, spent: Spent) -> None:
+        if self._counting:
+            with self._lock:
+                self._told["iterations"] += 1
+                for name, value in {**spent.parts, "away": spent.away, "stood_in": spent.stood_in}.items():
+                    self._told[name] += value
+
+    def ended(self, step: Step) -> None:
+        """Its sequence is replaced."""
+
+    def for_peer(self) -> None:
+        """The peer counts it."""
+
+
+def _refuse(request: data_pb2.DataRequest, exchange: Exchange) -> None:
+    raise UnsupportedParameter("this process answers its peers only", param="op")
+
+
+async def _borrow(child: Child, core: Core, replica: Replica, runs: list[RemoteRun]) -> list[RemoteHolder]:
+    """One sequence after another from one pool and the next."""
+    holders = [
+        RemoteHolder(
+            control, data, owner=f"replica-{child.number}", model=core.info.fingerprint,
+            lost=lambda refs: None, observer=replica.observe,
+        )
+        for control, data in child.pools
+    ]  # fmt: skip
+    for holder in holders:
+        holder.start()
+    for number in range(child.sequences):
+        holder = holders[number % len(holders)]
+        name = f"{child.number}-{number}"
+        ref = await holder.reserve(name, child.blocks, first_position=0, timeout_s=CALL_S)
+        await asyncio.to_thread(fill, core, holder, ref, child.blocks)
+        runs.append(RemoteRun(first_block=0, count=child.blocks, holder=holder, ref=ref))
+    return holders
+
+
+async def _serve(child: Child) -> None:
+    core = await asyncio.to_thread(
+        load_core,
+        EngineSettings(
+            model=child.model,
+            threads=child.threads,
+            block_tokens=child.block_tokens,
+            capacity_tokens=child.blocks * child.block_tokens,
+        ),
+    )
+    await asyncio.to_thread(core.memory.tensor.normal_)
+    runs: list[RemoteRun] = []
+    replica = Replica(child, core, runs)
+    holders = await _borrow(child, core, replica, runs)
+    _say({"ready": True})
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        order = json.loads(line)
+        if order["do"] == "begin":
+            await asyncio.to_thread(replica.begin, order["mode"], order["sequences"])
+            _say({})
+        elif order["do"] == "count":
+            _say(await asyncio.to_thread(replica.count, order["seconds"]))
+        else:
+            await asyncio.to_thread(replica.end)
+            _say({})
+    replica.close()
+    for holder in holders:
+        await holder.release(holder.borrowed, timeout_s=CALL_S)
+        await holder.close()
+
+
+def _say(what: dict[str, Any]) -> None:
+    print(json.dumps(what), flush=True)
+
+
+def arguments(child: Child) -> list[str]:
+    """Of a process that is this replica."""
+    return [sys.executable, "-m", "benchmarks.rotation_child", json.dumps(asdict(child))]
+
+
+if __name__ == "__main__":
+    told = json.loads(sys.argv[1])
+    asyncio.run(_serve(Child(**told)))
