@@ -102,10 +102,15 @@ class BlockMemory:
         return torch.empty((blocks, *self.layout.object_shape), dtype=self._dtype, pin_memory=pinned)
 
 
+def byte_view(tensor: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, in place."""
+    return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
 def _views(staged: Tensor) -> list[memoryview]:
     """One byte view an object of a contiguous CPU tensor [blocks, ...]; the views keep it alive."""
     if not staged.shape[0]:
         return []
-    whole = memoryview(staged.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+    whole = byte_view(staged)
     size = len(whole) // staged.shape[0]
     return [whole[i * size : (i + 1) * size] for i in range(staged.shape[0])]

@@ -195,18 +195,24 @@ class BatchPlan:
         self._native: library.Batch | None = None
         self._waves: _Waves | None = None
 
-    def attend(self, q: Tensor, kv: Tensor, scale: float) -> Partial:
-        """q [B, H, D]; kv one layer's blocks."""
+    def attend(self, q: Tensor, kv: Tensor, scale: float, into: Partial | None = None) -> Partial:
+        """q [B, H, D]; kv one layer's blocks. `into`, contiguous, where the caller has memory for the result,
+        and as the result then."""
         if self._kernel is not None and library.serves(q, kv):
             if self._native is None:
                 self._native = library.Batch(
                     self._kernel, self._kv_shape, self._tables.contiguous(), self._columns, self._window
                 )
-            out, lse = self._native.attend(q, kv, scale)
-            return Partial(out=out, lse=lse)
+            out, lse = self._native.attend(q, kv, scale, (into.out, into.lse) if into else None)
+            return into or Partial(out=out, lse=lse)
         if self._waves is None:
             self._waves = _Waves(self._kv_shape, self._tables, self._columns, self._window)
-        return self._waves.attend(q, kv, scale)
+        partial = self._waves.attend(q, kv, scale)
+        if into is None:
+            return partial
+        into.out.copy_(partial.out)
+        into.lse.copy_(partial.lse)
+        return into
 
 
 class _Waves:

@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 import torch
 from torch import Tensor
 
-from kvcommons.attention.memory import TORCH_DTYPES
+from kvcommons.attention.memory import TORCH_DTYPES, byte_view
 from kvcommons.attention.partial import Partial, attend_chunk
 from kvcommons.errors import DeadlineExceeded, InvalidInput
 from kvcommons.holder.budget import AttentionBudget
@@ -24,11 +24,6 @@ from kvcommons.pb import data_pb2 as pb
 from kvcommons.rblock.layout import Layout
 from kvcommons.transport.deadline import Deadline
 from kvcommons.transport.server import Exchange
-
-
-def byte_view(tensor: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, in place."""
-    return memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 class Attention:
@@ -60,18 +55,16 @@ class Attention:
         refs = known.refs if known is not None else [_ref(part) for part in request.segments]
         with self._holder.pinned(refs) as segments:
             if known is not None and known.holds_for(segments):
-                partial, spent = self._rows(layer, known, exchange)
+                self._rows(layer, known, exchange)
+                return
+            parts = self._parts(request.segments, segments)
+            if all(part.rows == 1 for part in parts):
+                model = self._holder.model
+                plan = RowPlan(self._holder.memory, model.windows, model.scale, refs, segments, parts)
+                self._plans.keep(wording, plan)
+                self._rows(layer, plan, exchange)
             else:
-                parts = self._parts(request.segments, segments)
-                if all(part.rows == 1 for part in parts):
-                    model = self._holder.model
-                    plan = RowPlan(self._holder.memory, model.windows, model.scale, refs, segments, parts)
-                    self._plans.keep(wording, plan)
-                    partial, spent = self._rows(layer, plan, exchange)
-                else:
-                    partial, spent = self._chunks(layer, parts, exchange)
-        payload = [byte_view(partial.out.cpu().contiguous()), byte_view(partial.lse.cpu().contiguous())]
-        exchange.reply(pb.DataReply(attend_layer=spent), payload)
+                self._chunks(layer, parts, exchange)
 
     def _parts(self, wanted: Sequence[pb.AttendSegment], segments: Sequence[Segment]) -> list[Part]:
         parts, row, size = [], 0, self._holder.memory.layout.block_tokens
@@ -102,24 +95,26 @@ class Attention:
             row += ask.rows
         return parts
 
-    def _rows(self, layer: int, plan: RowPlan, exchange: Exchange) -> tuple[Partial, pb.AttendLayerReply]:
-        layout = self._holder.memory.layout
-        q, (appended,) = _receive(len(plan.refs), [(plan.appended, 1)], layout, exchange)
-        with self._computing(exchange.deadline) as spent:
-            plan.append(layer, appended)
-            return plan.attend(layer, q), spent
+    def _rows(self, layer: int, plan: RowPlan, exchange: Exchange) -> None:
+        with plan.buffers() as buffers:
+            _check_payload(buffers.request_bytes, exchange)
+            exchange.receive_payload(buffers.request)
+            with self._computing(exchange.deadline) as spent:
+                plan.attend(layer, buffers)
+            exchange.reply(pb.DataReply(attend_layer=spent), buffers.answer)
 
-    def _chunks(
-        self, layer: int, parts: list[Part], exchange: Exchange
-    ) -> tuple[Partial, pb.AttendLayerReply]:
-        rows, appends = sum(part.rows for part in parts), [(1, part.rows) for part in parts if part.append]
+    def _chunks(self, layer: int, parts: list[Part], exchange: Exchange) -> None:
+        rows, appends = sum(part.rows for part in parts), [part.rows for part in parts if part.append]
         q, appended = _receive(rows, appends, self._holder.memory.layout, exchange)
         with self._computing(exchange.deadline) as spent:
-            self._append(layer, parts, [kv.squeeze(0) for kv in appended])
+            self._append(layer, parts, appended)
             q = q.to(self._holder.memory.device)
             chunks = [self._chunk(layer, part, q) for part in parts]
-            partial = Partial(out=torch.cat([c.out for c in chunks]), lse=torch.cat([c.lse for c in chunks]))
-            return partial, spent
+            payload = [
+                byte_view(torch.cat([c.out for c in chunks]).cpu()),
+                byte_view(torch.cat([c.lse for c in chunks]).cpu()),
+            ]
+        exchange.reply(pb.DataReply(attend_layer=spent), payload)
 
     @contextmanager
     def _computing(self, deadline: Deadline) -> Iterator[pb.AttendLayerReply]:
@@ -172,21 +167,21 @@ def _ref(part: pb.AttendSegment) -> SegmentRef:
     return SegmentRef(handle=part.handle, epoch=part.epoch, generation=part.generation)
 
 
-def _receive(
-    rows: int, appends: Sequence[tuple[int, int]], layout: Layout, exchange: Exchange
-) -> tuple[Tensor, list[Tensor]]:
-    """q [rows, H, D] float32, and [parts, 2, kv_heads, rows, D] in the KV dtype for each of `appends`: so
-    many parts of so many rows."""
-    dtype = TORCH_DTYPES[layout.kv_dtype]
-    due = rows * layout.query_heads * layout.head_dim * 4
-    new = sum(parts * count for parts, count in appends)
-    due += 2 * new * layout.kv_heads * layout.head_dim * dtype.itemsize
+def _check_payload(due: int, exchange: Exchange) -> None:
     if exchange.payload_bytes != due:
         raise InvalidInput(f"AttendLayer came with {exchange.payload_bytes} bytes where {due} belong")
-    q = torch.empty((rows, layout.query_heads, layout.head_dim), dtype=torch.float32)
-    appended = [
-        torch.empty((parts, 2, layout.kv_heads, count, layout.head_dim), dtype=dtype)
-        for parts, count in appends
-    ]
-    exchange.receive_payload([byte_view(tensor) for tensor in (q, *appended) if tensor.numel()])
+
+
+def _receive(
+    rows: int, appends: Sequence[int], layout: Layout, exchange: Exchange
+) -> tuple[Tensor, list[Tensor]]:
+    """q [rows, H, D] float32, and [2, kv_heads, rows, D] in the KV dtype for each of `appends`, so many
+    rows."""
+    dtype = TORCH_DTYPES[layout.kv_dtype]
+    due = rows * layout.query_heads * layout.head_dim * 4
+    due += 2 * sum(appends) * layout.kv_heads * layout.head_dim * dtype.itemsize
+    _check_payload(due, exchange)
+    q = torch.empty((rows, layout.query_heads, layout.head_dim))
+    appended = [torch.empty((2, layout.kv_heads, count, layout.head_dim), dtype=dtype) for count in appends]
+    exchange.receive_payload([byte_view(tensor) for tensor in (q, *appended)])
     return q, appended

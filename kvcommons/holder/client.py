@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from kvcommons.attention.memory import byte_view
 from kvcommons.attention.partial import Partial
 from kvcommons.errors import KVCommonsError
-from kvcommons.holder.attending import byte_view
 from kvcommons.holder.copying import read_blocks
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import data_pb2, holder_pb2

@@ -4,16 +4,18 @@ from the segments alone (block tables, slots, the attention's plan) is made once
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
-from collections.abc import Sequence
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kvcommons.attention.memory import BlockMemory
+from kvcommons.attention.memory import TORCH_DTYPES, BlockMemory, byte_view
 from kvcommons.attention.partial import BatchPlan, Partial
 from kvcommons.holder.segments import Segment, SegmentRef
+from kvcommons.rblock.layout import Layout
 
 _KEPT = 16  # plans: of debtors, and of their batches, that take turns
 
@@ -31,8 +33,24 @@ class Part:
     length: int
 
 
+class RowBuffers:
+    """Memory of a request and its answer, on the CPU: q [parts, H, D] float32, `appended` [parts that append,
+    2 * kv_heads, D] in the KV dtype, and the partial. As bytes: `request`, `answer`."""
+
+    def __init__(self, layout: Layout, parts: int, appended: int) -> None:
+        heads, dim = layout.query_heads, layout.head_dim
+        self.q = torch.empty((parts, heads, dim))
+        self.appended = torch.empty((appended, 2 * layout.kv_heads, dim), dtype=TORCH_DTYPES[layout.kv_dtype])
+        both = torch.empty(parts * heads * (dim + 1))
+        end = parts * heads * dim
+        self.partial = Partial(out=both[:end].view(parts, heads, dim), lse=both[end:].view(parts, heads))
+        self.request = [byte_view(tensor) for tensor in (self.q, self.appended) if tensor.numel()]
+        self.answer = [byte_view(both)]
+        self.request_bytes = self.q.nbytes + self.appended.nbytes
+
+
 class RowPlan:
-    """Of a request's parts, one row each; used by one thread at a time."""
+    """Of a request's parts, one row each; all but `buffers` used by one thread at a time."""
 
     def __init__(
         self,
@@ -64,6 +82,7 @@ class RowPlan:
         ]
         self._rows = memory.rows_of(self._longs(slots))
         self._plans: dict[int | None, BatchPlan] = {}
+        self._spare: deque[RowBuffers] = deque()
 
     def holds_for(self, segments: Sequence[Segment]) -> bool:
         """Whether these are the segments that it was made for, and their blocks are where they were."""
@@ -72,14 +91,20 @@ class RowPlan:
             for now, then, shape in zip(segments, self._segments, self._shapes, strict=True)
         )
 
-    def append(self, layer: int, appended: Tensor) -> None:
-        """appended [parts that append, 2, kv_heads, 1, D] in the KV dtype."""
-        if self.appended:
-            kv = appended.flatten(1, 3).to(self._memory.device)
-            self._memory.write_rows(layer, self._rows, kv)
+    @contextmanager
+    def buffers(self) -> Iterator[RowBuffers]:
+        """For one request. Layer after layer gets the same ones."""
+        try:
+            taken = self._spare.pop()
+        except IndexError:
+            taken = RowBuffers(self._memory.layout, len(self.refs), self.appended)
+        yield taken
+        self._spare.append(taken)
 
-    def attend(self, layer: int, q: Tensor) -> Partial:
-        """q [parts, H, D]."""
+    def attend(self, layer: int, buffers: RowBuffers) -> None:
+        """Appends what is new, and attends: buffers.partial."""
+        if self.appended:
+            self._memory.write_rows(layer, self._rows, buffers.appended.to(self._memory.device))
         window = self._windows[layer]
         kv = self._memory.layer(layer)
         if window not in self._plans:
@@ -91,7 +116,13 @@ class RowPlan:
                 query_positions=self._query_positions,
                 window=window,
             )
-        return self._plans[window].attend(q.to(self._memory.device), kv, self._scale)
+        plan = self._plans[window]
+        if kv.device.type == "cpu":
+            plan.attend(buffers.q, kv, self._scale, buffers.partial)
+            return
+        partial = plan.attend(buffers.q.to(kv.device), kv, self._scale)
+        buffers.partial.out.copy_(partial.out)
+        buffers.partial.lse.copy_(partial.lse)
 
     def _longs(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._memory.device)

@@ -15,9 +15,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kvcommons.attention.memory import byte_view
 from kvcommons.engine.core import Core
 from kvcommons.errors import InvalidInput
-from kvcommons.holder.attending import byte_view
 from kvcommons.model.slices import Model, Rotation, State
 from kvcommons.model.spec import ModelSpec
 from kvcommons.pb import data_pb2 as pb

@@ -16,12 +16,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvcommons.attention.memory import BlockMemory
+from kvcommons.attention.memory import BlockMemory, byte_view
 from kvcommons.attention.partial import Partial, attend_chunk
 from kvcommons.blockstore.loader import BlockLoader, CorruptObject
 from kvcommons.blockstore.saver import BlockSaver
 from kvcommons.errors import KVCommonsError
-from kvcommons.holder.attending import byte_view
 from kvcommons.holder.client import RemoteHolder
 from kvcommons.holder.data import HolderData, StartHook
 from kvcommons.holder.holder import HeldModel, Holder

@@ -124,14 +124,17 @@ class Batch:
         )  # fmt: skip
         self._scratch: Tensor | None = None
 
-    def attend(self, q: Tensor, kv: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    def attend(
+        self, q: Tensor, kv: Tensor, scale: float, into: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """q [B, H, D], of any strides but the last; kv one layer's blocks. out [B, H, D] and lse [B, H],
-        float32."""
+        float32; `into`, contiguous, where the caller has memory for them."""
         rows, heads, dim = q.shape
         if q.stride(2) != 1:
             q = q.contiguous()
-        out = torch.empty((rows, heads, dim), dtype=torch.float32)
-        lse = torch.empty((rows, heads), dtype=torch.float32)
+        if into is None:
+            into = torch.empty((rows, heads, dim)), torch.empty((rows, heads))
+        out, lse = into
         call = self._call
         call.q, call.kv, call.out, call.lse = q.data_ptr(), kv.data_ptr(), out.data_ptr(), lse.data_ptr()
         call.q_row, call.q_head, call.scale = q.stride(0), q.stride(1), scale

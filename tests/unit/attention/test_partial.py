@@ -11,7 +11,7 @@ from torch import Tensor
 from kvcommons.attention import kernel, partial
 from kvcommons.attention.memory import BlockMemory
 from kvcommons.attention.native import library
-from kvcommons.attention.partial import Partial, attend_batch, attend_chunk, merge
+from kvcommons.attention.partial import BatchPlan, Partial, attend_batch, attend_chunk, merge
 from kvcommons.rblock.layout import Layout
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
@@ -199,3 +199,18 @@ def test_fused_and_dense_kernels_agree(device: str) -> None:
     torch.testing.assert_close(out, want_out, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=1e-5)
     assert lse[0, :, 1].isneginf().all()
+
+
+def test_a_batch_into_memory_of_the_callers(computing: str) -> None:
+    source = torch.Generator().manual_seed(7)
+    kv = torch.randn(6, 2, 2, 4, 8, generator=source)
+    plan = BatchPlan(
+        kv.shape, torch.tensor([[5, 1], [2, 0]]), torch.tensor([7, 3]),
+        first_key_positions=torch.zeros(2, dtype=torch.long), query_positions=torch.tensor([6, 2]),
+    )  # fmt: skip
+    q = torch.randn(2, 4, 8, generator=source)
+    expected = plan.attend(q, kv, 0.3)
+    into = Partial(out=torch.full((2, 4, 8), torch.nan), lse=torch.full((2, 4), torch.nan))
+    assert plan.attend(q, kv, 0.3, into) is into
+    assert torch.equal(into.out, expected.out)
+    assert torch.equal(into.lse, expected.lse)

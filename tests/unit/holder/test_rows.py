@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvcommons.attention.memory import BlockMemory
+from kvcommons.attention.memory import BlockMemory, byte_view
 from kvcommons.attention.partial import attend_batch
 from kvcommons.holder.rows import Part, RowPlan, RowPlans
 from kvcommons.holder.segments import Segment, SegmentRef
@@ -45,19 +45,31 @@ def test_appends_and_attends_layer_by_layer() -> None:
     assert plan.appended == 2
     for layer, window in ((0, None), (1, 3)):
         new = torch.randn(2, 2, 2, 1, 8, generator=source)
-        plan.append(layer, new)
+        q = torch.randn(3, 4, 8, generator=source)
+        with plan.buffers() as buffers:
+            for view, sent in zip(buffers.request, (q, new), strict=True):
+                view[:] = byte_view(sent)
+            plan.attend(layer, buffers)
+            answer = torch.frombuffer(bytearray(b"".join(buffers.answer)), dtype=torch.float32)
         kv = memory.layer(layer)
         assert torch.equal(kv[2, :, :, 1], new[0, :, :, 0])
         assert torch.equal(kv[4, :, :, 0], new[1, :, :, 0])
-        q = torch.randn(3, 4, 8, generator=source)
         positions = torch.tensor(lengths) - 1
         expected = attend_batch(
             q, kv, torch.tensor([[5, 2, 0], [7, 0, 0], [0, 1, 4]]), torch.tensor(lengths), scale=SCALE,
             first_key_positions=torch.zeros(3, dtype=torch.long), query_positions=positions, window=window,
         )  # fmt: skip
-        partial = plan.attend(layer, q)
-        torch.testing.assert_close(partial.out, expected.out)
-        torch.testing.assert_close(partial.lse, expected.lse)
+        torch.testing.assert_close(answer[: 3 * 4 * 8].view(3, 4, 8), expected.out)
+        torch.testing.assert_close(answer[3 * 4 * 8 :].view(3, 4), expected.lse)
+
+
+def test_each_request_under_way_has_memory_of_its_own() -> None:
+    plan = plan_of(BlockMemory(LAYOUT, 8), [segment(1, [5, 2])], [6])
+    with plan.buffers() as one, plan.buffers() as other:
+        assert one.q.data_ptr() != other.q.data_ptr()
+        assert one.request_bytes == 4 * 4 * 8 + 4 * 2 * 2 * 8
+    with plan.buffers() as again:
+        assert again in (one, other)
 
 
 def test_holds_while_blocks_are_where_they_were() -> None:
