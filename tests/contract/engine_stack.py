@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -71,6 +71,7 @@ class Stack:
     channels: list[Any] = field(default_factory=list)
     children: list[subprocess.Popen[bytes]] = field(default_factory=list)
     etcd: RealEtcd | None = None
+    transport: str = "unix"  # of the data plane: "unix", "shm" or "tcp"
 
     @property
     def model(self) -> bytes:
@@ -80,7 +81,7 @@ class Stack:
         return f"unix:{self.runtime}/{name}.c"
 
     def data(self, name: str) -> str:
-        return f"unix:{self.runtime}/{name}.d"
+        return "tcp:127.0.0.1:0" if self.transport == "tcp" else f"{self.transport}:{self.runtime}/{name}.d"
 
     def node(self, name: str) -> Node:
         return Node(listen=self.address(name), instance_id=name, host="here", drain_s=8.0)
@@ -169,9 +170,16 @@ class Stack:
             control_address=self.address(name), data_address=self.data(name), matched_blocks=matched_blocks
         )
 
-    async def lenders(self, *pools: int, process: bool = False) -> list[subprocess.Popen[bytes]]:
+    async def lenders(
+        self,
+        *pools: int,
+        process: bool = False,
+        heads: Sequence[tuple[str, str] | None] = (),
+        wait: bool = True,
+    ) -> list[subprocess.Popen[bytes]]:
         """A ledger on a real etcd, and attention pools ("pool-0", …) of so many blocks, in this process or
-        each in its own."""
+        each in its own. `heads`: of which head group a pool is which part; None: it stands alone. `wait`:
+        until all of them lend."""
         self.etcd = RealEtcd()
         self.etcd.start()
         config = LedgerConfig(node=self.node("ledger"), etcd=(self.etcd.endpoint,), heartbeat_ms=200)
@@ -179,17 +187,21 @@ class Stack:
         started = []
         for number, blocks in enumerate(pools):
             name, engine = f"pool-{number}", settings(self.folder, capacity_tokens=blocks * BLOCK)
+            group, part = (heads[number] if number < len(heads) else None) or (None, None)
             if process:
-                started.append(self._pool_process(name, engine))
+                started.append(self._pool_process(name, engine, group, part))
                 continue
             pool = AttentionPoolConfig(
                 node=self.node(name),
                 data_plane=DataPlane(data_listen=self.data(name)),
                 engine=engine,
                 ledger=self.ledger,
+                heads=part,
+                head_group=group,
             )
             self.launch(name, "attention_pool", serve_pool, pool)
-        await self.lending(*(f"pool-{number}" for number in range(len(pools))))
+        members = sum(one is not None and not one[1].startswith("0/") for one in heads)
+        await self.lending(*(f"pool-{number}" for number in range(len(pools) - members if wait else 0)))
         return started
 
     async def lending(self, *names: str) -> None:
@@ -203,12 +215,16 @@ class Stack:
 
         await ready(lend)
 
-    def _pool_process(self, name: str, engine: EngineSettings) -> subprocess.Popen[bytes]:
+    def _pool_process(
+        self, name: str, engine: EngineSettings, group: str | None, part: str | None
+    ) -> subprocess.Popen[bytes]:
         values = {
             "listen": self.address(name), "data_listen": self.data(name), "instance_id": name, "host": "here",
             "ledger": self.ledger[0], "model": engine.model, "dtype": engine.dtype, "device": engine.device,
             "block_tokens": engine.block_tokens, "capacity_tokens": engine.capacity_tokens,
         }  # fmt: skip
+        if group is not None and part is not None:
+            values |= {"head_group": group, "heads": part}
         flags = [f"--set={key}={value}" for key, value in values.items()]
         command = [sys.executable, "-m", "services.attention_pool", f"--parent-pid={os.getpid()}", *flags]
         with (self.runtime / f"{name}.log").open("wb") as log:
