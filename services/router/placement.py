@@ -48,16 +48,18 @@ def choose_pair(
 def room_blocks(
     decodes: Sequence[ledger_pb2.Instance], pools: Sequence[ledger_pb2.Instance], model: bytes
 ) -> int | None:
-    """What the largest sequence may take at most, in blocks: all of one decode, and of all others that lend.
-    None where nobody has said yet."""
+    """What the largest sequence may take at most, in blocks: all of one decode and, where it borrows, of
+    all others that lend. None where nobody has said yet."""
     loads = [instance.load for instance in _of_model(decodes, model)]
-    own = max((load.total_blocks for load in loads), default=0)
-    if not own:
+    if not any(load.total_blocks for load in loads):
         return None
     lending = [load.total_blocks if load.lendable_blocks or load.loans else 0 for load in loads]
-    lent = max(load.total_blocks + sum(lending) - mine for load, mine in zip(loads, lending, strict=True))
     # The parts of a head group have the same blocks, a share of the heads each: one counts for all.
-    return lent + sum(one.load.total_blocks for one in _of_model(pools, model) if not one.heads.number)
+    pooled = sum(one.load.total_blocks for one in _of_model(pools, model) if not one.heads.number)
+    return max(
+        load.total_blocks + (0 if load.only_here else sum(lending) - mine + pooled)
+        for load, mine in zip(loads, lending, strict=True)
+    )
 
 
 def served_models(

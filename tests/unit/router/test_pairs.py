@@ -107,6 +107,9 @@ def test_room_is_all_of_one_decode_and_of_all_others_that_lend() -> None:
         pool.load.total_blocks = 50
         pool.heads.CopyFrom(HeadPart(group="g", number=number, parts=2))
     assert room_blocks(decodes, [*pools, *heads], MODEL) == 190
+    for decode in decodes:  # which borrow nothing, whoever lends
+        decode.load.only_here = True
+    assert room_blocks(decodes, [*pools, *heads], MODEL) == 30
 
 
 def test_models_need_both_services() -> None:
