@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import migration
-from benchmarks.plot import curves
+from benchmarks.plot import Curves, curves
 from benchmarks.random_model import write_random_model
 from benchmarks.report import Report, Row, p50
 from benchmarks.streams import Stream, arrive, ask, at_once, prompt
@@ -96,6 +96,8 @@ def add(
 def _run(options: argparse.Namespace, progress: Progress) -> Report:
     if len(options.reach) != len(options.holders):
         raise InvalidInput("--reach and --holders go together: as many of one as of the other")
+    if options.picture is not None and not {"contexts", "rates"} & set(options.parts):
+        raise InvalidInput("only contexts and rates make a picture: name one of them in --parts")
     setting = Setting(
         parts=tuple(options.parts), size=options.random_model, moved_size=options.migrated_model,
         holder=options.holder, reaches=tuple(zip(options.reach, options.holders, strict=True)),
@@ -299,17 +301,19 @@ def _ratios(rows: Sequence[Row]) -> dict[str, float]:
 
 
 def _draw(path: Path, report: Report) -> None:
-    """Throughput over context length, and latency over request rate for each share of long requests."""
-    panels = []
+    """Throughput over context length; throughput and latency over request rate, for each share of long
+    requests."""
     lengths = [row for row in report.rows if row["part"] == "contexts"]
-    if lengths:
-        panels.append(("tokens a second, by context", "tokens/s", _lines(lengths, "context", "tokens/s")))
+    panels: list[Curves | None] = [
+        ("Tokens a second, by context", "tokens/s", _lines(lengths, "context", "tokens/s")), None,
+    ]  # fmt: skip
     rates = [row for row in report.rows if row["part"] == "rates"]
     for share in dict.fromkeys(float(row["long %"]) for row in rates):
         of_share = [row for row in rates if float(row["long %"]) == share]
-        title = f"seconds an answer, by requests a second, {share:g}% long"
-        panels.append((title, "s", _lines(of_share, "requests/s", "s/answer")))
-    curves(path, report.title, panels)
+        for what, unit in (("Tokens a second", "tokens/s"), ("Seconds an answer", "s/answer")):
+            title = f"{what}, by requests a second, {share:g}% long"
+            panels.append((title, unit, _lines(of_share, "requests/s", unit)))
+    curves(path, report.title, panels if lengths else panels[2:], columns=2)
 
 
 def _lines(rows: Sequence[Row], x: str, y: str) -> dict[str, list[tuple[float, float]]]:

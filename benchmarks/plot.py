@@ -48,28 +48,38 @@ def stacked_bars(
     plt.close(figure)
 
 
-def curves(
-    path: Path,
-    title: str,
-    groups: Sequence[tuple[str, str, Mapping[str, Sequence[tuple[float, float]]]]],
-) -> None:
-    """One above the other: of each group its title, its unit, and by name what goes over what."""
+Curves = tuple[str, str, Mapping[str, Sequence[tuple[float, float]]]]
+
+
+def curves(path: Path, title: str, groups: Sequence[Curves | None], *, columns: int = 1) -> None:
+    """In rows of so many: of each group its title, its unit, and by name what goes over what. Where a group
+    is None stands what the lines are called; else in the first one."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     from matplotlib import pyplot as plt
 
-    figure, all_axes = plt.subplots(
-        len(groups), figsize=(9, 1 + 2.2 * len(groups)), layout="constrained", squeeze=False
+    rows = -(-len(groups) // columns)
+    figure, grid = plt.subplots(
+        rows, columns, figsize=(9, 1 + 2.2 * rows), layout="constrained", squeeze=False
     )
-    for axes, (subtitle, unit, lines) in zip(all_axes[:, 0], groups, strict=True):
+    places = list(grid.flat)
+    legend = places[groups.index(None) if None in groups else 0]
+    for axes in places[len(groups) :]:
+        axes.axis("off")
+    for axes, group in zip(places, groups, strict=False):
+        if group is None:
+            axes.axis("off")
+            continue
+        subtitle, unit, lines = group
         for name, points in lines.items():
             axes.plot([x for x, _ in points], [y for _, y in points], marker="o", label=name)
         axes.set_ylim(bottom=0)
         axes.set_ylabel(unit)
         axes.set_title(subtitle, loc="left", fontsize="medium")
         axes.spines[["top", "right"]].set_visible(False)
-    all_axes[0, 0].legend(frameon=False)
+    named = next(axes for axes in places if axes.lines)
+    legend.legend(*named.get_legend_handles_labels(), frameon=False, loc="center" if None in groups else None)
     figure.suptitle(title)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
