@@ -180,15 +180,17 @@ def replicas(
         pool = Group(device=device, count=devices)
         load = Load(sequences=batch * rotational.batches, context=context)
         row: dict[str, str | int | float] = {"replicas": count, "attention devices": devices}
-        outcomes = []
-        for scheme in (Fixed(count), rotational):
-            outcome = _run(replace(deployment, scheme=scheme, pool=pool), load, Batching.STAGGERED)
-            outcomes.append(outcome)
-            row[f"{scheme.name} tokens/s"] = outcome.tokens_s
-            row[f"{scheme.name} ms a token"] = 1e3 * outcome.token_s
-            row[f"{scheme.name} replicas busy %"] = 100 * outcome.replicas_busy
-            row[f"{scheme.name} pool busy %"] = 100 * outcome.pool_busy
-        ratios[f"rotational over fixed, {count} replicas"] = outcomes[1].tokens_s / outcomes[0].tokens_s
+        outcomes: dict[str, Outcome] = {}
+        for name, scheme in (("fixed", Fixed(count)), ("rotational", rotational), ("home", rotational)):
+            kind = replace(deployment, scheme=scheme, pool=pool, contexts_come_home=name == "home")
+            outcomes[name] = outcome = _run(kind, load, Batching.STAGGERED)
+            row[f"{name} tokens/s"] = outcome.tokens_s
+            row[f"{name} ms a token"] = 1e3 * outcome.token_s
+            row[f"{name} replicas busy %"] = 100 * outcome.replicas_busy
+            row[f"{name} pool busy %"] = 100 * outcome.pool_busy
+        for name, what in (("rotational", "rotational"), ("home", "rotational, contexts come home,")):
+            ratio = outcomes[name].tokens_s / outcomes["fixed"].tokens_s
+            ratios[f"{what} over fixed, {count} replicas"] = ratio
         rows.append(row)
     title = f"Simulated {model.name}: {computing.count} {computing.device.name} a replica, context {context}"
     return Report(title=title, ratios=ratios, rows=rows)
@@ -232,7 +234,7 @@ def _draw_overlap(path: Path, report: Report) -> None:
 
 
 def _draw_replicas(path: Path, report: Report) -> None:
-    hows = ("fixed", "rotational")
+    hows = ("fixed", "rotational", "home")
     groups = [
         (f"{row['replicas']} replicas", [(how, float(row[f"{how} tokens/s"])) for how in hows])
         for row in report.rows

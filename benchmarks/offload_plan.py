@@ -78,6 +78,7 @@ class Deployment:
     network_bytes_s: float = NETWORK_BYTES_S  # of one computing device, each way
     round_trip_s: float = ROUND_TRIP_S
     mini_batches: int = MINI_BATCHES
+    contexts_come_home: bool = False  # after each slice, as decode has it; else they go round a ring
 
     @property
     def price(self) -> float:

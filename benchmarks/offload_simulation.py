@@ -228,8 +228,31 @@ class OffloadSimulation:
     def _sliced(self, flight: _Flight, replica: int) -> None:
         flight.left_s = self.now_s
         self._start(self._turns.ended(flight.batch))
+        if not self._deployment.contexts_come_home:
+            self._to_pool(flight, replica, self._turns.replica(flight.batch))
+            return
+        model, home = self._deployment.model, self._home(flight)
+        size = model.sent_bytes + model.returned_bytes  # q, k, v, and what is as wide as attention's result
+        self._move(flight, replica, home, size, lambda: self._to_pool(flight, home, home))
+
+    def _home(self, flight: _Flight) -> int:
+        """Where its sequences are."""
+        return self._deployment.scheme.replica_of(flight.batch, 0)
+
+    def _move(self, flight: _Flight, start: int, end: int, size: int, come: Callable[[], None]) -> None:
+        """`size` bytes of each row between replicas."""
+        if start == end:
+            come()
+            return
         deployment = self._deployment
-        following = self._turns.replica(flight.batch)
+        seconds = len(flight.members) * size / deployment.connection_bytes_s
+        sent_s = self._out[start].take(self.now_s, seconds)
+        taken_s = self._in[end].take(sent_s - seconds, seconds)
+        self._at(max(sent_s, taken_s) + deployment.round_trip_s / 2, come)
+
+    def _to_pool(self, flight: _Flight, replica: int, following: int) -> None:
+        """From one replica, the answers to the other."""
+        deployment = self._deployment
         minis = deployment.mini_batches
         flight.missing = len(flight.shares) * minis
         flight.attending_s += max(tokens for _, _, tokens in flight.shares) * self._layer_kv_s
@@ -271,6 +294,14 @@ class OffloadSimulation:
         flight.missing -= 1
         if flight.missing:
             return
+        if not self._deployment.contexts_come_home:
+            self._attended(flight)
+            return
+        following, size = self._turns.replica(flight.batch), 2 * self._deployment.model.returned_bytes
+        self._move(flight, self._home(flight), following, size, lambda: self._attended(flight))
+
+    def _attended(self, flight: _Flight) -> None:
+        """Whoever computes its next slice has what it takes."""
         flight.stages_s += self.now_s - flight.left_s
         flight.layer += 1
         if flight.layer < self._deployment.model.layers:
