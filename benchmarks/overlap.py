@@ -112,7 +112,7 @@ class Trials:
             max_queue=4,
             pusher=pusher,
             keeper=BlockKeeper(core, self.saver),
-            holders=Holders(attend_deadline_s=5.0),
+            holders=Holders(core.layout, attend_deadline_s=5.0),
             cost=self.cost,
             preloading=Preloading(core, Histories(core, self.loader), self.cost, read_buffer),
             tracer=Tracer.off(),

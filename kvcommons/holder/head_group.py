@@ -285,7 +285,8 @@ class HeadGroup:
         return begin_heads(self._layout, asks, layer, self._worded(parts), q, appended, deadline)
 
     def _worded(self, parts: Sequence[AttendPart] | data_pb2.AttendLayer) -> list[data_pb2.AttendLayer]:
-        """What each part is asked for. The same for all layers of an iteration, which has one wording."""
+        """What each part is asked for: the same for all layers of an iteration, which has one wording. A
+        message is not changed once it was given."""
         for known, made in self._wordings:
             if known is parts:
                 return made

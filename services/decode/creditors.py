@@ -76,7 +76,7 @@ class Creditors:
 
     def find(self, instance_id: str) -> Creditor | None:
         """The one, or the head group of the one; None where nothing was ever borrowed from it."""
-        for known in self._known.values():
+        for known in reversed(self._known.values()):  # of a group whose parts changed, as it is now
             if instance_id in (known.instance_id, *known.members):
                 return known.holder
         return None

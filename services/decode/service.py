@@ -14,6 +14,7 @@ from kvcommons.engine.keeper import BlockKeeper
 from kvcommons.errors import DeadlineExceeded
 from kvcommons.holder.budget import AttentionBudget
 from kvcommons.holder.data import HolderData
+from kvcommons.holder.head_store import WholeStore
 from kvcommons.holder.holder import HeldModel, Holder
 from kvcommons.holder.server import HolderService
 from kvcommons.pb import data_pb2, decode_pb2_grpc, holder_pb2_grpc, ledger_pb2
@@ -110,6 +111,9 @@ class DecodeParts:
                 instance_id=instance_id,
                 model=core.info.fingerprint,
                 block_tokens=core.block_tokens,
+                store=WholeStore(
+                    model=core.info.fingerprint, layout=core.layout, loader=self.loader, saver=self.saver
+                ),
             ),
             Ledgers(config.ledger, debtor=instance_id, host=process.host, model=core.info.fingerprint),
             lease_ms=config.lease_ms,

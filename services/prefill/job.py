@@ -13,14 +13,45 @@ from kvcommons.rblock.identity import reusable_blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A segment at a holder's data address."""
+
+    data_address: str
+    handle: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A run of the sequence's blocks at the holder that will attend over them."""
+    """A run of the sequence's blocks at the holder that will attend over them, or at the `parts` of a head
+    group: each takes its heads of them."""
 
     data_address: str
     handle: int
     epoch: int
     first_block: int
     blocks: int
+    parts: tuple[Place, ...] = ()
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """One, or the parts in order."""
+        alone = Place(data_address=self.data_address, handle=self.handle, epoch=self.epoch)
+        return self.parts or (alone,)
+
+    @classmethod
+    def of(cls, placement: pb.Placement) -> Target:
+        return cls(
+            data_address=placement.data_address,
+            handle=placement.handle,
+            epoch=placement.epoch,
+            first_block=placement.first_block,
+            blocks=placement.blocks,
+            parts=tuple(
+                Place(data_address=part.data_address, handle=part.handle, epoch=part.epoch)
+                for part in placement.parts
+            ),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,10 +16,11 @@ from kvcommons.errors import DeadlineExceeded, KVCommonsError, Unavailable
 from kvcommons.pb import common_pb2 as pb
 from kvcommons.pb import data_pb2
 from kvcommons.rblock.allocator import BlockAllocator
+from kvcommons.rblock.heads import HeadPart, divided
 from kvcommons.transport.base import Observer
 from kvcommons.transport.client import DataClient
 from kvcommons.transport.deadline import Deadline
-from services.prefill.job import Target, Write
+from services.prefill.job import Place, Target, Write
 
 log = logging.getLogger(__name__)
 
@@ -118,31 +119,48 @@ class Pusher:
 
     def write(self, delivery: Delivery, layer: int, write: Write, blocks: list[int]) -> None:
         """One layer of `blocks` (physical, as many as the write counts), whose content is final for that
-        layer."""
+        layer. To a head group each part is sent its heads."""
         assert len(blocks) == write.count
+        places = write.target.places
+        if len(places) == 1:
+            self._write(delivery, layer, write, blocks, places[0], None)
+        else:
+            for place, part in zip(places, divided(len(places)), strict=True):
+                self._write(delivery, layer, write, blocks, place, part)
+
+    def _write(
+        self,
+        delivery: Delivery,
+        layer: int,
+        write: Write,
+        blocks: list[int],
+        place: Place,
+        part: HeadPart | None,
+    ) -> None:
         self._allocator.retain(blocks)
         delivery.begin()
 
         def call(client: DataClient, deadline: Deadline) -> None:
-            target = write.target
             request = data_pb2.DataRequest(
                 deadline_ms=deadline.left_ms(),
                 traceparent=delivery.traceparent,
                 write_blocks=data_pb2.WriteBlocks(
-                    handle=target.handle,
-                    epoch=target.epoch,
+                    handle=place.handle,
+                    epoch=place.epoch,
                     layer=layer,
-                    first_block=write.first - target.first_block,
+                    first_block=write.first - write.target.first_block,
                     blocks=write.count,
                 ),
             )
-            client.call(request, self._memory.read_buffers(layer, blocks), deadline=deadline)
+            objects = self._memory.read_buffers(layer, blocks)
+            payload = objects if part is None else part.pieces(self._memory.layout, objects)
+            client.call(request, payload, deadline=deadline)
 
         def done(failure: KVCommonsError | None) -> None:
             self._allocator.release(blocks)
             delivery.end(failure)
 
-        self._put(write.target.data_address, _Item(delivery=delivery, call=call, done=done))
+        self._put(place.data_address, _Item(delivery=delivery, call=call, done=done))
 
     def start_sequence(
         self,

@@ -165,16 +165,7 @@ def _prompt(core: Core, request: pb.PrefillRequest) -> Prompt:
         store_control=request.history.control_address,
         store_data=request.history.data_address,
         matched_blocks=request.history.matched_blocks,
-        targets=tuple(
-            Target(
-                data_address=target.data_address,
-                handle=target.handle,
-                epoch=target.epoch,
-                first_block=target.first_block,
-                blocks=target.blocks,
-            )
-            for target in request.targets
-        ),
+        targets=tuple(Target.of(placement) for placement in request.targets),
         push_from_block=request.push_from_block,
         no_reuse=request.no_reuse,
         truncated=truncated,

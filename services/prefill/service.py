@@ -48,7 +48,7 @@ class PrefillParts:
         )
         cost = AlwaysLoad() if config.loads == "always" else LoadOrCompute()
         read_buffer = ReadBuffer(layers=core.layout.layers, bytes_max=config.read_buffer_bytes)
-        self.holders = Holders(attend_deadline_s=config.push_deadline_s, observer=asking)
+        self.holders = Holders(core.layout, attend_deadline_s=config.push_deadline_s, observer=asking)
         self.engine = PrefillEngine(
             core,
             chunk_tokens=config.chunk_tokens,

@@ -10,16 +10,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 
 from torch import Tensor
 
 from kvcommons.attention.partial import Partial, merge
 from kvcommons.engine.core import Core
 from kvcommons.errors import KVCommonsError, Unavailable
-from kvcommons.holder.client import AttendPart, PendingPartial, begin_attend
+from kvcommons.holder.client import AttendPart, begin_attend
+from kvcommons.holder.creditor import PendingAttention
+from kvcommons.holder.head_attention import begin_heads
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import data_pb2
 from kvcommons.rblock.allocator import BlockAllocator
+from kvcommons.rblock.layout import Layout
 from kvcommons.transport.base import Observer
 from kvcommons.transport.client import DataClient
 from kvcommons.transport.deadline import Deadline
@@ -34,8 +38,9 @@ NOT_HERE = -1  # in a job's blocks
 class Holders:
     """Connections to the holders of spread prompts. Used by the engine's thread."""
 
-    def __init__(self, *, attend_deadline_s: float, observer: Observer | None = None) -> None:
+    def __init__(self, layout: Layout, *, attend_deadline_s: float, observer: Observer | None = None) -> None:
         """`attend_deadline_s`: what one layer of a chunk waits for them."""
+        self._layout = layout
         self._attend_deadline_s = attend_deadline_s
         self._observer = observer
         self._clients: dict[str, DataClient] = {}
@@ -44,33 +49,40 @@ class Holders:
         for client in self._clients.values():
             client.close()
 
-    def ask(self, job: Job, layer: int, before: int, q: Tensor) -> list[PendingPartial]:
+    def ask(self, job: Job, layer: int, before: int, q: Tensor) -> list[PendingAttention]:
         """Partials of queries q [T, H, D], at positions from `before` on, over the tokens before that."""
         deadline = Deadline.after(self._attend_deadline_s)
-        asked: list[PendingPartial] = []
+        asked: list[PendingAttention] = []
         try:
             for target in job.prompt.targets:
                 length = min((target.first_block + target.blocks) * job.block_tokens, before)
                 length -= target.first_block * job.block_tokens
                 if length > 0:
-                    part = AttendPart(
-                        ref=SegmentRef(handle=target.handle, epoch=target.epoch),
-                        rows=q.shape[0],
-                        first_position=before,
-                        length=length,
-                    )
-                    asked.append(begin_attend(self._client(target), layer, [part], q, [], deadline))
+                    asked.append(self._ask(target, layer, before, length, q, deadline))
         except BaseException:
             for call in asked:
                 call.cancel()
             raise
         return asked
 
-    def _client(self, target: Target) -> DataClient:
+    def _ask(
+        self, target: Target, layer: int, before: int, length: int, q: Tensor, deadline: Deadline
+    ) -> PendingAttention:
+        asks, wordings = [], []
+        for place in target.places:
+            ref = SegmentRef(handle=place.handle, epoch=place.epoch)
+            part = AttendPart(ref=ref, rows=q.shape[0], first_position=before, length=length)
+            asks.append(partial(begin_attend, self._client(place.data_address)))
+            wordings.append([part])
+        if len(asks) == 1:
+            return asks[0](layer, wordings[0], q, [], deadline)
+        return begin_heads(self._layout, asks, layer, wordings, q, [], deadline)
+
+    def _client(self, address: str) -> DataClient:
         """An address that many prompts used keeps its connection; there are as many as holders."""
-        if target.data_address not in self._clients:
-            self._clients[target.data_address] = DataClient(target.data_address, observer=self._observer)
-        return self._clients[target.data_address]
+        if address not in self._clients:
+            self._clients[address] = DataClient(address, observer=self._observer)
+        return self._clients[address]
 
 
 class SpreadChunk(Chunk):
@@ -94,9 +106,9 @@ class SpreadChunk(Chunk):
         except KVCommonsError as error:
             raise Unavailable(f"a holder did not attend over the prompt's blocks: {error.message}") from error
 
-    def _finish(self, call: PendingPartial, like: Tensor) -> Partial:
-        partial = call.finish()
-        return Partial(out=partial.out.to(like.device), lse=partial.lse.to(like.device))
+    def _finish(self, call: PendingAttention, like: Tensor) -> Partial:
+        there, _ = call.finish_told()
+        return Partial(out=there.out.to(like.device), lse=there.lse.to(like.device))
 
 
 def await_placed(job: Job, traceparent: str) -> int:

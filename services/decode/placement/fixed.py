@@ -56,8 +56,8 @@ class Overflow(_Fixed):
 
 class Offload(_Fixed):
     """All on the pool (Lamina, section 5): this instance computes all but attention, so that its batch is as
-    large as the pool. Divided by requests: a sequence lies on one holder, the one where this instance has
-    least KV, for attention takes as long as the holder with most KV."""
+    large as the pool. A sequence lies on one holder (divided by requests) or one head group (by heads), the
+    one where this instance has least KV on a device, for attention takes as long as the device with most."""
 
     name = "offload"
 
