@@ -244,3 +244,18 @@ async def test_a_pool_that_is_set_up_wrong_says_so(
 
     with pytest.raises(InvalidInput, match=says):
         await asyncio.to_thread(start)
+
+
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
+async def test_batches_in_turn_and_in_mini_batches(engines: Stack, transport: str) -> None:
+    """A group is asked for several things at the same time."""
+    engines.transport = transport
+    await engines.lenders(48, 48, heads=parts("g", 2))
+    prefill = await engines.prefill()
+    decode = await engines.decode(placement="offload", pipelining="on", mini_batches=2, borrow_blocks=1)
+    made = [engines.reference.prompt(20 + 10 * number, 30, 100 * number) for number in range(6)]
+    turns = [turn(prefill, decode, engines.model, tokens, 30, sampling=LOGPROBS) for tokens, _ in made]
+    await asyncio.gather(*(one.run() for one in turns))
+    for one, (tokens, expected) in zip(turns, made, strict=True):
+        as_transformers_says(engines, one, tokens, expected)
+    await engines.idle("decode", *pools(2))
