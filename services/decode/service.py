@@ -106,6 +106,22 @@ class DecodeParts:
             mini_batches=config.mini_batches,
             rotation=self.rotation,
         )
+        # Before there are channels: an address that is taken ends the start here.
+        held = HolderData(
+            self.holder,
+            on_start_sequence=self._started,
+            history=self._history,
+            budget=budget,
+            tracer=process.telemetry.tracer,
+        )
+        self.data = DataServer(
+            config.data_plane.data_listen,
+            self.rotation.handler(held) if self.rotation else held,
+            name="decode",
+            observer=DataMetrics(registry, "server"),
+            ring_bytes=config.data_plane.data_ring_bytes,
+        )
+        self.data_address = config.data_plane.advertise_data or self.data.address
         self.lenders = Lenders(
             Debtor(
                 instance_id=instance_id,
@@ -129,21 +145,6 @@ class DecodeParts:
         if config.homecoming and placement.comes_home():
             self.rounds.append(Homecoming(core, self.mover, costs).rounds)
         self.settling = Settling(self.holder, self.mover, self.lenders)
-        held = HolderData(
-            self.holder,
-            on_start_sequence=self._started,
-            history=self._history,
-            budget=budget,
-            tracer=process.telemetry.tracer,
-        )
-        self.data = DataServer(
-            config.data_plane.data_listen,
-            self.rotation.handler(held) if self.rotation else held,
-            name="decode",
-            observer=DataMetrics(registry, "server"),
-            ring_bytes=config.data_plane.data_ring_bytes,
-        )
-        self.data_address = config.data_plane.advertise_data or self.data.address
         if self.rotation:
             metrics.group(registry, self.rotation.peers_well)
         self.arrivals = Arrivals(
@@ -251,6 +252,7 @@ async def serve(config: DecodeConfig, process: Process) -> None:
             instance.model.CopyFrom(parts.core.info)
             parts.describe(instance.load)
         instance.load.ready = server.ready and not process.stop.is_set()
+        instance.load.only_here = config.placement == "local"
         return instance
 
     heartbeat = Heartbeat(config.ledger, describe)
