@@ -13,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from devstack.settings import DEMO_MODEL, UpSettings
+from kvcommons.errors import InvalidInput
 
 # Started together, stopped in this order: each before what it calls. etcd comes last of all.
 STOP_ORDER = ("router", "prefill", "decode", "attention_pool", "kvstore", "ledger", "etcd")
 # Those that compute share the machine's cores.
+HEAD_GROUP = "pools"  # all of them, where they divide the KV heads
 MODEL_SERVICES = ("prefill", "decode", "attention_pool")
 # Small blocks, so that a prefix of the short demo conversation is already worth keeping.
 DEMO_BLOCK_TOKENS = 16
@@ -77,7 +79,15 @@ def threads_per_process(cores: int, settings: UpSettings) -> int:
 def tables(
     settings: UpSettings, place: Place, cores: int, user: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
-    """The generated settings: the stack's defaults for each service, the user's tables over them."""
+    """The generated settings: the stack's defaults for each service, the user's tables over them. Raises
+    InvalidInput where these leave a stack that answers nothing."""
+    lenders = settings.attention_pool + settings.decode - 1
+    if user.get("decode", {}).get("placement") == "offload" and not lenders:
+        raise InvalidInput(
+            'placement = "offload" in [decode] keeps KV on attention pools, and there is none: raise '
+            "attention_pool in [up]",
+            param="attention_pool",
+        )
     ledgers = [place.control(name) for name in names("ledger", settings.ledger)]
     model: dict[str, Any] = {"ledger": ledgers, "model": settings.model_folder}
     compute = {**model, "threads": threads_per_process(cores, settings)}
@@ -117,8 +127,10 @@ def processes(
         ("attention_pool", settings.attention_pool),
         ("router", 1),
     ):
-        for name in names(service, count):
+        for number, name in enumerate(names(service, count)):
             flags = _instance_flags(service, name, port, place)
+            if service == "attention_pool" and settings.heads:
+                flags |= {"heads": f"{number}/{count}", "head_group": HEAD_GROUP}
             if model_flag and service in ("router", *MODEL_SERVICES):
                 flags["model"] = settings.model_folder
             command = [sys.executable, "-m", f"services.{service}", "--config", str(place.settings_file)]

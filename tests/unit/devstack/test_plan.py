@@ -23,6 +23,13 @@ def flags(command: tuple[str, ...]) -> dict[str, str]:
     return dict(command[i + 1].split("=", 1) for i, word in enumerate(command) if word == "--set")
 
 
+def test_offloading_to_nobody_is_refused() -> None:
+    user = {"decode": {"placement": "offload"}}
+    with pytest.raises(InvalidInput, match="attention_pool in"):
+        tables(UpSettings(attention_pool=0), PLACE, 8, user)
+    assert tables(UpSettings(), PLACE, 8, user)["decode"]["placement"] == "offload"
+
+
 def test_processes_have_their_own_addresses_and_share_the_rest() -> None:
     settings = UpSettings(decode=2, ledger=2)
     plans = {plan.name: plan for plan in processes(settings, PLACE, 8, 8123, {}, model_flag=False)}
