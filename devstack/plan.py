@@ -18,8 +18,9 @@ from kvcommons.errors import InvalidInput
 # Started together, stopped in this order: each before what it calls. etcd comes last of all.
 STOP_ORDER = ("router", "prefill", "decode", "attention_pool", "kvstore", "ledger", "etcd")
 # Those that compute share the machine's cores.
-HEAD_GROUP = "pools"  # all of them, where they divide the KV heads
 MODEL_SERVICES = ("prefill", "decode", "attention_pool")
+# The attention pools together, where they divide the KV heads.
+HEAD_GROUP = "pools"
 # Small blocks, so that a prefix of the short demo conversation is already worth keeping.
 DEMO_BLOCK_TOKENS = 16
 # As clients call it; its folder is just `model`.

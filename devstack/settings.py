@@ -22,6 +22,7 @@ class UpSettings:
     prefill: Annotated[int, Gt(0), Le(64)] = 1
     decode: Annotated[int, Gt(0), Le(64)] = 1
     attention_pool: Count = 1
+    heads: bool = False  # the attention pools are one head group: each has a share of the KV heads
     kvstore: Annotated[int, Gt(0), Le(64)] = 1
     ledger: Annotated[int, Gt(0), Le(64)] = 1
     data: Path = Path(".kvcommons")  # sessions, KV, etcd and logs: all that outlives the stack

@@ -48,8 +48,12 @@ class HeadGroups:
 
 
 def _ready(group: Mapping[str, pb.Instance]) -> dict[str, pb.Instance]:
-    """One that is loading or about to end is not there."""
-    return {name: pool for name, pool in group.items() if pool.load.ready}
+    """One that is loading or about to end is not there, nor is one that was killed: of two at one address
+    only the later lives."""
+    living: dict[tuple[str, str], pb.Instance] = {}
+    for pool in sorted(group.values(), key=lambda one: one.started_ms):
+        living[pool.host, pool.control_address] = pool
+    return {pool.id: pool for pool in living.values() if pool.load.ready}
 
 
 def _shortfall(name: str, pools: Mapping[str, pb.Instance]) -> str:

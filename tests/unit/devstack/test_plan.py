@@ -99,6 +99,15 @@ def test_the_users_tables_beat_the_defaults_and_a_flag_beats_both() -> None:
         assert "model" not in flags(plans["kvstore"].command)
 
 
+def test_attention_pools_are_one_head_group_if_they_are_told_to() -> None:
+    for heads, expected in ((False, [None, None]), (True, ["0/2", "1/2"])):
+        settings = UpSettings(attention_pool=2, heads=heads)
+        plans = processes(settings, PLACE, 2, 1, {}, model_flag=False)
+        pools = [flags(plan.command) for plan in plans if plan.service == "attention_pool"]
+        assert [pool.get("heads") for pool in pools] == expected
+        assert len({pool.get("head_group") for pool in pools}) == 1
+
+
 def test_the_demo_model_has_small_blocks() -> None:
     assert tables(UpSettings(), PLACE, 2, {})["prefill"]["block_tokens"] == 16
     assert "block_tokens" not in tables(replace(UpSettings(), model="org/name"), PLACE, 2, {})["prefill"]

@@ -58,6 +58,17 @@ def test_what_a_part_says_counts_and_a_part_that_goes_takes_the_group_with_it() 
     assert named(candidates) == []
 
 
+def test_a_part_that_was_killed_and_started_again_is_there_once() -> None:
+    """Its record stays until its lease runs out, under another id but with the same address."""
+    before, again = part("b", "1/2"), part("b2", "1/2", 4)
+    again.control_address, again.started_ms = before.control_address, 5
+    for pools in ([before, again], [again, before]):
+        candidates = knowing([part("a", "0/2"), *pools])
+        (group,) = candidates.choose(request(), 0.0)
+        assert ([one.id for one in group.members], group.load.lendable_blocks) == (["a", "b2"], 4)
+        assert candidates.shortfall(MODEL) == ""
+
+
 def test_one_that_lives_again_as_something_else() -> None:
     candidates = knowing([part("a", "0/2"), part("b", "1/2")])
     candidates.heard(lender("b", 4))
