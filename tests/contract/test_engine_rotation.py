@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -95,7 +96,11 @@ async def test_tokens_and_logprobs_are_the_reference_at_each_instance(engines: S
     await engines.lenders(60, 60)
     prefill = await engines.prefill()
     names = [f"decode-{number}" for number in range(count)]
-    decodes = [await engines.decode(name, **group(engines, count)) for name in names]
+    modes = ["on", *["auto"] * (count - 1)]  # the others hear from the first
+    decodes = [
+        await engines.decode(name, **group(engines, count) | {"pipelining": mode})
+        for name, mode in zip(names, modes, strict=True)
+    ]
     for name in names:
         await met(engines, name, count - 1)
     made = prompts(engines, 2 * count + 1, 25)
@@ -154,6 +159,35 @@ async def test_a_peer_dies_or_is_paused_in_the_middle(engines: Stack, how: signa
         again = await ask(engines, prefill, decode, tokens, len(expected)).run()
         check(engines, again, tokens, expected)
         assert slices(engines, "decode-0", "by_peers") > before
+    await engines.idle("decode-0", "pool-0")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2, 3])
+async def test_peers_are_paused_and_killed_at_random_moments(engines: Stack, seed: int) -> None:
+    await engines.lenders(60)
+    prefill = await engines.prefill()
+    settings = group(engines, 3) | {"slice_deadline_s": 0.1}
+    peers = [decode_process(engines, f"decode-{number}", settings) for number in (1, 2)]
+    decode = await engines.decode("decode-0", **settings)
+    await met(engines, "decode-0", 2)
+    made = prompts(engines, 6, 150, 1000 * seed)
+    turns = [ask(engines, prefill, decode, tokens, len(expected)) for tokens, expected in made]
+    tasks = [asyncio.create_task(one.run()) for one in turns]
+    dice, pauses = random.Random(seed), 0
+    while not all(task.done() for task in tasks):
+        await asyncio.sleep(dice.uniform(0.05, 0.5))
+        peer = dice.choice(peers)
+        peer.send_signal(signal.SIGSTOP)
+        await asyncio.sleep(dice.uniform(0.05, 0.5))
+        peer.send_signal(signal.SIGCONT)
+        pauses += 1
+        if pauses == 8:
+            peers.pop(dice.randrange(2)).kill()
+    for one, (tokens, expected), task in zip(turns, made, tasks, strict=True):
+        await task
+        check(engines, one, tokens, expected)
+    assert slices(engines, "decode-0", "by_peers")
     await engines.idle("decode-0", "pool-0")
 
 
