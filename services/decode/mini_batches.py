@@ -12,7 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 _KEPT = 0.98  # of an observation's weight, by the next one
-_MOST = 8  # each has a connection of its own
+_NUMBERS = (1, 2, 4, 8)  # each of them has a connection of its own
+_LEARNT = 0.05  # of what a layer took
+_FORGOTTEN = 0.002  # of that, by an iteration in another number
 _PAYS = 1.1  # a gain
 # Before anything was measured, and as what an empty message takes for as long as all are of about one size: a
 # message on one host, as if it had been seen so often.
@@ -41,7 +43,12 @@ class Exchange:
 
 
 class MiniBatches:
-    """Threads may share it; what both tell at the same time may count once."""
+    """Threads may share it; what both tell at the same time may count once.
+
+    Of whole messages it knows what a byte adds, by a line through what was observed, and computes from that
+    what several would take. How far that is from what they took is what it learns of each number: messages
+    that follow each other disturb each other, too.
+    """
 
     def __init__(self, number: int = 0) -> None:
         """Always so many; 0: by what was measured."""
@@ -50,10 +57,12 @@ class MiniBatches:
         self._y = _EMPTY_WEIGHT * _EMPTY_S
         self._x = self._xx = self._xy = 0.0
         self._read_byte_s = _READ_BYTE_S
+        self._over = dict.fromkeys(_NUMBERS, 1.0)  # what it took over what was computed
         self._last = 1
 
     def observe(self, exchange: Exchange, *, network_s: float, computed_s: float) -> None:
-        """The holder computed so long; there and back took `network_s`, what it had queued left out."""
+        """One message. The holder computed so long; there and back took `network_s`, what it had queued left
+        out."""
         size = exchange.asked_bytes + exchange.answered_bytes
         # The empty message keeps its weight: a line needs two ends.
         self._weight = (self._weight - _EMPTY_WEIGHT) * _KEPT + _EMPTY_WEIGHT + 1
@@ -64,6 +73,12 @@ class MiniBatches:
         self._xy = self._xy * _KEPT + size * network_s
         if exchange.read_bytes:
             self._read_byte_s += (computed_s / exchange.read_bytes - self._read_byte_s) * (1 - _KEPT)
+
+    def took(self, exchange: Exchange, number: int, seconds: float) -> None:
+        """An exchange in so many, from asking to the last answer."""
+        if number in self._over:
+            over = seconds / max(self._computed_s(exchange, number), 1e-9)
+            self._over[number] += (over - self._over[number]) * _LEARNT
 
     @property
     def byte_s(self) -> float:
@@ -79,19 +94,25 @@ class MiniBatches:
         return max((self._y - self.byte_s * self._x) / self._weight, 0.0)
 
     def seconds(self, exchange: Exchange, number: int) -> float:
-        """From the first byte sent to the last one received: three stages (there, attention, back), through
-        which mini-batches go one behind the other."""
-        there_s, back_s = exchange.asked_bytes * self.byte_s, exchange.answered_bytes * self.byte_s
-        attend_s = exchange.read_bytes * self._read_byte_s
-        longest_s = max(there_s, attend_s, back_s)
-        return number * self.empty_s + (there_s + attend_s + back_s + (number - 1) * longest_s) / number
+        """From asking to the last answer."""
+        return self._over[number] * self._computed_s(exchange, number)
 
     def decide(self, exchange: Exchange) -> int:
         """For an iteration whose largest exchange this is. What was decided last stays unless another number
         is clearly better: a batch that is divided anew takes time too."""
         if self._number:
             return self._number
-        best = min(range(1, _MOST + 1), key=lambda number: self.seconds(exchange, number))
+        for number in _NUMBERS:
+            if number != self._last:  # that was bad once is tried again some day
+                self._over[number] += (1 - self._over[number]) * _FORGOTTEN
+        best = min(_NUMBERS, key=lambda number: self.seconds(exchange, number))
         if self.seconds(exchange, self._last) > _PAYS * self.seconds(exchange, best):
             self._last = best
         return self._last
+
+    def _computed_s(self, exchange: Exchange, number: int) -> float:
+        """Three stages (there, attention, back), through which mini-batches go one behind the other."""
+        there_s, back_s = exchange.asked_bytes * self.byte_s, exchange.answered_bytes * self.byte_s
+        attend_s = exchange.read_bytes * self._read_byte_s
+        longest_s = max(there_s, attend_s, back_s)
+        return number * self.empty_s + (there_s + attend_s + back_s + (number - 1) * longest_s) / number

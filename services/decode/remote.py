@@ -31,6 +31,7 @@ from services.decode.spent import Spent
 log = logging.getLogger(__name__)
 
 _WAITED_S = 50e-6
+_NOTHING = Exchange(asked_bytes=0, answered_bytes=0, read_bytes=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ class _Asked:
     message: _Message
     call: PendingAttention
     began_s: float
-    first: bool  # of this holder's in the layer
+    alone: bool  # nothing else is asked of this holder in this layer
 
 
 @dataclass(slots=True)
@@ -92,6 +93,7 @@ class RemoteStep:
     deadline: Deadline
     spent: Spent
     messages: list[_Message]
+    largest: Exchange  # of a holder's, all of its messages together
     lost: dict[int, KVCommonsError] = field(default_factory=dict)
 
 
@@ -117,25 +119,24 @@ class RemoteAttention:
     def begin(self, batch: Batch, deadline: Deadline, spent: Spent) -> RemoteStep:
         """An iteration of the batch."""
         messages = [_Message(batch, share, self._layout) for share in batch.shares]
+        largest = _largest(messages)
         if messages:
-            number = self._mini_batches.decide(_largest(messages))
+            number = self._mini_batches.decide(largest)
             if number != batch.mini_batches:
                 batch.divide(number)
                 messages = [_Message(batch, share, self._layout) for share in batch.shares]
-        return RemoteStep(batch, deadline, spent, messages)
+        return RemoteStep(batch, deadline, spent, messages, largest)
 
     def ask(self, step: RemoteStep, new: NewRows) -> list[_Asked]:
         """Sends each holder its part."""
         asked: list[_Asked] = []
-        begun: set[int] = set()  # holders
+        alone = step.batch.mini_batches == 1
         began_s = time.monotonic()
         if step.lost:
             step.messages = self._without_lost(step)
         for message in step.messages:
-            holder = message.share.holder
             try:
-                asked.append(self._send(step, message, new, first=id(holder) not in begun))
-                begun.add(id(holder))
+                asked.append(self._send(step, message, new, alone=alone))
             except KVCommonsError as error:
                 self._lose(step, message.share.segments, error)
         step.spent.network_s += time.monotonic() - began_s
@@ -162,9 +163,12 @@ class RemoteAttention:
                         self._lose(step, share.segments, error)
                     else:
                         partials += self._one_by_one(step, share, new)
+        now_s = time.monotonic()
+        if asked and not step.lost and now_s - began_s > _WAITED_S:
+            self._mini_batches.took(step.largest, step.batch.mini_batches, now_s - asked[0].began_s)
         slowest = max(computed.values(), key=_computed_us, default=data_pb2.AttendLayerReply())
         step.spent.waited(
-            time.monotonic() - began_s,
+            now_s - began_s,
             computed_s=slowest.computed_us / 1e6,
             queued_s=slowest.queued_us / 1e6,
         )
@@ -182,7 +186,7 @@ class RemoteAttention:
             single = step.batch.share(share.holder, [segment])
             try:
                 message = _Message(step.batch, single, self._layout)
-                again = self._send(step, message, new, first=False)
+                again = self._send(step, message, new, alone=False)
                 partials.append((single.groups, self._receive(again)[0]))
             except KVCommonsError as error:
                 self._lose(step, [segment], error)
@@ -200,13 +204,13 @@ class RemoteAttention:
                 left.append(_Message(step.batch, step.batch.share(share.holder, segments), self._layout))
         return left
 
-    def _send(self, step: RemoteStep, message: _Message, new: NewRows, *, first: bool) -> _Asked:
+    def _send(self, step: RemoteStep, message: _Message, new: NewRows, *, alone: bool) -> _Asked:
         began_s = time.monotonic()
         message.fill(new)
         call = message.share.holder.begin_attend(
             new.layer, message.request, message.queries, message.appended, step.deadline
         )
-        return _Asked(message, call, began_s, first)
+        return _Asked(message, call, began_s, alone)
 
     def _receive(self, asked: _Asked) -> tuple[Partial, data_pb2.AttendLayerReply]:
         holder, exchange = asked.message.share.holder, asked.message.exchange
@@ -218,9 +222,9 @@ class RemoteAttention:
             raise
         now_s = time.monotonic()
         holder.waited(now_s - waits_s, True)
-        # An answer that was there before it was asked for took nobody knows how long, and one behind another
-        # took that one's time, too.
-        if now_s - waits_s > _WAITED_S and asked.first:
+        # An answer that was there before it was asked for took nobody knows how long, and one of several
+        # took some of the others' time, too.
+        if now_s - waits_s > _WAITED_S and asked.alone:
             taken_s, computed_s = now_s - asked.began_s, told.computed_us / 1e6
             self._rates.attended_there(exchange.read_bytes, taken_s)
             network_s = max(taken_s - computed_s - told.queued_us / 1e6, 0.0)
@@ -264,7 +268,7 @@ def _largest(messages: Iterable[_Message]) -> Exchange:
     for message in messages:
         holder = message.share.holder
         whole[holder] = message.exchange.beside(whole.get(holder))
-    return max(whole.values(), key=lambda exchange: exchange.read_bytes)
+    return max(whole.values(), key=lambda exchange: exchange.read_bytes, default=_NOTHING)
 
 
 def _add(

@@ -81,3 +81,18 @@ def test_what_is_about_as_good_is_kept() -> None:
     assert chosen > 2
     assert decision.decide(exchange(48)) == chosen
     assert decision.decide(exchange(1)) == 1
+
+
+def test_numbers_that_take_longer_than_computed_are_given_up_and_tried_again() -> None:
+    """All but two take three times what was computed."""
+    decision, whole = measured(4e-9, 16, 64), exchange(64)
+    truth = {n: decision.seconds(whole, n) * (1.0 if n <= 2 else 3.0) for n in (1, 2, 4, 8)}
+    chosen = []
+    for _ in range(1500):
+        chosen.append(decision.decide(whole))
+        for _ in range(16):
+            decision.took(whole, chosen[-1], truth[chosen[-1]])
+    assert chosen[0] > 2
+    assert chosen[10:100] == [2] * 90
+    assert max(chosen[100:]) > 2
+    assert chosen.count(2) > 1300
