@@ -15,10 +15,12 @@ from benchmarks import (
     borrow,
     first_token,
     long_context,
+    mini_batches,
     offload,
     offload_figures,
     offload_plan,
     overlap_cli,
+    partition,
     prefixes_cli,
     remote_attention,
     rotation,
@@ -96,6 +98,8 @@ def _parser() -> argparse.ArgumentParser:
     settlement_cli.add(commands, _add_outputs)
     attention_store_cli.add(commands, _add_outputs)
     remote_attention.add(commands, _add_outputs)
+    partition.add(commands, _add_outputs)
+    mini_batches.add(commands, _add_outputs)
     long_context.add(commands, _add_outputs)
     offload.add(commands, _add_outputs)
     offload_plan.add(commands, _add_outputs)
