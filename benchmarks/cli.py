@@ -20,7 +20,6 @@ from benchmarks import (
     offload_figures,
     offload_plan,
     overlap_cli,
-    partition,
     prefixes_cli,
     remote_attention,
     rotation,
@@ -98,7 +97,6 @@ def _parser() -> argparse.ArgumentParser:
     settlement_cli.add(commands, _add_outputs)
     attention_store_cli.add(commands, _add_outputs)
     remote_attention.add(commands, _add_outputs)
-    partition.add(commands, _add_outputs)
     mini_batches.add(commands, _add_outputs)
     long_context.add(commands, _add_outputs)
     offload.add(commands, _add_outputs)
