@@ -175,6 +175,10 @@ class Pipelining:
             return 1
         return LANES if self._mode == "on" else self._staggering.decide(sequences, tokens)
 
+    def gain(self, sequences: int, tokens: int) -> float:
+        """Of what `batches` said last, over one batch."""
+        return self._staggering.gain(sequences, tokens) if self._staggering.on else 1.0
+
     def slices(self, lane: int, here: Slices, *, unrotated: bool) -> Slices:
         """For the next iteration of a lane's batch."""
         return here

@@ -362,9 +362,10 @@ class Staggering:
             timing = replace(timing, network_s=timing.network_s + self._moved.at(sequences / n))
         return whole_s / period_s(self._scheme, timing)
 
-    def decide(self, sequences: int, tokens: int) -> int:
-        """Into how many batches these sequences should be divided."""
-        enough, gain = sequences >= 2 * self._scheme.batches, self.gain(sequences, tokens)
+    def decide(self, sequences: int, tokens: int, over: float = 1.0) -> int:
+        """Into how many batches these sequences should be divided. `over`: the gain of another scheme, which
+        would be taken otherwise."""
+        enough, gain = sequences >= 2 * self._scheme.batches, self.gain(sequences, tokens) / over
         if not self.on and enough and gain >= self._ON:
             self.on = True
             self._trial = self._TRIAL * self._scheme.batches

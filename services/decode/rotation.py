@@ -24,7 +24,7 @@ from kvcommons.pb import data_pb2
 from kvcommons.transport.base import Observer
 from kvcommons.transport.server import Exchange, Handler
 from services.decode.iteration import Iteration
-from services.decode.lanes import LANES, Lane, Mode, timing_of
+from services.decode.lanes import LANES, Lane, Mode, Pipelining, timing_of
 from services.decode.peers import MEET_EVERY_S, MEET_S, Peer
 from services.decode.pipelines import Rotational, Staggering
 from services.decode.replica import Slices, Turn
@@ -109,6 +109,7 @@ class Rotation:
         self._budget = budget
         self._scheme = Rotational(len(self._replicas) + 1)
         self._staggering = Staggering(self._scheme)
+        self._alone = Pipelining(mode, self._layers)  # while it does not rotate
         self._peers = {
             number: Peer(address, core, deadline_s=deadline_s, observer=observer)
             for number, address in enumerate(self._replicas)
@@ -170,11 +171,12 @@ class Rotation:
         """Into how many batches the sequences of this instance are divided, which run and whose KV is of so
         many tokens."""
         self._load = data_pb2.MetReplica(sequences=sequences, tokens=tokens)
-        if not self._first:
-            return 1
-        if self._mode == "auto":
-            self._decide()
-        return LANES if self.rotating and sequences >= LANES else 1
+        alone = self._alone.batches(sequences, tokens)
+        if self._first and self._mode == "auto":
+            self._decide(self._alone.gain(sequences, tokens))
+        if not self.rotating:
+            return alone
+        return LANES if self._first and sequences >= LANES else 1
 
     def slices(self, lane: int, here: Slices, *, unrotated: bool) -> Slices:
         """For the next iteration of one of this instance's batches."""
@@ -194,9 +196,13 @@ class Rotation:
             self._staggering.moved(len(iteration.batch.sequences), spent.moved_s / self._layers)
         elif alone and not spent.stood_in:
             self._staggering.took_alone(sequences, tokens, timing_of(spent, self._layers))
+            self._alone.ended(sequences, tokens, iteration, alone=True)
 
     def took_staggered(self, sequences: int, tokens: int, lane: Lane) -> None:
-        """A lane's next iteration begins."""
+        """A lane's next iteration begins. `sequences` and `tokens` are of both lanes."""
+        if not self.rotating:
+            self._alone.took_staggered(sequences, tokens, lane)
+            return
         group = self._group_load()
         began_s, lane.began_s = lane.began_s, time.monotonic()
         if began_s is not None:
@@ -207,11 +213,12 @@ class Rotation:
     def _first(self) -> bool:
         return self._number == 0
 
-    def _decide(self) -> None:
-        """For the group: whether n batches bring more than one at each replica. All have to be there."""
+    def _decide(self, alone: float) -> None:
+        """For the group: whether n batches bring more than what each replica has without, one or two of its
+        own, which gain so much over one. All have to be there."""
         before, group = self._staggering.on, self._group_load()
         if self.peers_well() == len(self._peers):
-            self._staggering.decide(group.sequences, group.tokens)
+            self._staggering.decide(group.sequences, group.tokens, alone)
         else:
             self._staggering.give_up()
         if self._staggering.on != before:

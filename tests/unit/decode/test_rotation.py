@@ -98,13 +98,20 @@ def iteration(slice_s: float, attend_s: float, **changes: Any) -> Iteration:
     return cast(Iteration, SimpleNamespace(spent=spent, batch=SimpleNamespace(sequences=[None] * 16)))
 
 
+def measure(one: Instance) -> None:
+    """Slices of half as many sequences take little less: two batches here would not pay, three for two
+    replicas do."""
+    for _ in range(5):
+        one.rotation.ended(16, 16_000, iteration(1e-3, 5e-4), alone=True)
+        one.rotation.ended(8, 8_000, iteration(8e-4, 25e-5), alone=True)
+
+
 def test_the_first_decides_and_the_others_follow_until_it_is_gone(start: Start) -> None:
     first, second = start("auto", "auto")
     until(lambda: first.rotation.peers_well() == second.rotation.peers_well() == 1)
     assert first.rotation.batches(16, 16_000) == second.rotation.batches(16, 16_000) == 1
     assert not first.rotation.rotating  # nothing was measured
-    for _ in range(5):
-        first.rotation.ended(16, 16_000, iteration(1e-3, 5e-4), alone=True)
+    measure(first)
     until(lambda: first.rotation.batches(16, 16_000) == LANES)  # once it has heard of the other's load
     until(lambda: second.rotation.rotating)
     assert second.rotation.batches(16, 16_000) == 1  # its slices go round, its batch is one
@@ -119,8 +126,7 @@ def test_what_it_does_not_keep_it_takes_back(start: Start) -> None:
     until(lambda: first.rotation.peers_well() == 1)
     first.rotation.batches(16, 16_000)
     second.rotation.batches(16, 16_000)
-    for _ in range(5):
-        first.rotation.ended(16, 16_000, iteration(1e-3, 5e-4), alone=True)
+    measure(first)
     until(lambda: first.rotation.batches(16, 16_000) == LANES)
     until(lambda: second.rotation.rotating)
     lane = cast(Lane, SimpleNamespace(began_s=None))
@@ -132,14 +138,27 @@ def test_what_it_does_not_keep_it_takes_back(start: Start) -> None:
     until(lambda: not second.rotation.rotating)
 
 
+def test_two_batches_at_each_are_taken_where_they_bring_as_much(start: Start) -> None:
+    """Slices of half as many sequences take half as long, attention as long as slices."""
+    first, second = start("auto", "auto")
+    until(lambda: first.rotation.peers_well() == 1)
+    second.rotation.batches(16, 16_000)
+    for _ in range(5):
+        first.rotation.ended(16, 16_000, iteration(1e-3, 1e-3), alone=True)
+    heard_s = time.monotonic() + 1.5  # of the other's load
+    while time.monotonic() < heard_s:
+        assert first.rotation.batches(16, 16_000) == LANES
+        assert not first.rotation.rotating
+        time.sleep(0.05)
+
+
 def test_activations_that_take_long_are_told_before_it_is_tried(start: Start) -> None:
     first, second = start("auto", "auto")
     until(lambda: first.rotation.peers_well() == 1)
     second.rotation.batches(16, 16_000)
     first.rotation.ended(16, 16_000, iteration(1e-3, 5e-4, away=4, moved_s=LAYERS * 2e-3), alone=True)
-    for _ in range(5):
-        first.rotation.ended(16, 16_000, iteration(1e-3, 5e-4), alone=True)
-    heard_s = time.monotonic() + 1.5  # of the other's load
+    measure(first)
+    heard_s = time.monotonic() + 1.5
     while time.monotonic() < heard_s:
         assert first.rotation.batches(16, 16_000) == 1
         time.sleep(0.05)
