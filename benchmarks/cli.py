@@ -20,6 +20,7 @@ from benchmarks import (
     offload_figures,
     offload_plan,
     overlap_cli,
+    partition,
     prefixes_cli,
     remote_attention,
     rotation,
@@ -97,6 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     settlement_cli.add(commands, _add_outputs)
     attention_store_cli.add(commands, _add_outputs)
     remote_attention.add(commands, _add_outputs)
+    partition.add(commands, _add_outputs)
     mini_batches.add(commands, _add_outputs)
     long_context.add(commands, _add_outputs)
     offload.add(commands, _add_outputs)

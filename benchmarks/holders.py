@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from kvcommons.engine.core import Core
     from kvcommons.holder.client import RemoteHolder
+    from kvcommons.holder.creditor import Creditor
     from kvcommons.holder.segments import SegmentRef
     from services.decode.sequence import Run
     from services.decode.sequence import Sequence as DecodedSequence
@@ -135,7 +136,7 @@ def fill(core: Core, holder: RemoteHolder, ref: SegmentRef, blocks: int) -> None
 
 
 def fill_with(
-    holder: RemoteHolder,
+    holder: Creditor,
     ref: SegmentRef,
     layers: int,
     blocks: int,
