@@ -108,7 +108,6 @@ async def _measure(folder: Path, model: Path, setting: Setting, progress: Progre
         "block_tokens": BLOCK_TOKENS,
         "capacity_tokens": setting.batch * setting.blocks * BLOCK_TOKENS,
         "threads": 1,
-        "awake_us": 2000,
     }
     data, identity = tcp_address(), core.info.fingerprint
     rows: list[Row] = []
