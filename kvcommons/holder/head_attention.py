@@ -13,7 +13,7 @@ from torch import Tensor
 from kvcommons.attention.partial import Partial
 from kvcommons.holder.client import AttendPart, PendingPartial
 from kvcommons.pb import data_pb2
-from kvcommons.rblock.heads import divided
+from kvcommons.rblock.heads import HeadPart
 from kvcommons.rblock.layout import Layout
 from kvcommons.transport.deadline import Deadline
 
@@ -66,6 +66,7 @@ class PendingHeads:
 
 def begin_heads(
     layout: Layout,
+    shares: Sequence[HeadPart],
     asks: Sequence[Ask],
     layer: int,
     wordings: Sequence[Sequence[AttendPart] | data_pb2.AttendLayer],
@@ -73,11 +74,11 @@ def begin_heads(
     appended: Sequence[Tensor],
     deadline: Deadline,
 ) -> PendingHeads:
-    """Sends each part its query heads, and its heads of K and V. `layout` is the whole model's; `asks` and
-    `wordings` are the parts', in order; q and appended have all heads, as for one holder."""
+    """Sends each part its query heads, and its heads of K and V. `layout` is the whole model's; `shares`,
+    `asks` and `wordings` are the parts', in order; q and appended have all heads, as for one holder."""
     calls: list[PendingPartial] = []
     try:
-        for share, ask, wording in zip(divided(len(asks)), asks, wordings, strict=True):
+        for share, ask, wording in zip(shares, asks, wordings, strict=True):
             queries, heads = share.query_heads(layout), share.kv_heads(layout)
             kv = [tensor[..., heads, :, :] for tensor in appended]
             calls.append(ask(layer, wording, q[:, queries], kv, deadline))

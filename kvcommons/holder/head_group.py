@@ -282,7 +282,8 @@ class HeadGroup:
     ) -> PendingHeads:
         """Each part is sent its query heads, and its heads of K and V."""
         asks = [part.begin_attend for part in self._parts]
-        return begin_heads(self._layout, asks, layer, self._worded(parts), q, appended, deadline)
+        wordings = self._worded(parts)
+        return begin_heads(self._layout, self._shares, asks, layer, wordings, q, appended, deadline)
 
     def _worded(self, parts: Sequence[AttendPart] | data_pb2.AttendLayer) -> list[data_pb2.AttendLayer]:
         """What each part is asked for: the same for all layers of an iteration, which has one wording. A

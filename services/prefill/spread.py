@@ -23,6 +23,7 @@ from kvcommons.holder.head_attention import begin_heads
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import data_pb2
 from kvcommons.rblock.allocator import BlockAllocator
+from kvcommons.rblock.heads import divided
 from kvcommons.rblock.layout import Layout
 from kvcommons.transport.base import Observer
 from kvcommons.transport.client import DataClient
@@ -76,7 +77,7 @@ class Holders:
             wordings.append([part])
         if len(asks) == 1:
             return asks[0](layer, wordings[0], q, [], deadline)
-        return begin_heads(self._layout, asks, layer, wordings, q, [], deadline)
+        return begin_heads(self._layout, divided(len(asks)), asks, layer, wordings, q, [], deadline)
 
     def _client(self, address: str) -> DataClient:
         """An address that many prompts used keeps its connection; there are as many as holders."""
