@@ -183,23 +183,26 @@ class _Share:
 
 
 async def _compare(layout: Layout, kinds: dict[str, list[_Asked]], setting: Setting) -> dict[str, float]:
-    """Medians of a layer's time, ms."""
+    """Medians of a layer's time, and of what the slowest pool computes of it, ms."""
     shares: dict[str, list[_Share]] = {kind: [] for kind in kinds}
     taken_s: dict[str, list[float]] = {kind: [] for kind in kinds}
+    computed_s: dict[str, list[float]] = {kind: [] for kind in kinds}
     try:
         for kind, asked in kinds.items():
             for one in asked:
                 shares[kind].append(await _placed(layout, one.holder, one.lengths))
         for round_ in range(setting.rounds + 1):
             for kind, some in shares.items():
-                seconds = await asyncio.to_thread(_iterate, layout.layers, some)
+                seconds, computed = await asyncio.to_thread(_iterate, layout.layers, some)
                 if round_:  # the first one warms up
                     taken_s[kind].append(seconds / layout.layers)
+                    computed_s[kind].append(computed / layout.layers)
     finally:
         for some in shares.values():
             for share in some:
                 await share.holder.release(share.refs, timeout_s=CALL_S)
-    return {kind: p50(seconds) * 1e3 for kind, seconds in taken_s.items()}
+    whole = {kind: p50(seconds) * 1e3 for kind, seconds in taken_s.items()}
+    return whole | {f"{kind}, computing": p50(seconds) * 1e3 for kind, seconds in computed_s.items()}
 
 
 async def _placed(layout: Layout, holder: Creditor, lengths: Sequence[int]) -> _Share:
@@ -228,20 +231,19 @@ async def _placed(layout: Layout, holder: Creditor, lengths: Sequence[int]) -> _
     )
 
 
-def _iterate(layers: int, shares: Sequence[_Share]) -> float:
-    """Seconds."""
+def _iterate(layers: int, shares: Sequence[_Share]) -> tuple[float, float]:
+    """Seconds, and of these what the slowest of each layer computed."""
     from kvcommons.transport.deadline import Deadline
 
-    began_s = time.monotonic()
+    began_s, computed_us = time.monotonic(), 0
     for layer in range(layers):
         deadline = Deadline.after(CALL_S)
         asked = [
             share.holder.begin_attend(layer, share.request, share.queries, [share.appended], deadline)
             for share in shares
         ]
-        for call in asked:
-            call.finish_told()
-    return time.monotonic() - began_s
+        computed_us += max(call.finish_told()[1].computed_us for call in asked)
+    return time.monotonic() - began_s, computed_us / 1e6
 
 
 def _draw(path: Path, report: Report) -> None:
