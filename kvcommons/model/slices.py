@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kvcommons.attention.native import slices as native
 from kvcommons.errors import InvalidInput
 from kvcommons.model.spec import ModelSpec
 from kvcommons.model.weights import LayerWeights, Weights, random_weights, read_weights, torch_dtype
@@ -78,8 +79,7 @@ class Model:
     def begin(self, tokens: Tensor, positions: Tensor) -> State:
         """tokens, positions LongTensor [T] -> q, k, v of layer 0."""
         hidden = F.embedding(tokens, self._weights.embedding)
-        rotation = self.rotation(positions)
-        return self._open(0, hidden, positions, rotation.cos, rotation.sin)
+        return self._open(0, hidden, None, positions, self.rotation(positions))
 
     def advance(self, layer: int, state: State, attention: Tensor) -> State:
         """Finishes `layer` with its attention [T, query_heads, head_dim] (any float), begins layer + 1."""
@@ -90,8 +90,8 @@ class Model:
         self, layer: int, hidden: Tensor, attention: Tensor, positions: Tensor, rotation: Rotation
     ) -> State:
         """`advance` from what it needs of a state: hidden [T, hidden], positions [T] and their rotation."""
-        hidden = self._close(self._weights.layers[layer], hidden, attention)
-        return self._open(layer + 1, hidden, positions, rotation.cos, rotation.sin)
+        hidden, added = self._close(self._weights.layers[layer], hidden, attention)
+        return self._open(layer + 1, hidden, added, positions, rotation)
 
     def end(self, state: State, attention: Tensor, rows: Sequence[int]) -> Tensor:
         """Finishes the last layer for `rows` only -> logits [len(rows), vocab] float32."""
@@ -99,9 +99,9 @@ class Model:
         if len(rows) != hidden.shape[0]:
             chosen = torch.tensor(list(rows), dtype=torch.int64, device=hidden.device)
             hidden, attention = hidden[chosen], attention[chosen]
-        hidden = self._close(self._weights.layers[-1], hidden, attention)
-        hidden = self._norm(hidden, self._weights.final_norm)
-        return self._weights.head(hidden).float()
+        hidden, added = self._close(self._weights.layers[-1], hidden, attention)
+        _, normed = self._add_and_norm(hidden, added, self._weights.final_norm)
+        return self._weights.head(normed).float()
 
     def rotation(self, positions: Tensor) -> Rotation:
         """positions LongTensor [T]."""
@@ -118,16 +118,18 @@ class Model:
         """
         return _rotate(state.unrotated_q, rotation.cos, rotation.sin)
 
-    def _open(self, layer: int, hidden: Tensor, positions: Tensor, cos: Tensor, sin: Tensor) -> State:
-        """A layer up to q, k, v."""
+    def _open(
+        self, layer: int, hidden: Tensor, added: Tensor | None, positions: Tensor, rotation: Rotation
+    ) -> State:
+        """A layer up to q, k, v; `added` is what its predecessor has left to add to `hidden`."""
         weights, spec = self._weights.layers[layer], self.spec
-        qkv = weights.qkv(self._norm(hidden, weights.attention_norm))
-        qkv = qkv.view(len(hidden), -1, spec.head_dim)
+        hidden, normed = self._add_and_norm(hidden, added, weights.attention_norm)
+        qkv = weights.qkv(normed).view(len(hidden), -1, spec.head_dim)
         query_heads, rotated_heads = spec.query_heads, spec.query_heads + spec.kv_heads
         qk = qkv[:, :rotated_heads]
         if weights.qk_norm is not None:
-            qk = self._norm(qk, weights.qk_norm)
-        rotated = _rotate(qk, cos, sin)
+            qk = _norm(qk, weights.qk_norm, spec.norm_eps)
+        rotated = _rotate(qk, rotation.cos, rotation.sin)
         return State(
             hidden=hidden,
             q=rotated[:, :query_heads],
@@ -135,29 +137,48 @@ class Model:
             v=qkv[:, rotated_heads:],
             positions=positions,
             unrotated_q=qk[:, :query_heads],
-            cos=cos,
-            sin=sin,
+            cos=rotation.cos,
+            sin=rotation.sin,
         )
 
-    def _close(self, weights: LayerWeights, hidden: Tensor, attention: Tensor) -> Tensor:
-        """A layer from its attention output on."""
+    def _close(self, weights: LayerWeights, hidden: Tensor, attention: Tensor) -> tuple[Tensor, Tensor]:
+        """A layer from its attention output on: the residual stream, and what is still to be added to it."""
         attended = attention.reshape(len(hidden), -1).to(self.dtype)
-        hidden = hidden + weights.output(attended)
-        mixed = weights.gate_up(self._norm(hidden, weights.mlp_norm))
-        gate, up = mixed.chunk(2, dim=-1)
-        return hidden + weights.down(F.silu(gate) * up)
+        hidden, normed = self._add_and_norm(hidden, weights.output(attended), weights.mlp_norm)
+        return hidden, weights.down(_gate(weights.gate_up(normed)))
 
-    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
-        """RMSNorm over the last dimension, in float32."""
-        wide = x.float()
-        scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.spec.norm_eps)
-        return (scaled * weight).to(x.dtype)
+    def _add_and_norm(self, x: Tensor, added: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
+        """x + added, and its RMSNorm over the last dimension."""
+        kernel = native.serving(x, x.shape[-1])
+        if kernel is not None:
+            return native.norm(kernel, x, added, weight, self.spec.norm_eps)
+        total = x if added is None else x + added
+        return total, _norm(total, weight, self.spec.norm_eps)
+
+
+def _norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """RMSNorm over the last dimension, in float32."""
+    wide = x.float()
+    scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
+    return (scaled * weight).to(x.dtype)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [T, heads, head_dim]; pairs lie half a head apart, as in Hugging Face's weights."""
+    kernel = native.serving(x, x.shape[-1] // 2)
+    if kernel is not None:
+        return native.rotate(kernel, x, cos, sin)
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+def _gate(mixed: Tensor) -> Tensor:
+    """mixed [T, 2 * mlp], gate and up -> silu(gate) * up [T, mlp]."""
+    kernel = native.serving(mixed, mixed.shape[-1] // 2)
+    if kernel is not None:
+        return native.gate(kernel, mixed)
+    gate, up = mixed.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
 def _device(name: str) -> torch.device:

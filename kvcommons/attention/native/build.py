@@ -118,8 +118,10 @@ def _compiler(environ: Mapping[str, str]) -> str:
 def _build(compiler: str, folder: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="kvcommons-kernel-") as name:
         work = Path(name)
-        units = [("library", SOURCES / "library.cpp", list[str]())]
-        units += [(v.name, SOURCES / "kernel.cpp", v.flags) for v in variants(platform.machine())]
+        units = [(name, SOURCES / f"{name}.cpp", list[str]()) for name in ("library", "slices_library")]
+        for source in ("kernel", "slices"):
+            for variant in variants(platform.machine()):
+                units.append((f"{source}-{variant.name}", SOURCES / f"{source}.cpp", variant.flags))
         commands = [
             [compiler, *_FLAGS, *flags, "-c", str(source), "-o", str(work / f"{unit}.o")]
             for unit, source, flags in units
