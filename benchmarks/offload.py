@@ -4,7 +4,8 @@ Lamina, section 6: decode with all KV on attention pool processes (`offload`) ag
 its own memory (`local`), each as large a batch as there is room for, at equal memory per instance. Sequences
 that end are replaced at once (continuous batching), with KV that is there already: no prompt is computed.
 The kinds take turns, so that ratios are of neighbours in time. Of a step, what it spends where, as in the
-paper's figure 14.
+paper's figure 14, and what it would take at least: its slices with nothing else under way, and its KV at the
+bandwidth of all cores, both measured beside it.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import itertools
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -36,6 +38,7 @@ Progress = Callable[[str], None]
 T = TypeVar("T")
 BLOCK_TOKENS = 64
 WARM_S = 1.0
+_TIMES = 7  # that slices and reading are measured beside a load
 PARTS = ("slices", "attention", "network", "waiting", "rest")
 
 
@@ -187,6 +190,44 @@ async def _borrow(
     return runs
 
 
+def _least_s(core: Core, batch: int, tokens: int) -> float:
+    """Seconds of a step at least: slices of `batch` rows, then `tokens` of KV read by all cores."""
+    import torch
+
+    from kvcommons.attention.native import library
+    from kvcommons.model.sampling import SamplingParams, SamplingRow, sample
+
+    model, layout, kernel = core.model, core.layout, library.chosen()
+    row = SamplingRow(params=SamplingParams(), position=0, generated={})
+
+    def slices() -> None:
+        state = model.begin(torch.ones(batch, dtype=torch.int64), core.positions(0, batch))
+        for layer in range(layout.layers - 1):
+            state = model.advance(layer, state, state.q)
+        sample(model.end(state, state.q, range(batch)), [row] * batch)
+
+    def read() -> None:
+        if kernel is not None:
+            kernel.read(core.memory.tensor)
+        else:
+            core.memory.tensor.view(torch.int64).sum()
+
+    with torch.inference_mode():
+        slices_s, read_s = _median_s(slices), _median_s(read)
+    kv_bytes = tokens * layout.layers * layout.object_bytes / layout.block_tokens
+    return slices_s + read_s * kv_bytes / core.memory.tensor.nbytes
+
+
+def _median_s(work: Callable[[], None]) -> float:
+    def once() -> float:
+        began_s = time.monotonic()
+        work()
+        return time.monotonic() - began_s
+
+    once()
+    return statistics.median(once() for _ in range(_TIMES))
+
+
 class _Load:
     """One way to place the KV, with a batch as large as has room. It is the engine's Surroundings, and its
     metrics."""
@@ -218,6 +259,7 @@ class _Load:
         self._steps = 0
         self._spent_s = dict.fromkeys(PARTS, 0.0)
         self._pool_s = 0.0
+        self._least_s: list[float] = []
         self._cpu_s = {"decode": 0.0, "pools": 0.0}
 
     async def take(self) -> None:
@@ -258,15 +300,20 @@ class _Load:
                 core.allocator.release(blocks)
             self._held.clear()
             await asyncio.to_thread(keeper.close)
+        tokens = self._batch * (self._context + setting.answer // 2)
+        self._least_s.append(await asyncio.to_thread(_apart, lambda: _least_s(core, self._batch, tokens)))
 
     def _cpu(self) -> dict[str, float]:
         return {"decode": time.process_time(), "pools": sum(pool.cpu_s() for pool in self._pools)}
 
     def row(self) -> dict[str, float | int]:
         steps = max(self._steps, 1)
+        rate, limit = self._tokens / self._seconds, self._batch / statistics.median(self._least_s)
         return {
             "batch": self._batch,
-            "tokens/s": self._tokens / self._seconds,
+            "tokens/s": rate,
+            "limit tokens/s": limit,
+            "of the limit": rate / limit,
             "step ms": self._seconds / steps * 1e3,
             **{f"{part} ms": seconds / steps * 1e3 for part, seconds in self._spent_s.items()},
             "pool's attention ms": self._pool_s / steps * 1e3,
