@@ -94,10 +94,13 @@ def tables(
     compute = {**model, "threads": threads_per_process(cores, settings)}
     if settings.model == DEMO_MODEL:
         compute |= {"block_tokens": DEMO_BLOCK_TOKENS, "model_name": DEMO_NAME}
+    decode = dict(compute)
+    if settings.rotate:
+        decode["replicas"] = [place.transport(name) for name in names("decode", settings.decode)]
     defaults: dict[str, dict[str, Any]] = {
         "router": {**model, "bind": settings.bind, "secret_file": str(place.secret_file)},
         "prefill": compute,
-        "decode": compute,
+        "decode": decode,
         "attention_pool": compute,
         "kvstore": {"ledger": ledgers, "dram_bytes": KVSTORE_DRAM_BYTES},
         "ledger": {"etcd": [f"unix:{place.runtime / 'etcd'}"]},

@@ -21,6 +21,7 @@ class UpSettings:
     model: str = DEMO_MODEL  # a folder, a hub id, or "demo"
     prefill: Annotated[int, Gt(0), Le(64)] = 1
     decode: Annotated[int, Gt(0), Le(64)] = 1
+    rotate: bool = False  # the decode instances compute slices of each other's batches
     attention_pool: Count = 1
     heads: bool = False  # the attention pools are one head group: each has a share of the KV heads
     kvstore: Annotated[int, Gt(0), Le(64)] = 1

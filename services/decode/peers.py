@@ -146,9 +146,10 @@ class Peer:
 
     def _say(self, reason: str, *, refused: bool = False) -> None:
         """Once, when it changes."""
-        if self._stopping or bool(reason) == bool(self._said):
+        news = "refused" if refused else "away" if reason else "well"
+        if self._stopping or news == self._said:
             return
-        self._said = reason
+        self._said = news
         extra = {"peer": self.address, "reason": reason}
         if refused:
             log.error("a replica of the group is set up wrongly: its slices are computed here", extra=extra)

@@ -108,6 +108,18 @@ def test_attention_pools_are_one_head_group_if_they_are_told_to() -> None:
         assert len({pool.get("head_group") for pool in pools}) == 1
 
 
+def test_decode_instances_rotate_if_they_are_told_to() -> None:
+    """Each finds its own address in the list that all of them have."""
+    assert "replicas" not in tables(UpSettings(decode=2), PLACE, 2, {})["decode"]
+    settings = UpSettings(decode=2, rotate=True)
+    replicas = tables(settings, PLACE, 2, {})["decode"]["replicas"]
+    plans = processes(settings, PLACE, 2, 1, {}, model_flag=False)
+    listening = [flags(plan.command)["data_listen"] for plan in plans if plan.service == "decode"]
+    assert replicas == listening
+    assert len(set(replicas)) == 2
+    assert "replicas" not in tables(settings, PLACE, 2, {})["prefill"]
+
+
 def test_the_demo_model_has_small_blocks() -> None:
     assert tables(UpSettings(), PLACE, 2, {})["prefill"]["block_tokens"] == 16
     assert "block_tokens" not in tables(replace(UpSettings(), model="org/name"), PLACE, 2, {})["prefill"]
