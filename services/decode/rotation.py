@@ -153,6 +153,11 @@ class Rotation:
         with self._lock:
             return self._told and time.monotonic() - self._told_s < _TOLD_S
 
+    @property
+    def shares(self) -> int:
+        """Of the group's sequences, beside one of each other instance: as many as it owns batches."""
+        return LANES if self._first and self.rotating else 1
+
     def handler(self, others: Handler) -> Handler:
         """Answers what peers ask; `others` answers the rest of the data plane."""
 

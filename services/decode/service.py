@@ -206,6 +206,7 @@ class DecodeParts:
         load.lendable_blocks = self.holder.lendable_blocks
         load.running = self.engine.running
         load.queued = max(len(self.arrivals) - load.running, 0)
+        load.batches = self.rotation.shares if self.rotation else 1
         load.debts.update(self.lenders.debts())
         load.loans.update(self.holder.loans())
 

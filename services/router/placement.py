@@ -95,10 +95,11 @@ def _choose(
     return max(near, key=lambda instance: _weight(affinity, instance.id))
 
 
-def _busy(instance: ledger_pb2.Instance, own: Mapping[str, int]) -> int:
-    """The heartbeat's count is some seconds old and the own count is of this router alone: the larger is
-    nearer."""
-    return max(instance.load.running + instance.load.queued, own.get(instance.id, 0))
+def _busy(instance: ledger_pb2.Instance, own: Mapping[str, int]) -> float:
+    """Sequences of each of its batches. The heartbeat's count is some seconds old and the own count is of
+    this router alone: the larger is nearer."""
+    load = instance.load
+    return max(load.running + load.queued, own.get(instance.id, 0)) / max(load.batches, 1)
 
 
 def _weight(affinity: str, instance_id: str) -> bytes:

@@ -115,6 +115,7 @@ def test_the_first_decides_and_the_others_follow_until_it_is_gone(start: Start) 
     until(lambda: first.rotation.batches(16, 16_000) == LANES)  # once it has heard of the other's load
     until(lambda: second.rotation.rotating)
     assert second.rotation.batches(16, 16_000) == 1  # its slices go round, its batch is one
+    assert (first.rotation.shares, second.rotation.shares) == (2, 1)
     assert isinstance(second.rotation.slices(0, Here(tiny(bytes(32)).model), unrotated=False), Rotated)
     first.stop()
     until(lambda: not second.rotation.rotating)

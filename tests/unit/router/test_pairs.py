@@ -61,6 +61,18 @@ def test_the_least_busy_counting_what_is_under_way_here() -> None:
     assert (pair.prefill.id, pair.decode.id) == ("p2", "d2")
 
 
+def test_a_decode_with_two_batches_gets_twice_the_sequences() -> None:
+    """The first of a group that rotates: its batches and those of the others are to be alike."""
+    first, second = instance("d1"), instance("d2")
+    first.load.batches = 2
+    own = {"d1": 0, "d2": 0}
+    for _ in range(30):
+        pair = choose([instance("p")], [first, second], own=own)
+        assert pair is not None
+        own[pair.decode.id] += 1
+    assert own == {"d1": 20, "d2": 10}
+
+
 def test_decode_with_room_goes_first_and_none_at_all_is_no_reason_to_refuse() -> None:
     pair = choose([instance("p")], [instance("d1", free=2), instance("d2", free=50, running=9)])
     assert pair is not None
