@@ -37,8 +37,8 @@ _LOG = logging.getLogger(__name__)
 # A lease survives two renewals that fail.
 _RENEWALS_PER_LEASE = 3
 _RENEW_TIMEOUT_S = 2.0
-# Decode has nothing else to do while it waits for a partial, and needs it at once.
-_ASK_S = 400e-6
+# Decode has nothing else to do while it waits for partials: of two batches, in eight mini-batches each at most.
+_ASK_S, _KEPT_MAX = 400e-6, 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +129,7 @@ class RemoteHolder:
         self.waited: Callable[[float, bool], None] = lambda seconds, answered: None
         self._channel = open_channel(control_address)
         self._stub = rpc.HolderStub(self._channel)
-        self._data = DataClient(data_address, observer=observer, ask_s=_ASK_S)
+        self._data = DataClient(data_address, kept_max=_KEPT_MAX, observer=observer, ask_s=_ASK_S)
         self._borrowed: dict[SegmentRef, float] = {}  # to when its lease runs out, at the latest
         self._generations = itertools.count(1)  # of all segments
         self._renewal: asyncio.Task[None] | None = None
