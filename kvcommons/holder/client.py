@@ -37,7 +37,7 @@ _LOG = logging.getLogger(__name__)
 # A lease survives two renewals that fail.
 _RENEWALS_PER_LEASE = 3
 _RENEW_TIMEOUT_S = 2.0
-# Decode has nothing else to do while it waits for partials: of two batches, in eight mini-batches each at most.
+# Decode has nothing else to do while it waits for partials: of two batches, in up to eight mini-batches each.
 _ASK_S, _KEPT_MAX = 400e-6, 16
 
 
