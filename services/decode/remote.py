@@ -20,7 +20,6 @@ from kvcommons.errors import DataLoss, DeadlineExceeded, KVCommonsError, Unavail
 from kvcommons.holder.budget import AttentionBudget
 from kvcommons.holder.client import AttendPart, attend_request
 from kvcommons.holder.creditor import Creditor, PendingAttention
-from kvcommons.pb import data_pb2
 from kvcommons.rblock.layout import Layout
 from kvcommons.transport.deadline import Deadline
 from services.decode.batch import Batch, Group, HolderShare, Queries, RemoteSegment
@@ -82,6 +81,16 @@ class _Asked:
     call: PendingAttention
     began_s: float
     alone: bool  # nothing else is asked of this holder in this layer
+
+
+@dataclass(slots=True)
+class _Told:
+    """By one holder in a layer, all of its mini-batches together."""
+
+    waited_s: float = 0.0
+    answered: bool = True
+    computed_s: float = 0.0
+    queued_s: float = 0.0
 
 
 @dataclass(slots=True)
@@ -147,35 +156,31 @@ class RemoteAttention:
     ) -> list[tuple[list[Group], Partial]]:
         """The holders' partials, as contributions for Batch.gather."""
         partials: list[tuple[list[Group], Partial]] = []
-        computed: dict[int, data_pb2.AttendLayerReply] = {}
+        told: dict[Creditor, _Told] = {}
         began_s = time.monotonic()
         with self._budget.waiting():
             for item in asked:
                 share = item.message.share
                 try:
-                    partial, told = self._receive(item)
-                    partials.append((share.groups, partial))
-                    _add(computed, id(share.holder), told)
+                    partials.append((share.groups, self._receive(item, told)))
                 except (Unavailable, DeadlineExceeded) as error:
                     self._lose(step, share.segments, error)
                 except KVCommonsError as error:
                     if len(share.segments) == 1:
                         self._lose(step, share.segments, error)
                     else:
-                        partials += self._one_by_one(step, share, new)
+                        partials += self._one_by_one(step, share, new, told)
         now_s = time.monotonic()
         if asked and not step.lost and now_s - began_s > _WAITED_S:
             self._mini_batches.took(step.largest, step.batch.mini_batches, now_s - asked[0].began_s)
-        slowest = max(computed.values(), key=_computed_us, default=data_pb2.AttendLayerReply())
-        step.spent.waited(
-            now_s - began_s,
-            computed_s=slowest.computed_us / 1e6,
-            queued_s=slowest.queued_us / 1e6,
-        )
+        for holder, one in told.items():
+            holder.waited(one.waited_s, one.answered)
+        slowest = max(told.values(), key=_computed_s, default=_Told())
+        step.spent.waited(now_s - began_s, computed_s=slowest.computed_s, queued_s=slowest.queued_s)
         return partials
 
     def _one_by_one(
-        self, step: RemoteStep, share: HolderShare, new: NewRows
+        self, step: RemoteStep, share: HolderShare, new: NewRows, told: dict[Creditor, _Told]
     ) -> list[tuple[list[Group], Partial]]:
         """The holder is well but refuses something: only the sequences whose segment is at fault are lost.
 
@@ -187,7 +192,7 @@ class RemoteAttention:
             try:
                 message = _Message(step.batch, single, self._layout)
                 again = self._send(step, message, new, alone=False)
-                partials.append((single.groups, self._receive(again)[0]))
+                partials.append((single.groups, self._receive(again, told)))
             except KVCommonsError as error:
                 self._lose(step, [segment], error)
         return partials
@@ -212,26 +217,33 @@ class RemoteAttention:
         )
         return _Asked(message, call, began_s, alone)
 
-    def _receive(self, asked: _Asked) -> tuple[Partial, data_pb2.AttendLayerReply]:
+    def _receive(self, asked: _Asked, told: dict[Creditor, _Told]) -> Partial:
         holder, exchange = asked.message.share.holder, asked.message.exchange
         waits_s = time.monotonic()
         try:
-            partial, told = asked.call.finish_told()
+            partial, reply = asked.call.finish_told()
         except DeadlineExceeded:
-            holder.waited(time.monotonic() - waits_s, False)
+            known = told.setdefault(holder, _Told())
+            known.waited_s += time.monotonic() - waits_s
+            known.answered = False
             raise
         now_s = time.monotonic()
-        holder.waited(now_s - waits_s, True)
+        known = told.setdefault(holder, _Told())
+        known.waited_s += now_s - waits_s
+        computed_s, queued_s = reply.computed_us / 1e6, reply.queued_us / 1e6
+        if not known.computed_s:  # those behind it have queued for it
+            known.queued_s = queued_s
+        known.computed_s += computed_s
         # An answer that was there before it was asked for took nobody knows how long, and one of several
         # took some of the others' time, too.
         if now_s - waits_s > _WAITED_S and asked.alone:
-            taken_s, computed_s = now_s - asked.began_s, told.computed_us / 1e6
+            taken_s = now_s - asked.began_s
             self._rates.attended_there(exchange.read_bytes, taken_s)
-            network_s = max(taken_s - computed_s - told.queued_us / 1e6, 0.0)
+            network_s = max(taken_s - computed_s - queued_s, 0.0)
             self._mini_batches.observe(exchange, network_s=network_s, computed_s=computed_s)
         if self._device.type != "cpu":
             partial = Partial(out=partial.out.to(self._device), lse=partial.lse.to(self._device))
-        return partial, told
+        return partial
 
     def _lose(self, step: RemoteStep, segments: list[RemoteSegment], error: KVCommonsError) -> None:
         for segment in segments:
@@ -271,16 +283,5 @@ def _largest(messages: Iterable[_Message]) -> Exchange:
     return max(whole.values(), key=lambda exchange: exchange.read_bytes, default=_NOTHING)
 
 
-def _add(
-    computed: dict[int, data_pb2.AttendLayerReply], holder: int, told: data_pb2.AttendLayerReply
-) -> None:
-    """A mini-batch's queue was the ones before it, which its holder computed."""
-    known = computed.get(holder)
-    if known is None:
-        computed[holder] = told
-    else:
-        known.computed_us += told.computed_us
-
-
-def _computed_us(told: data_pb2.AttendLayerReply) -> int:
-    return told.computed_us
+def _computed_s(told: _Told) -> float:
+    return told.computed_s
