@@ -33,6 +33,7 @@ from typing import Protocol, TypeVar
 
 from kvcommons.config import Node, flags_of, load
 from kvcommons.errors import DataLoss, InvalidInput, KVCommonsError, NotFound
+from kvcommons.openmp import bound_waits
 from kvcommons.telemetry import logs
 from kvcommons.telemetry.events import EventFile, unobserved
 from kvcommons.telemetry.metrics import MetricsListener, new_registry
@@ -40,6 +41,7 @@ from kvcommons.telemetry.telemetry import Telemetry
 from kvcommons.telemetry.trace import Tracer
 
 log = logging.getLogger(__name__)
+bound_waits(os.environ)  # services import this before what loads torch
 
 PR_SET_PDEATHSIG = 1
 # Past the drain's bound: for an event loop that is stuck and cannot notice it.
