@@ -24,9 +24,10 @@ _READ_BYTE_S = 1e-10  # 10 GB of KV a second
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
-    """What a holder is asked for, in one layer: bytes of the message and of its answer, and of the KV that is
-    read for it."""
+    """What a holder is asked for, in one layer: rows, bytes of the message and of its answer, and of the KV
+    that is read for it."""
 
+    rows: int
     asked_bytes: int
     answered_bytes: int
     read_bytes: int
@@ -36,6 +37,7 @@ class Exchange:
         if other is None:
             return self
         return Exchange(
+            rows=self.rows + other.rows,
             asked_bytes=self.asked_bytes + other.asked_bytes,
             answered_bytes=self.answered_bytes + other.answered_bytes,
             read_bytes=self.read_bytes + other.read_bytes,
@@ -97,16 +99,20 @@ class MiniBatches:
         """From asking to the last answer."""
         return self._over[number] * self._computed_s(exchange, number)
 
-    def decide(self, exchange: Exchange) -> int:
-        """For an iteration whose largest exchange this is. What was decided last stays unless another number
-        is clearly better: a batch that is divided anew takes time too."""
-        if self._number:
-            return self._number
+    def decide(self, exchange: Exchange, *, busy: bool = False) -> int:
+        """For an iteration whose largest exchange this is; `busy`: it has attention of its own to compute
+        meanwhile, which hides messages already. What was decided last stays unless another number is clearly
+        better: a batch that is divided anew takes time too."""
+        if self._number or busy:
+            return self._number or 1
+        able = [number for number in _NUMBERS if number <= max(exchange.rows, 1)]
         for number in _NUMBERS:
             if number != self._last:  # that was bad once is tried again some day
                 self._over[number] += (1 - self._over[number]) * _FORGOTTEN
-        best = min(_NUMBERS, key=lambda number: self.seconds(exchange, number))
-        if self.seconds(exchange, self._last) > _PAYS * self.seconds(exchange, best):
+        best = min(able, key=lambda number: self.seconds(exchange, number))
+        if self._last not in able or self.seconds(exchange, self._last) > _PAYS * self.seconds(
+            exchange, best
+        ):
             self._last = best
         return self._last
 

@@ -30,7 +30,7 @@ from services.decode.spent import Spent
 log = logging.getLogger(__name__)
 
 _WAITED_S = 50e-6
-_NOTHING = Exchange(asked_bytes=0, answered_bytes=0, read_bytes=0)
+_NOTHING = Exchange(rows=0, asked_bytes=0, answered_bytes=0, read_bytes=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +57,7 @@ class _Message:
         self._k, self._v = new[:, 0, :, 0], new[:, 1, :, 0]
         self._whole = share.groups[0].whole and not len(share.heads)
         self.exchange = Exchange(
+            rows=len(share.rows),
             asked_bytes=self.queries.nbytes + new.nbytes,
             answered_bytes=self.queries.nbytes + self.queries.nbytes // layout.head_dim,
             read_bytes=sum(part.length for part in parts) * layout.object_bytes // layout.block_tokens,
@@ -130,7 +131,7 @@ class RemoteAttention:
         messages = [_Message(batch, share, self._layout) for share in batch.shares]
         largest = _largest(messages)
         if messages:
-            number = self._mini_batches.decide(largest)
+            number = self._mini_batches.decide(largest, busy=len(batch.part_rows) > 0)
             if number != batch.mini_batches:
                 batch.divide(number)
                 messages = [_Message(batch, share, self._layout) for share in batch.shares]
@@ -171,7 +172,8 @@ class RemoteAttention:
                     else:
                         partials += self._one_by_one(step, share, new, told)
         now_s = time.monotonic()
-        if asked and not step.lost and now_s - began_s > _WAITED_S:
+        waited = now_s - began_s > _WAITED_S and not len(step.batch.part_rows)
+        if asked and waited and not step.lost:
             self._mini_batches.took(step.largest, step.batch.mini_batches, now_s - asked[0].began_s)
         for holder, one in told.items():
             holder.waited(one.waited_s, one.answered)

@@ -13,6 +13,7 @@ LATENCY_S = 100e-6
 def exchange(rows: int, *, tokens: int = 512) -> Exchange:
     """Of a model with 32 heads of 128 in float32 on the wire, 8 of KV in bfloat16."""
     return Exchange(
+        rows=rows,
         asked_bytes=rows * (32 * 128 * 4 + 2 * 8 * 128 * 2),
         answered_bytes=rows * 32 * 129 * 4,
         read_bytes=rows * tokens * 2 * 8 * 128 * 2,
@@ -39,6 +40,7 @@ def test_one_before_anything_was_measured() -> None:
 
 def test_as_many_as_was_set() -> None:
     assert MiniBatches(4).decide(exchange(1)) == 4
+    assert MiniBatches(4).decide(exchange(1), busy=True) == 4
 
 
 def test_one_where_bytes_cost_little() -> None:
@@ -46,6 +48,7 @@ def test_one_where_bytes_cost_little() -> None:
     assert measured(1e-10, 20, 64).decide(exchange(64)) == 1
     # And where messages are small, however slow the network is.
     assert measured(1e-8, 1).decide(exchange(1, tokens=2048)) == 1
+    assert measured(1e-7, 8).decide(exchange(3, tokens=2048)) == 2  # no more than rows
 
 
 def test_several_over_a_network() -> None:
@@ -53,6 +56,7 @@ def test_several_over_a_network() -> None:
     and so a larger share that can be hidden, more."""
     few = measured(1e-9, 64).decide(exchange(64))
     assert few >= 2
+    assert measured(1e-9, 64).decide(exchange(64), busy=True) == 1
     assert measured(4e-9, 64).decide(exchange(64)) > few
 
 
@@ -68,7 +72,7 @@ def test_stages_overlap() -> None:
     """Three equal stages: 3 with one mini-batch, 1 + 2 / n with n."""
     decision = measured(1e-9, 16, 64)
     size = 1_000_000
-    even = Exchange(asked_bytes=size, answered_bytes=size, read_bytes=10 * size)
+    even = Exchange(rows=64, asked_bytes=size, answered_bytes=size, read_bytes=10 * size)
     stage_s = size * decision.byte_s
     for number in (1, 2, 4):
         expected_s = number * decision.empty_s + stage_s * (1 + 2 / number)
