@@ -36,6 +36,7 @@ Progress = Callable[[str], None]
 PARTS = ("reach", "migration", "contexts", "rates")
 BLOCK_TOKENS = 64
 WARM_TOKENS = 2  # of an answer that is asked for only so that its prompt is known
+ROUNDS = 3  # of each batch: one lasts a second or less
 MODES = ("two that share", "one large")
 
 
@@ -81,13 +82,13 @@ def add(
     )  # fmt: skip
     parser.add_argument("--answer", type=int, default=128, metavar="N", help="tokens of each answer")
     parser.add_argument("--room", type=int, default=8192, metavar="N", help="of each instance, for contexts")
-    parser.add_argument("--contexts", type=int, nargs="+", default=[2048, 4096, 7168, 12288], metavar="N")
+    parser.add_argument("--contexts", type=int, nargs="+", default=[2048, 7168, 12288], metavar="N")
     parser.add_argument(
         "--rates-room", type=int, default=4096, metavar="N", help="of each instance, for rates"
     )
     parser.add_argument("--rates", type=float, nargs="+", default=[4.0], metavar="R", help="a second")
     parser.add_argument("--long-shares", type=float, nargs="+", default=[0.01, 0.1, 0.3], metavar="S")
-    parser.add_argument("--requests", type=int, default=30, metavar="N", help="for each rate and share")
+    parser.add_argument("--requests", type=int, default=20, metavar="N", help="for each rate and share")
     parser.add_argument("--seed", type=int, default=1, metavar="N")
     add_outputs(parser)
     parser.set_defaults(run=_run, draw=_draw)
@@ -123,10 +124,10 @@ def _run(options: argparse.Namespace, progress: Progress) -> Report:
 
 
 def _tables(
-    capacity_tokens: int, threads: int, *, prefill_tokens: int | None = None, prefill_threads: int = 1
+    capacity_tokens: int, threads: int, prefill_tokens: int | None = None
 ) -> dict[str, dict[str, Any]]:
     shared = {"block_tokens": BLOCK_TOKENS, "capacity_tokens": capacity_tokens, "threads": threads}
-    prefill = {**shared, "threads": prefill_threads, "capacity_tokens": prefill_tokens or capacity_tokens}
+    prefill = {**shared, "threads": 1, "capacity_tokens": prefill_tokens or capacity_tokens}
     return {
         "prefill": {**prefill, "push_deadline_s": 30.0},
         "decode": {**shared, "attend_deadline_s": 30.0, "lend_share": 1.0},
@@ -146,7 +147,7 @@ def _reach(
     for number, (how, (capacity, pools)) in enumerate(kinds.items()):
         progress(f"a sequence of {tokens:,} tokens, {how}")
         flags: dict[str, Any] = {"model": str(model), "attention_pool": max(pools, 1)}
-        tables = _tables(capacity, 1, prefill_threads=2)
+        tables = _tables(capacity, 1)
         with RunningStack(folder / str(number), tables=tables, **flags) as stack:
             got = ask(stack.client, prompt(setting.seed, tokens), setting.answer)
         rows.append(
@@ -211,7 +212,7 @@ def _instances(folder: Path, model: Path, mode: str, room: int) -> Iterator[Runn
 
 
 def _contexts(folder: Path, model: Path, mode: str, setting: Setting, progress: Progress) -> list[Row]:
-    """Tokens a second while all of the largest batch decode."""
+    """Tokens a second while all of the largest batch decode, the median of some rounds."""
     rows: list[Row] = []
     progress(f"starting {mode}")
     with _instances(folder, model, mode, setting.room) as stack:
@@ -222,14 +223,14 @@ def _contexts(folder: Path, model: Path, mode: str, setting: Setting, progress: 
             prompts = [prompt(1000 * context + number, context) for number in range(count)]
             for one in prompts:
                 ask(stack.client, one, WARM_TOKENS)
-            streams = at_once(stack.client, prompts, setting.answer)
+            rounds = [at_once(stack.client, prompts, setting.answer) for _ in range(ROUNDS)]
             rows.append(
                 {
                     "part": "contexts",
                     "how": mode,
                     "context": context,
                     "batch": count,
-                    "tokens/s": together(streams),
+                    "tokens/s": p50([together(streams) for streams in rounds]),
                 }
             )
     return rows
