@@ -2,8 +2,9 @@
 batches whose slices go from one replica of the model to the next.
 
 Lamina, section 5.1: one batch at one replica, for the parts of an iteration where nobody disturbs it; fixed,
-n - 1 batches over n - 1 replicas; rotational, n over n - 1. The kinds take turns, with the same sequences in
-the last two, which end and are replaced (continuous batching), with KV that is there already.
+n - 1 batches over n - 1 replicas; rotational, n over n - 1; auto, what the group finds best. The kinds take
+turns, with the same sequences in the last three, which end and are replaced (continuous batching), with KV
+that is there already.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Progress = Callable[[str], None]
 BLOCK_TOKENS = 64
 WARM_S = 1.0
 ANSWER_S = 120.0  # of a replica that is told something
-KINDS = {"one batch": "off", "fixed": "off", "rotational": "on"}
+KINDS = {"one batch": "off", "fixed": "off", "rotational": "on", "auto": "auto"}
 PARTS = ("slices", "slices elsewhere", "activations", "attention", "network", "waiting", "rest")
 
 
@@ -60,7 +61,7 @@ def _run(options: argparse.Namespace, progress: Progress) -> Report:
     return Report(
         title=f"{options.random_model}: {options.sequences} sequences of {options.context} tokens over "
         f"{options.replicas} decode processes and {options.pools} pools; ms of an iteration",
-        ratios={"rotational_over_fixed": rates["rotational"] / rates["fixed"]},
+        ratios={f"{kind}_over_fixed": rates[kind] / rates["fixed"] for kind in ("rotational", "auto")},
         rows=rows,
     )
 

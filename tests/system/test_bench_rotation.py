@@ -25,12 +25,12 @@ def test_every_kind_is_told(tmp_path: Path) -> None:
     report = bench(tmp_path / "rotation.json", "rotation", *sizes, *turns)
     rows = {row["how"]: row for row in report["rows"]}
     assert [(how, row["batches"], row["sequences"]) for how, row in rows.items()] == [
-        ("one batch", 1, 3), ("fixed", 2, 6), ("rotational", 3, 6)
+        ("one batch", 1, 3), ("fixed", 2, 6), ("rotational", 3, 6), ("auto", 2, 6)
     ]  # fmt: skip
     for how, row in rows.items():
         assert row["tokens/s"] > 0
         assert row["slices ms"] > 0
         assert row["attention KiB/token"] > 0
         assert (row["slices elsewhere"] > 0) == (row["activations KiB/token"] > 0) == (how == "rotational")
-    assert set(report["ratios"]) == {"rotational_over_fixed"}
+    assert set(report["ratios"]) == {"rotational_over_fixed", "auto_over_fixed"}
     assert picture.stat().st_size > 10_000
