@@ -66,9 +66,7 @@ class Replica:
         self._told: defaultdict[str, float] = defaultdict(float)
         self._lock = threading.Lock()  # of `_told`
         self._handler: Handler = _refuse
-        self._server = DataServer(
-            child.replicas[child.number], self._handle, name="bench"
-        )
+        self._server = DataServer(child.replicas[child.number], self._handle, name="bench")
         self._server.start()
 
     def close(self) -> None:
