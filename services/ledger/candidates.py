@@ -37,6 +37,11 @@ class _Creditor:
     rank: int
     promised_blocks: int = 0
 
+    @property
+    def left(self) -> int:
+        """Blocks. One that has been named for all it has stays in the list, at its end: it is a guess."""
+        return max(1, self.instance.load.lendable_blocks - self.promised_blocks)
+
 
 class Candidates:
     """Chooses creditors; remembers who refused. `now` is in seconds of one monotonic clock."""
@@ -132,10 +137,8 @@ class Candidates:
 
     def _promise(self, creditor: _Creditor, blocks: int) -> None:
         self._remove(creditor)
-        # One that has been named for all it has stays in the list, at its end: it is only a guess.
         creditor.promised_blocks += blocks
-        left = max(1, creditor.instance.load.lendable_blocks - creditor.promised_blocks)
-        self._insert(creditor, left)
+        self._insert(creditor, creditor.left)
 
     def _take(self, instance: pb.Instance) -> None:
         known = self._known.get(instance.id)
@@ -146,7 +149,7 @@ class Candidates:
             self._pools[instance.id] = instance.model.fingerprint
         if instance.HasField("heads"):
             self._groups.take(instance)
-            self._regroup(instance.heads.group)
+            self._regroup(instance.heads.group, heard=instance.id)
         else:
             self._offer(instance)
 
@@ -154,35 +157,40 @@ class Candidates:
         self._pools.pop(instance.id, None)
         if instance.HasField("heads"):
             self._groups.drop(instance)
-            self._regroup(instance.heads.group)
+            self._regroup(instance.heads.group, heard="")
         else:
             self._drop(instance.id)
 
-    def _regroup(self, group: str) -> None:
-        """A part of it has changed."""
+    def _regroup(self, group: str, *, heard: str) -> None:
+        """A part of it has changed: the one that was `heard`, or one has left. The group lends what the part
+        with the fewest blocks does, and that part's word alone tells what became of promises."""
         offered = self._grouped.pop(group, None)
-        if offered is not None:
-            self._drop(offered)
+        former = self._drop(offered) if offered is not None else None
         whole = self._groups.lender(group)
         if whole is not None:
             self._grouped[group] = whole.id
-            self._offer(whole)
+            fewest = min(whole.members, key=lambda part: part.load.lendable_blocks)
+            self._offer(whole, former if whole.id == offered and heard != fewest.id else None)
 
-    def _offer(self, instance: pb.Instance) -> None:
+    def _offer(self, instance: pb.Instance, former: _Creditor | None = None) -> None:
+        """`former`: what it was, where it is still named for that."""
         if instance.id in self._refused:
             return
         self._drop(instance.id)
         if can_lend(instance):
             borrows = any(instance.load.debts.values())
             rank = _SLOW if instance.id in self._slow else _BORROWS if borrows else _LENDS
-            creditor = _Creditor(instance, (0, 0.0, instance.id), rank)
+            # The same object: promises that run out know it.
+            creditor = former or _Creditor(instance, (0, 0.0, instance.id), rank)
+            creditor.instance, creditor.rank = instance, rank
             self._creditors[instance.id] = creditor
-            self._insert(creditor, instance.load.lendable_blocks)
+            self._insert(creditor, creditor.left)
 
-    def _drop(self, name: str) -> None:
+    def _drop(self, name: str) -> _Creditor | None:
         creditor = self._creditors.pop(name, None)
         if creditor is not None:
             self._remove(creditor)
+        return creditor
 
     def _insert(self, creditor: _Creditor, blocks: int) -> None:
         creditor.entry = (-blocks, self._rng.random(), creditor.instance.id)

@@ -20,6 +20,7 @@ from services.ledger.registry import Registry
 log = logging.getLogger(__name__)
 
 ID_BYTES_MAX = 256
+MODELS_MAX = 64  # whose last warning is known
 SERVICES = frozenset(TABLES) - {"up"}
 
 
@@ -41,7 +42,7 @@ class LedgerService(rpc.LedgerServicer):
         self._candidates = candidates
         self._debts = debts
         self._heartbeat_ms = heartbeat_ms
-        self._shortfall = ""  # of head groups, that was logged last
+        self._shortfalls: dict[bytes, str] = {}  # of head groups, that were logged last, by model
         # By then every living instance that knows this replica alone has been heard again.
         self._complete_at = time.monotonic() + lease_s
 
@@ -73,9 +74,7 @@ class LedgerService(rpc.LedgerServicer):
             raise InvalidInput("model: the fingerprint of the debtor's model is needed", param="model")
         creditors = self._candidates.choose(request, time.monotonic())
         shortfall = self._candidates.shortfall(request.model)
-        if shortfall and shortfall != self._shortfall:
-            log.warning(shortfall)
-        self._shortfall = shortfall
+        self._warn(request.model, shortfall)
         if not creditors:
             shortfall = shortfall or self._candidates.strangers(request.model)
         return pb.CandidatesReply(creditors=creditors, shortfall=shortfall)
@@ -84,6 +83,16 @@ class LedgerService(rpc.LedgerServicer):
         report = self._candidates.slow if request.slow else self._candidates.refused
         report(request.creditor, time.monotonic())
         return pb.ReportRefusalReply()
+
+    def _warn(self, model: bytes, shortfall: str) -> None:
+        """Once for each that is new: debtors ask again and again."""
+        before = self._shortfalls.pop(model, "")
+        if shortfall:
+            if shortfall != before:
+                log.warning(shortfall)
+            self._shortfalls[model] = shortfall
+            if len(self._shortfalls) > MODELS_MAX:
+                del self._shortfalls[next(iter(self._shortfalls))]
 
     def _has_view(self) -> bool:
         return self._mirror.has_listed or time.monotonic() >= self._complete_at

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from kvcommons.pb import ledger_pb2 as pb
 from services.ledger.candidates import REFUSAL_S, SLOW_S, Candidates
+from services.ledger.server import MODELS_MAX, LedgerService
 from tests.unit.ledger.test_candidates import MODEL, knowing, lender, request
 
 
@@ -113,3 +116,45 @@ def test_it_is_said_what_is_wrong_with_a_group(pools: list[pb.Instance], says: s
 
 def test_nothing_is_wrong_with_a_group_that_has_no_room() -> None:
     assert knowing([part("a", "0/2"), part("b", "1/2", 0)]).shortfall(MODEL) == ""
+
+
+def test_what_a_group_was_named_for_counts_until_the_part_with_the_fewest_blocks_beats() -> None:
+    small, large = part("a0", "0/2", 30), part("a1", "1/2", 40)
+    candidates = knowing([small, large, part("b0", "0/2", 20, group="b"), part("b1", "1/2", 20, group="b")])
+    assert named(candidates, 25) == ["a0"]
+    candidates.heard(large)
+    assert named(candidates, 15) == ["b0"]  # five are left of a
+    candidates.heard(small)
+    assert named(candidates, 25) == ["a0"]
+    candidates.heard(large)
+    assert named(candidates, 25, REFUSAL_S) == ["a0"]  # the same promise, run out
+
+
+def test_parts_that_lend_the_same_do_not_each_forget_what_the_group_was_named_for() -> None:
+    pools = [
+        part(f"{group}{n}", f"{n}/3", 30 if group == "a" else 20, group=group)
+        for group in "ab"
+        for n in range(3)
+    ]
+    candidates = knowing(pools)
+    assert named(candidates, 25) == ["a0"]
+    for later in pools[1:3]:
+        candidates.heard(later)
+    assert named(candidates, 15) == ["b0"]
+
+
+async def test_what_groups_lack_is_logged_once_for_each_model(caplog: pytest.LogCaptureFixture) -> None:
+    models = [bytes([number]) * 32 for number in range(2)]
+    candidates = knowing(
+        [part(f"p{number}", "0/2", group=f"g{number}", model=model) for number, model in enumerate(models)]
+    )
+    parts: dict[str, Any] = dict.fromkeys(("registry", "mirror", "feed", "debts"))
+    service = LedgerService(**parts, candidates=candidates, heartbeat_ms=1000, lease_s=10.0)
+    for number in (0, 1, 0, 1):
+        await service.Candidates(pb.CandidatesRequest(debtor="d", model=models[number], blocks=1), None)
+    assert len(caplog.records) == 2
+    for number in range(2, 2 * MODELS_MAX):
+        model = bytes([number]) * 32
+        candidates.heard(part(f"p{number}", "0/2", group=f"g{number}", model=model))
+        await service.Candidates(pb.CandidatesRequest(debtor="d", model=model, blocks=1), None)
+    assert len(service._shortfalls) == MODELS_MAX
