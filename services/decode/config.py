@@ -26,7 +26,8 @@ class DecodeConfig:
     # same list in each.
     replicas: tuple[str, ...] = ()
     slice_deadline_s: Annotated[float, Gt(0)] = 0.5  # for a slice elsewhere; then it is computed here
-    mini_batches: Annotated[int, Ge(0)] = 0  # messages to a holder for a layer; 0: by what was measured
+    # Messages to a holder for a layer, each on a connection of its own; 0: by what was measured.
+    mini_batches: Annotated[int, Ge(0), Le(8)] = 0
     max_batch: Annotated[int, Ge(1)] = 32  # sequences of one iteration
     max_sequences: Annotated[int, Ge(1)] = 256  # held at once, those that wait for their prompt included
     attend_deadline_s: Annotated[float, Gt(0)] = 2.0  # an iteration waits so long for other holders

@@ -16,6 +16,7 @@ _NUMBERS = (1, 2, 4, 8)  # each of them has a connection of its own
 _LEARNT = 0.05  # of what a layer took
 _FORGOTTEN = 0.002  # of that, by an iteration in another number
 _PAYS = 1.1  # a gain
+_DIVIDED, _WHOLE = 200, 4  # iterations in a row, while several messages pay
 # Before anything was measured, and as what an empty message takes for as long as all are of about one size: a
 # message on one host, as if it had been seen so often.
 _EMPTY_S, _EMPTY_WEIGHT = 100e-6, 4.0
@@ -61,6 +62,7 @@ class MiniBatches:
         self._read_byte_s = _READ_BYTE_S
         self._over = dict.fromkeys(_NUMBERS, 1.0)  # what it took over what was computed
         self._last = 1
+        self._turn = 0  # of those iterations
 
     def observe(self, exchange: Exchange, *, network_s: float, computed_s: float) -> None:
         """One message. The holder computed so long; there and back took `network_s`, what it had queued left
@@ -102,7 +104,9 @@ class MiniBatches:
     def decide(self, exchange: Exchange, *, busy: bool = False) -> int:
         """For an iteration whose largest exchange this is; `busy`: it has attention of its own to compute
         meanwhile, which hides messages already. What was decided last stays unless another number is clearly
-        better: a batch that is divided anew takes time too."""
+        better: a batch that is divided anew takes time too. Only whole messages tell what a byte adds, so
+        now and then some iterations are not divided: else a network that has become quicker would never be
+        noticed."""
         if self._number or busy:
             return self._number or 1
         able = [number for number in _NUMBERS if number <= max(exchange.rows, 1)]
@@ -114,7 +118,8 @@ class MiniBatches:
             exchange, best
         ):
             self._last = best
-        return self._last
+        self._turn = (self._turn + 1) % (_DIVIDED + _WHOLE) if self._last > 1 else 0
+        return self._last if self._turn < _DIVIDED else 1
 
     def _computed_s(self, exchange: Exchange, number: int) -> float:
         """Three stages (there, attention, back), through which mini-batches go one behind the other."""

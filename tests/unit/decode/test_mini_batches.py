@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from kvcommons.config import load
+from kvcommons.errors import InvalidInput
+from services.decode.config import DecodeConfig
 from services.decode.mini_batches import Exchange, MiniBatches
 
 KV_BYTE_S = 1e-10  # 10 GB/s
@@ -41,6 +44,11 @@ def test_one_before_anything_was_measured() -> None:
 def test_as_many_as_was_set() -> None:
     assert MiniBatches(4).decide(exchange(1)) == 4
     assert MiniBatches(4).decide(exchange(1), busy=True) == 4
+
+
+def test_more_than_connections_are_kept_for_cannot_be_set() -> None:
+    with pytest.raises(InvalidInput, match="mini_batches"):
+        load("decode", DecodeConfig, environ={}, flags={"mini_batches": "9"})
 
 
 def test_one_where_bytes_cost_little() -> None:
@@ -100,3 +108,26 @@ def test_numbers_that_take_longer_than_computed_are_given_up_and_tried_again() -
     assert chosen[10:100] == [2] * 90
     assert max(chosen[100:]) > 2
     assert chosen.count(2) > 1300
+
+
+def test_a_network_that_recovers_is_noticed() -> None:
+    """50 MB a second for some thousand iterations, then 2 GB: what divided messages take does not tell."""
+    decision, whole, layers = MiniBatches(), exchange(16), 16
+
+    def iterate(network_byte_s: float) -> int:
+        number = decision.decide(whole)
+        there_s, back_s = whole.asked_bytes * network_byte_s, whole.answered_bytes * network_byte_s
+        attend_s = whole.read_bytes * KV_BYTE_S
+        stages_s = there_s + attend_s + back_s
+        pieces_s = (stages_s + (number - 1) * max(there_s, attend_s, back_s)) / number
+        for _ in range(layers):
+            if number == 1:
+                decision.observe(whole, network_s=LATENCY_S + there_s + back_s, computed_s=attend_s)
+            # Messages that follow each other disturb each other.
+            decision.took(whole, number, number * 4 * LATENCY_S - 3 * LATENCY_S + pieces_s)
+        return number
+
+    slow = [iterate(2e-8) for _ in range(3000)]
+    assert 0 < slow[1000:].count(1) <= 2000 / 50  # of whole ones not many
+    quick = [iterate(5e-10) for _ in range(2000)]
+    assert quick[-500:].count(1) == 500
