@@ -17,7 +17,9 @@ from kvcommons.attention.partial import BatchPlan, Partial
 from kvcommons.holder.segments import Segment, SegmentRef
 from kvcommons.rblock.layout import Layout
 
-_KEPT = 16  # plans: of debtors, and of their batches, that take turns
+# Plans: of debtors, and of their batches' mini-batches, that take turns. Each is of one iteration, so most of
+# them are done with; those that are in use are the ones used last.
+_KEPT_MAX, _KEPT_BYTES = 128, 128 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +84,15 @@ class RowPlan:
         ]
         self._rows = memory.rows_of(self._longs(slots))
         self._plans: dict[int | None, BatchPlan] = {}
-        self._spare: deque[RowBuffers] = deque()
+        self._spare: deque[RowBuffers] = deque(maxlen=1)  # one layer is asked for after the other
+
+    @property
+    def kept_bytes(self) -> int:
+        """Its tables, and one request's buffers."""
+        layout, parts = self._memory.layout, len(self.refs)
+        floats = parts * layout.query_heads * (2 * layout.head_dim + 1)
+        appended = self.appended * 2 * layout.kv_heads * layout.head_dim
+        return self._tables.nbytes + floats * 4 + appended * TORCH_DTYPES[layout.kv_dtype].itemsize
 
     def holds_for(self, segments: Sequence[Segment]) -> bool:
         """Whether these are the segments that it was made for, and their blocks are where they were."""
@@ -129,22 +139,29 @@ class RowPlan:
 
 
 class RowPlans:
-    """The latest ones, by the wording of their requests. Thread-safe."""
+    """Those used last, by the wording of their requests. Thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept_bytes: int = _KEPT_BYTES) -> None:
+        """`kept_bytes` bounds them all together; one plan is kept however large it is."""
         self._lock = threading.Lock()
         self._plans: OrderedDict[bytes, RowPlan] = OrderedDict()
+        self._bytes = 0
+        self._kept_bytes = kept_bytes
 
     def find(self, wording: bytes) -> RowPlan | None:
         with self._lock:
-            return self._plans.get(wording)
+            plan = self._plans.get(wording)
+            if plan is not None:
+                self._plans.move_to_end(wording)
+            return plan
 
     def keep(self, wording: bytes, plan: RowPlan) -> None:
         with self._lock:
+            before = self._plans.pop(wording, None)
+            self._bytes += plan.kept_bytes - (before.kept_bytes if before is not None else 0)
             self._plans[wording] = plan
-            self._plans.move_to_end(wording)
-            while len(self._plans) > _KEPT:
-                self._plans.popitem(last=False)
+            while len(self._plans) > 1 and (len(self._plans) > _KEPT_MAX or self._bytes > self._kept_bytes):
+                self._bytes -= self._plans.popitem(last=False)[1].kept_bytes
 
 
 def _shape(segment: Segment) -> tuple[int, int, int, int]:

@@ -85,12 +85,49 @@ def test_holds_while_blocks_are_where_they_were() -> None:
     assert not plan.holds_for(segments)
 
 
-def test_the_latest_plans_are_kept() -> None:
+def test_plans_in_use_are_kept_however_many_take_turns() -> None:
+    """Two debtors with two batches in eight mini-batches each, beside what went before."""
     memory, plans = BlockMemory(LAYOUT, 8), RowPlans()
-    made = {bytes([n]): plan_of(memory, [segment(n, [n])], [2]) for n in range(1, 8)}
-    for wording, plan in made.items():
+    plan = plan_of(memory, [segment(1, [1])], [2])
+    for iteration in range(20):
+        live = [b"%d of %d" % (n, iteration) for n in range(32)]
+        for wording in live:
+            plans.keep(wording, plan)
+        for _ in range(3):
+            assert all(plans.find(wording) is plan for wording in live)
+    assert plans.find(b"0 of 0") is None
+
+
+def test_what_was_asked_for_again_outlives_what_was_not() -> None:
+    memory, plans = BlockMemory(LAYOUT, 8), RowPlans()
+    plan = plan_of(memory, [segment(1, [1])], [2])
+    plans.keep(b"asked for", plan)
+    for n in range(300):
+        plans.keep(b"once %d" % n, plan)
+        assert plans.find(b"asked for") is plan
+    assert plans.find(b"once 0") is None
+    assert plans.find(b"once 299") is plan
+
+
+def test_the_memory_of_all_plans_is_bounded() -> None:
+    memory = BlockMemory(LAYOUT, 8)
+    plan = plan_of(memory, [segment(1, [5, 2]), segment(2, [7])], [6, 4])
+    with plan.buffers() as buffers:
+        held = buffers.request_bytes + sum(memoryview(view).nbytes for view in buffers.answer)
+    assert held < plan.kept_bytes < held + 100
+    plans = RowPlans(3 * plan.kept_bytes)
+    for wording in (b"1", b"2", b"3", b"3", b"4"):
         plans.keep(wording, plan)
-    assert all(plans.find(wording) is plan for wording, plan in made.items())
-    for n in range(100):
-        plans.keep(b"more" + bytes([n]), made[b"\x01"])
-    assert plans.find(b"\x02") is None
+    assert [plans.find(wording) is plan for wording in (b"1", b"2", b"3", b"4")] == [False, True, True, True]
+    one = RowPlans(1)
+    one.keep(b"large", plan)
+    assert one.find(b"large") is plan
+
+
+def test_a_plan_keeps_the_memory_of_one_request() -> None:
+    plan = plan_of(BlockMemory(LAYOUT, 8), [segment(1, [5, 2])], [6])
+    with plan.buffers() as one, plan.buffers() as other:
+        pass
+    with plan.buffers() as again, plan.buffers() as new:
+        assert again in (one, other)
+        assert new not in (one, other)
