@@ -43,6 +43,10 @@ class DecodeMetrics:
             "Slices between decode instances: for others, by others, and here in place of others.",
             ["whose"], registry=registry,
         )  # fmt: skip
+        self._peers = Gauge(
+            "kvcommons_replica_peers", "Other instances that slices of this one's batches may go to.",
+            registry=registry,
+        )  # fmt: skip
         self._moved = Counter(
             "kvcommons_moved_blocks_total", "Blocks of running sequences that changed holders.",
             ["to"], registry=registry,
@@ -65,12 +69,9 @@ class DecodeMetrics:
         """A slice was computed for another instance."""
         self._slices.labels("for_peers").inc()
 
-    def group(self, registry: CollectorRegistry, well: Callable[[], int]) -> None:
+    def group(self, well: Callable[[], int]) -> None:
         """Of instances that compute slices for each other: how many others do."""
-        Gauge(
-            "kvcommons_replica_peers", "Other instances that slices of this one's batches may go to.",
-            registry=registry,
-        ).set_function(well)  # fmt: skip
+        self._peers.set_function(well)
 
     def ended(self, step: Step) -> None:
         self._ended.labels(step.error.code if step.error is not None else step.reason).inc()

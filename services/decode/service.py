@@ -146,7 +146,7 @@ class DecodeParts:
             self.rounds.append(Homecoming(core, self.mover, costs).rounds)
         self.settling = Settling(self.holder, self.mover, self.lenders)
         if self.rotation:
-            metrics.group(registry, self.rotation.peers_well)
+            metrics.group(self.rotation.peers_well)
         self.arrivals = Arrivals(
             core,
             placement=placement,
