@@ -80,13 +80,17 @@ class Iteration:
         step.deadline = Deadline.after(self._attend_deadline_s)
         new = NewRows(layer, queries, state.k, state.v)
         asked = self._remote.ask(step, new)
-        self._write(layer, state)
-        contributions = []
-        if len(batch.part_rows):
-            whole = batch.part_groups[0].whole and not len(batch.part_heads)
-            q = state.q if whole else queries.of(batch.part_rows, batch.part_heads)
-            contributions.append((batch.part_groups, self._attend_here(layer, q)))
-        contributions += self._remote.collect(step, asked, new)
+        try:
+            self._write(layer, state)
+            contributions = []
+            if len(batch.part_rows):
+                whole = batch.part_groups[0].whole and not len(batch.part_heads)
+                q = state.q if whole else queries.of(batch.part_rows, batch.part_heads)
+                contributions.append((batch.part_groups, self._attend_here(layer, q)))
+            contributions += self._remote.collect(step, asked, new)
+        except BaseException:
+            self._remote.cancel(asked)
+            raise
         return batch.gather(contributions, state.q).out
 
     def _attend_here(self, layer: int, q: Tensor) -> Partial:

@@ -92,6 +92,9 @@ class _Told:
     answered: bool = True
     computed_s: float = 0.0
     queued_s: float = 0.0
+    read_bytes: int = 0
+    began_s: float = 0.0  # to ask for the first
+    last_s: float | None = None  # when the last answer came; None: before it was waited for
 
 
 @dataclass(slots=True)
@@ -149,8 +152,16 @@ class RemoteAttention:
                 asked.append(self._send(step, message, new, alone=alone))
             except KVCommonsError as error:
                 self._lose(step, message.share.segments, error)
+            except BaseException:
+                self.cancel(asked)
+                raise
         step.spent.network_s += time.monotonic() - began_s
         return asked
+
+    def cancel(self, asked: Iterable[_Asked]) -> None:
+        """Instead of `collect`, or where that raised."""
+        for item in asked:
+            item.call.cancel()
 
     def collect(
         self, step: RemoteStep, asked: list[_Asked], new: NewRows
@@ -177,6 +188,8 @@ class RemoteAttention:
             self._mini_batches.took(step.largest, step.batch.mini_batches, now_s - asked[0].began_s)
         for holder, one in told.items():
             holder.waited(one.waited_s, one.answered)
+            if one.last_s is not None and not step.lost:
+                self._rates.attended_there(one.read_bytes, one.last_s - one.began_s)
         slowest = max(told.values(), key=_computed_s, default=_Told())
         step.spent.waited(now_s - began_s, computed_s=slowest.computed_s, queued_s=slowest.queued_s)
         return partials
@@ -236,12 +249,13 @@ class RemoteAttention:
         if not known.computed_s:  # those behind it have queued for it
             known.queued_s = queued_s
         known.computed_s += computed_s
-        # An answer that was there before it was asked for took nobody knows how long, and one of several
-        # took some of the others' time, too.
-        if now_s - waits_s > _WAITED_S and asked.alone:
-            taken_s = now_s - asked.began_s
-            self._rates.attended_there(exchange.read_bytes, taken_s)
-            network_s = max(taken_s - computed_s - queued_s, 0.0)
+        known.began_s = known.began_s or asked.began_s
+        known.read_bytes += exchange.read_bytes
+        # An answer that was there before it was waited for took nobody knows how long.
+        waited = now_s - waits_s > _WAITED_S
+        known.last_s = now_s if waited else None
+        if waited and asked.alone:  # one of several took some of the others' time, too
+            network_s = max(now_s - asked.began_s - computed_s - queued_s, 0.0)
             self._mini_batches.observe(exchange, network_s=network_s, computed_s=computed_s)
         if self._device.type != "cpu":
             partial = Partial(out=partial.out.to(self._device), lse=partial.lse.to(self._device))

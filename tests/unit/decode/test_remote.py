@@ -1,0 +1,173 @@
+"""What an iteration is told of holders, and that nothing asked for is left behind when it fails."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import cast
+
+import pytest
+import torch
+
+from kvcommons.attention.partial import Partial
+from kvcommons.engine.core import Core, make_core
+from kvcommons.holder.budget import AttentionBudget
+from kvcommons.holder.creditor import Creditor
+from kvcommons.holder.segments import SegmentRef
+from kvcommons.model.sampling import SamplingParams
+from kvcommons.model.slices import Model
+from kvcommons.model.spec import ModelSpec, model_info
+from kvcommons.pb import data_pb2
+from kvcommons.rblock.identity import IdentityChain
+from kvcommons.transport.deadline import Deadline
+from services.decode.batch import Batch, Queries
+from services.decode.iteration import Iteration
+from services.decode.placement.auto import Rates
+from services.decode.remote import NewRows, RemoteAttention
+from services.decode.sequence import Generation, LocalRun, RemoteRun, Run, Sequence
+from services.decode.spent import Spent
+
+BLOCK, ROWS, LAYERS = 4, 4, 2
+ANSWER_S = 2e-3
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Call:
+    q: torch.Tensor
+    ended: str = ""
+
+    def finish_told(self) -> tuple[Partial, data_pb2.AttendLayerReply]:
+        time.sleep(ANSWER_S)
+        self.ended = self.ended or "finished"
+        return Partial.empty(self.q), data_pb2.AttendLayerReply(computed_us=100)
+
+    def cancel(self) -> None:
+        self.ended = self.ended or "cancelled"
+
+
+@dataclass(eq=False)
+class Far:
+    """A holder that answers each message after a while, and can be asked `able` times."""
+
+    able: int = 1000
+    calls: list[Call] = field(default_factory=list)
+    data_address: str = "far"
+
+    def waited(self, seconds: float, answered: bool) -> None:
+        """Nobody asks."""
+
+    def begin_attend(
+        self, layer: int, parts: object, q: torch.Tensor, appended: object, deadline: Deadline
+    ) -> Call:
+        if len(self.calls) == self.able:
+            raise MemoryError("no more")
+        self.calls.append(Call(q))
+        return self.calls[-1]
+
+
+@dataclass(slots=True, kw_only=True)
+class Told(Rates):
+    there: list[tuple[int, float]] = field(default_factory=list)
+
+    def attended_there(self, read_bytes: int, seconds: float) -> None:
+        self.there.append((read_bytes, seconds))
+
+
+@pytest.fixture(scope="module")
+def core() -> Core:
+    spec = ModelSpec.of(
+        {
+            "model_type": "llama", "vocab_size": 99, "hidden_size": 16, "intermediate_size": 16,
+            "num_hidden_layers": LAYERS, "num_attention_heads": 2, "max_position_embeddings": 64,
+            "rms_norm_eps": 1e-6,
+        }
+    )  # fmt: skip
+    model = Model.random(spec, seed=1, init_range=0.08, dtype="float32")
+    return make_core(model, model_info("tiny", spec, bytes(32), "float32", BLOCK), capacity_tokens=64)
+
+
+def batch(holders: list[Far], *, here: bool = False) -> Batch:
+    """Each row has two blocks on one of the holders, the second half filled; `here`: one more in front."""
+    sequences = []
+    for row in range(ROWS):
+        first = int(here)
+        runs: list[Run] = [LocalRun(first_block=0, blocks=[row])] if here else []
+        runs.append(
+            RemoteRun(
+                first_block=first, count=2, holder=cast(Creditor, holders[row % len(holders)]),
+                ref=SegmentRef(handle=row + 1, epoch=1),
+            )
+        )  # fmt: skip
+        tokens = (first + 1) * BLOCK + 2
+        generation = Generation(
+            request_id="r", session_id="", tenant="t", salt=bytes(32), tokens=tuple(range(tokens - 1)),
+            prompt_tokens=tokens - 1, max_position=100,
+            sampling=SamplingParams(),
+            stop_token_ids=frozenset(), store_control="", store_data="", matched_blocks=0, no_reuse=False,
+            start_wait_s=1.0,
+        )  # fmt: skip
+        chain = IdentityChain(bytes(32), bytes(32), BLOCK)
+        sequence = Sequence(key=row, generation=generation, block_tokens=BLOCK, chain=chain)
+        for run in runs:
+            sequence.append_run(run)
+        sequence.start(tokens - 1)
+        sequences.append(sequence)
+    return Batch(sequences, BLOCK, CPU)
+
+
+def remote(core: Core, rates: Rates, mini_batches: int) -> RemoteAttention:
+    return RemoteAttention(core.layout, CPU, rates, AttentionBudget(1.0), mini_batches)
+
+
+def new_rows(core: Core) -> NewRows:
+    layout = core.layout
+    kv = torch.zeros(ROWS, layout.kv_heads, layout.head_dim)
+    return NewRows(0, Queries(plain=torch.zeros(ROWS, layout.query_heads, layout.head_dim)), kv, kv)
+
+
+@pytest.mark.parametrize("mini_batches", [1, 2])
+def test_each_layer_tells_how_quick_a_holder_is(core: Core, mini_batches: int) -> None:
+    """All that it read for the layer, from the first message to the last answer, in one message or two."""
+    rates, holders = Told(), [Far(), Far()]
+    attention, rows = remote(core, rates, mini_batches), new_rows(core)
+    step = attention.begin(batch(holders), Deadline.after(5), Spent())
+    for _ in range(LAYERS):
+        attention.collect(step, attention.ask(step, rows), rows)
+    assert [len(holder.calls) for holder in holders] == [LAYERS * mini_batches] * 2
+    assert len(rates.there) == LAYERS * 2
+    token_bytes = core.layout.object_bytes // BLOCK
+    for read_bytes, seconds in rates.there:
+        assert read_bytes == 2 * (BLOCK + 2) * token_bytes  # of two rows
+        assert seconds >= mini_batches * ANSWER_S
+
+
+def test_what_was_asked_for_is_cancelled_where_asking_fails(core: Core) -> None:
+    holder = Far(able=2)
+    attention = remote(core, Rates(), 4)
+    step = attention.begin(batch([holder]), Deadline.after(5), Spent())
+    with pytest.raises(MemoryError):
+        attention.ask(step, new_rows(core))
+    assert [call.ended for call in holder.calls] == ["cancelled"] * 2
+
+
+@pytest.mark.parametrize("fails", ["write", "attention", "answer"])
+def test_what_was_asked_for_is_cancelled_where_the_iteration_fails(
+    core: Core, fails: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory is out at any time between asking and the last answer."""
+    holder, rates = Far(), Rates()
+
+    def out_of_memory(*of: object) -> None:
+        raise MemoryError(fails)
+
+    if fails == "write":
+        monkeypatch.setattr(Iteration, "_write", out_of_memory)
+    elif fails == "attention":
+        monkeypatch.setattr(Iteration, "_attend_here", out_of_memory)
+    else:
+        monkeypatch.setattr(Call, "finish_told", out_of_memory)
+    iteration = Iteration(core, remote(core, rates, 2), batch([holder], here=True), 5.0, rates)
+    with torch.inference_mode(), pytest.raises(MemoryError, match=fails):
+        iteration.run()
+    assert [call.ended for call in holder.calls] == ["cancelled"] * 2
