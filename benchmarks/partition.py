@@ -96,7 +96,6 @@ def _run(options: argparse.Namespace, progress: Progress) -> Report:
 async def _measure(folder: Path, model: Path, setting: Setting, progress: Progress) -> list[Row]:
     import torch
 
-    from kvcommons.blockstore.loader import BlockLoader
     from kvcommons.blockstore.saver import BlockSaver
     from kvcommons.holder.head_group import HeadGroup
     from kvcommons.holder.head_store import WholeStore
@@ -115,9 +114,8 @@ async def _measure(folder: Path, model: Path, setting: Setting, progress: Progre
         "threads": 1,
         "capacity_tokens": setting.capacity_tokens,
     }
-    store = WholeStore(
-        model=identity, layout=layout, loader=BlockLoader(lambda one: None), saver=BlockSaver("bench")
-    )
+    saver = BlockSaver("bench")
+    store = WholeStore(model=identity, layout=layout, condemn=lambda one: None, saver=saver)
     async with AsyncExitStack() as stack:
 
         async def pool(name: str, identity: bytes, **heads: str) -> Creditor:
@@ -150,8 +148,8 @@ async def _measure(folder: Path, model: Path, setting: Setting, progress: Progre
                 rows.append({"batch": name, **await _compare(layout, kinds, setting)})
         finally:
             await group.close()
-            store.loader.close()
-            store.saver.close(Deadline.after(1))
+            store.close(Deadline.after(1))
+            saver.close(Deadline.after(1))
     return rows
 
 

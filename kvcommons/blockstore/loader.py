@@ -150,15 +150,24 @@ class LayerLoad:
         with self._changed:
             return self._failure
 
-    def cancel(self) -> None:
-        """Stops the load. When this returns nothing writes to its buffers any more."""
+    def cancel(self, deadline: Deadline | None = None) -> bool:
+        """Stops the load. When this returns True nothing writes to its buffers any more; False: the deadline
+        came first, and the load ends later. Without a deadline it is True in the end."""
         with self._changed:
             self._cancelled = True
             if self._call is not None:
                 self._call.abort()
             self._changed.notify_all()
-            # Only a copy or a checksum under way is waited for: the connection answers no more.
-            self._changed.wait_for(lambda: self._ended or self._call is None)
+            # The connection answers no more: a copy or a checksum under way is waited for, and what the
+            # destination does when a layer is there.
+            return self._changed.wait_for(
+                lambda: self._ended or self._call is None, None if deadline is None else deadline.left()
+            )
+
+    def _ended_by(self, deadline: Deadline) -> bool:
+        """Waits for the thread, or for the deadline."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._ended, deadline.left())
 
     def _next(self, deadline: Deadline) -> tuple[range, int] | None:
         """The layers to ask for now and of how many blocks; waits while they are held back. None when there
@@ -261,14 +270,15 @@ class BlockLoader:
             self._pool.submit(self._run, load, wanted, destination, deadline)
         return load
 
-    def close(self) -> None:
-        """Cancels all loads and ends the threads."""
+    def close(self, deadline: Deadline | None = None) -> None:
+        """Cancels all loads and ends the threads; past the deadline those that are held up by a destination
+        end by themselves, at the latest with their loads."""
         with self._lock:
             self._closed = True
             active, clients = list(self._active), list(self._clients.values())
         for load in active:
-            load.cancel()
-        self._pool.shutdown()
+            load.cancel(Deadline.after(0))
+        self._pool.shutdown(wait=deadline is None or all(load._ended_by(deadline) for load in active))
         for client in clients:
             client.close()
 

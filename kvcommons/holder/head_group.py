@@ -186,13 +186,18 @@ class HeadGroup:
         timeout_s: float,
     ) -> None:
         """Through this process, too; returns when the blocks wait in its write buffer."""
-        deadline = Deadline.after(timeout_s)
 
-        def read(layer: int, objects: Sequence[Buffer]) -> None:
+        def read(layer: int, objects: Sequence[Buffer], deadline: Deadline) -> None:
             self.read_blocks(ref, layer, first_block, objects, deadline)
 
         await self._store.save(
-            store_address, block_ids, read, tenant=tenant, parent=parent, first_index=first_index
+            store_address,
+            block_ids,
+            read,
+            tenant=tenant,
+            parent=parent,
+            first_index=first_index,
+            timeout_s=timeout_s,
         )
 
     async def freeze(self, ref: SegmentRef, until_block: int, *, timeout_s: float) -> SegmentRef:

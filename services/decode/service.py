@@ -122,14 +122,19 @@ class DecodeParts:
             ring_bytes=config.data_plane.data_ring_bytes,
         )
         self.data_address = config.data_plane.advertise_data or self.data.address
+        self.whole_store = WholeStore(
+            model=core.info.fingerprint,
+            layout=core.layout,
+            condemn=self.condemner,
+            saver=self.saver,
+            observer=asking,
+        )
         self.lenders = Lenders(
             Debtor(
                 instance_id=instance_id,
                 model=core.info.fingerprint,
                 block_tokens=core.block_tokens,
-                store=WholeStore(
-                    model=core.info.fingerprint, layout=core.layout, loader=self.loader, saver=self.saver
-                ),
+                store=self.whole_store,
             ),
             Ledgers(config.ledger, debtor=instance_id, host=process.host, model=core.info.fingerprint),
             lease_ms=config.lease_ms,
@@ -194,6 +199,7 @@ class DecodeParts:
         await self.condemner.close()
 
     def _close(self) -> None:
+        self.whole_store.close(Deadline.after(STOP_S))
         self.loader.close()
         self.arrivals.close()
         self.keeper.close()

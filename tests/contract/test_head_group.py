@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from kvcommons.attention.memory import BlockMemory
-from kvcommons.blockstore.loader import BlockLoader, CorruptObject
+from kvcommons.blockstore.loader import CorruptObject
 from kvcommons.blockstore.saver import BlockSaver
 from kvcommons.errors import (
     CapacityExhausted,
@@ -100,13 +100,14 @@ async def group_of(
 ) -> AsyncIterator[HeadGroup]:
     model = whole_model(parts)
     corrupt: list[CorruptObject] = []
-    loader, saver = BlockLoader(corrupt.append), BlockSaver("debtor", hold_s=1)
+    saver = BlockSaver("debtor", hold_s=1)
+    store = WholeStore(model=model, layout=LAYOUT, condemn=corrupt.append, saver=saver)
     group = HeadGroup(
         [(one.control, one.data) for one in parts],
         LAYOUT,
         owner="debtor",
         model=model,
-        store=WholeStore(model=model, layout=LAYOUT, loader=loader, saver=saver),
+        store=store,
         lost=([] if lost is None else lost).extend,
         lease_s=lease_s,
     )
@@ -117,7 +118,7 @@ async def group_of(
         with contextlib.suppress(KVCommonsError):  # a part that was killed
             await group.release(group.borrowed, timeout_s=5)
         await group.close()
-        await asyncio.to_thread(loader.close)
+        await asyncio.to_thread(store.close, Deadline.after(1))
         await asyncio.to_thread(saver.close, Deadline.after(1))
 
 
