@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import time
 from collections.abc import Callable, Sequence
+from contextvars import Context
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -17,15 +20,25 @@ from kvcommons.pb import common_pb2, ledger_pb2
 from kvcommons.transport.base import Observer
 from services.decode.sequence import RemoteRun
 
+log = logging.getLogger(__name__)
+
 Waited = Callable[[str, float, bool], None]
 Lost = Callable[[Creditor, Sequence[SegmentRef]], None]
+
+LOOK_S = 15.0  # how often it is seen who is not needed any more
+# Longer by a look than any call to a creditor takes: nothing is under way there any more.
+QUIET_S = 30.0
+FORGET_S = 300.0  # not named by a ledger for so long
 
 
 @dataclass(slots=True, kw_only=True)
 class _Known:
     holder: Creditor
     instance_id: str
+    control_addresses: frozenset[str]
     members: list[str] = field(default_factory=list)  # of a head group, instance ids
+    named_s: float = 0.0  # by a ledger, last
+    needed_s: float = 0.0  # when something was seen to lie there, last
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,18 +55,33 @@ class Creditors:
     """By their addresses. Belongs to the event loop."""
 
     def __init__(
-        self, debtor: Debtor, *, lease_s: float, lost: Lost, waited: Waited, observer: Observer | None = None
+        self,
+        debtor: Debtor,
+        *,
+        lease_s: float,
+        lost: Lost,
+        waited: Waited,
+        used: Callable[[], set[Creditor]] = set,
+        observer: Observer | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`lost` is told of segments that a creditor has no more, `waited` how long iterations waited for
-        which creditor (its data address), and whether it answered."""
+        which creditor (its data address), and whether it answered. Those that are `used` are kept, and those
+        where segments are borrowed."""
         self._debtor = debtor
         self._lease_s = lease_s
         self._lost = lost
         self._waited = waited
+        self._used = used
         self._observer = observer
+        self._clock = clock
+        self._looking: asyncio.Task[None] | None = None
         self._known: dict[tuple[tuple[str, str], ...], _Known] = {}  # by control and data addresses
 
     async def close(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.wait([self._looking])
         await asyncio.gather(*(known.holder.close() for known in self._known.values()))
 
     def of(self, instance: ledger_pb2.Instance) -> Creditor:
@@ -65,7 +93,15 @@ class Creditors:
             holder = self._group(places) if instance.members else self._single(*places[0])
             holder.waited = partial(self._waited, holder.data_address)
             holder.start()
-            known = self._known[places] = _Known(holder=holder, instance_id=instance.id)
+            controls = frozenset(control for control, _ in places)
+            known = _Known(holder=holder, instance_id=instance.id, control_addresses=controls)
+            self._known[places] = known
+            if self._looking is None:
+                # Not in the context of the request that happens to be first: its trace ends some day.
+                self._looking = asyncio.get_running_loop().create_task(
+                    self._look_for_ever(), name="creditors", context=Context()
+                )
+        known.named_s = self._clock()
         known.instance_id = instance.id  # another life of it, maybe
         known.members = [one.id for one in instance.members]
         return known.holder
@@ -80,6 +116,36 @@ class Creditors:
             if instance_id in (known.instance_id, *known.members):
                 return known.holder
         return None
+
+    async def forget(self) -> None:
+        """Closes those that nothing was seen to use for a while, and that nobody names any more: a ledger
+        has not for long, or has named another one since with a part of the same address (a head group in
+        which a part was started again elsewhere)."""
+        now, used = self._clock(), self._used()
+        gone = []
+        for places, known in list(self._known.items()):
+            if known.holder.borrowed or known.holder in used:
+                known.needed_s = now
+            quiet_s, unnamed_s = now - max(known.needed_s, known.named_s), now - known.named_s
+            if quiet_s >= QUIET_S and (unnamed_s >= FORGET_S or self._succeeded(known)):
+                gone.append(self._known.pop(places))
+        for known in gone:
+            log.info("a creditor is forgotten", extra={"creditor": known.instance_id})
+        await asyncio.gather(*(known.holder.close() for known in gone))
+
+    def _succeeded(self, known: _Known) -> bool:
+        return any(
+            other.named_s > known.named_s and other.control_addresses & known.control_addresses
+            for other in self._known.values()
+        )
+
+    async def _look_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                await self.forget()
+            except Exception:  # the next look may go better
+                log.exception("closing a creditor")
 
     def _single(self, control_address: str, data_address: str) -> RemoteHolder:
         holder = RemoteHolder(

@@ -69,7 +69,12 @@ class Lenders:
         self._lost = lost
         self._ledgers = ledgers
         self._creditors = Creditors(
-            debtor, lease_s=lease_ms / 1000, lost=self._lose, waited=slowness.waited, observer=observer
+            debtor,
+            lease_s=lease_ms / 1000,
+            lost=self._lose,
+            waited=slowness.waited,
+            used=lambda: {holder for holder, _ in self._loans},
+            observer=observer,
         )
         self._loans: dict[tuple[Creditor, SegmentRef], _Loan] = {}
         self._reported: set[str] = set()  # as slow, by data address
