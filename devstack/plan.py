@@ -89,6 +89,18 @@ def tables(
             "attention_pool in [up]",
             param="attention_pool",
         )
+    if settings.heads and settings.attention_pool < 2:
+        raise InvalidInput(
+            "heads = true in [up] divides the KV heads between attention pools, and attention_pool = "
+            f"{settings.attention_pool}: set it to 2 or more in [up], or leave heads out",
+            param="heads",
+        )
+    if settings.rotate and settings.decode < 2:
+        raise InvalidInput(
+            "rotate = true in [up] lets decode instances compute slices of each other's batches, and "
+            f"decode = {settings.decode}: set it to 2 or more in [up], or leave rotate out",
+            param="rotate",
+        )
     ledgers = [place.control(name) for name in names("ledger", settings.ledger)]
     model: dict[str, Any] = {"ledger": ledgers, "model": settings.model_folder}
     compute = {**model, "threads": threads_per_process(cores, settings)}

@@ -30,6 +30,22 @@ def test_offloading_to_nobody_is_refused() -> None:
     assert tables(UpSettings(), PLACE, 8, user)["decode"]["placement"] == "offload"
 
 
+@pytest.mark.parametrize(
+    ("alone", "field", "wanted"),
+    [
+        (UpSettings(heads=True, attention_pool=0), "heads", "attention_pool = 0: set it to 2 or more"),
+        (UpSettings(heads=True, attention_pool=1), "heads", "attention_pool = 1: set it to 2 or more"),
+        (UpSettings(rotate=True, decode=1), "rotate", "decode = 1: set it to 2 or more"),
+    ],
+)
+def test_a_group_of_one_is_refused(alone: UpSettings, field: str, wanted: str) -> None:
+    with pytest.raises(InvalidInput, match=wanted) as refused:
+        tables(alone, PLACE, 8, {})
+    assert refused.value.param == field
+    together = replace(alone, attention_pool=2, decode=2)
+    assert tables(together, PLACE, 8, {})
+
+
 def test_processes_have_their_own_addresses_and_share_the_rest() -> None:
     settings = UpSettings(decode=2, ledger=2)
     plans = {plan.name: plan for plan in processes(settings, PLACE, 8, 8123, {}, model_flag=False)}
