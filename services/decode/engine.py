@@ -162,6 +162,7 @@ class DecodeEngine:
                     idle = not self._advance()
                 except Exception:
                     log.exception("the engine's loop failed")
+                    idle = True  # until something is posted: what fails for ever does not take a core
                     for key in list(self._sequences):
                         self._fail(key, Internal("decode failed unexpectedly; its log says why"))
                 self._flush()

@@ -172,12 +172,14 @@ class Pipelining:
     def batches(self, sequences: int, tokens: int) -> int:
         """`sequences` can run, whose KV is of so many tokens."""
         if self._mode == "off" or sequences < LANES:
+            self._staggering.give_up()
             return 1
         return LANES if self._mode == "on" else self._staggering.decide(sequences, tokens)
 
     def gain(self, sequences: int, tokens: int) -> float:
-        """Of what `batches` said last, over one batch."""
-        return self._staggering.gain(sequences, tokens) if self._staggering.on else 1.0
+        """Of what `batches` said last, over one batch. Never 0."""
+        gain = self._staggering.gain(sequences, tokens) if self._staggering.on else 0.0
+        return gain or 1.0
 
     def slices(self, lane: int, here: Slices, *, unrotated: bool) -> Slices:
         """For the next iteration of a lane's batch."""

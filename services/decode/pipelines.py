@@ -293,6 +293,10 @@ class _Line:
         return max(mean_y + slope * (amount - mean_x), 0.0)
 
 
+def _over(one_s: float, other_s: float) -> float:
+    return one_s / other_s if other_s > 0 else 0.0
+
+
 class Staggering:
     """Whether the same sequences make more tokens as the scheme's batches than as one on each replica.
 
@@ -347,8 +351,8 @@ class Staggering:
 
     def gain(self, sequences: int, tokens: int) -> float:
         """Tokens a second of these sequences in the scheme's batches over those in one per replica. 0 while
-        nothing was measured."""
-        if not self._slice:
+        nothing was measured, and where there is nothing to gain: no sequences, or no time that they take."""
+        if not self._slice or sequences < 1:
             return 0.0
         n, replicas = self._scheme.batches, self._scheme.replicas
         whole_s = period_s(Fixed(replicas), self._timing(sequences / replicas, tokens / replicas))
@@ -356,11 +360,11 @@ class Staggering:
             tokens < self._ALIKE * self._staggered_tokens and self._staggered_tokens < self._ALIKE * tokens
         )
         if self._staggered is not None and alike:
-            return whole_s / (self._staggered * sequences)
+            return _over(whole_s, self._staggered * sequences)
         timing = self._timing(sequences / n, tokens / n)
         if self._moved:
             timing = replace(timing, network_s=timing.network_s + self._moved.at(sequences / n))
-        return whole_s / period_s(self._scheme, timing)
+        return _over(whole_s, period_s(self._scheme, timing))
 
     def decide(self, sequences: int, tokens: int, over: float = 1.0) -> int:
         """Into how many batches these sequences should be divided. `over`: the gain of another scheme, which

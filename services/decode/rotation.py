@@ -121,11 +121,18 @@ class Rotation:
         self._lock = threading.Lock()  # of what the first has told
 
     def join(self, own_address: str) -> None:
-        """Finds this instance in the group; raises InvalidInput where it is not there. Call it first."""
+        """Finds this instance in the group. Raises InvalidInput where it is not there, or alone. Call it
+        first."""
         if own_address not in self._replicas or len(set(self._replicas)) != len(self._replicas):
             raise InvalidInput(
                 f"replicas = {', '.join(self._replicas)} has to name each instance of the group once, this "
                 f"one at {own_address} among them (see advertise_data)",
+                param="replicas",
+            )
+        if len(self._replicas) == 1:
+            raise InvalidInput(
+                f"replicas = {own_address} is this instance alone, which has no slices to exchange with "
+                "anybody: name the group's other instances too, or leave replicas out",
                 param="replicas",
             )
         self._number = self._replicas.index(own_address)
@@ -220,9 +227,11 @@ class Rotation:
 
     def _decide(self, alone: float) -> None:
         """For the group: whether n batches bring more than what each replica has without, one or two of its
-        own, which gain so much over one. All have to be there."""
+        own, which gain so much over one. All have to be there, and this one needs sequences for both of its
+        batches: without them the group has a batch for each replica, which it has without rotating, and
+        nothing is measured that could end a trial."""
         before, group = self._staggering.on, self._group_load()
-        if self.peers_well() == len(self._peers):
+        if self._load.sequences >= LANES and self.peers_well() == len(self._peers):
             self._staggering.decide(group.sequences, group.tokens, alone)
         else:
             self._staggering.give_up()

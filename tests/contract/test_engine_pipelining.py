@@ -8,7 +8,8 @@ import threading
 
 import pytest
 
-from kvcommons.errors import DataLoss
+from kvcommons.errors import DataLoss, Internal
+from services.decode.lanes import Pipelining
 from tests.contract.engine_stack import Stack, ready
 from tests.contract.engine_turns import Turn, turn
 
@@ -88,6 +89,35 @@ async def test_a_holder_is_killed_and_the_others_go_on(engines: Stack) -> None:
         assert one.tokens == expected[: len(one.tokens)]
         assert isinstance(result, DataLoss) or one.tokens == expected
     await engines.idle("decode", "pool-1")
+
+
+async def test_an_error_that_lasts_fails_sequences_and_takes_no_core(
+    engines: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes while a sequence runs. The loop comes by with each command, not again and again, and serves
+    once the error is gone."""
+    failed = 0
+
+    def fail(pipelining: Pipelining, sequences: int, tokens: int) -> int:
+        nonlocal failed
+        failed += 1
+        raise RuntimeError("on purpose")
+
+    await engines.lenders(10)
+    prefill, decode = await engines.prefill(), await engines.decode()
+    tokens, expected = engines.reference.prompt(20, 200)
+    one, again = (turn(prefill, decode, engines.model, tokens, 200) for _ in range(2))
+    running = asyncio.create_task(one.run())
+    await begun(one, 3)
+    with monkeypatch.context() as patch:
+        patch.setattr(Pipelining, "batches", fail)
+        with pytest.raises(Internal, match="unexpectedly"):
+            await running
+        await asyncio.sleep(0.3)
+    assert 1 <= failed < 20
+    await again.run()
+    assert again.tokens == expected
+    await engines.idle("decode")
 
 
 async def test_by_itself_it_begins_where_the_batch_is_large_enough_only(engines: Stack) -> None:

@@ -128,6 +128,22 @@ async def test_tokens_and_logprobs_are_the_reference_at_each_instance(engines: S
     assert not [one.name for one in threading.enumerate() if one.name.startswith("decode-")]
 
 
+async def test_a_group_becomes_idle_and_serves_again(engines: Stack) -> None:
+    """The first one decides by what plain iterations took, also when nothing runs any more. KV is here and
+    sequences run one by one: all of an iteration's time seems to depend on how many they are."""
+    await engines.lenders(10)
+    prefill = await engines.prefill()
+    settings = group(engines, 2) | {"placement": "local", "pipelining": "auto"}
+    decodes = [await engines.decode(f"decode-{number}", **settings) for number in range(2)]
+    for number in range(2):
+        await met(engines, f"decode-{number}", 1)
+    for decode in (decodes[0], decodes[0], decodes[1], decodes[0]):
+        tokens, expected = engines.reference.prompt(20, 10)
+        one = await ask(engines, prefill, decode, tokens, len(expected)).run()
+        check(engines, one, tokens, expected)
+        await engines.idle("decode-0", "decode-1")
+
+
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 async def test_a_peer_dies_or_is_paused_in_the_middle(engines: Stack, how: signal.Signals) -> None:
     """Its slices are computed by their owner; one that comes back is given slices again."""

@@ -51,6 +51,17 @@ def test_by_itself_where_attention_is_much_of_an_iteration_that_elsewhere_is_com
         assert one.batches(3, 3_000) == 1
 
 
+def test_one_sequence_is_one_batch_and_gains_nothing() -> None:
+    one = Pipelining("auto", 4)
+    for _ in range(5):
+        one.ended(64, 64_000, alone(0.2, 0.1, 0.1), alone=True)
+    assert one.batches(64, 64_000) == LANES
+    assert one.gain(64, 64_000) > 1
+    for sequences in (1, 0):
+        assert one.batches(sequences, sequences * 1000) == 1
+        assert one.gain(sequences, sequences * 1000) == 1.0
+
+
 def test_what_is_about_a_sequence_under_way_waits_for_it() -> None:
     posted: list[Any] = []
     lanes = Lanes(torch.device("cpu"), posted.append, lambda lane, tokens: None)

@@ -176,3 +176,18 @@ def test_where_even_the_best_does_not_pay_nothing_is_tried() -> None:
     for _ in range(100):
         staggering.took_alone(64, 64_000, Timing(slice_s=1e-3, attend_s=4e-5, network_s=2e-5))
         assert staggering.decide(64, 64_000) == 1
+
+
+@pytest.mark.parametrize("batches", [2, 3])
+def test_no_sequences_and_no_time_are_no_gain(batches: int) -> None:
+    """Where nobody runs, attention and slices take nothing, and without a network nor does anything else."""
+    here = Timing(slice_s=1e-3, attend_s=1e-4)
+    for timing, staggered_s in ((here, None), (here, 0.0), (Timing(slice_s=0.0, attend_s=0.0), None)):
+        staggering = Staggering(Rotational(batches))
+        staggering.took_alone(64, 64_000, timing)
+        if staggered_s is not None:
+            staggering.took_staggered(64, 64_000, staggered_s)
+        assert staggering.gain(0, 0) == 0.0
+        assert staggering.decide(0, 0) == batches - 1
+        if timing is not here or staggered_s is not None:
+            assert staggering.gain(64, 64_000) == 0.0

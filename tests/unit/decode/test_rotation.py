@@ -139,6 +139,35 @@ def test_what_it_does_not_keep_it_takes_back(start: Start) -> None:
     until(lambda: not second.rotation.rotating)
 
 
+@pytest.mark.parametrize("left", [0, LANES - 1])
+def test_a_trial_ends_where_the_first_has_no_two_batches(start: Start, left: int) -> None:
+    """The others have enough for the group; of the first's iterations none would be measured. It is tried
+    again once the first has them."""
+    first, second = start("auto", "auto")
+    until(lambda: first.rotation.peers_well() == 1)
+    second.rotation.batches(16, 16_000)
+    measure(first)
+    until(lambda: first.rotation.batches(16, 16_000) == LANES)
+    until(lambda: second.rotation.rotating)
+    assert first.rotation.batches(left, left * 1000) == 1
+    assert not first.rotation.rotating
+    until(lambda: not second.rotation.rotating)
+    assert first.rotation.batches(16, 16_000) == LANES
+    assert first.rotation.rotating
+
+
+def test_an_idle_group_decides_nothing_and_goes_on(start: Start) -> None:
+    """Whether each had two batches before or one, and whatever of a layer's time did not depend on them."""
+    first, _ = start("auto", "auto")
+    until(lambda: first.rotation.peers_well() == 1)
+    for attend_s in (0.0, 1e-3):
+        for _ in range(5):
+            first.rotation.ended(16, 16_000, iteration(1e-3, attend_s), alone=True)
+        for sequences in (16, 0, 1, 0, 16):
+            batches = first.rotation.batches(sequences, sequences * 1000)
+            assert batches == (LANES if sequences == 16 and attend_s else 1)
+
+
 def test_two_batches_at_each_are_taken_where_they_bring_as_much(start: Start) -> None:
     """Slices of half as many sequences take half as long, attention as long as slices."""
     first, second = start("auto", "auto")
@@ -188,3 +217,9 @@ def test_a_group_has_each_of_its_instances_once() -> None:
         )
         with pytest.raises(InvalidInput, match="once"):
             rotation.join(own)
+
+
+def test_a_group_of_one_is_refused() -> None:
+    alone = Rotation("on", ("unix:/a",), tiny(bytes(32)), AttentionBudget(1.0), Uncounted(), deadline_s=1.0)
+    with pytest.raises(InvalidInput, match="leave replicas out"):
+        alone.join("unix:/a")
