@@ -6,7 +6,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Sequence
-from contextvars import Context
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -18,6 +17,7 @@ from kvcommons.holder.head_store import WholeStore
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import common_pb2, ledger_pb2
 from kvcommons.transport.base import Observer
+from services.decode.rounds import Rounds
 from services.decode.sequence import RemoteRun
 
 log = logging.getLogger(__name__)
@@ -75,13 +75,11 @@ class Creditors:
         self._used = used
         self._observer = observer
         self._clock = clock
-        self._looking: asyncio.Task[None] | None = None
+        self._rounds = Rounds("creditors", LOOK_S, self.forget)
         self._known: dict[tuple[tuple[str, str], ...], _Known] = {}  # by control and data addresses
 
     async def close(self) -> None:
-        if self._looking is not None:
-            self._looking.cancel()
-            await asyncio.wait([self._looking])
+        await self._rounds.close()
         await asyncio.gather(*(known.holder.close() for known in self._known.values()))
 
     def of(self, instance: ledger_pb2.Instance) -> Creditor:
@@ -96,11 +94,7 @@ class Creditors:
             controls = frozenset(control for control, _ in places)
             known = _Known(holder=holder, instance_id=instance.id, control_addresses=controls)
             self._known[places] = known
-            if self._looking is None:
-                # Not in the context of the request that happens to be first: its trace ends some day.
-                self._looking = asyncio.get_running_loop().create_task(
-                    self._look_for_ever(), name="creditors", context=Context()
-                )
+            self._rounds.start()
         known.named_s = self._clock()
         known.instance_id = instance.id  # another life of it, maybe
         known.members = [one.id for one in instance.members]
@@ -138,14 +132,6 @@ class Creditors:
             other.named_s > known.named_s and other.control_addresses & known.control_addresses
             for other in self._known.values()
         )
-
-    async def _look_for_ever(self) -> None:
-        while True:
-            await asyncio.sleep(LOOK_S)
-            try:
-                await self.forget()
-            except Exception:  # the next look may go better
-                log.exception("closing a creditor")
 
     def _single(self, control_address: str, data_address: str) -> RemoteHolder:
         holder = RemoteHolder(
