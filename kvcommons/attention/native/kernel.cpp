@@ -313,14 +313,6 @@ float read(const char* bytes, int64_t size) {
 #define TEXT_OF(x) #x
 #define TEXT(x) TEXT_OF(x)
 
-bool supported() {
-#if defined(KVC_NEEDS)
-    return KVC_NEEDS;
-#else
-    return true;
-#endif
-}
-
 }  // namespace
 
 extern const Variant KVC_VARIANT = {TEXT(KVC_VARIANT), W, supported, attend, finish, merge, read};

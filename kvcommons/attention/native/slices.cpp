@@ -109,14 +109,6 @@ void gate(const kvc_gate& work, int64_t first, int64_t last) {
     work.is_bf16 ? gate_rows<Bf16>(work, first, last) : gate_rows<float>(work, first, last);
 }
 
-bool supported() {
-#if defined(KVC_NEEDS)
-    return KVC_NEEDS;
-#else
-    return true;
-#endif
-}
-
 #define JOINED_(a, b) a##b
 #define JOINED(a, b) JOINED_(a, b)
 

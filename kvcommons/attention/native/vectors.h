@@ -8,6 +8,15 @@ namespace {
 
 constexpr int W = KVC_WIDTH;
 
+// Whether this processor has the instruction set that is compiled for.
+inline bool supported() {
+#if defined(KVC_NEEDS)
+    return KVC_NEEDS;
+#else
+    return true;
+#endif
+}
+
 typedef float Floats __attribute__((vector_size(4 * W)));
 typedef int32_t Ints __attribute__((vector_size(4 * W)));
 typedef uint32_t Bits __attribute__((vector_size(4 * W)));

@@ -17,16 +17,12 @@ from torch import Tensor
 from kvcommons.attention.native import build, library
 from kvcommons.attention.partial import BatchPlan, Partial, attend_batch, merge
 from kvcommons.errors import InvalidInput
+from tests.unit.attention.kernels import needs_compiler, variants
 
 EXACT = 2e-6
 
 
-def variants() -> list[str]:
-    kernel = library.chosen()
-    return kernel.variants() if kernel is not None else []
-
-
-pytestmark = pytest.mark.skipif(not variants(), reason="no C++ compiler here")
+pytestmark = needs_compiler
 
 
 @pytest.fixture(params=variants())

@@ -10,17 +10,13 @@ import torch
 
 from kvcommons.attention.native import library, slices
 from kvcommons.attention.native.library import Kernel
+from tests.unit.attention.kernels import needs_compiler, variants
 
 # A half in the last place of the dtype, of values around 4, and float32's own rounding before.
 ERRORS = {torch.bfloat16: 2**-8, torch.float32: 2**-20}
 
 
-def variants() -> list[str]:
-    kernel = library.chosen()
-    return kernel.variants() if kernel is not None else []
-
-
-pytestmark = pytest.mark.skipif(not variants(), reason="no C++ compiler here")
+pytestmark = needs_compiler
 
 
 @pytest.fixture(params=variants())
