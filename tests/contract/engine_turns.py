@@ -156,3 +156,13 @@ def turn(prefill: Any, decode: Any, model: bytes, tokens: Sequence[int], new: in
         "sampling": common_pb2.Sampling(temperature=0.0, top_p=1.0),
     }  # fmt: skip
     return Turn(prefill, decode, decode_pb2.GenerateRequest(**(known | changes)))
+
+
+async def started_in_order(turns: Sequence[Turn]) -> list[asyncio.Task[Turn]]:
+    """Each has its place before the next one asks for its own."""
+    tasks = []
+    for one in turns:
+        tasks.append(asyncio.create_task(one.run()))
+        while one.reserved is None:
+            await asyncio.sleep(0.005)
+    return tasks

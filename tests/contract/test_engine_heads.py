@@ -13,7 +13,7 @@ from kvcommons.errors import CapacityExhausted, DataLoss, InvalidInput
 from kvcommons.pb import common_pb2, holder_pb2, holder_pb2_grpc
 from services.attention_pool.pool import head_part, open_pool
 from tests.contract.engine_stack import BLOCK, Stack, ready, settings
-from tests.contract.engine_turns import Turn, prompt, turn
+from tests.contract.engine_turns import Turn, prompt, started_in_order, turn
 from tests.contract.test_engine_reuse import stored
 
 pytestmark = pytest.mark.asyncio
@@ -129,11 +129,7 @@ async def test_sequences_go_where_a_device_has_least_to_read(engines: Stack) -> 
     decode = await engines.decode(placement="offload", borrow_blocks=1)
     made = [engines.reference.prompt(length, 60, 100 * length) for length in (150, 150, 150)]
     turns = [turn(prefill, decode, engines.model, tokens, 60) for tokens, _ in made]
-    tasks = []
-    for one in turns:
-        tasks.append(asyncio.create_task(one.run()))
-        while one.reserved is None:
-            await asyncio.sleep(0.005)
+    tasks = await started_in_order(turns)
     in_group, other, alone = await blocks_at(engines, 3)
     assert in_group == other
     assert (len(in_group), len(alone)) == (2, 1)

@@ -10,7 +10,7 @@ import pytest
 
 from kvcommons.errors import CapacityExhausted
 from tests.contract.engine_stack import BLOCK, Stack
-from tests.contract.engine_turns import turn
+from tests.contract.engine_turns import started_in_order, turn
 
 pytestmark = pytest.mark.asyncio
 pytest_plugins = ("tests.contract.engine_fixtures",)
@@ -52,11 +52,7 @@ async def test_offload_keeps_nothing_here_and_balances_by_length(engines: Stack)
     decode = await engines.decode(placement="offload", borrow_blocks=2)
     made = [engines.reference.prompt(length, 60, 100 * length) for length in (300, 90, 100)]
     turns = [turn(prefill, decode, engines.model, tokens, 60) for tokens, _ in made]
-    tasks = []
-    for one in turns:
-        tasks.append(asyncio.create_task(one.run()))
-        while one.reserved is None:
-            await asyncio.sleep(0.005)
+    tasks = await started_in_order(turns)
     held = {name: (await engines.inspect(name)).segments for name in POOLS[:2]}
     assert sorted(len(some) for some in held.values()) == [1, 2]
     assert (await engines.inspect("decode")).free_blocks == 64

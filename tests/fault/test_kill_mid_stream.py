@@ -103,36 +103,30 @@ def test_prefill_dies_while_it_computes(
     assert turn.text == plain.text
 
 
-def test_borrowed_memory_dies_with_its_pool(tmp_path: Path, slow_model: Path) -> None:
-    """Decode has room for a part of the sequence only: the rest lies on a pool, which is killed."""
-    tables = slow_tables(decode={"capacity_tokens": 160})
+@pytest.mark.parametrize(
+    ("tables", "at_piece"),
+    [
+        # Decode has room for a part of the sequence only: the rest lies on a pool.
+        pytest.param(slow_tables(decode={"capacity_tokens": 160}), 120, id="a pool"),
+        # All KV is on a group: the sequence is computed again once the part is back.
+        pytest.param(
+            {**slow_tables(decode={"placement": "offload"}), "up": {"heads": True}},
+            40,
+            id="a part of a head group",
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_borrowed_memory_dies_with_its_holder(
+    tmp_path: Path, slow_model: Path, tables: dict[str, dict[str, object]], at_piece: int
+) -> None:
     stack = Stack(tmp_path, tables=tables, model=str(slow_model), attention_pool=2)
     with stack:
         for name, parameters in SAMPLINGS.items():
             expected, _ = stream(stack, f"calm-{name}", MESSAGE, reuse=False, **parameters)
             victims = Victims(stack, "attention_pool")
             turn, silence_s = stream(
-                stack, f"killed-{name}", MESSAGE, victims.kill_busy, at_piece=120, **parameters
-            )
-            assert turn.text == expected.text
-            assert token_ids(stack, f"killed-{name}") == token_ids(stack, f"calm-{name}")
-            assert silence_s < DELAY_S_MAX
-            until_whole(stack, {"attention_pool": 2})
-        stack.assert_no_block_is_held()
-    stack.assert_gone()
-
-
-@pytest.mark.slow
-def test_a_head_group_dies_with_one_of_its_parts(tmp_path: Path, slow_model: Path) -> None:
-    """All KV is on a group: the sequence is computed again once the part is back."""
-    tables = {**slow_tables(decode={"placement": "offload"}), "up": {"heads": True}}
-    stack = Stack(tmp_path, tables=tables, model=str(slow_model), attention_pool=2)
-    with stack:
-        for name, parameters in SAMPLINGS.items():
-            expected, _ = stream(stack, f"calm-{name}", MESSAGE, reuse=False, **parameters)
-            victims = Victims(stack, "attention_pool")
-            turn, silence_s = stream(
-                stack, f"killed-{name}", MESSAGE, victims.kill_busy, at_piece=40, **parameters
+                stack, f"killed-{name}", MESSAGE, victims.kill_busy, at_piece=at_piece, **parameters
             )
             assert turn.text == expected.text
             assert token_ids(stack, f"killed-{name}") == token_ids(stack, f"calm-{name}")

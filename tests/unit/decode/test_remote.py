@@ -10,13 +10,11 @@ import pytest
 import torch
 
 from kvcommons.attention.partial import Partial
-from kvcommons.engine.core import Core, make_core
+from kvcommons.engine.core import Core
 from kvcommons.holder.budget import AttentionBudget
 from kvcommons.holder.creditor import Creditor
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.model.sampling import SamplingParams
-from kvcommons.model.slices import Model
-from kvcommons.model.spec import ModelSpec, model_info
 from kvcommons.pb import data_pb2
 from kvcommons.rblock.identity import IdentityChain
 from kvcommons.transport.deadline import Deadline
@@ -26,6 +24,7 @@ from services.decode.placement.auto import Rates
 from services.decode.remote import NewRows, RemoteAttention
 from services.decode.sequence import Generation, LocalRun, RemoteRun, Run, Sequence
 from services.decode.spent import Spent
+from tests.unit.decode.tiny import tiny_core
 
 BLOCK, ROWS, LAYERS = 4, 4, 2
 ANSWER_S = 2e-3
@@ -76,15 +75,7 @@ class Told(Rates):
 
 @pytest.fixture(scope="module")
 def core() -> Core:
-    spec = ModelSpec.of(
-        {
-            "model_type": "llama", "vocab_size": 99, "hidden_size": 16, "intermediate_size": 16,
-            "num_hidden_layers": LAYERS, "num_attention_heads": 2, "max_position_embeddings": 64,
-            "rms_norm_eps": 1e-6,
-        }
-    )  # fmt: skip
-    model = Model.random(spec, seed=1, init_range=0.08, dtype="float32")
-    return make_core(model, model_info("tiny", spec, bytes(32), "float32", BLOCK), capacity_tokens=64)
+    return tiny_core(layers=LAYERS, block_tokens=BLOCK)
 
 
 def batch(holders: list[Far], *, here: bool = False) -> Batch:

@@ -11,11 +11,8 @@ from typing import Any, cast
 
 import pytest
 
-from kvcommons.engine.core import Core, make_core
 from kvcommons.errors import InvalidInput, UnsupportedParameter
 from kvcommons.holder.budget import AttentionBudget
-from kvcommons.model.slices import Model
-from kvcommons.model.spec import ModelSpec, model_info
 from kvcommons.pb import data_pb2
 from kvcommons.transport.server import DataServer, Exchange
 from services.decode.iteration import Iteration
@@ -23,6 +20,7 @@ from services.decode.lanes import LANES, Lane, Mode
 from services.decode.replica import Here
 from services.decode.rotation import Rotated, Rotation
 from services.decode.spent import Spent
+from tests.unit.decode.tiny import tiny_core
 
 LAYERS = 4
 
@@ -45,18 +43,6 @@ class Instance:
 Start = Callable[..., list[Instance]]
 
 
-def tiny(identity: bytes) -> Core:
-    spec = ModelSpec.of(
-        {
-            "model_type": "llama", "vocab_size": 99, "hidden_size": 16, "intermediate_size": 16,
-            "num_hidden_layers": LAYERS, "num_attention_heads": 2, "max_position_embeddings": 64,
-            "rms_norm_eps": 1e-6,
-        }
-    )  # fmt: skip
-    model = Model.random(spec, seed=1, init_range=0.08, dtype="float32")
-    return make_core(model, model_info("tiny", spec, identity, "float32", 16), capacity_tokens=64)
-
-
 def refuse(request: data_pb2.DataRequest, exchange: Exchange) -> None:
     raise UnsupportedParameter("nothing else is asked for", param="op")
 
@@ -68,7 +54,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
     def make(*modes: Mode, identities: tuple[bytes, ...] = ()) -> list[Instance]:
         addresses = [f"unix:{tmp_path}/{number}" for number in range(len(modes))]
         for number, mode in enumerate(modes):
-            core = tiny(identities[number] if identities else bytes(32))
+            core = tiny_core(layers=LAYERS, identity=identities[number] if identities else bytes(32))
             rotation = Rotation(mode, addresses, core, AttentionBudget(1.0), Uncounted(), deadline_s=5.0)
             server = DataServer(addresses[number], rotation.handler(refuse), name=f"decode-{number}")
             rotation.join(addresses[number])
@@ -116,7 +102,9 @@ def test_the_first_decides_and_the_others_follow_until_it_is_gone(start: Start) 
     until(lambda: second.rotation.rotating)
     assert second.rotation.batches(16, 16_000) == 1  # its slices go round, its batch is one
     assert (first.rotation.shares, second.rotation.shares) == (2, 1)
-    assert isinstance(second.rotation.slices(0, Here(tiny(bytes(32)).model), unrotated=False), Rotated)
+    assert isinstance(
+        second.rotation.slices(0, Here(tiny_core(layers=LAYERS).model), unrotated=False), Rotated
+    )
     first.stop()
     until(lambda: not second.rotation.rotating)
 
@@ -213,13 +201,15 @@ def test_another_model_is_no_peer_of_either(start: Start) -> None:
 def test_a_group_has_each_of_its_instances_once() -> None:
     for own, replicas in (("unix:/c", ("unix:/a", "unix:/b")), ("unix:/a", ("unix:/a", "unix:/a"))):
         rotation = Rotation(
-            "on", replicas, tiny(bytes(32)), AttentionBudget(1.0), Uncounted(), deadline_s=1.0
+            "on", replicas, tiny_core(layers=LAYERS), AttentionBudget(1.0), Uncounted(), deadline_s=1.0
         )
         with pytest.raises(InvalidInput, match="once"):
             rotation.join(own)
 
 
 def test_a_group_of_one_is_refused() -> None:
-    alone = Rotation("on", ("unix:/a",), tiny(bytes(32)), AttentionBudget(1.0), Uncounted(), deadline_s=1.0)
+    alone = Rotation(
+        "on", ("unix:/a",), tiny_core(layers=LAYERS), AttentionBudget(1.0), Uncounted(), deadline_s=1.0
+    )
     with pytest.raises(InvalidInput, match="leave replicas out"):
         alone.join("unix:/a")
