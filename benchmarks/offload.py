@@ -25,12 +25,12 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 from benchmarks.holders import CALL_S, HolderProcess, attention_pools, decoded, fill
 from benchmarks.plot import stacked_bars
 from benchmarks.random_model import write_random_model
+from benchmarks.replacing import Replacing
 from benchmarks.report import Report, Row
 
 if TYPE_CHECKING:
     from kvcommons.engine.core import Core
     from services.decode.sequence import RemoteRun, Run
-    from services.decode.sequence import Sequence as DecodedSequence
     from services.decode.spent import Spent
     from services.decode.surroundings import Step
 
@@ -228,7 +228,7 @@ def _median_s(work: Callable[[], None]) -> float:
     return statistics.median(once() for _ in range(_TIMES))
 
 
-class _Load:
+class _Load(Replacing):
     """One way to place the KV, with a batch as large as has room. It is the engine's Surroundings, and its
     metrics."""
 
@@ -242,6 +242,7 @@ class _Load:
         pipelining: Literal["auto", "on", "off"],
     ) -> None:
         """`away`: where sequences lie; None: here."""
+        super().__init__()
         self._pipelining = pipelining
         self._core = core
         self._context = context
@@ -250,11 +251,7 @@ class _Load:
         self._away = away
         self._batch = setting.fits(context, setting.capacity_tokens) if away is None else len(away)
         self._keys = itertools.count(1)
-        self._free: list[RemoteRun] = []
         self._held: dict[int, list[int]] = {}  # blocks here, by sequence
-        self._counting = False
-        self._stopping = False
-        self._tokens = 0
         self._seconds = 0.0
         self._steps = 0
         self._spent_s = dict.fromkeys(PARTS, 0.0)
@@ -336,25 +333,10 @@ class _Load:
         self._engine.add(decoded(self._core, key, tokens, end, [run]))
         self._engine.begin(key, common_pb2.SampledToken(token=1))
 
-    # Surroundings and EngineMetrics, on the engine's thread.
+    # Beside Replacing's, on the engine's thread.
 
-    def deliver(self, steps: list[Step]) -> None:
-        for step in steps:
-            if step.error is not None and not self._stopping:
-                raise step.error
-            if self._counting:
-                self._tokens += len(step.tokens)
-            if step.reason and not self._stopping:
-                self._begin(self._context)
-
-    def borrow(self, sequence: DecodedSequence) -> None:
-        raise AssertionError("sequences have room for all of their tokens")
-
-    def give_back(self, runs: list[RemoteRun]) -> None:
-        self._free += runs
-
-    def save_remote(self, run: RemoteRun, sequence: DecodedSequence, index: int) -> None:
-        raise AssertionError("nothing is saved")
+    def _replace(self) -> None:
+        self._begin(self._context)
 
     def iteration(self, batch: int, spent: Spent) -> None:
         if self._counting:

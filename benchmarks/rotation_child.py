@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from benchmarks.holders import CALL_S, decoded, fill
+from benchmarks.replacing import Replacing
 from kvcommons.blockstore.saver import BlockSaver
 from kvcommons.engine.core import Core, EngineSettings, load_core
 from kvcommons.engine.keeper import BlockKeeper
@@ -28,7 +29,6 @@ from services.decode.lanes import Mode
 from services.decode.placement.auto import Rates
 from services.decode.rotation import Rotation
 from services.decode.sequence import RemoteRun
-from services.decode.sequence import Sequence as DecodedSequence
 from services.decode.spent import Spent
 from services.decode.surroundings import Step
 
@@ -53,16 +53,15 @@ class Child:
         return -(-(self.context + self.answer + 1) // self.block_tokens)
 
 
-class Replica:
+class Replica(Replacing):
     """The engine's Surroundings and its metrics, too. `take` is one turn of it."""
 
     def __init__(self, child: Child, core: Core, runs: list[RemoteRun]) -> None:
+        super().__init__()
         self._child = child
         self._core = core
         self._runs = runs
-        self._free: list[RemoteRun] = []
         self._keys = itertools.count(1)
-        self._counting = self._stopping = False
         self._told: defaultdict[str, float] = defaultdict(float)
         self._lock = threading.Lock()  # of `_told`
         self._handler: Handler = _refuse
@@ -103,9 +102,11 @@ class Replica:
 
     def count(self, seconds: float) -> dict[str, float]:
         self._told.clear()
+        self._tokens = 0
         began_s, cpu_s, self._counting = time.monotonic(), time.process_time(), True
         time.sleep(seconds)
         self._counting = False
+        self._told["tokens"] = self._tokens
         self._told["seconds"] = time.monotonic() - began_s
         self._told["cpu_s"] = time.process_time() - cpu_s
         return dict(self._told)
@@ -123,25 +124,10 @@ class Replica:
         self._engine.add(decoded(self._core, key, tokens, end, [run]))
         self._engine.begin(key, common_pb2.SampledToken(token=1))
 
-    # Surroundings and metrics, on the engine's thread.
+    # Beside Replacing's, on the engine's thread.
 
-    def deliver(self, steps: list[Step]) -> None:
-        for step in steps:
-            if step.error is not None and not self._stopping:
-                raise step.error
-            if self._counting:
-                self._told["tokens"] += len(step.tokens)
-            if step.reason and not self._stopping:
-                self._add(self._child.context)
-
-    def borrow(self, sequence: DecodedSequence) -> None:
-        raise AssertionError("sequences have room for all of their tokens")
-
-    def give_back(self, runs: list[RemoteRun]) -> None:
-        self._free += runs
-
-    def save_remote(self, run: RemoteRun, sequence: DecodedSequence, index: int) -> None:
-        raise AssertionError("nothing is saved")
+    def _replace(self) -> None:
+        self._add(self._child.context)
 
     def iteration(self, batch: int, spent: Spent) -> None:
         if self._counting:
