@@ -49,6 +49,15 @@ class SendBroken(Unavailable):
         self.sent_bytes = sent_bytes
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bare:
+    """A connection for whoever moves frames without the interpreter: its socket, which stays the
+    connection's, and how long a wait asks before it sleeps."""
+
+    descriptor: int
+    ask_s: float
+
+
 class Connection(Protocol):
     @property
     def peer(self) -> str:
@@ -95,6 +104,11 @@ class Connection(Protocol):
 
     def ask_for(self, ask_s: float) -> None:
         """How long a wait asks before it sleeps, where the one before was about as short."""
+        ...
+
+    def bare(self) -> Bare | None:
+        """Where frames are what its socket carries, and nothing of one has been taken from there. Whoever has
+        it leaves whole frames behind, or closes the connection."""
         ...
 
     def abort(self) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from kvcommons.errors import Unavailable
 from kvcommons.transport import frame
-from kvcommons.transport.base import Limits, SendBroken
+from kvcommons.transport.base import Bare, Limits, SendBroken
 from kvcommons.transport.deadline import Deadline
 
 if TYPE_CHECKING:
@@ -44,6 +44,10 @@ class Stream(Protocol):
 
     def ask_for(self, ask_s: float) -> None:
         """As Connection's."""
+        ...
+
+    def bare(self) -> Bare | None:
+        """Its socket, where that carries these bytes and no others."""
         ...
 
     def abort(self) -> None:
@@ -131,6 +135,9 @@ class FramedConnection:
 
     def ask_for(self, ask_s: float) -> None:
         self._stream.ask_for(ask_s)
+
+    def bare(self) -> Bare | None:
+        return None if self._ahead or self.unread_bytes else self._stream.bare()
 
     def abort(self) -> None:
         self._stream.abort()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from kvcommons.errors import KVCommonsError
+from kvcommons.transport.base import Bare
 from kvcommons.transport.deadline import Deadline
 from kvcommons.transport.framed import Stream
 from kvcommons.transport.sockets import ASK_S, SocketStream
@@ -81,6 +82,9 @@ class OfferingStream:
 
     def finish(self) -> None:
         (self._chosen or self._plain).finish()
+
+    def bare(self) -> Bare | None:
+        return self._chosen.bare() if self._chosen else None  # before, greetings
 
     def abort(self) -> None:
         (self._chosen or self._plain).abort()

@@ -17,6 +17,7 @@ import struct
 from collections.abc import Sequence
 
 from kvcommons.errors import DataLoss, KVCommonsError, Unavailable
+from kvcommons.transport.base import Bare
 from kvcommons.transport.deadline import Deadline
 from kvcommons.transport.sockets import SocketStream
 
@@ -158,6 +159,9 @@ class RingStream:
 
     def ask_for(self, ask_s: float) -> None:
         self._bell.ask_for(ask_s)
+
+    def bare(self) -> Bare | None:
+        return None  # the socket carries doorbells
 
     def abort(self) -> None:
         self._bell.abort()

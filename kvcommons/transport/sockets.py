@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from kvcommons.errors import DeadlineExceeded, Unavailable
-from kvcommons.transport.base import Connection, Limits
+from kvcommons.transport.base import Bare, Connection, Limits
 from kvcommons.transport.deadline import Deadline
 from kvcommons.transport.framed import FramedConnection, Stream
 
@@ -87,6 +87,9 @@ class SocketStream:
 
     def ask_for(self, ask_s: float) -> None:
         self._ask_s = ask_s
+
+    def bare(self) -> Bare | None:
+        return Bare(descriptor=self.sock.fileno(), ask_s=self._ask_s)
 
     def _ask(self, until_s: float) -> bool:
         now_s = time.monotonic()

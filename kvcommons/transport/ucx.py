@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvcommons.errors import DataLoss, DeadlineExceeded, TooLarge, Unavailable, UnsupportedParameter
-from kvcommons.transport.base import Connection, Limits, SendBroken
+from kvcommons.transport.base import Bare, Connection, Limits, SendBroken
 from kvcommons.transport.deadline import Deadline
 from kvcommons.transport.framed import FramedConnection, Stream
 from kvcommons.transport.offering import OfferingStream
@@ -239,6 +239,9 @@ class UcxStream:
 
     def ask_for(self, ask_s: float) -> None:
         self._ask_s = ask_s
+
+    def bare(self) -> Bare | None:
+        return None
 
     def abort(self) -> None:
         self._aborted = True

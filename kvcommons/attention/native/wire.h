@@ -1,0 +1,168 @@
+// Frames over a connected stream socket without the interpreter: what the two ends of a partial share. A frame is
+// kvcommons/transport/frame.py's; sockets are not blocking, as everywhere, and every wait has an end.
+#pragma once
+
+#include <cerrno>
+#include <cstdint>
+#include <cstring>
+#include <poll.h>
+#include <sched.h>
+#include <sys/socket.h>
+#include <sys/uio.h>
+#include <time.h>
+
+namespace kvc {
+
+enum Outcome : int32_t {
+    DONE = 0,
+    LATE = 1,     // the wait's end came first
+    GONE = 2,     // the peer's end, or an error of the system
+    CHANGED = 3,  // what the caller watches is not what it was
+    OTHER = 4,    // something came that Python has to look at; nothing of it was taken
+};
+
+constexpr int64_t HEADER_BYTES = 20;
+// To offer the core takes longer than this only where others have work for it.
+constexpr int64_t WANTED_NS = 250000;
+// Between two looks at what is watched, while the core sleeps.
+constexpr int64_t LOOK_NS = 1000000;
+
+inline int64_t now_ns() {
+    timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);  // Python's time.monotonic
+    return now.tv_sec * 1000000000LL + now.tv_nsec;
+}
+
+// A wait: first it asks again and again, as long as `ask_ns`, and lets others have the core between; then it
+// sleeps. `watched`, where there is one, ends it when it is not `expected` any more.
+struct Wait {
+    int64_t until_ns;
+    int64_t ask_ns;
+    const int64_t* watched;
+    int64_t expected;
+
+    bool changed() const { return watched && __atomic_load_n(watched, __ATOMIC_ACQUIRE) != expected; }
+};
+
+// Until the socket can be read (or written: `events`), after a try found that it could not. `began_ns`: when the
+// wait did, 0 at first; kept by the caller from one try to the next.
+inline Outcome pause(int descriptor, short events, const Wait& wait, int64_t& began_ns) {
+    int64_t now = now_ns();
+    if (!began_ns) began_ns = now;
+    if (wait.changed()) return CHANGED;
+    if (now >= wait.until_ns) return LATE;
+    if (now - began_ns < wait.ask_ns) {
+        sched_yield();
+        if (now_ns() - now < WANTED_NS) return DONE;
+        began_ns -= wait.ask_ns;  // somebody else wants the core: sleep from now on
+    }
+    int64_t left = wait.until_ns - now;
+    if (wait.watched && left > LOOK_NS) left = LOOK_NS;
+    timespec time{left / 1000000000LL, left % 1000000000LL};
+    pollfd one{descriptor, events, 0};
+    ppoll(&one, 1, &time, nullptr);
+    return DONE;
+}
+
+// Moves `parts` on by `done` bytes; how many of them are finished.
+inline int64_t advance(iovec* parts, int64_t done) {
+    int64_t finished = 0;
+    while (done > 0) {
+        int64_t some = (int64_t)parts[finished].iov_len < done ? (int64_t)parts[finished].iov_len : done;
+        parts[finished].iov_base = (char*)parts[finished].iov_base + some;
+        parts[finished].iov_len -= some;
+        done -= some;
+        if (!parts[finished].iov_len) finished++;
+    }
+    return finished;
+}
+
+// All of `parts`, which it uses up. DONE, LATE, GONE, CHANGED; `moved` says how many bytes went.
+inline Outcome transfer(int descriptor, iovec* parts, int64_t count, bool sending, const Wait& wait, int64_t& moved) {
+    int64_t began_ns = 0;
+    moved = 0;
+    for (;;) {
+        while (count && !parts->iov_len) parts++, count--;
+        if (!count) return DONE;
+        msghdr message{};
+        message.msg_iov = parts;
+        message.msg_iovlen = (size_t)(count < 1024 ? count : 1024);
+        ssize_t done = sending ? sendmsg(descriptor, &message, MSG_DONTWAIT | MSG_NOSIGNAL)
+                               : recvmsg(descriptor, &message, MSG_DONTWAIT);
+        if (done > 0) {
+            int64_t finished = advance(parts, done);
+            parts += finished, count -= finished, moved += done, began_ns = 0;
+            continue;
+        }
+        if (done == 0) return GONE;
+        if (errno == EINTR) continue;
+        if (errno != EAGAIN && errno != EWOULDBLOCK) return GONE;
+        Outcome outcome = pause(descriptor, sending ? POLLOUT : POLLIN, wait, began_ns);
+        if (outcome != DONE) return outcome;
+    }
+}
+
+inline Outcome send_all(int descriptor, iovec* parts, int64_t count, const Wait& wait, int64_t& sent) {
+    return transfer(descriptor, parts, count, true, wait, sent);
+}
+
+inline Outcome receive_all(int descriptor, iovec* parts, int64_t count, const Wait& wait) {
+    int64_t received;
+    return transfer(descriptor, parts, count, false, wait, received);
+}
+
+// Looks at the first `size` bytes that come, without taking them, once all are there.
+inline Outcome peek_all(int descriptor, void* into, int64_t size, const Wait& wait) {
+    int64_t began_ns = 0;
+    for (;;) {
+        ssize_t seen = recv(descriptor, into, (size_t)size, MSG_DONTWAIT | MSG_PEEK);
+        if (seen >= size) return DONE;
+        if (seen == 0) return GONE;
+        if (seen < 0 && errno != EINTR && errno != EAGAIN && errno != EWOULDBLOCK) return GONE;
+        // Where a part is there already the socket can be read at once: a sleep would not wait for the rest.
+        if (seen > 0) {
+            if (wait.changed()) return CHANGED;
+            if (now_ns() >= wait.until_ns) return LATE;
+            sched_yield();
+            continue;
+        }
+        Outcome outcome = pause(descriptor, POLLIN, wait, began_ns);
+        if (outcome != DONE) return outcome;
+    }
+}
+
+// The header before every frame.
+inline void put_header(char* at, uint32_t head_bytes, uint64_t payload_bytes) {
+    static const char first[8] = {'K', 'V', 'C', 'F', 1, 0, 0, 0};
+    memcpy(at, first, 8);
+    memcpy(at + 8, &head_bytes, 4);
+    memcpy(at + 12, &payload_bytes, 8);
+}
+
+// False for anything but a frame of this version without flags.
+inline bool read_header(const char* at, uint32_t& head_bytes, uint64_t& payload_bytes) {
+    static const char first[8] = {'K', 'V', 'C', 'F', 1, 0, 0, 0};
+    memcpy(&head_bytes, at + 8, 4);
+    memcpy(&payload_bytes, at + 12, 8);
+    return !memcmp(at, first, 8);
+}
+
+// Protobuf's varints.
+inline char* put_varint(char* at, uint64_t value) {
+    while (value >= 128) *at++ = (char)(value | 128), value >>= 7;
+    *at++ = (char)value;
+    return at;
+}
+
+// Null where none ends before `end`.
+inline const char* read_varint(const char* at, const char* end, uint64_t& value) {
+    value = 0;
+    for (int shift = 0; at < end && shift < 64; shift += 7) {
+        unsigned char byte = (unsigned char)*at++;
+        value |= (uint64_t)(byte & 127) << shift;
+        if (byte < 128) return at;
+    }
+    return nullptr;
+}
+
+}  // namespace kvc
