@@ -157,14 +157,16 @@ class DecodeEngine:
             idle = True
             while (commands := self._take_commands(wait=idle)) is not None:
                 try:
-                    for command in commands:
-                        command()
+                    while commands:
+                        commands.popleft()()
                     idle = not self._advance()
                 except Exception:
                     log.exception("the engine's loop failed")
                     idle = True  # until something is posted: what fails for ever does not take a core
                     for key in list(self._sequences):
                         self._fail(key, Internal("decode failed unexpectedly; its log says why"))
+                    with self._wake:  # those behind the one that failed: somebody may wait for them
+                        self._commands.extendleft(reversed(commands))
                 self._flush()
         self._lanes.close(2 * self._attend_deadline_s)
         for key in list(self._sequences):
