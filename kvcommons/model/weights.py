@@ -41,7 +41,7 @@ class Weights:
     embedding: Tensor  # [vocab, hidden]
     layers: tuple[LayerWeights, ...]
     final_norm: Tensor  # [hidden]
-    head: Matrix  # [vocab, hidden]; on the embedding itself where they are tied
+    head: Matrix  # [vocab, hidden]; of the embedding where they are tied: on a CPU a copy in another order
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -141,9 +141,9 @@ def _assemble(spec: ModelSpec, source: Source, dtype: torch.dtype, device: torch
         )
 
     embedding = read(["model.embed_tokens.weight"], [spec.vocab_size], spec.hidden)
-    head = Matrix(embedding)
-    if not spec.tied_embeddings:
-        head = Matrix.packed(read(["lm_head.weight"], [spec.vocab_size], spec.hidden))
+    # Tied ones share memory only where the order of the one serves the other.
+    tied = spec.tied_embeddings
+    head = Matrix.packed(embedding if tied else read(["lm_head.weight"], [spec.vocab_size], spec.hidden))
     return Weights(
         embedding=embedding,
         layers=tuple(layer(index) for index in range(spec.layers)),
