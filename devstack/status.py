@@ -84,7 +84,7 @@ def _services(instances: list[Json]) -> Table:
         total = item["total_blocks"]
         table.add_row(
             item["service"],
-            item["id"],
+            item["id"] if item["heads"] is None else f"{item['id']} ({_part(item['heads'])})",
             "[green]ready[/]" if item["ready"] else "[yellow]not ready[/]",
             str(total - item["free_blocks"]) if total else "",
             str(total) if total else "",
@@ -93,6 +93,10 @@ def _services(instances: list[Json]) -> Table:
             _span(item["started_at"]),
         )
     return table
+
+
+def _part(heads: Json) -> str:
+    return f"heads {heads['number']}/{heads['parts']} of {heads['group']}"
 
 
 def _debts(debts: list[tuple[str, str, int]]) -> Table:

@@ -105,6 +105,14 @@ def _shards(serving: Serving) -> Json | None:
     }
 
 
+def _heads(instance: ledger_pb2.Instance) -> Json | None:
+    """Of an attention pool: its part of a head group's KV heads."""
+    if not instance.HasField("heads"):
+        return None
+    part = instance.heads
+    return {"group": part.group, "number": part.number, "parts": part.parts}
+
+
 def _instance(instance: ledger_pb2.Instance) -> Json:
     load = instance.load
     return {
@@ -123,4 +131,5 @@ def _instance(instance: ledger_pb2.Instance) -> Json:
         "queued": load.queued,
         "debts": dict(load.debts),
         "shard": instance.shard.name or None,
+        "heads": _heads(instance),
     }

@@ -1,0 +1,22 @@
+"""What `kvcommons status` makes of what the router tells."""
+
+from __future__ import annotations
+
+import pytest
+from rich.console import Console
+
+from devstack.status import _services
+from kvcommons.pb import ledger_pb2
+from services.router.api.health import _instance
+
+
+@pytest.mark.parametrize("part", [None, 1])
+def test_a_part_of_a_head_group_says_so(part: int | None) -> None:
+    pool = ledger_pb2.Instance(id="attention_pool-1", service="attention_pool")
+    if part is not None:
+        pool.heads.group, pool.heads.number, pool.heads.parts = "halves", part, 2
+    console = Console(width=160)
+    with console.capture() as shown:
+        console.print(_services([_instance(pool)]))
+    assert "attention_pool-1" in shown.get()
+    assert ("heads 1/2 of halves" in shown.get()) is (part is not None)
