@@ -13,10 +13,12 @@ from kvcommons.transport.ucx import UcxTransport
 from kvcommons.transport.unix import UnixTransport
 
 
-def connect(address: str, deadline: Deadline, limits: Limits | None = None) -> Connection:
-    """Raises Unavailable when nobody listens, DeadlineExceeded when nobody answers, InvalidInput for a bad
-    address."""
-    transport, rest = _choose(address)
+def connect(
+    address: str, deadline: Deadline, limits: Limits | None = None, *, rings: bool = True
+) -> Connection:
+    """Without `rings` frames go over a socket where the address says shm:, too. Raises Unavailable when
+    nobody listens, DeadlineExceeded when nobody answers, InvalidInput for a bad address."""
+    transport, rest = _choose(address, RING_BYTES if rings else 0)
     return transport.connect(rest, limits or Limits(), deadline)
 
 

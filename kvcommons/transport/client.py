@@ -43,14 +43,16 @@ class DataClient:
         kept_max: int = 8,
         observer: Observer | None = None,
         ask_s: float = ASK_S,
+        rings: bool = True,
     ) -> None:
         """At most `kept_max` idle connections are kept. `ask_s`: answers that come so soon find the caller
-        awake."""
+        awake. `rings`: see `connect`."""
         self.address = address
         self._limits = limits or Limits()
         self._kept_max = kept_max
         self._observer = observer
         self._ask_s = ask_s
+        self._rings = rings
         self._lock = threading.Lock()
         self._kept: list[tuple[Connection, float]] = []
         self._closed = False
@@ -134,7 +136,7 @@ class DataClient:
         return self._connect(deadline), False
 
     def _connect(self, deadline: Deadline) -> Connection:
-        connection = connect(self.address, deadline.within(CONNECT_S), self._limits)
+        connection = connect(self.address, deadline.within(CONNECT_S), self._limits, rings=self._rings)
         connection.ask_for(self._ask_s)
         return connection
 

@@ -33,14 +33,16 @@ _FLAG_RINGS = 1
 
 class SharedTransport:
     def __init__(self, ring_bytes: int = rings.RING_BYTES) -> None:
-        """`ring_bytes` of each direction of a connection, for a listener; 0 offers none."""
+        """`ring_bytes` of each direction of a connection, for a listener; 0 offers none, and whoever connects
+        declines what is offered: its frames go over the socket itself."""
         self._ring_bytes = ring_bytes
 
     def connect(self, rest: str, limits: Limits, deadline: Deadline) -> Connection:
         address = f"shm:{rest}"
         stream = connect_stream(rest, address, deadline)
         try:
-            return FramedConnection(take_offer(stream, deadline), address, limits)
+            wanted = bool(self._ring_bytes)
+            return FramedConnection(take_offer(stream, deadline, wanted=wanted), address, limits)
         except BaseException:
             stream.close()
             raise
@@ -122,8 +124,9 @@ class RingTerms:
         socket.send_fds(self._plain.sock, [_GREETING.pack(MAGIC, VERSION, flags, ring_bytes)], descriptors)
 
 
-def take_offer(stream: SocketStream, deadline: Deadline) -> Stream:
-    """The connecting side's Stream, once the other side has made its offer. Raises DataLoss for one that is
+def take_offer(stream: SocketStream, deadline: Deadline, *, wanted: bool = True) -> Stream:
+    """The connecting side's Stream, once the other side has made its offer: where it is not `wanted`, the
+    socket's own. Raises DataLoss for one that is
     wrong; the socket then stays the caller's."""
     stream.wait_to_receive(deadline)
     descriptors: list[int] = []
@@ -140,7 +143,7 @@ def take_offer(stream: SocketStream, deadline: Deadline) -> Stream:
         if not descriptors:
             raise DataLoss(f"{stream.peer} offered shared memory without its descriptor")
         rings.check(descriptors[0], ring_bytes)
-        memory = _map(descriptors[0], ring_bytes, stream.peer)
+        memory = _map(descriptors[0], ring_bytes, stream.peer) if wanted else None
     except OSError as error:
         raise stream.gone(error) from error
     finally:

@@ -70,6 +70,20 @@ def test_both_ends_map_the_memory_and_give_it_back(address: str, ring_bytes: int
     assert mappings() == 0
 
 
+def test_a_client_may_decline(address: str) -> None:
+    server = DataServer(address, peer.answer, name="peer")
+    server.start()
+    client = DataClient(address, rings=False)
+    got = bytearray(len(PAYLOAD))
+    client.call(peer.request(peer.ECHO), [PAYLOAD], into=[got], deadline=soon())
+    assert got == PAYLOAD
+    assert mappings() == 0
+    connections = [connection for connection, _ in client._kept] + list(server._serving)
+    assert [connection.bare() is not None for connection in connections] == [True, True]
+    client.close()
+    assert server.stop(5)
+
+
 def test_a_server_may_offer_none(address: str) -> None:
     server = DataServer(address, peer.answer, name="peer", ring_bytes=0)
     server.start()
