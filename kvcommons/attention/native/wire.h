@@ -77,13 +77,15 @@ inline int64_t advance(iovec* parts, int64_t done) {
     return finished;
 }
 
-// All of `parts`, which it uses up. DONE, LATE, GONE, CHANGED; `moved` says how many bytes went.
-inline Outcome transfer(int descriptor, iovec* parts, int64_t count, bool sending, const Wait& wait, int64_t& moved) {
+// All of `parts`, which it uses up, or at least so many bytes. DONE, LATE, GONE, CHANGED; `moved` says how many bytes
+// went. After GONE errno is 0 where the peer has ended in order.
+inline Outcome transfer(int descriptor, iovec* parts, int64_t count, bool sending, const Wait& wait, int64_t& moved,
+                        int64_t least = INT64_MAX) {
     int64_t began_ns = 0;
     moved = 0;
     for (;;) {
         while (count && !parts->iov_len) parts++, count--;
-        if (!count) return DONE;
+        if (!count || moved >= least) return DONE;
         msghdr message{};
         message.msg_iov = parts;
         message.msg_iovlen = (size_t)(count < 1024 ? count : 1024);
@@ -94,7 +96,10 @@ inline Outcome transfer(int descriptor, iovec* parts, int64_t count, bool sendin
             parts += finished, count -= finished, moved += done, began_ns = 0;
             continue;
         }
-        if (done == 0) return GONE;
+        if (done == 0) {
+            errno = 0;
+            return GONE;
+        }
         if (errno == EINTR) continue;
         if (errno != EAGAIN && errno != EWOULDBLOCK) return GONE;
         Outcome outcome = pause(descriptor, sending ? POLLOUT : POLLIN, wait, began_ns);
