@@ -5,21 +5,25 @@ debtor merges."""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from kvcommons.attention.memory import TORCH_DTYPES, byte_view
+from kvcommons.attention.native import library
+from kvcommons.attention.native.serve import Turn
 from kvcommons.attention.partial import Partial, attend_chunk
 from kvcommons.errors import DeadlineExceeded, InvalidInput
 from kvcommons.holder.budget import AttentionBudget
+from kvcommons.holder.following import BUSY, Following
 from kvcommons.holder.holder import Holder
 from kvcommons.holder.rows import Part, RowPlan, RowPlans
-from kvcommons.holder.segments import Segment, SegmentRef
+from kvcommons.holder.segment import Segment
+from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import data_pb2 as pb
 from kvcommons.rblock.layout import Layout
 from kvcommons.transport.deadline import Deadline
@@ -27,23 +31,23 @@ from kvcommons.transport.server import Exchange
 
 
 class Attention:
-    """Answers AttendLayer for one holder. Thread-safe; `compute` lets one request at a time use the cores:
-    more threads than cores are three times slower. An owner process with a model shares it with its engine,
-    or gives its own."""
+    """Answers AttendLayer for one holder. Thread-safe; one request at a time uses the cores."""
 
-    def __init__(
-        self, holder: Holder, compute: threading.Lock | None = None, budget: AttentionBudget | None = None
-    ) -> None:
+    def __init__(self, holder: Holder, budget: AttentionBudget | None = None) -> None:
         """`budget` bounds what is computed for others; None: nothing does."""
         self._holder = holder
         self._budget = budget
-        self._compute = compute or threading.Lock()
+        self.turn = Turn(library.chosen())
         self._plans = RowPlans()
+        self.following = Following(holder, self.turn)
 
     def answer(self, request: pb.AttendLayer, exchange: Exchange) -> None:
         """Receives queries, and K and V to append; replies outputs and lse. Errors: StaleEpoch for a segment
         that is gone, InvalidInput for one that is too short; nothing was computed then, appended rows may be
-        there."""
+        there.
+
+        Unless a budget has to be asked, what follows on the connection (the same rows, layer after layer) is
+        then served natively, where it can be."""
         layout = self._holder.memory.layout
         if request.layer >= layout.layers or not request.segments:
             raise InvalidInput(
@@ -75,7 +79,7 @@ class Attention:
                 )
             blocks: list[int] = []
             if ask.length:
-                blocks = self._holder.blocks(segment, ask.first_block, -(-ask.length // size))
+                blocks = self._holder.blocks(segment, ask.first_block, -(-ask.length // size), beyond=True)
             if ask.append and ask.first_block + (ask.length - ask.rows) // size < segment.writable_from:
                 raise InvalidInput(
                     f"segment {ask.handle} takes no tokens before block {segment.writable_from}: those are "
@@ -84,6 +88,7 @@ class Attention:
             parts.append(
                 Part(
                     blocks=blocks,
+                    first_block=ask.first_block,
                     first_row=row,
                     rows=ask.rows,
                     query_position=ask.first_position,
@@ -102,6 +107,8 @@ class Attention:
             with self._computing(exchange.deadline) as spent:
                 plan.attend(layer, buffers)
             exchange.reply(pb.DataReply(attend_layer=spent), buffers.answer)
+        if self._budget is None:
+            exchange.follow = partial(self.following.follow, plan)
 
     def _chunks(self, layer: int, parts: list[Part], exchange: Exchange) -> None:
         rows, appends = sum(part.rows for part in parts), [part.rows for part in parts if part.append]
@@ -121,16 +128,14 @@ class Attention:
         """One request at a time, within the budget; what it waited and took, once it has ended."""
         spent, asked_s = pb.AttendLayerReply(), time.monotonic()
         with self._budget.turn(deadline) if self._budget is not None else nullcontext():
-            if not self._compute.acquire(timeout=deadline.left()):
-                raise DeadlineExceeded(
-                    "the holder was busy until the deadline: spread the load over more holders"
-                )
+            if not self.turn.take(deadline.left()):
+                raise DeadlineExceeded(BUSY)
             began_s = time.monotonic()
             try:
                 with torch.inference_mode():
                     yield spent
             finally:
-                self._compute.release()
+                self.turn.give()
         spent.queued_us = int((began_s - asked_s) * 1e6)
         spent.computed_us = int((time.monotonic() - began_s) * 1e6)
 

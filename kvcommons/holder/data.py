@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 from kvcommons.errors import InvalidInput, UnsupportedParameter
 from kvcommons.holder.attending import Attention
 from kvcommons.holder.budget import AttentionBudget
+from kvcommons.holder.following import OPERATION_S
 from kvcommons.holder.holder import Holder
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import data_pb2 as pb
@@ -17,9 +17,6 @@ from kvcommons.transport.server import Exchange
 
 StartHook = Callable[[pb.StartSequence], None]
 HistoryHook = Callable[[pb.AwaitHistory, Deadline], int]
-
-# However long a peer is ready to wait: a segment stays pinned for no longer than this.
-_OPERATION_S = 60.0
 
 
 class HolderData:
@@ -33,26 +30,26 @@ class HolderData:
         *,
         on_start_sequence: StartHook | None = None,
         history: HistoryHook | None = None,
-        compute: threading.Lock | None = None,
         budget: AttentionBudget | None = None,
         tracer: Tracer | None = None,
     ) -> None:
-        """`compute`, `budget`: see Attention. `tracer` makes a span of each request that belongs to a
+        """`budget`: see Attention. `tracer` makes a span of each request that belongs to a
         trace."""
         self._tracer = tracer or Tracer.off()
         self._holder = holder
-        self._attention = Attention(holder, compute, budget)
+        self.attention = Attention(holder, budget)
         self._on_start_sequence = on_start_sequence
         self._history = history
 
     def __call__(self, request: pb.DataRequest, exchange: Exchange) -> None:
-        exchange.deadline = exchange.deadline.within(_OPERATION_S)
+        exchange.deadline = exchange.deadline.within(OPERATION_S)
         if not request.traceparent:
             self._answer(request, exchange)
             return
         op = request.WhichOneof("op")
         with self._tracer.span(f"holder.{op}", parent=request.traceparent, kind="server"):
             self._answer(request, exchange)
+        exchange.follow = None  # its next ones belong to the trace too
 
     def _answer(self, request: pb.DataRequest, exchange: Exchange) -> None:
         op = request.WhichOneof("op")
@@ -61,7 +58,7 @@ class HolderData:
         elif op == "read_blocks":
             self._read(request.read_blocks, exchange)
         elif op == "attend_layer":
-            self._attention.answer(request.attend_layer, exchange)
+            self.attention.answer(request.attend_layer, exchange)
         elif op == "start_sequence" and self._on_start_sequence is not None:
             self._start(request.start_sequence, self._on_start_sequence, exchange)
         elif op == "await_history" and self._history is not None:

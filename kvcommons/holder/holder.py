@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from kvcommons.attention.memory import BlockMemory
 from kvcommons.errors import InvalidInput
-from kvcommons.holder.segments import Pin, Segment, SegmentRef, SegmentTable, new_epoch
+from kvcommons.holder.segment import Pin, Segment, Stay
+from kvcommons.holder.segments import SegmentRef, SegmentTable, new_epoch
 from kvcommons.rblock.allocator import BlockAllocator
 
 _LOG = logging.getLogger(__name__)
@@ -201,9 +202,20 @@ class Holder:
                 for pin in pins:
                     self._table.unpin(pin)
 
-    def blocks(self, segment: Segment, first: int, count: int, *, write: bool = False) -> list[int]:
-        """Physical numbers of blocks of a pinned segment. Raises InvalidInput outside of it, and to `write`
-        for blocks that are frozen or shared."""
+    def stay(self, refs: Sequence[SegmentRef], end: Callable[[], bool]) -> Stay:
+        """This and `leave`: see SegmentTable."""
+        with self._lock:
+            return self._table.stay(refs, end)
+
+    def leave(self, stay: Stay) -> None:
+        with self._lock:
+            self._table.leave(stay)
+
+    def blocks(
+        self, segment: Segment, first: int, count: int, *, write: bool = False, beyond: bool = False
+    ) -> list[int]:
+        """Physical numbers of blocks of a pinned segment, and those `beyond` them too. Raises InvalidInput
+        outside of it, and to `write` for blocks that are frozen or shared."""
         with self._lock:
             inside = first - segment.trimmed
             if count < 1 or inside < 0 or inside + count > len(segment.blocks):
@@ -216,7 +228,7 @@ class Holder:
                     f"block {first} of segment {segment.handle} is frozen or shared: nobody writes to blocks "
                     f"before {segment.writable_from}"
                 )
-            return segment.blocks[inside : inside + count]
+            return segment.blocks[inside:] if beyond else segment.blocks[inside : inside + count]
 
     def held(self) -> list[tuple[Segment, float | None]]:
         """Segments, each with the seconds left of its lease (None: it has none)."""

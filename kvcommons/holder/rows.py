@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 
 from kvcommons.attention.memory import TORCH_DTYPES, BlockMemory, byte_view
+from kvcommons.attention.native import library
+from kvcommons.attention.native.serve import ServedRow, Serving, Turn
 from kvcommons.attention.partial import BatchPlan, Partial
-from kvcommons.holder.segments import Segment, SegmentRef
+from kvcommons.holder.segment import Segment
+from kvcommons.holder.segments import SegmentRef
 from kvcommons.rblock.layout import Layout
 
 # Plans: of debtors, and of their batches' mini-batches, that take turns. Each is of one iteration, so most of
@@ -26,7 +29,8 @@ _KEPT_MAX, _KEPT_BYTES = 128, 128 << 20
 class Part:
     """One segment of a request: its rows are q[first_row : first_row + rows]."""
 
-    blocks: list[int]
+    blocks: list[int]  # all of them, from first_block on
+    first_block: int  # within the segment
     first_row: int
     rows: int
     query_position: int
@@ -45,6 +49,7 @@ class RowBuffers:
         self.appended = torch.empty((appended, 2 * layout.kv_heads, dim), dtype=TORCH_DTYPES[layout.kv_dtype])
         both = torch.empty(parts * heads * (dim + 1))
         end = parts * heads * dim
+        self.both = both  # of the partial
         self.partial = Partial(out=both[:end].view(parts, heads, dim), lse=both[end:].view(parts, heads))
         self.request = [byte_view(tensor) for tensor in (self.q, self.appended) if tensor.numel()]
         self.answer = [byte_view(both)]
@@ -70,6 +75,7 @@ class RowPlan:
         self._scale = scale
         self._segments = list(segments)
         self._shapes = [_shape(segment) for segment in segments]
+        self._parts = parts
         width = max(1, *(len(part.blocks) for part in parts))
         tables = [part.blocks + [0] * (width - len(part.blocks)) for part in parts]
         self._tables = self._longs(tables)
@@ -133,6 +139,39 @@ class RowPlan:
         partial = plan.attend(buffers.q.to(kv.device), kv, self._scale)
         buffers.partial.out.copy_(partial.out)
         buffers.partial.lse.copy_(partial.lse)
+
+    def serving(self, turn: Turn, buffers: RowBuffers, operation_s: float) -> Serving | None:
+        """What follows a request in these buffers, without the interpreter; None where only torch can attend.
+        For the thread that will serve it."""
+        kv, kernel = self._memory.tensor, library.chosen()
+        if kernel is None or not library.serves(buffers.q, kv[0]):
+            return None
+        size = self._memory.layout.block_tokens
+        rows = [
+            ServedRow(
+                handle=ref.handle,
+                epoch=ref.epoch,
+                generation=ref.generation,
+                first_block=part.first_block,
+                append=part.append,
+                reach=len(part.blocks) * size,
+            )
+            for ref, part in zip(self.refs, self._parts, strict=True)
+        ]
+        return Serving(
+            kernel,
+            turn,
+            kv,
+            rows,
+            self._tables,
+            torch.stack((self._lengths, self._key_positions, self._query_positions)),
+            windows=self._windows,
+            scale=self._scale,
+            q=buffers.q,
+            appended=buffers.appended,
+            answer=buffers.both,
+            operation_s=operation_s,
+        )
 
     def _longs(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._memory.device)

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvcommons.errors import CapacityExhausted, Conflict, InvalidInput, StaleEpoch
 from kvcommons.holder.pledges import Pledges, check_lease
+from kvcommons.holder.segment import Parting, Pin, Segment, Stay
 from kvcommons.rblock.allocator import BlockAllocator
 from kvcommons.telemetry.events import unobserved
 
@@ -36,53 +37,6 @@ class SegmentRef:
     handle: int
     epoch: int
     generation: int = field(default=0, compare=False)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Parting:
-    """Trimmed blocks that accesses with a number before `before` may still reach."""
-
-    blocks: list[int]
-    before: int
-    settlement: str
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class Segment:
-    """A run of a sequence's tokens, in whole blocks. Changed by its table only."""
-
-    handle: int
-    owner: str  # instance id of the debtor; the holder's own for its own sequences
-    sequence: str
-    first_position: int  # logical, shift included: of the first token of block 0, trimmed or not
-    blocks: list[int]  # physical, in order, from block `trimmed` on
-    expires_s: float | None  # on the table's clock; None: no lease (the holder's own)
-    trimmed: int = 0  # leading blocks that were given back
-    frozen: int = 0  # leading ones of `blocks` that are being moved
-    shared: int = 0  # blocks before this index belong to another segment too
-    generation: int = 0
-    oldest: int = 0  # generation whose accesses are still good
-    released: bool = False
-    pins: set[int] = field(default_factory=set)  # numbers of the accesses under way
-    parting: list[_Parting] = field(default_factory=list)
-
-    @property
-    def writable_from(self) -> int:
-        """Index of the first block that may be written."""
-        return max(self.trimmed + self.frozen, self.shared)
-
-    @property
-    def held_blocks(self) -> list[int]:
-        """Physical ones, those included that wait for accesses under way."""
-        return self.blocks + [block for parting in self.parting for block in parting.blocks]
-
-
-@dataclass(slots=True)  # not frozen, which makes them slowly: there is one for each row of a layer
-class Pin:
-    """An access under way."""
-
-    segment: Segment
-    number: int  # later ones have larger ones
 
 
 class SegmentTable:
@@ -178,6 +132,7 @@ class SegmentTable:
                 f"before {until_block} cannot be frozen",
                 param="until_block",
             )
+        self._end_stays(segment)
         segment.generation, segment.frozen = generation, blocks
         self._tell("freeze", ref.handle, generation=generation, count=blocks)
 
@@ -185,6 +140,7 @@ class SegmentTable:
         """Takes the freeze of this generation back; where there is none, nothing happens."""
         segment = self._segments.get(ref.handle) if ref.epoch == self.epoch else None
         if segment is not None and segment.owner == owner and segment.generation == ref.generation:
+            self._end_stays(segment)
             segment.frozen = 0
             self._tell("thaw", ref.handle, generation=segment.generation)
 
@@ -197,11 +153,12 @@ class SegmentTable:
             return 0
         count, segment.frozen = segment.frozen, 0
         if count:
+            self._end_stays(segment)
             blocks, segment.blocks = segment.blocks[:count], segment.blocks[count:]
             segment.trimmed += count
             segment.oldest = segment.generation
             self._tell("trim", ref.handle, generation=segment.generation, count=count)
-            segment.parting.append(_Parting(blocks=blocks, before=self._next_pin, settlement=settlement))
+            segment.parting.append(Parting(blocks=blocks, before=self._next_pin, settlement=settlement))
             self._part(segment)
         return count
 
@@ -246,6 +203,7 @@ class SegmentTable:
         heir = self._segments[new.handle]
         heir.trimmed, heir.shared = segment.trimmed, segment.shared
         if shared_blocks:
+            self._end_stays(segment)
             heir.shared = segment.shared = max(segment.shared, segment.trimmed + shared_blocks)
         else:
             self._drop(ref.handle, "adopted")
@@ -289,6 +247,26 @@ class SegmentTable:
             self._part(segment)
         if segment.released and not segment.pins:
             self._give(segment, segment.blocks)
+
+    def stay(self, refs: Iterable[SegmentRef], end: Callable[[], bool]) -> Stay:
+        """Pins them all for accesses to come, until `leave`; or until one of them changes in another way than
+        by growing, and `end` says that none is under way. Raises StaleEpoch."""
+        stay = Stay(end)
+        try:
+            for ref in refs:
+                stay.pins.append(self.pin(ref))
+                stay.pins[-1].segment.stays.append(stay)
+        except StaleEpoch:
+            self.leave(stay)
+            raise
+        return stay
+
+    def leave(self, stay: Stay) -> None:
+        """May come after the table has ended it."""
+        pins, stay.pins = stay.pins, []
+        for pin in pins:
+            pin.segment.stays.remove(stay)
+            self.unpin(pin)
 
     def release(self, refs: Iterable[SegmentRef]) -> None:
         """Segments that are not known (any more) are passed over: whoever releases may ask twice."""
@@ -381,6 +359,12 @@ class SegmentTable:
         for parting in done:
             self._give(segment, parting.blocks, parting.settlement)
 
+    def _end_stays(self, segment: Segment) -> None:
+        """Before it changes. Who is in the middle of an access leaves by itself."""
+        for stay in list(segment.stays):
+            if stay.end():
+                self.leave(stay)
+
     def _give(self, segment: Segment, blocks: list[int], settlement: str = "") -> None:
         """The segment's references on these blocks go to the settlement, if they are the last ones and it is
         known here, else back."""
@@ -394,6 +378,7 @@ class SegmentTable:
 
     def _drop(self, handle: int, event: str) -> None:
         segment = self._segments.pop(handle)
+        self._end_stays(segment)
         segment.released = True
         self._tell(event, handle)
         if not segment.pins:

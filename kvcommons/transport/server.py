@@ -13,7 +13,7 @@ from google.protobuf.message import DecodeError
 from kvcommons.errors import DataLoss, Internal, InvalidInput, KVCommonsError, Overloaded, Unavailable
 from kvcommons.pb import data_pb2 as pb
 from kvcommons.transport.addresses import listen
-from kvcommons.transport.base import Connection, Limits, Observation, Observer
+from kvcommons.transport.base import Bare, Connection, Limits, Observation, Observer
 from kvcommons.transport.deadline import Deadline
 from kvcommons.transport.rings import RING_BYTES
 from kvcommons.transport.sockets import ASK_S
@@ -40,6 +40,7 @@ class Exchange:
         self.payload_bytes = payload_bytes
         self.sent_bytes = 0
         self.replies = 0
+        self.follow: Follower | None = None  # a handler's that has replied
 
     @property
     def unread_bytes(self) -> int:
@@ -89,6 +90,10 @@ class _ConnectionLost(Exception):
 
 
 Handler = Callable[[pb.DataRequest, Exchange], None]
+# Answers requests that follow the one that was answered, straight at the connection's socket, and tells the
+# observer of each: until something comes that is for the handler, or nothing for a while. Returns the error
+# that a request is to be answered with, if one is; raises where the connection is of no more use.
+Follower = Callable[[Bare, Observer], KVCommonsError | None]
 
 
 class DataServer:
@@ -240,7 +245,22 @@ class DataServer:
                     error=failure.code if failure else "",
                 )
             )
+        if usable and exchange.follow is not None:
+            usable = self._follow(exchange.follow, connection)
         return usable
+
+    def _follow(self, follow: Follower, connection: Connection) -> bool:
+        """As _serve_one."""
+        bare = connection.bare()
+        if bare is None:
+            return True
+        try:
+            error = follow(bare, self._observer or _unobserved)
+            if error is not None:
+                Exchange(connection, Deadline.after(0), 0).refuse(error)
+        except (_ConnectionLost, KVCommonsError):
+            return False
+        return True
 
     def _carry_out(self, request: pb.DataRequest, exchange: Exchange) -> KVCommonsError | None:
         """The error that the request was answered with, if any. Raises _ConnectionLost."""
@@ -262,6 +282,10 @@ class DataServer:
             )
         exchange.refuse(failure)
         return failure
+
+
+def _unobserved(observation: Observation) -> None:
+    pass
 
 
 def _refuse_garbage(connection: Connection, error: KVCommonsError) -> None:

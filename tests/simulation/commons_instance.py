@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvcommons.errors import CapacityExhausted, InvalidInput
-from kvcommons.holder.segments import Pin, SegmentRef, SegmentTable
+from kvcommons.holder.segment import Pin
+from kvcommons.holder.segments import SegmentRef, SegmentTable
 from kvcommons.pb import common_pb2
 from kvcommons.pb import ledger_pb2 as pb
 from kvcommons.rblock.allocator import BlockAllocator

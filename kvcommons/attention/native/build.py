@@ -118,7 +118,9 @@ def _compiler(environ: Mapping[str, str]) -> str:
 def _build(compiler: str, folder: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="kvcommons-kernel-") as name:
         work = Path(name)
-        units = [(name, SOURCES / f"{name}.cpp", list[str]()) for name in ("library", "slices_library")]
+        units = [
+            (name, SOURCES / f"{name}.cpp", list[str]()) for name in ("library", "slices_library", "serve")
+        ]
         for source in ("kernel", "slices"):
             for variant in variants(platform.machine()):
                 units.append((f"{source}-{variant.name}", SOURCES / f"{source}.cpp", variant.flags))

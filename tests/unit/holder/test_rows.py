@@ -7,7 +7,8 @@ import torch
 from kvcommons.attention.memory import BlockMemory, byte_view
 from kvcommons.attention.partial import attend_batch
 from kvcommons.holder.rows import Part, RowPlan, RowPlans
-from kvcommons.holder.segments import Segment, SegmentRef
+from kvcommons.holder.segment import Segment
+from kvcommons.holder.segments import SegmentRef
 from kvcommons.rblock.layout import Layout
 
 BLOCK = 4
@@ -21,8 +22,8 @@ def segment(handle: int, blocks: list[int]) -> Segment:
 
 def part(blocks: list[int], length: int, row: int, *, append: bool) -> Part:
     return Part(
-        blocks=blocks, first_row=row, rows=1, query_position=length - 1, key_position=0, append=append,
-        length=length,
+        blocks=blocks, first_block=0, first_row=row, rows=1, query_position=length - 1, key_position=0,
+        append=append, length=length,
     )  # fmt: skip
 
 

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 
 from kvcommons.errors import CapacityExhausted, Conflict, InvalidInput, StaleEpoch
-from kvcommons.holder.segments import Pin, Segment, SegmentRef, SegmentTable, new_epoch
+from kvcommons.holder.segment import Pin, Segment
+from kvcommons.holder.segments import SegmentRef, SegmentTable, new_epoch
 from kvcommons.rblock.allocator import BlockAllocator
 
 EPOCH = 77

@@ -1,0 +1,189 @@
+"""Requests for partials that are served without the interpreter (serve.h): layer after layer, iteration after
+iteration, what follows an answered request straight from its connection's socket.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import enum
+import threading
+import time
+from collections.abc import Sequence
+from ctypes import byref, c_int32, c_int64, c_uint64, c_void_p
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvcommons.attention.native.library import Kernel, _Batch
+
+# Requests that are told of at once, at most: some iterations.
+_TOOK_MAX = 512
+
+
+class Outcome(enum.IntEnum):
+    """Why no more is served; of wire.h."""
+
+    DONE = 0  # so many were served that somebody should be told
+    LATE = 1  # nothing came for a while
+    GONE = 2  # the peer's end, or a failure
+    CHANGED = 3  # it was ended
+    OTHER = 4  # something came that does not follow; it is still in the socket
+
+
+class Stage(enum.IntEnum):
+    """Where a request failed."""
+
+    NONE = 0
+    RECEIVING = 1
+    QUEUING = 2
+    SENDING = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedRow:
+    """What a request says of a segment, but for what moves on; see AttendSegment in data.proto."""
+
+    handle: int
+    epoch: int
+    generation: int
+    first_block: int
+    append: bool
+    reach: int  # tokens that its blocks take, from first_block on
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Served:
+    """By one call."""
+
+    outcome: Outcome
+    stage: Stage
+    seconds: list[float]  # of each request that was answered, from its head to its answer's end
+    failed_s: float  # of one that was not
+    received_bytes: int  # of its payload
+
+
+class Turn:
+    """To compute, for one request at a time, natively served or not: more threads than cores are three times
+    slower."""
+
+    def __init__(self, kernel: Kernel | None) -> None:
+        """Without a kernel there are only the latter."""
+        self.word = c_int32(0)
+        self._lock: threading.Lock | None = None
+        if kernel is None:
+            self._lock = threading.Lock()
+            return
+        self.library = kernel._library
+        self.library.kvc_take_turn.argtypes = (c_void_p, c_int64)
+        # For what takes no time: to give the interpreter's lock away may take a switch of threads.
+        self.at_once = ctypes.PyDLL(kernel._library._name)
+
+    def take(self, timeout_s: float) -> bool:
+        """Whether it has come in time."""
+        if self._lock is not None:
+            return self._lock.acquire(timeout=timeout_s)
+        until_ns = time.monotonic_ns() + int(timeout_s * 1e9)
+        return bool(self.library.kvc_take_turn(byref(self.word), until_ns))
+
+    def give(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+        else:
+            self.at_once.kvc_give_turn(byref(self.word))
+
+
+class _Row(ctypes.Structure):
+    """`kvc_row` of serve.h."""
+
+    _fields_ = (
+        ("handle", c_uint64), ("epoch", c_uint64), ("generation", c_uint64), ("first_block", c_uint64),
+        ("appends", c_uint64), ("reach", c_int64),
+    )  # fmt: skip
+
+
+class _Serving(ctypes.Structure):
+    """`kvc_serving` of serve.h."""
+
+    _fields_ = (
+        ("batch", _Batch), ("rows", c_void_p), ("lengths", c_void_p), ("positions", c_void_p),
+        ("windows", c_void_p), ("appended", c_void_p), ("turn", c_void_p), ("stay", c_void_p),
+        ("took_ns", c_void_p), ("layers", c_int64), ("layer_bytes", c_int64), ("appended_bytes", c_int64),
+        ("took_max", c_int64), ("ask_ns", c_int64), ("quiet_ns", c_int64), ("operation_ns", c_int64),
+        ("took", c_int64), ("received", c_int64), ("failed_ns", c_int64), ("descriptor", c_int32),
+        ("stage", c_int32),
+    )  # fmt: skip
+
+
+class Serving:
+    """Requests over the same rows, one a segment: all layers of an iteration, and the next one's, where each
+    row is one token on. For the thread that makes it; `end` is for any."""
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        turn: Turn,
+        kv: Tensor,
+        rows: Sequence[ServedRow],
+        tables: Tensor,
+        columns: Tensor,
+        *,
+        windows: Sequence[int | None],
+        scale: float,
+        q: Tensor,
+        appended: Tensor,
+        answer: Tensor,
+        operation_s: float,
+    ) -> None:
+        """kv [layers, blocks, 2, kv_heads, block_tokens, D]; tables [B, nb], as long as the rows reach;
+        columns [3, B]: lengths, positions of the first keys and of the queries, of the iteration that was
+        answered; memory of a request and its answer: q [B, H, D] and answer [B * H * (D + 1)] float32,
+        appended [rows that append, 2 * kv_heads, D]. All contiguous. `operation_s` bounds each request."""
+        layers, _, _, kv_heads, block_tokens, dim = kv.shape
+        count, heads, _ = q.shape
+        columns = columns.clone()  # they move on
+        lengths, first_positions, positions = columns
+        windows_ = torch.tensor([window or 0 for window in windows], dtype=torch.int64)
+        described = (_Row * count)()
+        for one, row in zip(described, rows, strict=True):
+            one.handle, one.epoch, one.generation = row.handle, row.epoch, row.generation
+            one.first_block, one.appends, one.reach = row.first_block, row.append, row.reach
+        self._stay, self._took = c_int32(0), (c_int64 * _TOOK_MAX)()
+        self._kept = (kv, tables, columns, windows_, described, q, appended, answer)
+        self._turn = turn
+        batch = _Batch(
+            q=q.data_ptr(), kv=kv.data_ptr(), tables=tables.data_ptr(), lengths=lengths.data_ptr(),
+            first_positions=first_positions.data_ptr(), query_positions=positions.data_ptr(),
+            out=answer.data_ptr(), lse=answer.data_ptr() + 4 * q.numel(), parallel=kernel._parallel,
+            q_row=q.stride(0), q_head=q.stride(1), batch=count, heads=heads, kv_heads=kv_heads, dim=dim,
+            block_tokens=block_tokens, table_width=tables.shape[1], threads=torch.get_num_threads(),
+            scale=scale, q_is_bf16=False, kv_is_bf16=kv.dtype == torch.bfloat16, variant=kernel._index,
+        )  # fmt: skip
+        self._call = _Serving(
+            batch=batch, rows=ctypes.addressof(described), lengths=lengths.data_ptr(),
+            positions=positions.data_ptr(), windows=windows_.data_ptr(), appended=appended.data_ptr(),
+            turn=ctypes.addressof(turn.word), stay=ctypes.addressof(self._stay),
+            took_ns=ctypes.addressof(self._took), layers=layers, layer_bytes=kv[0].nbytes,
+            appended_bytes=appended.nbytes, took_max=_TOOK_MAX, operation_ns=int(operation_s * 1e9),
+        )  # fmt: skip
+        self.received_bytes = q.nbytes + appended.nbytes  # of each request
+        self.sent_bytes = answer.nbytes
+
+    def end(self) -> bool:
+        """No request is begun from now on; whether none is under way."""
+        return bool(self._turn.at_once.kvc_end(byref(self._stay)))
+
+    def serve(self, descriptor: int, *, ask_s: float, quiet_s: float) -> Served:
+        """What comes from a socket that does not block. After DONE and LATE without a failure it can go on;
+        after a failure the socket is of no more use, unless the request was QUEUING: it is to be answered
+        then."""
+        call = self._call
+        call.descriptor, call.ask_ns, call.quiet_ns = descriptor, int(ask_s * 1e9), int(quiet_s * 1e9)
+        outcome = Outcome(self._turn.library.kvc_serve(byref(call)))
+        return Served(
+            outcome=outcome,
+            stage=Stage(call.stage),
+            seconds=[took / 1e9 for took in self._took[: call.took]],
+            failed_s=call.failed_ns / 1e9,
+            received_bytes=call.received,
+        )
