@@ -166,10 +166,10 @@ def _layers(
     import torch
 
     from kvcommons.holder.budget import AttentionBudget
-    from kvcommons.transport.deadline import Deadline
     from services.decode.batch import Batch, Queries
+    from services.decode.messages import NewRows
     from services.decode.placement.auto import Rates
-    from services.decode.remote import NewRows, RemoteAttention
+    from services.decode.remote import RemoteAttention
     from services.decode.sequence import RemoteRun
     from services.decode.spent import Spent
 
@@ -190,18 +190,19 @@ def _layers(
     with torch.inference_mode():
         for round_ in range(setting.rounds + 1):
             for number, remote in kinds.items():
-                step = remote.begin(batch, Deadline.after(CALL_S), Spent())
+                step = remote.begin(batch, CALL_S, Spent())
                 for layer in range(layout.layers):
                     step.spent = Spent()
                     new = NewRows(layer, Queries(plain=q), k, v)
                     began_s = time.monotonic()
-                    partials = remote.collect(step, remote.ask(step, new), new)
-                    batch.gather(partials, q)
+                    remote.collect(step, remote.ask(step, new), new)
                     seconds = time.monotonic() - began_s
+                    remote.settle(step)
                     for error in step.lost.values():
                         raise error
                     if round_:
                         taken[number].append(_Taken(seconds, step.spent.pool_s, batch.mini_batches))
+                remote.end(step)
                 for sequence in sequences:
                     sequence.append(1)
                 batch.step()

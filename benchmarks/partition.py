@@ -208,7 +208,7 @@ async def _placed(layout: Layout, holder: Creditor, lengths: Sequence[int]) -> _
     import torch
 
     from kvcommons.attention.memory import TORCH_DTYPES
-    from kvcommons.holder.client import AttendPart, attend_request
+    from kvcommons.holder.attend_call import AttendPart, attend_request
 
     content = bytes(byte & 0x3F for byte in os.urandom(layout.object_bytes))  # small numbers, none is NaN
     refs, parts = [], []

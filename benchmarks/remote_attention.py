@@ -223,7 +223,7 @@ def _one_layer(
     import torch
 
     from kvcommons.attention.partial import attend_batch
-    from kvcommons.holder.client import AttendPart
+    from kvcommons.holder.attend_call import AttendPart
     from kvcommons.holder.segments import SegmentRef
     from kvcommons.transport.deadline import Deadline
 

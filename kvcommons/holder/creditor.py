@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 from kvcommons.attention.partial import Partial
-from kvcommons.holder.client import AttendPart
+from kvcommons.holder.ask import Recipient
+from kvcommons.holder.attend_call import AttendPart
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import data_pb2
 from kvcommons.transport.deadline import Deadline
@@ -113,3 +114,7 @@ class Creditor(Protocol):
         appended: Sequence[Tensor],
         deadline: Deadline,
     ) -> PendingAttention: ...
+
+    def recipients(self, wording: data_pb2.AttendLayer) -> Sequence[Recipient]:
+        """Who would be asked for such a partial, and in which words: for asking.py. None: only
+        begin_attend goes. Raises StaleEpoch."""

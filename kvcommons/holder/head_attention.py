@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvcommons.attention.partial import Partial
-from kvcommons.holder.client import AttendPart, PendingPartial
+from kvcommons.holder.attend_call import AttendPart, PendingPartial
 from kvcommons.pb import data_pb2
 from kvcommons.rblock.heads import HeadPart
 from kvcommons.rblock.layout import Layout

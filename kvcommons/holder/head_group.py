@@ -19,7 +19,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import Tensor
 
 from kvcommons.errors import CapacityExhausted, KVCommonsError, StaleEpoch, UnsupportedParameter
-from kvcommons.holder.client import AttendPart, RemoteHolder, attend_request
+from kvcommons.holder.ask import Recipient
+from kvcommons.holder.attend_call import AttendPart, attend_request
+from kvcommons.holder.client import RemoteHolder
 from kvcommons.holder.head_attention import PendingHeads, begin_heads
 from kvcommons.holder.head_store import WholeStore
 from kvcommons.holder.segments import SegmentRef
@@ -289,6 +291,15 @@ class HeadGroup:
         asks = [part.begin_attend for part in self._parts]
         wordings = self._worded(parts)
         return begin_heads(self._layout, self._shares, asks, layer, wordings, q, appended, deadline)
+
+    def recipients(self, wording: data_pb2.AttendLayer) -> list[Recipient]:
+        """Each part, for its heads."""
+        whole = self._layout
+        return [
+            replace(one, query_heads=share.query_heads(whole), kv_heads=share.kv_heads(whole))
+            for part, share, own in zip(self._parts, self._shares, self._worded(wording), strict=True)
+            for one in part.recipients(own)
+        ]
 
     def _worded(self, parts: Sequence[AttendPart] | data_pb2.AttendLayer) -> list[data_pb2.AttendLayer]:
         """What each part is asked for: the same for all layers of an iteration, which has one wording. A

@@ -108,7 +108,11 @@ class Connection(Protocol):
 
     def bare(self) -> Bare | None:
         """Where frames are what its socket carries, and nothing of one has been taken from there. Whoever has
-        it leaves whole frames behind, or closes the connection."""
+        it leaves whole frames behind, hands what it took to `unreceive`, or closes the connection."""
+        ...
+
+    def unreceive(self, received: Buffer) -> None:
+        """What was taken from its socket since a frame's beginning, and is to be received from here."""
         ...
 
     def abort(self) -> None:

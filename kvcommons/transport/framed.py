@@ -139,6 +139,9 @@ class FramedConnection:
     def bare(self) -> Bare | None:
         return None if self._ahead or self.unread_bytes else self._stream.bare()
 
+    def unreceive(self, received: Buffer) -> None:
+        self._ahead = memoryview(received)
+
     def abort(self) -> None:
         self._stream.abort()
 

@@ -108,7 +108,7 @@ class SocketStream:
             raise self.waited(why)
 
     def gone(self, error: OSError) -> Unavailable:
-        return Unavailable(f"{self.peer} went away: {error.strerror or error}")
+        return gone(self.peer, error)
 
     def abort(self) -> None:
         with self._closing:
@@ -122,9 +122,16 @@ class SocketStream:
             self.sock.close()
 
     def waited(self, why: str) -> DeadlineExceeded:
-        return DeadlineExceeded(
-            f"waited {why} {self.peer} until the deadline: it is slow, paused or unreachable"
-        )
+        return waited(self.peer, why)
+
+
+def gone(peer: str, error: OSError) -> Unavailable:
+    return Unavailable(f"{peer} went away: {error.strerror or error}")
+
+
+def waited(peer: str, why: str) -> DeadlineExceeded:
+    """`why`: for whom, before the peer's name."""
+    return DeadlineExceeded(f"waited {why} {peer} until the deadline: it is slow, paused or unreachable")
 
 
 class SocketListener:

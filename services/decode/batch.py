@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,6 +17,9 @@ from torch import Tensor
 from kvcommons.attention.partial import Partial, merge
 from kvcommons.holder.creditor import Creditor
 from services.decode.sequence import LocalRun, RemoteRun, Sequence
+
+if TYPE_CHECKING:
+    from services.decode.messages import Messages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -27,7 +31,7 @@ class Group:
     whole: bool = False  # the partials are the batch's rows as they are
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Queries:
     """An iteration's, [B, H, D]: for the keys behind a truncated sequence's head, and `shifted` for the
     head's own (None where no sequence has such a head)."""
@@ -110,11 +114,13 @@ class Batch:
     has_heads: bool = field(init=False)
     _tails: Tensor = field(init=False)  # parts that take new tokens
     append_rows: Tensor = field(init=False)  # and their rows
-    _apart: bool = field(init=False)  # each row's KV lies on one holder
+    apart: bool = field(init=False)  # each row's KV lies on one holder
     # And each share's rows are neighbours: shares' groups, and the order that makes their rows the batch's.
     _in_order: list[list[Group]] | None = field(init=False)
     _row_order: list[int] = field(init=False)
     mini_batches: int = field(init=False, default=1)
+    steps: int = field(init=False, default=0)  # since it was built
+    messages: Messages | None = field(init=False, default=None)  # of these shares, kept by who sends them
 
     def __post_init__(self) -> None:
         parts = [
@@ -144,13 +150,14 @@ class Batch:
         self.part_heads = self._longs(
             [part for part, (row, run, _) in enumerate(parts) if self.sequences[row].in_head(run)]
         )
-        self._apart = all(len(sequence.runs) == 1 for sequence in self.sequences)
+        self.apart = all(len(sequence.runs) == 1 for sequence in self.sequences)
         self._share_out(1)
         self.plain = not self.shares and len(parts) == len(self.sequences)
         self.part_groups = [] if self.plain else self._groups([row for row, _, _ in parts])
 
     def step(self) -> None:
         """To the next iteration of the same composition: each sequence has one token more."""
+        self.steps += 1
         self.tokens = self._longs([sequence.tokens[-1] for sequence in self.sequences])
         self.positions += 1
         self.lengths[self._tails] += 1
@@ -172,7 +179,7 @@ class Batch:
         empty (lse -inf) where it has none, and the layers are merged exactly. `like` is the query [B, H,
         D]."""
         layers = []
-        if self._apart and contributions:
+        if self.apart and contributions:
             return self._beside(contributions, like)
         for groups, partial in contributions:
             for group in groups:

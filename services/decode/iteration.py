@@ -13,10 +13,10 @@ from kvcommons.engine.core import Core
 from kvcommons.errors import KVCommonsError
 from kvcommons.model.slices import State
 from kvcommons.pb import common_pb2 as pb
-from kvcommons.transport.deadline import Deadline
 from services.decode.batch import Batch, Queries
+from services.decode.messages import NewRows
 from services.decode.placement.auto import Rates
-from services.decode.remote import NewRows, RemoteAttention
+from services.decode.remote import RemoteAttention
 from services.decode.replica import Here, Slices
 from services.decode.spent import Spent
 
@@ -40,11 +40,10 @@ class Iteration:
         self._remote = remote
         self.batch = batch
         self._slices = slices or Here(core.model)
-        self._attend_deadline_s = attend_deadline_s
         self.spent = Spent()
-        self._remote_step = remote.begin(batch, Deadline.after(attend_deadline_s), self.spent)
-        self._plans: dict[int | None, BatchPlan] = {}
         self._rows = core.memory.rows_of(batch.slots())
+        self._remote_step = remote.begin(batch, attend_deadline_s, self.spent, (core.memory, self._rows))
+        self._plans: dict[int | None, BatchPlan] = {}
         self._all_append = len(batch.append_rows) == len(batch.sequences)
         self._head_rotation = core.model.rotation(batch.positions) if batch.has_heads else None
         self._rates = rates
@@ -56,16 +55,22 @@ class Iteration:
     def run(self) -> list[pb.SampledToken]:
         """A sampled token for each row, lost ones included."""
         started = time.monotonic()
+        try:
+            tokens = self._run()
+        finally:
+            self._remote.end(self._remote_step)
+        self._observe()
+        self.spent.seconds = time.monotonic() - started
+        return tokens
+
+    def _run(self) -> list[pb.SampledToken]:
         slices, spent, batch = self._slices, self.spent, self.batch
         state = slices.begin(spent, batch.tokens, batch.positions + batch.dropped)
         last = self._core.layout.layers - 1
         for layer in range(last):
             state = slices.advance(spent, layer, state, self._attend(layer, state))
         sampling = [sequence.sampling_row() for sequence in batch.sequences]
-        tokens = slices.end(spent, state, self._attend(last, state), sampling)
-        self._observe()
-        self.spent.seconds = time.monotonic() - started
-        return tokens
+        return slices.end(spent, state, self._attend(last, state), sampling)
 
     def _attend(self, layer: int, state: State) -> Tensor:
         """[B, H, D] float32: other holders are asked first, and answer while the local part is computed."""
@@ -77,27 +82,26 @@ class Iteration:
         if batch.plain:
             self._write(layer, state)
             return self._attend_here(layer, state.q).out
-        step.deadline = Deadline.after(self._attend_deadline_s)
         new = NewRows(layer, queries, state.k, state.v)
         asked = self._remote.ask(step, new)
         try:
-            self._write(layer, state)
-            contributions = []
+            if step.asks is None:
+                self._write(layer, state)
+            here = None
             if len(batch.part_rows):
                 whole = batch.part_groups[0].whole and not len(batch.part_heads)
                 q = state.q if whole else queries.of(batch.part_rows, batch.part_heads)
-                contributions.append((batch.part_groups, self._attend_here(layer, q)))
-            contributions += self._remote.collect(step, asked, new)
+                here = self._attend_here(layer, q, step.here)
+            return self._remote.collect(step, asked, new, here).out
         except BaseException:
             self._remote.cancel(asked)
             raise
-        return batch.gather(contributions, state.q).out
 
-    def _attend_here(self, layer: int, q: Tensor) -> Partial:
-        """q [parts, H, D]."""
+    def _attend_here(self, layer: int, q: Tensor, into: Partial | None = None) -> Partial:
+        """q [parts, H, D]; `into` as BatchPlan has it."""
         core, began_s = self._core, time.monotonic()
         plan = self._plan(core.model.window(layer))
-        partial = plan.attend(q, core.memory.layer(layer), core.model.scale)
+        partial = plan.attend(q, core.memory.layer(layer), core.model.scale, into)
         self.spent.here_s += time.monotonic() - began_s
         return partial
 

@@ -43,6 +43,11 @@ class DecodeMetrics:
             "Slices between decode instances: for others, by others, and here in place of others.",
             ["whose"], registry=registry,
         )  # fmt: skip
+        self._native_layers = Counter(
+            "kvcommons_native_layers_total",
+            "Layers of iterations whose holders were asked without the interpreter.",
+            registry=registry,
+        )
         self._peers = Gauge(
             "kvcommons_replica_peers", "Other instances that slices of this one's batches may go to.",
             registry=registry,
@@ -62,6 +67,7 @@ class DecodeMetrics:
             self._parts.labels(part).inc(seconds)
         self._batch.observe(batch)
         self._tokens.inc(batch)
+        self._native_layers.inc(spent.native_layers)
         self._slices.labels("by_peers").inc(spent.away)
         self._slices.labels("instead_of_peers").inc(spent.stood_in)
 

@@ -14,87 +14,31 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kvcommons.attention.memory import TORCH_DTYPES
+from kvcommons.attention.memory import BlockMemory
 from kvcommons.attention.partial import Partial
 from kvcommons.errors import DataLoss, DeadlineExceeded, KVCommonsError, Unavailable
+from kvcommons.holder import asking
 from kvcommons.holder.budget import AttentionBudget
-from kvcommons.holder.client import AttendPart, attend_request
-from kvcommons.holder.creditor import Creditor, PendingAttention
+from kvcommons.holder.creditor import PendingAttention
 from kvcommons.rblock.layout import Layout
 from kvcommons.transport.deadline import Deadline
-from services.decode.batch import Batch, Group, HolderShare, Queries, RemoteSegment
+from services.decode.batch import Batch, Group, HolderShare, RemoteSegment
+from services.decode.messages import Message, Messages, NewRows
 from services.decode.mini_batches import Exchange, MiniBatches
 from services.decode.placement.auto import Rates
 from services.decode.spent import Spent
+from services.decode.told import Answer, Told
 
 log = logging.getLogger(__name__)
-
-_WAITED_S = 50e-6
-_NOTHING = Exchange(rows=0, asked_bytes=0, answered_bytes=0, read_bytes=0)
-
-
-@dataclass(frozen=True, slots=True)
-class NewRows:
-    """What a layer sends to holders: queries, and the new tokens' K and V, [B, kv_heads, D] each."""
-
-    layer: int
-    q: Queries
-    k: Tensor
-    v: Tensor
-
-
-class _Message:
-    """To one holder, layer by layer of an iteration: the same request, and memory for what changes."""
-
-    def __init__(self, batch: Batch, share: HolderShare, layout: Layout) -> None:
-        self.share = share
-        parts = [_describe(batch, segment) for segment in share.segments]
-        self.request = attend_request(parts)
-        self.queries = torch.empty((len(share.rows), layout.query_heads, layout.head_dim))
-        shape = (len(share.append_rows), 2, layout.kv_heads, 1, layout.head_dim)
-        new = torch.empty(shape, dtype=TORCH_DTYPES[layout.kv_dtype])
-        self.appended = [new] if len(share.append_rows) else []
-        self._k, self._v = new[:, 0, :, 0], new[:, 1, :, 0]
-        self._whole = share.groups[0].whole and not len(share.heads)
-        self.exchange = Exchange(
-            rows=len(share.rows),
-            asked_bytes=self.queries.nbytes + new.nbytes,
-            answered_bytes=self.queries.nbytes + self.queries.nbytes // layout.head_dim,
-            read_bytes=sum(part.length for part in parts) * layout.object_bytes // layout.block_tokens,
-        )
-
-    def fill(self, new: NewRows) -> None:
-        share = self.share
-        if share.span is not None:
-            self.queries.copy_(new.q.plain[share.span])
-            self._k.copy_(new.k[share.span])
-            self._v.copy_(new.v[share.span])
-            return
-        self.queries.copy_(new.q.plain if self._whole else new.q.of(share.rows, share.heads))
-        if self.appended:
-            self._k.copy_(new.k.index_select(0, share.append_rows))
-            self._v.copy_(new.v.index_select(0, share.append_rows))
 
 
 @dataclass(slots=True)
 class _Asked:
-    message: _Message
+    message: Message
     call: PendingAttention
     began_s: float
     alone: bool  # nothing else is asked of this holder in this layer
-
-
-@dataclass(slots=True)
-class _Told:
-    """By one holder in a layer, all of its mini-batches together."""
-
-    waited_s: float = 0.0
-    answered: bool = True
-    computed_s: float = 0.0
-    queued_s: float = 0.0
-    read_bytes: int = 0
-    began_s: float = 0.0  # to ask for the first
-    last_s: float | None = None  # when the last answer came; None: before it was waited for
+    waited_s: float = 0.0  # for it, so far
 
 
 @dataclass(slots=True)
@@ -103,10 +47,16 @@ class RemoteStep:
     incomplete."""
 
     batch: Batch
-    deadline: Deadline
     spent: Spent
-    messages: list[_Message]
+    messages: list[Message]
     largest: Exchange  # of a holder's, all of its messages together
+    deadline_s: float  # of a layer
+    deadline: Deadline
+    here: Partial | None = None  # where this instance's own partials go, if it matters
+    # The messages without the interpreter; None: in Python, from here to the iteration's end. What has `left`
+    # has connections to give back.
+    asks: asking.Asks | None = None
+    left: asking.Asks | None = None
     lost: dict[int, KVCommonsError] = field(default_factory=dict)
 
 
@@ -127,29 +77,46 @@ class RemoteAttention:
         self._device = device
         self._layout = layout
         self._mini_batches = MiniBatches(mini_batches)
-        self._rates = rates
+        self._told = Told(rates, self._mini_batches)
 
-    def begin(self, batch: Batch, deadline: Deadline, spent: Spent) -> RemoteStep:
-        """An iteration of the batch."""
-        messages = [_Message(batch, share, self._layout) for share in batch.shares]
-        largest = _largest(messages)
-        if messages:
+    def begin(
+        self,
+        batch: Batch,
+        deadline_s: float,
+        spent: Spent,
+        own: tuple[BlockMemory, Tensor] | None = None,
+    ) -> RemoteStep:
+        """An iteration of the batch, whose layers may wait so long each. `own`: where K and V of rows go
+        whose newest tokens lie here (BlockMemory.rows_of)."""
+        messages = self._messages(batch)
+        largest = messages.largest()
+        if messages.all:
             number = self._mini_batches.decide(largest, busy=len(batch.part_rows) > 0)
             if number != batch.mini_batches:
                 batch.divide(number)
-                messages = [_Message(batch, share, self._layout) for share in batch.shares]
-        return RemoteStep(batch, deadline, spent, messages, largest)
+                messages = self._messages(batch)
+        step = RemoteStep(batch, spent, messages.all, largest, deadline_s, Deadline.after(deadline_s))
+        if messages.all and asking.serves(self._layout, self._device):
+            places = None if own is None else (*own, batch.append_rows)
+            step.asks, step.here = messages.asks_for(batch, deadline_s, places), messages.here
+        return step
 
     def ask(self, step: RemoteStep, new: NewRows) -> list[_Asked]:
-        """Sends each holder its part."""
+        """Sends each holder its part. Without the interpreter (`step.asks`) it also writes what belongs here,
+        and nothing is left to cancel."""
+        asks = step.asks
+        if asks is not None and (asks.opened or self._open(step, asks)):
+            if asks.ask(new.layer, new.q.plain, new.k, new.v, new.q.shifted):
+                return []
+            return self._unsent(step, asks)
         asked: list[_Asked] = []
-        alone = step.batch.mini_batches == 1
         began_s = time.monotonic()
+        step.deadline = Deadline(began_s + step.deadline_s)
         if step.lost:
             step.messages = self._without_lost(step)
         for message in step.messages:
             try:
-                asked.append(self._send(step, message, new, alone=alone))
+                asked.append(self._send(step, message, new, alone=step.batch.mini_batches == 1))
             except KVCommonsError as error:
                 self._lose(step, message.share.segments, error)
             except BaseException:
@@ -164,38 +131,123 @@ class RemoteAttention:
             item.call.cancel()
 
     def collect(
-        self, step: RemoteStep, asked: list[_Asked], new: NewRows
-    ) -> list[tuple[list[Group], Partial]]:
-        """The holders' partials, as contributions for Batch.gather."""
-        partials: list[tuple[list[Group], Partial]] = []
-        told: dict[Creditor, _Told] = {}
+        self, step: RemoteStep, asked: list[_Asked], new: NewRows, here: Partial | None = None
+    ) -> Partial:
+        """The layer's attention [B, H, D]: the holders' partials, merged with this instance's own, of
+        `batch.part_groups`."""
         began_s = time.monotonic()
+        if step.asks is not None:
+            with self._budget.waiting():
+                received = step.asks.receive()
+            if received:
+                return step.asks.whole
+            asked = self._unreceived(step, step.asks)
+        contributions: list[tuple[list[Group], Partial]] = []
+        answers: list[Answer] = []
         with self._budget.waiting():
             for item in asked:
                 share = item.message.share
                 try:
-                    partials.append((share.groups, self._receive(item, told)))
+                    contributions.append((share.groups, self._receive(item, answers)))
                 except (Unavailable, DeadlineExceeded) as error:
                     self._lose(step, share.segments, error)
                 except KVCommonsError as error:
                     if len(share.segments) == 1:
                         self._lose(step, share.segments, error)
                     else:
-                        partials += self._one_by_one(step, share, new, told)
+                        contributions += self._one_by_one(step, share, new, answers)
         now_s = time.monotonic()
-        waited = now_s - began_s > _WAITED_S and not len(step.batch.part_rows)
-        if asked and waited and not step.lost:
-            self._mini_batches.took(step.largest, step.batch.mini_batches, now_s - asked[0].began_s)
-        for holder, one in told.items():
-            holder.waited(one.waited_s, one.answered)
-            if one.last_s is not None and not step.lost:
-                self._rates.attended_there(one.read_bytes, one.last_s - one.began_s)
-        slowest = max(told.values(), key=_computed_s, default=_Told())
-        step.spent.waited(now_s - began_s, computed_s=slowest.computed_s, queued_s=slowest.queued_s)
-        return partials
+        self._tell(step, answers, now_s - began_s, now_s)
+        self._release(step)
+        own = [] if here is None else [(step.batch.part_groups, here)]
+        return step.batch.gather(own + contributions, new.q.plain)
+
+    def settle(self, step: RemoteStep) -> None:
+        """Tells what was measured so far. What layers without the interpreter took waits for this."""
+        if step.asks is None:
+            return
+        for turn in step.asks.take_turns():
+            step.spent.network_s += turn.asked_s - turn.asks_s
+            step.spent.native_layers += 1
+            answers = [
+                Answer(
+                    message=message,
+                    began_s=told.began_s,
+                    waited_s=told.came_s - told.waits_s,
+                    came_s=told.came_s,
+                    queued_s=told.queued_us / 1e6,
+                    computed_s=told.computed_us / 1e6,
+                    alone=step.batch.mini_batches == 1,
+                )
+                for message, told in zip(step.messages, turn.told, strict=True)
+            ]
+            self._tell(step, answers, turn.came_s - turn.waits_s, turn.came_s)
+
+    def end(self, step: RemoteStep) -> None:
+        """Of the iteration, whether it went well or not: no connection is held any more."""
+        self.settle(step)
+        step.left, step.asks = step.left or step.asks, None
+        self._release(step)
+
+    def _messages(self, batch: Batch) -> Messages:
+        if batch.messages is None or not batch.messages.fit(batch):
+            batch.messages = Messages(batch, self._layout)
+        batch.messages.advance(batch)
+        return batch.messages
+
+    def _open(self, step: RemoteStep, asks: asking.Asks) -> bool:
+        """Whether all messages can be sent without the interpreter, from the iteration's first layer on."""
+        failed = asks.open(Deadline.after(step.deadline_s))
+        if failed is None and step.batch.messages is not None:
+            step.batch.messages.able = False
+        for number, error in (failed or {}).items():
+            self._lose(step, step.messages[number].share.segments, error)
+        if failed == {}:
+            return True
+        step.left, step.asks = asks, None
+        self._release(step)
+        return False
+
+    def _unsent(self, step: RemoteStep, asks: asking.Asks) -> list[_Asked]:
+        """What was sent, where something was not; the rest of the iteration is Python's."""
+        step.spent.network_s += asks.asking_s
+        asked = []
+        for message, call in self._leave(step, asks):
+            try:
+                call.check_sent()
+                asked.append(_Asked(message, call, call.told.began_s, step.batch.mini_batches == 1))
+            except KVCommonsError as error:
+                self._lose(step, message.share.segments, error)
+        return asked
+
+    def _unreceived(self, step: RemoteStep, asks: asking.Asks) -> list[_Asked]:
+        """All messages, where one was not answered, or with an error; those before it have their answers."""
+        asked = []
+        for message, call in self._leave(step, asks):
+            told, alone = call.told, step.batch.mini_batches == 1
+            asked.append(_Asked(message, call, told.began_s, alone, max(told.came_s - told.waits_s, 0.0)))
+        return asked
+
+    def _leave(self, step: RemoteStep, asks: asking.Asks) -> list[tuple[Message, asking.Call]]:
+        """The layer's messages; what is not answered yet is Python's, and so are the layers to come."""
+        step.deadline = asks.deadline
+        calls = [(message, asks.call(number)) for number, message in enumerate(step.messages)]
+        self.settle(step)
+        step.left, step.asks = asks, None
+        return calls
+
+    def _release(self, step: RemoteStep) -> None:
+        if step.left is not None:
+            step.left.end()
+            step.left = None
+
+    def _tell(self, step: RemoteStep, answers: list[Answer], blocked_s: float, came_s: float) -> None:
+        whole = None if step.lost else (step.largest, step.batch.mini_batches)
+        busy = len(step.batch.part_rows) > 0
+        self._told.layer(step.spent, answers, blocked_s, came_s, whole=whole, busy=busy)
 
     def _one_by_one(
-        self, step: RemoteStep, share: HolderShare, new: NewRows, told: dict[Creditor, _Told]
+        self, step: RemoteStep, share: HolderShare, new: NewRows, answers: list[Answer]
     ) -> list[tuple[list[Group], Partial]]:
         """The holder is well but refuses something: only the sequences whose segment is at fault are lost.
 
@@ -205,14 +257,14 @@ class RemoteAttention:
         for segment in share.segments:
             single = step.batch.share(share.holder, [segment])
             try:
-                message = _Message(step.batch, single, self._layout)
+                message = Message(step.batch, single, self._layout)
                 again = self._send(step, message, new, alone=False)
-                partials.append((single.groups, self._receive(again, told)))
+                partials.append((single.groups, self._receive(again, answers)))
             except KVCommonsError as error:
                 self._lose(step, [segment], error)
         return partials
 
-    def _without_lost(self, step: RemoteStep) -> list[_Message]:
+    def _without_lost(self, step: RemoteStep) -> list[Message]:
         """What is left to ask for, where rows were lost in a layer before."""
         left = []
         for message in step.messages:
@@ -221,42 +273,37 @@ class RemoteAttention:
             if len(segments) == len(share.segments):
                 left.append(message)
             elif segments:
-                left.append(_Message(step.batch, step.batch.share(share.holder, segments), self._layout))
+                left.append(Message(step.batch, step.batch.share(share.holder, segments), self._layout))
         return left
 
-    def _send(self, step: RemoteStep, message: _Message, new: NewRows, *, alone: bool) -> _Asked:
+    def _send(self, step: RemoteStep, message: Message, new: NewRows, *, alone: bool) -> _Asked:
         began_s = time.monotonic()
-        message.fill(new)
-        call = message.share.holder.begin_attend(
-            new.layer, message.request, message.queries, message.appended, step.deadline
-        )
+        queries, appended = message.fill(new)
+        call = message.share.holder.begin_attend(new.layer, message.request, queries, appended, step.deadline)
         return _Asked(message, call, began_s, alone)
 
-    def _receive(self, asked: _Asked, told: dict[Creditor, _Told]) -> Partial:
-        holder, exchange = asked.message.share.holder, asked.message.exchange
+    def _receive(self, asked: _Asked, answers: list[Answer]) -> Partial:
         waits_s = time.monotonic()
         try:
             partial, reply = asked.call.finish_told()
         except DeadlineExceeded:
-            known = told.setdefault(holder, _Told())
-            known.waited_s += time.monotonic() - waits_s
-            known.answered = False
+            now_s = time.monotonic()
+            waited_s = asked.waited_s + now_s - waits_s
+            answers.append(Answer(asked.message, asked.began_s, waited_s, now_s, answered=False))
             raise
         now_s = time.monotonic()
-        known = told.setdefault(holder, _Told())
-        known.waited_s += now_s - waits_s
-        computed_s, queued_s = reply.computed_us / 1e6, reply.queued_us / 1e6
-        if not known.computed_s:  # those behind it have queued for it
-            known.queued_s = queued_s
-        known.computed_s += computed_s
-        known.began_s = known.began_s or asked.began_s
-        known.read_bytes += exchange.read_bytes
-        # An answer that was there before it was waited for took nobody knows how long.
-        waited = now_s - waits_s > _WAITED_S
-        known.last_s = now_s if waited else None
-        if waited and asked.alone:  # one of several took some of the others' time, too
-            network_s = max(now_s - asked.began_s - computed_s - queued_s, 0.0)
-            self._mini_batches.observe(exchange, network_s=network_s, computed_s=computed_s)
+        waited_s = asked.waited_s + now_s - waits_s
+        answers.append(
+            Answer(
+                message=asked.message,
+                began_s=asked.began_s,
+                waited_s=waited_s,
+                came_s=now_s,
+                queued_s=reply.queued_us / 1e6,
+                computed_s=reply.computed_us / 1e6,
+                alone=asked.alone,
+            )
+        )
         if self._device.type != "cpu":
             partial = Partial(out=partial.out.to(self._device), lse=partial.lse.to(self._device))
         return partial
@@ -275,29 +322,3 @@ class RemoteAttention:
                 "reason": error.message,
             },
         )
-
-
-def _describe(batch: Batch, segment: RemoteSegment) -> AttendPart:
-    sequence, run, size = batch.sequences[segment.row], segment.run, batch.block_tokens
-    length = len(sequence.tokens) - run.first_block * size if segment.tail else run.count * size
-    return AttendPart(
-        ref=run.ref,
-        rows=1,
-        first_position=sequence.kv_tokens,
-        append=segment.tail,
-        length=length,
-        first_block=run.segment_block,
-    )
-
-
-def _largest(messages: Iterable[_Message]) -> Exchange:
-    """Of all holders', each with all of its mini-batches."""
-    whole: dict[Creditor, Exchange] = {}
-    for message in messages:
-        holder = message.share.holder
-        whole[holder] = message.exchange.beside(whole.get(holder))
-    return max(whole.values(), key=lambda exchange: exchange.read_bytes, default=_NOTHING)
-
-
-def _computed_s(told: _Told) -> float:
-    return told.computed_s

@@ -17,7 +17,7 @@ from torch import Tensor
 from kvcommons.attention.partial import Partial, merge
 from kvcommons.engine.core import Core
 from kvcommons.errors import KVCommonsError, Unavailable
-from kvcommons.holder.client import AttendPart, begin_attend
+from kvcommons.holder.attend_call import AttendPart, begin_attend
 from kvcommons.holder.creditor import PendingAttention
 from kvcommons.holder.head_attention import begin_heads
 from kvcommons.holder.segments import SegmentRef

@@ -34,6 +34,7 @@ from kvcommons.rblock.heads import HeadPart
 from kvcommons.rblock.layout import Layout
 from kvcommons.rpc.server import RpcServer
 from kvcommons.telemetry.telemetry import Telemetry
+from kvcommons.transport.base import Observer
 from kvcommons.transport.deadline import Deadline
 from kvcommons.transport.server import DataServer
 
@@ -76,16 +77,23 @@ class Served:
     data: str
     model: bytes
     holder: Holder | None = None  # of an embedded one
+    again: Callable[[], None] = lambda: None  # of an embedded one: its data plane stops, and starts anew
 
     @asynccontextmanager
     async def debtor(
-        self, owner: str = "debtor-1", *, lease_s: float = 10.0, lost: list[SegmentRef] | None = None
+        self,
+        owner: str = "debtor-1",
+        *,
+        lease_s: float = 10.0,
+        lost: list[SegmentRef] | None = None,
+        observer: Observer | None = None,
     ) -> AsyncIterator[RemoteHolder]:
         """A client; what it still has at the end is released."""
         gone = [] if lost is None else lost
         client = RemoteHolder(
-            self.control, self.data, owner=owner, model=self.model, lost=gone.extend, lease_s=lease_s
-        )
+            self.control, self.data, owner=owner, model=self.model, lost=gone.extend, lease_s=lease_s,
+            observer=observer,
+        )  # fmt: skip
         client.start()
         try:
             yield client
@@ -113,14 +121,17 @@ async def embedded(
     corrupt: list[CorruptObject] | None = None,
     on_start: StartHook | None = None,
     part: HeadPart | None = None,
+    layout: Layout = LAYOUT,
+    blocks: int = BLOCKS,
+    data: str = "tcp:127.0.0.1:0",
 ) -> AsyncIterator[Served]:
     """A holder in this process, its data plane on TCP; `part`: of the KV heads, None is all of them."""
     identity = part.model(FINGERPRINT) if part is not None else FINGERPRINT
-    memory = BlockMemory(part.layout(LAYOUT) if part is not None else LAYOUT, BLOCKS)
+    memory = BlockMemory(part.layout(layout) if part is not None else layout, blocks)
     memory.tensor.fill_(float("nan"))  # what was never written must never count
     model = HeldModel(fingerprint=identity, scale=SCALE, windows=windows)
     holder = Holder(
-        memory, BlockAllocator(BLOCKS), model, instance_id="holder-1", lend_blocks_max=lend_blocks_max
+        memory, BlockAllocator(blocks), model, instance_id="holder-1", lend_blocks_max=lend_blocks_max
     )
     loader = BlockLoader(([] if corrupt is None else corrupt).append)
     saver = BlockSaver("holder-1", hold_s=1)
@@ -128,15 +139,22 @@ async def embedded(
     name = f"control-{part.number}" if part is not None else "control"
     server = RpcServer(f"unix:{folder}/{name}", Telemetry.off("decode"))
     server.add(holder_pb2_grpc.add_HolderServicer_to_server, service)
-    data_server = DataServer("tcp:127.0.0.1:0", HolderData(holder, on_start_sequence=on_start), name="holder")
-    data_server.start()
+    servers = [DataServer(data, HolderData(holder, on_start_sequence=on_start), name="holder")]
+    servers[0].start()
+
+    def again() -> None:
+        assert servers[0].stop(5)
+        servers[0] = DataServer(data, HolderData(holder, on_start_sequence=on_start), name="holder")
+        servers[0].start()
+
     await server.start()
     service.start()
     try:
-        yield Served(control=server.address, data=data_server.address, model=identity, holder=holder)
+        address = servers[0].address
+        yield Served(control=server.address, data=address, model=identity, holder=holder, again=again)
     finally:
         await server.drain(1)
-        assert await asyncio.to_thread(data_server.stop, 5)
+        assert await asyncio.to_thread(servers[0].stop, 5)
         await service.close()
         await asyncio.to_thread(loader.close)
         await asyncio.to_thread(saver.close, Deadline.after(1))

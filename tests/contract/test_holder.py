@@ -13,7 +13,8 @@ import torch
 
 from kvcommons.attention.partial import merge
 from kvcommons.errors import CapacityExhausted, InvalidInput, StaleEpoch, UnsupportedParameter
-from kvcommons.holder.client import AttendPart, RemoteHolder
+from kvcommons.holder.attend_call import AttendPart
+from kvcommons.holder.client import RemoteHolder
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import data_pb2 as pb
 from kvcommons.pb.common_pb2 import SampledToken

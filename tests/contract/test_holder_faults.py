@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from kvcommons.errors import CapacityExhausted, DeadlineExceeded, StaleEpoch, Unavailable
-from kvcommons.holder.client import AttendPart, RemoteHolder
+from kvcommons.holder.attend_call import AttendPart
+from kvcommons.holder.client import RemoteHolder
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import data_pb2 as pb
 from kvcommons.transport.base import Limits

@@ -15,7 +15,8 @@ import torch
 from kvcommons.attention.memory import BlockMemory
 from kvcommons.attention.partial import Partial, merge
 from kvcommons.errors import InvalidInput, StaleEpoch
-from kvcommons.holder.client import AttendPart, RemoteHolder
+from kvcommons.holder.attend_call import AttendPart
+from kvcommons.holder.client import RemoteHolder
 from kvcommons.holder.copying import copy_blocks
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.transport.deadline import Deadline

@@ -118,9 +118,8 @@ def _compiler(environ: Mapping[str, str]) -> str:
 def _build(compiler: str, folder: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="kvcommons-kernel-") as name:
         work = Path(name)
-        units = [
-            (name, SOURCES / f"{name}.cpp", list[str]()) for name in ("library", "slices_library", "serve")
-        ]
+        plain = ("library", "slices_library", "serve", "ask")
+        units = [(name, SOURCES / f"{name}.cpp", list[str]()) for name in plain]
         for source in ("kernel", "slices"):
             for variant in variants(platform.machine()):
                 units.append((f"{source}-{variant.name}", SOURCES / f"{source}.cpp", variant.flags))

@@ -11,6 +11,7 @@ import torch
 
 from kvcommons.attention.partial import Partial
 from kvcommons.engine.core import Core
+from kvcommons.holder.ask import Recipient
 from kvcommons.holder.budget import AttentionBudget
 from kvcommons.holder.creditor import Creditor
 from kvcommons.holder.segments import SegmentRef
@@ -20,8 +21,9 @@ from kvcommons.rblock.identity import IdentityChain
 from kvcommons.transport.deadline import Deadline
 from services.decode.batch import Batch, Queries
 from services.decode.iteration import Iteration
+from services.decode.messages import NewRows
 from services.decode.placement.auto import Rates
-from services.decode.remote import NewRows, RemoteAttention
+from services.decode.remote import RemoteAttention
 from services.decode.sequence import Generation, LocalRun, RemoteRun, Run, Sequence
 from services.decode.spent import Spent
 from tests.unit.decode.tiny import tiny_core
@@ -55,6 +57,9 @@ class Far:
 
     def waited(self, seconds: float, answered: bool) -> None:
         """Nobody asks."""
+
+    def recipients(self, wording: data_pb2.AttendLayer) -> list[Recipient]:
+        return []
 
     def begin_attend(
         self, layer: int, parts: object, q: torch.Tensor, appended: object, deadline: Deadline
@@ -122,7 +127,7 @@ def test_each_layer_tells_how_quick_a_holder_is(core: Core, mini_batches: int) -
     """All that it read for the layer, from the first message to the last answer, in one message or two."""
     rates, holders = Told(), [Far(), Far()]
     attention, rows = remote(core, rates, mini_batches), new_rows(core)
-    step = attention.begin(batch(holders), Deadline.after(5), Spent())
+    step = attention.begin(batch(holders), 5.0, Spent())
     for _ in range(LAYERS):
         attention.collect(step, attention.ask(step, rows), rows)
     assert [len(holder.calls) for holder in holders] == [LAYERS * mini_batches] * 2
@@ -136,7 +141,7 @@ def test_each_layer_tells_how_quick_a_holder_is(core: Core, mini_batches: int) -
 def test_what_was_asked_for_is_cancelled_where_asking_fails(core: Core) -> None:
     holder = Far(able=2)
     attention = remote(core, Rates(), 4)
-    step = attention.begin(batch([holder]), Deadline.after(5), Spent())
+    step = attention.begin(batch([holder]), 5.0, Spent())
     with pytest.raises(MemoryError):
         attention.ask(step, new_rows(core))
     assert [call.ended for call in holder.calls] == ["cancelled"] * 2
