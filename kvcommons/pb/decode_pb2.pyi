@@ -122,8 +122,11 @@ class Reserved(_message.Message):
 
     PLACEMENTS_FIELD_NUMBER: _builtins.int
     PUSH_FROM_BLOCK_FIELD_NUMBER: _builtins.int
+    CHANGE_FIELD_NUMBER: _builtins.int
     push_from_block: _builtins.int
     """prefill pushes blocks from this one on"""
+    change: _builtins.int
+    """the reservation's number: a Load whose `changes` is less does not count it yet"""
     @_builtins.property
     def placements(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Placement]: ...
     def __init__(
@@ -131,10 +134,11 @@ class Reserved(_message.Message):
         *,
         placements: _abc.Iterable[_common_pb2.Placement] | None = ...,
         push_from_block: _builtins.int = ...,
+        change: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["placements", b"placements", "push_from_block", b"push_from_block"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "placements", b"placements", "push_from_block", b"push_from_block"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -189,19 +193,23 @@ class Finished(_message.Message):
 
     REASON_FIELD_NUMBER: _builtins.int
     SAVED_BLOCKS_FIELD_NUMBER: _builtins.int
+    CHANGE_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
     """"stop" (a stop token, which is the last token streamed) or "length" """
     saved_blocks: _builtins.int
     """full blocks handed to the store"""
+    change: _builtins.int
+    """the end's number, as that of the reservation"""
     def __init__(
         self,
         *,
         reason: _builtins.str = ...,
         saved_blocks: _builtins.int = ...,
+        change: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "saved_blocks", b"saved_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "reason", b"reason", "saved_blocks", b"saved_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

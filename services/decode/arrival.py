@@ -74,6 +74,8 @@ class Arrival:
         self.fetch: asyncio.Task[None] | None = None
         self.loads: list[Load] = []  # of the fetch, to this instance
         self.opened_s = time.monotonic()
+        self.change = 0  # its reservation's number, of all changes here
+        self.end_change: int | None = None
 
 
 class Arrivals:
@@ -106,6 +108,7 @@ class Arrivals:
         self._by_key: dict[int, Arrival] = {}
         self._by_handle: dict[int, Arrival] = {}
         self._next_key = 1
+        self.changes = 0  # reservations and ends until now
 
     def __len__(self) -> int:
         return len(self._by_key)
@@ -144,6 +147,8 @@ class Arrivals:
         arrival = Arrival(sequence, ref, placements, push_from)
         arrival.gate = StartGate(push_from_block=push_from, fetching=push_from > found)
         self._by_key[key] = self._by_handle[ref.handle] = arrival
+        self.changes += 1
+        arrival.change = self.changes
         self._engine.add(sequence)
         self._expect(arrival)
         if push_from == found:
@@ -175,8 +180,16 @@ class Arrivals:
             raise Unavailable(f"no sequence waits for its prompt at segment {handle}")
         return present
 
+    def ended(self, arrival: Arrival) -> int:
+        """The sequence holds nothing any more, or will not in a moment: the number of that change."""
+        if arrival.end_change is None:
+            self.changes += 1
+            arrival.end_change = self.changes
+        return arrival.end_change
+
     def leave(self, arrival: Arrival) -> None:
         """The call is over, whatever became of it."""
+        self.ended(arrival)
         self._by_key.pop(arrival.sequence.key, None)
         self._close_gate(arrival)
         if arrival.fetch is not None:

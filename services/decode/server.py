@@ -63,11 +63,17 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         tokens, outcome = 0, "cancelled"
         try:
             yield pb.GenerateEvent(
-                reserved=pb.Reserved(placements=arrival.placements, push_from_block=arrival.push_from_block)
+                reserved=pb.Reserved(
+                    placements=arrival.placements,
+                    push_from_block=arrival.push_from_block,
+                    change=arrival.change,
+                )
             )
             async for event in arrival.stream.events():
                 tokens += len(event.tokens.tokens)
-                outcome = event.finished.reason or outcome
+                if event.HasField("finished"):
+                    outcome = event.finished.reason
+                    event.finished.change = self._arrivals.ended(arrival)
                 yield event
         except KVCommonsError as error:
             outcome = error.code

@@ -94,10 +94,12 @@ async def _serving(config: RouterConfig, process: Process) -> Serving:
         asks_distance=policy.asks_distance,
     )
     admission = Admission(queue, look_ahead)
+    dispatch = Dispatch(fleet)
     metrics = RouterMetrics(
         process.telemetry.registry,
         running=lambda: admission.running,
         waiting=lambda: admission.waiting,
+        room_waiting=lambda: dispatch.lines.waiting,
     )
     return Serving(
         config=config,
@@ -109,7 +111,7 @@ async def _serving(config: RouterConfig, process: Process) -> Serving:
         store=SessionStore(fleet),
         admission=admission,
         look_ahead=look_ahead,
-        dispatch=Dispatch(fleet),
+        dispatch=dispatch,
         metrics=metrics,
         tracer=process.telemetry.tracer,
         started_s=int(time.time()),
@@ -147,6 +149,7 @@ async def _watch(serving: Serving, rpc: RpcServer, heartbeat: Heartbeat) -> None
     """Keeps gRPC health at what /health says, and closes channels to instances that are gone."""
     pruned_s = time.monotonic()
     while True:
+        serving.dispatch.lines.look()
         for model in serving.fleet.models()[:1]:
             serving.metrics.requests(model.name)  # from here on /metrics has all of its families
         ready = health_of(serving)[1]

@@ -11,21 +11,25 @@ from typing import Any
 
 import grpc.aio
 
-from kvcommons.errors import METADATA_KEY, Internal, KVCommonsError, Unavailable
+from kvcommons.errors import METADATA_KEY, Internal, KVCommonsError, Overloaded, Unavailable
 from kvcommons.pb import common_pb2, decode_pb2, prefill_pb2
 from kvcommons.pb.common_pb2 import ModelInfo
 from kvcommons.rblock.identity import IdentityChain, reusable_blocks
 from services.router import events as ev
 from services.router.choice import Choice
-from services.router.fleet import Fleet
+from services.router.fleet import Fleet, blocks_of
+from services.router.line import Ticket
 from services.router.placement import Pair
 from services.router.replay import replay, stored_blocks
+from services.router.room_lines import RoomLines
+from services.router.rooms import Taken
 from services.router.truncation import Context
 
 log = logging.getLogger(__name__)
 
 _LINGER_S = 2.0
 _CALL_S_MIN = 0.001
+_MATCHED_S = 1.0  # after so long in the line more may be stored than there was
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,12 +64,16 @@ class Attempt:
         choice: Choice,
         block_ids: Sequence[bytes],
         fleet: Fleet,
+        lines: RoomLines,
+        ticket: Ticket,
         failed: Collection[str],
         hear: Callable[[ev.Event], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`block_ids`: of the full blocks of `choice.tokens`; `failed`: instances better avoided."""
+        """`block_ids`: of the full blocks of `choice.tokens`; `ticket`: the choice's, in `lines`; `failed`:
+        instances better avoided."""
         self.failed_ids: set[str] = set()  # instances on which this attempt failed
+        self.refused = False  # decode had no room; the ticket waits for the next attempt
         self._pair: Pair | None = None
         self._job = job
         self._number = choice.attempt
@@ -74,6 +82,8 @@ class Attempt:
         self._tokens = choice.tokens
         self._block_ids = block_ids[: reusable_blocks(len(self._tokens), job.model.block_tokens)]
         self._fleet = fleet.homed(job.home or (block_ids[0] if block_ids else job.turn_id.encode()))
+        self._lines = lines
+        self._ticket = ticket
         self._failed = failed
         self._hear = hear
         self._clock = clock
@@ -108,23 +118,15 @@ class Attempt:
     async def _decode(self) -> None:
         at = {"choice": self._choice.index, "attempt": self._number}
         try:
+            self._fleet.check(self._job.model, len(self._tokens))
             self._history = await self._match()
-            pair = self._fleet.place(
-                self._job.model, affinity=self._job.affinity, tokens=len(self._tokens), failed=self._failed
-            )
-            if pair is None:
-                raise Unavailable(
-                    f"no prefill and decode are ready for the model {self._job.model.name!r}; "
-                    "see `kvcommons status`",
-                    retry_after_ms=2000,
-                )
-            self._pair = pair
-            await self._make_history(pair)
-            with self._fleet.engaged(pair):
-                finished = await self._stream(pair, at)
-            if not finished:
-                raise Unavailable("decode ended its stream without a reason")
+            await self._make_history()
+            await self._take_turn(at)
         except KVCommonsError as error:
+            if isinstance(error, Overloaded) and self._pair is not None and not self._ticket.has_place:
+                self.refused = True
+                self._tell(ev.Refused(error=error, **at))
+                return
             if self._pair is not None:
                 self._blame(self._pair.decode.id, error)
             self._tell(ev.DecodeFailed(error=error, **at))
@@ -134,8 +136,39 @@ class Attempt:
                 ev.DecodeFailed(error=Internal("the router failed unexpectedly; its log says why"), **at)
             )
 
-    async def _stream(self, pair: Pair, at: dict[str, int]) -> bool:
+    async def _take_turn(self, at: dict[str, int]) -> None:
+        """Waits until there is room, and streams to the end."""
+        model, tokens = self._job.model, len(self._tokens)
+
+        def waits(error: KVCommonsError) -> None:
+            self._tell(ev.Waits(error=error, **at))
+
+        async with self._lines.turn(self._ticket, model, tokens, waits) as waited_s:
+            self._pair = pair = self._place()
+            with self._fleet.engaged(pair, blocks_of(model, tokens)) as taken:
+                if waited_s > _MATCHED_S:
+                    found = await self._match()
+                    if found.matched_blocks > self._history.matched_blocks:
+                        self._history = found
+                finished = await self._stream(pair, taken, at)
+        if not finished:
+            raise Unavailable("decode ended its stream without a reason")
+
+    def _place(self) -> Pair:
+        pair = self._fleet.place(
+            self._job.model, affinity=self._job.affinity, tokens=len(self._tokens), failed=self._failed
+        )
+        if pair is None:
+            raise Unavailable(
+                f"no prefill and decode are ready for the model {self._job.model.name!r}; "
+                "see `kvcommons status`",
+                retry_after_ms=2000,
+            )
+        return pair
+
+    async def _stream(self, pair: Pair, taken: Taken, at: dict[str, int]) -> bool:
         """Whether the stream came to its Finished."""
+        length = len(self._tokens)
         request = decode_pb2.GenerateRequest(
             request_id=self._id,
             session_id=self._job.session_id,
@@ -156,18 +189,27 @@ class Attempt:
             async for event in call:
                 match event.WhichOneof("event"):
                     case "tokens":
+                        length += len(event.tokens.tokens)
+                        self._fleet.rooms.grown(taken, blocks_of(self._job.model, length))
                         self._tell(ev.Tokens(tokens=tuple(event.tokens.tokens), **at))
                     case "reserved":
                         self._targets = event.reserved.placements
+                        self._reserved(taken, event.reserved)
                         self._tell(ev.Reserved(push_from_block=event.reserved.push_from_block, **at))
                     case "missing":
                         self._tell(ev.Missing(push_from_block=event.missing.push_from_block, **at))
                     case "finished":
+                        taken.finished = event.finished.change
                         self._tell(ev.Finished(reason=event.finished.reason, **at))
                         return True
         finally:
             call.cancel()
         return False
+
+    def _reserved(self, taken: Taken, reserved: decode_pb2.Reserved) -> None:
+        blocks = [placement.blocks for placement in reserved.placements]  # its own first
+        self._fleet.rooms.reserved(taken, change=reserved.change, here=sum(blocks[:1]), away=sum(blocks[1:]))
+        self._lines.placed(self._ticket, self._job.model)
 
     async def _prefill(self, push_from_block: int) -> None:
         at = {"choice": self._choice.index, "attempt": self._number}
@@ -223,11 +265,12 @@ class Attempt:
             control_address=store.control_address, data_address=store.data_address, matched_blocks=matched
         )
 
-    async def _make_history(self, pair: Pair) -> None:
+    async def _make_history(self) -> None:
         """Behind a truncation, what was computed before it can only be found, or made by a replay."""
         context = self._job.context
         if context is None or self._history.matched_blocks >= context.now.since_block:
             return
+        pair = self._place()
         template = prefill_pb2.PrefillRequest(
             request_id=self._id,
             session_id=self._job.session_id,

@@ -181,6 +181,12 @@ class Choice:
                 # What it has sent before is as good as what is sent later: the next attempt goes on after it.
                 actions = self._give_out(now_s)
                 return actions + self._failed(event.error, now_s) if self._runs else actions
+            case ev.Waits():
+                # A refusal of its own says more.
+                self.waits_for = self.waits_for if isinstance(self.waits_for, Overloaded) else event.error
+                return []
+            case ev.Refused():
+                return self._refused(event.error)
             case ev.RetryDue():
                 return self.start()
             case _:
@@ -329,8 +335,12 @@ class Choice:
         self._failures = 0
         self._strikes = 0
 
+    def _refused(self, error: KVCommonsError) -> list[ev.Action]:
+        """The next attempt waits in the line: that is no failure, and takes as long as the request may."""
+        self.waits_for = error
+        return self._again(0.0)
+
     def _failed(self, error: KVCommonsError, now_s: float) -> list[ev.Action]:
-        release = ev.Release(choice=self.index, attempt=self._attempt)
         self._stuck_s = now_s if self._stuck_s is None else self._stuck_s
         self._strikes += self._computing
         if not isinstance(error, DeadlineExceeded):  # which says nothing of why
@@ -340,15 +350,18 @@ class Choice:
         spent = stuck or self._strikes >= self._patience.strikes
         if spent or isinstance(error, _FINAL):
             self.error = error
-            return [release]
+            return [ev.Release(choice=self.index, attempt=self._attempt)]
         delay_s = 0.0
         if self._failures > 0 or full:
             delay_s = min(_RETRY_DELAY_S_MIN * 2.0**self._failures, _RETRY_DELAY_S_MAX)
-        self._waiting = True
         self._failures += 1
+        return self._again(delay_s)
+
+    def _again(self, delay_s: float) -> list[ev.Action]:
+        self._waiting = True
         self._heard_s = None
-        retry = ev.Retry(choice=self.index, attempt=self._attempt, delay_s=delay_s)
-        return [release, retry]
+        at = {"choice": self.index, "attempt": self._attempt}
+        return [ev.Release(**at), ev.Retry(**at, delay_s=delay_s)]
 
 
 def _joined(before: Piece, after: Piece) -> Piece:

@@ -6,12 +6,15 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
+from itertools import count
 
 from kvcommons.errors import DeadlineExceeded, KVCommonsError
 from kvcommons.rblock.identity import IdentityChain
 from services.router import events as ev
 from services.router.attempt import Attempt, JobContext
 from services.router.fleet import Fleet
+from services.router.line import Ticket
+from services.router.room_lines import RoomLines
 from services.router.turn import Turn
 
 _TICK_S = 1.0
@@ -21,8 +24,10 @@ _AVOID_S = 3.0
 
 class Dispatch:
     def __init__(self, fleet: Fleet, clock: Callable[[], float] = time.monotonic) -> None:
+        self.lines = RoomLines(fleet, clock)
         self._fleet = fleet
         self._clock = clock
+        self._requests = count()  # as they come
         self._lingering: set[asyncio.Task[None]] = set()
 
     async def run(
@@ -33,7 +38,7 @@ class Dispatch:
         `lost` says why the turn may not go on (its session's lease was lost). Close the generator to cancel
         the turn: both calls of each attempt end. Raises the turn's error, or DeadlineExceeded.
         """
-        run = _Run(turn, job, self._fleet, self._clock)
+        run = _Run(turn, job, self._fleet, self.lines, next(self._requests), self._clock)
         try:
             run.carry_out(turn.begin())
             while not turn.done:
@@ -61,10 +66,22 @@ class Dispatch:
 
 
 class _Run:
-    def __init__(self, turn: Turn, job: JobContext, fleet: Fleet, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        turn: Turn,
+        job: JobContext,
+        fleet: Fleet,
+        lines: RoomLines,
+        number: int,
+        clock: Callable[[], float],
+    ) -> None:
+        """`number`: of requests as they come, which is their order where they wait for room."""
         self._turn = turn
         self._job = job
         self._fleet = fleet
+        self._lines = lines
+        self._number = number
+        self._tickets: dict[int, Ticket] = {}  # of each choice
         self._clock = clock
         self._heard: list[ev.Event] = []
         self._wake = asyncio.Event()
@@ -130,6 +147,8 @@ class _Run:
         for attempt in self._attempts.values():
             attempt.close()
         self._attempts.clear()
+        for ticket in self._tickets.values():
+            self._lines.leave(ticket, self._job.model)
         lingering, self._lingering = self._lingering, []
         return lingering
 
@@ -141,12 +160,15 @@ class _Run:
             chain = self._chains[index] = self._job.chain()
         chain.extend(tokens[chain.tokens :])
         now_s = self._clock()
+        ticket = self._tickets.setdefault(index, Ticket(order=(self._number, index)))
         self._avoid = {instance: until for instance, until in self._avoid.items() if until > now_s}
         self._attempts[index] = Attempt(
             job=self._job,
             choice=choice,
             block_ids=chain.ids,
             fleet=self._fleet,
+            lines=self._lines,
+            ticket=ticket,
             failed=frozenset(self._avoid),
             hear=self._hear,
             clock=self._clock,
@@ -157,6 +179,9 @@ class _Run:
         if attempt is None:
             return
         attempt.close()
+        if not attempt.refused:
+            # Not used again: the attempt that had it may still be about to end.
+            self._lines.leave(self._tickets.pop(action.choice), self._job.model)
         until_s = self._clock() + _AVOID_S
         self._avoid.update(dict.fromkeys(attempt.failed_ids, until_s))
 

@@ -75,6 +75,20 @@ class DecodeFailed(Event):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Waits(Event):
+    """The attempt waits in the line for room; `error` is what to tell the client if its time runs out."""
+
+    error: KVCommonsError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refused(Event):
+    """Decode had no room. The choice keeps its place in the line, where the next attempt waits."""
+
+    error: KVCommonsError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RetryDue(Event):
     pass
 

@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Protocol
 
 import grpc.aio
 
-from kvcommons.errors import ContextLengthExceeded, Loading, ModelNotFound, StoreUnavailable
+from kvcommons.errors import ContextLengthExceeded, Loading, ModelNotFound, Overloaded, StoreUnavailable
 from kvcommons.pb.common_pb2 import ModelInfo
 from kvcommons.pb.decode_pb2_grpc import DecodeStub
 from kvcommons.pb.kvstore_pb2_grpc import BlocksStub, SessionsStub
 from kvcommons.pb.ledger_pb2 import Instance
 from kvcommons.pb.prefill_pb2_grpc import PrefillStub
 from kvcommons.shards import ShardView
-from services.router.placement import Pair, choose_pair, room_blocks, served_models
+from services.router.placement import Pair, choose_pair, of_model, room_blocks, served_models
+from services.router.rooms import Rooms, Taken
 from services.router.shards import home_of, shard_of
 
 if TYPE_CHECKING:
@@ -58,6 +59,7 @@ class Fleet:
         self._channels: dict[str, tuple[grpc.aio.Channel, float]] = {}  # and when it was used last
         self._known: dict[str, ModelInfo] = {}
         self._own: Counter[str] = Counter()
+        self.rooms = Rooms()
         self._home = b""  # the key whose home is `store`
         self._rooms: dict[bytes, tuple[int, float]] = {}  # the largest of late by model, and when it was seen
 
@@ -89,11 +91,22 @@ class Fleet:
         return served.get(name) or self._known[name]
 
     def place(self, model: ModelInfo, *, affinity: str, tokens: int, failed: Collection[str]) -> Pair | None:
-        """The pair to try next for a sequence of `tokens`, and one more.
+        """The pair to try next for a sequence of `tokens`, and one more. Raises what `check` does."""
+        self.check(model, tokens)
+        decodes = self.look()
+        return choose_pair(
+            prefills=self._view.instances("prefill"),
+            decodes=[self.rooms.now(instance) for instance in decodes],
+            model=model.fingerprint,
+            own=self._own,
+            affinity=affinity,
+            blocks=blocks_of(model, tokens),
+            failed=failed,
+        )
 
-        Raises ContextLengthExceeded for a sequence that has room nowhere, however long it waits.
-        """
-        blocks = -(-(tokens + 1) // model.block_tokens)
+    def check(self, model: ModelInfo, tokens: int) -> None:
+        """Raises ContextLengthExceeded for a sequence that has room nowhere, however long it waits."""
+        blocks = blocks_of(model, tokens)
         room = self._room(model.fingerprint)
         if room is not None and blocks > room:
             raise ContextLengthExceeded(
@@ -101,15 +114,18 @@ class Fleet:
                 "shorten the prompt, or raise capacity_tokens",
                 param="messages",
             )
-        return choose_pair(
-            prefills=self._view.instances("prefill"),
-            decodes=self._view.instances("decode"),
-            model=model.fingerprint,
-            own=self._own,
-            affinity=affinity,
-            blocks=blocks,
-            failed=failed,
-        )
+
+    def look(self) -> list[Instance]:
+        """Hears what the last heartbeats say; the decode instances. Call it when some have come."""
+        decodes = self._view.instances("decode")
+        self.rooms.hear(decodes, self._view.instances("attention_pool"))
+        return decodes
+
+    def room_now(self, model: ModelInfo) -> int | None:
+        """Blocks of the largest sequence that likely has room now; None where no decode is ready."""
+        decodes = of_model(self.look(), model.fingerprint)
+        pools = of_model(self._view.instances("attention_pool"), model.fingerprint)
+        return self.rooms.largest(decodes, pools)
 
     def _room(self, model: bytes) -> int | None:
         """Of late: None where nobody has said yet."""
@@ -180,13 +196,20 @@ class Fleet:
         return SessionsStub(self._channel(store.control_address))
 
     @contextmanager
-    def engaged(self, pair: Pair) -> Iterator[None]:
-        """Counts a choice as under way on both instances."""
+    def engaged(self, pair: Pair, blocks: int) -> Iterator[Taken]:
+        """Counts a choice as under way on both instances, and its blocks as taken: tell `rooms` of what
+        becomes of them."""
         ids = (pair.prefill.id, pair.decode.id)
         self._own.update(ids)
+        taken = self.rooms.take(pair.decode.id, blocks)
         try:
-            yield
+            yield taken
+        except Overloaded:
+            if taken.change is None:
+                self.rooms.refused(taken, blocks)
+            raise
         finally:
+            self.rooms.ended(taken)
             self._own.subtract(ids)
             for instance_id in ids:
                 if self._own[instance_id] <= 0:
@@ -217,3 +240,8 @@ class Fleet:
         channel = kept[0] if kept else self._open_channel(address)
         self._channels[address] = (channel, self._clock())
         return channel
+
+
+def blocks_of(model: ModelInfo, tokens: int) -> int:
+    """Of a sequence of `tokens`, and one more."""
+    return -(-(tokens + 1) // model.block_tokens)

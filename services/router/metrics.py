@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from kvcommons.telemetry.metrics import CALL_BUCKETS, LoadMetrics, RequestMetrics
 
@@ -16,8 +16,10 @@ class RouterMetrics:
         *,
         running: Callable[[], int],
         waiting: Callable[[], int],
+        room_waiting: Callable[[], int],
     ) -> None:
-        """`running` and `waiting` give the job queue's choices when they are asked for."""
+        """They give choices when they are asked for: those of the job queue, and of its running ones those
+        that wait for room."""
         self.registry = registry
         self._running = running
         self._waiting = waiting
@@ -33,6 +35,11 @@ class RouterMetrics:
             registry=registry,
             buckets=CALL_BUCKETS,
         )
+        Gauge(
+            "kvcommons_room_waiting",
+            "Choices that wait until decode has room for them.",
+            registry=registry,
+        ).set_function(room_waiting)
         self.errors = Counter(
             "kvcommons_request_errors_total",
             "Requests that ended with an error.",

@@ -38,8 +38,8 @@ def choose_pair(
     hit. `blocks`: room the sequence needs at the start. `failed`: ids that failed this turn lately; they are
     taken only when there is no other.
     """
-    prefill = _choose(_of_model(prefills, model), own=own, affinity=affinity, blocks=0, failed=failed)
-    decode = _choose(_of_model(decodes, model), own=own, affinity=affinity, blocks=blocks, failed=failed)
+    prefill = _choose(of_model(prefills, model), own=own, affinity=affinity, blocks=0, failed=failed)
+    decode = _choose(of_model(decodes, model), own=own, affinity=affinity, blocks=blocks, failed=failed)
     if prefill is None or decode is None:
         return None
     return Pair(prefill=prefill, decode=decode)
@@ -50,12 +50,12 @@ def room_blocks(
 ) -> int | None:
     """What the largest sequence may take at most, in blocks: all of one decode and, where it borrows, of
     all others that lend. None where nobody has said yet."""
-    loads = [instance.load for instance in _of_model(decodes, model)]
+    loads = [instance.load for instance in of_model(decodes, model)]
     if not any(load.total_blocks for load in loads):
         return None
     lending = [load.total_blocks if load.lendable_blocks or load.loans else 0 for load in loads]
     # The parts of a head group have the same blocks, a share of the heads each: one counts for all.
-    pooled = sum(one.load.total_blocks for one in _of_model(pools, model) if not one.heads.number)
+    pooled = sum(one.load.total_blocks for one in of_model(pools, model) if not one.heads.number)
     return max(
         load.total_blocks + (0 if load.only_here else sum(lending) - mine + pooled)
         for load, mine in zip(loads, lending, strict=True)
@@ -106,5 +106,6 @@ def _weight(affinity: str, instance_id: str) -> bytes:
     return hashlib.blake2b(f"{affinity}\0{instance_id}".encode(), digest_size=8).digest()
 
 
-def _of_model(instances: Sequence[ledger_pb2.Instance], model: bytes) -> list[ledger_pb2.Instance]:
+def of_model(instances: Sequence[ledger_pb2.Instance], model: bytes) -> list[ledger_pb2.Instance]:
+    """Those that have the model of this fingerprint."""
     return [instance for instance in instances if instance.model.fingerprint == model]

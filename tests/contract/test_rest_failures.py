@@ -111,12 +111,12 @@ async def test_a_silent_decode_is_taken_for_dead(pair: Stack) -> None:
 
 
 async def test_a_full_decode_is_waited_for_and_then_a_429(socket_folder: Path, rest_store: KvStore) -> None:
-    settings = {"request_deadline_s": 2.0, "resume_deadline_s": 0.2}
+    settings = {"request_deadline_s": 3.0, "resume_deadline_s": 0.2}
     async with stack(socket_folder, rest_store, settings=settings) as served:
         await served.show()
         served.says(TEXT)
         served.script.reserve_error = CapacityExhausted("no blocks", retry_after_ms=1500)
-        served.script.reserve_errors = 4
+        served.script.reserve_errors = 2  # which it hears a pause apart: nobody tells of room
         assert (await served.post(CHAT, ask()))[0] == 200
         served.script.reserve_errors = 10_000
         async with served.http.post(CHAT, json=ask()) as response:
