@@ -57,7 +57,8 @@ class Rooms:
             if seen is None:
                 self._seen[instance.id] = _Seen(load=instance.load, latest=instance.load.changes)
                 self._came += instance.load.free_blocks
-            elif seen.load != instance.load:
+            elif seen.load.changes <= instance.load.changes and seen.load != instance.load:
+                # Not what a ledger that lags behind another one still tells.
                 self._heard(seen, instance.load)
         ids = {instance.id for instance in decodes}
         for instance_id in self._seen.keys() - ids:
@@ -114,7 +115,9 @@ class Rooms:
     def now(self, instance: Instance) -> Instance:
         """A decode instance as it will be by now: `free_blocks`, `running`."""
         seen = self._seen.get(instance.id)
-        if seen is None or not (seen.taken or seen.limit is not None):
+        if seen is None:
+            return instance
+        if not seen.taken and seen.limit is None and seen.load.changes == instance.load.changes:
             return instance
         found = Instance()
         found.CopyFrom(instance)

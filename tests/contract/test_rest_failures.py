@@ -125,6 +125,32 @@ async def test_a_full_decode_is_waited_for_and_then_a_429(socket_folder: Path, r
             assert (await response.json())["error"]["code"] == "capacity_exhausted"
 
 
+async def test_who_waits_behind_others_is_told_the_same_at_its_deadline(
+    socket_folder: Path, rest_store: KvStore
+) -> None:
+    async with stack(socket_folder, rest_store, settings={"request_deadline_s": 2.0}) as served:
+        await served.show()
+        served.says(TEXT)
+        served.script.reserve_error = CapacityExhausted("no blocks", retry_after_ms=1500)
+        served.script.reserve_errors = 10_000
+
+        async def refused() -> str:
+            async with served.http.post(CHAT, json=ask()) as response:
+                assert response.status == 429
+                assert int(response.headers["Retry-After"]) >= 1
+                error = (await response.json())["error"]
+                assert error["code"] == "capacity_exhausted"
+                return str(error["message"])
+
+        first = asyncio.create_task(refused())
+        await eventually(lambda: served.engines[0].decode.requests)
+        messages = await asyncio.gather(*(refused() for _ in range(7)))
+        assert await first == "no blocks"
+        assert any("others wait" in message for message in messages)
+        assert len(served.engines[0].decode.requests) <= 6, "the first of the line asks, a pause apart"
+        assert served.calls == 0
+
+
 async def test_a_client_of_a_whole_answer_that_leaves_stops_it(served: Stack) -> None:
     served.says("word " * 1000)
     served.script.delay_s = 0.01

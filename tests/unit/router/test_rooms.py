@@ -80,6 +80,17 @@ def test_what_has_ended_is_given_back_until_a_heartbeat_counts_it() -> None:
     assert rooms.now(at_last) is at_last
 
 
+def test_a_ledger_that_lags_behind_is_not_heard() -> None:
+    rooms = heard(decode(free=100, changes=4))
+    taken = running(rooms, 5, 30)
+    taken.finished = 6
+    rooms.ended(taken)
+    rooms.hear([decode(free=100, changes=6)])
+    old = decode(free=70, changes=5, running=1)
+    rooms.hear([old])
+    assert (free(rooms, old), rooms.now(old).load.running) == (100, 0)
+
+
 def test_a_sequence_between_two_heartbeats_leaves_no_trace() -> None:
     before = decode(free=100, changes=4)
     rooms = heard(before)
