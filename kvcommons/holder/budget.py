@@ -26,7 +26,9 @@ class AttentionBudget:
         """`tbt_s`: the objective."""
         self._tbt_s = tbt_s
         self._clock = clock
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._queued = 0  # requests that wait
         self._own_s = 0.0  # of an iteration, on the average
         self._spent_s = 0.0  # in this iteration, for others
         self._under_way = 0
@@ -56,23 +58,20 @@ class AttentionBudget:
             self._spent_s = 0.0
             self._changed.notify_all()
 
-    @contextmanager
-    def waiting(self) -> Iterator[None]:
+    def waiting(self) -> Waiting:
         """While the own iteration waits for a partial: the cores are free."""
-        with self._changed:
-            self._waiting += 1
-            self._changed.notify_all()
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._waiting -= 1
+        return Waiting(self)
 
     @contextmanager
     def turn(self, deadline: Deadline) -> Iterator[None]:
         """For one request. Waits for an iteration that has seconds left; raises DeadlineExceeded."""
         with self._changed:
-            if not self._changed.wait_for(self._admits, deadline.left()):
+            self._queued += 1
+            try:
+                admitted = self._changed.wait_for(self._admits, deadline.left())
+            finally:
+                self._queued -= 1
+            if not admitted:
                 raise DeadlineExceeded(
                     "the holder's own sequences left no time for others until the deadline: bring the KV "
                     "home, or spread it over more holders"
@@ -96,3 +95,23 @@ class AttentionBudget:
         if not self._bounded or self._waiting:
             return True
         return self._left_s() > 0 or (not self._spent_s and not self._under_way)
+
+
+class Waiting:
+    """A context, entered in every layer: it costs nobody anything where no request waits."""
+
+    __slots__ = ("_budget",)
+
+    def __init__(self, budget: AttentionBudget) -> None:
+        self._budget = budget
+
+    def __enter__(self) -> None:
+        budget = self._budget
+        with budget._lock:
+            budget._waiting += 1
+            if budget._queued:
+                budget._changed.notify_all()
+
+    def __exit__(self, *of: object) -> None:
+        with self._budget._lock:
+            self._budget._waiting -= 1
