@@ -159,7 +159,7 @@ class Asks:
         layers.q, layers.k, layers.v = q.data_ptr(), k.data_ptr(), v.data_ptr()
         layers.shifted = shifted.data_ptr()
         if self._turn == len(self._turns):
-            self._taken += self.take_turns()
+            self._taken = self.take_turns()  # with those before
         failed = self._library.ask_all(self._address, layer, self._turn)
         return not failed or self._repeated()
 
