@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import threading
 
-from kvcommons.attention.native.serve import Outcome, Served, Serving, Stage, Turn
+from kvcommons.attention.native.serve import Layers, Outcome, Served, Serving, Stage, Turn
 from kvcommons.errors import DeadlineExceeded, StaleEpoch, Unavailable
 from kvcommons.holder.holder import Holder
 from kvcommons.holder.rows import RowPlan
+from kvcommons.holder.segment import Stay
 from kvcommons.transport.base import Bare, Observation, Observer
 
 BUSY = "the holder was busy until the deadline: spread the load over more holders"
@@ -21,14 +22,19 @@ OPERATION_S = 60.0
 _TOLD_S, _QUIET_S = 0.005, 0.1
 
 
+# Of a connection: a debtor's batches and mini-batches may take turns on its connections.
+_PLANS_MAX = 8
+
+
 class Following:
-    """Of one holder. Thread-safe. The segments stay pinned meanwhile: whoever changes one ends that, at once
-    where no request is under way. What is not the next layer, or the next iteration's first one, is left for
-    Python."""
+    """Of one holder. Thread-safe. Segments stay pinned meanwhile: whoever changes one ends that, at once
+    where no request is under way. What asks for anything but a layer of an iteration that Python has seen, or
+    of a later one, stays in the socket."""
 
     def __init__(self, holder: Holder, turn: Turn) -> None:
         self._holder = holder
         self._turn = turn
+        self._here = _Connection()
         self._counting = threading.Lock()
         self.served = 0  # requests, in all
 
@@ -36,35 +42,51 @@ class Following:
         """For the connection's thread, after a request of `plan`. Returns what a request is to be answered
         with that has been received, if any; raises Unavailable or DeadlineExceeded where the connection is of
         no more use."""
-        with plan.buffers() as buffers:
-            serving = plan.serving(self._turn, buffers, OPERATION_S)
-            if serving is None:
-                return None
-            try:
-                stay = self._holder.stay(plan.refs, serving.end)
-            except StaleEpoch:
-                return None
-            try:
-                if not plan.holds_for([pin.segment for pin in stay.pins]):
-                    return None
-                return self._serve(serving, bare, tell)
-            finally:
+        layers = plan.natively(self._turn)
+        if layers is None:
+            return None
+        others = [known for known in self._here.plans if known[0].refs != plan.refs]
+        stays: list[Stay] = []
+        try:
+            self._here.plans = [
+                known for known in [*others[1 - _PLANS_MAX :], (plan, layers)] if self._stays(*known, stays)
+            ]
+            return self._serve([layers for _, layers in self._here.plans], bare, tell)
+        finally:
+            for stay in stays:
                 self._holder.leave(stay)
 
-    def _serve(self, serving: Serving, bare: Bare, tell: Observer) -> DeadlineExceeded | None:
-        quiet_s = 0.0
-        while quiet_s < _QUIET_S:
+    def _stays(self, plan: RowPlan, layers: Layers, stays: list[Stay]) -> bool:
+        """Pins the segments, if they are as they were."""
+        layers.begin()
+        try:
+            stay = self._holder.stay(plan.refs, layers.end)
+        except StaleEpoch:
+            return False
+        stays.append(stay)
+        return plan.holds_for([pin.segment for pin in stay.pins])
+
+    def _serve(self, plans: list[Layers], bare: Bare, tell: Observer) -> DeadlineExceeded | None:
+        serving, quiet_s = Serving(self._turn, plans, operation_s=OPERATION_S), 0.0
+        while plans and quiet_s < _QUIET_S:
             served = serving.serve(bare.descriptor, ask_s=0.0 if quiet_s else bare.ask_s, quiet_s=_TOLD_S)
-            quiet_s = 0.0 if served.seconds else quiet_s + _TOLD_S
+            quiet_s = 0.0 if served.requests else quiet_s + _TOLD_S
             with self._counting:
-                self.served += len(served.seconds)
-            for seconds in served.seconds:
-                tell(_observation(serving.sent_bytes, serving.received_bytes, seconds))
+                self.served += len(served.requests)
+            for layers, seconds in served.requests:
+                tell(_observation(layers.sent_bytes, layers.received_bytes, seconds))
             if served.stage is not Stage.NONE:
                 return _failure(served, tell)
             if served.outcome not in (Outcome.DONE, Outcome.LATE):
                 break
         return None
+
+
+class _Connection(threading.local):
+    """Each has a thread of its own: what was served on it."""
+
+    def __init__(self) -> None:
+        self.plans: list[tuple[RowPlan, Layers]] = []
 
 
 def _failure(served: Served, tell: Observer) -> DeadlineExceeded:

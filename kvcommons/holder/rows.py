@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvcommons.attention.memory import TORCH_DTYPES, BlockMemory, byte_view
 from kvcommons.attention.native import library
-from kvcommons.attention.native.serve import ServedRow, Serving, Turn
+from kvcommons.attention.native.serve import Layers, ServedRow, Turn
 from kvcommons.attention.partial import BatchPlan, Partial
 from kvcommons.holder.segment import Segment
 from kvcommons.holder.segments import SegmentRef
@@ -140,9 +140,10 @@ class RowPlan:
         buffers.partial.out.copy_(partial.out)
         buffers.partial.lse.copy_(partial.lse)
 
-    def serving(self, turn: Turn, buffers: RowBuffers, operation_s: float) -> Serving | None:
-        """What follows a request in these buffers, without the interpreter; None where only torch can attend.
-        For the thread that will serve it."""
+    def natively(self, turn: Turn) -> Layers | None:
+        """What follows without the interpreter; None where only torch can attend. For the thread that will
+        serve it."""
+        buffers = RowBuffers(self._memory.layout, len(self.refs), self.appended)
         kv, kernel = self._memory.tensor, library.chosen()
         if kernel is None or not library.serves(buffers.q, kv[0]):
             return None
@@ -158,9 +159,9 @@ class RowPlan:
             )
             for ref, part in zip(self.refs, self._parts, strict=True)
         ]
-        return Serving(
-            kernel,
+        return Layers(
             turn,
+            kernel,
             kv,
             rows,
             self._tables,
@@ -170,7 +171,6 @@ class RowPlan:
             q=buffers.q,
             appended=buffers.appended,
             answer=buffers.both,
-            operation_s=operation_s,
         )
 
     def _longs(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:

@@ -241,6 +241,8 @@ def test_what_does_not_follow_is_for_python(socket_folder: Path) -> None:
             is_answered([second]),
             is_answered([row], TRACE),
             is_answered([replace(row, position=9, length=10)]),
+            is_answered([replace(row, position=2, length=3)]),
+            is_answered([replace(row, position=1 << 40)]),
             is_answered([replace(row, append=False)]),
             is_answered([replace(row, length=3, first_block=1)]),
             is_refused(peer.frame(LAYERS, [row])),
@@ -326,6 +328,29 @@ def test_a_server_stops_while_a_thread_waits(socket_folder: Path) -> None:
         assert time.monotonic() - began_s < 2
         assert made.pins() == 0
         assert peer.closed()
+
+
+def test_batches_that_take_turns_on_a_connection(socket_folder: Path) -> None:
+    """Mini-batches, and pipelined batches: their messages go over whichever connection is free, so that one
+    sees some layers of an iteration, or none."""
+    with rig(socket_folder) as made:
+        refs = [made.lend(10) for _ in range(3)]
+        batches = [
+            [
+                Row(ref=ref, position=9, length=10 - number),
+                Row(ref=refs[2], position=9, length=3, append=False),
+            ]
+            for number, ref in enumerate(refs[:2])
+        ]
+        peers, python = [made.peer(), made.peer()], made.peer()
+        for iteration in range(12):
+            for layer in range(LAYERS):
+                for number, rows in enumerate(batches):
+                    peer = peers[(iteration * layer + number) % 2 if iteration % 4 else number]
+                    got = peer.ask(peer.frame(layer, rows, iteration))
+                    assert got == python.ask(python.frame(layer, rows, iteration, trace=TRACE))
+            batches = [[row.next() for row in rows] for rows in batches]
+        eventually(lambda: made.served >= 12 * LAYERS)
 
 
 def test_a_debtor_that_pauses_holds_no_pins(socket_folder: Path) -> None:

@@ -27,13 +27,15 @@ constexpr int32_t FREE = 0, TAKEN = 1, WANTED = 2;
 
 // What a wait for the rest of a head takes at most: longer ones are Python's, which sleeps meanwhile.
 constexpr int64_t HEAD_NS = 200000;
+// Iterations that a plan may be behind.
+constexpr int64_t STEPS_MAX = 1 << 20;
 // Of the request's own fields, and of a segment's, at most.
 constexpr int64_t REQUEST_BYTES = 64, SEGMENT_BYTES = 80;
 
 struct Request {
     int64_t deadline_ns = 0;
     int64_t layer = 0;
-    int64_t step = 0;  // iterations behind the one that was served last: 0 or 1
+    int64_t step = 0;  // iterations since the one that was served last
 };
 
 // A message's fields, in any order; false where it is none.
@@ -61,13 +63,13 @@ bool is_row(const kvc_row& row, const char* at, const char* end, int64_t positio
         return false;
     int64_t moved = (int64_t)(seen[4] - (uint64_t)position);
     if (first) step = moved;
-    if (moved != step || step < 0 || step > 1) return false;
+    if (moved != step || step < 0 || step > STEPS_MAX) return false;
     int64_t due = length + (row.appends ? step : 0);
     return seen[6] == (uint64_t)due && due <= row.reach;
 }
 
-// Whether this is a request that follows.
-bool follows(const kvc_serving& serving, const char* head, int64_t size, Request& request) {
+// Whether this is a request for one of the layers, of this iteration or a later one.
+bool follows(const kvc_layers& plan, const char* head, int64_t size, Request& request) {
     bool attends = false;
     const char* end = head + size;
     for (Fields fields{head, end}; fields.at < end;) {
@@ -87,16 +89,16 @@ bool follows(const kvc_serving& serving, const char* head, int64_t size, Request
                 continue;
             }
             if (inner.tag != (2 << 3 | 2) || inner.value > (uint64_t)(inner_end - inner.at)) return false;
-            if (row == serving.batch.batch) return false;
-            if (!is_row(serving.rows[row], inner.at, inner.at + inner.value, serving.positions[row],
-                        serving.lengths[row], request.step, row == 0))
+            if (row == plan.batch.batch) return false;
+            if (!is_row(plan.rows[row], inner.at, inner.at + inner.value, plan.positions[row],
+                        plan.lengths[row], request.step, row == 0))
                 return false;
             inner.at += inner.value, row++;
         }
-        if (row != serving.batch.batch) return false;
+        if (row != plan.batch.batch) return false;
         fields.at = inner_end;
     }
-    return attends && request.deadline_ns && request.layer < serving.layers;
+    return attends && request.deadline_ns && request.layer < plan.layers;
 }
 
 // What the call needs beside Python's memory.
@@ -165,11 +167,11 @@ Outcome peek_frame(const kvc_serving& serving, const Room& room, const Wait& wai
 }
 
 // The rows' new keys and values, to the slots of their last tokens.
-void append(const kvc_serving& serving, const kvc_batch& call) {
+void append(const kvc_layers& plan, const kvc_batch& call) {
     int64_t count = 2 * call.kv_heads, bytes = call.dim * (call.kv_is_bf16 ? 2 : 4);
-    const char* from = serving.appended;
+    const char* from = plan.appended;
     for (int64_t row = 0; row < call.batch; row++) {
-        if (!serving.rows[row].appends) continue;
+        if (!plan.rows[row].appends) continue;
         int64_t token = call.lengths[row] - 1;
         int64_t block = call.tables[row * call.table_width + token / call.block_tokens];
         char* to = (char*)call.kv + (block * count * call.block_tokens + token % call.block_tokens) * bytes;
@@ -178,11 +180,11 @@ void append(const kvc_serving& serving, const kvc_batch& call) {
     }
 }
 
-// To the next iteration.
-void move_on(const kvc_serving& serving) {
-    for (int64_t row = 0; row < serving.batch.batch; row++) {
-        serving.positions[row]++;
-        serving.lengths[row] += serving.rows[row].appends ? 1 : 0;
+// To a later iteration.
+void move_on(const kvc_layers& plan, int64_t step) {
+    for (int64_t row = 0; row < plan.batch.batch; row++) {
+        plan.positions[row] += step;
+        plan.lengths[row] += plan.rows[row].appends ? step : 0;
     }
 }
 
@@ -193,14 +195,15 @@ Outcome failed(kvc_serving& serving, Outcome outcome, Stage stage, int64_t began
 }
 
 // A request whose frame is there, or begins to be.
-Outcome answer(kvc_serving& serving, Room& room, const Request& request, uint32_t head_bytes, int64_t began_ns) {
-    kvc_batch call = serving.batch;
+Outcome answer(kvc_serving& serving, const kvc_layers& plan, Room& room, const Request& request, uint32_t head_bytes,
+               int64_t began_ns) {
+    kvc_batch call = plan.batch;
     int64_t due_ns = request.deadline_ns < serving.operation_ns ? request.deadline_ns : serving.operation_ns;
     Wait wait{began_ns + due_ns, serving.ask_ns, nullptr, 0};
     int64_t q_bytes = call.batch * call.heads * call.dim * 4, moved;
     int64_t taken = HEADER_BYTES + (int64_t)head_bytes;
     iovec incoming[] = {
-        {room.head, (size_t)taken}, {(void*)call.q, (size_t)q_bytes}, {serving.appended, (size_t)serving.appended_bytes}};
+        {room.head, (size_t)taken}, {(void*)call.q, (size_t)q_bytes}, {plan.appended, (size_t)plan.appended_bytes}};
     Outcome outcome = transfer(serving.descriptor, incoming, 3, false, wait, moved);
     serving.received = moved > taken ? moved - taken : 0;
     if (outcome != DONE) return failed(serving, outcome, RECEIVING, began_ns);
@@ -208,9 +211,9 @@ Outcome answer(kvc_serving& serving, Room& room, const Request& request, uint32_
     int64_t asked_ns = now_ns();
     if (!take_turn(serving.turn, wait.until_ns)) return failed(serving, LATE, QUEUING, began_ns);
     int64_t computes_ns = now_ns();
-    call.kv = (const char*)call.kv + request.layer * serving.layer_bytes;
+    call.kv = (const char*)call.kv + request.layer * plan.layer_bytes;
     call.scratch = room.scratch;
-    append(serving, call);
+    append(plan, call);
     kvc_attend(&call);
     give_turn(serving.turn);
     uint64_t queued_us = (uint64_t)(computes_ns - asked_ns) / 1000, computed_us = (uint64_t)(now_ns() - computes_ns) / 1000;
@@ -229,8 +232,21 @@ Outcome answer(kvc_serving& serving, Room& room, const Request& request, uint32_
     iovec outgoing[] = {{frame, (size_t)(at - frame)}, {call.out, (size_t)answer_bytes}};
     outcome = transfer(serving.descriptor, outgoing, 2, true, wait, moved);
     if (outcome != DONE) return failed(serving, outcome, SENDING, began_ns);
-    serving.took_ns[serving.took++] = now_ns() - began_ns;
     return DONE;
+}
+
+// Of the plan that such a frame is for; `count` where there is none.
+int64_t find_plan(const kvc_serving& serving, const char* head, int64_t head_bytes, uint64_t payload_bytes,
+                  Request& request) {
+    for (int64_t i = 0; i < serving.count; i++) {
+        const kvc_layers& plan = *serving.plans[i];
+        const kvc_batch& batch = plan.batch;
+        request = Request();
+        if (payload_bytes == (uint64_t)(batch.batch * batch.heads * batch.dim * 4 + plan.appended_bytes) &&
+            follows(plan, head, head_bytes, request))
+            return i;
+    }
+    return serving.count;
 }
 
 }  // namespace
@@ -243,40 +259,44 @@ EXPORTED void kvc_give_turn(int32_t* turn) { give_turn(turn); }
 // From now on no request is begun; whether none is under way.
 EXPORTED int32_t kvc_end(int32_t* stay) { return !(__atomic_fetch_or(stay, ENDED, __ATOMIC_ACQ_REL) & BUSY); }
 
-// Serves until something comes that does not follow (OTHER), the stay was ended (CHANGED), nothing comes for
+// Serves until something comes that does not follow (OTHER), or whose stay was ended (CHANGED), nothing comes for
 // quiet_ns (LATE), the peer's end (GONE), or took_ns is full (DONE). Nothing of a frame was taken then, unless `stage`
 // says where a request failed.
 EXPORTED int32_t kvc_serve(kvc_serving* serving) {
     serving->took = serving->received = serving->failed_ns = 0;
     serving->stage = NONE;
-    Room room(serving->batch.batch);
+    int64_t rows = 0;
+    for (int64_t i = 0; i < serving->count; i++)
+        rows = rows > serving->plans[i]->batch.batch ? rows : serving->plans[i]->batch.batch;
+    Room room(rows);
     if (!room.head) return OTHER;
     bool brief = true;  // the wait before
-    int64_t began_ns = now_ns();
+    int64_t waits_ns = now_ns();
     while (serving->took < serving->took_max) {
-        Wait wait{began_ns + serving->quiet_ns, brief ? serving->ask_ns : 0, nullptr, 0};
+        Wait wait{waits_ns + serving->quiet_ns, brief ? serving->ask_ns : 0, nullptr, 0};
         uint32_t head_bytes;
         uint64_t payload_bytes;
         Outcome outcome = peek_frame(*serving, room, wait, head_bytes, payload_bytes);
         if (outcome != DONE) return outcome;
-        int64_t now = now_ns();
-        brief = now - began_ns < serving->ask_ns * 3 / 2;
+        int64_t began_ns = now_ns();
+        brief = began_ns - waits_ns < serving->ask_ns * 3 / 2;
         Request request;
-        kvc_batch& batch = serving->batch;
-        if (payload_bytes != (uint64_t)(batch.batch * batch.heads * batch.dim * 4 + serving->appended_bytes) ||
-            !follows(*serving, room.head + HEADER_BYTES, head_bytes, request))
-            return OTHER;
-        if (request.step) move_on(*serving);
-        batch.window = serving->windows[request.layer];
-        if (!room.scratch_of(kvc_scratch_bytes(&batch))) return OTHER;
+        int64_t index = find_plan(*serving, room.head + HEADER_BYTES, head_bytes, payload_bytes, request);
+        if (index == serving->count) return OTHER;
+        kvc_layers& plan = *serving->plans[index];
+        if (request.step) move_on(plan, request.step);
+        plan.batch.window = plan.windows[request.layer];
+        if (!room.scratch_of(kvc_scratch_bytes(&plan.batch))) return OTHER;
         int32_t idle = 0, busy = BUSY;
-        if (!__atomic_compare_exchange_n(serving->stay, &idle, BUSY, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
+        if (!__atomic_compare_exchange_n(plan.stay, &idle, BUSY, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
             return CHANGED;
-        outcome = answer(*serving, room, request, head_bytes, now);
+        outcome = answer(*serving, plan, room, request, head_bytes, began_ns);
         if (outcome != DONE) return outcome;
-        if (!__atomic_compare_exchange_n(serving->stay, &busy, 0, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
+        waits_ns = now_ns();
+        serving->took_plan[serving->took] = (int32_t)index;
+        serving->took_ns[serving->took++] = waits_ns - began_ns;
+        if (!__atomic_compare_exchange_n(plan.stay, &busy, 0, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
             return CHANGED;
-        began_ns = now_ns();
     }
     return DONE;
 }

@@ -11,18 +11,25 @@ struct kvc_row {
     int64_t reach;  // tokens that its blocks take, from first_block on
 };
 
-// Requests for the layers of a model over the same rows, one a segment, iteration after iteration.
-struct kvc_serving {
+// The layers of a model over the same rows, one a segment, iteration after iteration.
+struct kvc_layers {
     kvc_batch batch;       // `kv` of layer 0; window and scratch are set here
     const kvc_row* rows;   // [batch.batch]
     int64_t* lengths;      // the batch's, which moves them on: of the iteration that was served last
     int64_t* positions;    // likewise, its query positions
     const int64_t* windows;  // [layers]; 0: none
     char* appended;        // [rows that append, 2 * kv_heads, dim], received behind q
-    int32_t* turn;         // kvc_take's: one computation at a time
-    int32_t* stay;         // IDLE, BUSY, ENDED; whoever changes a segment ends it (kvc_end)
+    int32_t* stay;         // BUSY, ENDED; whoever changes a segment ends it (kvc_end)
+    int64_t layers, layer_bytes, appended_bytes;
+};
+
+// What a connection's requests may be for, and what became of them.
+struct kvc_serving {
+    kvc_layers* const* plans;  // [count]
+    int32_t* turn;         // kvc_take_turn's: one computation at a time
     int64_t* took_ns;      // [took_max]: of each request that was served, from its head to its answer's end
-    int64_t layers, layer_bytes, appended_bytes, took_max;
+    int32_t* took_plan;    // [took_max]: whose
+    int64_t count, took_max;
     int64_t ask_ns;        // a wait asks for so long before it sleeps
     int64_t quiet_ns;      // a wait for a request ends
     int64_t operation_ns;  // a request ends, whatever its own deadline says
@@ -30,7 +37,7 @@ struct kvc_serving {
     int64_t received;      // bytes of the payload of a request that failed
     int64_t failed_ns;     // what it took
     int32_t descriptor;
-    int32_t stage;         // of the request that failed: STAGES of serve.py
+    int32_t stage;         // of the request that failed: Stage of serve.py
 };
 
 }  // extern "C"

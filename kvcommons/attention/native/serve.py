@@ -58,7 +58,7 @@ class Served:
 
     outcome: Outcome
     stage: Stage
-    seconds: list[float]  # of each request that was answered, from its head to its answer's end
+    requests: list[tuple[Layers, float]]  # answered, and the seconds from a head to its answer's end
     failed_s: float  # of one that was not
     received_bytes: int  # of its payload
 
@@ -102,27 +102,35 @@ class _Row(ctypes.Structure):
     )  # fmt: skip
 
 
+class _Layers(ctypes.Structure):
+    """`kvc_layers` of serve.h."""
+
+    _fields_ = (
+        ("batch", _Batch), ("rows", c_void_p), ("lengths", c_void_p), ("positions", c_void_p),
+        ("windows", c_void_p), ("appended", c_void_p), ("stay", c_void_p), ("layers", c_int64),
+        ("layer_bytes", c_int64), ("appended_bytes", c_int64),
+    )  # fmt: skip
+
+
 class _Serving(ctypes.Structure):
     """`kvc_serving` of serve.h."""
 
     _fields_ = (
-        ("batch", _Batch), ("rows", c_void_p), ("lengths", c_void_p), ("positions", c_void_p),
-        ("windows", c_void_p), ("appended", c_void_p), ("turn", c_void_p), ("stay", c_void_p),
-        ("took_ns", c_void_p), ("layers", c_int64), ("layer_bytes", c_int64), ("appended_bytes", c_int64),
-        ("took_max", c_int64), ("ask_ns", c_int64), ("quiet_ns", c_int64), ("operation_ns", c_int64),
-        ("took", c_int64), ("received", c_int64), ("failed_ns", c_int64), ("descriptor", c_int32),
-        ("stage", c_int32),
+        ("plans", c_void_p), ("turn", c_void_p), ("took_ns", c_void_p), ("took_plan", c_void_p),
+        ("count", c_int64), ("took_max", c_int64), ("ask_ns", c_int64), ("quiet_ns", c_int64),
+        ("operation_ns", c_int64), ("took", c_int64), ("received", c_int64), ("failed_ns", c_int64),
+        ("descriptor", c_int32), ("stage", c_int32),
     )  # fmt: skip
 
 
-class Serving:
-    """Requests over the same rows, one a segment: all layers of an iteration, and the next one's, where each
-    row is one token on. For the thread that makes it; `end` is for any."""
+class Layers:
+    """Requests over the same rows, one a segment: all layers of an iteration, and of later ones, where each
+    row is as many tokens on. For the thread that makes it; `end` is for any."""
 
     def __init__(
         self,
-        kernel: Kernel,
         turn: Turn,
+        kernel: Kernel,
         kv: Tensor,
         rows: Sequence[ServedRow],
         tables: Tensor,
@@ -133,12 +141,11 @@ class Serving:
         q: Tensor,
         appended: Tensor,
         answer: Tensor,
-        operation_s: float,
     ) -> None:
         """kv [layers, blocks, 2, kv_heads, block_tokens, D]; tables [B, nb], as long as the rows reach;
         columns [3, B]: lengths, positions of the first keys and of the queries, of the iteration that was
         answered; memory of a request and its answer: q [B, H, D] and answer [B * H * (D + 1)] float32,
-        appended [rows that append, 2 * kv_heads, D]. All contiguous. `operation_s` bounds each request."""
+        appended [rows that append, 2 * kv_heads, D]. All contiguous."""
         layers, _, _, kv_heads, block_tokens, dim = kv.shape
         count, heads, _ = q.shape
         columns = columns.clone()  # they move on
@@ -148,7 +155,7 @@ class Serving:
         for one, row in zip(described, rows, strict=True):
             one.handle, one.epoch, one.generation = row.handle, row.epoch, row.generation
             one.first_block, one.appends, one.reach = row.first_block, row.append, row.reach
-        self._stay, self._took = c_int32(0), (c_int64 * _TOOK_MAX)()
+        self._stay = c_int32(0)
         self._kept = (kv, tables, columns, windows_, described, q, appended, answer)
         self._turn = turn
         batch = _Batch(
@@ -159,19 +166,38 @@ class Serving:
             block_tokens=block_tokens, table_width=tables.shape[1], threads=torch.get_num_threads(),
             scale=scale, q_is_bf16=False, kv_is_bf16=kv.dtype == torch.bfloat16, variant=kernel._index,
         )  # fmt: skip
-        self._call = _Serving(
+        self._call = _Layers(
             batch=batch, rows=ctypes.addressof(described), lengths=lengths.data_ptr(),
             positions=positions.data_ptr(), windows=windows_.data_ptr(), appended=appended.data_ptr(),
-            turn=ctypes.addressof(turn.word), stay=ctypes.addressof(self._stay),
-            took_ns=ctypes.addressof(self._took), layers=layers, layer_bytes=kv[0].nbytes,
-            appended_bytes=appended.nbytes, took_max=_TOOK_MAX, operation_ns=int(operation_s * 1e9),
+            stay=ctypes.addressof(self._stay), layers=layers, layer_bytes=kv[0].nbytes,
+            appended_bytes=appended.nbytes,
         )  # fmt: skip
         self.received_bytes = q.nbytes + appended.nbytes  # of each request
         self.sent_bytes = answer.nbytes
 
+    def begin(self) -> None:
+        """Again, after an end."""
+        self._stay.value = 0
+
     def end(self) -> bool:
         """No request is begun from now on; whether none is under way."""
         return bool(self._turn.at_once.kvc_end(byref(self._stay)))
+
+
+class Serving:
+    """Of a connection's requests, those that are for one of these."""
+
+    def __init__(self, turn: Turn, plans: Sequence[Layers], *, operation_s: float) -> None:
+        """`operation_s` bounds each request, whatever its own deadline."""
+        self._library, self._plans = turn.library, plans
+        pointers = (c_void_p * len(plans))(*[ctypes.addressof(plan._call) for plan in plans])
+        self._took_ns, self._took_plan = (c_int64 * _TOOK_MAX)(), (c_int32 * _TOOK_MAX)()
+        self._kept = (turn, pointers)
+        self._call = _Serving(
+            plans=ctypes.addressof(pointers), turn=ctypes.addressof(turn.word),
+            took_ns=ctypes.addressof(self._took_ns), took_plan=ctypes.addressof(self._took_plan),
+            count=len(plans), took_max=_TOOK_MAX, operation_ns=int(operation_s * 1e9),
+        )  # fmt: skip
 
     def serve(self, descriptor: int, *, ask_s: float, quiet_s: float) -> Served:
         """What comes from a socket that does not block. After DONE and LATE without a failure it can go on;
@@ -179,11 +205,12 @@ class Serving:
         then."""
         call = self._call
         call.descriptor, call.ask_ns, call.quiet_ns = descriptor, int(ask_s * 1e9), int(quiet_s * 1e9)
-        outcome = Outcome(self._turn.library.kvc_serve(byref(call)))
+        outcome = Outcome(self._library.kvc_serve(byref(call)))
+        took = zip(self._took_plan[: call.took], self._took_ns[: call.took], strict=True)
         return Served(
             outcome=outcome,
             stage=Stage(call.stage),
-            seconds=[took / 1e9 for took in self._took[: call.took]],
+            requests=[(self._plans[index], took_ns / 1e9) for index, took_ns in took],
             failed_s=call.failed_ns / 1e9,
             received_bytes=call.received,
         )
