@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,19 +36,17 @@ class Source:
     rows: Sequence[int]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class Told(NamedTuple):
     """Of a message in one layer; instants of the monotonic clock. Of several recipients, the slowest's."""
 
     began_s: float
     waits_s: float
     came_s: float
-    queued_us: int = 0
-    computed_us: int = 0
+    queued_us: int
+    computed_us: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class Turn(NamedTuple):
     """One layer: when it was asked for, when it was waited for, and what is told of each message."""
 
     asks_s: float
@@ -110,7 +109,8 @@ class Asks:
     ) -> None:
         """An iteration: what each recipient is asked for in it, and how long a layer may take. `own`: whose K
         and V are this instance's to keep, where (BlockMemory.rows_of), and of which rows."""
-        trace = data_pb2.DataRequest(traceparent=current_traceparent()).SerializeToString()
+        traceparent = current_traceparent()
+        trace = data_pb2.DataRequest(traceparent=traceparent).SerializeToString() if traceparent else b""
         for ask, wording in zip(self._asks, wordings, strict=True):
             ask.word(wording, trace)
         layers = self._layers
@@ -188,12 +188,9 @@ class Asks:
         rows = self._turns[:count].tolist()
         told = [_told([ask.take_told(count) for ask in asks]) for asks in self._of]
         return taken + [
-            Turn(
-                asks_s=row[0] / 1e9, asked_s=row[1] / 1e9, waits_s=row[2] / 1e9, came_s=row[3] / 1e9,
-                told=[of_message[turn] for of_message in told],
-            )
-            for turn, row in enumerate(rows)
-        ]  # fmt: skip
+            Turn(asks / 1e9, asked / 1e9, waits / 1e9, came / 1e9, of_all)
+            for (asks, asked, waits, came), *of_all in zip(rows, *told, strict=True)
+        ]
 
     @property
     def asking_s(self) -> float:
@@ -295,14 +292,10 @@ def _told(columns: Sequence[Sequence[Sequence[int]]]) -> list[Told]:
     """Of a message's recipients, as kvc_told; of the message, turn by turn."""
     told = []
     for rows in zip(*columns, strict=True):
-        _, _, _, _, queued_us, computed_us = max(rows, key=lambda row: row[5])
-        told.append(
-            Told(
-                began_s=rows[0][0] / 1e9,
-                waits_s=rows[0][2] / 1e9,
-                came_s=rows[-1][3] / 1e9,
-                queued_us=queued_us,
-                computed_us=computed_us,
-            )
-        )
+        _, _, _, _, queued_us, computed_us = rows[0] if len(rows) == 1 else max(rows, key=_computed_us)
+        told.append(Told(rows[0][0] / 1e9, rows[0][2] / 1e9, rows[-1][3] / 1e9, queued_us, computed_us))
     return told
+
+
+def _computed_us(row: Sequence[int]) -> int:
+    return row[5]

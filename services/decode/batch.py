@@ -112,7 +112,10 @@ class Batch:
     dropped: Tensor = field(init=False)  # [B], how much further on than its position a row is rotated
     part_heads: Tensor = field(init=False)  # parts that lie in their sequence's head
     has_heads: bool = field(init=False)
+    kept_tokens: int = field(init=False)  # in local parts
     _tails: Tensor = field(init=False)  # parts that take new tokens
+    _growing_runs: list[tuple[Sequence, LocalRun]] = field(init=False)  # those
+    _growing: Tensor = field(init=False)  # by how many tokens a part grows in an iteration, [P]
     append_rows: Tensor = field(init=False)  # and their rows
     apart: bool = field(init=False)  # each row's KV lies on one holder
     # And each share's rows are neighbours: shares' groups, and the order that makes their rows the batch's.
@@ -143,6 +146,9 @@ class Batch:
         self.part_rows = self._longs([row for row, _, _ in parts])
         self._tails = self._longs([part for part, (_, _, tail) in enumerate(parts) if tail])
         self.append_rows = self.part_rows[self._tails]
+        self._growing_runs = [(self.sequences[row], run) for row, run, tail in parts if tail]
+        self._growing = self._longs([int(tail) for _, _, tail in parts])
+        self.kept_tokens = int(self.lengths.sum())
         self.tokens = self._longs([sequence.tokens[-1] for sequence in self.sequences])
         self.positions = self._longs([sequence.kv_tokens for sequence in self.sequences])
         self.dropped = self._longs([s.generation.truncated.dropped_tokens for s in self.sequences])
@@ -160,7 +166,8 @@ class Batch:
         self.steps += 1
         self.tokens = self._longs([sequence.tokens[-1] for sequence in self.sequences])
         self.positions += 1
-        self.lengths[self._tails] += 1
+        self.lengths += self._growing
+        self.kept_tokens += len(self._tails)
 
     def divide(self, mini_batches: int) -> None:
         """Each holder's share in so many from now on (Lamina, section 5.2.1), or in as many as it has rows:
@@ -170,9 +177,11 @@ class Batch:
 
     def slots(self) -> Tensor:
         """Where the K and V of `append_rows` go: block * block_tokens + offset."""
-        inside = self.positions[self.append_rows] - self.first_keys[self._tails]
-        block = self.tables[self._tails, inside // self.block_tokens]
-        return block * self.block_tokens + inside % self.block_tokens
+        size, slots = self.block_tokens, []
+        for sequence, run in self._growing_runs:
+            block, inside = divmod(sequence.kv_tokens - run.first_block * size, size)
+            slots.append(run.blocks[block] * size + inside)
+        return self._longs(slots)
 
     def gather(self, contributions: Items[tuple[Items[Group], Partial]], like: Tensor) -> Partial:
         """Merges partials of several sources into one [B, H, D]: each group is laid over the batch's rows,

@@ -108,9 +108,7 @@ class Iteration:
     def _observe(self) -> None:
         """What a small read takes says little of how quick reading is."""
         layout = self._core.layout
-        read_bytes = (
-            int(self.batch.lengths.sum()) * layout.layers * layout.object_bytes // layout.block_tokens
-        )
+        read_bytes = self.batch.kept_tokens * layout.layers * layout.object_bytes // layout.block_tokens
         if read_bytes >= _READ_BYTES:
             self._rates.attended_here(read_bytes, self.spent.here_s)
 

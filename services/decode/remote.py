@@ -166,20 +166,24 @@ class RemoteAttention:
         """Tells what was measured so far. What layers without the interpreter took waits for this."""
         if step.asks is None:
             return
+        alone = step.batch.mini_batches == 1
         for turn in step.asks.take_turns():
             step.spent.network_s += turn.asked_s - turn.asks_s
             step.spent.native_layers += 1
             answers = [
                 Answer(
-                    message=message,
-                    began_s=told.began_s,
-                    waited_s=told.came_s - told.waits_s,
-                    came_s=told.came_s,
-                    queued_s=told.queued_us / 1e6,
-                    computed_s=told.computed_us / 1e6,
-                    alone=step.batch.mini_batches == 1,
+                    message,
+                    began_s,
+                    came_s - waits_s,
+                    came_s,
+                    queued_us / 1e6,
+                    computed_us / 1e6,
+                    True,
+                    alone,
                 )
-                for message, told in zip(step.messages, turn.told, strict=True)
+                for message, (began_s, waits_s, came_s, queued_us, computed_us) in zip(
+                    step.messages, turn.told, strict=True
+                )
             ]
             self._tell(step, answers, turn.came_s - turn.waits_s, turn.came_s)
 
