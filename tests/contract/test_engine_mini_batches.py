@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+import torch
 
+from kvcommons.attention.native import ask as native_ask
 from kvcommons.errors import DataLoss
 from kvcommons.pb import common_pb2
 from tests.contract.engine_stack import Stack
@@ -13,6 +15,10 @@ from tests.contract.engine_turns import turn
 
 pytestmark = pytest.mark.asyncio
 pytest_plugins = ("tests.contract.engine_fixtures",)
+
+
+def compiled() -> bool:
+    return native_ask.find() is not None and not torch.cuda.is_available()
 
 
 @pytest.mark.parametrize("engines", ["llama", "qwen2-sliding"], indirect=True)
@@ -47,6 +53,9 @@ async def test_tokens_are_the_reference(engines: Stack, transport: str, mini_bat
         for name in ("pool-0", "pool-1")
     )
     assert (messages > 2 * layers * iterations) == (mini_batches > 1)
+    # Rings have no socket of their own: Python's.
+    native = told["decode"].get_sample_value("kvcommons_native_layers_total")
+    assert native == (layers * iterations if transport == "tcp" and compiled() else 0)
     await engines.idle("decode", "pool-0", "pool-1")
 
 
