@@ -48,6 +48,8 @@ namespace kvc {
 
 // Keys of one block and head that are computed with at once.
 constexpr int TILE = 64;
+// Floats in a register, at most.
+constexpr int WIDEST = 16;
 // Units of a row, at most: a partial is written and read again for each.
 constexpr int UNITS_MAX = 64;
 
@@ -55,6 +57,7 @@ constexpr int UNITS_MAX = 64;
 struct Workspace {
     float* queries;  // [heads, dim], scaled, in the order in which keys are widened
     float* scores;   // [heads, TILE]
+    float* totals;   // [heads, WIDEST], sums of the weights, of which each is in one element
 };
 
 // Keys [first, last) of a sequence for kv heads [head, head_end): the part of the work that one thread takes.

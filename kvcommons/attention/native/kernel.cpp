@@ -7,42 +7,83 @@
 namespace kvc {
 namespace {
 
-// Memory that is soon read, asked for in even slices while the present tile is computed with: what is asked for in
-// bursts waits for a place among the cache's misses, and computing with it.
-struct Ahead {
-    const char* next;
-    int64_t bytes, slice;
-
-    inline void take() {
-        if (bytes <= 0) return;
-        prefetch(next, slice);
-        next += slice;
-        bytes -= slice;
+// Adds to `sums` products of 2 W elements of HEADS queries and KEYS keys.
+template <int HEADS, int KEYS, class T>
+inline void multiply(const float* q, int64_t dim, const T* const* keys, int64_t d, Floats* sums) {
+    Floats a[KEYS], b[KEYS];
+    for (int i = 0; i < KEYS; i++) widen(keys[i] + d, a[i], b[i]);
+    for (int h = 0; h < HEADS; h++) {
+        Floats qa = load<Floats>(q + h * dim + d), qb = load<Floats>(q + h * dim + d + W);
+        for (int i = 0; i < KEYS; i++) sums[h * KEYS + i] += qa * a[i];
+        for (int i = 0; i < KEYS; i++) sums[h * KEYS + i] += qb * b[i];
     }
-};
+}
 
-// HEADS queries times `rows` keys: a register of sums for HEADS x (W / HEADS) of them at a time. Past the last row
-// the last one is taken again, so that nothing behind it is read.
-template <class T, int HEADS>
-inline void score(const float* q, const T* k, int64_t rows, int64_t dim, float* scores, Ahead& ahead) {
+#if KVC_WIDTH == 16
+template <int HEADS, int KEYS>
+inline void multiply(const Pairs* q, int64_t dim, const Pairs* const* keys, int64_t d, Floats* sums) {
+    Bits key[KEYS];
+    for (int i = 0; i < KEYS; i++) key[i] = load<Bits>(keys[i] + d);
+    for (int h = 0; h < HEADS; h++) {
+        Bits query = load<Bits>(q + h * dim + d);
+        for (int i = 0; i < KEYS; i++) sums[h * KEYS + i] = add_pairs(sums[h * KEYS + i], query, key[i]);
+    }
+}
+#endif
+
+// Scores of HEADS queries and keys t to t + W of a tile's `rows`: a register of sums for HEADS x (W / HEADS) of them
+// at a time. Past the last row the last one is taken again, so that nothing behind it is read. Of the tile that is
+// soon read, `next`, as much is asked for as is read of this one: in the order of its addresses, evenly in time.
+template <class K, int HEADS>
+inline void score(
+    const Query<K>* q, const K* k, const K* next, int64_t t, int64_t rows, int64_t dim, float scale, float* scores) {
     constexpr int KEYS = W / HEADS;
-    for (int64_t t = 0; t < rows; t += KEYS) {
-        const T* key[KEYS];
-        for (int i = 0; i < KEYS; i++) key[i] = k + (t + i < rows ? t + i : rows - 1) * dim;
+    for (int64_t end = least(t + W, rows); t < end; t += KEYS) {
+        const K* keys[KEYS];
+        for (int i = 0; i < KEYS; i++) keys[i] = k + (t + i < rows ? t + i : rows - 1) * dim;
         Floats sums[HEADS * KEYS] = {};
         for (int64_t d = 0; d < dim; d += 2 * W) {
-            ahead.take();
-            Floats a[KEYS], b[KEYS];
-            for (int i = 0; i < KEYS; i++) widen(key[i] + d, a[i], b[i]);
-            for (int h = 0; h < HEADS; h++) {
-                Floats qa = load<Floats>(q + h * dim + d), qb = load<Floats>(q + h * dim + d + W);
-                for (int i = 0; i < KEYS; i++) sums[h * KEYS + i] += qa * a[i];
-                for (int i = 0; i < KEYS; i++) sums[h * KEYS + i] += qb * b[i];
-            }
+            prefetch<KEYS * 2 * W>(next + t * dim + KEYS * d);
+            multiply<HEADS, KEYS>(q, dim, keys, d, sums);
         }
-        Floats result = sums_of(sums);
+        Floats result = sums_of(sums) * scale;
         for (int h = 0; h < HEADS; h++)
             __builtin_memcpy(scores + h * TILE + t, (const float*)&result + h * KEYS, KEYS * sizeof(float));
+    }
+}
+
+// What is known of the heads of a group so far.
+struct Group {
+    float* weights;  // [group, TILE], of the present tile; scores at first
+    float* sums;     // [group, dim], weighted values
+    float* totals;   // [group, W], sums of the weights, in W parts until the end of the unit
+    float* tops;     // [group], the scores that weights are relative to
+    int64_t dim;
+};
+
+// Weights are relative to a score that no other exceeds by more than this, as a power of two: so it rarely changes.
+constexpr float LEEWAY = 16;
+
+// Makes the greatest of `scores` what the head's weights are relative to, the first `count` of the tile included.
+__attribute__((noinline)) void raise(const Group& group, int64_t h, Floats scores, int64_t count) {
+    float now = greatest_in(scores);
+    Floats factor = power_of_two(all(group.tops[h] - now));
+    float *sums = group.sums + h * group.dim, *weights = group.weights + h * TILE, *totals = group.totals + h * W;
+    for (int64_t d = 0; d < group.dim; d += W) store(sums + d, load<Floats>(sums + d) * factor);
+    for (int64_t t = 0; t < count; t += W) store(weights + t, load<Floats>(weights + t) * factor);
+    store(totals, load<Floats>(totals) * factor);
+    group.tops[h] = now;
+}
+
+// Scores of keys t to t + W to weights, for `count` heads from `first` on.
+inline void weigh(const Group& group, int64_t first, int64_t count, int64_t t) {
+    for (int64_t h = first; h < first + count; h++) {
+        float *at = group.weights + h * TILE + t, *totals = group.totals + h * W;
+        Floats scores = load<Floats>(at);
+        if (any_above(scores, all(group.tops[h] + LEEWAY))) raise(group, h, scores, t);
+        Floats weights = power_of_two(scores - group.tops[h]);
+        store(at, weights);
+        store(totals, load<Floats>(totals) + weights);
     }
 }
 
@@ -52,7 +93,7 @@ constexpr int SUMS = W == 16 ? 16 : 8;
 // Adds HEADS weighted sums of `rows` values to `sums`, PAIRS * 2 W columns at a time from `column` on.
 template <class T, int HEADS, int PAIRS>
 inline int64_t add(
-    const float* weights, const T* v, int64_t rows, int64_t dim, int64_t column, float* sums, Ahead& ahead) {
+    const float* weights, const T* v, int64_t rows, int64_t dim, int64_t column, float* sums, const T* next) {
     constexpr int STEP = PAIRS * 2 * W;
     for (; column + STEP <= dim; column += STEP) {
         Floats a[HEADS][PAIRS], b[HEADS][PAIRS];
@@ -63,7 +104,7 @@ inline int64_t add(
             }
         const T* value = v + column;
         for (int64_t t = 0; t < rows; t++, value += dim) {
-            ahead.take();
+            prefetch<STEP>(next + column * rows + t * STEP);
             Floats x[PAIRS], y[PAIRS];
             for (int p = 0; p < PAIRS; p++) widen(value + p * 2 * W, x[p], y[p]);
             for (int h = 0; h < HEADS; h++) {
@@ -84,46 +125,28 @@ inline int64_t add(
 }
 
 template <class T, int HEADS>
-inline void add_all(const float* weights, const T* v, int64_t rows, int64_t dim, float* sums, Ahead& ahead) {
+inline void add_all(const float* weights, const T* v, int64_t rows, int64_t dim, float* sums, const T* next) {
     constexpr int PAIRS = SUMS / (2 * HEADS) > 4 ? 4 : SUMS / (2 * HEADS);
-    int64_t column = add<T, HEADS, PAIRS>(weights, v, rows, dim, 0, sums, ahead);
-    if (PAIRS > 1) add<T, HEADS, 1>(weights, v, rows, dim, column, sums, ahead);
+    int64_t column = add<T, HEADS, PAIRS>(weights, v, rows, dim, 0, sums, next);
+    if (PAIRS > 1) add<T, HEADS, 1>(weights, v, rows, dim, column, sums, next);
 }
 
-// Scores to weights, in place, for one head; what was summed before is brought to the new greatest score.
-inline void weigh(float* scores, int64_t rows, int64_t dim, float* sums, float& top, float& total) {
-    int64_t padded = (rows + W - 1) / W * W;
-    for (int64_t t = rows; t < padded; t++) scores[t] = -__builtin_inff();
-    Floats greatest = load<Floats>(scores);
-    for (int64_t t = W; t < padded; t += W) greatest = greater(load<Floats>(scores + t), greatest);
-    float now = greatest_in(greatest);
-    if (now > top) {
-        float factor = exponential_one(top - now);
-        for (int64_t d = 0; d < dim; d += W) store(sums + d, load<Floats>(sums + d) * factor);
-        total *= factor;
-        top = now;
-    }
-    Floats added = {};
-    for (int64_t t = 0; t < padded; t += W) {
-        Floats weight = exponential(load<Floats>(scores + t) - top);
-        store(scores + t, weight);
-        added += weight;
-    }
-    total += sum_of(added);
-}
-
-template <class T, class Q>
-inline void prepare(const kvc_batch& batch, const Unit& unit, float* to) {
+// The unit's queries, in the form that keys of type K are multiplied with; false if that is not exact.
+template <class K, class Q>
+inline bool prepare(const kvc_batch& batch, const Unit& unit, Query<K>* to) {
     int64_t group = batch.heads / batch.kv_heads;
+    bool exact = true;
     for (int64_t h = unit.head * group; h < unit.head_end * group; h++) {
         const Q* q = (const Q*)batch.q + unit.row * batch.q_row + h * batch.q_head;
-        for (int64_t d = 0; d < batch.dim; d += 2 * W) {
-            Floats a, b;
-            arrange(T{}, q + d, a, b);
-            store(to + h * batch.dim + d, a * batch.scale);
-            store(to + h * batch.dim + d + W, b * batch.scale);
-        }
+        for (int64_t d = 0; d < batch.dim; d += 2 * W) exact &= bring(K{}, q + d, to + h * batch.dim + d);
     }
+    return exact;
+}
+
+template <class K>
+inline bool prepare(const kvc_batch& batch, const Unit& unit, const Workspace& space) {
+    Query<K>* to = (Query<K>*)space.queries;
+    return batch.q_is_bf16 ? prepare<K, Bf16>(batch, unit, to) : prepare<K, float>(batch, unit, to);
 }
 
 // Goes over the tiles of a unit in the order of their addresses: within a block the keys of all heads, then the
@@ -167,75 +190,87 @@ struct Cursor {
     }
 };
 
-template <class T, int HEADS>
-inline void score_heads(
-    const float* q, const T* k, int64_t rows, int64_t dim, float* scores, int64_t& done, int64_t group, Ahead& ahead) {
-    for (; done + HEADS <= group; done += HEADS)
-        score<T, HEADS>(q + done * dim, k, rows, dim, scores + done * TILE, ahead);
+// A tile of keys to weights, for as many fours, twos or single heads as there are behind `done`.
+template <class K, int HEADS>
+inline void weigh_heads(
+    const Query<K>* q, const K* k, const K* next, int64_t rows, float scale, const Group& group, int64_t& done,
+    int64_t count) {
+    for (; done + HEADS <= count; done += HEADS) {
+        float* scores = group.weights + done * TILE;
+        int64_t t = 0;
+        for (; t < rows; t += W) {
+            score<K, HEADS>(q + done * group.dim, k, next, t, rows, group.dim, scale, scores);
+            // One step behind, while products of the next are computed.
+            if (t) weigh(group, done, HEADS, t - W);
+        }
+        for (int h = 0; h < HEADS; h++)
+            for (int64_t i = rows; i < t; i++) scores[h * TILE + i] = -__builtin_inff();
+        weigh(group, done, HEADS, t - W);
+    }
 }
 
 template <class T, int HEADS>
 inline void add_heads(
-    const float* w, const T* v, int64_t rows, int64_t dim, float* sums, int64_t& done, int64_t group, Ahead& ahead) {
+    const float* w, const T* v, int64_t rows, int64_t dim, float* sums, int64_t& done, int64_t group, const T* next) {
     for (; done + HEADS <= group; done += HEADS)
-        add_all<T, HEADS>(w + done * TILE, v, rows, dim, sums + done * dim, ahead);
+        add_all<T, HEADS>(w + done * TILE, v, rows, dim, sums + done * dim, next);
 }
 
-template <class T>
+// Values of type T, and keys as K.
+template <class T, class K>
 void attend_over(const kvc_batch& batch, const Unit& unit, const Workspace& space) {
-    if (batch.q_is_bf16)
-        prepare<T, Bf16>(batch, unit, space.queries);
-    else
-        prepare<T, float>(batch, unit, space.queries);
-    int64_t dim = batch.dim, group = batch.heads / batch.kv_heads;
-    int64_t first = unit.head * group, last = unit.head_end * group;
-    for (int64_t h = first; h < last; h++) {
+    int64_t dim = batch.dim, count = batch.heads / batch.kv_heads;
+    float scale = batch.scale * LOG2_E;
+    for (int64_t h = unit.head * count; h < unit.head_end * count; h++) {
         unit.tops[h] = -__builtin_inff();
-        unit.totals[h] = 0;
+        store(space.totals + h * W, Floats{});
         for (int64_t d = 0; d < dim; d++) unit.sums[h * dim + d] = 0;
     }
     Cursor<T> here(batch, unit), soon(batch, unit);
-    int64_t tile_rows = least(batch.block_tokens, TILE), tile_bytes = tile_rows * dim * (int64_t)sizeof(T);
+    int64_t tile_bytes = least(batch.block_tokens, TILE) * dim * (int64_t)sizeof(T);
     for (int64_t bytes = 0; bytes < AHEAD_BYTES && soon.rows; bytes += tile_bytes) {
         prefetch((const char*)soon.tile, soon.rows * dim * (int64_t)sizeof(T));
         soon.next();
     }
-    // A tile's bytes over the steps that it is computed with in, of both kinds.
-    int64_t together = least(group, 4);
-    int64_t key_slice = lines(tile_bytes / (tile_rows * together * dim / (2 * W * W) + 1));
-    int64_t value_slice = lines(tile_bytes / (tile_rows * together * dim / (SUMS * W) + 1));
     for (; here.rows; here.next()) {
-        Ahead ahead{nullptr, 0, 0};
+        const T *tile = here.tile, *next = tile;
         if (soon.rows) {
-            ahead.next = (const char*)soon.tile;
-            ahead.bytes = soon.rows * dim * (int64_t)sizeof(T);
-            ahead.slice = here.values ? value_slice : key_slice;
+            next = soon.tile;
             soon.next();
         }
-        const T* tile = here.tile;
-        int64_t head = here.head * group, done = 0, rows = here.rows;
-        float* scores = space.scores + head * TILE;
-        float* sums = unit.sums + head * dim;
-        if (!here.values) {
-            const float* q = space.queries + head * dim;
-            score_heads<T, 4>(q, tile, rows, dim, scores, done, group, ahead);
-            score_heads<T, 2>(q, tile, rows, dim, scores, done, group, ahead);
-            score_heads<T, 1>(q, tile, rows, dim, scores, done, group, ahead);
-            for (int64_t h = 0; h < group; h++)
-                weigh(scores + h * TILE, rows, dim, sums + h * dim, unit.tops[head + h], unit.totals[head + h]);
+        int64_t head = here.head * count, done = 0, rows = here.rows;
+        Group group{
+            space.scores + head * TILE, unit.sums + head * dim, space.totals + head * W, unit.tops + head, dim};
+        if (here.values) {
+            add_heads<T, 4>(group.weights, tile, rows, dim, group.sums, done, count, next);
+            add_heads<T, 2>(group.weights, tile, rows, dim, group.sums, done, count, next);
+            add_heads<T, 1>(group.weights, tile, rows, dim, group.sums, done, count, next);
         } else {
-            add_heads<T, 4>(scores, tile, rows, dim, sums, done, group, ahead);
-            add_heads<T, 2>(scores, tile, rows, dim, sums, done, group, ahead);
-            add_heads<T, 1>(scores, tile, rows, dim, sums, done, group, ahead);
+            const Query<K>* q = (const Query<K>*)space.queries + head * dim;
+            weigh_heads<K, 4>(q, (const K*)tile, (const K*)next, rows, scale, group, done, count);
+            weigh_heads<K, 2>(q, (const K*)tile, (const K*)next, rows, scale, group, done, count);
+            weigh_heads<K, 1>(q, (const K*)tile, (const K*)next, rows, scale, group, done, count);
         }
     }
+    for (int64_t h = unit.head * count; h < unit.head_end * count; h++)
+        unit.totals[h] = sum_of(load<Floats>(space.totals + h * W));
 }
 
 void attend(const kvc_batch& batch, const Unit& unit, const Workspace& space) {
-    if (batch.kv_is_bf16)
-        attend_over<Bf16>(batch, unit, space);
-    else
-        attend_over<float>(batch, unit, space);
+    if (!batch.kv_is_bf16) {
+        prepare<float>(batch, unit, space);
+        attend_over<float, float>(batch, unit, space);
+        return;
+    }
+#if KVC_WIDTH == 16
+    // Queries of bfloat16 come as float32 from other processes.
+    if (pairs_supported() && prepare<Pairs>(batch, unit, space)) {
+        attend_over<Bf16, Pairs>(batch, unit, space);
+        return;
+    }
+#endif
+    prepare<Bf16>(batch, unit, space);
+    attend_over<Bf16, Bf16>(batch, unit, space);
 }
 
 template <class T>
@@ -247,7 +282,7 @@ void finish_head(const Finish& work, int64_t head, int64_t dim, float* out, floa
     }
     float shares[UNITS_MAX];
     for (int64_t i = 0; i < work.count; i++) {
-        shares[i] = exponential_one(work.tops[i * work.stride + head] - top);
+        shares[i] = power_of_two(all(work.tops[i * work.stride + head] - top))[0];
         total += work.totals[i * work.stride + head] * shares[i];
     }
     for (int64_t d = 0; d < dim; d += 2 * W) {
@@ -259,7 +294,7 @@ void finish_head(const Finish& work, int64_t head, int64_t dim, float* out, floa
         }
         restore(T{}, a / total, b / total, out + d);
     }
-    *lse = top + __builtin_logf(total);
+    *lse = top / LOG2_E + __builtin_logf(total);
 }
 
 void finish(const kvc_batch& batch, const Finish& work) {

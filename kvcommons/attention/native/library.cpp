@@ -53,7 +53,7 @@ int64_t partial_floats(const kvc_batch& batch) {
 }
 
 int64_t workspace_floats(const kvc_batch& batch) {
-    return up(batch.heads * (batch.dim + TILE), ALIGNED) * ALIGNED;
+    return up(batch.heads * (batch.dim + TILE + WIDEST), ALIGNED) * ALIGNED;
 }
 
 // How a call is divided: units of each row (`starts`), each over all kv heads or, where there are few, over some.
@@ -98,7 +98,8 @@ void take_units(void* argument) {
     if (worker >= work.threads) return;
     const kvc_batch& batch = *work.batch;
     float* queries = work.workspaces + worker * workspace_floats(batch);
-    Workspace space{queries, queries + batch.heads * batch.dim};
+    float* scores = queries + batch.heads * batch.dim;
+    Workspace space{queries, scores, scores + batch.heads * TILE};
     int64_t all = work.units * work.splits;
     for (;;) {
         int64_t number = __atomic_fetch_add(&work.next, 1, __ATOMIC_RELAXED);

@@ -3,6 +3,10 @@
 
 #include "attend.h"
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 namespace kvc {
 namespace {
 
@@ -24,6 +28,17 @@ typedef uint32_t Bits __attribute__((vector_size(4 * W)));
 struct Bf16 {
     uint16_t bits;
 };
+// Bfloat16 that is multiplied as it is, by queries that are bfloat16, too: see `add_pairs`.
+struct Pairs {
+    uint16_t bits;
+};
+
+// What keys are multiplied with.
+float query_for(float);
+float query_for(Bf16);
+Pairs query_for(Pairs);
+template <class K>
+using Query = decltype(query_for(K{}));
 
 // How far ahead memory is asked for. Left to itself the processor reads ahead within a page, and then waits: without
 // asking, 40 to 73% of the bandwidth were reached.
@@ -43,6 +58,20 @@ inline Floats all(float x) { return x - Floats{}; }
 
 inline Floats greater(Floats a, Floats b) { return a > b ? a : b; }
 
+// Whether an element of `a` is greater than that of `b`.
+inline bool any_above(Floats a, Floats b) {
+#if KVC_WIDTH == 16
+    return _mm512_cmp_ps_mask((__m512)a, (__m512)b, _CMP_GT_OQ);
+#elif KVC_WIDTH == 8
+    return _mm256_movemask_ps(_mm256_cmp_ps((__m256)a, (__m256)b, _CMP_GT_OQ));
+#elif defined(__SSE2__)
+    return _mm_movemask_ps(_mm_cmpgt_ps((__m128)a, (__m128)b));
+#else
+    Ints above = a > b;
+    return above[0] | above[1] | above[2] | above[3];
+#endif
+}
+
 // 2 W elements as two registers. Bfloat16 comes as even and odd elements, which costs a shift and a mask; queries
 // are brought into the same order, and results back out of it.
 inline void widen(const Bf16* from, Floats& a, Floats& b) {
@@ -56,26 +85,27 @@ inline void widen(const float* from, Floats& a, Floats& b) {
     b = load<Floats>(from + W);
 }
 
-// exp(x) for x <= 0, to 1 unit in the last place of a float or two; 0 where that is not a normal number.
-inline Floats exponential(Floats x) {
-    Floats turns = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: rounds to an integer
-    Floats n = turns - 12582912.0f;
-    Floats r = x - n * 0.693359375f;
-    r = r + n * 2.12194440e-4f;
-    Floats p = all(1.9875691500e-4f);
-    p = p * r + 1.3981999507e-3f;
-    p = p * r + 8.3334519073e-3f;
-    p = p * r + 4.1665795894e-2f;
-    p = p * r + 1.6666665459e-1f;
-    p = p * r + 5.0000001201e-1f;
-    p = p * (r * r) + r + 1.0f;
-    Floats power = (Floats)((((Ints)turns) + (127 - 0x4b400000)) << 23);
-    return x < -87.0f ? Floats{} : p * power;
+constexpr float LOG2_E = 1.44269504f;
+
+// 2^x to 1 unit in the last place of a float or two, for x that is not great; 0 where that is not a normal number.
+inline Floats power_of_two(Floats x) {
+    Floats turns = x + 12582912.0f;  // 1.5 * 2^23: rounds to an integer
+    Floats r = x - (turns - 12582912.0f);
+    Floats p = all(1.5353362e-4f);
+    p = p * r + 1.3398875e-3f;
+    p = p * r + 9.6184369e-3f;
+    p = p * r + 5.5503324e-2f;
+    p = p * r + 2.4022648e-1f;
+    p = p * r + 6.9314718e-1f;
+    p = p * r + 1.0f;
+    Floats power = (Floats)((Ints)p + ((Ints)turns << 23));
+    return x < -125.0f ? Floats{} : power;
 }
 
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
-inline int64_t lines(int64_t bytes) { return (bytes + LINE - 1) / LINE * LINE; }
 
+// exp(x), the same but for a rounding of x.
+inline Floats exponential(Floats x) { return power_of_two(x * LOG2_E); }
 inline float exponential_one(float x) { return exponential(all(x))[0]; }
 
 #if defined(__clang__) || __GNUC__ >= 12
@@ -183,6 +213,14 @@ inline void prefetch(const char* from, int64_t bytes) {
     for (int64_t i = 0; i < bytes; i += LINE) __builtin_prefetch(from + i, 0, 3);
 }
 
+// The same for COUNT elements; a line is asked for once.
+template <int COUNT, class T>
+inline void prefetch(const T* from) {
+    constexpr int BYTES = COUNT * sizeof(T);
+    if (BYTES < LINE && (intptr_t)from % LINE >= BYTES) return;
+    for (int i = 0; i < BYTES; i += LINE) __builtin_prefetch((const char*)from + i, 0, 3);
+}
+
 // 2 W elements of a query, in the order in which keys of type T are widened.
 inline void arrange(Bf16, const Bf16* from, Floats& a, Floats& b) { widen(from, a, b); }
 inline void arrange(float, const float* from, Floats& a, Floats& b) { widen(from, a, b); }
@@ -197,6 +235,40 @@ inline void arrange(float, const Bf16* from, Floats& a, Floats& b) {
     a = first_in_turn(even, odd);
     b = last_in_turn(even, odd);
 }
+
+// The same to memory, in the form that keys of type K are multiplied with; false where that would not be exact.
+template <class K, class Q>
+inline bool bring(K key, const Q* from, float* to) {
+    Floats a, b;
+    arrange(key, from, a, b);
+    store(to, a);
+    store(to + W, b);
+    return true;
+}
+inline bool bring(Pairs, const Bf16* from, Pairs* to) {
+    __builtin_memcpy(to, from, 2 * W * sizeof *to);
+    return true;
+}
+inline bool bring(Pairs, const float* from, Pairs* to) {
+    uint32_t rest = 0;
+    for (int i = 0; i < 2 * W; i++) {
+        uint32_t bits;
+        __builtin_memcpy(&bits, from + i, sizeof bits);
+        to[i].bits = bits >> 16;
+        rest |= bits & 0xffff;
+    }
+    return rest == 0;
+}
+
+#if KVC_WIDTH == 16
+// Each element of `sums` gets the products of two neighbours, exact, one after the other in float32, where the
+// processor can. In assembler, as the compiler's own would need a translation unit for such processors.
+inline bool pairs_supported() { return __builtin_cpu_supports("avx512bf16"); }
+inline Floats add_pairs(Floats sums, Bits a, Bits b) {
+    asm("vdpbf16ps %2, %1, %0" : "+v"(sums) : "v"(a), "v"(b));
+    return sums;
+}
+#endif
 
 // What was widened from type T, in the order of its elements again.
 inline void restore(Bf16, Floats a, Floats b, float* to) {

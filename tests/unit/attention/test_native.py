@@ -7,7 +7,7 @@ import random
 import shutil
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -202,6 +202,33 @@ def test_scores_far_apart_neither_overflow_nor_vanish(variant: str) -> None:
     out, lse = case.expected(0)
     torch.testing.assert_close(part.out[0].double(), out, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(part.lse[0].double(), lse, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+def test_scores_that_rise_from_key_to_key_are_exact(variant: str, dtype: torch.dtype) -> None:
+    """What weights are relative to changes again and again, within tiles and between them."""
+    case = make(8, [700], dtype=dtype, kv_heads=1, group=5, dim=64, block_tokens=100)
+    case.q.abs_()
+    case.keys[0].abs_().mul_(torch.linspace(0, 40, 700).view(-1, 1, 1))
+    index = torch.arange(700)
+    case.kv[case.tables[0, index // 100], 0, :, index % 100] = case.keys[0]
+    part = case.part()
+    out, lse = case.expected(0)
+    assert float(lse.min()) > 100
+    torch.testing.assert_close(part.out[0].double(), out, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(part.lse[0].double(), lse, rtol=1e-5, atol=0)
+
+
+def test_queries_of_bfloat16_that_come_as_float32_have_the_same_result(variant: str) -> None:
+    """As holders have them: exactly, and in batches with others that are no bfloat16s."""
+    case = make(9, [1500, 70], query_dtype=torch.bfloat16, kv_heads=2, group=4, dim=64, block_tokens=64)
+    bf16, wide = case.part(), replace(case, q=case.q.float())
+    case.check(bf16)
+    assert torch.equal(wide.part().out, bf16.out)
+    wide.q[1] += 1e-4
+    mixed = wide.part()
+    assert torch.equal(mixed.out[0], bf16.out[0])
+    wide.check(mixed)
 
 
 @pytest.mark.parametrize(("rows", "heads", "dim"), [(1, 4, 64), (3, 5, 24), (700, 8, 33)])
