@@ -67,7 +67,11 @@ class RemoteHolder:
         self.waited: Callable[[float, bool], None] = lambda seconds, answered: None
         self._channel = open_channel(control_address)
         self._stub = rpc.HolderStub(self._channel)
-        self._data = DataClient(data_address, kept_max=_KEPT_MAX, observer=observer, ask_s=_ASK_S)
+        self._data = DataClient(data_address, observer=observer)
+        # Over sockets, whose frames need no interpreter; a layer's are small.
+        self._partials = DataClient(
+            data_address, kept_max=_KEPT_MAX, observer=observer, ask_s=_ASK_S, rings=False
+        )
         self._borrowed: dict[SegmentRef, float] = {}  # to when its lease runs out, at the latest
         self._generations = itertools.count(1)  # of all segments
         self._renewal: asyncio.Task[None] | None = None
@@ -87,6 +91,7 @@ class RemoteHolder:
                 await self._renewal
         await self._channel.close(None)
         self._data.close()
+        self._partials.close()
 
     @property
     def borrowed(self) -> list[SegmentRef]:
@@ -282,11 +287,11 @@ class RemoteHolder:
         q [sum of rows, query_heads, head_dim], rotated; appended, for each part with `append`, in order: K
         and V [2, kv_heads, rows, head_dim] in the KV dtype; or those of several parts in one tensor.
         """
-        return begin_attend(self._data, layer, parts, q, appended, deadline)
+        return begin_attend(self._partials, layer, parts, q, appended, deadline)
 
     def recipients(self, wording: data_pb2.AttendLayer) -> list[Recipient]:
         """This one alone."""
-        return [Recipient(client=self._data, wording=wording)]
+        return [Recipient(client=self._partials, wording=wording)]
 
     def _reservation(self, blocks: int) -> holder_pb2.ReserveRequest:
         lease_ms = int(self._lease_s * 1000)
