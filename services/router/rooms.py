@@ -137,8 +137,7 @@ class Rooms:
         pooled = sum(one.load.lendable_blocks for one in pools if not one.heads.number)
         others = sum(lendable) + pooled + away
         for seen, own in zip(known, lendable, strict=True):
-            # Each sequence that is there is left a block to grow: else it soon borrows, or gives way.
-            room = max(self._free(seen) - _sequences(seen), 0)
+            room = self._spare(seen)
             if not seen.load.only_here:
                 room += others - own
             rooms.append(room if seen.limit is None else min(room, seen.limit + self._came))
@@ -162,9 +161,13 @@ class Rooms:
             free = min(free, seen.limit + self._came)
         return max(0, min(free, seen.load.total_blocks or free))
 
+    def _spare(self, seen: _Seen) -> int:
+        """Each sequence that is there is left a block to grow: else it soon borrows, or gives way."""
+        return max(self._free(seen) - _sequences(seen), 0)
+
     def _lends(self, seen: _Seen) -> int:
-        free = self._free(seen)
-        return max(0, min(seen.load.lendable_blocks + free - seen.load.free_blocks, free))
+        since = self._free(seen) - seen.load.free_blocks
+        return max(0, min(seen.load.lendable_blocks + since, self._spare(seen)))
 
     def _forget(self, taken: Taken) -> _Seen | None:
         seen = self._seen.get(taken.instance_id)
