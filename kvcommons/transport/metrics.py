@@ -26,8 +26,19 @@ class DataMetrics:
             ["op", "direction"],
             registry=registry,
         )
+        # By operation and code: to look labels up takes longer than to count.
+        self._known: dict[tuple[str, str], tuple[Histogram, Counter, Counter]] = {}
 
     def __call__(self, observation: Observation) -> None:
-        self._seconds.labels(observation.op, observation.error or "ok").observe(observation.seconds)
-        self._bytes.labels(observation.op, "sent").inc(observation.sent_bytes)
-        self._bytes.labels(observation.op, "received").inc(observation.received_bytes)
+        key = observation.op, observation.error
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = (
+                self._seconds.labels(observation.op, observation.error or "ok"),
+                self._bytes.labels(observation.op, "sent"),
+                self._bytes.labels(observation.op, "received"),
+            )
+        seconds, sent, received = known
+        seconds.observe(observation.seconds)
+        sent.inc(observation.sent_bytes)
+        received.inc(observation.received_bytes)

@@ -53,9 +53,8 @@ async def test_tokens_are_the_reference(engines: Stack, transport: str, mini_bat
         for name in ("pool-0", "pool-1")
     )
     assert (messages > 2 * layers * iterations) == (mini_batches > 1)
-    # Rings have no socket of their own: Python's.
     native = told["decode"].get_sample_value("kvcommons_native_layers_total")
-    assert native == (layers * iterations if transport == "tcp" and compiled() else 0)
+    assert native == (layers * iterations if compiled() else 0)
     await engines.idle("decode", "pool-0", "pool-1")
 
 
