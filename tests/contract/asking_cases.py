@@ -31,7 +31,7 @@ from services.decode.batch import Batch, Queries
 from services.decode.messages import NewRows
 from services.decode.placement.auto import Rates
 from services.decode.remote import RemoteAttention
-from services.decode.sequence import Generation, LocalRun, RemoteRun
+from services.decode.sequence import Generation, LocalRun, RemoteRun, Run
 from services.decode.sequence import Sequence as Decoded
 from services.decode.spent import Spent
 from tests.contract.holder_cases import (
@@ -122,7 +122,8 @@ class Debtor:
             sequence = Decoded(key=key, generation=generation, block_tokens=BLOCK_TOKENS, chain=chain)
             refs = []
             for place, count in row.runs:
-                first, run = sequence.blocks, None
+                first = sequence.blocks
+                run: Run
                 if place == HERE:
                     run = LocalRun(first_block=first, blocks=[next(free) for _ in range(count)])
                 else:
