@@ -140,8 +140,9 @@ class Ask:
         return rows
 
     def cancel(self) -> None:
-        """Nobody waits for the answer."""
-        if self._ask.under_way:
+        """Nobody waits for the answer. What was sent in part leaves a connection that no request may follow
+        on."""
+        if self._ask.under_way or self._ask.outcome != native.DONE:
             self._ask.under_way = 0
             self._held.drop()
 

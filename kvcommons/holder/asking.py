@@ -207,7 +207,7 @@ class Asks:
     def _repeated(self) -> bool:
         """Whether all is well with them that were sent to connections that had gone stale, once more."""
         for number, ask in enumerate(self._asks):
-            if not ask.under_way and ask.reopen(self.deadline, used=self._turn > 0):
+            if not ask.under_way and ask.reopen(self.deadline, used=self._turn > 0 or bool(self._taken)):
                 self._library.ask_again(self._address, number)
         return all(ask.under_way for ask in self._asks)
 
@@ -227,7 +227,6 @@ class Asks:
                 items[row].append((number, index))
         starts = [0]
         for some in items:
-            assert len(some) <= self._library.merged_max
             starts.append(starts[-1] + len(some))
         flat = [item for some in items for item in some]
         columns = (
@@ -238,7 +237,9 @@ class Asks:
             [index for _, index in flat],
         )
         tensors = [torch.tensor(column, dtype=torch.int64) for column in columns]
-        self._kept += [*tensors, sources]
+        parts = torch.empty(2 * max(map(len, items)), dtype=torch.int64)
+        self._kept += [*tensors, parts, sources]
+        gather.parts = parts.data_ptr()
         gather.outs, gather.lses, gather.starts, gather.sources, gather.indices = (
             tensor.data_ptr() for tensor in tensors
         )

@@ -64,12 +64,13 @@ class Following:
         except StaleEpoch:
             return False
         stays.append(stay)
-        return plan.holds_for([pin.segment for pin in stay.pins])
+        segments = [pin.segment for pin in stay.pins]  # none where it has been ended since
+        return bool(segments) and plan.holds_for(segments)
 
     def _serve(self, plans: list[Layers], bare: Bare, tell: Observer) -> DeadlineExceeded | None:
         serving, quiet_s = Serving(self._turn, plans, operation_s=OPERATION_S), 0.0
         while plans and quiet_s < _QUIET_S:
-            served = serving.serve(bare.descriptor, ask_s=0.0 if quiet_s else bare.ask_s, quiet_s=_TOLD_S)
+            served = serving.serve(bare.descriptor, ask_s=bare.ask_s, quiet_s=_TOLD_S)
             quiet_s = 0.0 if served.requests else quiet_s + _TOLD_S
             with self._counting:
                 self.served += len(served.requests)

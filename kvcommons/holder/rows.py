@@ -94,11 +94,11 @@ class RowPlan:
 
     @property
     def kept_bytes(self) -> int:
-        """Its tables, and one request's buffers."""
+        """Its tables, twice with the lists that they were made from, and one request's buffers."""
         layout, parts = self._memory.layout, len(self.refs)
         floats = parts * layout.query_heads * (2 * layout.head_dim + 1)
         appended = self.appended * 2 * layout.kv_heads * layout.head_dim
-        return self._tables.nbytes + floats * 4 + appended * TORCH_DTYPES[layout.kv_dtype].itemsize
+        return 2 * self._tables.nbytes + floats * 4 + appended * TORCH_DTYPES[layout.kv_dtype].itemsize
 
     def holds_for(self, segments: Sequence[Segment]) -> bool:
         """Whether these are the segments that it was made for, and their blocks are where they were."""
@@ -143,9 +143,11 @@ class RowPlan:
     def natively(self, turn: Turn) -> Layers | None:
         """What follows without the interpreter; None where only torch can attend. For the thread that will
         serve it."""
-        buffers = RowBuffers(self._memory.layout, len(self.refs), self.appended)
         kv, kernel = self._memory.tensor, library.chosen()
-        if kernel is None or not library.serves(buffers.q, kv[0]):
+        if kernel is None or kv.device.type != "cpu":
+            return None
+        buffers = RowBuffers(self._memory.layout, len(self.refs), self.appended)
+        if not library.serves(buffers.q, kv[0]):
             return None
         size = self._memory.layout.block_tokens
         rows = [

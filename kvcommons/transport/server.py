@@ -260,6 +260,9 @@ class DataServer:
                 Exchange(connection, Deadline.after(0), 0).refuse(error)
         except (_ConnectionLost, KVCommonsError):
             return False
+        except Exception:
+            _LOG.exception("%s: what followed a request failed", self._name)
+            return False
         return True
 
     def _carry_out(self, request: pb.DataRequest, exchange: Exchange) -> KVCommonsError | None:

@@ -16,6 +16,8 @@ import pytest
 import torch
 
 from kvcommons.attention.native import library
+from kvcommons.holder.segment import Stay
+from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import data_pb2 as pb
 from kvcommons.rblock.heads import HeadPart
 from tests.contract.following_cases import LAYERS, LAYOUT, SIZE, TRACE, Peer, Rig, Row, eventually, rig
@@ -359,3 +361,26 @@ def test_a_debtor_that_pauses_holds_no_pins(socket_folder: Path) -> None:
         row = made.follow(peer, Row(ref=made.lend(30), position=4, length=5))
         eventually(lambda: made.pins() == 0)
         made.follow(peer, row)
+
+
+def test_a_segment_that_changes_as_it_is_pinned_is_for_python(
+    socket_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with rig(socket_folder) as made:
+        peer, ref = made.peer(), made.lend(2)
+        stay = made.holder.stay
+
+        def changed(refs: Sequence[SegmentRef], end: Callable[[], bool]) -> Stay:
+            found = stay(refs, end)
+            made.holder.freeze(ref, 1, 1, owner="debtor")
+            monkeypatch.undo()
+            return found
+
+        monkeypatch.setattr(made.holder, "stay", changed)
+        row = Row(ref=ref, position=4, length=5)
+        for layer in range(LAYERS):
+            peer.ask(peer.frame(layer, [row]))
+        assert made.pins() in (0, 1)  # the last request is still followed
+        made.follow(peer, row.next())
+        peer.socket.close()
+        eventually(lambda: made.pins() == 0)

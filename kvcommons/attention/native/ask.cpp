@@ -94,6 +94,7 @@ char* write_head(const kvc_layers& layers, const kvc_ask& ask, int64_t payload) 
 bool send(const kvc_layers& layers, kvc_ask& ask) {
     kvc_told& told = ask.told[layers.turn];
     told.began = now_ns();
+    told.waits = told.came = 0;  // of an iteration before
     write_payload(layers, ask);
     int64_t payload = payload_bytes(layers, ask);
     char* begin = write_head(layers, ask, payload);
@@ -217,13 +218,11 @@ void write_own(const kvc_layers& layers) {
     }
 }
 
-constexpr int64_t MERGED_MAX = 64;
-
 void gather(const kvc_layers& layers) {
     const kvc_gather& all = layers.gather;
     int64_t dim = layers.dim, heads = all.heads;
     for (int64_t row = 0; all.starts && row < all.rows; row++) {
-        const float *outs[MERGED_MAX], *lses[MERGED_MAX];
+        const float **outs = all.parts, **lses = outs + (all.starts[row + 1] - all.starts[row]);
         int64_t count = 0;
         for (int64_t item = all.starts[row]; item < all.starts[row + 1]; item++, count++) {
             outs[count] = all.outs[all.sources[item]] + all.indices[item] * heads * dim;
@@ -247,7 +246,6 @@ void gather(const kvc_layers& layers) {
 // Sizes of the structures, for whoever writes them down a second time.
 EXPORTED int64_t kvc_ask_bytes() { return sizeof(kvc_ask); }
 EXPORTED int64_t kvc_layers_bytes() { return sizeof(kvc_layers); }
-EXPORTED int64_t kvc_merged_max() { return MERGED_MAX; }
 
 // Asks every holder, and writes what belongs here; how many could not be asked. What it took is told at `number`.
 EXPORTED int64_t kvc_ask_all(kvc_layers* layers, int64_t layer, int64_t number) {

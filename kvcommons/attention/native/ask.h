@@ -49,6 +49,7 @@ struct kvc_gather {
     const int64_t* indices;    // within the source
     float* out;                // [rows, heads, dim]
     float* lse;                // [rows, heads]
+    const float** parts;       // [2, the most that a row has], to work with
     int64_t rows, heads;
 };
 

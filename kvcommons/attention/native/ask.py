@@ -40,7 +40,8 @@ class Gather(ctypes.Structure):
 
     _fields_ = (
         ("outs", c_void_p), ("lses", c_void_p), ("starts", c_void_p), ("sources", c_void_p),
-        ("indices", c_void_p), ("out", c_void_p), ("lse", c_void_p), ("rows", c_int64), ("heads", c_int64),
+        ("indices", c_void_p), ("out", c_void_p), ("lse", c_void_p), ("parts", c_void_p), ("rows", c_int64),
+        ("heads", c_int64),
     )  # fmt: skip
 
 
@@ -73,7 +74,6 @@ class Library:
         self.receive_all.argtypes = (c_void_p,)
         for call in (self.ask_all, self.ask_again, self.receive_all, self.receive_one):
             call.restype = c_int64
-        self.merged_max: int = _integer(library.kvc_merged_max)  # of one row
 
 
 def find() -> Library | None:
@@ -85,8 +85,3 @@ def find() -> Library | None:
 @functools.cache
 def _library(kernel: Kernel) -> Library:
     return Library(kernel)
-
-
-def _integer(call: Any) -> int:
-    call.restype = c_int64
-    return int(call())

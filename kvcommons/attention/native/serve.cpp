@@ -61,6 +61,7 @@ bool is_row(const kvc_row& row, const char* at, const char* end, int64_t positio
     if (seen[1] != row.handle || seen[2] != row.epoch || seen[3] != 1 || (seen[5] != 0) != (row.appends != 0) ||
         seen[7] != row.generation || seen[8] != row.first_block)
         return false;
+    if (seen[4] >> 62) return false;  // sums of positions must not overflow
     int64_t moved = (int64_t)(seen[4] - (uint64_t)position);
     if (first) step = moved;
     if (moved != step || step < 0 || step > STEPS_MAX) return false;
@@ -270,16 +271,16 @@ EXPORTED int32_t kvc_serve(kvc_serving* serving) {
         rows = rows > serving->plans[i]->batch.batch ? rows : serving->plans[i]->batch.batch;
     Room room(rows);
     if (!room.head) return OTHER;
-    bool brief = true;  // the wait before
     int64_t waits_ns = now_ns();
     while (serving->took < serving->took_max) {
-        Wait wait{waits_ns + serving->quiet_ns, brief ? serving->ask_ns : 0, nullptr, 0};
+        Wait wait{waits_ns + serving->quiet_ns, serving->brief ? serving->ask_ns : 0, nullptr, 0};
         uint32_t head_bytes;
         uint64_t payload_bytes;
         Outcome outcome = peek_frame(*serving, room, wait, head_bytes, payload_bytes);
+        if (outcome == LATE) serving->brief = 0;
         if (outcome != DONE) return outcome;
         int64_t began_ns = now_ns();
-        brief = began_ns - waits_ns < serving->ask_ns * 3 / 2;
+        serving->brief = began_ns - waits_ns < serving->ask_ns * 3 / 2;
         Request request;
         int64_t index = find_plan(*serving, room.head + HEADER_BYTES, head_bytes, payload_bytes, request);
         if (index == serving->count) return OTHER;

@@ -37,6 +37,7 @@ struct kvc_serving {
     int64_t received;      // bytes of the payload of a request that failed
     int64_t failed_ns;     // what it took
     int32_t descriptor;
+    int32_t brief;         // the wait before was; from call to call
     int32_t stage;         // of the request that failed: Stage of serve.py
 };
 
