@@ -39,15 +39,15 @@ class Attention:
         self._budget = budget
         self.turn = Turn(library.chosen())
         self._plans = RowPlans()
-        self.following = Following(holder, self.turn)
+        self.following = Following(holder, self.turn, budget)
 
     def answer(self, request: pb.AttendLayer, exchange: Exchange) -> None:
         """Receives queries, and K and V to append; replies outputs and lse. Errors: StaleEpoch for a segment
         that is gone, InvalidInput for one that is too short; nothing was computed then, appended rows may be
         there.
 
-        Unless a budget has to be asked, what follows on the connection (the same rows, layer after layer) is
-        then served natively, where it can be."""
+        What follows on the connection (the same rows, layer after layer) is then served natively, where
+        that can be."""
         layout = self._holder.memory.layout
         if request.layer >= layout.layers or not request.segments:
             raise InvalidInput(
@@ -107,8 +107,7 @@ class Attention:
             with self._computing(exchange.deadline) as spent:
                 plan.attend(layer, buffers)
             exchange.reply(pb.DataReply(attend_layer=spent), buffers.answer)
-        if self._budget is None:
-            exchange.follow = partial(self.following.follow, plan)
+        exchange.follow = partial(self.following.follow, plan)
 
     def _chunks(self, layer: int, parts: list[Part], exchange: Exchange) -> None:
         rows, appends = sum(part.rows for part in parts), [part.rows for part in parts if part.append]

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from kvcommons.attention.native.serve import Allowance
 from kvcommons.errors import DeadlineExceeded
 from kvcommons.transport.deadline import Deadline
 
@@ -30,10 +31,14 @@ class AttentionBudget:
         self._changed = threading.Condition(self._lock)
         self._queued = 0  # requests that wait
         self._own_s = 0.0  # of an iteration, on the average
-        self._spent_s = 0.0  # in this iteration, for others
+        # In this iteration, for others, by Python; and what had been natively, before it began.
+        self._spent_s, self._spent_before_ns = 0.0, 0
         self._under_way = 0
+        # For requests that are served without the interpreter.
+        self.allowance = Allowance()
         self._waiting = 0
         self._bounded = False
+        self._publish()
 
     @property
     def left_s(self) -> float:
@@ -45,18 +50,16 @@ class AttentionBudget:
         """An own iteration has ended, which took so long, attention for others included; the next one
         begins."""
         with self._changed:
-            own_s = max(seconds - self._spent_s, 0.0)
+            own_s = max(seconds - self._all_spent_s(), 0.0)
             self._own_s = _KEPT * self._own_s + (1 - _KEPT) * own_s if self._bounded else own_s
             self._bounded = True
-            self._spent_s = 0.0
-            self._changed.notify_all()
+            self._begin()
 
     def idle(self) -> None:
         """No own sequence runs."""
         with self._changed:
             self._bounded = False
-            self._spent_s = 0.0
-            self._changed.notify_all()
+            self._begin()
 
     def waiting(self) -> Waiting:
         """While the own iteration waits for a partial: the cores are free."""
@@ -77,6 +80,7 @@ class AttentionBudget:
                     "home, or spread it over more holders"
                 )
             self._under_way += 1
+            self._publish()
             counts = not self._waiting
         began_s = self._clock()
         try:
@@ -86,15 +90,35 @@ class AttentionBudget:
                 self._under_way -= 1
                 if counts:
                     self._spent_s += self._clock() - began_s
+                self._publish()
                 self._changed.notify_all()
 
+    def _begin(self) -> None:
+        """An iteration."""
+        self._spent_s, self._spent_before_ns = 0.0, self.allowance.spent_ns
+        self._publish()
+        self._changed.notify_all()
+
+    def _all_spent_s(self) -> float:
+        return self._spent_s + (self.allowance.spent_ns - self._spent_before_ns) / 1e9
+
     def _left_s(self) -> float:
-        return self._tbt_s - self._own_s - self._spent_s if self._bounded else self._tbt_s
+        return self._tbt_s - self._own_s - self._all_spent_s() if self._bounded else self._tbt_s
 
     def _admits(self) -> bool:
         if not self._bounded or self._waiting:
             return True
-        return self._left_s() > 0 or (not self._spent_s and not self._under_way)
+        under_way = self._under_way or self.allowance.under_way
+        return self._left_s() > 0 or (not self._all_spent_s() and not under_way)
+
+    def _publish(self) -> None:
+        """The same, for requests that Python does not see. Nobody has to be told of those: what they spend
+        admits no other."""
+        allowance, before_ns = self.allowance, self._spent_before_ns
+        allowance.others = self._under_way
+        allowance.limit_ns = before_ns + int((self._tbt_s - self._own_s - self._spent_s) * 1e9)
+        allowance.fresh_ns = -1 if self._spent_s else before_ns
+        allowance.bounded = self._bounded
 
 
 class Waiting:
@@ -109,9 +133,12 @@ class Waiting:
         budget = self._budget
         with budget._lock:
             budget._waiting += 1
+            budget.allowance.waiting = budget._waiting
             if budget._queued:
                 budget._changed.notify_all()
 
     def __exit__(self, *of: object) -> None:
-        with self._budget._lock:
-            self._budget._waiting -= 1
+        budget = self._budget
+        with budget._lock:
+            budget._waiting -= 1
+            budget.allowance.waiting = budget._waiting

@@ -9,6 +9,7 @@ import threading
 
 from kvcommons.attention.native.serve import Layers, Outcome, Served, Serving, Stage, Turn
 from kvcommons.errors import DeadlineExceeded, StaleEpoch, Unavailable
+from kvcommons.holder.budget import AttentionBudget
 from kvcommons.holder.holder import Holder
 from kvcommons.holder.rows import RowPlan
 from kvcommons.holder.segment import Stay
@@ -29,11 +30,12 @@ _PLANS_MAX = 8
 class Following:
     """Of one holder. Thread-safe. Segments stay pinned meanwhile: whoever changes one ends that, at once
     where no request is under way. What asks for anything but a layer of an iteration that Python has seen, or
-    of a later one, stays in the socket."""
+    of a later one, or where the budget has to be waited for, stays in the socket."""
 
-    def __init__(self, holder: Holder, turn: Turn) -> None:
+    def __init__(self, holder: Holder, turn: Turn, budget: AttentionBudget | None) -> None:
         self._holder = holder
         self._turn = turn
+        self._allowance = budget.allowance if budget is not None else None
         self._here = _Connection()
         self._counting = threading.Lock()
         self.served = 0  # requests, in all
@@ -68,7 +70,7 @@ class Following:
         return bool(segments) and plan.holds_for(segments)
 
     def _serve(self, plans: list[Layers], bare: Bare, tell: Observer) -> DeadlineExceeded | None:
-        serving, quiet_s = Serving(self._turn, plans, operation_s=OPERATION_S), 0.0
+        serving, quiet_s = Serving(self._turn, plans, self._allowance, operation_s=OPERATION_S), 0.0
         while plans and quiet_s < _QUIET_S:
             served = serving.serve(bare.descriptor, ask_s=bare.ask_s, quiet_s=_TOLD_S)
             quiet_s = 0.0 if served.requests else quiet_s + _TOLD_S

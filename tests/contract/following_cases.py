@@ -16,6 +16,7 @@ import torch
 
 from kvcommons.attention.memory import TORCH_DTYPES, BlockMemory, byte_view
 from kvcommons.errors import Unavailable
+from kvcommons.holder.budget import AttentionBudget
 from kvcommons.holder.data import HolderData
 from kvcommons.holder.holder import HeldModel, Holder
 from kvcommons.holder.segments import SegmentRef
@@ -153,7 +154,7 @@ class Peer:
 class Rig:
     """A holder with its data plane, and the test's say in its table."""
 
-    def __init__(self, address: str, layout: Layout, ask_s: float) -> None:
+    def __init__(self, address: str, layout: Layout, ask_s: float, budget: AttentionBudget | None) -> None:
         memory = BlockMemory(layout, BLOCKS)
         source = torch.Generator().manual_seed(1)
         memory.tensor.copy_(torch.randn(memory.tensor.shape, generator=source))
@@ -162,7 +163,7 @@ class Rig:
         self.holder = Holder(
             memory, BlockAllocator(BLOCKS), model, instance_id="holder", clock=lambda: self.clock_s
         )
-        self.data = HolderData(self.holder)
+        self.data = HolderData(self.holder, budget=budget)
         self.observed: list[Observation] = []
         self.server = DataServer(
             address, self.data, name="holder", observer=self.observed.append, ask_s=ask_s
@@ -212,11 +213,16 @@ class Rig:
 
 @contextmanager
 def rig(
-    folder: Path, *, transport: str = "tcp", layout: Layout = LAYOUT, ask_s: float = 60e-6
+    folder: Path,
+    *,
+    transport: str = "tcp",
+    layout: Layout = LAYOUT,
+    ask_s: float = 60e-6,
+    budget: AttentionBudget | None = None,
 ) -> Iterator[Rig]:
     """Ends with a check that nothing stays pinned or taken, and that the server's threads end at once."""
     address = "tcp:127.0.0.1:0" if transport == "tcp" else f"unix:{folder}/data"
-    made = Rig(address, layout, ask_s)
+    made = Rig(address, layout, ask_s, budget)
     try:
         yield made
         made.holder.release(made.lent)

@@ -146,9 +146,9 @@ async def slowed(pool: subprocess.Popen[bytes]) -> AsyncIterator[None]:
     async def hold_up() -> None:
         while True:
             pool.send_signal(signal.SIGSTOP)
-            await asyncio.sleep(0.08)
+            await asyncio.sleep(0.1)
             pool.send_signal(signal.SIGCONT)
-            await asyncio.sleep(0.02)
+            await asyncio.sleep(0.005)
 
     task = asyncio.create_task(hold_up())
     try:

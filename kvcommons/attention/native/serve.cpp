@@ -29,6 +29,8 @@ constexpr int32_t FREE = 0, TAKEN = 1, WANTED = 2;
 constexpr int64_t HEAD_NS = 200000;
 // Iterations that a plan may be behind.
 constexpr int64_t STEPS_MAX = 1 << 20;
+// Between two looks whether a request is admitted, where it was before.
+constexpr int64_t ADMIT_NS = 200000;
 // Of the request's own fields, and of a segment's, at most.
 constexpr int64_t REQUEST_BYTES = 64, SEGMENT_BYTES = 80;
 
@@ -167,6 +169,37 @@ Outcome peek_frame(const kvc_serving& serving, const Room& room, const Wait& wai
     }
 }
 
+template <class Value>
+Value seen(const Value& value) {
+    return __atomic_load_n(&value, __ATOMIC_RELAXED);
+}
+
+// Whether a request may be computed now.
+bool admits(const kvc_allowance* allowance) {
+    if (!allowance || !seen(allowance->bounded) || seen(allowance->waiting)) return true;
+    int64_t spent_ns = seen(allowance->spent_ns);
+    if (spent_ns < seen(allowance->limit_ns)) return true;
+    return spent_ns == seen(allowance->fresh_ns) && !seen(allowance->under_way) && !seen(allowance->others);
+}
+
+// From when a request waits for the cores until it has computed.
+struct Spending {
+    kvc_allowance* allowance;
+    bool counts = false;
+    int64_t began_ns;
+
+    explicit Spending(kvc_allowance* of) : allowance(of), began_ns(now_ns()) {
+        if (!allowance) return;
+        counts = !seen(allowance->waiting);
+        __atomic_add_fetch(&allowance->under_way, 1, __ATOMIC_RELAXED);
+    }
+    ~Spending() {
+        if (!allowance) return;
+        __atomic_sub_fetch(&allowance->under_way, 1, __ATOMIC_RELAXED);
+        if (counts) __atomic_add_fetch(&allowance->spent_ns, now_ns() - began_ns, __ATOMIC_RELAXED);
+    }
+};
+
 // The rows' new keys and values, to the slots of their last tokens.
 void append(const kvc_layers& plan, const kvc_batch& call) {
     int64_t count = 2 * call.kv_heads, bytes = call.dim * (call.kv_is_bf16 ? 2 : 4);
@@ -210,14 +243,25 @@ Outcome answer(kvc_serving& serving, const kvc_layers& plan, Room& room, const R
     if (outcome != DONE) return failed(serving, outcome, RECEIVING, began_ns);
 
     int64_t asked_ns = now_ns();
-    if (!take_turn(serving.turn, wait.until_ns)) return failed(serving, LATE, QUEUING, began_ns);
-    int64_t computes_ns = now_ns();
-    call.kv = (const char*)call.kv + request.layer * plan.layer_bytes;
-    call.scratch = room.scratch;
-    append(plan, call);
-    kvc_attend(&call);
-    give_turn(serving.turn);
-    uint64_t queued_us = (uint64_t)(computes_ns - asked_ns) / 1000, computed_us = (uint64_t)(now_ns() - computes_ns) / 1000;
+    // It was admitted when its head was looked at: this is where others have spent the rest since.
+    while (!admits(serving.allowance)) {
+        if (now_ns() >= wait.until_ns) return failed(serving, LATE, QUEUING, began_ns);
+        timespec time{0, ADMIT_NS};
+        nanosleep(&time, nullptr);
+    }
+    int64_t computes_ns;
+    {
+        Spending spending(serving.allowance);
+        if (!take_turn(serving.turn, wait.until_ns)) return failed(serving, LATE, QUEUING, began_ns);
+        computes_ns = now_ns();
+        call.kv = (const char*)call.kv + request.layer * plan.layer_bytes;
+        call.scratch = room.scratch;
+        append(plan, call);
+        kvc_attend(&call);
+        give_turn(serving.turn);
+    }
+    uint64_t queued_us = (uint64_t)(computes_ns - asked_ns) / 1000;
+    uint64_t computed_us = (uint64_t)(now_ns() - computes_ns) / 1000;
 
     // DataReply{attend_layer{queued_us, computed_us}}
     char frame[HEADER_BYTES + 32], told[24], *end = told;
@@ -283,7 +327,7 @@ EXPORTED int32_t kvc_serve(kvc_serving* serving) {
         serving->brief = began_ns - waits_ns < serving->ask_ns * 3 / 2;
         Request request;
         int64_t index = find_plan(*serving, room.head + HEADER_BYTES, head_bytes, payload_bytes, request);
-        if (index == serving->count) return OTHER;
+        if (index == serving->count || !admits(serving->allowance)) return OTHER;
         kvc_layers& plan = *serving->plans[index];
         if (request.step) move_on(plan, request.step);
         plan.batch.window = plan.windows[request.layer];

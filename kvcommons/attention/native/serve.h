@@ -23,10 +23,23 @@ struct kvc_layers {
     int64_t layers, layer_bytes, appended_bytes;
 };
 
+// What others may have of the cores besides the holder's own work: AttentionBudget's, which writes all but what is
+// counted here.
+struct kvc_allowance {
+    int64_t spent_ns;    // counted here, and never set back
+    int64_t under_way;   // requests, counted here
+    int64_t others;      // requests under way that Python answers
+    int64_t limit_ns;    // spent_ns up to which requests are admitted
+    int64_t fresh_ns;    // spent_ns as long as none was computed in this iteration, else -1: one always is
+    int32_t bounded;     // own sequences run: there is a limit
+    int32_t waiting;     // the own iteration waits: there is none, and nothing is spent
+};
+
 // What a connection's requests may be for, and what became of them.
 struct kvc_serving {
     kvc_layers* const* plans;  // [count]
     int32_t* turn;         // kvc_take_turn's: one computation at a time
+    kvc_allowance* allowance;  // null: no limit ever
     int64_t* took_ns;      // [took_max]: of each request that was served, from its head to its answer's end
     int32_t* took_plan;    // [took_max]: whose
     int64_t count, took_max;

@@ -96,6 +96,23 @@ class Turn:
             self.at_once.kvc_give_turn(byref(self.word))
 
 
+class Allowance(ctypes.Structure):
+    """`kvc_allowance` of serve.h: what others may have of the cores, as both sides count it."""
+
+    spent_ns: int
+    under_way: int
+    others: int
+    limit_ns: int
+    fresh_ns: int
+    bounded: int
+    waiting: int
+
+    _fields_ = (
+        ("spent_ns", c_int64), ("under_way", c_int64), ("others", c_int64), ("limit_ns", c_int64),
+        ("fresh_ns", c_int64), ("bounded", c_int32), ("waiting", c_int32),
+    )  # fmt: skip
+
+
 class _Row(ctypes.Structure):
     """`kvc_row` of serve.h."""
 
@@ -119,10 +136,10 @@ class _Serving(ctypes.Structure):
     """`kvc_serving` of serve.h."""
 
     _fields_ = (
-        ("plans", c_void_p), ("turn", c_void_p), ("took_ns", c_void_p), ("took_plan", c_void_p),
-        ("count", c_int64), ("took_max", c_int64), ("ask_ns", c_int64), ("quiet_ns", c_int64),
-        ("operation_ns", c_int64), ("took", c_int64), ("received", c_int64), ("failed_ns", c_int64),
-        ("descriptor", c_int32), ("brief", c_int32), ("stage", c_int32),
+        ("plans", c_void_p), ("turn", c_void_p), ("allowance", c_void_p), ("took_ns", c_void_p),
+        ("took_plan", c_void_p), ("count", c_int64), ("took_max", c_int64), ("ask_ns", c_int64),
+        ("quiet_ns", c_int64), ("operation_ns", c_int64), ("took", c_int64), ("received", c_int64),
+        ("failed_ns", c_int64), ("descriptor", c_int32), ("brief", c_int32), ("stage", c_int32),
     )  # fmt: skip
 
 
@@ -190,14 +207,18 @@ class Layers:
 class Serving:
     """Of a connection's requests, those that are for one of these."""
 
-    def __init__(self, turn: Turn, plans: Sequence[Layers], *, operation_s: float) -> None:
-        """`operation_s` bounds each request, whatever its own deadline."""
+    def __init__(
+        self, turn: Turn, plans: Sequence[Layers], allowance: Allowance | None, *, operation_s: float
+    ) -> None:
+        """`operation_s` bounds each request, whatever its own deadline. What `allowance` does not admit does
+        not follow."""
         self._library, self._plans = turn.library, plans
         pointers = (c_void_p * len(plans))(*[ctypes.addressof(plan._call) for plan in plans])
         self._took_ns, self._took_plan = (c_int64 * _TOOK_MAX)(), (c_int32 * _TOOK_MAX)()
-        self._kept = (turn, pointers)
+        self._kept = (turn, pointers, allowance)
         self._call = _Serving(
             plans=ctypes.addressof(pointers), turn=ctypes.addressof(turn.word),
+            allowance=ctypes.addressof(allowance) if allowance is not None else None,
             took_ns=ctypes.addressof(self._took_ns), took_plan=ctypes.addressof(self._took_plan),
             count=len(plans), took_max=_TOOK_MAX, operation_ns=int(operation_s * 1e9), brief=True,
         )  # fmt: skip

@@ -95,3 +95,53 @@ def test_two_that_owe_each_other_do_not_wait_for_each_other() -> None:
             spend(budget, clock, 1.0, Deadline.after(0.01))
     with pytest.raises(DeadlineExceeded):
         spend(budget, clock, 0.01, Deadline.after(0.01))
+
+
+def admitted(budget: AttentionBudget) -> bool:
+    """As requests that are served without the interpreter are (serve.cpp)."""
+    told = budget.allowance
+    if not told.bounded or told.waiting or told.spent_ns < told.limit_ns:
+        return True
+    return told.spent_ns == told.fresh_ns and not told.under_way and not told.others
+
+
+def test_both_kinds_of_requests_share_the_budget() -> None:
+    clock = Clock()
+    budget = AttentionBudget(0.1, clock)
+    assert admitted(budget)
+    budget.iterated(0.06)
+    budget.allowance.spent_ns += 30_000_000
+    assert budget.left_s == pytest.approx(0.01)
+    assert admitted(budget)
+    spend(budget, clock, 0.02)
+    assert not admitted(budget)
+    with budget.waiting():
+        assert admitted(budget)
+    # As long as an own iteration that took 0.06: what was spent natively is no more its own than the rest.
+    budget.iterated(0.11)
+    assert budget.left_s == pytest.approx(0.04)
+    assert admitted(budget)
+    budget.allowance.spent_ns += 50_000_000
+    assert not admitted(budget)
+    with pytest.raises(DeadlineExceeded):
+        spend(budget, clock, 0.01, Deadline.after(0.01))
+    budget.idle()
+    assert admitted(budget)
+
+
+def test_one_request_of_either_kind_gets_through() -> None:
+    clock = Clock()
+    budget = AttentionBudget(0.1, clock)
+    budget.iterated(0.5)
+    assert admitted(budget)
+    with budget.turn(soon()):
+        assert not admitted(budget)
+        clock.now_s += 0.01
+    assert not admitted(budget)
+    budget.iterated(0.5)
+    budget.allowance.under_way += 1
+    assert not admitted(budget)
+    with pytest.raises(DeadlineExceeded):
+        spend(budget, clock, 0.01, Deadline.after(0.01))
+    budget.allowance.under_way -= 1
+    spend(budget, clock, 0.01, Deadline.after(0.01))
