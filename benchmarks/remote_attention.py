@@ -87,9 +87,7 @@ def _run(options: argparse.Namespace, progress: Progress) -> Report:
             )
             model = writing.result()
         rows = asyncio.run(_measure(folder, model, setting, progress))
-    ratios = {
-        f"{row['transport']}_{row['context']}": float(row["distributed"]) / float(row["here"]) for row in rows
-    }
+    ratios = {f"{row['transport']}_{row['context']}": float(row["ratio"]) for row in rows}
     return Report(
         title=f"time per token, {setting.away:.0%} of the KV on a pool (ms), and one layer's attention (ms)",
         ratios=ratios,
@@ -169,21 +167,26 @@ async def _context(core: Core, holder: RemoteHolder, transport: str, context: in
 def _tokens(
     core: Core, context: int, here: Sequence[Run], apart: Sequence[Run], setting: Setting
 ) -> dict[str, float]:
-    """Medians of a token's time: all here with all threads, and half elsewhere with half of them."""
+    """Medians of a token's time: all here with all threads, and half elsewhere with half of them. The ratio
+    is of neighbours in time: the median of the rounds' own."""
     import torch
 
     with torch.inference_mode():
         kinds = {"here": _Stepper(core, context, here), "distributed": _Stepper(core, context, apart)}
         threads = {"here": setting.threads, "distributed": max(setting.threads // 2, 1)}
         taken_s: dict[str, list[float]] = {name: [] for name in kinds}
+        of_rounds: list[dict[str, float]] = []
         for round_ in range(setting.rounds + 1):
+            of_rounds.append({})
             for name, stepper in kinds.items():
                 torch.set_num_threads(threads[name])
                 seconds = [stepper.step() for _ in range(setting.tokens)]
+                of_rounds[-1][name] = p50(seconds)
                 if round_:  # the first one warms up
                     taken_s[name] += seconds
         torch.set_num_threads(setting.threads)
-    return {name: p50(seconds) * 1e3 for name, seconds in taken_s.items()}
+    medians = {name: p50(seconds) * 1e3 for name, seconds in taken_s.items()}
+    return {**medians, "ratio": p50([one["distributed"] / one["here"] for one in of_rounds[1:]])}
 
 
 class _Stepper:
