@@ -1,8 +1,9 @@
 """`kvcommons bench remote-attention`: what it costs that a sequence's KV lies elsewhere.
 
 Two questions of Infinite-LLM. Overhead of distribution (section 6.1): time per token of one sequence, half of
-it (or another share) on an attention pool process, against all of it here, both with the same threads in all;
-they take turns, so that ratios are of neighbours in time. Query to the KV against KV to the query (figures 11
+it (or another share) on an attention pool process, against all of it here, both on the same cores; they take
+turns, so that ratios are of neighbours in time. Apart, decode computes slices with as many threads as here
+(the pool's take turns with them), or with half as many. Query to the KV against KV to the query (figures 11
 and 12): one layer's attention over KV on the pool, asked for there, or computed here on KV that is fetched
 first.
 """
@@ -43,7 +44,7 @@ class Setting:
     transports: tuple[str, ...]
     tokens: int  # a round
     rounds: int
-    threads: int  # in all, half of them the pool's
+    threads: int  # of decode; the pool has half as many
     awake_us: int
     away: float  # of the KV, on the pool
 
@@ -60,7 +61,9 @@ def add(
     parser.add_argument("--transports", nargs="+", default=["tcp", "unix"], metavar="NAME")
     parser.add_argument("--tokens", type=int, default=8, metavar="N", help="of each kind in a round")
     parser.add_argument("--rounds", type=int, default=5, metavar="N")
-    parser.add_argument("--threads", type=int, default=2, metavar="N", help="of all processes together")
+    parser.add_argument(
+        "--threads", type=int, default=2, metavar="N", help="of decode; the pool has half as many"
+    )
     parser.add_argument("--awake-us", type=int, default=2000, metavar="N", help="the pool's setting")
     parser.add_argument("--away", type=float, default=0.5, metavar="X", help="of the KV, on the pool")
     add_outputs(parser)
@@ -87,7 +90,11 @@ def _run(options: argparse.Namespace, progress: Progress) -> Report:
             )
             model = writing.result()
         rows = asyncio.run(_measure(folder, model, setting, progress))
-    ratios = {f"{row['transport']}_{row['context']}": float(row["ratio"]) for row in rows}
+    ratios = {
+        f"{name.replace(' ', '_')}_{row['transport']}_{row['context']}": float(row[f"{name} / here"])
+        for row in rows
+        for name in ("distributed", "threads divided")
+    }
     return Report(
         title=f"time per token, {setting.away:.0%} of the KV on a pool (ms), and one layer's attention (ms)",
         ratios=ratios,
@@ -142,7 +149,7 @@ async def _context(core: Core, holder: RemoteHolder, transport: str, context: in
     """`context` tokens, and those that the rounds add."""
     from services.decode.sequence import LocalRun, RemoteRun
 
-    grown = context + setting.rounds * setting.tokens * 2
+    grown = context + (setting.rounds + 1) * setting.tokens * 2
     blocks = core.layout.blocks_of(grown + 1)
     away = int(context * setting.away) // BLOCK_TOKENS
     whole = core.allocator.allocate(blocks)
@@ -167,26 +174,35 @@ async def _context(core: Core, holder: RemoteHolder, transport: str, context: in
 def _tokens(
     core: Core, context: int, here: Sequence[Run], apart: Sequence[Run], setting: Setting
 ) -> dict[str, float]:
-    """Medians of a token's time: all here with all threads, and half elsewhere with half of them. The ratio
-    is of neighbours in time: the median of the rounds' own."""
+    """Medians of a token's time: all here; half elsewhere, slices with all threads as here; and with half of
+    them, the pool has the others. Ratios are of neighbours in time: medians of the rounds' own."""
     import torch
 
     with torch.inference_mode():
-        kinds = {"here": _Stepper(core, context, here), "distributed": _Stepper(core, context, apart)}
-        threads = {"here": setting.threads, "distributed": max(setting.threads // 2, 1)}
+        divided = max(setting.threads // 2, 1)
+        distributed = _Stepper(core, context, apart)
+        kinds = {
+            "here": (setting.threads, _Stepper(core, context, here)),
+            "distributed": (setting.threads, distributed),
+            "threads divided": (divided, distributed),
+        }
         taken_s: dict[str, list[float]] = {name: [] for name in kinds}
         of_rounds: list[dict[str, float]] = []
         for round_ in range(setting.rounds + 1):
             of_rounds.append({})
-            for name, stepper in kinds.items():
-                torch.set_num_threads(threads[name])
+            for name, (threads, stepper) in kinds.items():
+                torch.set_num_threads(threads)
                 seconds = [stepper.step() for _ in range(setting.tokens)]
                 of_rounds[-1][name] = p50(seconds)
                 if round_:  # the first one warms up
                     taken_s[name] += seconds
         torch.set_num_threads(setting.threads)
     medians = {name: p50(seconds) * 1e3 for name, seconds in taken_s.items()}
-    return {**medians, "ratio": p50([one["distributed"] / one["here"] for one in of_rounds[1:]])}
+    ratios = {
+        f"{name} / here": p50([one[name] / one["here"] for one in of_rounds[1:]])
+        for name in ("distributed", "threads divided")
+    }
+    return {**medians, **ratios}
 
 
 class _Stepper:

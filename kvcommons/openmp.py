@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import MutableMapping
 
-# 0.15 ms: from one operation of a slice to the next, but not for an answer.
-_SPINS = "5000"
+# 0.06 ms: from one operation of a slice to the next, but not for an answer.
+_SPINS = "2000"
 _CHOSEN = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 

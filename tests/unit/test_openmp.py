@@ -28,4 +28,4 @@ def test_services_set_it_before_torch_is_loaded() -> None:
         text=True,
         check=True,
     )
-    assert "GOMP_SPINCOUNT = '5000'" in process.stderr
+    assert "GOMP_SPINCOUNT = '2000'" in process.stderr
