@@ -93,10 +93,12 @@ class Fleet:
     def place(self, model: ModelInfo, *, affinity: str, tokens: int, failed: Collection[str]) -> Pair | None:
         """The pair to try next for a sequence of `tokens`, and one more. Raises what `check` does."""
         self.check(model, tokens)
-        decodes = self.look()
+        decodes = of_model(self.look(), model.fingerprint)
+        pools = of_model(self._view.instances("attention_pool"), model.fingerprint)
         return choose_pair(
             prefills=self._view.instances("prefill"),
             decodes=[self.rooms.now(instance) for instance in decodes],
+            rooms=self.rooms.each(decodes, pools),
             model=model.fingerprint,
             own=self._own,
             affinity=affinity,

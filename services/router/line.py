@@ -12,7 +12,9 @@ many wait.
   it needs itself: it waits for it about twice as long at most, and room is used meanwhile.
 - Other routers' streams end, too, and what is known of room may be wrong for long: the first in the line asks
   once in a while though nobody told of room. Where that succeeds, the next one asks at once.
-- A question without an answer holds the line up for a bounded time.
+- One that was refused asks again after a pause that doubles, whatever is known of room: that was wrong.
+- A question without an answer holds the line up for a bounded time, and so does one that was refused and is
+  not back.
 """
 
 from __future__ import annotations
@@ -22,6 +24,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 TRY_S = 2.0  # after so long the next one asks, whether there is an answer or not
+BACK_S = 0.25  # after so long nobody waits for one that was refused to come back
+# After a refusal; twice as long after each further one.
+_AGAIN_S, _AGAIN_S_MAX = 0.05, 0.8
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -34,6 +39,9 @@ class Ticket:
     passes: list[Ticket] = field(default_factory=list)
     probes: bool = False  # it asks though there seems to be no room
     ready: bool = False  # it would ask at once; else it is back from a refusal in a moment
+    refusals: int = 0  # one after another
+    back_s: float = 0.0  # until then it is waited for, where it is not ready
+    again_s: float = 0.0  # not before
     has_place: bool = False
 
 
@@ -59,7 +67,8 @@ class Line:
     @property
     def due_s(self) -> float | None:
         """When to call `advance` if nothing happens until then."""
-        dues_s = (self._probe_s, *(since_s + TRY_S for since_s in self._trying.values()))
+        dues_s = [self._probe_s, *(since_s + TRY_S for since_s in self._trying.values())]
+        dues_s += [one.again_s if one.ready else one.back_s for one in self._line]
         return min((at_s for at_s in dues_s if self._line and at_s > self._now_s), default=None)
 
     def join(self, ticket: Ticket, blocks: int) -> None:
@@ -81,7 +90,7 @@ class Line:
             self._lucky = False
         found = self._next(room, fresh, now_s)
         if found is not None:
-            found.passes = self._line[: self._line.index(found)]
+            found.passes = self._before(found)
             for one in found.passes:
                 one.passed_blocks += found.blocks
             self._line.remove(found)
@@ -90,7 +99,7 @@ class Line:
 
     def placed(self, ticket: Ticket) -> None:
         """It has got room."""
-        ticket.has_place, ticket.passed_blocks = True, 0
+        ticket.has_place, ticket.passed_blocks, ticket.refusals = True, 0, 0
         ticket.passes.clear()
         if self._out(ticket) and ticket.probes:
             self._lucky, self._head = True, None
@@ -98,7 +107,9 @@ class Line:
     def refused(self, ticket: Ticket, now_s: float) -> None:
         """It keeps its place in the line, and comes back (`join`) or leaves."""
         if self._out(ticket):
-            ticket.ready = False
+            ticket.ready, ticket.back_s = False, now_s + BACK_S
+            ticket.again_s = now_s + min(_AGAIN_S * 2**ticket.refusals, _AGAIN_S_MAX)
+            ticket.refusals += 1
             insort(self._line, ticket, key=lambda one: one.order)
             self._head, self._probe_s = self._line[0], now_s + self._pause_s()
 
@@ -109,21 +120,30 @@ class Line:
 
     def _next(self, room: int | None, fresh: Ticket | None, now_s: float) -> Ticket | None:
         busy = any(now_s < since_s + TRY_S for since_s in self._trying.values())
-        for place, ticket in enumerate(self._line):
+        first = next((one for one in self._line if one.ready or now_s < one.back_s), None)
+        for ticket in self._line:
             if not ticket.ready:
                 continue
             if room is None:
+                ticket.probes = False
                 return ticket
+            if now_s < ticket.again_s:
+                continue
             fits = ticket.blocks <= room
             alone = ticket is fresh and len(self._line) == 1
-            probes = not busy and (alone or (place == 0 and now_s >= self._probe_s))
+            probes = not busy and (alone or (ticket is first and now_s >= self._probe_s))
             if not fits and not probes:
                 continue
-            ahead = self._line[:place]
+            ahead = [one for one in self._before(ticket) if one.ready or now_s < one.back_s]
             if all(one.passed_blocks + ticket.blocks <= one.blocks for one in ahead):
                 ticket.probes = not fits
                 return ticket
         return None
+
+    def _before(self, ticket: Ticket) -> list[Ticket]:
+        """Those that came earlier and have no place; who asks though there seemed to be no room has none."""
+        probing = [one for one in self._trying if one.probes and one.order < ticket.order]
+        return probing + self._line[: self._line.index(ticket)]
 
     def _out(self, ticket: Ticket) -> bool:
         """Whether it was asking. Where it got no place it has passed nobody."""

@@ -30,16 +30,19 @@ def choose_pair(
     affinity: str,
     blocks: int,
     failed: Collection[str] = (),
+    rooms: Mapping[str, int] | None = None,
 ) -> Pair | None:
     """The pair to try next; None when the model has no ready prefill or no ready decode.
 
     `model`: fingerprint. `own`: choices that this router has under way, by instance id. `affinity`: what goes
     to the same instances while they are about as busy as others: a session id, so that its device tier is
     hit. `blocks`: room the sequence needs at the start. `failed`: ids that failed this turn lately; they are
-    taken only when there is no other.
+    taken only when there is no other. `rooms`: blocks of the largest sequence that a
+    decode instance has room for, borrowed ones included, by its id.
     """
-    prefill = _choose(of_model(prefills, model), own=own, affinity=affinity, blocks=0, failed=failed)
-    decode = _choose(of_model(decodes, model), own=own, affinity=affinity, blocks=blocks, failed=failed)
+    rooms = rooms or {}
+    prefill = _choose(of_model(prefills, model), own, affinity, 0, failed, rooms)
+    decode = _choose(of_model(decodes, model), own, affinity, blocks, failed, rooms)
     if prefill is None or decode is None:
         return None
     return Pair(prefill=prefill, decode=decode)
@@ -77,22 +80,30 @@ def served_models(
 
 def _choose(
     candidates: Sequence[ledger_pb2.Instance],
-    *,
     own: Mapping[str, int],
     affinity: str,
     blocks: int,
     failed: Collection[str],
+    rooms: Mapping[str, int],
 ) -> ledger_pb2.Instance | None:
-    fresh = [instance for instance in candidates if instance.id not in failed] or list(candidates)
-    if not fresh:
+    if not candidates:
         return None
-    roomy = [instance for instance in fresh if instance.load.free_blocks >= blocks] or fresh
+    fresh = [instance for instance in candidates if instance.id not in failed] or candidates
+    roomy = _with_room(fresh, blocks, rooms) or fresh
     least = min(_busy(instance, own) for instance in roomy)
     near = [
         instance for instance in roomy if _busy(instance, own) <= least + (_AFFINITY_SLACK if affinity else 0)
     ]
     # Rendezvous hashing: every replica of the router prefers the same instance, with nothing to remember.
     return max(near, key=lambda instance: _weight(affinity, instance.id))
+
+
+def _with_room(
+    candidates: Sequence[ledger_pb2.Instance], blocks: int, rooms: Mapping[str, int]
+) -> list[ledger_pb2.Instance]:
+    """Those that have it themselves; else those that have it with what others lend."""
+    here = [instance for instance in candidates if instance.load.free_blocks >= blocks]
+    return here or [instance for instance in candidates if rooms.get(instance.id, 0) >= blocks]
 
 
 def _busy(instance: ledger_pb2.Instance, own: Mapping[str, int]) -> float:

@@ -128,20 +128,25 @@ class Rooms:
     def largest(self, decodes: Sequence[Instance], pools: Iterable[Instance]) -> int | None:
         """Blocks of the largest sequence for which there is likely room now, borrowed ones included; None
         where there is no instance. All of one model, and heard of."""
-        rooms: list[int] = []
-        known = [self._seen[instance.id] for instance in decodes if instance.id in self._seen]
+        return max(self.each(decodes, pools).values(), default=None)
+
+    def each(self, decodes: Sequence[Instance], pools: Iterable[Instance]) -> dict[str, int]:
+        """The same of each decode instance that has been heard of, by its id."""
+        rooms: dict[str, int] = {}
+        ids = [instance.id for instance in decodes if instance.id in self._seen]
+        known = [self._seen[instance_id] for instance_id in ids]
         lendable = [self._lends(seen) for seen in known]
         # Blocks with lenders that their heartbeats do not count yet, or still do.
         away = sum(one.told_away - _away(one) for seen in known for one in seen.taken)
         # The parts of a head group have the same blocks, a share of the heads each.
         pooled = sum(one.load.lendable_blocks for one in pools if not one.heads.number)
         others = sum(lendable) + pooled + away
-        for seen, own in zip(known, lendable, strict=True):
+        for instance_id, seen, own in zip(ids, known, lendable, strict=True):
             room = self._spare(seen)
             if not seen.load.only_here:
-                room += others - own
-            rooms.append(room if seen.limit is None else min(room, seen.limit + self._came))
-        return max(rooms, default=None)
+                room += max(others - own, 0)  # a lender's heartbeat may be newer than its debtor's
+            rooms[instance_id] = room if seen.limit is None else min(room, seen.limit + self._came)
+        return rooms
 
     def _heard(self, seen: _Seen, load: Load) -> None:
         before = self._free(seen), self._lends(seen)

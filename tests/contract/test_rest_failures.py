@@ -166,7 +166,7 @@ async def test_a_client_that_does_not_read_loses_its_turn(socket_folder: Path, r
         served.says("word " * 1900)
         many = ask(session_id="idle", stream=True, logprobs=True, top_logprobs=20, max_tokens=1900)
         async with served.http.post(CHAT, json=many) as response:
-            assert response.status == 200
+            assert response.status == 200, await response.text()
             # aiohttp's client stops reading once its buffer is full: what is sent stays in the sockets.
 
             async def ended() -> bool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 
-from services.router.line import TRY_S, Line, Ticket
+from services.router.line import BACK_S, TRY_S, Line, Ticket
 
 PAUSE_S = 0.7
 
@@ -95,7 +96,7 @@ def test_smaller_ones_pass_a_large_one_up_to_its_own_size() -> None:
     assert large.passed_blocks == 0
     line.join(small[0], 4)
     for ticket in small[:2]:
-        assert line.advance(4, 0.1) is ticket
+        assert line.advance(4, 0.2) is ticket
         line.placed(ticket)
     assert line.advance(4, 0.1) is small[3], "4 more would be too many, 2 are not"
     line.placed(small[3])
@@ -108,13 +109,14 @@ def test_smaller_ones_pass_a_large_one_up_to_its_own_size() -> None:
 
 def test_the_first_asks_once_in_a_while_without_word_of_room() -> None:
     line, (first, second, third) = line_of(5, 5, 5)
+    assert line.advance(0, 0.1) is None
     assert line.due_s == PAUSE_S
     assert line.advance(0, PAUSE_S - 0.01) is None
     assert line.advance(0, PAUSE_S) is first
     line.refused(first, 1.0)
     assert line.advance(0, 1.0) is None
     line.join(first, 5)
-    assert line.advance(0, 1.0) is None
+    assert line.advance(0, 1.2) is None
     assert line.due_s == 1.0 + PAUSE_S
     assert line.advance(0, 1.0 + PAUSE_S) is first
     assert line.advance(0, 1.0 + PAUSE_S) is None
@@ -139,6 +141,58 @@ def test_a_question_without_an_answer_holds_nobody_up_for_long() -> None:
     line.placed(second)
     line.placed(first)
     assert len(line) == 0
+
+
+def test_one_that_is_refused_again_and_again_though_there_seems_to_be_room_asks_ever_less() -> None:
+    line, ticket = Line(pause_s=lambda: PAUSE_S), Ticket(order=(0, 0))
+    line.join(ticket, 5)
+    asked_s, now_s = [], 0.0
+    while now_s < 3:
+        if line.advance(99, now_s) is ticket:
+            asked_s.append(now_s)
+            line.refused(ticket, now_s)
+            line.join(ticket, 5)
+            assert line.advance(99, now_s) is None
+        assert line.due_s is not None
+        now_s = line.due_s
+    assert [round(later - sooner, 9) for sooner, later in pairwise(asked_s)] == [
+        0.05,
+        0.1,
+        0.2,
+        0.4,
+        0.8,
+        0.8,
+    ]
+    line.placed(ticket)
+    line.refused(ticket, 4.0)
+    line.join(ticket, 5)
+
+
+def test_one_that_was_refused_and_does_not_come_back_holds_nobody_up_for_long() -> None:
+    line, (first, second, third) = line_of(5, 5, 5)
+    assert line.advance(5, 0.1) is first
+    line.refused(first, 0.1)
+    assert line.advance(5, 0.2) is second, "as much as the first one wants may pass it"
+    line.placed(second)
+    assert line.advance(5, 0.3) is None
+    assert line.due_s == pytest.approx(0.1 + BACK_S)
+    assert line.advance(5, 0.1 + BACK_S) is third
+    line.placed(third)
+    line.join(first, 5)
+    assert line.advance(5, 2.0) is first
+
+
+def test_a_large_one_is_passed_no_more_often_while_it_asks() -> None:
+    line, (large, *small) = line_of(10, *[5] * 4)
+    assert line.advance(5, 0.1) is small[0]
+    line.placed(small[0])
+    assert line.advance(0, PAUSE_S) is large, "though there seems to be no room"
+    assert line.advance(5, PAUSE_S) is small[1]
+    line.placed(small[1])
+    assert line.advance(5, PAUSE_S) is None
+    line.refused(large, PAUSE_S)
+    line.join(large, 10)
+    assert line.advance(5, 2 * PAUSE_S + 1) is large
 
 
 def test_where_there_is_nobody_to_ask_all_may_hear_that() -> None:

@@ -80,6 +80,21 @@ def test_decode_with_room_goes_first_and_none_at_all_is_no_reason_to_refuse() ->
     assert choose([instance("p")], [instance("d1", free=2)]) is not None
 
 
+def test_who_has_room_with_what_others_lend_goes_before_who_has_none() -> None:
+    decodes = [instance("d1", free=2), instance("d2", free=5, running=9)]
+    pair = choose_pair(
+        prefills=[instance("p")],
+        decodes=decodes,
+        model=MODEL,
+        own={},
+        affinity="",
+        blocks=10,
+        rooms={"d1": 8, "d2": 12},
+    )
+    assert pair is not None
+    assert pair.decode.id == "d2"
+
+
 def test_sessions_stay_where_they_were_until_it_is_much_busier() -> None:
     decodes = [instance(f"d{at}") for at in range(4)]
     home: dict[str, str] = {}
