@@ -50,8 +50,11 @@ class AttentionBudget:
         """An own iteration has ended, which took so long, attention for others included; the next one
         begins."""
         with self._changed:
-            own_s = max(seconds - self._all_spent_s(), 0.0)
-            self._own_s = _KEPT * self._own_s + (1 - _KEPT) * own_s if self._bounded else own_s
+            if self._bounded:
+                own_s = max(seconds - self._all_spent_s(), 0.0)
+                self._own_s = _KEPT * self._own_s + (1 - _KEPT) * own_s
+            else:  # nobody knows what of the others' was in it: most came before, while nothing ran here
+                self._own_s = seconds
             self._bounded = True
             self._begin()
 

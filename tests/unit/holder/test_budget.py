@@ -50,6 +50,16 @@ def test_one_request_an_iteration_gets_through_however_busy_the_holder_is() -> N
             spend(budget, clock, 0.01, Deadline.after(0.01))
 
 
+def test_what_was_computed_while_nothing_ran_here_makes_no_own_iteration_short() -> None:
+    clock = Clock()
+    budget = AttentionBudget(0.1, clock)
+    budget.iterated(0.02)
+    budget.idle()
+    spend(budget, clock, 5.0)
+    budget.iterated(0.09)
+    assert budget.left_s == pytest.approx(0.01)
+
+
 def test_no_bound_while_no_own_sequence_runs() -> None:
     clock = Clock()
     budget = AttentionBudget(0.1, clock)
