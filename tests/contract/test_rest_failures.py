@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import socket
 import tempfile
 import uuid
 from collections import Counter
@@ -13,6 +14,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
 from kvcommons.errors import CapacityExhausted, Internal, InvalidInput, StaleEpoch, Unavailable
@@ -160,12 +162,25 @@ async def test_a_client_of_a_whole_answer_that_leaves_stops_it(served: Stack) ->
     await eventually(lambda: served.calls == 0, within_s=1.0)
 
 
+def small_socket(address: aiohttp.AddrInfoType) -> socket.socket:
+    """One that takes little that nobody has read, however busy the machine is."""
+    family, kind, protocol, _, _ = address
+    made = socket.socket(family, kind, protocol)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 64 << 10)
+    return made
+
+
 async def test_a_client_that_does_not_read_loses_its_turn(socket_folder: Path, rest_store: KvStore) -> None:
-    async with stack(socket_folder, rest_store, settings={"client_stall_s": 0.5}) as served:
+    session_id = f"idle-{uuid.uuid4().hex}"
+    connector = aiohttp.TCPConnector(socket_factory=small_socket)
+    async with (
+        stack(socket_folder, rest_store, settings={"client_stall_s": 0.5}) as served,
+        aiohttp.ClientSession(served.url, connector=connector) as http,
+    ):
         await served.show()
         served.says("word " * 1900)
-        many = ask(session_id="idle", stream=True, logprobs=True, top_logprobs=20, max_tokens=1900)
-        async with served.http.post(CHAT, json=many) as response:
+        many = ask(session_id=session_id, stream=True, logprobs=True, top_logprobs=20, max_tokens=1900)
+        async with http.post(CHAT, json=many) as response:
             assert response.status == 200, await response.text()
             # aiohttp's client stops reading once its buffer is full: what is sent stays in the sockets.
 
@@ -173,7 +188,7 @@ async def test_a_client_that_does_not_read_loses_its_turn(socket_folder: Path, r
                 return bool((await served.get("/v1/status"))[1]["queue"]["running"] == 0)
 
             await eventually(ended)
-        status, session = await served.get("/v1/sessions/idle")
+        status, session = await served.get(f"/v1/sessions/{session_id}")
         assert (status, session["error"]["code"]) == (404, "session_not_found")
 
 
