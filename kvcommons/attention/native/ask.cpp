@@ -101,7 +101,7 @@ bool send(const kvc_layers& layers, kvc_ask& ask) {
     iovec parts[2] = {{begin, (size_t)(ask.head + ask.head_room + ask.segments_bytes - begin)},
                       {ask.payload, (size_t)payload}};
     told.sending = now_ns();
-    ask.outcome = send_all((int)ask.descriptor, parts, 2, Wait{layers.until_ns, 0, nullptr, 0}, ask.moved);
+    ask.outcome = transfer((int)ask.descriptor, parts, 2, true, Wait{layers.until_ns, 0}, ask.moved);
     ask.error = ask.outcome == GONE ? errno : 0;
     ask.under_way = ask.outcome == DONE;
     return ask.outcome == DONE;
@@ -193,7 +193,7 @@ Outcome receive_reply(kvc_ask& ask, int64_t dim, kvc_told& told, const Wait& wai
 bool receive(const kvc_layers& layers, kvc_ask& ask) {
     kvc_told& told = ask.told[layers.turn];
     told.waits = now_ns();
-    Wait wait{layers.until_ns, ask.long_wait ? 0 : ask.ask_ns, nullptr, 0};
+    Wait wait{layers.until_ns, ask.long_wait ? 0 : ask.ask_ns};
     ask.moved = 0;
     Outcome outcome = receive_reply(ask, layers.dim, told, wait);
     ask.error = outcome == GONE ? errno : 0;

@@ -72,7 +72,7 @@ bool is_row(const kvc_row& row, const char* at, const char* end, int64_t positio
 }
 
 // Whether this is a request for one of the layers, of this iteration or a later one.
-bool follows(const kvc_layers& plan, const char* head, int64_t size, Request& request) {
+bool follows(const kvc_plan& plan, const char* head, int64_t size, Request& request) {
     bool attends = false;
     const char* end = head + size;
     for (Fields fields{head, end}; fields.at < end;) {
@@ -201,7 +201,7 @@ struct Spending {
 };
 
 // The rows' new keys and values, to the slots of their last tokens.
-void append(const kvc_layers& plan, const kvc_batch& call) {
+void append(const kvc_plan& plan, const kvc_batch& call) {
     int64_t count = 2 * call.kv_heads, bytes = call.dim * (call.kv_is_bf16 ? 2 : 4);
     const char* from = plan.appended;
     for (int64_t row = 0; row < call.batch; row++) {
@@ -215,7 +215,7 @@ void append(const kvc_layers& plan, const kvc_batch& call) {
 }
 
 // To a later iteration.
-void move_on(const kvc_layers& plan, int64_t step) {
+void move_on(const kvc_plan& plan, int64_t step) {
     for (int64_t row = 0; row < plan.batch.batch; row++) {
         plan.positions[row] += step;
         plan.lengths[row] += plan.rows[row].appends ? step : 0;
@@ -229,11 +229,11 @@ Outcome failed(kvc_serving& serving, Outcome outcome, Stage stage, int64_t began
 }
 
 // A request whose frame is there, or begins to be.
-Outcome answer(kvc_serving& serving, const kvc_layers& plan, Room& room, const Request& request, uint32_t head_bytes,
+Outcome answer(kvc_serving& serving, const kvc_plan& plan, Room& room, const Request& request, uint32_t head_bytes,
                int64_t began_ns) {
     kvc_batch call = plan.batch;
     int64_t due_ns = request.deadline_ns < serving.operation_ns ? request.deadline_ns : serving.operation_ns;
-    Wait wait{began_ns + due_ns, serving.ask_ns, nullptr, 0};
+    Wait wait{began_ns + due_ns, serving.ask_ns};
     int64_t q_bytes = call.batch * call.heads * call.dim * 4, moved;
     int64_t taken = HEADER_BYTES + (int64_t)head_bytes;
     iovec incoming[] = {
@@ -284,7 +284,7 @@ Outcome answer(kvc_serving& serving, const kvc_layers& plan, Room& room, const R
 int64_t find_plan(const kvc_serving& serving, const char* head, int64_t head_bytes, uint64_t payload_bytes,
                   Request& request) {
     for (int64_t i = 0; i < serving.count; i++) {
-        const kvc_layers& plan = *serving.plans[i];
+        const kvc_plan& plan = *serving.plans[i];
         const kvc_batch& batch = plan.batch;
         request = Request();
         if (payload_bytes == (uint64_t)(batch.batch * batch.heads * batch.dim * 4 + plan.appended_bytes) &&
@@ -317,7 +317,7 @@ EXPORTED int32_t kvc_serve(kvc_serving* serving) {
     if (!room.head) return OTHER;
     int64_t waits_ns = now_ns();
     while (serving->took < serving->took_max) {
-        Wait wait{waits_ns + serving->quiet_ns, serving->brief ? serving->ask_ns : 0, nullptr, 0};
+        Wait wait{waits_ns + serving->quiet_ns, serving->brief ? serving->ask_ns : 0};
         uint32_t head_bytes;
         uint64_t payload_bytes;
         Outcome outcome = peek_frame(*serving, room, wait, head_bytes, payload_bytes);
@@ -328,7 +328,7 @@ EXPORTED int32_t kvc_serve(kvc_serving* serving) {
         Request request;
         int64_t index = find_plan(*serving, room.head + HEADER_BYTES, head_bytes, payload_bytes, request);
         if (index == serving->count || !admits(serving->allowance)) return OTHER;
-        kvc_layers& plan = *serving->plans[index];
+        kvc_plan& plan = *serving->plans[index];
         if (request.step) move_on(plan, request.step);
         plan.batch.window = plan.windows[request.layer];
         if (!room.scratch_of(kvc_scratch_bytes(&plan.batch))) return OTHER;

@@ -12,7 +12,7 @@ struct kvc_row {
 };
 
 // The layers of a model over the same rows, one a segment, iteration after iteration.
-struct kvc_layers {
+struct kvc_plan {
     kvc_batch batch;       // `kv` of layer 0; window and scratch are set here
     const kvc_row* rows;   // [batch.batch]
     int64_t* lengths;      // the batch's, which moves them on: of the iteration that was served last
@@ -37,7 +37,7 @@ struct kvc_allowance {
 
 // What a connection's requests may be for, and what became of them.
 struct kvc_serving {
-    kvc_layers* const* plans;  // [count]
+    kvc_plan* const* plans;  // [count]
     int32_t* turn;         // kvc_take_turn's: one computation at a time
     kvc_allowance* allowance;  // null: no limit ever
     int64_t* took_ns;      // [took_max]: of each request that was served, from its head to its answer's end

@@ -123,7 +123,7 @@ class _Row(ctypes.Structure):
 
 
 class _Layers(ctypes.Structure):
-    """`kvc_layers` of serve.h."""
+    """`kvc_plan` of serve.h."""
 
     _fields_ = (
         ("batch", _Batch), ("rows", c_void_p), ("lengths", c_void_p), ("positions", c_void_p),

@@ -17,15 +17,13 @@ enum Outcome : int32_t {
     DONE = 0,
     LATE = 1,     // the wait's end came first
     GONE = 2,     // the peer's end, or an error of the system
-    CHANGED = 3,  // what the caller watches is not what it was
+    CHANGED = 3,  // what was served was ended by somebody else
     OTHER = 4,    // something came that Python has to look at; nothing of it was taken
 };
 
 constexpr int64_t HEADER_BYTES = 20;
 // To offer the core takes longer than this only where others have work for it.
 constexpr int64_t WANTED_NS = 250000;
-// Between two looks at what is watched, while the core sleeps.
-constexpr int64_t LOOK_NS = 1000000;
 
 inline int64_t now_ns() {
     timespec now;
@@ -34,14 +32,10 @@ inline int64_t now_ns() {
 }
 
 // A wait: first it asks again and again, as long as `ask_ns`, and lets others have the core between; then it
-// sleeps. `watched`, where there is one, ends it when it is not `expected` any more.
+// sleeps.
 struct Wait {
     int64_t until_ns;
     int64_t ask_ns;
-    const int64_t* watched;
-    int64_t expected;
-
-    bool changed() const { return watched && __atomic_load_n(watched, __ATOMIC_ACQUIRE) != expected; }
 };
 
 // Until the socket can be read (or written: `events`), after a try found that it could not. `began_ns`: when the
@@ -49,7 +43,6 @@ struct Wait {
 inline Outcome pause(int descriptor, short events, const Wait& wait, int64_t& began_ns) {
     int64_t now = now_ns();
     if (!began_ns) began_ns = now;
-    if (wait.changed()) return CHANGED;
     if (now >= wait.until_ns) return LATE;
     if (now - began_ns < wait.ask_ns) {
         sched_yield();
@@ -57,7 +50,6 @@ inline Outcome pause(int descriptor, short events, const Wait& wait, int64_t& be
         began_ns -= wait.ask_ns;  // somebody else wants the core: sleep from now on
     }
     int64_t left = wait.until_ns - now;
-    if (wait.watched && left > LOOK_NS) left = LOOK_NS;
     timespec time{left / 1000000000LL, left % 1000000000LL};
     pollfd one{descriptor, events, 0};
     ppoll(&one, 1, &time, nullptr);
@@ -77,7 +69,7 @@ inline int64_t advance(iovec* parts, int64_t done) {
     return finished;
 }
 
-// All of `parts`, which it uses up, or at least so many bytes. DONE, LATE, GONE, CHANGED; `moved` says how many bytes
+// All of `parts`, which it uses up, or at least so many bytes. DONE, LATE, GONE; `moved` says how many bytes
 // went. After GONE errno is 0 where the peer has ended in order.
 inline Outcome transfer(int descriptor, iovec* parts, int64_t count, bool sending, const Wait& wait, int64_t& moved,
                         int64_t least = INT64_MAX) {
@@ -103,35 +95,6 @@ inline Outcome transfer(int descriptor, iovec* parts, int64_t count, bool sendin
         if (errno == EINTR) continue;
         if (errno != EAGAIN && errno != EWOULDBLOCK) return GONE;
         Outcome outcome = pause(descriptor, sending ? POLLOUT : POLLIN, wait, began_ns);
-        if (outcome != DONE) return outcome;
-    }
-}
-
-inline Outcome send_all(int descriptor, iovec* parts, int64_t count, const Wait& wait, int64_t& sent) {
-    return transfer(descriptor, parts, count, true, wait, sent);
-}
-
-inline Outcome receive_all(int descriptor, iovec* parts, int64_t count, const Wait& wait) {
-    int64_t received;
-    return transfer(descriptor, parts, count, false, wait, received);
-}
-
-// Looks at the first `size` bytes that come, without taking them, once all are there.
-inline Outcome peek_all(int descriptor, void* into, int64_t size, const Wait& wait) {
-    int64_t began_ns = 0;
-    for (;;) {
-        ssize_t seen = recv(descriptor, into, (size_t)size, MSG_DONTWAIT | MSG_PEEK);
-        if (seen >= size) return DONE;
-        if (seen == 0) return GONE;
-        if (seen < 0 && errno != EINTR && errno != EAGAIN && errno != EWOULDBLOCK) return GONE;
-        // Where a part is there already the socket can be read at once: a sleep would not wait for the rest.
-        if (seen > 0) {
-            if (wait.changed()) return CHANGED;
-            if (now_ns() >= wait.until_ns) return LATE;
-            sched_yield();
-            continue;
-        }
-        Outcome outcome = pause(descriptor, POLLIN, wait, began_ns);
         if (outcome != DONE) return outcome;
     }
 }
