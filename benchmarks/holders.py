@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
     from kvcommons.engine.core import Core
+    from kvcommons.engine.sequence import Run
+    from kvcommons.engine.sequence import Sequence as DecodedSequence
     from kvcommons.holder.client import RemoteHolder
     from kvcommons.holder.creditor import Creditor
     from kvcommons.holder.segments import SegmentRef
-    from services.decode.sequence import Run
-    from services.decode.sequence import Sequence as DecodedSequence
 
 START_S = 120.0
 CALL_S = 60.0
@@ -153,10 +153,10 @@ def fill_with(
 
 def decoded(core: Core, key: int, tokens: int, end: int, runs: Sequence[Run]) -> DecodedSequence:
     """A sequence of so many tokens with their KV in `runs`, which generates until it has `end`."""
+    from kvcommons.engine.sequence import Generation, Sequence
     from kvcommons.model.sampling import SamplingParams
     from kvcommons.pb import common_pb2
     from kvcommons.rblock.identity import SALT_BYTES, IdentityChain
-    from services.decode.sequence import Generation, Sequence
 
     salt = bytes(SALT_BYTES)
     generation = Generation(

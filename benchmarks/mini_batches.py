@@ -165,13 +165,13 @@ def _layers(
     """By what was asked for: AUTO, or a number of mini-batches. The first round warms up."""
     import torch
 
+    from kvcommons.engine.batch import Batch, Queries
+    from kvcommons.engine.iteration_timing import IterationTiming
+    from kvcommons.engine.remote.attention import RemoteAttention
+    from kvcommons.engine.remote.messages import NewRows
+    from kvcommons.engine.sequence import RemoteRun
     from kvcommons.holder.budget import AttentionBudget
-    from services.decode.batch import Batch, Queries
-    from services.decode.messages import NewRows
-    from services.decode.placement.auto import Rates
-    from services.decode.remote import RemoteAttention
-    from services.decode.sequence import RemoteRun
-    from services.decode.spent import Spent
+    from kvcommons.placement.auto import Rates
 
     layout, cpu = core.layout, torch.device("cpu")
     sequences = []
@@ -190,9 +190,9 @@ def _layers(
     with torch.inference_mode():
         for round_ in range(setting.rounds + 1):
             for number, remote in kinds.items():
-                step = remote.begin(batch, CALL_S, Spent())
+                step = remote.begin(batch, CALL_S, IterationTiming())
                 for layer in range(layout.layers):
-                    step.spent = Spent()
+                    step.timing = IterationTiming()
                     new = NewRows(layer, Queries(plain=q), k, v)
                     began_s = time.monotonic()
                     remote.collect(step, remote.ask(step, new), new)
@@ -201,7 +201,7 @@ def _layers(
                     for error in step.lost.values():
                         raise error
                     if round_:
-                        taken[number].append(_Taken(seconds, step.spent.pool_s, batch.mini_batches))
+                        taken[number].append(_Taken(seconds, step.timing.pool_s, batch.mini_batches))
                 remote.end(step)
                 for sequence in sequences:
                     sequence.append(1)

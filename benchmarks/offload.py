@@ -29,10 +29,10 @@ from benchmarks.replacing import Replacing
 from benchmarks.report import Report, Row
 
 if TYPE_CHECKING:
+    from kvcommons.engine.callbacks import Step
     from kvcommons.engine.core import Core
-    from services.decode.sequence import RemoteRun, Run
-    from services.decode.spent import Spent
-    from services.decode.surroundings import Step
+    from kvcommons.engine.iteration_timing import IterationTiming
+    from kvcommons.engine.sequence import RemoteRun, Run
 
 Progress = Callable[[str], None]
 T = TypeVar("T")
@@ -177,7 +177,7 @@ async def _borrow(
     core: Core, pools: Sequence[HolderProcess], context: int, setting: Setting
 ) -> list[RemoteRun]:
     """As many sequences' as fit, in turn from one pool and the next."""
-    from services.decode.sequence import RemoteRun
+    from kvcommons.engine.sequence import RemoteRun
 
     blocks = setting.room(context)
     runs = []
@@ -229,7 +229,7 @@ def _median_s(work: Callable[[], None]) -> float:
 
 
 class _Load(Replacing):
-    """One way to place the KV, with a batch as large as has room. It is the engine's Surroundings, and its
+    """One way to place the KV, with a batch as large as has room. It is the engine's EngineCallbacks, and its
     metrics."""
 
     def __init__(
@@ -264,15 +264,15 @@ class _Load(Replacing):
         from kvcommons.blockstore.saver import BlockSaver
         from kvcommons.engine.keeper import BlockKeeper
         from kvcommons.holder.budget import AttentionBudget
+        from kvcommons.placement.auto import Rates
         from services.decode.engine import DecodeEngine
-        from services.decode.placement.auto import Rates
 
         core, setting = self._core, self._setting
         saver = BlockSaver("bench", buffer_bytes=1 << 20)
         keeper = BlockKeeper(core, saver)
         engine = DecodeEngine(
             core, max_batch=self._batch, may_borrow=False, attend_deadline_s=CALL_S, rates=Rates(),
-            budget=AttentionBudget(1.0), keeper=keeper, surroundings=self, metrics=self,
+            budget=AttentionBudget(1.0), keeper=keeper, callbacks=self, metrics=self,
             pipelining=self._pipelining,
         )  # fmt: skip
         self._engine = engine
@@ -318,8 +318,8 @@ class _Load(Replacing):
         }
 
     def _begin(self, tokens: int) -> None:
+        from kvcommons.engine.sequence import LocalRun, RemoteRun
         from kvcommons.pb import common_pb2
-        from services.decode.sequence import LocalRun, RemoteRun
 
         key, blocks = next(self._keys), self._setting.room(self._context)
         run: Run
@@ -338,13 +338,13 @@ class _Load(Replacing):
     def _replace(self) -> None:
         self._begin(self._context)
 
-    def iteration(self, batch: int, spent: Spent) -> None:
+    def iteration(self, batch: int, timing: IterationTiming) -> None:
         if self._counting:
             self._steps += 1
-            parts = spent.parts
+            parts = timing.parts
             for part in PARTS:  # nothing else happens here
                 self._spent_s[part] += parts[part]
-            self._pool_s += spent.pool_s
+            self._pool_s += timing.pool_s
 
     def ended(self, step: Step) -> None:
         self._held.pop(step.key, None)

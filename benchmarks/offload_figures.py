@@ -13,7 +13,7 @@ from benchmarks.offload_simulation import Batching, Load, OffloadSimulation, Out
 from benchmarks.plot import panels, stacked_bars
 from benchmarks.report import Report, Row
 from benchmarks.rooflines import A100_40G, A100_40G_AS_3090, MODELS, Group
-from services.decode.pipelines import Fixed, Rotational
+from services.decode.staggering.pipelines import Fixed, Rotational
 
 # Section 6: A100-40G as both kinds of devices. How many of them the paper names for one test only: three
 # memory devices to a computing one (section 6.3, 13B).

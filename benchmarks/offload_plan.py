@@ -24,7 +24,7 @@ from benchmarks.rooflines import (
 )
 from kvcommons.errors import InvalidInput
 from kvcommons.model.spec import ModelSpec
-from services.decode.pipelines import Fixed, Rotational, Scheme, Timing, attend_s_wanted, period_s
+from services.decode.staggering.pipelines import Fixed, Rotational, Scheme, Timing, attend_s_wanted, period_s
 
 MINI_BATCHES = 4  # that a device's share of a batch is sent in (figure 10)
 _GROUP_MAX = 8  # devices of one host

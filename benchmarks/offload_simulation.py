@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from benchmarks.offload_plan import Deployment
-from services.decode.pipelines import Division, Staggering, Start, Timing, Turns
+from services.decode.staggering.pipelines import Division, Staggering, Start, Timing, Turns
 
 _WARM_ITERATIONS = 4  # of each batch, until they are staggered
 _LEARNING_ITERATIONS = 24  # until what has to be tried was tried

@@ -26,6 +26,7 @@ from benchmarks.paced_link import PacedLink
 from benchmarks.report import Report, Row, p50
 from kvcommons.blockstore.loader import BlockLoader
 from kvcommons.blockstore.saver import BlockSaver
+from kvcommons.engine.chunk import Chunk
 from kvcommons.engine.core import Core, make_core
 from kvcommons.engine.history import Histories
 from kvcommons.engine.keeper import BlockKeeper, KeptRun
@@ -34,7 +35,6 @@ from kvcommons.model.sampling import SamplingParams
 from kvcommons.rblock.identity import IdentityChain
 from kvcommons.telemetry.trace import Tracer
 from kvcommons.transport.deadline import Deadline
-from services.prefill.chunk import Chunk
 from services.prefill.cost import AlwaysLoad
 from services.prefill.engine import PrefillEngine
 from services.prefill.job import First, Job, Prompt

@@ -30,9 +30,9 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from kvcommons.engine.core import Core
+    from kvcommons.engine.iteration import Iteration
+    from kvcommons.engine.sequence import Run
     from kvcommons.holder.client import RemoteHolder
-    from services.decode.iteration import Iteration
-    from services.decode.sequence import Run
 
 Progress = Callable[[str], None]
 BLOCK_TOKENS = 64
@@ -147,7 +147,7 @@ async def _pool(
 
 async def _context(core: Core, holder: RemoteHolder, transport: str, context: int, setting: Setting) -> Row:
     """`context` tokens, and those that the rounds add."""
-    from services.decode.sequence import LocalRun, RemoteRun
+    from kvcommons.engine.sequence import LocalRun, RemoteRun
 
     grown = context + (setting.rounds + 1) * setting.tokens * 2
     blocks = core.layout.blocks_of(grown + 1)
@@ -209,10 +209,10 @@ class _Stepper:
     """One sequence of `context` tokens, decoded token by token."""
 
     def __init__(self, core: Core, context: int, runs: Sequence[Run]) -> None:
+        from kvcommons.engine.batch import Batch
+        from kvcommons.engine.remote.attention import RemoteAttention
         from kvcommons.holder.budget import AttentionBudget
-        from services.decode.batch import Batch
-        from services.decode.placement.auto import Rates
-        from services.decode.remote import RemoteAttention
+        from kvcommons.placement.auto import Rates
 
         self._core = core
         self._rates = Rates()
@@ -224,7 +224,7 @@ class _Stepper:
 
     def step(self) -> float:
         """Seconds."""
-        from services.decode.iteration import Iteration
+        from kvcommons.engine.iteration import Iteration
 
         iteration: Iteration = Iteration(self._core, self._remote, self._batch, CALL_S, self._rates)
         (token,) = iteration.run()
@@ -232,7 +232,7 @@ class _Stepper:
             raise error
         self._sequence.append(token.token)
         self._batch.step()
-        return iteration.spent.seconds
+        return iteration.timing.seconds
 
 
 def _one_layer(

@@ -6,13 +6,13 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from services.decode.sequence import RemoteRun, Sequence
-    from services.decode.surroundings import Step
+    from kvcommons.engine.callbacks import Step
+    from kvcommons.engine.sequence import RemoteRun, Sequence
 
 
 class Replacing(ABC):
-    """Surroundings of an engine whose sequences have room for all of their tokens. Its methods are called on
-    the engine's thread."""
+    """Callbacks of an engine whose sequences have room for all of their tokens. Its methods are called on the
+    engine's thread."""
 
     def __init__(self) -> None:
         self._free: list[RemoteRun] = []  # of sequences that have ended

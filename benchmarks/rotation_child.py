@@ -16,21 +16,21 @@ from typing import Any
 from benchmarks.holders import CALL_S, decoded, fill
 from benchmarks.replacing import Replacing
 from kvcommons.blockstore.saver import BlockSaver
+from kvcommons.engine.callbacks import Step
 from kvcommons.engine.core import Core, EngineSettings, load_core
+from kvcommons.engine.iteration_timing import IterationTiming
 from kvcommons.engine.keeper import BlockKeeper
+from kvcommons.engine.sequence import RemoteRun
 from kvcommons.errors import UnsupportedParameter
 from kvcommons.holder.budget import AttentionBudget
 from kvcommons.holder.client import RemoteHolder
 from kvcommons.pb import common_pb2, data_pb2
+from kvcommons.placement.auto import Rates
 from kvcommons.transport.base import Observation
 from kvcommons.transport.server import DataServer, Exchange, Handler
 from services.decode.engine import DecodeEngine
-from services.decode.lanes import Mode
-from services.decode.placement.auto import Rates
-from services.decode.rotation import Rotation
-from services.decode.sequence import RemoteRun
-from services.decode.spent import Spent
-from services.decode.surroundings import Step
+from services.decode.staggering.lanes import Mode
+from services.decode.staggering.rotation import Rotation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +54,7 @@ class Child:
 
 
 class Replica(Replacing):
-    """The engine's Surroundings and its metrics, too. `take` is one turn of it."""
+    """The engine's EngineCallbacks and its metrics, too. `take` is one turn of it."""
 
     def __init__(self, child: Child, core: Core, runs: list[RemoteRun]) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Replica(Replacing):
         self._keeper = BlockKeeper(core, self._saver)
         self._engine = DecodeEngine(
             core, max_batch=max(sequences, 1), may_borrow=False, attend_deadline_s=CALL_S, rates=Rates(),
-            budget=budget, keeper=self._keeper, surroundings=self, metrics=self, rotation=self._rotation,
+            budget=budget, keeper=self._keeper, callbacks=self, metrics=self, rotation=self._rotation,
         )  # fmt: skip
         self._free, self._stopping = self._runs[:sequences], False
         for number in range(sequences):  # they end one after another, not all at once
@@ -129,11 +129,11 @@ class Replica(Replacing):
     def _replace(self) -> None:
         self._add(self._child.context)
 
-    def iteration(self, batch: int, spent: Spent) -> None:
+    def iteration(self, batch: int, timing: IterationTiming) -> None:
         if self._counting:
             with self._lock:
                 self._told["iterations"] += 1
-                for name, value in {**spent.parts, "away": spent.away, "stood_in": spent.stood_in}.items():
+                for name, value in {**timing.parts, "away": timing.away, "stood_in": timing.stood_in}.items():
                     self._told[name] += value
 
     def ended(self, step: Step) -> None:

@@ -65,8 +65,8 @@ class Runner:
         """Logits [len(tokens), vocab] after appending them; of those that had no KV before as well."""
         import torch
 
+        from kvcommons.engine.chunk import Chunk
         from kvcommons.engine.truncated import Truncated
-        from services.prefill.chunk import Chunk
 
         core = self._core
         context.tokens += tokens

@@ -11,18 +11,18 @@ from dataclasses import dataclass
 
 from kvcommons.engine.core import Core
 from kvcommons.engine.history import Histories, Load
+from kvcommons.engine.sequence import Generation, LocalRun, RemoteRun, Run, Sequence
 from kvcommons.errors import CapacityExhausted, KVCommonsError, Unavailable
 from kvcommons.holder.holder import Holder
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import common_pb2 as pb
+from kvcommons.placement.base import Layout, Placement, Room
 from kvcommons.rblock.identity import reusable_blocks
 from kvcommons.transport.deadline import Deadline
 from services.decode.creditors import place_of
 from services.decode.engine import DecodeEngine
-from services.decode.gate import Go, Missing, StartGate
 from services.decode.lenders import Lenders
-from services.decode.placement.base import Layout, Placement, Room
-from services.decode.sequence import Generation, LocalRun, RemoteRun, Run, Sequence
+from services.decode.start_barrier import Go, Missing, StartBarrier
 from services.decode.stream import Stream
 
 log = logging.getLogger(__name__)
@@ -67,7 +67,7 @@ class Arrival:
         self.placements = placements
         self.push_from_block = push_from
         self.stream = Stream()
-        self.gate: StartGate
+        self.barrier: StartBarrier
         # Leading blocks, once all that are fetched have come; None where the sequence ends before.
         self.present: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
         self.timer: asyncio.TimerHandle | None = None
@@ -145,7 +145,7 @@ class Arrivals:
         # A few blocks cost less as a part of what prefill pushes than as a message of their own.
         push_from = matched if matched - found >= self._fetch_min_blocks else found
         arrival = Arrival(sequence, ref, placements, push_from)
-        arrival.gate = StartGate(push_from_block=push_from, fetching=push_from > found)
+        arrival.barrier = StartBarrier(push_from_block=push_from, fetching=push_from > found)
         self._by_key[key] = self._by_handle[ref.handle] = arrival
         self.changes += 1
         arrival.change = self.changes
@@ -162,7 +162,7 @@ class Arrivals:
         arrival = self._by_handle.get(handle)
         if arrival is None:
             return
-        self._act(arrival, arrival.gate.started(first, pushed_from_block))
+        self._act(arrival, arrival.barrier.started(first, pushed_from_block))
         if arrival.loads and not arrival.present.done():
             # As long again as it has had: then prefill pushes what it has anyway, which costs it little.
             patience_s = max(time.monotonic() - arrival.opened_s, PATIENCE_S_MIN)
@@ -174,7 +174,7 @@ class Arrivals:
         present = None
         arrival = self._by_handle.get(handle)
         if arrival is not None:
-            arrival.gate.awaited()
+            arrival.barrier.awaited()
             present = await asyncio.shield(arrival.present)
         if present is None:
             raise Unavailable(f"no sequence waits for its prompt at segment {handle}")
@@ -191,7 +191,7 @@ class Arrivals:
         """The call is over, whatever became of it."""
         self.ended(arrival)
         self._by_key.pop(arrival.sequence.key, None)
-        self._close_gate(arrival)
+        self._close_barrier(arrival)
         if arrival.fetch is not None:
             arrival.fetch.cancel()
         if not arrival.present.done():
@@ -311,7 +311,7 @@ class Arrivals:
                 break
         if not arrival.present.done():
             arrival.present.set_result(present)
-        self._act(arrival, arrival.gate.fetched(present))
+        self._act(arrival, arrival.barrier.fetched(present))
 
     async def _fetch_piece(self, arrival: Arrival, piece: Piece) -> int:
         """How many leading blocks of it are there."""
@@ -367,7 +367,7 @@ class Arrivals:
             self._expect(arrival)
             arrival.stream.missing(action.push_from_block)
         elif isinstance(action, Go):
-            self._close_gate(arrival)
+            self._close_barrier(arrival)
             self._engine.begin(arrival.sequence.key, action.first)
 
     def _expect(self, arrival: Arrival) -> None:
@@ -380,7 +380,7 @@ class Arrivals:
             wait_s, self._engine.fail, arrival.sequence.key, error
         )
 
-    def _close_gate(self, arrival: Arrival) -> None:
+    def _close_barrier(self, arrival: Arrival) -> None:
         """Prefill has nothing more to write here."""
         if arrival.timer is not None:
             arrival.timer.cancel()

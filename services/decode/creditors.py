@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
+from kvcommons.engine.sequence import RemoteRun
 from kvcommons.errors import UnsupportedParameter
 from kvcommons.holder.client import RemoteHolder
 from kvcommons.holder.creditor import Creditor
@@ -17,8 +18,7 @@ from kvcommons.holder.head_store import WholeStore
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import common_pb2, ledger_pb2
 from kvcommons.transport.base import Observer
-from services.decode.rounds import Rounds
-from services.decode.sequence import RemoteRun
+from services.decode.periodic import PeriodicTask
 
 log = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ class Creditors:
         self._used = used
         self._observer = observer
         self._clock = clock
-        self._rounds = Rounds("creditors", LOOK_S, self.forget)
+        self._rounds = PeriodicTask("creditors", LOOK_S, self.forget)
         self._known: dict[tuple[tuple[str, str], ...], _Known] = {}  # by control and data addresses
 
     async def close(self) -> None:

@@ -11,7 +11,7 @@ from kvcommons.errors import KVCommonsError
 from kvcommons.holder.creditor import Creditor
 from services.decode.lenders import Lenders
 from services.decode.moving import SPARE_SHARE, Mover
-from services.decode.rounds import Rounds
+from services.decode.periodic import PeriodicTask
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ class Draining:
             "kvcommons_slow_creditors", "Holders of this instance's KV that answer far too late.",
             registry=registry,
         )  # fmt: skip
-        self.rounds = Rounds("draining", LOOK_S, self._look)
+        self.task = PeriodicTask("draining", LOOK_S, self._look)
 
     async def _look(self) -> None:
         slow = await self._lenders.look_for_slow()

@@ -1,7 +1,7 @@
 """Decode's loop, on a thread of its own: an iteration for each token of all running sequences.
 
 Sequences are touched on this thread only, from `add` until their end. What others have to say comes as a
-command between two iterations; what an iteration made goes out in one call of `Surroundings.deliver`.
+command between two iterations; what an iteration made goes out in one call of `EngineCallbacks.deliver`.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from concurrent.futures import Future
 
 import torch
 
+from kvcommons.engine.batch import Batch
+from kvcommons.engine.block_publisher import BlockPublisher
+from kvcommons.engine.callbacks import EngineCallbacks, EngineMetrics, Movable, Step
 from kvcommons.engine.core import Core
+from kvcommons.engine.iteration import Iteration
 from kvcommons.engine.keeper import BlockKeeper
+from kvcommons.engine.remote.attention import RemoteAttention
+from kvcommons.engine.sequence import LocalRun, RemoteRun, Run, Sequence
+from kvcommons.engine.slices import Here
 from kvcommons.errors import CapacityExhausted, Internal, KVCommonsError, Unavailable
 from kvcommons.holder.budget import AttentionBudget
 from kvcommons.holder.creditor import Creditor
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import common_pb2 as pb
-from services.decode.batch import Batch
-from services.decode.filled import FilledBlocks
-from services.decode.iteration import Iteration
-from services.decode.lanes import LANES, Lane, Lanes, Mode, Pipelining, share_of
-from services.decode.pipelines import Division
-from services.decode.placement.auto import Rates
-from services.decode.remote import RemoteAttention
-from services.decode.replica import Here
-from services.decode.rotation import Rotation
+from kvcommons.placement.auto import Rates
 from services.decode.scheduler import BatchScheduler, Plan, freed_by, plan_for
-from services.decode.sequence import LocalRun, RemoteRun, Run, Sequence
-from services.decode.surroundings import EngineMetrics, Movable, Step, Surroundings
+from services.decode.staggering.lanes import LANES, Lane, Lanes, Mode, Pipelining, share_of
+from services.decode.staggering.pipelines import Division
+from services.decode.staggering.rotation import Rotation
 
 log = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class DecodeEngine:
         rates: Rates,
         budget: AttentionBudget,
         keeper: BlockKeeper,
-        surroundings: Surroundings,
+        callbacks: EngineCallbacks,
         metrics: EngineMetrics,
         pipelining: Mode = "auto",
         mini_batches: int = 0,
@@ -69,8 +69,8 @@ class DecodeEngine:
         self._core = core
         self._may_borrow = may_borrow
         self._attend_deadline_s = attend_deadline_s
-        self._filled = FilledBlocks(core, keeper, surroundings)
-        self._surroundings = surroundings
+        self._publisher = BlockPublisher(core, keeper, callbacks)
+        self._callbacks = callbacks
         self._metrics = metrics
         self._scheduler = BatchScheduler(max_batch=max_batch)
         self._remote = RemoteAttention(core.layout, core.model.device, rates, budget, mini_batches)
@@ -264,7 +264,7 @@ class DecodeEngine:
             return
         reason = sequence.start(first.token)
         self._step(key).tokens.append(first)
-        self._filled.settle(sequence, prompt=True)
+        self._publisher.settle(sequence, prompt=True)
         if reason:
             self._end(key, reason=reason)
         else:
@@ -282,7 +282,7 @@ class DecodeEngine:
     def _grown(self, key: int, run: RemoteRun) -> None:
         sequence = self._sequences.get(key)
         if sequence is None:
-            self._surroundings.give_back([run])
+            self._callbacks.give_back([run])
             return
         sequence.append_run(run)
         sequence.refused = False
@@ -314,7 +314,7 @@ class DecodeEngine:
             answer.set_result(None)
             return
         if isinstance(moved, LocalRun):
-            self._filled.publish_moved(sequence, moved)
+            self._publisher.publish_moved(sequence, moved)
         self._lanes.changed()
         self._switches.append((answer, began_s))
 
@@ -335,7 +335,7 @@ class DecodeEngine:
             self._preempt(key)
         for key in plan.borrow:
             sequence = self._sequences[key]
-            sequence.on_behalf(self._surroundings.borrow, sequence)
+            sequence.on_behalf(self._callbacks.borrow, sequence)
         for key in plan.grow:
             sequence = self._sequences[key]
             try:
@@ -368,13 +368,13 @@ class DecodeEngine:
             if row in iteration.lost:
                 self._fail(sequence.key, iteration.lost[row])
                 continue
-            self._filled.settle(sequence)
+            self._publisher.settle(sequence)
             self._step(sequence.key).tokens.append(token)
             reason = sequence.append(token.token)
             if reason:
                 self._end(sequence.key, reason=reason)
-        self._budget.iterated(iteration.spent.seconds)
-        self._metrics.iteration(len(batch.sequences), iteration.spent)
+        self._budget.iterated(iteration.timing.seconds)
+        self._metrics.iteration(len(batch.sequences), iteration.timing)
 
     def _end(self, key: int, *, reason: str = "", error: KVCommonsError | None = None) -> None:
         """The sequence holds nothing any more; what it published stays in the device tier."""
@@ -385,7 +385,7 @@ class DecodeEngine:
         self._core.allocator.release(sequence.local_blocks())
         remote = sequence.remote_runs()
         if remote:
-            sequence.on_behalf(self._surroundings.give_back, remote)
+            sequence.on_behalf(self._callbacks.give_back, remote)
         step = self._step(key)
         step.reason, step.error, step.saved_blocks = reason, error, sequence.saved_blocks
         if reason or error is not None:
@@ -397,4 +397,4 @@ class DecodeEngine:
     def _flush(self) -> None:
         if self._steps:
             steps, self._steps = self._steps, {}
-            self._surroundings.deliver(list(steps.values()))
+            self._callbacks.deliver(list(steps.values()))

@@ -14,6 +14,7 @@ from collections.abc import Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from kvcommons.engine.sequence import RemoteRun
 from kvcommons.errors import CapacityExhausted, DataLoss, DeadlineExceeded, KVCommonsError, Unavailable
 from kvcommons.holder.creditor import Creditor
 from kvcommons.holder.head_group import HeadGroup
@@ -24,7 +25,6 @@ from kvcommons.transport.base import Observer
 from services.decode.creditors import Creditors, Debtor, devices
 from services.decode.ledgers import Ledgers
 from services.decode.saves import BlockSave, Saves
-from services.decode.sequence import RemoteRun
 from services.decode.slowness import Slowness
 
 log = logging.getLogger(__name__)

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from kvcommons.engine.callbacks import Step
+from kvcommons.engine.iteration_timing import IterationTiming
 from kvcommons.telemetry.metrics import TOKEN_BUCKETS
-from services.decode.spent import Spent
-from services.decode.surroundings import Step
 
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 PAUSE_BUCKETS = (0.00001, 0.00003, 0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1)
@@ -61,15 +61,15 @@ class DecodeMetrics:
             registry=registry, buckets=PAUSE_BUCKETS,
         )  # fmt: skip
 
-    def iteration(self, batch: int, spent: Spent) -> None:
-        self._seconds.observe(spent.seconds)
-        for part, seconds in spent.parts.items():
+    def iteration(self, batch: int, timing: IterationTiming) -> None:
+        self._seconds.observe(timing.seconds)
+        for part, seconds in timing.parts.items():
             self._parts.labels(part).inc(seconds)
         self._batch.observe(batch)
         self._tokens.inc(batch)
-        self._native_layers.inc(spent.native_layers)
-        self._slices.labels("by_peers").inc(spent.away)
-        self._slices.labels("instead_of_peers").inc(spent.stood_in)
+        self._native_layers.inc(timing.native_layers)
+        self._slices.labels("by_peers").inc(timing.away)
+        self._slices.labels("instead_of_peers").inc(timing.stood_in)
 
     def for_peer(self) -> None:
         """A slice was computed for another instance."""

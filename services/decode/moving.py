@@ -13,19 +13,19 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from kvcommons.engine.callbacks import Movable
 from kvcommons.engine.core import Core
+from kvcommons.engine.sequence import LocalRun, Run
 from kvcommons.errors import CapacityExhausted, KVCommonsError
 from kvcommons.holder.copying import copy_blocks
 from kvcommons.holder.creditor import Creditor
 from kvcommons.holder.segments import SegmentRef
+from kvcommons.placement.auto import Costs, Rates
 from kvcommons.transport.deadline import Deadline
 from services.decode.engine import DecodeEngine
 from services.decode.lenders import Lenders
 from services.decode.metrics import DecodeMetrics
-from services.decode.placement.auto import Costs, Rates
-from services.decode.rounds import Rounds
-from services.decode.sequence import LocalRun, Run
-from services.decode.surroundings import Movable
+from services.decode.periodic import PeriodicTask
 
 log = logging.getLogger(__name__)
 
@@ -246,7 +246,7 @@ class Homecoming:
         self._mover = mover
         self._costs = costs
         self._spare = max(2, int(core.allocator.total * SPARE_SHARE))
-        self.rounds = Rounds("homecoming", HOMECOMING_S, self._look)
+        self.task = PeriodicTask("homecoming", HOMECOMING_S, self._look)
 
     async def _look(self) -> None:
         room = self._core.allocator.free - self._spare

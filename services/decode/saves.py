@@ -7,10 +7,10 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvcommons.engine.sequence import RemoteRun
 from kvcommons.errors import KVCommonsError
 from kvcommons.holder.creditor import Creditor
 from kvcommons.holder.segments import SegmentRef
-from services.decode.sequence import RemoteRun
 
 log = logging.getLogger(__name__)
 

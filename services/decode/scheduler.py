@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from services.decode.placement.base import Next
-from services.decode.sequence import Sequence
+from kvcommons.engine.sequence import Sequence
+from kvcommons.placement.base import Next
 
 
 class _State(Enum):

@@ -10,6 +10,7 @@ import grpc.aio
 
 from kvcommons.engine.core import Core
 from kvcommons.engine.history import Condemner
+from kvcommons.engine.sequence import Generation
 from kvcommons.engine.truncated import WHOLE, Truncated
 from kvcommons.errors import (
     ContextLengthExceeded,
@@ -24,7 +25,6 @@ from kvcommons.pb import decode_pb2 as pb
 from kvcommons.pb import decode_pb2_grpc
 from kvcommons.rblock.identity import SALT_BYTES
 from services.decode.arrival import Arrivals
-from services.decode.sequence import Generation
 
 log = logging.getLogger(__name__)
 

@@ -18,6 +18,8 @@ from kvcommons.holder.head_store import WholeStore
 from kvcommons.holder.holder import HeldModel, Holder
 from kvcommons.holder.server import HolderService
 from kvcommons.pb import data_pb2, decode_pb2_grpc, holder_pb2_grpc, ledger_pb2
+from kvcommons.placement.auto import Costs, Rates
+from kvcommons.placement.choice import check_policy, placement_of
 from kvcommons.rpc.directory import Heartbeat
 from kvcommons.rpc.process import Process
 from kvcommons.rpc.server import RpcServer
@@ -28,21 +30,19 @@ from kvcommons.transport.server import DataServer
 from services.decode.arrival import Arrivals
 from services.decode.config import DecodeConfig
 from services.decode.creditors import Debtor
-from services.decode.crossing import Crossing
 from services.decode.draining import Draining
 from services.decode.engine import DecodeEngine
+from services.decode.engine_callbacks import LoopCallbacks
 from services.decode.ledgers import Ledgers
 from services.decode.lenders import Lenders
 from services.decode.lending import Lending
 from services.decode.metrics import DecodeMetrics
 from services.decode.moving import Homecoming, Mover
-from services.decode.placement.auto import Costs, Rates
-from services.decode.placement.choice import check_policy, placement_of
-from services.decode.rotation import Rotation
 from services.decode.server import DecodeService
 from services.decode.settling import Debtor as DebtorService
 from services.decode.settling import Settling
 from services.decode.slowness import Slowness
+from services.decode.staggering.rotation import Rotation
 
 STOP_S = 1.0  # for threads to end, once nothing is under way
 
@@ -79,7 +79,7 @@ class DecodeParts:
         placement = placement_of(
             config.placement, costs=costs, holder_blocks=max(config.holder_tokens // core.block_tokens, 1)
         )
-        self.crossing = Crossing(borrow_blocks=config.borrow_blocks)
+        self.callbacks = LoopCallbacks(borrow_blocks=config.borrow_blocks)
         metrics = DecodeMetrics(registry)
         self.rotation: Rotation | None = None
         if config.replicas:
@@ -100,7 +100,7 @@ class DecodeParts:
             rates=rates,
             budget=budget,
             keeper=self.keeper,
-            surroundings=self.crossing,
+            callbacks=self.callbacks,
             metrics=metrics,
             pipelining=config.pipelining,
             mini_batches=config.mini_batches,
@@ -146,9 +146,9 @@ class DecodeParts:
             observe=process.telemetry.observe,
         )
         self.mover = Mover(core, self.engine, self.lenders, metrics, rates)
-        self.rounds = [Draining(core, self.mover, self.lenders, registry).rounds]
+        self.tasks = [Draining(core, self.mover, self.lenders, registry).task]
         if config.homecoming and placement.comes_home():
-            self.rounds.append(Homecoming(core, self.mover, costs).rounds)
+            self.tasks.append(Homecoming(core, self.mover, costs).task)
         self.settling = Settling(self.holder, self.mover, self.lenders)
         if self.rotation:
             metrics.group(self.rotation.peers_well)
@@ -163,7 +163,7 @@ class DecodeParts:
             histories=Histories(core, self.loader),
             lenders=self.lenders,
         )
-        self.crossing.connect(self.engine, self.arrivals, self.lenders)
+        self.callbacks.connect(self.engine, self.arrivals, self.lenders)
         self._loop = asyncio.get_running_loop()
         LoadMetrics(
             registry,
@@ -181,13 +181,13 @@ class DecodeParts:
         self.holder_service.start()
         if self.rotation:
             self.rotation.start()
-        for rounds in self.rounds:
-            rounds.start()
+        for task in self.tasks:
+            task.start()
 
     async def close(self) -> None:
         """Saves that are pending get a moment to reach the store."""
-        for rounds in self.rounds:
-            await rounds.close()
+        for task in self.tasks:
+            await task.close()
         await self.settling.close()
         await asyncio.to_thread(self.engine.stop, STOP_S)
         if self.rotation:

@@ -15,6 +15,7 @@ from typing import Any
 
 import grpc.aio
 
+from kvcommons.engine.sequence import LocalRun
 from kvcommons.errors import Conflict, InvalidInput, Loading, NotFound
 from kvcommons.holder.holder import Holder
 from kvcommons.holder.pledges import check_lease
@@ -22,7 +23,6 @@ from kvcommons.pb import holder_pb2 as pb
 from kvcommons.pb import holder_pb2_grpc
 from services.decode.lenders import Lenders
 from services.decode.moving import Move, Mover
-from services.decode.sequence import LocalRun
 
 log = logging.getLogger(__name__)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
+from kvcommons.engine.callbacks import Step
 from kvcommons.pb import common_pb2
 from kvcommons.pb import decode_pb2 as pb
-from services.decode.surroundings import Step
 
 
 class Stream:

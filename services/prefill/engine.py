@@ -15,13 +15,13 @@ from contextvars import copy_context
 
 import torch
 
+from kvcommons.engine.chunk import Chunk
 from kvcommons.engine.core import Core
 from kvcommons.engine.keeper import BlockKeeper
 from kvcommons.errors import CapacityExhausted, DeadlineExceeded, Internal, KVCommonsError, Unavailable
 from kvcommons.model.sampling import SamplingRow, sample
 from kvcommons.telemetry.trace import Tracer
 from services.prefill.active import Active, Listener
-from services.prefill.chunk import Chunk
 from services.prefill.cost import LoadOrCompute
 from services.prefill.handover import Handover
 from services.prefill.job import First, Job

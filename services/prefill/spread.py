@@ -15,6 +15,7 @@ from functools import partial
 from torch import Tensor
 
 from kvcommons.attention.partial import Partial, merge
+from kvcommons.engine.chunk import Chunk
 from kvcommons.engine.core import Core
 from kvcommons.errors import KVCommonsError, Unavailable
 from kvcommons.holder.attend_call import AttendPart, begin_attend
@@ -28,7 +29,6 @@ from kvcommons.rblock.layout import Layout
 from kvcommons.transport.base import Observer
 from kvcommons.transport.client import DataClient
 from kvcommons.transport.deadline import Deadline
-from services.prefill.chunk import Chunk
 from services.prefill.job import Job, Target
 
 log = logging.getLogger(__name__)

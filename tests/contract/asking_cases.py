@@ -15,6 +15,12 @@ from torch import Tensor
 
 from kvcommons.attention.memory import TORCH_DTYPES, BlockMemory, byte_view
 from kvcommons.attention.partial import BatchPlan
+from kvcommons.engine.batch import Batch, Queries
+from kvcommons.engine.iteration_timing import IterationTiming
+from kvcommons.engine.remote.attention import RemoteAttention
+from kvcommons.engine.remote.messages import NewRows
+from kvcommons.engine.sequence import Generation, LocalRun, RemoteRun, Run
+from kvcommons.engine.sequence import Sequence as Decoded
 from kvcommons.engine.truncated import WHOLE, Truncated
 from kvcommons.errors import KVCommonsError
 from kvcommons.holder.budget import AttentionBudget
@@ -24,16 +30,10 @@ from kvcommons.holder.head_group import HeadGroup
 from kvcommons.holder.head_store import WholeStore
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.model.sampling import SamplingParams
+from kvcommons.placement.auto import Rates
 from kvcommons.rblock.identity import IdentityChain
 from kvcommons.rblock.layout import Layout
 from kvcommons.transport.base import Observer
-from services.decode.batch import Batch, Queries
-from services.decode.messages import NewRows
-from services.decode.placement.auto import Rates
-from services.decode.remote import RemoteAttention
-from services.decode.sequence import Generation, LocalRun, RemoteRun, Run
-from services.decode.sequence import Sequence as Decoded
-from services.decode.spent import Spent
 from tests.contract.holder_cases import (
     BLOCK_TOKENS,
     FINGERPRINT,
@@ -146,7 +146,7 @@ class Debtor:
         return ref
 
     def decode(self, sequences: list[Decoded], rates: Rates) -> None:
-        """ITERATIONS of them, as services.decode.iteration has it."""
+        """ITERATIONS of them, as kvcommons.engine.iteration has it."""
         layout, memory = self.layout, self.memory
         remote = RemoteAttention(layout, torch.device("cpu"), rates, AttentionBudget(1.0), self.mini_batches)
         batch = Batch(sequences, BLOCK_TOKENS, torch.device("cpu"))
@@ -155,8 +155,8 @@ class Debtor:
         for name, holder in enumerate(self.holders):
             holder.waited = lambda *told, name=str(name): self.waited.append((name, told))
         for iteration in range(ITERATIONS):
-            spent, places = Spent(), memory.rows_of(batch.slots())
-            step = remote.begin(batch, self.deadline_s, spent, (memory, places))
+            timing, places = IterationTiming(), memory.rows_of(batch.slots())
+            step = remote.begin(batch, self.deadline_s, timing, (memory, places))
             plan = BatchPlan(
                 memory.layer(0).shape, batch.tables, batch.lengths, first_key_positions=batch.first_keys,
                 query_positions=batch.positions[batch.part_rows],
@@ -180,7 +180,7 @@ class Debtor:
                     self.attention.append(whole.out.clone())
             finally:
                 remote.end(step)
-            self.native_layers += spent.native_layers
+            self.native_layers += timing.native_layers
             self.lost = {self.order[row]: str(error) for row, error in step.lost.items()}
             for sequence in batch.sequences:
                 sequence.append(1)

@@ -15,16 +15,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvcommons.engine.batch import Batch, Queries
+from kvcommons.engine.iteration_timing import IterationTiming
+from kvcommons.engine.remote.attention import RemoteAttention
+from kvcommons.engine.remote.messages import NewRows
 from kvcommons.errors import KVCommonsError
 from kvcommons.holder.budget import AttentionBudget
 from kvcommons.holder.creditor import Creditor
+from kvcommons.placement.auto import Rates
 from kvcommons.rblock.heads import divided
 from kvcommons.transport.base import Observation
-from services.decode.batch import Batch, Queries
-from services.decode.messages import NewRows
-from services.decode.placement.auto import Rates
-from services.decode.remote import RemoteAttention
-from services.decode.spent import Spent
 from tests.contract.asking_cases import (
     BATCHES,
     HERE,
@@ -197,7 +197,7 @@ async def test_what_was_asked_for_is_not_kept_where_the_iteration_fails(served: 
         k = debtor.random(2, LAYOUT.kv_heads, LAYOUT.head_dim)
         answers = []
         for fails in (False, True, False):
-            step = remote.begin(batch, 5.0, Spent())
+            step = remote.begin(batch, 5.0, IterationTiming())
             new = NewRows(0, Queries(plain=q), k, k)
             asked = remote.ask(step, new)
             assert step.asks is not None

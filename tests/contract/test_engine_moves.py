@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from kvcommons.engine.iteration import Iteration
 from kvcommons.errors import CapacityExhausted, Conflict, KVCommonsError, NotFound
 from kvcommons.pb import common_pb2, holder_pb2, holder_pb2_grpc
-from services.decode.iteration import Iteration
 from tests.contract.engine_stack import BLOCK, Stack, ready
 from tests.contract.engine_turns import Turn, prompt, turn
 

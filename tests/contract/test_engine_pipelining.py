@@ -9,7 +9,7 @@ import threading
 import pytest
 
 from kvcommons.errors import DataLoss, Internal
-from services.decode.lanes import Pipelining
+from services.decode.staggering.lanes import Pipelining
 from tests.contract.engine_stack import Stack, ready
 from tests.contract.engine_turns import Turn, turn
 

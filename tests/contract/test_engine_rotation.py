@@ -259,7 +259,7 @@ async def test_a_peer_with_another_model_is_refused(engines: Stack, caplog: pyte
     await engines.lenders(60)
     prefill = await engines.prefill()
     settings = group(engines, 2)
-    with caplog.at_level(logging.ERROR, logger="services.decode.peers"):
+    with caplog.at_level(logging.ERROR, logger="services.decode.staggering.peers"):
         await engines.decode("decode-1", **settings, engine={"block_tokens": 2 * BLOCK})
         decode = await engines.decode("decode-0", **settings)
         tokens, expected = engines.reference.prompt(40, 30)

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.offload_figures import breakdown, overlap, paper_deployment, replicas, throughput
 from benchmarks.offload_plan import Deployment
 from benchmarks.offload_simulation import Batching, Load, OffloadSimulation, Outcome
-from services.decode.pipelines import Fixed, Rotational
+from services.decode.staggering.pipelines import Fixed, Rotational
 
 
 def quiet(_: str) -> None:

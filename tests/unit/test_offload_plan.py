@@ -31,7 +31,7 @@ from benchmarks.rooflines import (
 from demo import MODEL_DIR
 from kvcommons.errors import InvalidInput
 from kvcommons.model.spec import ModelSpec
-from services.decode.pipelines import Fixed, Rotational, attend_s_wanted
+from services.decode.staggering.pipelines import Fixed, Rotational, attend_s_wanted
 
 BATCHES = (128, 256, 512, 1024)
 

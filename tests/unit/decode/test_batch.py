@@ -8,13 +8,13 @@ import torch
 
 from kvcommons.attention.memory import BlockMemory
 from kvcommons.attention.partial import BatchPlan, Partial, attend_batch
+from kvcommons.engine.batch import Batch, by_holder
+from kvcommons.engine.sequence import Generation, LocalRun, RemoteRun, Run, Sequence
 from kvcommons.holder.client import RemoteHolder
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.model.sampling import SamplingParams
 from kvcommons.rblock.identity import IdentityChain
 from kvcommons.rblock.layout import Layout
-from services.decode.batch import Batch, by_holder
-from services.decode.sequence import Generation, LocalRun, RemoteRun, Run, Sequence
 
 BLOCK = 4
 HOLDER = cast(RemoteHolder, "never called here")

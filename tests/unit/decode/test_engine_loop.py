@@ -9,13 +9,13 @@ import pytest
 
 from benchmarks.replacing import Replacing
 from kvcommons.blockstore.saver import BlockSaver
+from kvcommons.engine.callbacks import Step
+from kvcommons.engine.iteration_timing import IterationTiming
 from kvcommons.engine.keeper import BlockKeeper
 from kvcommons.errors import InvalidInput
 from kvcommons.holder.budget import AttentionBudget
+from kvcommons.placement.auto import Rates
 from services.decode.engine import DecodeEngine
-from services.decode.placement.auto import Rates
-from services.decode.spent import Spent
-from services.decode.surroundings import Step
 from tests.unit.decode.tiny import tiny_core
 
 LONG_S = 10.0
@@ -25,7 +25,7 @@ class Around(Replacing):
     def _replace(self) -> None:
         raise AssertionError("no sequence runs")
 
-    def iteration(self, batch: int, spent: Spent) -> None:
+    def iteration(self, batch: int, timing: IterationTiming) -> None:
         raise AssertionError("no sequence runs")
 
     def ended(self, step: Step) -> None:
@@ -39,7 +39,7 @@ def engine() -> Iterator[DecodeEngine]:
     around = Around()
     engine = DecodeEngine(
         core, max_batch=4, may_borrow=False, attend_deadline_s=LONG_S, rates=Rates(),
-        budget=AttentionBudget(1.0), keeper=keeper, surroundings=around, metrics=around,
+        budget=AttentionBudget(1.0), keeper=keeper, callbacks=around, metrics=around,
     )  # fmt: skip
     yield engine
     engine.stop(LONG_S)

@@ -1,4 +1,4 @@
-"""What an iteration is spent on, and when two batches are tried."""
+"""What an iteration is timing on, and when two batches are tried."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ from typing import Any, cast
 
 import torch
 
-from services.decode.iteration import Iteration
-from services.decode.lanes import LANES, Lane, Lanes, Pipelining
-from services.decode.spent import Spent
+from kvcommons.engine.iteration import Iteration
+from kvcommons.engine.iteration_timing import IterationTiming
+from services.decode.staggering.lanes import LANES, Lane, Lanes, Pipelining
 
 
 def test_waits_are_attention_then_queueing_then_network() -> None:
-    spent = Spent(seconds=1.0, slices_s=0.5, here_s=0.05)
-    spent.waited(0.10, computed_s=0.04, queued_s=0.01)
-    assert spent.there_s == 0.04
-    assert round(spent.waiting_s, 6) == 0.01
-    assert round(spent.network_s, 6) == 0.05
+    timing = IterationTiming(seconds=1.0, slices_s=0.5, here_s=0.05)
+    timing.waited(0.10, computed_s=0.04, queued_s=0.01)
+    assert timing.there_s == 0.04
+    assert round(timing.waiting_s, 6) == 0.01
+    assert round(timing.network_s, 6) == 0.05
     # It computed while slices did: only what is left of it was waited for.
-    spent.waited(0.02, computed_s=0.30, queued_s=0.10)
-    assert round(spent.there_s, 6) == 0.06
-    assert round(spent.pool_s, 6) == 0.34
-    assert round(sum(spent.parts.values()), 6) == spent.seconds
-    assert round(spent.parts["attention"], 6) == 0.11
+    timing.waited(0.02, computed_s=0.30, queued_s=0.10)
+    assert round(timing.there_s, 6) == 0.06
+    assert round(timing.pool_s, 6) == 0.34
+    assert round(sum(timing.parts.values()), 6) == timing.seconds
+    assert round(timing.parts["attention"], 6) == 0.11
 
 
 def alone(seconds: float, there_s: float, pool_s: float) -> Iteration:
-    spent = Spent(seconds=seconds, there_s=there_s, pool_s=pool_s)
-    return cast(Iteration, SimpleNamespace(spent=spent))
+    timing = IterationTiming(seconds=seconds, there_s=there_s, pool_s=pool_s)
+    return cast(Iteration, SimpleNamespace(timing=timing))
 
 
 def test_off_and_on_are_kept_whatever_is_measured() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvcommons.config import load
+from kvcommons.engine.remote.mini_batches import Exchange, MiniBatches
 from kvcommons.errors import InvalidInput
 from services.decode.config import DecodeConfig
-from services.decode.mini_batches import Exchange, MiniBatches
 
 KV_BYTE_S = 1e-10  # 10 GB/s
 LATENCY_S = 100e-6

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 
-from services.decode.pipelines import (
+from services.decode.staggering.pipelines import (
     Fixed,
     Rotational,
     Scheme,

@@ -7,7 +7,15 @@ from collections import Counter
 
 import pytest
 
-from services.decode.pipelines import Division, Fixed, Rotational, Scheme, Staggering, Timing, period_s
+from services.decode.staggering.pipelines import (
+    Division,
+    Fixed,
+    Rotational,
+    Scheme,
+    Staggering,
+    Timing,
+    period_s,
+)
 
 
 def test_one_batch_has_all() -> None:

@@ -3,10 +3,10 @@ from __future__ import annotations
 import pytest
 
 from kvcommons.errors import CapacityExhausted, InvalidInput
-from services.decode.placement.auto import Auto, Costs, Rates
-from services.decode.placement.base import Layout, Next, Piece, Placement, Room
-from services.decode.placement.choice import check_policy, placement_of
-from services.decode.placement.fixed import Grow
+from kvcommons.placement.auto import Auto, Costs, Rates
+from kvcommons.placement.base import Layout, Next, Piece, Placement, Room
+from kvcommons.placement.choice import check_policy, placement_of
+from kvcommons.placement.fixed import Grow
 
 COSTS = Costs(rates=Rates(), layers=2, block_bytes=1 << 20)
 

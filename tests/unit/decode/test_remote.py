@@ -10,22 +10,22 @@ import pytest
 import torch
 
 from kvcommons.attention.partial import Partial
+from kvcommons.engine.batch import Batch, Queries
 from kvcommons.engine.core import Core
+from kvcommons.engine.iteration import Iteration
+from kvcommons.engine.iteration_timing import IterationTiming
+from kvcommons.engine.remote.attention import RemoteAttention
+from kvcommons.engine.remote.messages import NewRows
+from kvcommons.engine.sequence import Generation, LocalRun, RemoteRun, Run, Sequence
 from kvcommons.holder.ask import Recipient
 from kvcommons.holder.budget import AttentionBudget
 from kvcommons.holder.creditor import Creditor
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.model.sampling import SamplingParams
 from kvcommons.pb import data_pb2
+from kvcommons.placement.auto import Rates
 from kvcommons.rblock.identity import IdentityChain
 from kvcommons.transport.deadline import Deadline
-from services.decode.batch import Batch, Queries
-from services.decode.iteration import Iteration
-from services.decode.messages import NewRows
-from services.decode.placement.auto import Rates
-from services.decode.remote import RemoteAttention
-from services.decode.sequence import Generation, LocalRun, RemoteRun, Run, Sequence
-from services.decode.spent import Spent
 from tests.unit.decode.tiny import tiny_core
 
 BLOCK, ROWS, LAYERS = 4, 4, 2
@@ -71,7 +71,7 @@ class Far:
 
 
 @dataclass(slots=True, kw_only=True)
-class Told(Rates):
+class RemoteTiming(Rates):
     there: list[tuple[int, float]] = field(default_factory=list)
 
     def attended_there(self, read_bytes: int, seconds: float) -> None:
@@ -125,9 +125,9 @@ def new_rows(core: Core) -> NewRows:
 @pytest.mark.parametrize("mini_batches", [1, 2])
 def test_each_layer_tells_how_quick_a_holder_is(core: Core, mini_batches: int) -> None:
     """All that it read for the layer, from the first message to the last answer, in one message or two."""
-    rates, holders = Told(), [Far(), Far()]
+    rates, holders = RemoteTiming(), [Far(), Far()]
     attention, rows = remote(core, rates, mini_batches), new_rows(core)
-    step = attention.begin(batch(holders), 5.0, Spent())
+    step = attention.begin(batch(holders), 5.0, IterationTiming())
     for _ in range(LAYERS):
         attention.collect(step, attention.ask(step, rows), rows)
     assert [len(holder.calls) for holder in holders] == [LAYERS * mini_batches] * 2
@@ -141,7 +141,7 @@ def test_each_layer_tells_how_quick_a_holder_is(core: Core, mini_batches: int) -
 def test_what_was_asked_for_is_cancelled_where_asking_fails(core: Core) -> None:
     holder = Far(able=2)
     attention = remote(core, Rates(), 4)
-    step = attention.begin(batch([holder]), 5.0, Spent())
+    step = attention.begin(batch([holder]), 5.0, IterationTiming())
     with pytest.raises(MemoryError):
         attention.ask(step, new_rows(core))
     assert [call.ended for call in holder.calls] == ["cancelled"] * 2

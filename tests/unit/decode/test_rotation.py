@@ -11,15 +11,15 @@ from typing import Any, cast
 
 import pytest
 
+from kvcommons.engine.iteration import Iteration
+from kvcommons.engine.iteration_timing import IterationTiming
+from kvcommons.engine.slices import Here
 from kvcommons.errors import InvalidInput, UnsupportedParameter
 from kvcommons.holder.budget import AttentionBudget
 from kvcommons.pb import data_pb2
 from kvcommons.transport.server import DataServer, Exchange
-from services.decode.iteration import Iteration
-from services.decode.lanes import LANES, Lane, Mode
-from services.decode.replica import Here
-from services.decode.rotation import Rotated, Rotation
-from services.decode.spent import Spent
+from services.decode.staggering.lanes import LANES, Lane, Mode
+from services.decode.staggering.rotation import Rotated, Rotation
 from tests.unit.decode.tiny import tiny_core
 
 LAYERS = 4
@@ -78,10 +78,10 @@ def until(holds: Callable[[], bool]) -> None:
 
 def iteration(slice_s: float, attend_s: float, **changes: Any) -> Iteration:
     """Of one batch at each replica, all of whose parts take so long in a layer."""
-    spent = Spent(
+    timing = IterationTiming(
         seconds=LAYERS * (slice_s + attend_s), there_s=LAYERS * attend_s, pool_s=LAYERS * attend_s, **changes
     )
-    return cast(Iteration, SimpleNamespace(spent=spent, batch=SimpleNamespace(sequences=[None] * 16)))
+    return cast(Iteration, SimpleNamespace(timing=timing, batch=SimpleNamespace(sequences=[None] * 16)))
 
 
 def measure(one: Instance) -> None:

@@ -4,13 +4,13 @@ from typing import cast
 
 import pytest
 
+from kvcommons.engine.sequence import Generation, LocalRun, RemoteRun, Sequence
 from kvcommons.engine.truncated import WHOLE, Truncated
 from kvcommons.holder.client import RemoteHolder
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.model.sampling import SamplingParams
 from kvcommons.rblock.identity import IdentityChain
 from services.decode.arrival import split
-from services.decode.sequence import Generation, LocalRun, RemoteRun, Sequence
 
 BLOCK = 4
 HOLDER = cast(RemoteHolder, "never called here")

@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 
 from kvcommons.engine.core import Core, make_core
+from kvcommons.engine.slices import Turn
 from kvcommons.errors import DeadlineExceeded, InvalidInput
 from kvcommons.model.slices import Model, State
 from kvcommons.model.spec import ModelSpec, model_info
 from kvcommons.transport.client import DataClient
 from kvcommons.transport.deadline import Deadline
 from kvcommons.transport.server import DataServer
-from services.decode.peers import Health
-from services.decode.replica import Turn
-from services.decode.slices import PendingSlice, SliceServer, begin_slice
+from services.decode.staggering.peers import Health
+from services.decode.staggering.slice_exchange import PendingSlice, SliceServer, begin_slice
 
 IDENTITY = bytes(range(32))
 ROWS = 5

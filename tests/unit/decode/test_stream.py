@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
+from kvcommons.engine.callbacks import Step
 from kvcommons.errors import DataLoss
 from kvcommons.pb import common_pb2 as pb
 from services.decode.stream import Stream
-from services.decode.surroundings import Step
 
 
 def sampled(*positions: int) -> list[pb.SampledToken]:

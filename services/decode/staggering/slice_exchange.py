@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvcommons.attention.memory import byte_view
 from kvcommons.engine.core import Core
+from kvcommons.engine.slices import Turn
 from kvcommons.errors import InvalidInput
 from kvcommons.model.slices import Model, Rotation, State
 from kvcommons.model.spec import ModelSpec
@@ -24,7 +25,6 @@ from kvcommons.pb import data_pb2 as pb
 from kvcommons.transport.client import DataClient, PendingCall
 from kvcommons.transport.deadline import Deadline
 from kvcommons.transport.server import Exchange
-from services.decode.replica import Turn
 
 _ROTATIONS_KEPT = 16  # of batches: all slices of an iteration are at the same positions
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Self
 
-from services.decode.placement.base import Layout, Next, Piece, Room, layout, no_room
+from kvcommons.placement.base import Layout, Next, Piece, Room, layout, no_room
 
 
 class _Fixed:

@@ -9,13 +9,13 @@ from typing import Protocol
 
 from torch import Tensor
 
+from kvcommons.engine.iteration_timing import IterationTiming
+from kvcommons.engine.turn_queue import TurnQueue
 from kvcommons.errors import DeadlineExceeded
 from kvcommons.model.sampling import SamplingRow, sample
 from kvcommons.model.slices import Model, State
 from kvcommons.pb import common_pb2 as pb
 from kvcommons.transport.deadline import Deadline
-from services.decode.pipelines import Line
-from services.decode.spent import Spent
 
 TURN_S = 60.0  # for a batch's own turn at its own replica: each before it is a slice that is being computed
 
@@ -25,39 +25,39 @@ class Turn:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._line: Line[threading.Event] = Line()
+        self._queue: TurnQueue[threading.Event] = TurnQueue()
 
     @contextmanager
     def within(self, deadline: Deadline) -> Iterator[None]:
         """Raises DeadlineExceeded."""
         granted = threading.Event()
         with self._lock:
-            mine = self._line.ask(granted)
+            mine = self._queue.ask(granted)
         if not mine and not granted.wait(deadline.left()):
             with self._lock:
-                mine = not self._line.leave(granted)
+                mine = not self._queue.leave(granted)
             if not mine:
                 raise DeadlineExceeded("other batches had their turn at the model until the deadline")
         try:
             yield
         finally:
             with self._lock:
-                following = self._line.ended()
+                following = self._queue.ended()
             if following is not None:
                 following.set()
 
 
 class Slices(Protocol):
-    """Where a batch's slices are computed (kvcommons.model.slices); what they take is told to `spent`."""
+    """Where a batch's slices are computed (kvcommons.model.slices); what they take is told to `timing`."""
 
-    def begin(self, spent: Spent, tokens: Tensor, positions: Tensor) -> State:
+    def begin(self, timing: IterationTiming, tokens: Tensor, positions: Tensor) -> State:
         """tokens, positions LongTensor [B]."""
 
-    def advance(self, spent: Spent, layer: int, state: State, attention: Tensor) -> State:
+    def advance(self, timing: IterationTiming, layer: int, state: State, attention: Tensor) -> State:
         """attention [B, query_heads, head_dim] of `layer`."""
 
     def end(
-        self, spent: Spent, state: State, attention: Tensor, rows: Sequence[SamplingRow]
+        self, timing: IterationTiming, state: State, attention: Tensor, rows: Sequence[SamplingRow]
     ) -> list[pb.SampledToken]:
         """The last layer's attention -> a token for each row."""
 
@@ -70,18 +70,18 @@ class Here:
         self._model = model
         self._turn = turn
 
-    def begin(self, spent: Spent, tokens: Tensor, positions: Tensor) -> State:
-        with spent.slice(self._my_turn()):
+    def begin(self, timing: IterationTiming, tokens: Tensor, positions: Tensor) -> State:
+        with timing.slice(self._my_turn()):
             return self._model.begin(tokens, positions)
 
-    def advance(self, spent: Spent, layer: int, state: State, attention: Tensor) -> State:
-        with spent.slice(self._my_turn()):
+    def advance(self, timing: IterationTiming, layer: int, state: State, attention: Tensor) -> State:
+        with timing.slice(self._my_turn()):
             return self._model.advance(layer, state, attention)
 
     def end(
-        self, spent: Spent, state: State, attention: Tensor, rows: Sequence[SamplingRow]
+        self, timing: IterationTiming, state: State, attention: Tensor, rows: Sequence[SamplingRow]
     ) -> list[pb.SampledToken]:
-        with spent.slice(self._my_turn()):
+        with timing.slice(self._my_turn()):
             return sample(self._model.end(state, attention, range(len(rows))), rows)
 
     def _my_turn(self) -> AbstractContextManager[None]:

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kvcommons.engine.iteration_timing import IterationTiming
+from kvcommons.engine.remote.messages import Message
+from kvcommons.engine.remote.mini_batches import Exchange, MiniBatches
 from kvcommons.holder.creditor import Creditor
-from services.decode.messages import Message
-from services.decode.mini_batches import Exchange, MiniBatches
-from services.decode.placement.auto import Rates
-from services.decode.spent import Spent
+from kvcommons.placement.auto import Rates
 
 _WAITED_S = 50e-6
 
@@ -42,7 +42,7 @@ class _Heard:
     last_s: float | None = None  # when the last answer came; None: before it was waited for
 
 
-class Told:
+class RemoteTiming:
     """Tells `rates`, `mini_batches` and the holders."""
 
     def __init__(self, rates: Rates, mini_batches: MiniBatches) -> None:
@@ -51,7 +51,7 @@ class Told:
 
     def layer(
         self,
-        spent: Spent,
+        timing: IterationTiming,
         answers: Sequence[Answer],
         blocked_s: float,
         came_s: float,
@@ -78,7 +78,7 @@ class Told:
             if one.last_s is not None and whole is not None:
                 self._rates.attended_there(one.read_bytes, one.last_s - one.began_s)
         slowest = max(heard.values(), key=_computed_s, default=_Heard())
-        spent.waited(blocked_s, computed_s=slowest.computed_s, queued_s=slowest.queued_s)
+        timing.waited(blocked_s, computed_s=slowest.computed_s, queued_s=slowest.queued_s)
 
     def _hear(self, heard: _Heard, answer: Answer) -> None:
         heard.waited_s += answer.waited_s

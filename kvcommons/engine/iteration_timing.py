@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class Spent:
+class IterationTiming:
     """Seconds of the thread that iterates, `seconds` in all. What others compute while it computes itself
     costs it nothing: of overlapped times only what is left of them is here, but for `pool_s`."""
 

@@ -27,7 +27,7 @@ class Go:
     first: pb.SampledToken
 
 
-class StartGate:
+class StartBarrier:
     """Events in, at most one action out of each."""
 
     def __init__(self, *, push_from_block: int, fetching: bool) -> None:

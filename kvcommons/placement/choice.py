@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from kvcommons.errors import InvalidInput
-from services.decode.placement.auto import Auto, Costs
-from services.decode.placement.base import Placement
-from services.decode.placement.fixed import Grow, Local, Offload, Overflow
+from kvcommons.placement.auto import Auto, Costs
+from kvcommons.placement.base import Placement
+from kvcommons.placement.fixed import Grow, Local, Offload, Overflow
 
 POLICIES = ("local", "overflow", "offload", "grow", "auto")
 HOLDERS_MAX = 16  # of one sequence, that `auto` counts on

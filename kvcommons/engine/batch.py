@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 
 from kvcommons.attention.partial import Partial, merge
+from kvcommons.engine.sequence import LocalRun, RemoteRun, Sequence
 from kvcommons.holder.creditor import Creditor
-from services.decode.sequence import LocalRun, RemoteRun, Sequence
 
 if TYPE_CHECKING:
-    from services.decode.messages import Messages
+    from kvcommons.engine.remote.messages import Messages
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

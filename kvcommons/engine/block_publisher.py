@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from kvcommons.engine.callbacks import EngineCallbacks
 from kvcommons.engine.core import Core
 from kvcommons.engine.keeper import BlockKeeper, KeptRun
-from services.decode.sequence import LocalRun, RemoteRun, Run, Sequence
-from services.decode.surroundings import Surroundings
+from kvcommons.engine.sequence import LocalRun, RemoteRun, Run, Sequence
 
 
-class FilledBlocks:
+class BlockPublisher:
     """Belongs to the engine's thread."""
 
-    def __init__(self, core: Core, keeper: BlockKeeper, surroundings: Surroundings) -> None:
+    def __init__(self, core: Core, keeper: BlockKeeper, callbacks: EngineCallbacks) -> None:
         self._core = core
         self._keeper = keeper
-        self._surroundings = surroundings
+        self._callbacks = callbacks
 
     def settle(self, sequence: Sequence, *, prompt: bool = False) -> None:
         """Those of a prompt were saved by prefill.
@@ -55,7 +55,7 @@ class FilledBlocks:
 
     def _save(self, sequence: Sequence, run: Run, inside: int, index: int) -> None:
         if isinstance(run, RemoteRun):
-            sequence.on_behalf(self._surroundings.save_remote, run, sequence, index)
+            sequence.on_behalf(self._callbacks.save_remote, run, sequence, index)
             return
         generation, ids = sequence.generation, sequence.chain.ids
         kept = KeptRun(

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from services.decode.placement.base import Layout, Next, Placement, Room
-from services.decode.placement.fixed import Grow, Offload, Overflow
+from kvcommons.placement.base import Layout, Next, Placement, Room
+from kvcommons.placement.fixed import Grow, Offload, Overflow
 
 _KEPT = 0.9  # of an average, by the next observation
 

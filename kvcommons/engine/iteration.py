@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 from kvcommons.attention.partial import BatchPlan, Partial
+from kvcommons.engine.batch import Batch, Queries
 from kvcommons.engine.core import Core
+from kvcommons.engine.iteration_timing import IterationTiming
+from kvcommons.engine.remote.attention import RemoteAttention
+from kvcommons.engine.remote.messages import NewRows
+from kvcommons.engine.slices import Here, Slices
 from kvcommons.errors import KVCommonsError
 from kvcommons.model.slices import State
 from kvcommons.pb import common_pb2 as pb
-from services.decode.batch import Batch, Queries
-from services.decode.messages import NewRows
-from services.decode.placement.auto import Rates
-from services.decode.remote import RemoteAttention
-from services.decode.replica import Here, Slices
-from services.decode.spent import Spent
+from kvcommons.placement.auto import Rates
 
 _READ_BYTES = 1 << 20
 
@@ -40,9 +40,9 @@ class Iteration:
         self._remote = remote
         self.batch = batch
         self._slices = slices or Here(core.model)
-        self.spent = Spent()
+        self.timing = IterationTiming()
         self._rows = core.memory.rows_of(batch.slots())
-        self._remote_step = remote.begin(batch, attend_deadline_s, self.spent, (core.memory, self._rows))
+        self._remote_step = remote.begin(batch, attend_deadline_s, self.timing, (core.memory, self._rows))
         self._plans: dict[int | None, BatchPlan] = {}
         self._all_append = len(batch.append_rows) == len(batch.sequences)
         self._head_rotation = core.model.rotation(batch.positions) if batch.has_heads else None
@@ -60,17 +60,17 @@ class Iteration:
         finally:
             self._remote.end(self._remote_step)
         self._observe()
-        self.spent.seconds = time.monotonic() - started
+        self.timing.seconds = time.monotonic() - started
         return tokens
 
     def _run(self) -> list[pb.SampledToken]:
-        slices, spent, batch = self._slices, self.spent, self.batch
-        state = slices.begin(spent, batch.tokens, batch.positions + batch.dropped)
+        slices, timing, batch = self._slices, self.timing, self.batch
+        state = slices.begin(timing, batch.tokens, batch.positions + batch.dropped)
         last = self._core.layout.layers - 1
         for layer in range(last):
-            state = slices.advance(spent, layer, state, self._attend(layer, state))
+            state = slices.advance(timing, layer, state, self._attend(layer, state))
         sampling = [sequence.sampling_row() for sequence in batch.sequences]
-        return slices.end(spent, state, self._attend(last, state), sampling)
+        return slices.end(timing, state, self._attend(last, state), sampling)
 
     def _attend(self, layer: int, state: State) -> Tensor:
         """[B, H, D] float32: other holders are asked first, and answer while the local part is computed."""
@@ -102,7 +102,7 @@ class Iteration:
         core, began_s = self._core, time.monotonic()
         plan = self._plan(core.model.window(layer))
         partial = plan.attend(q, core.memory.layer(layer), core.model.scale, into)
-        self.spent.here_s += time.monotonic() - began_s
+        self.timing.here_s += time.monotonic() - began_s
         return partial
 
     def _observe(self) -> None:
@@ -110,7 +110,7 @@ class Iteration:
         layout = self._core.layout
         read_bytes = self.batch.kept_tokens * layout.layers * layout.object_bytes // layout.block_tokens
         if read_bytes >= _READ_BYTES:
-            self._rates.attended_here(read_bytes, self.spent.here_s)
+            self._rates.attended_here(read_bytes, self.timing.here_s)
 
     def _write(self, layer: int, state: State) -> None:
         """K and V of rows whose tail lies here."""

@@ -16,7 +16,7 @@ from kvcommons.pb import data_pb2 as pb
 from kvcommons.transport.base import Observer
 from kvcommons.transport.client import DataClient
 from kvcommons.transport.deadline import Deadline
-from services.decode.slices import begin_slice
+from services.decode.staggering.slice_exchange import begin_slice
 
 log = logging.getLogger(__name__)
 

@@ -7,19 +7,19 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+from kvcommons.engine.callbacks import Step
+from kvcommons.engine.sequence import RemoteRun, Sequence
 from kvcommons.errors import KVCommonsError
 from kvcommons.holder.creditor import Creditor
+from kvcommons.placement.base import Next
 from services.decode.arrival import Arrivals
 from services.decode.engine import DecodeEngine
 from services.decode.lenders import Lenders
-from services.decode.placement.base import Next
 from services.decode.saves import BlockSave
-from services.decode.sequence import RemoteRun, Sequence
-from services.decode.surroundings import Step
 
 
-class Crossing:
-    """The engine's Surroundings. Made on the event loop, then connected to what it serves."""
+class LoopCallbacks:
+    """The engine's EngineCallbacks. Made on the event loop, then connected to what it serves."""
 
     def __init__(self, *, borrow_blocks: int) -> None:
         """`borrow_blocks` are asked for at once when a sequence grows elsewhere."""

@@ -12,13 +12,13 @@ from typing import Literal
 
 import torch
 
+from kvcommons.engine.batch import Batch, by_holder, holder_of
+from kvcommons.engine.iteration import Iteration
+from kvcommons.engine.iteration_timing import IterationTiming
+from kvcommons.engine.sequence import Sequence
+from kvcommons.engine.slices import Slices, Turn
 from kvcommons.pb import common_pb2 as pb
-from services.decode.batch import Batch, by_holder, holder_of
-from services.decode.iteration import Iteration
-from services.decode.pipelines import Division, Rotational, Staggering, Timing
-from services.decode.replica import Slices, Turn
-from services.decode.sequence import Sequence
-from services.decode.spent import Spent
+from services.decode.staggering.pipelines import Division, Rotational, Staggering, Timing
 
 log = logging.getLogger(__name__)
 
@@ -151,12 +151,12 @@ def share_of(division: Division, lane: Lane, able: Mapping[int, Sequence]) -> li
     return division.compose(lane.number, tokens, holders)
 
 
-def timing_of(spent: Spent, layers: int) -> Timing:
+def timing_of(timing: IterationTiming, layers: int) -> Timing:
     """Of one layer, on the average, of an iteration whose slices were computed here."""
     return Timing(
-        slice_s=spent.computed_s / layers,
-        attend_s=spent.pool_s / layers,
-        network_s=spent.network_s / layers,
+        slice_s=timing.computed_s / layers,
+        attend_s=timing.pool_s / layers,
+        network_s=timing.network_s / layers,
     )
 
 
@@ -188,7 +188,7 @@ class Pipelining:
     def ended(self, sequences: int, tokens: int, iteration: Iteration, *, alone: bool) -> None:
         """An iteration; `alone`: of the one batch, into which the sequences are divided."""
         if alone:
-            self._staggering.took_alone(sequences, tokens, timing_of(iteration.spent, self._layers))
+            self._staggering.took_alone(sequences, tokens, timing_of(iteration.timing, self._layers))
 
     def took_staggered(self, sequences: int, tokens: int, lane: Lane) -> None:
         """A lane's next iteration begins. `sequences` and `tokens` are of all lanes."""

@@ -8,12 +8,12 @@ sampling and the beginning of the next iteration are one slice. Sequences join a
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
-from typing import Generic, Protocol, TypeVar
+from typing import Protocol
 
-K = TypeVar("K")
+from kvcommons.engine.turn_queue import TurnQueue
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,37 +93,6 @@ def attend_s_wanted(scheme: Scheme, slice_s: float) -> float:
     return slice_s / max(scheme.batches - 1, 1)
 
 
-class Line(Generic[K]):
-    """Who computes next on one replica: first come, first served."""
-
-    def __init__(self) -> None:
-        self._running = False
-        self._waiting: deque[K] = deque()
-
-    def ask(self, who: K) -> bool:
-        """Whether it may begin now; else it waits for `ended` to name it."""
-        if self._running:
-            self._waiting.append(who)
-            return False
-        self._running = True
-        return True
-
-    def ended(self) -> K | None:
-        """Who runs is done. Who begins now."""
-        assert self._running
-        if self._waiting:
-            return self._waiting.popleft()
-        self._running = False
-        return None
-
-    def leave(self, who: K) -> bool:
-        """Gives up waiting. False: it was named already, and is the one that runs."""
-        if who not in self._waiting:
-            return False
-        self._waiting.remove(who)
-        return True
-
-
 @dataclass(frozen=True, slots=True)
 class Start:
     """The batch's slice may run on the replica, now."""
@@ -140,7 +109,7 @@ class Turns:
     def __init__(self, scheme: Scheme) -> None:
         self._scheme = scheme
         self._turns = [0] * scheme.batches
-        self._lines: list[Line[int]] = [Line() for _ in range(scheme.replicas)]
+        self._queues: list[TurnQueue[int]] = [TurnQueue() for _ in range(scheme.replicas)]
 
     def replica(self, batch: int) -> int:
         """Of the batch's slice that runs, waits or is next."""
@@ -149,13 +118,13 @@ class Turns:
     def ask(self, batch: int) -> Start | None:
         """The batch is ready for its next slice. None: it waits for `ended` to name it."""
         replica = self.replica(batch)
-        return Start(batch, replica) if self._lines[replica].ask(batch) else None
+        return Start(batch, replica) if self._queues[replica].ask(batch) else None
 
     def ended(self, batch: int) -> Start | None:
         """The batch's slice is computed, its attention begins. The slice that the replica computes next."""
         replica = self.replica(batch)
         self._turns[batch] += 1
-        following = self._lines[replica].ended()
+        following = self._queues[replica].ended()
         return None if following is None else Start(following, replica)
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvcommons.engine.iteration_timing import IterationTiming
+from kvcommons.engine.sequence import RemoteRun, Sequence
 from kvcommons.errors import KVCommonsError
 from kvcommons.pb import common_pb2 as pb
-from services.decode.sequence import RemoteRun, Sequence
-from services.decode.spent import Spent
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,7 +47,7 @@ class Movable:
         )
 
 
-class Surroundings(Protocol):
+class EngineCallbacks(Protocol):
     """What the engine asks of the world, on its thread and, where it is on behalf of one sequence, in that
     one's context; nothing here may block."""
 
@@ -67,7 +67,7 @@ class Surroundings(Protocol):
 class EngineMetrics(Protocol):
     """What the engine reports, on its thread."""
 
-    def iteration(self, batch: int, spent: Spent) -> None:
+    def iteration(self, batch: int, timing: IterationTiming) -> None:
         """Of `batch` sequences."""
 
     def ended(self, step: Step) -> None:

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from kvcommons.attention.memory import TORCH_DTYPES, BlockMemory
 from kvcommons.attention.partial import Partial
+from kvcommons.engine.batch import Batch, HolderShare, Queries, RemoteSegment
+from kvcommons.engine.remote.mini_batches import Exchange
 from kvcommons.errors import KVCommonsError
 from kvcommons.holder import ask, asking
 from kvcommons.holder.attend_call import AttendPart, attend_request
 from kvcommons.holder.creditor import Creditor
 from kvcommons.pb import data_pb2
 from kvcommons.rblock.layout import Layout
-from services.decode.batch import Batch, HolderShare, Queries, RemoteSegment
-from services.decode.mini_batches import Exchange
 
 NOTHING = Exchange(rows=0, asked_bytes=0, answered_bytes=0, read_bytes=0)
 

@@ -13,7 +13,7 @@ from kvcommons.errors import KVCommonsError
 log = logging.getLogger(__name__)
 
 
-class Rounds:
+class PeriodicTask:
     """Belongs to the event loop."""
 
     def __init__(self, name: str, every_s: float, work: Callable[[], Awaitable[None]]) -> None:

@@ -15,6 +15,9 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from kvcommons.engine.core import Core
+from kvcommons.engine.iteration import Iteration
+from kvcommons.engine.iteration_timing import IterationTiming
+from kvcommons.engine.slices import Slices, Turn
 from kvcommons.errors import InvalidInput
 from kvcommons.holder.budget import AttentionBudget
 from kvcommons.model.sampling import SamplingRow
@@ -23,13 +26,10 @@ from kvcommons.pb import common_pb2 as pb
 from kvcommons.pb import data_pb2
 from kvcommons.transport.base import Observer
 from kvcommons.transport.server import Exchange, Handler
-from services.decode.iteration import Iteration
-from services.decode.lanes import LANES, Lane, Mode, Pipelining, timing_of
-from services.decode.peers import MEET_EVERY_S, MEET_S, Peer
-from services.decode.pipelines import Rotational, Staggering
-from services.decode.replica import Slices, Turn
-from services.decode.slices import SliceMetrics, SliceServer, check_model
-from services.decode.spent import Spent
+from services.decode.staggering.lanes import LANES, Lane, Mode, Pipelining, timing_of
+from services.decode.staggering.peers import MEET_EVERY_S, MEET_S, Peer
+from services.decode.staggering.pipelines import Rotational, Staggering
+from services.decode.staggering.slice_exchange import SliceMetrics, SliceServer, check_model
 
 # What the first has said holds for so long: it may be gone.
 _TOLD_S = 2 * (MEET_EVERY_S + MEET_S)
@@ -54,14 +54,14 @@ class Rotated:
         self._unrotated = unrotated
         self._positions: list[int] = []
 
-    def begin(self, spent: Spent, tokens: Tensor, positions: Tensor) -> State:
+    def begin(self, timing: IterationTiming, tokens: Tensor, positions: Tensor) -> State:
         self._positions = positions.tolist()
-        return self._here.begin(spent, tokens, positions)
+        return self._here.begin(timing, tokens, positions)
 
-    def advance(self, spent: Spent, layer: int, state: State, attention: Tensor) -> State:
+    def advance(self, timing: IterationTiming, layer: int, state: State, attention: Tensor) -> State:
         peer = self._whose(layer + 1)
         if peer is None:
-            return self._here.advance(spent, layer, state, attention)
+            return self._here.advance(timing, layer, state, attention)
         if peer.well:
             asked_s = time.monotonic()
             with self._budget.waiting():
@@ -71,16 +71,16 @@ class Rotated:
             blocked_s = time.monotonic() - asked_s
             if answer is not None:
                 following, told = answer
-                spent.slice_away(blocked_s, computed_s=told.computed_us / 1e6, queued_s=told.queued_us / 1e6)
+                timing.slice_away(blocked_s, computed_s=told.computed_us / 1e6, queued_s=told.queued_us / 1e6)
                 return following
-            spent.waiting_s += blocked_s
-        spent.stood_in += 1
-        return self._here.advance(spent, layer, state, attention)
+            timing.waiting_s += blocked_s
+        timing.stood_in += 1
+        return self._here.advance(timing, layer, state, attention)
 
     def end(
-        self, spent: Spent, state: State, attention: Tensor, rows: Sequence[SamplingRow]
+        self, timing: IterationTiming, state: State, attention: Tensor, rows: Sequence[SamplingRow]
     ) -> list[pb.SampledToken]:
-        return self._here.end(spent, state, attention, rows)
+        return self._here.end(timing, state, attention, rows)
 
 
 class Rotation:
@@ -203,11 +203,11 @@ class Rotation:
 
     def ended(self, sequences: int, tokens: int, iteration: Iteration, *, alone: bool) -> None:
         """One of this instance's iterations. `sequences` and `tokens` are of all its batches."""
-        spent = iteration.spent
-        if spent.away:
-            self._staggering.moved(len(iteration.batch.sequences), spent.moved_s / self._layers)
-        elif alone and not spent.stood_in:
-            self._staggering.took_alone(sequences, tokens, timing_of(spent, self._layers))
+        timing = iteration.timing
+        if timing.away:
+            self._staggering.moved(len(iteration.batch.sequences), timing.moved_s / self._layers)
+        elif alone and not timing.stood_in:
+            self._staggering.took_alone(sequences, tokens, timing_of(timing, self._layers))
             self._alone.ended(sequences, tokens, iteration, alone=True)
 
     def took_staggered(self, sequences: int, tokens: int, lane: Lane) -> None:

@@ -13,9 +13,9 @@ from kvcommons.engine.truncated import WHOLE, Truncated
 from kvcommons.holder.creditor import Creditor
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.model.sampling import SamplingParams, SamplingRow
+from kvcommons.placement.base import Next, Placement
+from kvcommons.placement.fixed import Overflow
 from kvcommons.rblock.identity import IdentityChain
-from services.decode.placement.base import Next, Placement
-from services.decode.placement.fixed import Overflow
 
 P = ParamSpec("P")
 

@@ -16,18 +16,18 @@ from torch import Tensor
 
 from kvcommons.attention.memory import BlockMemory
 from kvcommons.attention.partial import Partial
+from kvcommons.engine.batch import Batch, Group, HolderShare, RemoteSegment
+from kvcommons.engine.iteration_timing import IterationTiming
+from kvcommons.engine.remote.messages import Message, Messages, NewRows
+from kvcommons.engine.remote.mini_batches import Exchange, MiniBatches
+from kvcommons.engine.remote.timing import Answer, RemoteTiming
 from kvcommons.errors import DataLoss, DeadlineExceeded, KVCommonsError, Unavailable
 from kvcommons.holder import asking
 from kvcommons.holder.budget import AttentionBudget
 from kvcommons.holder.creditor import PendingAttention
+from kvcommons.placement.auto import Rates
 from kvcommons.rblock.layout import Layout
 from kvcommons.transport.deadline import Deadline
-from services.decode.batch import Batch, Group, HolderShare, RemoteSegment
-from services.decode.messages import Message, Messages, NewRows
-from services.decode.mini_batches import Exchange, MiniBatches
-from services.decode.placement.auto import Rates
-from services.decode.spent import Spent
-from services.decode.told import Answer, Told
 
 log = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class RemoteStep:
     incomplete."""
 
     batch: Batch
-    spent: Spent
+    timing: IterationTiming
     messages: list[Message]
     largest: Exchange  # of a holder's, all of its messages together
     deadline_s: float  # of a layer
@@ -77,13 +77,13 @@ class RemoteAttention:
         self._device = device
         self._layout = layout
         self._mini_batches = MiniBatches(mini_batches)
-        self._told = Told(rates, self._mini_batches)
+        self._told = RemoteTiming(rates, self._mini_batches)
 
     def begin(
         self,
         batch: Batch,
         deadline_s: float,
-        spent: Spent,
+        timing: IterationTiming,
         own: tuple[BlockMemory, Tensor] | None = None,
     ) -> RemoteStep:
         """An iteration of the batch, whose layers may wait so long each. `own`: where K and V of rows go
@@ -95,7 +95,7 @@ class RemoteAttention:
             if number != batch.mini_batches:
                 batch.divide(number)
                 messages = self._messages(batch)
-        step = RemoteStep(batch, spent, messages.all, largest, deadline_s, Deadline.after(deadline_s))
+        step = RemoteStep(batch, timing, messages.all, largest, deadline_s, Deadline.after(deadline_s))
         if messages.all and asking.serves(self._layout, self._device):
             places = None if own is None else (*own, batch.append_rows)
             step.asks, step.here = messages.asks_for(batch, deadline_s, places), messages.here
@@ -122,7 +122,7 @@ class RemoteAttention:
             except BaseException:
                 self.cancel(asked)
                 raise
-        step.spent.network_s += time.monotonic() - began_s
+        step.timing.network_s += time.monotonic() - began_s
         return asked
 
     def cancel(self, asked: Iterable[_Asked]) -> None:
@@ -168,8 +168,8 @@ class RemoteAttention:
             return
         alone = step.batch.mini_batches == 1
         for turn in step.asks.take_turns():
-            step.spent.network_s += turn.asked_s - turn.asks_s
-            step.spent.native_layers += 1
+            step.timing.network_s += turn.asked_s - turn.asks_s
+            step.timing.native_layers += 1
             answers = [
                 Answer(
                     message,
@@ -214,7 +214,7 @@ class RemoteAttention:
 
     def _unsent(self, step: RemoteStep, asks: asking.Asks) -> list[_Asked]:
         """What was sent, where something was not; the rest of the iteration is Python's."""
-        step.spent.network_s += asks.asking_s
+        step.timing.network_s += asks.asking_s
         asked = []
         for message, call in self._leave(step, asks):
             try:
@@ -248,7 +248,7 @@ class RemoteAttention:
     def _tell(self, step: RemoteStep, answers: list[Answer], blocked_s: float, came_s: float) -> None:
         whole = None if step.lost else (step.largest, step.batch.mini_batches)
         busy = len(step.batch.part_rows) > 0
-        self._told.layer(step.spent, answers, blocked_s, came_s, whole=whole, busy=busy)
+        self._told.layer(step.timing, answers, blocked_s, came_s, whole=whole, busy=busy)
 
     def _one_by_one(
         self, step: RemoteStep, share: HolderShare, new: NewRows, answers: list[Answer]

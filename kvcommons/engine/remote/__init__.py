@@ -1,0 +1,1 @@
+"""Attention over KV that lies with other holders, as the engine asks for it."""
