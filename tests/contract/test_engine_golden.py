@@ -1,8 +1,8 @@
 """The engines give the tokens that they gave when these were frozen: greedy ones, and ones sampled with a
 seed, which transformers cannot name.
 
-`tests/golden/tokens/<model kind>.json` holds them by case. A run of this file adds a case that is missing there,
-and fails, so that nobody freezes tokens without looking at them.
+`tests/golden/tokens/<model kind>.json` holds them by case. A run of this file adds a case that is missing
+there, and fails, so that nobody freezes tokens without looking at them.
 """
 
 from __future__ import annotations
