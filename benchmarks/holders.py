@@ -153,21 +153,21 @@ def fill_with(
 
 def decoded(core: Core, key: int, tokens: int, end: int, runs: Sequence[Run]) -> DecodedSequence:
     """A sequence of so many tokens with their KV in `runs`, which generates until it has `end`."""
-    from kvcommons.engine.sequence import Generation, Sequence
+    from kvcommons.engine.request import Request
+    from kvcommons.engine.sequence import Sequence
     from kvcommons.model.sampling import SamplingParams
     from kvcommons.pb import common_pb2
     from kvcommons.rblock.identity import SALT_BYTES, IdentityChain
 
     salt = bytes(SALT_BYTES)
-    generation = Generation(
+    request = Request(
         request_id=f"bench-{key}", session_id="", tenant="bench", salt=salt, tokens=(1,) * tokens,
         prompt_tokens=tokens, max_position=end,
         sampling=SamplingParams.of(common_pb2.Sampling(temperature=0.0, top_p=1.0)),
         stop_token_ids=frozenset(), store_control="", store_data="", matched_blocks=0, no_reuse=True,
-        start_wait_s=1.0,
     )  # fmt: skip
     chain = IdentityChain(salt, core.info.fingerprint, core.block_tokens)
-    sequence = Sequence(key=key, generation=generation, block_tokens=core.block_tokens, chain=chain)
+    sequence = Sequence(key=key, request=request, block_tokens=core.block_tokens, chain=chain)
     for run in runs:
         sequence.append_run(run)
     return sequence

@@ -30,6 +30,7 @@ from kvcommons.engine.chunk import Chunk
 from kvcommons.engine.core import Core, make_core
 from kvcommons.engine.history import Histories
 from kvcommons.engine.keeper import BlockKeeper, KeptRun
+from kvcommons.engine.request import Request
 from kvcommons.errors import Internal, KVCommonsError
 from kvcommons.model.sampling import SamplingParams
 from kvcommons.rblock.identity import IdentityChain
@@ -37,7 +38,7 @@ from kvcommons.telemetry.trace import Tracer
 from kvcommons.transport.deadline import Deadline
 from services.prefill.cost import AlwaysLoad
 from services.prefill.engine import PrefillEngine
-from services.prefill.job import First, Job, Prompt
+from services.prefill.job import First, Job
 from services.prefill.preloading import Preloading
 from services.prefill.push import Delivery, Pusher
 from services.prefill.read_buffer import ReadBuffer
@@ -158,7 +159,7 @@ class Trials:
         info = self._core.info
         chain = IdentityChain(SALT, info.fingerprint, info.block_tokens)
         chain.extend(tokens)
-        prompt = Prompt(
+        request = Request(
             request_id=f"job-{key}",
             session_id="",
             tenant="bench",
@@ -169,14 +170,12 @@ class Trials:
             store_control="",
             store_data=self._link.address if matched or save else "",
             matched_blocks=matched,
-            targets=(),
-            push_from_block=0,
             no_reuse=False,
         )
         now = time.monotonic()
         return Job(
             key=key,
-            prompt=prompt,
+            request=request,
             block_tokens=info.block_tokens,
             deadline_s=now + WAIT_S,
             submitted_s=now,

@@ -150,8 +150,8 @@ class Batch:
         self._growing = self._longs([int(tail) for _, _, tail in parts])
         self.kept_tokens = int(self.lengths.sum())
         self.tokens = self._longs([sequence.tokens[-1] for sequence in self.sequences])
-        self.positions = self._longs([sequence.kv_tokens for sequence in self.sequences])
-        self.dropped = self._longs([s.generation.truncated.dropped_tokens for s in self.sequences])
+        self.positions = self._longs([sequence.computed for sequence in self.sequences])
+        self.dropped = self._longs([s.request.truncated.dropped_tokens for s in self.sequences])
         self.has_heads = any(sequence.head_blocks for sequence in self.sequences)
         self.part_heads = self._longs(
             [part for part, (row, run, _) in enumerate(parts) if self.sequences[row].in_head(run)]
@@ -179,7 +179,7 @@ class Batch:
         """Where the K and V of `append_rows` go: block * block_tokens + offset."""
         size, slots = self.block_tokens, []
         for sequence, run in self._growing_runs:
-            block, inside = divmod(sequence.kv_tokens - run.first_block * size, size)
+            block, inside = divmod(sequence.computed - run.first_block * size, size)
             slots.append(run.blocks[block] * size + inside)
         return self._longs(slots)
 

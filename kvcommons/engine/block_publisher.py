@@ -21,24 +21,23 @@ class BlockPublisher:
 
         After an iteration all of `tokens` have KV; at the start, all but the first sampled one.
         """
-        kv_tokens = len(sequence.tokens) - (1 if prompt else 0)
-        full = sequence.newly_full(kv_tokens)
-        if not full or sequence.generation.no_reuse:
+        full = sequence.newly_full()
+        if not full or sequence.request.no_reuse:
             return
-        ids = sequence.identities(kv_tokens)
+        ids = sequence.identities()
         for index in full:
             run, inside = sequence.locate(index)
             if isinstance(run, LocalRun):
                 self._publish(run, inside, ids[index], share=prompt)
-            if not prompt and sequence.generation.store_data:
+            if not prompt and sequence.request.store_data:
                 sequence.saved_blocks += 1
                 self._save(sequence, run, inside, index)
 
     def publish_moved(self, sequence: Sequence, moved: LocalRun) -> None:
         """Copies that lie here now."""
-        if sequence.generation.no_reuse:
+        if sequence.request.no_reuse:
             return
-        ids = sequence.identities(sequence.kv_tokens)
+        ids = sequence.identities()
         for block, identity in zip(moved.blocks, ids[moved.first_block :], strict=False):
             self._core.allocator.publish(block, identity)
 
@@ -57,10 +56,10 @@ class BlockPublisher:
         if isinstance(run, RemoteRun):
             sequence.on_behalf(self._callbacks.save_remote, run, sequence, index)
             return
-        generation, ids = sequence.generation, sequence.chain.ids
+        request, ids = sequence.request, sequence.chain.ids
         kept = KeptRun(
-            store=generation.store_data,
-            tenant=generation.tenant,
+            store=request.store_data,
+            tenant=request.tenant,
             parent=ids[index - 1] if index else b"",
             first_index=index,
             ids=(ids[index],),

@@ -38,11 +38,11 @@ class Movable:
     def of(cls, sequence: Sequence, run: RemoteRun) -> Movable:
         return cls(
             key=sequence.key,
-            request_id=sequence.generation.request_id,
+            request_id=sequence.request.request_id,
             run=run,
             first_block=run.first_block,
             blocks=sequence.movable(run),
-            tokens_left=sequence.generation.max_position - len(sequence.tokens),
+            tokens_left=sequence.request.max_position - len(sequence.tokens),
             comes_home=sequence.placement.comes_home(),
         )
 

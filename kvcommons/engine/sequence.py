@@ -3,16 +3,16 @@ I/O."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Items
-from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 from typing import ParamSpec
 
-from kvcommons.engine.truncated import WHOLE, Truncated
+from kvcommons.engine.request import Request
 from kvcommons.holder.creditor import Creditor
 from kvcommons.holder.segments import SegmentRef
-from kvcommons.model.sampling import SamplingParams, SamplingRow
+from kvcommons.model.sampling import SamplingRow
 from kvcommons.placement.base import Next, Placement
 from kvcommons.placement.fixed import Overflow
 from kvcommons.rblock.identity import IdentityChain
@@ -48,52 +48,37 @@ class RemoteRun:
 Run = LocalRun | RemoteRun
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Generation:
-    """What was asked for, as the request has it."""
-
-    request_id: str
-    session_id: str
-    tenant: str
-    salt: bytes
-    tokens: tuple[int, ...]  # prompt, and what was generated before a resumption
-    prompt_tokens: int
-    max_position: int
-    sampling: SamplingParams
-    stop_token_ids: frozenset[int]
-    store_control: str  # the kvstore's addresses; empty: no store
-    store_data: str
-    matched_blocks: int  # leading blocks that the store said it has
-    no_reuse: bool
-    start_wait_s: float
-    truncated: Truncated = WHOLE
-    origin: Context = field(default_factory=copy_context, repr=False)  # of the call: its trace and ids
-
-
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """State of one generation. Runs ascend without gaps; the last one takes appended tokens, wherever it
-    lies. Behind a truncation a run lies in the head or after it, never in both.
+    """One request's tokens and where their KV lies. Runs ascend without gaps; the last one takes appended
+    tokens, wherever it lies. Behind a truncation a run lies in the head or after it, never in both.
 
-    Of `tokens` all but the last have KV (`kv_tokens`) once the sequence has started.
+    The first `computed` of `tokens` have KV. While a prompt is computed these are its leading ones, wherever
+    that happens; of a sequence that generates all but the last token, which the next iteration computes.
     """
 
     key: int
-    generation: Generation
+    request: Request
     block_tokens: int
     chain: IdentityChain
     runs: list[Run] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    generated: dict[int, int] = field(default_factory=dict)  # token to count, for penalties
+    tokens: list[int] = field(init=False)
+    computed: int = 0
+    generated: dict[int, int] = field(init=False)  # token to count, for penalties
     placement: Placement = field(default_factory=Overflow)
     refused: bool = False  # nobody lent it its next block: it takes one here, if it can
     settled_blocks: int = 0  # leading full blocks that were published, and saved or known to be saved
     saved_blocks: int = 0
     ended: bool = False
 
+    def __post_init__(self) -> None:
+        self.tokens = list(self.request.tokens)
+        self.generated = dict(Counter(self.tokens[self.request.prompt_tokens :]))
+
     @property
-    def kv_tokens(self) -> int:
-        return len(self.tokens) - 1
+    def prompt_computed(self) -> bool:
+        """The KV of all of the request's tokens is there."""
+        return self.computed >= len(self.request.tokens)
 
     @property
     def blocks(self) -> int:
@@ -108,7 +93,7 @@ class Sequence:
     @property
     def head_blocks(self) -> int:
         """Leading blocks that are met with a shifted query."""
-        return self.generation.truncated.shifted_head_tokens // self.block_tokens
+        return self.request.truncated.shifted_head_tokens // self.block_tokens
 
     def in_head(self, run: Run) -> bool:
         return run.first_block < self.head_blocks
@@ -158,9 +143,9 @@ class Sequence:
     def movable(self, run: RemoteRun) -> int:
         """Leading blocks of a run that are sealed: full, their tokens' KV complete. The run that takes
         tokens keeps a block, to grow from."""
-        if not self.tokens:
+        if not self.prompt_computed:
             return 0  # prefill still writes to it
-        full = min(self.kv_tokens // self.block_tokens - run.first_block, run.count)
+        full = min(self.computed // self.block_tokens - run.first_block, run.count)
         return max(0, min(full, run.count - 1) if run is self.tail else full)
 
     def move(self, run: RemoteRun, moved: Run, ref: SegmentRef) -> bool:
@@ -185,45 +170,40 @@ class Sequence:
     def start(self, first: int) -> str | None:
         """The prompt's KV is complete and `first` follows it; the reason where the sequence ends with
         that."""
-        prompt = self.generation.prompt_tokens
-        self.tokens = list(self.generation.tokens)
-        for token in self.tokens[prompt:]:
-            self.generated[token] = self.generated.get(token, 0) + 1
+        assert len(self.tokens) == len(self.request.tokens), "a sequence starts once"
         return self.append(first)
 
     def append(self, token: int) -> str | None:
-        """A sampled token; the reason ("stop" or "length") where the sequence ends with it."""
+        """A sampled token, after all of those before it were computed; the reason ("stop" or "length") where
+        the sequence ends with it."""
+        self.computed = len(self.tokens)
         self.tokens.append(token)
         self.generated[token] = self.generated.get(token, 0) + 1
-        if token in self.generation.stop_token_ids:
+        if token in self.request.stop_token_ids:
             return "stop"
-        return "length" if len(self.tokens) >= self.generation.max_position else None
+        return "length" if len(self.tokens) >= self.request.max_position else None
 
     def sampling_row(self) -> SamplingRow:
         """For the token that the next iteration samples."""
-        return SamplingRow(
-            params=self.generation.sampling, position=len(self.tokens), generated=self.generated
-        )
+        return SamplingRow(params=self.request.sampling, position=len(self.tokens), generated=self.generated)
 
-    def identities(self, tokens: int) -> Items[bytes]:
-        """Identities of the full blocks among the first `tokens`."""
-        if self.chain.tokens < tokens:
-            self.chain.extend(self.tokens[self.chain.tokens : tokens])
-        return self.chain.ids[: tokens // self.block_tokens]
+    def identities(self) -> Items[bytes]:
+        """Identities of the full blocks among the computed tokens."""
+        if self.chain.tokens < self.computed:
+            self.chain.extend(self.tokens[self.chain.tokens : self.computed])
+        return self.chain.ids[: self.computed // self.block_tokens]
 
-    def newly_full(self, kv_tokens: int) -> range:
-        """Indices of blocks that became full up to `kv_tokens` and were not settled yet; marks them
+    def newly_full(self) -> range:
+        """Indices of blocks whose tokens are all computed and that were not settled yet; marks them
         settled."""
-        first, self.settled_blocks = (
-            self.settled_blocks,
-            max(self.settled_blocks, kv_tokens // self.block_tokens),
-        )
+        first = self.settled_blocks
+        self.settled_blocks = max(first, self.computed // self.block_tokens)
         return range(first, self.settled_blocks)
 
     def on_behalf(self, work: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
         """Does `work` in the context of the call that asked for the sequence, on whatever thread: spans and
         log lines that come of it are that request's."""
-        self.generation.origin.copy().run(work, *args, **kwargs)
+        self.request.origin.copy().run(work, *args, **kwargs)
 
     def locate(self, block: int) -> tuple[Run, int]:
         """The run that a block lies in, and the block's index in it."""

@@ -379,3 +379,72 @@ class Truncated(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Truncated: _TypeAlias = Truncated  # noqa: Y015
+
+@_typing.final
+class Job(_message.Message):
+    """One prompt to be computed and continued, in the same words for prefill and decode."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    SALT_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    MAX_POSITION_FIELD_NUMBER: _builtins.int
+    SAMPLING_FIELD_NUMBER: _builtins.int
+    HISTORY_FIELD_NUMBER: _builtins.int
+    NO_REUSE_FIELD_NUMBER: _builtins.int
+    TRUNCATED_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """of one attempt: unique"""
+    session_id: _builtins.str
+    """for logs and spans"""
+    tenant: _builtins.str
+    salt: _builtins.bytes
+    """the tenant's key for block identities"""
+    model: _builtins.bytes
+    """its fingerprint"""
+    prompt_tokens: _builtins.int
+    """boundary for penalties: tokens after it were generated"""
+    max_position: _builtins.int
+    """the sequence ends with "length" once it has this many tokens; prefill alone needs none"""
+    no_reuse: _builtins.bool
+    """compute all (benchmarks, and runs to compare with)"""
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """prompt, and what was already generated when a turn is resumed"""
+
+    @_builtins.property
+    def sampling(self) -> Global___Sampling: ...
+    @_builtins.property
+    def history(self) -> Global___History: ...
+    @_builtins.property
+    def truncated(self) -> Global___Truncated:
+        """absent: nothing was dropped. DATA_LOSS where blocks before since_token are not there"""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        session_id: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        salt: _builtins.bytes = ...,
+        model: _builtins.bytes = ...,
+        tokens: _abc.Iterable[_builtins.int] | None = ...,
+        prompt_tokens: _builtins.int = ...,
+        max_position: _builtins.int = ...,
+        sampling: Global___Sampling | None = ...,
+        history: Global___History | None = ...,
+        no_reuse: _builtins.bool = ...,
+        truncated: Global___Truncated | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["history", b"history", "sampling", b"sampling", "truncated", b"truncated"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["history", b"history", "max_position", b"max_position", "model", b"model", "no_reuse", b"no_reuse", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "session_id", b"session_id", "tenant", b"tenant", "tokens", b"tokens", "truncated", b"truncated"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Job: _TypeAlias = Job  # noqa: Y015

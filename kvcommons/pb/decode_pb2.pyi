@@ -23,60 +23,21 @@ DESCRIPTOR: _descriptor.FileDescriptor
 class GenerateRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    SESSION_ID_FIELD_NUMBER: _builtins.int
-    TENANT_FIELD_NUMBER: _builtins.int
-    SALT_FIELD_NUMBER: _builtins.int
-    MODEL_FIELD_NUMBER: _builtins.int
-    TOKENS_FIELD_NUMBER: _builtins.int
-    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
-    MAX_POSITION_FIELD_NUMBER: _builtins.int
-    SAMPLING_FIELD_NUMBER: _builtins.int
-    HISTORY_FIELD_NUMBER: _builtins.int
-    NO_REUSE_FIELD_NUMBER: _builtins.int
     START_WAIT_MS_FIELD_NUMBER: _builtins.int
-    TRUNCATED_FIELD_NUMBER: _builtins.int
-    request_id: _builtins.str
-    session_id: _builtins.str
-    tenant: _builtins.str
-    salt: _builtins.bytes
-    model: _builtins.bytes
-    prompt_tokens: _builtins.int
-    max_position: _builtins.int
-    """the sequence ends with "length" once it has this many tokens"""
-    no_reuse: _builtins.bool
+    JOB_FIELD_NUMBER: _builtins.int
     start_wait_ms: _builtins.int
     """how long to wait for StartSequence"""
     @_builtins.property
-    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    @_builtins.property
-    def sampling(self) -> _common_pb2.Sampling: ...
-    @_builtins.property
-    def history(self) -> _common_pb2.History: ...
-    @_builtins.property
-    def truncated(self) -> _common_pb2.Truncated:
-        """absent: nothing was dropped"""
-
+    def job(self) -> _common_pb2.Job: ...
     def __init__(
         self,
         *,
-        request_id: _builtins.str = ...,
-        session_id: _builtins.str = ...,
-        tenant: _builtins.str = ...,
-        salt: _builtins.bytes = ...,
-        model: _builtins.bytes = ...,
-        tokens: _abc.Iterable[_builtins.int] | None = ...,
-        prompt_tokens: _builtins.int = ...,
-        max_position: _builtins.int = ...,
-        sampling: _common_pb2.Sampling | None = ...,
-        history: _common_pb2.History | None = ...,
-        no_reuse: _builtins.bool = ...,
         start_wait_ms: _builtins.int = ...,
-        truncated: _common_pb2.Truncated | None = ...,
+        job: _common_pb2.Job | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["history", b"history", "sampling", b"sampling", "truncated", b"truncated"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["history", b"history", "max_position", b"max_position", "model", b"model", "no_reuse", b"no_reuse", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "session_id", b"session_id", "start_wait_ms", b"start_wait_ms", "tenant", b"tenant", "tokens", b"tokens", "truncated", b"truncated"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "start_wait_ms", b"start_wait_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -23,68 +23,27 @@ DESCRIPTOR: _descriptor.FileDescriptor
 class PrefillRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    REQUEST_ID_FIELD_NUMBER: _builtins.int
-    SESSION_ID_FIELD_NUMBER: _builtins.int
-    TENANT_FIELD_NUMBER: _builtins.int
-    SALT_FIELD_NUMBER: _builtins.int
-    MODEL_FIELD_NUMBER: _builtins.int
-    TOKENS_FIELD_NUMBER: _builtins.int
-    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
-    SAMPLING_FIELD_NUMBER: _builtins.int
-    HISTORY_FIELD_NUMBER: _builtins.int
     TARGETS_FIELD_NUMBER: _builtins.int
     PUSH_FROM_BLOCK_FIELD_NUMBER: _builtins.int
-    NO_REUSE_FIELD_NUMBER: _builtins.int
-    TRUNCATED_FIELD_NUMBER: _builtins.int
-    request_id: _builtins.str
-    session_id: _builtins.str
-    """for logs and spans"""
-    tenant: _builtins.str
-    salt: _builtins.bytes
-    """the tenant's key for block identities"""
-    model: _builtins.bytes
-    prompt_tokens: _builtins.int
-    """boundary for penalties: tokens after it were generated"""
+    JOB_FIELD_NUMBER: _builtins.int
     push_from_block: _builtins.int
     """blocks before it are at the targets already, or load there themselves"""
-    no_reuse: _builtins.bool
-    """compute all (benchmarks, and runs to compare with)"""
-    @_builtins.property
-    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """prompt, and what was already generated when a turn is resumed"""
-
-    @_builtins.property
-    def sampling(self) -> _common_pb2.Sampling: ...
-    @_builtins.property
-    def history(self) -> _common_pb2.History: ...
     @_builtins.property
     def targets(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Placement]:
         """where the sequence's blocks go; the first is the decode's own"""
 
     @_builtins.property
-    def truncated(self) -> _common_pb2.Truncated:
-        """absent: nothing was dropped. DATA_LOSS where blocks before since_token are not there"""
-
+    def job(self) -> _common_pb2.Job: ...
     def __init__(
         self,
         *,
-        request_id: _builtins.str = ...,
-        session_id: _builtins.str = ...,
-        tenant: _builtins.str = ...,
-        salt: _builtins.bytes = ...,
-        model: _builtins.bytes = ...,
-        tokens: _abc.Iterable[_builtins.int] | None = ...,
-        prompt_tokens: _builtins.int = ...,
-        sampling: _common_pb2.Sampling | None = ...,
-        history: _common_pb2.History | None = ...,
         targets: _abc.Iterable[_common_pb2.Placement] | None = ...,
         push_from_block: _builtins.int = ...,
-        no_reuse: _builtins.bool = ...,
-        truncated: _common_pb2.Truncated | None = ...,
+        job: _common_pb2.Job | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["history", b"history", "sampling", b"sampling", "truncated", b"truncated"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["history", b"history", "model", b"model", "no_reuse", b"no_reuse", "prompt_tokens", b"prompt_tokens", "push_from_block", b"push_from_block", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "session_id", b"session_id", "targets", b"targets", "tenant", b"tenant", "tokens", b"tokens", "truncated", b"truncated"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job", b"job", "push_from_block", b"push_from_block", "targets", b"targets"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 from kvcommons.engine.core import Core
 from kvcommons.engine.history import Histories, Load
-from kvcommons.engine.sequence import Generation, LocalRun, RemoteRun, Run, Sequence
+from kvcommons.engine.request import Request
+from kvcommons.engine.sequence import LocalRun, RemoteRun, Run, Sequence
 from kvcommons.errors import CapacityExhausted, KVCommonsError, Unavailable
 from kvcommons.holder.holder import Holder
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import common_pb2 as pb
 from kvcommons.placement.base import Layout, Placement, Room
-from kvcommons.rblock.identity import reusable_blocks
 from kvcommons.transport.deadline import Deadline
 from services.decode.creditors import place_of
 from services.decode.engine import DecodeEngine
@@ -60,9 +60,15 @@ class Arrival:
     """One sequence's. Belongs to the event loop."""
 
     def __init__(
-        self, sequence: Sequence, ref: SegmentRef, placements: list[pb.Placement], push_from: int
+        self,
+        sequence: Sequence,
+        ref: SegmentRef,
+        placements: list[pb.Placement],
+        push_from: int,
+        start_wait_s: float,
     ) -> None:
         self.sequence = sequence
+        self.start_wait_s = start_wait_s
         self.ref = ref  # of the local segment that prefill writes to, until the start
         self.placements = placements
         self.push_from_block = push_from
@@ -119,32 +125,29 @@ class Arrivals:
     def find(self, key: int) -> Arrival | None:
         return self._by_key.get(key)
 
-    async def open(self, generation: Generation) -> Arrival:
-        """Reserves room and begins to fetch history. Raises CapacityExhausted, with nothing held then."""
+    async def open(self, request: Request, *, start_wait_s: float) -> Arrival:
+        """Reserves room and begins to fetch history; prefill is waited for so long at most. Raises
+        CapacityExhausted, with nothing held then."""
         core, key = self._core, self._next_key
         self._next_key += 1
-        chain = generation.truncated.chain(
-            generation.salt, core.info.fingerprint, core.block_tokens, generation.tokens
-        )
+        chain = request.chain(core.info)
         ids = list(chain.ids)
-        reusable = (
-            [] if generation.no_reuse else ids[: reusable_blocks(len(generation.tokens), core.block_tokens)]
-        )
-        runs, found, placement = await self._reserve(key, generation, reusable)
+        reusable = ids[: request.reusable(core.block_tokens)]
+        runs, found, placement = await self._reserve(key, request, reusable)
         sequence = Sequence(
             key=key,
-            generation=generation,
+            request=request,
             block_tokens=core.block_tokens,
             chain=chain,
             placement=placement,
         )
-        ref, placements = self._placements(generation, runs, found)
+        ref, placements = self._placements(request, runs, found)
         for run in runs:
             sequence.append_run(run)  # which joins those that follow each other
-        matched = min(generation.matched_blocks, len(reusable)) if generation.store_data else 0
+        matched = min(request.matched_blocks, len(reusable)) if request.store_data else 0
         # A few blocks cost less as a part of what prefill pushes than as a message of their own.
         push_from = matched if matched - found >= self._fetch_min_blocks else found
-        arrival = Arrival(sequence, ref, placements, push_from)
+        arrival = Arrival(sequence, ref, placements, push_from, start_wait_s)
         arrival.barrier = StartBarrier(push_from_block=push_from, fetching=push_from > found)
         self._by_key[key] = self._by_handle[ref.handle] = arrival
         self.changes += 1
@@ -200,23 +203,23 @@ class Arrivals:
             self._engine.cancel(arrival.sequence.key)
 
     async def _reserve(
-        self, key: int, generation: Generation, reusable: list[bytes]
+        self, key: int, request: Request, reusable: list[bytes]
     ) -> tuple[list[Run], int, Placement]:
         """Runs for the prompt and the first token, how many leading blocks are known here already, and the
         policy that placed them."""
         try:
-            return await self._reserve_by(self._placement, key, generation, reusable)
+            return await self._reserve_by(self._placement, key, request, reusable)
         except CapacityExhausted:
             otherwise = self._placement.otherwise()
             if otherwise is None:
                 raise
-        return await self._reserve_by(otherwise, key, generation, reusable)
+        return await self._reserve_by(otherwise, key, request, reusable)
 
     async def _reserve_by(
-        self, policy: Placement, key: int, generation: Generation, reusable: list[bytes]
+        self, policy: Placement, key: int, request: Request, reusable: list[bytes]
     ) -> tuple[list[Run], int, Placement]:
         allocator = self._core.allocator
-        needed = self._core.layout.blocks_of(len(generation.tokens) + 1)
+        needed = self._core.layout.blocks_of(len(request.tokens) + 1)
         held = allocator.match(reusable)
         found = len(held)
         remote: list[RemoteRun] = []
@@ -233,7 +236,7 @@ class Arrivals:
             at = found
             for piece in layout.pieces:
                 if piece.away:
-                    part = await self._borrow(key, generation, range(at, at + piece.blocks), layout, remote)
+                    part = await self._borrow(key, request, range(at, at + piece.blocks), layout, remote)
                     remote += part
                     runs += part
                 else:
@@ -252,16 +255,16 @@ class Arrivals:
         return placement, placement.arrive(blocks=blocks, found=found, room=room)
 
     async def _borrow(
-        self, key: int, generation: Generation, blocks: range, layout: Layout, so_far: list[RemoteRun]
+        self, key: int, request: Request, blocks: range, layout: Layout, so_far: list[RemoteRun]
     ) -> list[RemoteRun]:
         """One piece; a run lies in a truncated sequence's head or behind it."""
-        head = generation.truncated.shifted_head_tokens // self._core.block_tokens
+        head = request.truncated.shifted_head_tokens // self._core.block_tokens
         runs: list[RemoteRun] = []
         try:
             for part in split(blocks, head):
                 runs += await self._lenders.borrow(
                     key,
-                    generation.request_id,
+                    request.request_id,
                     blocks=len(part),
                     first_block=part.start,
                     avoid=[run.holder for run in so_far] if layout.spread else (),
@@ -273,7 +276,7 @@ class Arrivals:
         return runs
 
     def _placements(
-        self, generation: Generation, runs: list[Run], found: int
+        self, request: Request, runs: list[Run], found: int
     ) -> tuple[SegmentRef, list[pb.Placement]]:
         """Where prefill writes and, where the prompt is more than it has room for, attends: the first is this
         holder's own, of no block where all lie elsewhere."""
@@ -281,7 +284,7 @@ class Arrivals:
         own = [block for run in local for block in run.blocks]
         first = local[0].first_block if local else runs[-1].first_block + runs[-1].count
         position = first * self._core.block_tokens
-        ref = self._holder.own(generation.request_id, own, first_position=position, shared_blocks=found)
+        ref = self._holder.own(request.request_id, own, first_position=position, shared_blocks=found)
         placements = [
             pb.Placement(
                 data_address=self._data_address,
@@ -315,19 +318,19 @@ class Arrivals:
 
     async def _fetch_piece(self, arrival: Arrival, piece: Piece) -> int:
         """How many leading blocks of it are there."""
-        generation = arrival.sequence.generation
+        request = arrival.sequence.request
         try:
             if isinstance(piece.run, RemoteRun):
                 return await piece.run.holder.load(
                     piece.run.ref,
-                    generation.store_data,
+                    request.store_data,
                     piece.ids,
                     first_block=piece.first,
-                    store_control=generation.store_control,
+                    store_control=request.store_control,
                     timeout_s=self._fetch_deadline_s,
                 )
             blocks = piece.run.blocks[piece.first : piece.first + len(piece.ids)]
-            return await self._load_here(arrival, generation.store_data, piece.ids, blocks)
+            return await self._load_here(arrival, request.store_data, piece.ids, blocks)
         except KVCommonsError as error:
             log.warning("history was not loaded: %s", error.message)
             return 0
@@ -374,7 +377,7 @@ class Arrivals:
         """Waits for prefill, a bounded time from now on."""
         if arrival.timer is not None:
             arrival.timer.cancel()
-        wait_s = arrival.sequence.generation.start_wait_s
+        wait_s = arrival.start_wait_s
         error = Unavailable(f"prefill did not deliver the prompt within {wait_s:g} s")
         arrival.timer = asyncio.get_running_loop().call_later(
             wait_s, self._engine.fail, arrival.sequence.key, error

@@ -235,7 +235,7 @@ class DecodeEngine:
 
     def _load(self) -> tuple[int, int]:
         """Sequences that run, and their tokens."""
-        lengths = [len(sequence.tokens) for sequence in self._sequences.values() if sequence.tokens]
+        lengths = [len(sequence.tokens) for sequence in self._sequences.values() if sequence.prompt_computed]
         return len(lengths), sum(lengths)
 
     def _compose(self, lane: Lane, keys: list[int]) -> Batch | None:
@@ -368,9 +368,9 @@ class DecodeEngine:
             if row in iteration.lost:
                 self._fail(sequence.key, iteration.lost[row])
                 continue
-            self._publisher.settle(sequence)
             self._step(sequence.key).tokens.append(token)
             reason = sequence.append(token.token)
+            self._publisher.settle(sequence)
             if reason:
                 self._end(sequence.key, reason=reason)
         self._budget.iterated(iteration.timing.seconds)

@@ -41,17 +41,17 @@ class LoopCallbacks:
         avoid: list[Creditor] = []
         if sequence.next_block() is Next.NEW_HOLDER:
             tail, avoid = None, [run.holder for run in sequence.remote_runs()]
-        request_id, blocks = sequence.generation.request_id, sequence.blocks
+        request_id, blocks = sequence.request.request_id, sequence.blocks
         self._cross(self._borrow, sequence.key, request_id, tail, avoid, blocks)
 
     def give_back(self, runs: list[RemoteRun]) -> None:
         self._cross(self._give_back, list(runs))
 
     def save_remote(self, run: RemoteRun, sequence: Sequence, index: int) -> None:
-        generation, ids = sequence.generation, sequence.chain.ids
+        request, ids = sequence.request, sequence.chain.ids
         block = BlockSave(
-            store=generation.store_data,
-            tenant=generation.tenant,
+            store=request.store_data,
+            tenant=request.tenant,
             parent=ids[index - 1] if index else b"",
             block_id=ids[index],
             first_block=run.segment_block + index - run.first_block,

@@ -134,7 +134,7 @@ def freed_by(sequences: Mapping[int, Sequence]) -> dict[int, int]:
     that waits for its prompt: prefill may be writing to them."""
     holders = Counter(block for sequence in sequences.values() for block in sequence.local_blocks())
     return {
-        key: sum(holders[block] == 1 for block in sequence.local_blocks()) if sequence.tokens else 0
+        key: sum(holders[block] == 1 for block in sequence.local_blocks()) if sequence.prompt_computed else 0
         for key, sequence in sequences.items()
     }
 
@@ -148,7 +148,9 @@ def plan_for(
     may_preempt: bool,
 ) -> Plan:
     """The next iteration of these sequences, by the room that each of them has."""
-    needy = frozenset(key for key, sequence in sequences.items() if sequence.tokens and sequence.full)
+    needy = frozenset(
+        key for key, sequence in sequences.items() if sequence.prompt_computed and sequence.full
+    )
     short = len(needy) > free_blocks and not may_borrow
     return scheduler.plan(
         needy=needy,

@@ -10,20 +10,16 @@ import grpc.aio
 
 from kvcommons.engine.core import Core
 from kvcommons.engine.history import Condemner
-from kvcommons.engine.sequence import Generation
-from kvcommons.engine.truncated import WHOLE, Truncated
+from kvcommons.engine.request import Request
 from kvcommons.errors import (
     ContextLengthExceeded,
     InvalidInput,
     KVCommonsError,
     Loading,
-    ModelNotFound,
     Overloaded,
 )
-from kvcommons.model.sampling import SamplingParams
 from kvcommons.pb import decode_pb2 as pb
 from kvcommons.pb import decode_pb2_grpc
-from kvcommons.rblock.identity import SALT_BYTES
 from services.decode.arrival import Arrivals
 
 log = logging.getLogger(__name__)
@@ -57,9 +53,11 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                 f"this decode instance holds {len(self._arrivals)} sequences, the most it takes: retry later",
                 retry_after_ms=500,
             )
-        generation = _generation(self._core, request)
-        self._condemner.know(data_address=generation.store_data, control_address=generation.store_control)
-        arrival = await self._arrivals.open(generation)
+        asked = _request(self._core, request)
+        self._condemner.know(data_address=asked.store_data, control_address=asked.store_control)
+        arrival = await self._arrivals.open(
+            asked, start_wait_s=min(request.start_wait_ms / 1000, START_WAIT_S_MAX)
+        )
         tokens, outcome = 0, "cancelled"
         try:
             yield pb.GenerateEvent(
@@ -80,48 +78,19 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
             raise
         finally:
             self._arrivals.leave(arrival)
-            facts = {"attempt": generation.request_id, "prompt_tokens": len(generation.tokens)}
+            facts = {"attempt": asked.request_id, "prompt_tokens": len(asked.tokens)}
             log.info("generated", extra={**facts, "tokens": tokens, "outcome": outcome})
 
 
-def _generation(core: Core, request: pb.GenerateRequest) -> Generation:
+def _request(core: Core, asked: pb.GenerateRequest) -> Request:
     """Raises InvalidInput, ContextLengthExceeded or ModelNotFound for what cannot be generated here."""
-    info, tokens = core.info, request.tokens
-    if request.model != info.fingerprint:
-        raise ModelNotFound("this decode instance serves another model than the one asked for", param="model")
-    if len(request.salt) != SALT_BYTES:
-        raise InvalidInput(f"salt must have {SALT_BYTES} bytes, not {len(request.salt)}", param="salt")
-    if not tokens or max(tokens) >= info.vocab_size:
-        raise InvalidInput(
-            f"tokens must be of the vocabulary of {info.vocab_size}, one at least", param="tokens"
-        )
-    if not len(tokens) < request.max_position <= info.context_window:
+    request, window = Request.of(asked.job, core.info), core.info.context_window
+    if not len(request.tokens) < request.max_position <= window:
         raise ContextLengthExceeded(
-            f"max_position = {request.max_position} must be above the {len(tokens)} tokens that are there "
-            f"and within the context window of {info.context_window}",
+            f"max_position = {request.max_position} must be above the {len(request.tokens)} tokens that are "
+            f"there and within the context window of {window}",
             param="max_position",
         )
-    if request.prompt_tokens > len(tokens):
-        raise InvalidInput("prompt_tokens is larger than the number of tokens", param="prompt_tokens")
-    if not request.start_wait_ms:
+    if not asked.start_wait_ms:
         raise InvalidInput("start_wait_ms must be set: no wait is unbounded", param="start_wait_ms")
-    truncated = WHOLE
-    if request.HasField("truncated"):
-        truncated = Truncated.of(request.truncated, len(tokens), info.block_tokens)
-    return Generation(
-        request_id=request.request_id,
-        session_id=request.session_id,
-        tenant=request.tenant,
-        salt=request.salt,
-        tokens=tuple(tokens),
-        prompt_tokens=request.prompt_tokens,
-        max_position=request.max_position,
-        sampling=SamplingParams.of(request.sampling),
-        stop_token_ids=frozenset(request.sampling.stop_token_ids),
-        store_control=request.history.control_address,
-        store_data=request.history.data_address,
-        matched_blocks=request.history.matched_blocks,
-        no_reuse=request.no_reuse,
-        start_wait_s=min(request.start_wait_ms / 1000, START_WAIT_S_MAX),
-        truncated=truncated,
-    )
+    return request

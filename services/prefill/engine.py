@@ -211,10 +211,10 @@ class PrefillEngine:
 
     def _begin(self, active: Active) -> None:
         job = active.job
-        job.save_from = job.prompt.matched_blocks
+        job.save_from = job.request.matched_blocks
         if job.spread:  # what decode did not get is not there
             job.save_from = min(job.save_from, job.placed_blocks)
-        if not job.prompt.no_reuse and not job.spread:
+        if not job.request.no_reuse and not job.spread:
             for identity in job.ids[job.device_blocks :]:
                 self._claims.setdefault(identity, job.key)
         if job.loaded_blocks:
@@ -259,7 +259,7 @@ class PrefillEngine:
             self._fail(active, error)
             return
         except Exception:
-            log.exception("a chunk failed", extra={"attempt": job.prompt.request_id})
+            log.exception("a chunk failed", extra={"attempt": job.request.request_id})
             self._fail(active, Internal("prefill failed to compute the prompt; its log says why"))
             return
         if job.spread:
@@ -296,9 +296,9 @@ class PrefillEngine:
         # What was found goes out with the first chunk: a layer is one message a holder.
         pushed = range(covered.start if positions.start > job.reused_tokens else 0, covered.stop)
         if job.spread:
-            chunk: Chunk = SpreadChunk(core, job.prompt.tokens, positions, job, self._holders)
+            chunk: Chunk = SpreadChunk(core, job.request.tokens, positions, job, self._holders)
         else:
-            chunk = Chunk(core, job.prompt.tokens, positions, job.blocks, job.prompt.truncated)
+            chunk = Chunk(core, job.request.tokens, positions, job.blocks, job.request.truncated)
         early = active.load is None  # saved at once; else when the history is known to be whole
         for layer in range(core.layout.layers):
             self._await_history(active, layer)
@@ -328,7 +328,7 @@ class PrefillEngine:
 
     def _publish(self, job: Job) -> None:
         """Computed and loaded full blocks join the device tier."""
-        if job.prompt.no_reuse:
+        if job.request.no_reuse:
             return
         for index in range(job.device_blocks, job.done_tokens // job.block_tokens):
             self._core.allocator.publish(job.blocks[index], job.ids[index])
@@ -336,8 +336,8 @@ class PrefillEngine:
                 del self._claims[job.ids[index]]
 
     def _finish(self, active: Active, logits: torch.Tensor) -> None:
-        job, prompt, delivery = active.job, active.job.prompt, active.delivery
-        row = SamplingRow(params=prompt.sampling, position=job.tokens, generated=job.generated())
+        job, delivery = active.job, active.delivery
+        row = SamplingRow(params=job.request.sampling, position=job.tokens, generated=job.generated())
         token = sample(logits, [row])[0]
         first = First(
             token=token,
@@ -354,11 +354,11 @@ class PrefillEngine:
             listener(failure or first)
 
         def pushed(failure: KVCommonsError | None) -> None:
-            if failure is not None or not prompt.targets:
+            if failure is not None or not job.targets:
                 acknowledged(failure)
             else:
                 self._pusher.start_sequence(
-                    delivery, prompt.targets[0], token, job.push_from_block, acknowledged
+                    delivery, job.targets[0], token, job.push_from_block, acknowledged
                 )
 
         delivery.seal(pushed)

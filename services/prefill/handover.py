@@ -17,19 +17,19 @@ class Handover:
     def push(self, job: Job, delivery: Delivery, layer: int, blocks: range) -> None:
         """One layer of these blocks, to the targets that want them."""
         first = max(blocks.start, job.push_from_block)
-        for write in writes(job.prompt.targets, first, blocks.stop - first):
+        for write in writes(job.targets, first, blocks.stop - first):
             self._pusher.write(delivery, layer, write, job.blocks[write.first : write.first + write.count])
 
     def save(self, job: Job, layer: int, blocks: range) -> None:
         """One layer of these full blocks, to the store, as far as it is not known to have them. Nothing of a
         job without reuse: it leaves nothing behind that a later one could profit from."""
-        prompt = job.prompt
+        request = job.request
         first = max(blocks.start, job.save_from)
-        if prompt.no_reuse or not prompt.store_data or first >= blocks.stop:
+        if request.no_reuse or not request.store_data or first >= blocks.stop:
             return
         run = KeptRun(
-            store=prompt.store_data,
-            tenant=prompt.tenant,
+            store=request.store_data,
+            tenant=request.tenant,
             parent=job.ids[first - 1] if first else b"",
             first_index=first,
             ids=tuple(job.ids[first : blocks.stop]),

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kvcommons.engine.truncated import WHOLE, Truncated
+from kvcommons.engine.request import Request
 from kvcommons.errors import DataLoss
-from kvcommons.model.sampling import SamplingParams
 from kvcommons.pb import common_pb2 as pb
-from kvcommons.rblock.identity import reusable_blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,27 +53,6 @@ class Target:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Prompt:
-    """What was asked for, as the request has it. `tokens` may end with generated ones, after
-    `prompt_tokens`."""
-
-    request_id: str
-    session_id: str
-    tenant: str
-    salt: bytes
-    tokens: tuple[int, ...]
-    prompt_tokens: int
-    sampling: SamplingParams
-    store_control: str  # the kvstore's addresses; empty: no store
-    store_data: str
-    matched_blocks: int  # leading blocks that the store said it has
-    targets: tuple[Target, ...]
-    push_from_block: int
-    no_reuse: bool
-    truncated: Truncated = WHOLE
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class First:
     """A job's result."""
 
@@ -114,7 +91,9 @@ class Job:
     far, reused ones included."""
 
     key: int
-    prompt: Prompt
+    request: Request
+    targets: tuple[Target, ...] = ()  # where the blocks go
+    push_from: int = 0  # blocks before it are there already, or load there themselves
     block_tokens: int
     deadline_s: float
     submitted_s: float
@@ -132,7 +111,7 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        return len(self.prompt.tokens)
+        return len(self.request.tokens)
 
     @property
     def tokens_left(self) -> int:
@@ -146,7 +125,7 @@ class Job:
     @property
     def push_from_block(self) -> int:
         """A spread job's blocks are attended over where they lie: all that is not there yet is pushed."""
-        return self.placed_blocks if self.spread else self.prompt.push_from_block
+        return self.placed_blocks if self.spread else self.push_from
 
     @property
     def reused_blocks(self) -> int:
@@ -159,31 +138,31 @@ class Job:
     def reusable(self) -> list[bytes]:
         """Identities of the blocks that may be found instead of computed: the last token is always
         computed."""
-        return [] if self.prompt.no_reuse else self.ids[: reusable_blocks(self.tokens, self.block_tokens)]
+        return self.ids[: self.request.reusable(self.block_tokens)]
 
     @property
     def lacks_history(self) -> bool:
         """What was found ends before the part of a truncated sequence that can be computed."""
-        return self.done_tokens < self.prompt.truncated.since_token
+        return self.done_tokens < self.request.truncated.since_token
 
     @property
     def needs_loaded(self) -> bool:
         """What is loaded cannot be computed: it is from before a truncation."""
-        return self.device_blocks * self.block_tokens < self.prompt.truncated.since_token
+        return self.device_blocks * self.block_tokens < self.request.truncated.since_token
 
     def check_history(self) -> None:
         """Raises DataLoss where it lacks."""
         if self.lacks_history:
             raise DataLoss(
-                f"{self.prompt.truncated.since_token} tokens were computed before a truncation, and KV of "
+                f"{self.request.truncated.since_token} tokens were computed before a truncation, and KV of "
                 f"{self.done_tokens} is there: make it again by a replay"
             )
 
     def loadable_blocks(self) -> int:
         """Blocks to ask the store for, after those that this instance has."""
-        if not self.prompt.store_data:
+        if not self.request.store_data:
             return 0
-        return max(0, min(self.prompt.matched_blocks, len(self.reusable())) - self.device_blocks)
+        return max(0, min(self.request.matched_blocks, len(self.reusable())) - self.device_blocks)
 
     def place(self, blocks: int) -> None:
         """So many leading blocks of a spread job lie at its targets."""
@@ -206,6 +185,6 @@ class Job:
     def generated(self) -> dict[int, int]:
         """How often each token after the prompt boundary came, for penalties."""
         counts: dict[int, int] = {}
-        for token in self.prompt.tokens[self.prompt.prompt_tokens :]:
+        for token in self.request.tokens[self.request.prompt_tokens :]:
             counts[token] = counts.get(token, 0) + 1
         return counts

@@ -66,7 +66,7 @@ class Preloading:
         )
         active.ahead_bytes = ahead * size // layout.layers
         active.load = self._histories.load(
-            store=job.prompt.store_data,
+            store=job.request.store_data,
             ids=job.ids[first:end],
             blocks=job.blocks[first:end],
             deadline=Deadline.after(min(LOAD_S_MAX, job.deadline_s - time.monotonic())),
@@ -118,7 +118,7 @@ class Preloading:
         log.info(
             "history fell short",
             extra={
-                "attempt": job.prompt.request_id,
+                "attempt": job.request.request_id,
                 "wanted": job.loaded_blocks,
                 "loaded": short.blocks,
                 "given_up": short.given_up,

@@ -14,23 +14,14 @@ import grpc.aio
 
 from kvcommons.engine.core import Core
 from kvcommons.engine.history import Condemner
-from kvcommons.engine.truncated import WHOLE, Truncated
-from kvcommons.errors import (
-    ContextLengthExceeded,
-    InvalidInput,
-    KVCommonsError,
-    Loading,
-    ModelNotFound,
-    Overloaded,
-)
-from kvcommons.model.sampling import SamplingParams
+from kvcommons.engine.request import Request
+from kvcommons.errors import KVCommonsError, Loading, Overloaded
 from kvcommons.pb import ledger_pb2, prefill_pb2_grpc
 from kvcommons.pb import prefill_pb2 as pb
-from kvcommons.rblock.identity import SALT_BYTES
 from kvcommons.telemetry.trace import current_traceparent
 from kvcommons.transport.deadline import Deadline
 from services.prefill.engine import PrefillEngine
-from services.prefill.job import First, Job, Prompt, Target
+from services.prefill.job import First, Job, Target
 from services.prefill.metrics import PrefillMetrics
 from services.prefill.push import Delivery
 from services.prefill.spread import await_placed, can_spread
@@ -76,10 +67,12 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             raise Overloaded("this prefill instance is being stopped: use another", retry_after_ms=100)
         left_s = context.time_remaining()
         deadline_s = time.monotonic() + min(CALL_S_MAX if left_s is None else left_s, CALL_S_MAX)
-        job = _job(next(self._keys), _prompt(core, request), core, deadline_s)
+        job = _job(next(self._keys), request, core, deadline_s)
         loop = asyncio.get_running_loop()
         if self._condemner is not None:
-            self._condemner.know(data_address=job.prompt.store_data, control_address=job.prompt.store_control)
+            self._condemner.know(
+                data_address=job.request.store_data, control_address=job.request.store_control
+            )
         events: asyncio.Queue[int | First | KVCommonsError] = asyncio.Queue()
         delivery = Delivery(Deadline(deadline_s), current_traceparent())
 
@@ -91,7 +84,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         try:
             if job.total_blocks > core.allocator.total and can_spread(job):
                 job.spread = True
-                if job.prompt.push_from_block:
+                if job.push_from:
                     placed = await asyncio.to_thread(await_placed, job, delivery.traceparent)
                     job.place(min(placed, len(job.reusable())))
             engine.submit(job, delivery, listen)
@@ -128,65 +121,24 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         return self._core, self._engine
 
 
-def _prompt(core: Core, request: pb.PrefillRequest) -> Prompt:
+def _job(key: int, asked: pb.PrefillRequest, core: Core, deadline_s: float) -> Job:
     """Raises InvalidInput, ContextLengthExceeded or ModelNotFound for what cannot be computed here."""
-    info = core.info
-    if request.model != info.fingerprint:
-        raise ModelNotFound(
-            "this prefill instance serves another model than the one asked for", param="model"
-        )
-    if len(request.salt) != SALT_BYTES:
-        raise InvalidInput(f"salt must have {SALT_BYTES} bytes, not {len(request.salt)}", param="salt")
-    if not request.tokens:
-        raise InvalidInput("a prompt needs at least one token", param="tokens")
-    if len(request.tokens) > info.context_window:
-        raise ContextLengthExceeded(
-            f"{len(request.tokens)} tokens are more than the context window of {info.context_window}: "
-            "shorten the prompt",
-            param="tokens",
-        )
-    if max(request.tokens) >= info.vocab_size:
-        raise InvalidInput(
-            f"token {max(request.tokens)} is not in the vocabulary of {info.vocab_size}", param="tokens"
-        )
-    if request.prompt_tokens > len(request.tokens):
-        raise InvalidInput("prompt_tokens is larger than the number of tokens", param="prompt_tokens")
-    truncated = WHOLE
-    if request.HasField("truncated"):
-        truncated = Truncated.of(request.truncated, len(request.tokens), info.block_tokens)
-    return Prompt(
-        request_id=request.request_id,
-        session_id=request.session_id,
-        tenant=request.tenant,
-        salt=request.salt,
-        tokens=tuple(request.tokens),
-        prompt_tokens=request.prompt_tokens,
-        sampling=SamplingParams.of(request.sampling),
-        store_control=request.history.control_address,
-        store_data=request.history.data_address,
-        matched_blocks=request.history.matched_blocks,
-        targets=tuple(Target.of(placement) for placement in request.targets),
-        push_from_block=request.push_from_block,
-        no_reuse=request.no_reuse,
-        truncated=truncated,
-    )
-
-
-def _job(key: int, prompt: Prompt, core: Core, deadline_s: float) -> Job:
-    chain = prompt.truncated.chain(prompt.salt, core.info.fingerprint, core.block_tokens, prompt.tokens)
+    request = Request.of(asked.job, core.info)
     return Job(
         key=key,
-        prompt=prompt,
+        request=request,
+        targets=tuple(Target.of(placement) for placement in asked.targets),
+        push_from=asked.push_from_block,
         block_tokens=core.block_tokens,
         deadline_s=deadline_s,
         submitted_s=time.monotonic(),
-        ids=chain.ids,
+        ids=request.chain(core.info).ids,
     )
 
 
 def _facts(job: Job, first: First) -> dict[str, str | int | float]:
     return {
-        "attempt": job.prompt.request_id,
+        "attempt": job.request.request_id,
         "tokens": job.tokens,
         "cached_tokens": first.cached_tokens,
         "device_tokens": first.device_tokens,

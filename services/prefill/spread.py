@@ -55,7 +55,7 @@ class Holders:
         deadline = Deadline.after(self._attend_deadline_s)
         asked: list[PendingAttention] = []
         try:
-            for target in job.prompt.targets:
+            for target in job.targets:
                 length = min((target.first_block + target.blocks) * job.block_tokens, before)
                 length -= target.first_block * job.block_tokens
                 if length > 0:
@@ -92,7 +92,7 @@ class SpreadChunk(Chunk):
     def __init__(
         self, core: Core, tokens: Sequence[int], positions: range, job: Job, holders: Holders
     ) -> None:
-        super().__init__(core, tokens, positions, job.blocks, job.prompt.truncated)
+        super().__init__(core, tokens, positions, job.blocks, job.request.truncated)
         self._before = positions.start
         self._job = job
         self._holders = holders
@@ -115,7 +115,7 @@ class SpreadChunk(Chunk):
 def await_placed(job: Job, traceparent: str) -> int:
     """Leading blocks of the prompt that lie at its targets, once decode has what it fetches. Blocks its
     thread; raises what decode raises."""
-    first = job.prompt.targets[0]
+    first = job.targets[0]
     client = DataClient(first.data_address)
     request = data_pb2.DataRequest(
         traceparent=traceparent,
@@ -129,9 +129,9 @@ def await_placed(job: Job, traceparent: str) -> int:
 
 def can_spread(job: Job) -> bool:
     """Whether all of the prompt has a place at its targets."""
-    if job.prompt.truncated.shifted_head_tokens:
+    if job.request.truncated.shifted_head_tokens:
         return False
-    covered = sum(target.blocks for target in job.prompt.targets)
+    covered = sum(target.blocks for target in job.targets)
     return covered >= job.total_blocks
 
 

@@ -169,21 +169,7 @@ class Attempt:
     async def _stream(self, pair: Pair, taken: Taken, at: dict[str, int]) -> bool:
         """Whether the stream came to its Finished."""
         length = len(self._tokens)
-        request = decode_pb2.GenerateRequest(
-            request_id=self._id,
-            session_id=self._job.session_id,
-            tenant=self._job.tenant,
-            salt=self._job.salt,
-            model=self._job.model.fingerprint,
-            tokens=self._tokens,
-            prompt_tokens=len(self._choice.prompt),
-            max_position=self._choice.max_position,
-            sampling=self._choice.sampling,
-            history=self._history,
-            no_reuse=not self._job.reuse,
-            start_wait_ms=int(self._left_s() * 1000),
-            truncated=self._truncated,
-        )
+        request = decode_pb2.GenerateRequest(job=self._message(), start_wait_ms=int(self._left_s() * 1000))
         call = self._fleet.decode(pair.decode).Generate(request, timeout=self._left_s())
         try:
             async for event in call:
@@ -215,19 +201,7 @@ class Attempt:
         at = {"choice": self._choice.index, "attempt": self._number}
         assert self._pair is not None, "decode has reserved before prefill is called"
         request = prefill_pb2.PrefillRequest(
-            request_id=self._id,
-            session_id=self._job.session_id,
-            tenant=self._job.tenant,
-            salt=self._job.salt,
-            model=self._job.model.fingerprint,
-            tokens=self._tokens,
-            prompt_tokens=len(self._choice.prompt),
-            sampling=self._choice.sampling,
-            history=self._history,
-            targets=self._targets,
-            push_from_block=push_from_block,
-            no_reuse=not self._job.reuse,
-            truncated=self._truncated,
+            job=self._message(), targets=self._targets, push_from_block=push_from_block
         )
         try:
             call = self._fleet.prefill(self._pair.prefill).Compute(request, timeout=self._left_s())
@@ -250,6 +224,23 @@ class Attempt:
                 ev.PrefillFailed(error=Internal("the router failed unexpectedly; its log says why"), **at)
             )
 
+    def _message(self) -> common_pb2.Job:
+        """The same for decode and for prefill."""
+        return common_pb2.Job(
+            request_id=self._id,
+            session_id=self._job.session_id,
+            tenant=self._job.tenant,
+            salt=self._job.salt,
+            model=self._job.model.fingerprint,
+            tokens=self._tokens,
+            prompt_tokens=len(self._choice.prompt),
+            max_position=self._choice.max_position,
+            sampling=self._choice.sampling,
+            history=self._history,
+            no_reuse=not self._job.reuse,
+            truncated=self._truncated,
+        )
+
     async def _match(self) -> common_pb2.History:
         """What of the history is stored; nothing where the store is away, for it can be computed."""
         store = self._fleet.store()
@@ -271,17 +262,14 @@ class Attempt:
         if context is None or self._history.matched_blocks >= context.now.since_block:
             return
         pair = self._place()
-        template = prefill_pb2.PrefillRequest(
-            request_id=self._id,
-            session_id=self._job.session_id,
-            tenant=self._job.tenant,
-            salt=self._job.salt,
-            model=self._job.model.fingerprint,
-            history=self._history,
-        )
         try:
             await replay(
-                self._fleet, pair.prefill, template, context, self._job.model, timeout_s=self._left_s()
+                self._fleet,
+                pair.prefill,
+                self._message(),
+                context,
+                self._job.model,
+                timeout_s=self._left_s(),
             )
         except KVCommonsError as error:
             self._blame(pair.prefill.id, error)

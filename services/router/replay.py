@@ -57,11 +57,11 @@ async def stored_of_stages(
 
 
 async def replay(
-    fleet: Fleet, prefill: Instance, template: prefill_pb2.PrefillRequest, context: Context, model: ModelInfo,
+    fleet: Fleet, prefill: Instance, turn: common_pb2.Job, context: Context, model: ModelInfo,
     *, timeout_s: float,
 ) -> None:  # fmt: skip
-    """Computes the stages before the last, from the first one on that lacks KV. `template` is the turn's
-    request, without tokens, targets and what belongs to them. Raises what prefill raises."""
+    """Computes the stages before the last, from the first one on that lacks KV. `turn` is the job
+    whose history is made. Raises what prefill raises."""
     known = await stored_of_stages(fleet, model, context.stages, timeout_s=timeout_s)
     found = known or [0] * len(context.stages)
     first, tokens = replay_costs(context.stages, found)
@@ -71,16 +71,20 @@ async def replay(
     )
     for number in range(first, len(context.stages) - 1):
         stage = context.stages[number]
-        request = prefill_pb2.PrefillRequest()
-        request.CopyFrom(template)
-        request.request_id = f"{template.request_id}-stage-{number}"
-        request.tokens.extend(stage.tokens)
-        request.prompt_tokens = len(stage.tokens)
-        request.sampling.CopyFrom(common_pb2.Sampling(temperature=0.0, top_p=1.0))
-        request.history.matched_blocks = found[number]
-        message = stage.message()
-        if message is not None:
-            request.truncated.CopyFrom(message)
+        job = common_pb2.Job(
+            request_id=f"{turn.request_id}-stage-{number}",
+            session_id=turn.session_id,
+            tenant=turn.tenant,
+            salt=turn.salt,
+            model=turn.model,
+            tokens=stage.tokens,
+            prompt_tokens=len(stage.tokens),
+            sampling=common_pb2.Sampling(temperature=0.0, top_p=1.0),
+            history=turn.history,
+            truncated=stage.message(),
+        )
+        job.history.matched_blocks = found[number]
+        request = prefill_pb2.PrefillRequest(job=job)
         call = fleet.prefill(prefill).Compute(request, timeout=timeout_s)
         try:
             async for event in call:

@@ -19,7 +19,8 @@ from kvcommons.engine.batch import Batch, Queries
 from kvcommons.engine.iteration_timing import IterationTiming
 from kvcommons.engine.remote.attention import RemoteAttention
 from kvcommons.engine.remote.messages import NewRows
-from kvcommons.engine.sequence import Generation, LocalRun, RemoteRun, Run
+from kvcommons.engine.request import Request
+from kvcommons.engine.sequence import LocalRun, RemoteRun, Run
 from kvcommons.engine.sequence import Sequence as Decoded
 from kvcommons.engine.truncated import WHOLE, Truncated
 from kvcommons.errors import KVCommonsError
@@ -112,14 +113,14 @@ class Debtor:
             if row.head_blocks:
                 size = row.head_blocks * BLOCK_TOKENS
                 truncated = Truncated(head_tokens=size, dropped_tokens=8, since_token=size)
-            generation = Generation(
+            request = Request(
                 request_id="r", session_id="", tenant="t", salt=bytes(32), tokens=tuple(range(tokens - 1)),
                 prompt_tokens=tokens - 1, max_position=1000, sampling=SamplingParams(),
                 stop_token_ids=frozenset(), store_control="", store_data="", matched_blocks=0, no_reuse=False,
-                start_wait_s=1.0, truncated=truncated,
+                truncated=truncated,
             )  # fmt: skip
             chain = IdentityChain(bytes(32), bytes(32), BLOCK_TOKENS)
-            sequence = Decoded(key=key, generation=generation, block_tokens=BLOCK_TOKENS, chain=chain)
+            sequence = Decoded(key=key, request=request, block_tokens=BLOCK_TOKENS, chain=chain)
             refs = []
             for place, count in row.runs:
                 first = sequence.blocks

@@ -74,7 +74,8 @@ def prefill_request(model: bytes, tokens: Sequence[int], **changes: Any) -> pref
         "request_id": "r", "tenant": "t", "salt": SALT, "model": model, "tokens": tokens,
         "prompt_tokens": len(tokens), "sampling": common_pb2.Sampling(temperature=0.0, top_p=1.0),
     }  # fmt: skip
-    return prefill_pb2.PrefillRequest(**(known | changes))
+    of_request = {name: changes.pop(name) for name in ("targets", "push_from_block") if name in changes}
+    return prefill_pb2.PrefillRequest(job=common_pb2.Job(**(known | changes)), **of_request)
 
 
 async def compute(stub: Any, request: prefill_pb2.PrefillRequest) -> prefill_pb2.PrefillFirst:
@@ -125,21 +126,20 @@ class Turn:
 
     async def _compute(self, push_from_block: int) -> None:
         assert self.reserved is not None
-        asked = self.request
+        job = common_pb2.Job()
+        job.CopyFrom(self.request.job)
+        if self.prefill_history is not None:
+            job.history.CopyFrom(self.prefill_history)
         request = prefill_pb2.PrefillRequest(
-            request_id=asked.request_id, tenant=asked.tenant, salt=asked.salt, model=asked.model,
-            tokens=asked.tokens, prompt_tokens=asked.prompt_tokens, sampling=asked.sampling,
-            history=self.prefill_history or asked.history, targets=self.reserved.placements,
-            push_from_block=push_from_block, no_reuse=asked.no_reuse,
-            truncated=asked.truncated if asked.HasField("truncated") else None,
-        )  # fmt: skip
+            job=job, targets=self.reserved.placements, push_from_block=push_from_block
+        )
         self.first = await compute(self.prefill, request)
         self._take([self.first.token])
 
     def _take(self, tokens: Sequence[common_pb2.SampledToken]) -> None:
         """Tokens are told by their position: one heard twice has to be the same."""
         for token in tokens:
-            index = token.position - len(self.request.tokens)
+            index = token.position - len(self.request.job.tokens)
             if index < len(self.tokens):
                 assert self.tokens[index] == token.token
             else:
@@ -152,10 +152,12 @@ def turn(prefill: Any, decode: Any, model: bytes, tokens: Sequence[int], new: in
     """A greedy turn that ends with `length` after `new` tokens, unless `changes` say otherwise."""
     known: dict[str, Any] = {
         "request_id": "r", "tenant": "t", "salt": SALT, "model": model, "tokens": tokens,
-        "prompt_tokens": len(tokens), "max_position": len(tokens) + new, "start_wait_ms": 20_000,
+        "prompt_tokens": len(tokens), "max_position": len(tokens) + new,
         "sampling": common_pb2.Sampling(temperature=0.0, top_p=1.0),
     }  # fmt: skip
-    return Turn(prefill, decode, decode_pb2.GenerateRequest(**(known | changes)))
+    start_wait_ms = changes.pop("start_wait_ms", 20_000)
+    job = common_pb2.Job(**(known | changes))
+    return Turn(prefill, decode, decode_pb2.GenerateRequest(job=job, start_wait_ms=start_wait_ms))
 
 
 async def started_in_order(turns: Sequence[Turn]) -> list[asyncio.Task[Turn]]:

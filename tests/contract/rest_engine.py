@@ -56,14 +56,14 @@ class Script:
     started: dict[int, Started] = field(default_factory=dict)
     handles: Iterator[int] = field(default_factory=lambda: itertools.count(1))
 
-    def token(self, request: Any, position: int) -> pb.SampledToken:
-        answer = self.answers[request.sampling.choice % len(self.answers)]
-        at = position - request.prompt_tokens
+    def token(self, job: Any, position: int) -> pb.SampledToken:
+        answer = self.answers[job.sampling.choice % len(self.answers)]
+        at = position - job.prompt_tokens
         token = answer[min(at, len(answer) - 1)]
         sampled = pb.SampledToken(token=token, position=position)
-        if request.sampling.logprobs:
+        if job.sampling.logprobs:
             sampled.logprob = math.log(0.5)
-            for rank in range(request.sampling.top_logprobs):
+            for rank in range(job.sampling.top_logprobs):
                 sampled.top.add(token=(token + rank) % 1024, logprob=math.log(0.5) - rank)
         return sampled
 
@@ -71,18 +71,18 @@ class Script:
 class ScriptedDecode(decode_pb2_grpc.DecodeServicer):
     def __init__(self, script: Script) -> None:
         self.script = script
-        self.requests: list[decode_pb2.GenerateRequest] = []
+        self.jobs: list[pb.Job] = []
         self.running = 0
 
     async def Generate(
         self, request: decode_pb2.GenerateRequest, context: Any
     ) -> AsyncIterator[decode_pb2.GenerateEvent]:
-        self.requests.append(request)
+        self.jobs.append(request.job)
         if self.script.reserve_errors > 0 and self.script.reserve_error is not None:
             self.script.reserve_errors -= 1
             raise self.script.reserve_error
         handle = next(self.script.handles)
-        matched = request.history.matched_blocks
+        matched = request.job.history.matched_blocks
         started = self.script.started[handle] = Started(push_from_block=matched)
         self.running += 1
         try:
@@ -96,27 +96,27 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer):
                 missing = decode_pb2.Missing(push_from_block=started.push_from_block)
                 yield decode_pb2.GenerateEvent(missing=missing)
             await started.first.wait()
-            async for event in self._tokens(request):
+            async for event in self._tokens(request.job):
                 yield event
         finally:
             started.ended.set()
             self.running -= 1
 
-    async def _tokens(self, request: decode_pb2.GenerateRequest) -> AsyncIterator[decode_pb2.GenerateEvent]:
-        for position in itertools.count(len(request.tokens)):
-            index = position - request.prompt_tokens
+    async def _tokens(self, job: pb.Job) -> AsyncIterator[decode_pb2.GenerateEvent]:
+        for position in itertools.count(len(job.tokens)):
+            index = position - job.prompt_tokens
             if index in self.script.fail_at:
                 raise self.script.fail_at.pop(index)
             if self.script.stall_at == index:
                 self.script.stall_at = None
                 await asyncio.Event().wait()
-            token = self.script.token(request, position)
+            token = self.script.token(job, position)
             await asyncio.sleep(self.script.delay_s)
             yield decode_pb2.GenerateEvent(tokens=decode_pb2.Tokens(tokens=[token]))
-            if token.token in request.sampling.stop_token_ids:
+            if token.token in job.sampling.stop_token_ids:
                 yield decode_pb2.GenerateEvent(finished=decode_pb2.Finished(reason="stop"))
                 return
-            if position + 1 >= request.max_position:
+            if position + 1 >= job.max_position:
                 yield decode_pb2.GenerateEvent(finished=decode_pb2.Finished(reason="length"))
                 return
 
@@ -126,6 +126,10 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServicer):
         self.script = script
         self.requests: list[prefill_pb2.PrefillRequest] = []
         self.running = 0
+
+    @property
+    def jobs(self) -> list[pb.Job]:
+        return [request.job for request in self.requests]
 
     async def Compute(
         self, request: prefill_pb2.PrefillRequest, context: Any
@@ -139,7 +143,7 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServicer):
             await asyncio.sleep(self.script.delay_s)
             if self.script.prefill_fails:
                 raise self.script.prefill_fails.pop(0)
-            token = self.script.token(request, len(request.tokens))
+            token = self.script.token(request.job, len(request.job.tokens))
             if request.push_from_block <= started.push_from_block:
                 started.first.set()
             if self.script.tells == "last":

@@ -136,7 +136,7 @@ async def test_the_queue_starts_the_nearest_prefix_first_and_has_it_fetched(
         assert not any(task.done() for task in asked)  # nobody asked for it: the hint did it
         served.script.delay_s = 0.0
         await asyncio.gather(*asked)
-        started = [prompts.index(list(request.tokens)) for request in served.engines[0].prefill.requests]
+        started = [prompts.index(list(request.tokens)) for request in served.engines[0].prefill.jobs]
         assert started == order
     assert store.terminate() == 0, store.errors
 

@@ -108,7 +108,7 @@ async def test_paths_methods_and_sizes(served: Stack) -> None:
     status, error = await refusal(served, "POST", "/v1/completions", data=io.BytesIO(long))
     assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", "prompt")
     assert time.monotonic() - began_s < 2, "megabytes are not tokenized to find that out"
-    assert served.engines[0].decode.requests == []
+    assert served.engines[0].decode.jobs == []
 
 
 POST = b"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\n"
@@ -236,7 +236,7 @@ async def test_keys_and_tenants(socket_folder: Path, rest_store: KvStore, tmp_pa
         status, error = await refusal(served, "GET", "/v1/sessions/mine", headers=bob)
         assert (status, error["code"]) == (404, "session_not_found")
         assert (await served.post(CHAT, body, headers=bob))[0] == 200
-        salts = {request.salt for request in served.engines[0].decode.requests}
+        salts = {request.salt for request in served.engines[0].decode.jobs}
         assert len(salts) == 2
 
 

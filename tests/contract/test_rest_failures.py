@@ -52,14 +52,14 @@ async def test_a_stream_goes_on_elsewhere_without_a_gap(pair: Stack) -> None:
     assert found[-2]["timings"]["resumptions"] == 2
     assert found[-2]["usage"]["completion_tokens"] == len(answer)
     requests = sorted(
-        (request for engine in pair.engines for request in engine.decode.requests),
+        (request for engine in pair.engines for request in engine.decode.jobs),
         key=lambda request: len(request.tokens),
     )
     prompt = requests[0].prompt_tokens
     assert [len(request.tokens) - prompt for request in requests] == [0, 3, 6]
     assert {request.prompt_tokens for request in requests} == {prompt}
     assert {request.sampling.seed for request in requests} == {1}
-    assert all(engine.decode.requests for engine in pair.engines), "it went on on the other instance"
+    assert all(engine.decode.jobs for engine in pair.engines), "it went on on the other instance"
     await eventually(lambda: pair.calls == 0)
 
 
@@ -90,7 +90,7 @@ async def test_a_prefill_that_never_gives_its_token_holds_nothing_up(pair: Stack
     assert text_of(found) == TEXT
     assert found[-1] == "[DONE]"
     assert found[-2]["timings"]["resumptions"] == 0
-    assert sum(len(engine.decode.requests) for engine in pair.engines) == 1
+    assert sum(len(engine.decode.jobs) for engine in pair.engines) == 1
     await eventually(lambda: pair.calls == 0)
 
 
@@ -101,7 +101,7 @@ async def test_missing_history_is_pushed_by_prefill(served: Stack) -> None:
     assert text_of(await events(served, ask())) == TEXT
     pushes = [request.push_from_block for request in served.engines[0].prefill.requests]
     assert pushes == [0, 0]
-    assert len(served.engines[0].decode.requests) == 1
+    assert len(served.engines[0].decode.jobs) == 1
 
 
 async def test_a_silent_decode_is_taken_for_dead(pair: Stack) -> None:
@@ -145,11 +145,11 @@ async def test_who_waits_behind_others_is_told_the_same_at_its_deadline(
                 return str(error["message"])
 
         first = asyncio.create_task(refused())
-        await eventually(lambda: served.engines[0].decode.requests)
+        await eventually(lambda: served.engines[0].decode.jobs)
         messages = await asyncio.gather(*(refused() for _ in range(7)))
         assert await first == "no blocks"
         assert any("others wait" in message for message in messages)
-        assert len(served.engines[0].decode.requests) <= 6, "the first of the line asks, a pause apart"
+        assert len(served.engines[0].decode.jobs) <= 6, "the first of the line asks, a pause apart"
         assert served.calls == 0
 
 
@@ -205,7 +205,7 @@ async def test_a_request_that_kills_its_instances_does_not_go_through_all(pair: 
     pair.script.prefill_fails = [Internal(f"crash {at}") for at in range(20)]
     status, reply = await pair.post(CHAT, ask())
     assert (status, reply["error"]["code"]) == (500, "internal_error")
-    assert sum(len(engine.prefill.requests) for engine in pair.engines) == 4
+    assert sum(len(engine.prefill.jobs) for engine in pair.engines) == 4
     await eventually(lambda: pair.calls == 0)
 
 

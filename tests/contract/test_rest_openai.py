@@ -24,7 +24,7 @@ async def test_chat(served: Stack) -> None:
     assert reply.usage.prompt_tokens_details is not None
     assert reply.usage.prompt_tokens_details.cached_tokens == 5
     assert reply.usage.total_tokens == reply.usage.prompt_tokens + len(answer)
-    (asked,) = served.engines[0].decode.requests
+    (asked,) = served.engines[0].decode.jobs
     assert reply.usage.prompt_tokens == len(asked.tokens) == asked.prompt_tokens
     assert asked.max_position == 2048
 
@@ -65,7 +65,7 @@ async def test_two_choices_share_a_prompt(served: Stack) -> None:
     served.says("the first", "the second")
     reply = await served.client.chat.completions.create(model="demo", messages=HI, n=2, seed=7)
     assert [choice.message.content for choice in reply.choices] == ["the first", "the second"]
-    asked = served.engines[0].prefill.requests
+    asked = served.engines[0].prefill.jobs
     assert [request.sampling.choice for request in asked] == [0, 1]
     assert {request.sampling.seed for request in asked} == {7}
 
@@ -130,16 +130,16 @@ async def test_a_seed_is_drawn_where_none_is_given(served: Stack) -> None:
     served.says("ok")
     for _ in range(2):
         await served.client.chat.completions.create(model="demo", messages=HI)
-    seeds = {request.sampling.seed for request in served.engines[0].decode.requests}
+    seeds = {request.sampling.seed for request in served.engines[0].decode.jobs}
     assert len(seeds) == 2
 
 
 async def test_reuse_can_be_switched_off(served: Stack) -> None:
     served.says("ok")
     await served.client.chat.completions.create(model="demo", messages=HI, extra_body={"reuse": False})
-    assert served.engines[0].decode.requests[0].no_reuse
-    assert served.engines[0].prefill.requests[0].no_reuse
-    assert served.engines[0].decode.requests[0].history.matched_blocks == 0
+    assert served.engines[0].decode.jobs[0].no_reuse
+    assert served.engines[0].prefill.jobs[0].no_reuse
+    assert served.engines[0].decode.jobs[0].history.matched_blocks == 0
 
 
 async def test_completions(served: Stack) -> None:
@@ -156,7 +156,7 @@ async def test_completions(served: Stack) -> None:
     chunks = [chunk async for chunk in stream]
     assert "".join(chunk.choices[0].text for chunk in chunks) == "and so on"
     assert chunks[-1].choices[0].finish_reason == "stop"
-    assert list(served.engines[0].decode.requests[-1].tokens) == [5, 6, 7]
+    assert list(served.engines[0].decode.jobs[-1].tokens) == [5, 6, 7]
 
 
 async def test_models(served: Stack) -> None:

@@ -200,7 +200,7 @@ def _describe(batch: Batch, segment: RemoteSegment) -> AttendPart:
     return AttendPart(
         ref=run.ref,
         rows=1,
-        first_position=sequence.kv_tokens,
+        first_position=sequence.computed,
         append=segment.tail,
         length=length,
         first_block=run.segment_block,

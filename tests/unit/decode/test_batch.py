@@ -9,7 +9,8 @@ import torch
 from kvcommons.attention.memory import BlockMemory
 from kvcommons.attention.partial import BatchPlan, Partial, attend_batch
 from kvcommons.engine.batch import Batch, by_holder
-from kvcommons.engine.sequence import Generation, LocalRun, RemoteRun, Run, Sequence
+from kvcommons.engine.request import Request
+from kvcommons.engine.sequence import LocalRun, RemoteRun, Run, Sequence
 from kvcommons.holder.client import RemoteHolder
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.model.sampling import SamplingParams
@@ -23,13 +24,13 @@ CPU = torch.device("cpu")
 
 
 def make(tokens: int, *runs: Run) -> Sequence:
-    generation = Generation(
+    request = Request(
         request_id="r", session_id="", tenant="t", salt=bytes(32), tokens=tuple(range(tokens - 1)),
         prompt_tokens=tokens - 1, max_position=100, sampling=SamplingParams(), stop_token_ids=frozenset(),
-        store_control="", store_data="", matched_blocks=0, no_reuse=False, start_wait_s=1.0,
+        store_control="", store_data="", matched_blocks=0, no_reuse=False,
     )  # fmt: skip
     sequence = Sequence(
-        key=1, generation=generation, block_tokens=BLOCK, chain=IdentityChain(bytes(32), bytes(32), BLOCK)
+        key=1, request=request, block_tokens=BLOCK, chain=IdentityChain(bytes(32), bytes(32), BLOCK)
     )
     for run in runs:
         sequence.append_run(run)

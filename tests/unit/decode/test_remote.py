@@ -16,7 +16,8 @@ from kvcommons.engine.iteration import Iteration
 from kvcommons.engine.iteration_timing import IterationTiming
 from kvcommons.engine.remote.attention import RemoteAttention
 from kvcommons.engine.remote.messages import NewRows
-from kvcommons.engine.sequence import Generation, LocalRun, RemoteRun, Run, Sequence
+from kvcommons.engine.request import Request
+from kvcommons.engine.sequence import LocalRun, RemoteRun, Run, Sequence
 from kvcommons.holder.ask import Recipient
 from kvcommons.holder.budget import AttentionBudget
 from kvcommons.holder.creditor import Creditor
@@ -96,15 +97,14 @@ def batch(holders: list[Far], *, here: bool = False) -> Batch:
             )
         )  # fmt: skip
         tokens = (first + 1) * BLOCK + 2
-        generation = Generation(
+        request = Request(
             request_id="r", session_id="", tenant="t", salt=bytes(32), tokens=tuple(range(tokens - 1)),
             prompt_tokens=tokens - 1, max_position=100,
             sampling=SamplingParams(),
             stop_token_ids=frozenset(), store_control="", store_data="", matched_blocks=0, no_reuse=False,
-            start_wait_s=1.0,
         )  # fmt: skip
         chain = IdentityChain(bytes(32), bytes(32), BLOCK)
-        sequence = Sequence(key=row, generation=generation, block_tokens=BLOCK, chain=chain)
+        sequence = Sequence(key=row, request=request, block_tokens=BLOCK, chain=chain)
         for run in runs:
             sequence.append_run(run)
         sequence.start(tokens - 1)

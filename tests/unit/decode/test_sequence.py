@@ -4,7 +4,8 @@ from typing import cast
 
 import pytest
 
-from kvcommons.engine.sequence import Generation, LocalRun, RemoteRun, Sequence
+from kvcommons.engine.request import Request
+from kvcommons.engine.sequence import LocalRun, RemoteRun, Sequence
 from kvcommons.engine.truncated import WHOLE, Truncated
 from kvcommons.holder.client import RemoteHolder
 from kvcommons.holder.segments import SegmentRef
@@ -24,17 +25,17 @@ def make(
     stops: tuple[int, ...] = (),
     truncated: Truncated = WHOLE,
 ) -> Sequence:
-    generation = Generation(
+    request = Request(
         request_id="r", session_id="", tenant="t", salt=bytes(32), tokens=tuple(range(tokens)),
         prompt_tokens=prompt or tokens, max_position=max_position, sampling=SamplingParams(),
         stop_token_ids=frozenset(stops), store_control="", store_data="", matched_blocks=0, no_reuse=False,
-        start_wait_s=1.0, truncated=truncated,
+        truncated=truncated,
     )  # fmt: skip
     return Sequence(
         key=1,
-        generation=generation,
+        request=request,
         block_tokens=BLOCK,
-        chain=IdentityChain(generation.salt, bytes(32), BLOCK),
+        chain=IdentityChain(request.salt, bytes(32), BLOCK),
     )
 
 

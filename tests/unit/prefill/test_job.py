@@ -4,11 +4,12 @@ from dataclasses import replace
 
 import pytest
 
+from kvcommons.engine.request import Request
 from kvcommons.engine.truncated import Truncated
 from kvcommons.errors import DataLoss
 from kvcommons.model.sampling import SamplingParams
 from kvcommons.rblock.identity import IdentityChain
-from services.prefill.job import Job, Prompt, Target, Write, writes
+from services.prefill.job import Job, Target, Write, writes
 
 BLOCK = 16
 
@@ -17,15 +18,15 @@ def make(
     tokens: int, *, matched: int = 0, store: str = "unix:/store", no_reuse: bool = False, prompt: int = 0
 ) -> Job:
     ids = tuple(range(tokens))
-    asked = Prompt(
+    asked = Request(
         request_id="r", session_id="", tenant="t", salt=bytes(32), tokens=ids, prompt_tokens=prompt or tokens,
-        sampling=SamplingParams(), store_control=store, store_data=store, matched_blocks=matched, targets=(),
-        push_from_block=0, no_reuse=no_reuse,
+        sampling=SamplingParams(), store_control=store, store_data=store, matched_blocks=matched,
+        no_reuse=no_reuse,
     )  # fmt: skip
     chain = IdentityChain(asked.salt, bytes(32), BLOCK)
     return Job(
         key=1,
-        prompt=asked,
+        request=asked,
         block_tokens=BLOCK,
         deadline_s=1.0,
         submitted_s=0.0,
@@ -94,7 +95,7 @@ def test_penalties_count_what_follows_the_prompt() -> None:
 def test_what_was_computed_before_a_truncation_can_only_be_found() -> None:
     job = make(100)
     job.check_history()
-    job.prompt = replace(job.prompt, truncated=Truncated(dropped_tokens=BLOCK, since_token=2 * BLOCK))
+    job.request = replace(job.request, truncated=Truncated(dropped_tokens=BLOCK, since_token=2 * BLOCK))
     job.done_tokens = BLOCK
     with pytest.raises(DataLoss, match="replay"):
         job.check_history()

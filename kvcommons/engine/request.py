@@ -1,0 +1,84 @@
+"""What an engine is asked to compute: one prompt, and how it goes on."""
+
+from __future__ import annotations
+
+from contextvars import Context, copy_context
+from dataclasses import dataclass, field
+
+from kvcommons.engine.truncated import WHOLE, Truncated
+from kvcommons.errors import ContextLengthExceeded, InvalidInput, ModelNotFound
+from kvcommons.model.sampling import SamplingParams
+from kvcommons.pb import common_pb2 as pb
+from kvcommons.rblock.identity import SALT_BYTES, IdentityChain, reusable_blocks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A `Job` that was checked."""
+
+    request_id: str
+    session_id: str
+    tenant: str
+    salt: bytes
+    tokens: tuple[int, ...]  # prompt, and what was generated before a resumption
+    prompt_tokens: int
+    max_position: int = 0  # 0: the sequence is handed over with its first token
+    sampling: SamplingParams
+    stop_token_ids: frozenset[int] = frozenset()
+    store_control: str  # the kvstore's addresses; empty: no store
+    store_data: str
+    matched_blocks: int  # leading blocks that the store said it has
+    no_reuse: bool
+    truncated: Truncated = WHOLE
+    origin: Context = field(default_factory=copy_context, repr=False)  # of the call: its trace and ids
+
+    @classmethod
+    def of(cls, job: pb.Job, model: pb.ModelInfo) -> Request:
+        """Of the call under way. Raises InvalidInput, ContextLengthExceeded or ModelNotFound for what an
+        instance of this model cannot compute."""
+        tokens = job.tokens
+        if job.model != model.fingerprint:
+            raise ModelNotFound("this instance serves another model than the one asked for", param="model")
+        if len(job.salt) != SALT_BYTES:
+            raise InvalidInput(f"salt must have {SALT_BYTES} bytes, not {len(job.salt)}", param="salt")
+        if not tokens:
+            raise InvalidInput("a prompt needs at least one token", param="tokens")
+        if len(tokens) > model.context_window:
+            raise ContextLengthExceeded(
+                f"{len(tokens)} tokens are more than the context window of {model.context_window}: "
+                "shorten the prompt",
+                param="tokens",
+            )
+        if max(tokens) >= model.vocab_size:
+            raise InvalidInput(
+                f"token {max(tokens)} is not in the vocabulary of {model.vocab_size}", param="tokens"
+            )
+        if job.prompt_tokens > len(tokens):
+            raise InvalidInput("prompt_tokens is larger than the number of tokens", param="prompt_tokens")
+        truncated = WHOLE
+        if job.HasField("truncated"):
+            truncated = Truncated.of(job.truncated, len(tokens), model.block_tokens)
+        return cls(
+            request_id=job.request_id,
+            session_id=job.session_id,
+            tenant=job.tenant,
+            salt=job.salt,
+            tokens=tuple(tokens),
+            prompt_tokens=job.prompt_tokens,
+            max_position=job.max_position,
+            sampling=SamplingParams.of(job.sampling),
+            stop_token_ids=frozenset(job.sampling.stop_token_ids),
+            store_control=job.history.control_address,
+            store_data=job.history.data_address,
+            matched_blocks=job.history.matched_blocks,
+            no_reuse=job.no_reuse,
+            truncated=truncated,
+        )
+
+    def chain(self, model: pb.ModelInfo) -> IdentityChain:
+        """Identities of all full blocks of `tokens`."""
+        return self.truncated.chain(self.salt, model.fingerprint, model.block_tokens, self.tokens)
+
+    def reusable(self, block_tokens: int) -> int:
+        """Leading blocks that may be found instead of computed: the last token is always computed."""
+        return 0 if self.no_reuse else reusable_blocks(len(self.tokens), block_tokens)
