@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
@@ -59,6 +60,14 @@ def test_the_same_prompt_again_comes_from_cache_and_says_the_same(sdk: openai.Op
     assert second.usage.prompt_tokens_details is not None
     expected = (second.usage.prompt_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
     assert second.usage.prompt_tokens_details.cached_tokens == expected > 0
+
+
+def test_an_answer_can_be_sent_back_as_the_sdk_dumps_it(sdk: openai.OpenAI, model: str) -> None:
+    messages: list[Any] = ask("My cow is called Rosa.")
+    first = sdk.chat.completions.create(model=model, messages=messages, temperature=0, max_tokens=30)
+    messages += [first.choices[0].message.model_dump(), *ask("What is my cow called?")]
+    second = sdk.chat.completions.create(model=model, messages=messages, temperature=0, max_tokens=30)
+    assert "Rosa" in (second.choices[0].message.content or "")
 
 
 def test_an_answer_of_one_token_says_what_came_from_cache(stack: Stack) -> None:

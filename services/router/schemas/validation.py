@@ -15,7 +15,7 @@ from services.router.schemas.requests import Body, ChatMessage, ChatRequest
 B = TypeVar("B", bound=Body)
 
 # Values with which a field that is not built does nothing.
-_NO_EFFECT: tuple[Any, ...] = (None, False, [], {}, "")
+_NO_EFFECT: tuple[Any, ...] = (False, [], {}, "")
 _NO_EFFECT_OF: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
     "response_format": ({"type": "text"},),
@@ -23,7 +23,15 @@ _NO_EFFECT_OF: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
 }
 _TOOL_ROLES = ("tool", "function")
-_TOOL_FIELDS = ("tool_calls", "tool_call_id", "function_call", "audio", "refusal", "reasoning_content")
+_TOOL_FIELDS = (
+    "tool_calls",
+    "tool_call_id",
+    "function_call",
+    "annotations",
+    "audio",
+    "refusal",
+    "reasoning_content",
+)
 _SHOWN_CHARS = 80
 
 
@@ -47,7 +55,7 @@ def parse_json(body: bytes) -> dict[str, Any]:
         _check_surrogates(value)
     if not isinstance(value, dict):
         raise InvalidInput(f"the body is {_kind(value)}, and has to be a JSON object")
-    return value
+    return without_nulls(value)
 
 
 def validate(schema: type[B], value: dict[str, Any]) -> B:
@@ -60,6 +68,16 @@ def validate(schema: type[B], value: dict[str, Any]) -> B:
     except ValidationError as error:
         errors = error.errors(include_url=False, include_input=False, include_context=True)
         raise _explained(schema, value, errors) from None
+
+
+def without_nulls(value: Any) -> Any:
+    """A copy without the members of objects that are null: SDKs write out every field that they know, and a
+    null says of each that it is absent. A null in a list has a place there, and stays."""
+    if isinstance(value, dict):
+        return {name: without_nulls(item) for name, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [without_nulls(item) for item in value]
+    return value
 
 
 def _no_constant(name: str) -> NoReturn:
@@ -93,7 +111,7 @@ def _has_no_effect(name: str, given: Any) -> bool:
 
 def _checked_messages(value: dict[str, Any]) -> dict[str, Any]:
     """Refuses tools and other media in messages by name; leaves out empty fields of them (clients send
-    answers back as they got them, with `"tool_calls": null`)."""
+    answers back as they got them, with `"annotations": []`)."""
     messages = value.get("messages")
     if not isinstance(messages, list):
         return value

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 import pytest
+from openai.types.chat import ChatCompletionMessage
 
 from kvcommons.errors import InvalidInput, UnsupportedParameter
 from services.router.sampling import sampling_of, stops_of
@@ -82,6 +83,28 @@ def test_known_and_not_built(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(UnsupportedParameter) as refused:
         chat(**fields)
     assert refused.value.param == param
+
+
+def test_a_null_is_absent() -> None:
+    """The SDK's own answer, sent back as `messages.append(answer.message.model_dump())` does it."""
+    answer = ChatCompletionMessage(role="assistant", content="hello").model_dump()
+    assert "annotations" in answer
+    assert answer["annotations"] is None
+    sent = chat(messages=[*HI["messages"], answer, *HI["messages"]]).messages
+    assert [message.text for message in sent] == ["hi", "hello", "hi"]
+    part = {"type": "text", "text": "a", "cache_control": None}
+    assert chat(messages=[{"role": "user", "content": [part]}], no_such_field=None).messages[0].text == "a"
+    assert chat(logit_bias={"5": None}, metadata={"a": None}).logit_bias == {}
+    with pytest.raises(InvalidInput, match=r"'messages\[0\].content' is missing"):
+        chat(messages=[{"role": "user", "content": None}])
+    with pytest.raises(InvalidInput) as refused:
+        chat(stop=["a", None])
+    assert refused.value.param == "stop[1]"
+
+
+def test_what_openai_sends_with_an_answer_can_be_sent_back() -> None:
+    answer = ChatCompletionMessage(role="assistant", content="hello", annotations=[], refusal=None)
+    assert chat(messages=[answer.model_dump(), *HI["messages"]]).messages[0].text == "hello"
 
 
 def test_an_unknown_field_names_the_nearest() -> None:
