@@ -27,7 +27,8 @@ class RouterConfig:
     max_running: int = 64  # choices under way at once; more wait in the queue
     max_queue: int = 1024  # choices that wait; more are answered 429
     max_choices: int = 16  # n times prompts of one request
-    max_body_bytes: int = 8 * 1024 * 1024
+    # Reading a body holds up every stream, by up to 10 ms a megabyte; this is a million tokens of text.
+    max_body_bytes: int = 4 * 1024 * 1024
     truncation_ratio: float = 0.5  # of the context window, that goes when a session with "auto" does not fit
     replay_max: float = 4.0  # of prompts: at most so much is computed to make KV again behind truncations
     request_deadline_s: float = 600.0  # a request in all, its queueing included

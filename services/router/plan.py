@@ -17,8 +17,10 @@ from services.router.sampling import sampling_of, stops_of
 from services.router.schemas.requests import ChatRequest, CompletionRequest
 from services.router.turn import Turn
 
-# Longer texts are tokenized on a thread, for they would hold up everybody's streams.
+# Longer texts, and more messages, are rendered and tokenized on a thread: they would hold up everybody's
+# streams.
 _INLINE_CHARS_MAX = 8192
+_INLINE_MESSAGES_MAX = 256
 # Texts of more characters a token of the window are likely too long, which is found out on their first part:
 # to tokenize megabytes takes seconds, and a hundred times their size in memory.
 _CHARS_PER_TOKEN = 8
@@ -48,7 +50,8 @@ class Text:
         await self._check_length("\n".join(message.content for message in new), window, "messages")
         stored = [message.as_dict() for message in history]
         added = [message.as_dict() for message in new]
-        if sum(len(message.content) for message in (*history, *new)) <= _INLINE_CHARS_MAX:
+        chars = sum(len(message.content) for message in (*history, *new))
+        if chars <= _INLINE_CHARS_MAX and len(stored) + len(added) <= _INLINE_MESSAGES_MAX:
             return self.template.turn(stored, history_tokens, added)
         return await asyncio.to_thread(self.template.turn, stored, history_tokens, added)
 

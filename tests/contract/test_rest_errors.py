@@ -39,7 +39,7 @@ BAD_BODIES: list[tuple[bytes, str | None, str]] = [
     (b"\xff\xfe", None, "UTF-8"),
     (b"{", None, "not JSON"),
     (b"[]", None, "a list"),
-    (b"[" * 100_000, None, "nested"),
+    (b"[" * 5_000, None, "nested"),
     (b"{}", "messages", "missing"),
     (b'{"messages": []}', "messages", "at least 1"),
     (b'{"messages": "hi"}', "messages", "list"),
@@ -103,7 +103,7 @@ async def test_paths_methods_and_sizes(served: Stack) -> None:
         served, "POST", CHAT, json={"messages": [{"role": "user", "content": "word " * 9000}]}
     )
     assert (status, error["code"]) == (400, "context_length_exceeded")
-    long = json.dumps({"prompt": "all the words of a book, said again and again; " * 100_000}).encode()
+    long = json.dumps({"prompt": "all the words of a book, said again and again; " * 80_000}).encode()
     began_s = time.monotonic()
     status, error = await refusal(served, "POST", "/v1/completions", data=io.BytesIO(long))
     assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", "prompt")

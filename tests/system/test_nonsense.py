@@ -70,7 +70,7 @@ def raw(text: str) -> bytes:
     [
         (raw('"temperature": NaN'), None),
         (raw('"top_p": -Infinity'), None),
-        (raw('"temperature": 1e999'), "temperature"),
+        (raw('"temperature": 1e999'), None),
         (raw(f'"seed": {"9" * 5000}'), None),
         (raw('"stop": ["\\udc00"]'), None),
         (raw('"n": 2, "n": -2'), "n"),
@@ -94,7 +94,7 @@ def raw(text: str) -> bytes:
         (chat(messages=[user([{"type": "image_url"}])]), "messages[0].content[0].type"),
         (chat(messages=[user([{"type": "text", "text": "a", "cache": 1}])]), "messages[0].content[0].cache"),
         (chat(messages=[{"role": "tool", "content": "4"}]), "messages[0].role"),
-        (chat(messages=[user("")] * 20_001), "messages"),
+        (chat(messages=[user("")] * 5_001), "messages"),
         (chat(response_format={"type": "json_object"}), "response_format"),
         (chat(store_partial=True), "store_partial"),
         (chat(session_id=["s"]), "session_id"),

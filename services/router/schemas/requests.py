@@ -1,11 +1,15 @@
-"""Bodies of requests, in OpenAI's shapes. Strict: a string is no number, an unknown field is an error."""
+"""Bodies of requests, in OpenAI's shapes. Strict: a string is no number, an unknown field is an error.
+
+The first error in a list ends its validation (`fail_fast`), and a mapping that is too large is refused before
+its entries are read: to explain 100,000 errors would hold up the event loop for seconds.
+"""
 
 from __future__ import annotations
 
 import re
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from services.router.session_id import check_session_id
 
@@ -14,8 +18,9 @@ SEED_MAX = (1 << 64) - 1
 TOP_LOGPROBS_MAX = 20
 COMPLETION_LOGPROBS_MAX = 5
 STOPS_MAX = 16
-MESSAGES_MAX = 20_000
+MESSAGES_MAX = 5_000
 BIAS_MAX = 100
+ENTRIES_MAX = 1024  # of logit_bias and metadata; OpenAI takes 300 and 16
 CHOICES_MAX = 128  # OpenAI's; the setting max_choices may be lower
 TTL_S_MAX = 10 * 365 * 24 * 3600
 
@@ -32,8 +37,16 @@ def _check_bias(value: dict[str, float]) -> dict[str, float]:
     return value
 
 
+def _check_entries(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > ENTRIES_MAX:
+        raise ValueError(f"{len(value)} entries, and {ENTRIES_MAX} are the limit")
+    return value
+
+
 SessionId = Annotated[str, AfterValidator(check_session_id)]
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+TokenLists = Annotated[list[TokenIds], Field(fail_fast=True)]
 NotBuilt = dict[str, str]
 
 
@@ -66,18 +79,22 @@ class Generation(Body):
     top_k: int | None = Field(None, ge=-1, le=(1 << 31) - 1, description="0 or -1 keeps all.")
     min_p: float | None = Field(None, ge=0, le=1)
     seed: int | None = Field(None, ge=SEED_MIN, le=SEED_MAX, description="Drawn by the server where absent.")
-    stop: StopString | Annotated[list[StopString], Field(max_length=STOPS_MAX)] | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=STOPS_MAX, fail_fast=True)] | None = None
     n: int | None = Field(None, ge=1, le=CHOICES_MAX)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: Annotated[dict[str, float], AfterValidator(_check_bias)] | None = None
+    logit_bias: (
+        Annotated[dict[str, float], BeforeValidator(_check_entries), AfterValidator(_check_bias)] | None
+    ) = None
     ignore_eos: bool | None = Field(None, description="Go on after an end-of-turn token.")
     reuse: bool | None = Field(
         None,
         description="false: compute the whole prompt though its KV is stored (to compare and to measure).",
     )
     user: str | None = Field(None, description="Accepted, no effect.")
-    metadata: dict[str, str] | None = Field(None, description="Accepted, no effect.")
+    metadata: Annotated[dict[str, str], BeforeValidator(_check_entries)] | None = Field(
+        None, description="Accepted, no effect."
+    )
     service_tier: str | None = Field(None, description="Accepted, no effect.")
     safety_identifier: str | None = Field(None, description="Accepted, no effect.")
     prompt_cache_key: str | None = Field(None, description="Accepted: prefixes are found by content.")
@@ -91,7 +108,7 @@ class TextPart(Body):
 
 class ChatMessage(Body):
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1)]
+    content: str | Annotated[list[TextPart], Field(min_length=1, fail_fast=True)]
     name: str | None = Field(None, max_length=256)
 
     @property
@@ -122,7 +139,7 @@ class ChatRequest(Generation):
         "chat_template_kwargs": "not built; leave it out",
     }
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MESSAGES_MAX)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MESSAGES_MAX, fail_fast=True)]
     session_id: SessionId | None = Field(
         None,
         description="The conversation: messages holds only what is new. An unused id begins one. "
@@ -153,7 +170,7 @@ class CompletionRequest(Generation):
         "store": "not built; leave it out",
     }
 
-    prompt: str | list[int] | list[str] | list[list[int]] = Field(
+    prompt: str | TokenIds | Annotated[list[str], Field(fail_fast=True)] | TokenLists = Field(
         description="Text, token ids, or a list of either; each gets n choices."
     )
     logprobs: int | None = Field(None, ge=0, le=COMPLETION_LOGPROBS_MAX)

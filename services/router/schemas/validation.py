@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 import difflib
-import json
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Iterable
+from functools import cache
+from typing import Any, TypeVar
 
+import orjson
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from kvcommons.errors import InvalidInput, UnsupportedParameter
-from services.router.schemas.requests import Body, ChatMessage, ChatRequest
+from services.router.schemas.requests import (
+    MESSAGES_MAX,
+    Body,
+    ChatMessage,
+    ChatRequest,
+    StreamOptions,
+    TextPart,
+)
+from services.router.schemas.scan import check_counts
 
 B = TypeVar("B", bound=Body)
 
@@ -23,75 +33,74 @@ _NO_EFFECT_OF: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
 }
 _TOOL_ROLES = ("tool", "function")
-_TOOL_FIELDS = (
-    "tool_calls",
-    "tool_call_id",
-    "function_call",
-    "annotations",
-    "audio",
-    "refusal",
-    "reasoning_content",
+_TOOL_FIELDS = frozenset(
+    (
+        "tool_calls",
+        "tool_call_id",
+        "function_call",
+        "annotations",
+        "audio",
+        "refusal",
+        "reasoning_content",
+    )
 )
 _SHOWN_CHARS = 80
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
     """The JSON object in a body. Raises InvalidInput."""
-    if not body.strip():
+    if not body or body.isspace():
         raise InvalidInput("the body is empty: send a JSON object with content type application/json")
+    check_counts(body)
     try:
-        value = json.loads(body.decode("utf-8"), parse_constant=_no_constant)
-    except UnicodeDecodeError as error:
-        raise InvalidInput(f"the body is not UTF-8: byte {error.start} is wrong") from None
-    except json.JSONDecodeError as error:
-        raise InvalidInput(
-            f"the body is not JSON: {error.msg} in line {error.lineno}, column {error.colno}"
-        ) from None
-    except RecursionError:
-        raise InvalidInput("the body is nested too deeply") from None
-    except ValueError:  # Python refuses integers of more than 4,300 digits
-        raise InvalidInput("the body has a number that is too long") from None
-    if b"\\u" in body:
-        _check_surrogates(value)
+        value = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        raise InvalidInput(_unreadable(error)) from None
     if not isinstance(value, dict):
         raise InvalidInput(f"the body is {_kind(value)}, and has to be a JSON object")
-    return without_nulls(value)
+    if b"null" in body:
+        _drop_nulls(value)
+    return value
 
 
 def validate(schema: type[B], value: dict[str, Any]) -> B:
     """Raises InvalidInput, or UnsupportedParameter for what the API knows and this server has not built."""
     value = _without_unbuilt(schema, value)
-    if schema is ChatRequest:
-        value = _checked_messages(value)
+    _check_names(schema, value, "", suggested=(*schema.model_fields, *schema.NOT_BUILT))
+    if isinstance(options := value.get("stream_options"), dict):
+        _check_names(StreamOptions, options, "stream_options.")
+    if schema is ChatRequest and isinstance(messages := value.get("messages"), list):
+        # Of more messages than are taken, the first ones are enough to say so.
+        messages = [_checked_message(index, item) for index, item in enumerate(messages[: MESSAGES_MAX + 1])]
+        value = {**value, "messages": messages}
     try:
         return schema.model_validate(value)
     except ValidationError as error:
         errors = error.errors(include_url=False, include_input=False, include_context=True)
-        raise _explained(schema, value, errors) from None
+        raise _explained(value, errors) from None
 
 
-def without_nulls(value: Any) -> Any:
-    """A copy without the members of objects that are null: SDKs write out every field that they know, and a
-    null says of each that it is absent. A null in a list has a place there, and stays."""
-    if isinstance(value, dict):
-        return {name: without_nulls(item) for name, item in value.items() if item is not None}
-    if isinstance(value, list):
-        return [without_nulls(item) for item in value]
-    return value
+def _unreadable(error: orjson.JSONDecodeError) -> str:
+    if "UTF-8:" in error.msg:
+        return "the body is not UTF-8 text"
+    if "surrogate" in error.msg:
+        return "the body has half of a surrogate pair (\\ud800 to \\udfff), which is no text"
+    if "depth" in error.msg:
+        return "the body is nested too deeply"
+    return f"the body is not JSON: {error.msg} in line {error.lineno}, column {error.colno}"
 
 
-def _no_constant(name: str) -> NoReturn:
-    raise InvalidInput(f"the body has the number {name}, which JSON does not know")
-
-
-def _check_surrogates(value: Any) -> None:
-    """JSON can write half of a surrogate pair, which no text can hold."""
-    try:
-        json.dumps(value, ensure_ascii=False).encode("utf-8")
-    except UnicodeEncodeError:
-        raise InvalidInput(
-            "the body has half of a surrogate pair (\\ud800 to \\udfff), which is no text"
-        ) from None
+def _drop_nulls(value: dict[str, Any]) -> None:
+    """Takes members that are null out of all objects in `value`: SDKs write out every field that they know,
+    and a null says that the field is absent. A null in a list has a place there, and stays."""
+    waiting: list[Any] = [value]
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, dict):
+            for name in [name for name, item in one.items() if item is None]:
+                del one[name]
+            one = one.values()
+        waiting += [item for item in one if isinstance(item, (dict, list))]
 
 
 def _without_unbuilt(schema: type[Body], value: dict[str, Any]) -> dict[str, Any]:
@@ -109,40 +118,66 @@ def _has_no_effect(name: str, given: Any) -> bool:
     return any(type(given) is type(value) and given == value for value in neutral)
 
 
-def _checked_messages(value: dict[str, Any]) -> dict[str, Any]:
-    """Refuses tools and other media in messages by name; leaves out empty fields of them (clients send
-    answers back as they got them, with `"annotations": []`)."""
-    messages = value.get("messages")
-    if not isinstance(messages, list):
-        return value
-    checked: list[Any] = []
-    for index, message in enumerate(messages):
-        where = f"messages[{index}]"
-        if not isinstance(message, dict):
-            checked.append(message)
-            continue
-        if message.get("role") in _TOOL_ROLES:
-            raise UnsupportedParameter(f"{where}.role: tools are not built yet", param=f"{where}.role")
-        for name in _TOOL_FIELDS:
-            if message.get(name) not in (None, [], ""):
+@cache
+def _names(schema: type[Body]) -> frozenset[str]:
+    return frozenset(schema.model_fields)
+
+
+def _check_names(
+    schema: type[Body], value: dict[str, Any], where: str, *, suggested: Iterable[str] | None = None
+) -> None:
+    """Raises InvalidInput for the first name that `schema` does not have; pydantic would list them all.
+
+    `where`: the path to `value`, with the dot behind it. `suggested`: names that may be meant, all of the
+    schema by default."""
+    known = _names(schema)
+    if value.keys() <= known:
+        return
+    unknown = _cut(next(name for name in value if name not in known))
+    near = difflib.get_close_matches(unknown, suggested or sorted(known), n=1, cutoff=0.5)
+    param = where + unknown
+    advice = f": did you mean {near[0]!r}?" if near else "; /openapi.json has those that are known"
+    raise InvalidInput(f"unknown field {param!r}{advice}", param=param)
+
+
+def _checked_message(index: int, message: Any) -> Any:
+    """Refuses tools, other media and unknown fields by name; leaves out empty fields of tools and media
+    (clients send answers back as they got them, with `"annotations": []`)."""
+    if not isinstance(message, dict):
+        return message
+    role, content = message.get("role"), message.get("content")
+    if isinstance(content, str) and role not in _TOOL_ROLES and message.keys() <= _names(ChatMessage):
+        return message  # as nearly all are
+    where = f"messages[{index}]"
+    if role in _TOOL_ROLES:
+        raise UnsupportedParameter(f"{where}.role: tools are not built yet", param=f"{where}.role")
+    if not message.keys().isdisjoint(_TOOL_FIELDS):
+        for name, item in message.items():
+            if name in _TOOL_FIELDS and item not in (None, [], ""):
                 raise UnsupportedParameter(f"{where}.{name}: only text is built", param=f"{where}.{name}")
-        content = message.get("content")
-        for part_index, part in enumerate(content if isinstance(content, list) else ()):
-            kind = part.get("type") if isinstance(part, dict) else None
-            if isinstance(kind, str) and kind != "text":
-                param = f"{where}.content[{part_index}].type"
-                raise UnsupportedParameter(f"{param}: {_cut(kind)!r} is not built, only text is", param=param)
-        checked.append({name: item for name, item in message.items() if name not in _TOOL_FIELDS})
-    return {**value, "messages": checked}
+        message = {name: item for name, item in message.items() if name not in _TOOL_FIELDS}
+    if isinstance(content, list):
+        for at, part in enumerate(content):
+            _check_part(f"{where}.content[{at}]", part)
+    _check_names(ChatMessage, message, f"{where}.")
+    return message
 
 
-def _explained(schema: type[Body], value: dict[str, Any], errors: list[ErrorDetails]) -> InvalidInput:
+def _check_part(where: str, part: Any) -> None:
+    if not isinstance(part, dict):
+        return
+    kind = part.get("type")
+    if isinstance(kind, str) and kind != "text":
+        param = f"{where}.type"
+        raise UnsupportedParameter(f"{param}: {_cut(kind)!r} is not built, only text is", param=param)
+    _check_names(TextPart, part, f"{where}.")
+
+
+def _explained(value: dict[str, Any], errors: list[ErrorDetails]) -> InvalidInput:
     # Of a union's errors the one that got deepest into the value is about what was meant.
     located = [(_located(value, error), error) for error in errors]
     path, error = max(located, key=lambda pair: len(pair[0]))
     param = _param(path)
-    if error["type"] == "extra_forbidden":
-        return InvalidInput(f"unknown field {param!r}{_nearest(schema, path)}", param=param)
     if error["type"] == "missing":
         return InvalidInput(f"the field {param!r} is missing", param=param)
     kinds = {candidate["msg"] for at, candidate in located if at == path}
@@ -177,15 +212,6 @@ def _param(path: list[int | str]) -> str:
     for step in path:
         text += f"[{step}]" if isinstance(step, int) else f".{_cut(step)}" if text else _cut(step)
     return text
-
-
-def _nearest(schema: type[Body], path: list[int | str]) -> str:
-    unknown = str(path[-1])
-    known = [*schema.model_fields, *schema.NOT_BUILT] if len(path) == 1 else []
-    if len(path) > 1 and path[0] == "messages":
-        known = list(ChatMessage.model_fields)
-    near = difflib.get_close_matches(unknown, known, n=1, cutoff=0.5)
-    return f": did you mean {near[0]!r}?" if near else "; /openapi.json has those that are known"
 
 
 def _kind(value: Any) -> str:

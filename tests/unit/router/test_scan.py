@@ -1,0 +1,181 @@
+"""Bodies that are made to be expensive: what they would build is counted first, and no body of an allowed
+size holds the event loop for long."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvcommons.errors import KVCommonsError
+from services.router.config import RouterConfig
+from services.router.plan import messages_of
+from services.router.schemas import scan
+from services.router.schemas.requests import ChatRequest, CompletionRequest
+from services.router.schemas.scan import CONTAINERS_MAX, NAMES_MAX, VALUES_MAX, check_counts
+from services.router.schemas.validation import parse_json, validate
+
+BYTES = RouterConfig.__dataclass_fields__["max_body_bytes"].default
+CPU_S_MAX = 0.05
+# What `_calibrate` takes on the machine for which the bound is meant; a slower or busier one is given more.
+CALIBRATION_S = 0.035
+
+
+def filled(start: bytes, middle: bytes, end: bytes) -> bytes:
+    """The largest body that is `middle` again and again."""
+    return start + middle * ((BYTES - len(start) - len(end)) // len(middle)) + end
+
+
+def chat(**fields: Any) -> bytes:
+    return json.dumps({"messages": [{"role": "user", "content": "hi"}], **fields}).encode()
+
+
+def names(count: int) -> dict[str, Any]:
+    return {f"name{at}": at for at in range(count)}
+
+
+PART = {"type": "text", "text": "a"}
+HOSTILE: dict[str, bytes] = {
+    "400,000 nulls": b'{"messages":[' + b",".join([b"null"] * 400_000) + b"]}",
+    "nulls within the limit": chat(messages=[None] * (VALUES_MAX - 100)),
+    "deep": filled(b'{"messages":', b"[", b"]}"),
+    "deep within the limit": b'{"messages":' + b"[" * (CONTAINERS_MAX - 10),
+    "many names": b"{" + b",".join(b'"name%d":1' % at for at in range(250_000)) + b"}",
+    "names within the limit": chat(**names(NAMES_MAX - 10)),
+    "names of one message": chat(messages=[{"role": "user", "content": "hi", **names(NAMES_MAX - 10)}]),
+    "one long name": filled(b'{"', b"k", b'":1}'),
+    "long names": b"{" + b",".join(b'"%04d%s":1' % (at, b"k" * 1000) for at in range(4000)) + b"}",
+    "many messages": chat(messages=[{"role": "user", "content": "hi"}] * 100_000),
+    "messages within the limit": chat(messages=[{"role": "user", "content": "hi"}] * 5000),
+    "wrong messages": chat(messages=[{"role": "nobody", "content": 5}] * 5000),
+    "parts of one message": chat(messages=[{"role": "user", "content": [PART] * (CONTAINERS_MAX - 100)}]),
+    "messages of parts": chat(messages=[{"role": "user", "content": [PART]}] * 3300),
+    "escaped quotes": filled(b'{"prompt":"', b'\\"', b'"}'),
+    "backslashes": filled(b'{"prompt":"', b"\\\\", b'"}'),
+    "escaped letters": filled(b'{"prompt":"', b"\\u00e9", b'"}'),
+    "escapes among commas": filled(b'{"prompt":"', b',\\"', b'"}'),
+    "a text of commas": filled(b'{"prompt":"', b",", b'"}'),
+    "letters of two bytes": filled(b'{"prompt":"', "é".encode(), b'"}'),
+    "empty strings": filled(b'{"prompt":[""', b',""', b"]}"),
+    "blanks": filled(b"{", b" ", b"}"),
+    "stop strings": chat(stop=["a"] * (VALUES_MAX - 100)),
+    "long stop strings": filled(b'{"messages":[],"stop":["', b"s", b'"]}'),
+    "biases": chat(logit_bias={str(at): 101 for at in range(NAMES_MAX - 100)}),
+    "wrong biases": chat(logit_bias={str(at): "much" for at in range(NAMES_MAX - 100)}),
+    "wrong metadata": chat(metadata=names(NAMES_MAX - 100)),
+    "token ids": json.dumps({"prompt": list(range(10**8, 10**8 + VALUES_MAX - 100))}).encode(),
+    "prompts": json.dumps({"prompt": ["ab"] * (VALUES_MAX - 100)}).encode(),
+    "lists of token ids": json.dumps({"prompt": [[1, 2]] * (CONTAINERS_MAX - 100)}).encode(),
+    "numbers": b'{"prompt":[' + b"1.7976931348623157e308," * (VALUES_MAX - 100) + b"1]}",
+    "a big number": filled(b'{"prompt":', b"1", b"}"),
+    "a long fraction": filled(b'{"temperature":0.', b"123456789", b"}"),
+    "a long id": filled(b'{"messages":[],"session_id":"', b"s", b'"}'),
+    "a long role": filled(b'{"messages":[{"role":"', b"r", b'"}]}'),
+    "a mistake at the end": filled(b'{"prompt":"', "é".encode(), b'"}}'),
+}
+
+
+def read(body: bytes) -> bool:
+    """As the router does. Whether the body is taken."""
+    completion = body.startswith(b'{"prompt"')
+    try:
+        request = validate(CompletionRequest if completion else ChatRequest, parse_json(body))
+    except KVCommonsError:
+        return False
+    if isinstance(request, ChatRequest):
+        messages_of(request)
+    return True
+
+
+def _calibrate() -> None:
+    total = 0
+    for number in range(1_000_000):
+        total += number
+
+
+def cpu_s(work: Callable[[], Any]) -> float:
+    """Of this thread, of the best of five."""
+    best_s = float("inf")
+    for _ in range(5):
+        began_s = time.thread_time()
+        work()
+        best_s = min(best_s, time.thread_time() - began_s)
+    return best_s
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_no_body_takes_the_loops_thread_for_long(name: str) -> None:
+    body = HOSTILE[name]
+    assert len(body) <= BYTES
+    slowness = max(1.0, cpu_s(_calibrate) / CALIBRATION_S)
+    took_s = cpu_s(lambda: read(body))
+    assert took_s < CPU_S_MAX * slowness, f"{took_s * 1e3:.0f} ms on a machine {slowness:.1f} times as slow"
+
+
+def test_a_long_history_passes() -> None:
+    """A megabyte of text in 2,000 messages, with all the punctuation that texts have."""
+    text = 'She said: "Well, [this] is {it}, isn\'t it?" \\ \n' * 11
+    turns = [{"role": ("user", "assistant")[at % 2], "content": text, "name": None} for at in range(2000)]
+    body = json.dumps({"messages": turns}).encode()
+    assert len(body) > 1_000_000
+    assert len(validate(ChatRequest, parse_json(body)).messages) == 2000
+    parts = [{"role": "user", "content": [{"type": "text", "text": text}]} for _ in range(2000)]
+    assert len(validate(ChatRequest, parse_json(json.dumps({"messages": parts}).encode())).messages) == 2000
+
+
+def test_text_of_the_largest_size_passes() -> None:
+    for text in (b",", b":", b"[", "é".encode(), b"\\n", b"\\u00e9"):
+        assert read(filled(b'{"prompt":"', text, b'"}'))
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        (HOSTILE["400,000 nulls"], "values"),
+        (HOSTILE["many names"], "names"),
+        (HOSTILE["deep"], "lists and objects"),
+        (filled(b'{"prompt":["', b"\\n,", b'"]}'), "escapes"),
+        (b'{"prompt":"' + b"," * 200_000 + b'"}' + b'""' * 300_000, "strings"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_too_many_are_refused_by_name(body: bytes, says: str) -> None:
+    with pytest.raises(KVCommonsError, match=f"too many {says}"):
+        check_counts(body)
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(alphabet='",:[]{}\\né\u2028a', max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text('",:\\a', max_size=4), inner, max_size=4)
+    ),
+    max_leaves=20,
+)
+
+
+def _count(value: Any) -> tuple[int, int, int]:
+    """Values in lists and objects, names, lists and objects."""
+    if isinstance(value, dict | list):
+        inner = [_count(item) for item in (value.values() if isinstance(value, dict) else value)]
+        totals = [sum(column) for column in zip(*inner, strict=True)] or [0, 0, 0]
+        own = len(value)
+        return totals[0] + own, totals[1] + own * isinstance(value, dict), totals[2] + 1
+    return 0, 0, 0
+
+
+@settings(max_examples=300, deadline=None)
+@given(value=JSON_VALUES, ascii_only=st.booleans(), slice_bytes=st.integers(1, 9))
+def test_what_stands_in_strings_does_not_count(value: Any, ascii_only: bool, slice_bytes: int) -> None:
+    """However the body is cut into slices."""
+    body = json.dumps(value, ensure_ascii=ascii_only).encode()
+    slices = [body[start : start + slice_bytes] for start in range(0, len(body), slice_bytes)]
+    outside = b"".join(scan._outside_strings(slices))
+    values, names, containers = _count(value)
+    assert outside.count(b":") == names
+    assert outside.count(b"[") + outside.count(b"{") == containers
+    assert outside.count(b",") <= values <= outside.count(b",") + containers
