@@ -27,7 +27,7 @@ from services.router.metrics import RouterMetrics
 from services.router.plan import Text
 from services.router.queue import JobQueue
 from services.router.scheduling import scheduling
-from services.router.server import HttpServer
+from services.router.server import HttpServer, connection_table
 from services.router.serving import Serving
 from services.router.store import SessionStore
 from services.router.tenants import Tenants, parse_keys
@@ -95,11 +95,13 @@ async def _serving(config: RouterConfig, process: Process) -> Serving:
     )
     admission = Admission(queue, look_ahead)
     dispatch = Dispatch(fleet)
+    connections = connection_table(config)
     metrics = RouterMetrics(
         process.telemetry.registry,
         running=lambda: admission.running,
         waiting=lambda: admission.waiting,
         room_waiting=lambda: dispatch.lines.waiting,
+        connections=lambda: len(connections),
     )
     return Serving(
         config=config,
@@ -112,6 +114,7 @@ async def _serving(config: RouterConfig, process: Process) -> Serving:
         admission=admission,
         look_ahead=look_ahead,
         dispatch=dispatch,
+        connections=connections,
         metrics=metrics,
         tracer=process.telemetry.tracer,
         started_s=int(time.time()),

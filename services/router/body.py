@@ -16,22 +16,22 @@ from services.router.session_id import check_session_id
 B = TypeVar("B", bound=Body)
 
 SESSION_HEADERS = ("X-Session-ID", "session-id", "x-claude-code-session-id")
-_BODY_S = 60.0
 
 
 async def read_body(request: web.Request, schema: type[B], *, may_be_empty: bool = False) -> B:
-    """Raises InvalidInput, HTTPRequestEntityTooLarge, and TimeoutError when the body does not come in a
-    minute."""
+    """Raises InvalidInput, HTTPRequestEntityTooLarge, and TimeoutError when the body does not come in
+    time."""
     if "Idempotency-Key" in request.headers:
         raise UnsupportedParameter(
             "the header Idempotency-Key is not built yet: leave it out", param="Idempotency-Key"
         )
-    limit = request.app[SERVING].config.max_body_bytes
+    config = request.app[SERVING].config
+    limit = config.max_body_bytes
     announced = request.content_length or 0
     if announced > limit:  # no need to wait for it
         raise web.HTTPRequestEntityTooLarge(limit, announced)
     try:
-        async with asyncio.timeout(_BODY_S):
+        async with asyncio.timeout(config.body_s):
             body = await request.read()
     except web.RequestPayloadError:
         raise InvalidInput(

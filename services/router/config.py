@@ -31,9 +31,15 @@ class RouterConfig:
     max_body_bytes: int = 4 * 1024 * 1024
     truncation_ratio: float = 0.5  # of the context window, that goes when a session with "auto" does not fit
     replay_max: float = 4.0  # of prompts: at most so much is computed to make KV again behind truncations
+    max_connections: int = 4096  # of clients; fewer where the process may not open so many files
+    # Of one address (IPv6: one /64 network). Behind a proxy all clients are one: set it to max_connections
+    # there.
+    max_connections_per_address: int = 1024
+    head_s: float = 10.0  # from the beginning of a connection or request until its headers are there
+    body_s: float = 60.0  # from the headers until the body is there
     request_deadline_s: float = 600.0  # a request in all, its queueing included
     resume_deadline_s: float = 60.0  # how long a turn may go without a new token while its instances fail
-    client_stall_s: float = 60.0  # a client that reads nothing of its stream for so long loses its turn
+    client_stall_s: float = 60.0  # a client that reads nothing of its answer for so long loses its turn
     stall_s: float = 20.0  # a decode stream that is silent for so long is taken for dead
     commit_deadline_s: float = 30.0  # how long a commit is tried again while the kvstore is away
     durable_wait_ms: int = 2000  # how long a commit waits for the turn's KV to be on disk
@@ -54,7 +60,8 @@ class RouterConfig:
                 "random bytes to a file and set secret_file (KVCOMMONS_ROUTER__SECRET_FILE=FILE)",
                 param="secret_file",
             )
-        for name in ("max_running", "max_queue", "max_choices", "max_body_bytes", "lease_ms"):
+        sizes = ("max_running", "max_queue", "max_choices", "max_body_bytes", "lease_ms")
+        for name in (*sizes, "max_connections", "max_connections_per_address"):
             if getattr(self, name) < 1:
                 raise InvalidInput(f"router {name} must be at least 1", param=name)
         for name in ("overtakes_max", "look_ahead_jobs"):
@@ -64,7 +71,14 @@ class RouterConfig:
             raise InvalidInput("router truncation_ratio lies between 0 and 1", param="truncation_ratio")
         if not self.replay_max >= 0:
             raise InvalidInput("router replay_max must be at least 0", param="replay_max")
-        deadlines = ("request_deadline_s", "resume_deadline_s", "stall_s", "client_stall_s")
+        deadlines = (
+            "request_deadline_s",
+            "resume_deadline_s",
+            "stall_s",
+            "client_stall_s",
+            "head_s",
+            "body_s",
+        )
         for name in (*deadlines, "commit_deadline_s"):
             if not getattr(self, name) > 0:  # nor nan, which TOML can write
                 raise InvalidInput(f"router {name} must be more than 0", param=name)

@@ -58,6 +58,7 @@ async def gate(request: web.Request, handler: Handler) -> web.StreamResponse:
         try:
             if request.path not in _OPEN_PATHS:
                 request[TENANT] = serving.tenants.authenticate(request.headers.get("Authorization"))
+                serving.connections.serving(request.protocol)
             response = await handler(request)
         except asyncio.CancelledError:
             serving.metrics.disconnects.inc()

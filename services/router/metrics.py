@@ -17,9 +17,10 @@ class RouterMetrics:
         running: Callable[[], int],
         waiting: Callable[[], int],
         room_waiting: Callable[[], int],
+        connections: Callable[[], int],
     ) -> None:
         """They give choices when they are asked for: those of the job queue, and of its running ones those
-        that wait for room."""
+        that wait for room. `connections` gives open ones."""
         self.registry = registry
         self._running = running
         self._waiting = waiting
@@ -40,6 +41,16 @@ class RouterMetrics:
             "Choices that wait until decode has room for them.",
             registry=registry,
         ).set_function(room_waiting)
+        Gauge("kvcommons_http_connections", "Open connections of clients.", registry=registry).set_function(
+            connections
+        )
+        self.connections_closed = Counter(
+            "kvcommons_http_connections_closed_total",
+            "Connections that the router closed: head (no request came in time), unread (the client did not "
+            "read its answer), displaced (idle, and its place was needed), refused (none was idle).",
+            ["reason"],
+            registry=registry,
+        )
         self.errors = Counter(
             "kvcommons_request_errors_total",
             "Requests that ended with an error.",

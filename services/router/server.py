@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
+import resource
 from importlib.metadata import PackageNotFoundError, version
+from typing import Any
 
 from aiohttp import web
 
 from kvcommons.errors import Unavailable
 from services.router.api.routes import routes
 from services.router.api.unbuilt import unbuilt
+from services.router.config import RouterConfig
+from services.router.connections import ConnectionTable
 from services.router.gate import SERVING, add_request_id, gate
 from services.router.openapi import describe
 from services.router.protocol import Runner
@@ -18,6 +22,10 @@ from services.router.serving import Serving
 
 log = logging.getLogger(__name__)
 
+# What the process opens besides clients' connections: channels, logs, libraries.
+_OTHER_FILES = 256
+# A flood fills the kernel's queue of connections before the event loop gets to it.
+_BACKLOG = 1024
 _UNBUILT = ("/v1/responses", "/v1/conversations")
 
 
@@ -41,6 +49,29 @@ def application(serving: Serving) -> web.Application:
     return app
 
 
+def connection_table(config: RouterConfig) -> ConnectionTable[Any]:
+    """As many connections as the settings say, or as the process may have. Raises its limit of open files
+    (each connection is one) as far as it may."""
+    allowed, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = config.max_connections + _OTHER_FILES
+    if allowed != resource.RLIM_INFINITY and allowed < wanted:
+        allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    connections_max = config.max_connections
+    if allowed != resource.RLIM_INFINITY and allowed < wanted:
+        connections_max = max(1, allowed - _OTHER_FILES)
+        log.warning(
+            "the limit of open files (%d) has room for %d connections, not for max_connections = %d",
+            hard,
+            connections_max,
+            config.max_connections,
+        )
+    return ConnectionTable(
+        connections_max=connections_max,
+        per_address_max=min(connections_max, config.max_connections_per_address),
+    )
+
+
 class HttpServer:
     def __init__(self, serving: Serving) -> None:
         self._runner = Runner(application(serving), shutdown_timeout=serving.config.node.drain_s / 2)
@@ -51,7 +82,7 @@ class HttpServer:
     async def start(self) -> None:
         """Raises Unavailable when the address cannot be bound."""
         await self._runner.setup()
-        site = web.TCPSite(self._runner, self._bind, self._port)
+        site = web.TCPSite(self._runner, self._bind, self._port, backlog=_BACKLOG)
         try:
             await site.start()
         except OSError as error:

@@ -13,6 +13,7 @@ from kvcommons.rpc.directory import Directory
 from kvcommons.telemetry.trace import Tracer
 from services.router.admission import Admission
 from services.router.config import RouterConfig
+from services.router.connections import ConnectionTable
 from services.router.dispatch import Dispatch
 from services.router.fleet import Fleet
 from services.router.look_ahead import LookAhead
@@ -39,6 +40,7 @@ class Serving:
     admission: Admission
     look_ahead: LookAhead
     dispatch: Dispatch
+    connections: ConnectionTable[Any]  # of the HTTP server's protocols
     metrics: RouterMetrics
     tracer: Tracer
     started_s: int  # since the epoch

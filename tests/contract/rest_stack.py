@@ -180,7 +180,7 @@ async def stack(
     running = [Engine(folder, f"engine{at}", script, MODEL) for at in range(engines)]
     for engine in running:
         await engine.start()
-    port = _free_port()
+    port = free_port()
     config = RouterConfig(
         node=Node(listen=f"unix:{folder}/router.sock", drain_s=2.0),
         ledger=(ledger.address,),
@@ -211,7 +211,7 @@ async def stack(
         http=http,
     )
     try:
-        await eventually(lambda: _listens(port) or router.done())
+        await eventually(lambda: listens(port) or router.done())
         if not router.done():
             yield served
     finally:
@@ -224,12 +224,12 @@ async def stack(
         await ledger.stop()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
-def _listens(port: int) -> bool:
+def listens(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
