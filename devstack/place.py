@@ -46,13 +46,21 @@ class Claim:
                 f"{data} is in use by another stack (process {holder}): stop it, or choose another --data",
                 param="data",
             ) from None
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, str(os.getpid()).encode(), 0)
-        self._remove_stale_runtime(data)
-        self.place = Place(data=data, runtime=_new_runtime())
-        self.place.logs.mkdir(exist_ok=True)
-        _make_secret(self.place.secret_file)
-        self.record({})
+        try:
+            os.ftruncate(self._lock, 0)
+            os.pwrite(self._lock, str(os.getpid()).encode(), 0)
+            self._remove_stale_runtime(data)
+            self.place = Place(data=data, runtime=_new_runtime())
+            self.place.logs.mkdir(exist_ok=True)
+            _make_secret(self.place.secret_file)
+            self.record({})
+        except OSError as error:
+            os.close(self._lock)
+            raise InvalidInput(
+                f"the data directory {data} cannot be written: {error.strerror}; "
+                "make room on its disk, or choose another --data",
+                param="data",
+            ) from error
 
     def record(self, facts: Mapping[str, Any]) -> None:
         """Notes facts about the running stack (address, processes) where tools and tests find them."""

@@ -17,6 +17,7 @@ from kvcommons.rpc.process import Process, run
 from kvcommons.rpc.server import RpcServer
 from kvcommons.transport.metrics import DataMetrics
 from kvcommons.transport.server import DataServer
+from services.kvstore.ballast import Ballast, reserve_bytes
 from services.kvstore.blocks import BlockStore, BlockStoreSettings
 from services.kvstore.clock import SystemClock
 from services.kvstore.config import Config
@@ -36,6 +37,8 @@ from services.kvstore.witness import KEPT, witnessed
 log = logging.getLogger(__name__)
 
 _MARK_S = 1.0
+# What opening the databases writes: new logs, and what the old ones held.
+START_BYTES = 16 << 20
 RPC_THREADS = 4  # RocksDB holds the GIL: more would only wait for each other
 
 
@@ -43,10 +46,13 @@ async def serve(config: Config, process: Process) -> None:
     """Opens the data folder, serves until told to stop, and leaves everything on disk."""
     folder = await asyncio.to_thread(DataFolder, config.data)
     try:
-        store = await asyncio.to_thread(_open_blocks, folder, config)
+        reserve = reserve_bytes(config.data, config.disk_reserve_bytes)
+        ballast = Ballast(folder.ballast, reserve)
+        await asyncio.to_thread(folder.make_room, ballast, min(START_BYTES, ballast.size_bytes))
+        store = await asyncio.to_thread(_open_blocks, folder, config, ballast, reserve)
         try:
             mark = Mark(folder.mark)
-            sessions = await asyncio.to_thread(_open_sessions, folder, config, store, mark)
+            sessions = await asyncio.to_thread(_open_sessions, folder, config, store, mark, ballast)
             try:
                 marking = asyncio.create_task(_keep(mark), name="mark")
                 try:
@@ -105,17 +111,17 @@ async def _serve(config: Config, process: Process, store: BlockStore, sessions: 
         executor.shutdown(wait=True)
 
 
-def _open_blocks(folder: DataFolder, config: Config) -> BlockStore:
+def _open_blocks(folder: DataFolder, config: Config, ballast: Ballast, reserve: int) -> BlockStore:
     """Without what an index that is damaged had named: KV is a cache, and is computed again."""
     try:
-        return _blocks(folder, config)
+        return _blocks(folder, config, ballast, reserve)
     except DamagedDatabase as error:
         log.error("%s. It is set aside, and the blocks on disk are given up", error.message)
     folder.set_index_aside()
-    return _blocks(folder, config)
+    return _blocks(folder, config, ballast, reserve)
 
 
-def _blocks(folder: DataFolder, config: Config) -> BlockStore:
+def _blocks(folder: DataFolder, config: Config, ballast: Ballast, reserve: int) -> BlockStore:
     settings = BlockStoreSettings(
         dram_bytes=config.dram_bytes,
         disk_bytes=config.disk_bytes,
@@ -127,7 +133,7 @@ def _blocks(folder: DataFolder, config: Config) -> BlockStore:
         staging_s=config.staging_s,
         scrub_bytes_per_s=config.scrub_bytes_per_s,
     )
-    medium = Medium.local(folder.slabs, folder.index)
+    medium = Medium.local(folder.slabs, folder.index, ballast, reserve)
     try:
         return BlockStore(medium, settings)
     except KVCommonsError:
@@ -135,10 +141,12 @@ def _blocks(folder: DataFolder, config: Config) -> BlockStore:
         raise
 
 
-def _open_sessions(folder: DataFolder, config: Config, store: BlockStore, mark: Mark) -> ShardSessions:
+def _open_sessions(
+    folder: DataFolder, config: Config, store: BlockStore, mark: Mark, ballast: Ballast
+) -> ShardSessions:
     """Raises DataLoss where what was committed is not all there."""
     name = folder_name(config.data, config.shard)
-    table = witnessed(open_sessions(folder.sessions), KEPT, meta=META, path=folder.sessions)
+    table = witnessed(open_sessions(folder.sessions, ballast), KEPT, meta=META, path=folder.sessions)
     try:
         table.begin(mark)
         return ShardSessions(

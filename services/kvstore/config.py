@@ -23,6 +23,9 @@ class Config:
         1 << 30
     )  # of blocks in memory; the process takes up to 200 MB beside them
     disk_bytes: Annotated[int, Ge(0)] = 16 << 30  # of slab files at most; they grow as blocks come
+    # Left free on the disk, for sessions and for others: KV stops growing there, and gives room back below
+    # it. At most a quarter of the file system.
+    disk_reserve_bytes: Annotated[int, Ge(0)] = 256 << 20
     policy: str = DEFAULT  # which blocks go first when a tier is full: docs/replay.md has the names
     dram_buffer: Annotated[float, Ge(0), Lt(1)] = 0.02  # share of DRAM kept free, so that what comes has room
     block_ttl_s: Annotated[int, Ge(0)] = 0  # blocks that nobody uses for so long go; 0: when room is wanted

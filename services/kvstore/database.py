@@ -28,6 +28,7 @@ from rocksdict import (
 )
 
 from kvcommons.errors import DataLoss, StoreUnavailable
+from services.kvstore.ballast import Ballast
 
 log = logging.getLogger(__name__)
 
@@ -71,8 +72,10 @@ class Settling(Table, Protocol):
 class Database:
     """A table in RocksDB."""
 
-    def __init__(self, path: Path, families: Sequence[str]) -> None:
+    def __init__(self, path: Path, families: Sequence[str], ballast: Ballast | None = None) -> None:
+        """`ballast` is thrown off where there is no room to write."""
         self._path = path
+        self._ballast = ballast
         self._families = families
         self._lock = threading.Lock()
         self._cache = Cache(4 * _MIB)
@@ -164,7 +167,7 @@ class Database:
         if time.monotonic() < self._reopen_after:
             raise StoreUnavailable(f"the database {self._path} failed a moment ago; it is tried again soon")
         try:
-            self._check_room()  # once closed on a full disk, it could not even be read
+            self._make_room()  # once closed on a full disk, it could not even be read
             self._close()
             self._open()
         except Exception as error:
@@ -176,8 +179,16 @@ class Database:
         self._reopen_after = None
         log.warning("the database %s was opened again after a failed write", self._path)
 
+    def _make_room(self) -> None:
+        """For the database to be opened again. Raises OSError."""
+        try:
+            self._check_room()
+        except OSError:
+            if self._ballast is None or not self._ballast.throw_off():
+                raise
+            self._check_room()
+
     def _check_room(self) -> None:
-        """Raises OSError."""
         with tempfile.TemporaryFile(dir=self._path) as file:
             os.posix_fallocate(file.fileno(), 0, _REOPEN_BYTES)
 
@@ -187,7 +198,9 @@ class Database:
         options.create_missing_column_families(True)
         options.set_paranoid_checks(True)
         options.set_wal_recovery_mode(DBRecoveryMode.tolerate_corrupted_tail_records())
-        options.set_max_total_wal_size(32 * _MIB)
+        # What is in the log when the process dies is written once more at the next start, on a full disk too.
+        options.set_max_total_wal_size(8 * _MIB)
+        options.set_manifest_preallocation_size(_MIB // 16)
         options.set_max_background_jobs(2)
         options.set_max_open_files(128)
         options.set_keep_log_file_num(2)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from services.kvstore.ballast import free_bytes
 from services.kvstore.tier import PAGE_BYTES
 
 log = logging.getLogger(__name__)
@@ -48,6 +49,9 @@ class DiskFile(Protocol):
 
 class Disk(Protocol):
     """One folder of such files."""
+
+    def free_bytes(self) -> int:
+        """What can still be written."""
 
     def names(self) -> list[str]:
         """Of the files that are there, in order."""
@@ -82,6 +86,9 @@ class LocalDisk:
                 folder,
             )
         self._punch = _fallocate()
+
+    def free_bytes(self) -> int:
+        return free_bytes(self._folder)
 
     def names(self) -> list[str]:
         return sorted(path.name for path in self._folder.iterdir())

@@ -6,17 +6,22 @@
 <data>/index/      RocksDB: block index
 <data>/index.damaged/  the last one that could not be read, for whoever wants to know why
 <data>/sessions/   RocksDB: session records and turn leases
+<data>/ballast     takes room only (ballast.py)
 <data>/sessions.mark   how far the sessions had come (mark.py)
 """
 
 from __future__ import annotations
 
 import fcntl
+import logging
 import os
 import shutil
 from pathlib import Path
 
 from kvcommons.errors import Conflict, DataLoss, StoreUnavailable
+from services.kvstore.ballast import Ballast, free_bytes
+
+log = logging.getLogger(__name__)
 
 FORMAT = "kvcommons-kvstore 1"
 
@@ -37,6 +42,7 @@ class DataFolder:
         self.index = root / "index"
         self.sessions = root / "sessions"
         self.mark = root / "sessions.mark"
+        self.ballast = root / "ballast"
         try:
             root.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -57,6 +63,28 @@ class DataFolder:
 
     def close(self) -> None:
         os.close(self._lock)
+
+    def make_room(self, ballast: Ballast, needed_bytes: int) -> None:
+        """Before anything is opened: databases write when they are opened, and a full disk would not let
+        them.
+
+        First the ballast goes, then slab files, the one that was not written for longest first: their blocks
+        can be computed again. Raises StoreUnavailable where that is not enough. """
+        root = self.ballast.parent
+        if free_bytes(root) >= needed_bytes:
+            return
+        ballast.throw_off()
+        slabs = sorted(self.slabs.glob("slab-*"), key=lambda path: path.stat().st_mtime, reverse=True)
+        while free_bytes(root) < needed_bytes and slabs:
+            log.warning(
+                "the disk is full: slab file %s is given up, its blocks will be computed again", slabs[-1]
+            )
+            slabs.pop().unlink()
+        if (free := free_bytes(root)) < needed_bytes:
+            raise StoreUnavailable(
+                f"the disk of {root} is full: {free} bytes are free, and to open the sessions takes "
+                f"{needed_bytes}; nothing of the kvstore is left to give up, so make room on the disk"
+            )
 
     def set_index_aside(self) -> None:
         """The next index is a new one, and so are the slab files: those that no index names are deleted.

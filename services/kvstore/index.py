@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from services.kvstore.ballast import Ballast
 from services.kvstore.database import Database, Put, Settling
 from services.kvstore.folder import UnknownFormat
 from services.kvstore.tier import Slot
@@ -97,9 +98,9 @@ def decode_key(key: bytes) -> tuple[bytes, bytes]:
     return key[2 : 2 + length], key[2 + length :]
 
 
-def open_index(path: Path) -> Database:
+def open_index(path: Path, ballast: Ballast | None = None) -> Database:
     """The index's database. Raises StoreUnavailable, DamagedDatabase."""
-    return Database(path, [_BLOCKS, _META])
+    return Database(path, [_BLOCKS, _META], ballast)
 
 
 class BlockIndex:

@@ -109,6 +109,14 @@ class Room:
             gone.append(self._evict_disk_copy(victim))
         return gone
 
+    def evict_oldest(self, count: int, size_bytes: int) -> list[Doomed]:
+        """Up to `count` disk copies of the model that is used least, as many as make up `size_bytes`."""
+        region = self.disk.oldest()
+        space = self.spaces.get(region.shape.model) if region is not None else None
+        if space is None:
+            return []
+        return self.evict_disk(space, min(count, -(-size_bytes // space.shape.slot_bytes)))
+
     def empty_disk_region(self, space: Space) -> tuple[Region, list[Doomed]] | None:
         """A region of another model, unused for longer than any of this one's, and its copies."""
         region = self._surplus(self.disk, space)

@@ -17,6 +17,7 @@ from kvcommons.errors import AlreadyExists, InvalidInput, SessionNotFound
 from kvcommons.pb import kvstore_pb2 as pb
 from kvcommons.shards import session_key
 from services.kvstore import session as rules
+from services.kvstore.ballast import Ballast
 from services.kvstore.clock import Clock
 from services.kvstore.database import DamagedDatabase, Database, Put, Table
 from services.kvstore.families import HEADS, LEASES, META, RECORDS, STAMPS
@@ -38,10 +39,10 @@ class Committed:
     new: bool
 
 
-def open_sessions(path: Path) -> Database:
+def open_sessions(path: Path, ballast: Ballast | None = None) -> Database:
     """The sessions' database. Raises StoreUnavailable, DamagedDatabase."""
     try:
-        return Database(path, [RECORDS, HEADS, LEASES, META, USES, STAMPS])
+        return Database(path, [RECORDS, HEADS, LEASES, META, USES, STAMPS], ballast)
     except DamagedDatabase as error:
         raise DamagedDatabase(
             f"{error.message}. It has the tokens of all sessions: restore it from a backup, or repair it; to "

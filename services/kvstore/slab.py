@@ -72,6 +72,10 @@ class SlabFiles:
         self._open: dict[int, tuple[DiskFile, BlockShape]] = {}
         self._punches = True
 
+    def free_bytes(self) -> int:
+        """What the disk still has room for."""
+        return self._disk.free_bytes()
+
     def discover(self) -> list[tuple[int, BlockShape, int]]:
         """Opens what is there: (number, shape, slots) of each.
 

@@ -8,6 +8,7 @@ whole.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -73,7 +74,9 @@ class Tier:
     def __init__(self, capacity_bytes: int, region_bytes: int, *, overhead_bytes: int = 0) -> None:
         self.capacity_bytes = capacity_bytes
         self.regions: dict[int, Region] = {}
-        self.growth_frozen = False  # while the medium refuses more, only slots written before are given
+        # What may still be written where nothing was written before; without it, only slots that have room
+        # behind them are given.
+        self.growth_bytes: float = math.inf
         self._region_bytes = region_bytes
         self._overhead_bytes = overhead_bytes  # of a region, beside its slots
         self._next_number = 1
@@ -113,8 +116,9 @@ class Tier:
                 return Slot(region.number, region.recycled.pop())
             if fresh is None and (region.unwritten or region.fresh < region.slots):
                 fresh = region
-        if fresh is None or self.growth_frozen:
+        if fresh is None or self.growth_bytes < shape.slot_bytes:
             return None
+        self.growth_bytes -= shape.slot_bytes
         fresh.taken += 1
         if fresh.unwritten:
             return Slot(fresh.number, fresh.unwritten.pop())
@@ -159,7 +163,7 @@ class Tier:
 
     def growth_slots(self, shape: BlockShape) -> int:
         """How many slots a further region may have within the capacity; 0: none."""
-        if self.growth_frozen:
+        if self.growth_bytes < shape.slot_bytes + self._overhead_bytes:
             return 0
         room = (self.capacity_bytes - self.used_bytes - self._overhead_bytes) // shape.slot_bytes
         return min(max(0, room), max(1, self._region_bytes // shape.slot_bytes))
@@ -194,6 +198,10 @@ class Tier:
         region = self.regions.get(slot.region)
         if region is not None:
             region.last_used = tick
+
+    def oldest(self) -> Region | None:
+        """The region that has gone unused for longest."""
+        return min(self.regions.values(), key=lambda region: region.last_used, default=None)
 
     def oldest_other(self, shape: BlockShape) -> Region | None:
         """The region of another model that has gone unused for longest."""

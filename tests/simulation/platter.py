@@ -60,6 +60,13 @@ class Platter:
     def allocated_pages(self) -> int:
         return sum(len(content.allocated) for content in self.files.values())
 
+    def free_bytes(self) -> int:
+        """Too much now and then: somebody else writes, too."""
+        room = self._machine.room_pages
+        if room is None or self._machine.strikes(0.5):
+            return 1 << 40
+        return (room - self.allocated_pages) * PAGE_BYTES
+
     def names(self) -> list[str]:
         return sorted(self.files)
 

@@ -75,12 +75,12 @@ def test_frozen_growth_leaves_slots_written_before() -> None:
     assert written is not None
     assert failed is not None
     tier.give_unwritten(failed)
-    tier.growth_frozen = True
+    tier.growth_bytes = 0
     assert tier.take(SMALL) is None
     assert tier.growth_slots(SMALL) == 0
     tier.give(written)
     assert tier.take(SMALL) == written
-    tier.growth_frozen = False
+    tier.growth_bytes = 3 * PAGE_BYTES
     assert tier.take(SMALL) == failed
     assert len(take_all(tier, SMALL)) == 2
 
