@@ -265,12 +265,12 @@ class _Load(Replacing):
         from kvcommons.engine.keeper import BlockKeeper
         from kvcommons.holder.budget import AttentionBudget
         from kvcommons.placement.auto import Rates
-        from services.decode.engine import DecodeEngine
+        from services.decode.decode_engine import decode_engine
 
         core, setting = self._core, self._setting
         saver = BlockSaver("bench", buffer_bytes=1 << 20)
         keeper = BlockKeeper(core, saver)
-        engine = DecodeEngine(
+        engine = decode_engine(
             core, max_batch=self._batch, may_borrow=False, attend_deadline_s=CALL_S, rates=Rates(),
             budget=AttentionBudget(1.0), keeper=keeper, callbacks=self, metrics=self,
             pipelining=self._pipelining,

@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import copy_context
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,23 +25,28 @@ from benchmarks.paced_link import PacedLink
 from benchmarks.report import Report, Row, p50
 from kvcommons.blockstore.loader import BlockLoader
 from kvcommons.blockstore.saver import BlockSaver
-from kvcommons.engine.chunk import Chunk
+from kvcommons.engine.chunk_rows import ChunkRows, logits
 from kvcommons.engine.core import Core, make_core
+from kvcommons.engine.engine import Engine
 from kvcommons.engine.history import Histories
 from kvcommons.engine.keeper import BlockKeeper, KeptRun
+from kvcommons.engine.load_or_compute import AlwaysLoad
+from kvcommons.engine.preloading import Preloading
+from kvcommons.engine.prompt import First, Prompt
+from kvcommons.engine.prompt_engine import prompt_engine
+from kvcommons.engine.prompt_memory import WholePrompt
+from kvcommons.engine.prompts import Prompts
+from kvcommons.engine.read_buffer import ReadBuffer
 from kvcommons.engine.request import Request
+from kvcommons.engine.scheduler import Scheduler
+from kvcommons.engine.sequence import Sequence as Computed
 from kvcommons.errors import Internal, KVCommonsError
 from kvcommons.model.sampling import SamplingParams
 from kvcommons.rblock.identity import IdentityChain
 from kvcommons.telemetry.trace import Tracer
 from kvcommons.transport.deadline import Deadline
-from services.prefill.cost import AlwaysLoad
-from services.prefill.engine import PrefillEngine
-from services.prefill.job import First, Job
-from services.prefill.preloading import Preloading
+from services.prefill.handover import HandOver
 from services.prefill.push import Delivery, Pusher
-from services.prefill.read_buffer import ReadBuffer
-from services.prefill.spread import Holders
 
 SALT = bytes(32)
 STEPS = 20  # of decode, as in the paper
@@ -70,6 +74,15 @@ class Timed:
 
     first: First
     at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefill:
+    """An engine that computes prompts, and what they need."""
+
+    engine: Engine
+    pusher: Pusher
+    memory: WholePrompt
 
 
 class Trials:
@@ -103,62 +116,63 @@ class Trials:
         return make_core(self._core.model, self._core.info, capacity_tokens=room)
 
     @contextmanager
-    def engine(self, core: Core, read_buffer: ReadBuffer) -> Iterator[PrefillEngine]:
+    def engine(self, core: Core, read_buffer: ReadBuffer) -> Iterator[Prefill]:
         """Not started yet: jobs that are submitted before it is begin together."""
         pusher = Pusher(core.memory, core.allocator, call_deadline_s=5.0)
-        engine = PrefillEngine(
+        preloading = Preloading(core, Histories(core, self.loader), self.cost, read_buffer)
+        scheduler, keeper = Scheduler(max_queue=4, max_prompts=4), BlockKeeper(core, self.saver)
+        prompts = Prompts(
             core,
+            scheduler,
             chunk_tokens=-(-BEFORE_TOKENS // core.block_tokens) * core.block_tokens,
-            max_running=4,
-            max_queue=4,
-            pusher=pusher,
-            keeper=BlockKeeper(core, self.saver),
-            holders=Holders(core.layout, attend_deadline_s=5.0),
+            keeper=keeper,
             cost=self.cost,
-            preloading=Preloading(core, Histories(core, self.loader), self.cost, read_buffer),
+            preloading=preloading,
             tracer=Tracer.off(),
         )
+        engine = prompt_engine(core, scheduler, prompts, keeper)
         try:
-            yield engine
+            yield Prefill(engine=engine, pusher=pusher, memory=WholePrompt(core, preloading, prompts.claims))
         finally:
             engine.stop(5.0)
             pusher.stop()
 
-    def run(self, engine: PrefillEngine, prompts: Sequence[tuple[tuple[int, ...], int, bool]]) -> list[Timed]:
+    def run(self, prefill: Prefill, prompts: Sequence[tuple[tuple[int, ...], int, bool]]) -> list[Timed]:
         """Jobs of (tokens, blocks in the store, save) together, in order."""
         done = threading.Semaphore(0)
         results: dict[int, Timed | KVCommonsError] = {}
 
-        def listener(key: int) -> Callable[[int | First | KVCommonsError], None]:
+        def listener(number: int) -> Callable[[int | First | KVCommonsError], None]:
             def hear(event: int | First | KVCommonsError) -> None:
                 if isinstance(event, int):
                     return
-                results[key] = (
+                results[number] = (
                     Timed(first=event, at_s=time.monotonic()) if isinstance(event, First) else event
                 )
                 done.release()
 
             return hear
 
-        for key, (tokens, matched, save) in enumerate(prompts):
-            job = self._job(key, tokens, matched, save)
-            copy_context().run(engine.submit, job, Delivery(Deadline.after(WAIT_S), ""), listener(key))
-        engine.start()
+        for number, (tokens, matched, save) in enumerate(prompts):
+            delivery = Delivery(Deadline.after(WAIT_S), "")
+            sink = HandOver(prefill.pusher, delivery, (), 0, listener(number))
+            prefill.engine.submit(self._prompt(prefill, sink, tokens, matched, save))
+        prefill.engine.start()
         timed: list[Timed] = []
         for _ in prompts:
             if not done.acquire(timeout=WAIT_S):
                 raise Internal("a job did not end in time")
-        for key in range(len(prompts)):
-            result = results[key]
+        for number in range(len(prompts)):
+            result = results[number]
             if isinstance(result, KVCommonsError):
                 raise result
             timed.append(result)
         return timed
 
-    def _job(self, key: int, tokens: tuple[int, ...], matched: int, save: bool) -> Job:
-        info = self._core.info
-        chain = IdentityChain(SALT, info.fingerprint, info.block_tokens)
-        chain.extend(tokens)
+    def _prompt(
+        self, prefill: Prefill, sink: HandOver, tokens: tuple[int, ...], matched: int, save: bool
+    ) -> Prompt:
+        info, key = self._core.info, prefill.engine.new_key()
         request = Request(
             request_id=f"job-{key}",
             session_id="",
@@ -173,13 +187,14 @@ class Trials:
             no_reuse=False,
         )
         now = time.monotonic()
-        return Job(
-            key=key,
-            request=request,
-            block_tokens=info.block_tokens,
+        return Prompt(
+            sequence=Computed(
+                key=key, request=request, block_tokens=info.block_tokens, chain=request.chain(info)
+            ),
+            sink=sink,
+            memory=prefill.memory,
             deadline_s=now + WAIT_S,
             submitted_s=now,
-            ids=chain.ids,
         )
 
     def kept(self, core: Core, tokens: tuple[int, ...]) -> KeptRun:
@@ -298,11 +313,7 @@ def _decode(core: Core, blocks: tuple[int, ...]) -> None:
     tokens = [1] * (length + STEPS)
     with torch.inference_mode():
         for position in range(length, length + STEPS):
-            chunk = Chunk(core, tokens, range(position, position + 1), [*blocks, *more])
-            for layer in range(core.layout.layers):
-                chunk.write(layer)
-                chunk.attend(layer)
-            chunk.logits()
+            logits(core, ChunkRows(core, tokens, range(position, position + 1), [*blocks, *more]), [0])
     core.allocator.release(more)
 
 

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from kvcommons.engine.core import Core
-    from kvcommons.engine.iteration import Iteration
     from kvcommons.engine.sequence import Run
     from kvcommons.holder.client import RemoteHolder
 
@@ -225,10 +224,12 @@ class _Stepper:
     def step(self) -> float:
         """Seconds."""
         from kvcommons.engine.iteration import Iteration
+        from kvcommons.engine.token_rows import TokenRows
 
-        iteration: Iteration = Iteration(self._core, self._remote, self._batch, CALL_S, self._rates)
-        (token,) = iteration.run()
-        for error in iteration.lost.values():
+        rows = TokenRows(self._core, self._remote, self._batch, CALL_S, self._rates)
+        iteration = Iteration(self._core, [rows])
+        ((token,),) = iteration.run()
+        for error in [*rows.lost.values(), *iteration.failures.values()]:
             raise error
         self._sequence.append(token.token)
         self._batch.step()

@@ -28,7 +28,7 @@ from kvcommons.pb import common_pb2, data_pb2
 from kvcommons.placement.auto import Rates
 from kvcommons.transport.base import Observation
 from kvcommons.transport.server import DataServer, Exchange, Handler
-from services.decode.engine import DecodeEngine
+from services.decode.decode_engine import decode_engine
 from services.decode.staggering.lanes import Mode
 from services.decode.staggering.rotation import Rotation
 
@@ -91,7 +91,7 @@ class Replica(Replacing):
         self._rotation.start()
         self._saver = BlockSaver("bench", buffer_bytes=1 << 20)
         self._keeper = BlockKeeper(core, self._saver)
-        self._engine = DecodeEngine(
+        self._engine = decode_engine(
             core, max_batch=max(sequences, 1), may_borrow=False, attend_deadline_s=CALL_S, rates=Rates(),
             budget=budget, keeper=self._keeper, callbacks=self, metrics=self, rotation=self._rotation,
         )  # fmt: skip

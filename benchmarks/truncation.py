@@ -65,7 +65,7 @@ class Runner:
         """Logits [len(tokens), vocab] after appending them; of those that had no KV before as well."""
         import torch
 
-        from kvcommons.engine.chunk import Chunk
+        from kvcommons.engine.chunk_rows import ChunkRows, logits
         from kvcommons.engine.truncated import Truncated
 
         core = self._core
@@ -77,18 +77,15 @@ class Runner:
             head_tokens=self._head if shifted else 0,
             dropped_tokens=context.dropped_tokens if shifted else 0,
         )
-        logits = []
+        found = []
         with torch.inference_mode():
             while context.done_tokens < len(context.tokens):
                 end = min(context.done_tokens + CHUNK_TOKENS, len(context.tokens))
                 rows = range(context.done_tokens, end)
-                chunk = Chunk(core, context.tokens, rows, context.blocks, truncated)
-                for layer in range(core.layout.layers):
-                    chunk.write(layer)
-                    chunk.attend(layer)
-                logits.append(chunk.logits(range(len(rows))))
+                chunk = ChunkRows(core, context.tokens, rows, context.blocks, truncated)
+                found.append(logits(core, chunk, range(len(rows))))
                 context.done_tokens = end
-            return torch.cat(logits)[-len(tokens) :]
+            return torch.cat(found)[-len(tokens) :]
 
     def truncated(self, context: Context, scheme: str, dropped_tokens: int) -> Context:
         """`context` after an overflow, as a scheme has it. Blocks that are used on are shared."""

@@ -1,135 +1,152 @@
-"""One iteration: a token for each row of a batch, slice by slice, with attention here and elsewhere between
-them."""
+"""One iteration: rows of any number of sequences go through the model together, and each attends over its own
+KV between two slices.
+
+The unit of work is a span: positions of one sequence. A running sequence's span is its last token; a prompt's
+is a chunk of it. Spans of one token are attended for together (`TokenRows`), each longer one by itself
+(`PromptSpan`).
+"""
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from kvcommons.attention.partial import BatchPlan, Partial
-from kvcommons.engine.batch import Batch, Queries
 from kvcommons.engine.core import Core
 from kvcommons.engine.iteration_timing import IterationTiming
-from kvcommons.engine.remote.attention import RemoteAttention
-from kvcommons.engine.remote.messages import NewRows
 from kvcommons.engine.slices import Here, Slices
-from kvcommons.errors import KVCommonsError
+from kvcommons.model.sampling import SamplingRow
 from kvcommons.model.slices import State
 from kvcommons.pb import common_pb2 as pb
-from kvcommons.placement.auto import Rates
 
-_READ_BYTES = 1 << 20
+log = logging.getLogger(__name__)
+
+
+class Rows(Protocol):
+    """Rows of an iteration that attend together."""
+
+    @property
+    def tokens(self) -> Tensor:
+        """LongTensor [rows]."""
+
+    @property
+    def positions(self) -> Tensor:
+        """LongTensor [rows]: for which they are rotated."""
+
+    def open(self, timing: IterationTiming) -> None:
+        """The iteration begins; what it takes is added to `timing`."""
+
+    def attend(self, layer: int, state: State, *, needed: bool) -> Tensor | None:
+        """Stores the rows' K and V of a layer, and attends over all that they see: [rows, query_heads,
+        head_dim] float32. None, maybe, where it is not `needed`."""
+
+    def sampling(self) -> list[SamplingRow]:
+        """For the rows at the end after which a token is sampled."""
+
+    def close(self) -> None:
+        """The iteration has ended, whether it went well or not."""
 
 
 class Iteration:
-    """Use once. Rows in `lost` have no valid token: their sequences' KV is not there any more."""
+    """Use once. What fails for some rows ends theirs alone (`failures`)."""
 
-    def __init__(
-        self,
-        core: Core,
-        remote: RemoteAttention,
-        batch: Batch,
-        attend_deadline_s: float,
-        rates: Rates,
-        slices: Slices | None = None,
-    ) -> None:
+    def __init__(self, core: Core, groups: Sequence[Rows], slices: Slices | None = None) -> None:
         """`slices`: where they are computed; None: here, without taking turns."""
         self._core = core
-        self._remote = remote
-        self.batch = batch
+        self.groups = groups
         self._slices = slices or Here(core.model)
+        self._ends = list(accumulate(len(group.tokens) for group in groups))
+        self.rows = self._ends[-1]
+        self.failures: dict[int, Exception] = {}  # by the group's number
         self.timing = IterationTiming()
-        self._rows = core.memory.rows_of(batch.slots())
-        self._remote_step = remote.begin(batch, attend_deadline_s, self.timing, (core.memory, self._rows))
-        self._plans: dict[int | None, BatchPlan] = {}
-        self._all_append = len(batch.append_rows) == len(batch.sequences)
-        self._head_rotation = core.model.rotation(batch.positions) if batch.has_heads else None
-        self._rates = rates
 
-    @property
-    def lost(self) -> dict[int, KVCommonsError]:
-        return self._remote_step.lost
-
-    def run(self) -> list[pb.SampledToken]:
-        """A sampled token for each row, lost ones included."""
-        started = time.monotonic()
+    def run(self) -> list[list[pb.SampledToken]]:
+        """The tokens sampled for each group; none for a group that failed or goes on."""
+        began_s = time.monotonic()
+        opened: list[Rows] = []
         try:
+            for group in self.groups:
+                group.open(self.timing)
+                opened.append(group)
             tokens = self._run()
         finally:
-            self._remote.end(self._remote_step)
-        self._observe()
-        self.timing.seconds = time.monotonic() - started
+            for group in opened:
+                group.close()
+        self.timing.seconds = time.monotonic() - began_s
         return tokens
 
-    def _run(self) -> list[pb.SampledToken]:
-        slices, timing, batch = self._slices, self.timing, self.batch
-        state = slices.begin(timing, batch.tokens, batch.positions + batch.dropped)
-        last = self._core.layout.layers - 1
-        for layer in range(last):
-            state = slices.advance(timing, layer, state, self._attend(layer, state))
-        sampling = [sequence.sampling_row() for sequence in batch.sequences]
-        return slices.end(timing, state, self._attend(last, state), sampling)
-
-    def _attend(self, layer: int, state: State) -> Tensor:
-        """[B, H, D] float32: other holders are asked first, and answer while the local part is computed."""
-        batch, model = self.batch, self._core.model
-        step = self._remote_step
-        queries = Queries(plain=state.q)
-        if self._head_rotation is not None:
-            queries = Queries(plain=state.q, shifted=model.shifted_query(state, self._head_rotation))
-        if batch.plain:
-            self._write(layer, state)
-            return self._attend_here(layer, state.q).out
-        new = NewRows(layer, queries, state.k, state.v)
-        asked = self._remote.ask(step, new)
+    def run_or_fail(self) -> list[list[pb.SampledToken]] | None:
+        """As `run`; None, and a line in the log, where it fails as a whole."""
         try:
-            if step.asks is None:
-                self._write(layer, state)
-            here = None
-            if len(batch.part_rows):
-                whole = batch.part_groups[0].whole and not len(batch.part_heads)
-                q = state.q if whole else queries.of(batch.part_rows, batch.part_heads)
-                here = self._attend_here(layer, q, step.here)
-            return self._remote.collect(step, asked, new, here).out
-        except BaseException:
-            self._remote.cancel(asked)
-            raise
+            return self.run()
+        except Exception:
+            log.exception("an iteration failed", extra={"rows": self.rows})
+            return None
 
-    def _attend_here(self, layer: int, q: Tensor, into: Partial | None = None) -> Partial:
-        """q [parts, H, D]; `into` as BatchPlan has it."""
-        core, began_s = self._core, time.monotonic()
-        plan = self._plan(core.model.window(layer))
-        partial = plan.attend(q, core.memory.layer(layer), core.model.scale, into)
-        self.timing.here_s += time.monotonic() - began_s
-        return partial
+    def _run(self) -> list[list[pb.SampledToken]]:
+        timing, slices = self.timing, self._slices
+        state = slices.begin(
+            timing,
+            _joined([group.tokens for group in self.groups]),
+            _joined([group.positions for group in self.groups]),
+        )
+        for layer in range(self._core.layout.layers - 1):
+            attention = self._attend(layer, state)
+            if attention is None:
+                return [[] for _ in self.groups]
+            state = slices.advance(timing, layer, state, attention)
+        return self._sample(state)
 
-    def _observe(self) -> None:
-        """What a small read takes says little of how quick reading is."""
-        layout = self._core.layout
-        read_bytes = self.batch.kept_tokens * layout.layers * layout.object_bytes // layout.block_tokens
-        if read_bytes >= _READ_BYTES:
-            self._rates.attended_here(read_bytes, self.timing.here_s)
+    def _attend(self, layer: int, state: State) -> Tensor | None:
+        """Of all rows; None once all groups have failed."""
+        parts = [self._attend_group(number, layer, state, needed=True) for number in range(len(self.groups))]
+        if len(self.failures) == len(self.groups):
+            return None
+        return _joined([self._nothing(number) if part is None else part for number, part in enumerate(parts)])
 
-    def _write(self, layer: int, state: State) -> None:
-        """K and V of rows whose tail lies here."""
-        appending = self.batch.append_rows
-        if self._all_append:
-            self._core.memory.write_rows(layer, self._rows, torch.cat((state.k, state.v), dim=1))
-        elif len(appending):
-            kv = torch.cat((state.k[appending], state.v[appending]), dim=1)
-            self._core.memory.write_rows(layer, self._rows, kv)
+    def _sample(self, state: State) -> list[list[pb.SampledToken]]:
+        """The last layer, of the rows that it matters for."""
+        sampling = [group.sampling() for group in self.groups]
+        hidden, attention, rows = [], [], []
+        for number, some in enumerate(sampling):
+            part = self._attend_group(number, self._core.layout.layers - 1, state, needed=bool(some))
+            if part is None or not some or number in self.failures:
+                sampling[number] = []
+                continue
+            hidden.append(self._of(state, number).hidden[-len(some) :])
+            attention.append(part[-len(some) :])
+            rows += some
+        if not rows:
+            return [[] for _ in self.groups]
+        drawn = self._slices.end(self.timing, state.ending(_joined(hidden)), _joined(attention), rows)
+        ends = list(accumulate(len(some) for some in sampling))
+        return [drawn[end - len(some) : end] for some, end in zip(sampling, ends, strict=True)]
 
-    def _plan(self, window: int | None) -> BatchPlan:
-        if window not in self._plans:
-            batch = self.batch
-            self._plans[window] = BatchPlan(
-                self._core.memory.layer(0).shape,
-                batch.tables,
-                batch.lengths,
-                first_key_positions=batch.first_keys,
-                query_positions=batch.positions[batch.part_rows],
-                window=window,
-            )
-        return self._plans[window]
+    def _attend_group(self, number: int, layer: int, state: State, *, needed: bool) -> Tensor | None:
+        if number in self.failures:
+            return None
+        try:
+            return self.groups[number].attend(layer, self._of(state, number), needed=needed)
+        except Exception as error:
+            self.failures[number] = error
+            return None
+
+    def _of(self, state: State, number: int) -> State:
+        """A group's rows of it."""
+        if len(self.groups) == 1:
+            return state
+        return state.rows(slice(self._ends[number] - len(self.groups[number].tokens), self._ends[number]))
+
+    def _nothing(self, number: int) -> Tensor:
+        """In place of the attention of a group that has failed."""
+        layout, rows = self._core.layout, len(self.groups[number].tokens)
+        return torch.zeros((rows, layout.query_heads, layout.head_dim), device=self._core.model.device)
+
+
+def _joined(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

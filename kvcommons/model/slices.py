@@ -7,7 +7,7 @@ ends with logits. Between two slices the caller stores k and v and computes atte
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -36,6 +36,23 @@ class State:
     unrotated_q: Tensor
     cos: Tensor
     sin: Tensor
+
+    def rows(self, at: slice) -> State:
+        """Some of the rows, as views."""
+        return State(
+            hidden=self.hidden[at],
+            q=self.q[at],
+            k=self.k[at],
+            v=self.v[at],
+            positions=self.positions[at],
+            unrotated_q=self.unrotated_q[at],
+            cos=self.cos[at],
+            sin=self.sin[at],
+        )
+
+    def ending(self, hidden: Tensor) -> State:
+        """With the residual stream of the rows that `Model.end` goes on with."""
+        return self if hidden is self.hidden else replace(self, hidden=hidden)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from kvcommons.engine.core import Core
+from kvcommons.engine.engine import Engine
 from kvcommons.engine.history import Histories, Load
 from kvcommons.engine.request import Request
 from kvcommons.engine.sequence import LocalRun, RemoteRun, Run, Sequence
@@ -20,7 +21,6 @@ from kvcommons.pb import common_pb2 as pb
 from kvcommons.placement.base import Layout, Placement, Room
 from kvcommons.transport.deadline import Deadline
 from services.decode.creditors import place_of
-from services.decode.engine import DecodeEngine
 from services.decode.lenders import Lenders
 from services.decode.start_barrier import Go, Missing, StartBarrier
 from services.decode.stream import Stream
@@ -96,7 +96,7 @@ class Arrivals:
         data_address: str,
         fetch_deadline_s: float,
         fetch_min_bytes: int,
-        engine: DecodeEngine,
+        engine: Engine,
         holder: Holder,
         histories: Histories,
         lenders: Lenders,
@@ -113,7 +113,6 @@ class Arrivals:
         self._threads = ThreadPoolExecutor(FETCHES_MAX, thread_name_prefix="decode-fetch")
         self._by_key: dict[int, Arrival] = {}
         self._by_handle: dict[int, Arrival] = {}
-        self._next_key = 1
         self.changes = 0  # reservations and ends until now
 
     def __len__(self) -> int:
@@ -128,8 +127,7 @@ class Arrivals:
     async def open(self, request: Request, *, start_wait_s: float) -> Arrival:
         """Reserves room and begins to fetch history; prefill is waited for so long at most. Raises
         CapacityExhausted, with nothing held then."""
-        core, key = self._core, self._next_key
-        self._next_key += 1
+        core, key = self._core, self._engine.new_key()
         chain = request.chain(core.info)
         ids = list(chain.ids)
         reusable = ids[: request.reusable(core.block_tokens)]

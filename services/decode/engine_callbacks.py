@@ -8,12 +8,12 @@ from contextlib import suppress
 from typing import Any
 
 from kvcommons.engine.callbacks import Step
+from kvcommons.engine.engine import Engine
 from kvcommons.engine.sequence import RemoteRun, Sequence
 from kvcommons.errors import KVCommonsError
 from kvcommons.holder.creditor import Creditor
 from kvcommons.placement.base import Next
 from services.decode.arrival import Arrivals
-from services.decode.engine import DecodeEngine
 from services.decode.lenders import Lenders
 from services.decode.saves import BlockSave
 
@@ -26,11 +26,11 @@ class LoopCallbacks:
         self._borrow_blocks = borrow_blocks
         self._loop = asyncio.get_running_loop()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._engine: DecodeEngine
+        self._engine: Engine
         self._arrivals: Arrivals
         self._lenders: Lenders
 
-    def connect(self, engine: DecodeEngine, arrivals: Arrivals, lenders: Lenders) -> None:
+    def connect(self, engine: Engine, arrivals: Arrivals, lenders: Lenders) -> None:
         self._engine, self._arrivals, self._lenders = engine, arrivals, lenders
 
     def deliver(self, steps: list[Step]) -> None:

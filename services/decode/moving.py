@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 from kvcommons.engine.callbacks import Movable
 from kvcommons.engine.core import Core
+from kvcommons.engine.engine import Engine
 from kvcommons.engine.sequence import LocalRun, Run
 from kvcommons.errors import CapacityExhausted, KVCommonsError
 from kvcommons.holder.copying import copy_blocks
@@ -22,7 +23,6 @@ from kvcommons.holder.creditor import Creditor
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.placement.auto import Costs, Rates
 from kvcommons.transport.deadline import Deadline
-from services.decode.engine import DecodeEngine
 from services.decode.lenders import Lenders
 from services.decode.metrics import DecodeMetrics
 from services.decode.periodic import PeriodicTask
@@ -56,7 +56,7 @@ class Mover:
     """Belongs to the event loop. A run has one move at a time."""
 
     def __init__(
-        self, core: Core, engine: DecodeEngine, lenders: Lenders, metrics: DecodeMetrics, rates: Rates
+        self, core: Core, engine: Engine, lenders: Lenders, metrics: DecodeMetrics, rates: Rates
     ) -> None:
         """`rates` is told what was measured."""
         self._rates = rates

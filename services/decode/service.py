@@ -30,8 +30,8 @@ from kvcommons.transport.server import DataServer
 from services.decode.arrival import Arrivals
 from services.decode.config import DecodeConfig
 from services.decode.creditors import Debtor
+from services.decode.decode_engine import decode_engine
 from services.decode.draining import Draining
-from services.decode.engine import DecodeEngine
 from services.decode.engine_callbacks import LoopCallbacks
 from services.decode.ledgers import Ledgers
 from services.decode.lenders import Lenders
@@ -92,7 +92,7 @@ class DecodeParts:
                 deadline_s=config.slice_deadline_s,
                 observer=asking,
             )
-        self.engine = DecodeEngine(
+        self.engine = decode_engine(
             core,
             max_batch=config.max_batch,
             may_borrow=config.placement != "local",

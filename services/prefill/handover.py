@@ -1,42 +1,77 @@
-"""Where a job's finished layers go: to the holders that will attend over them, and to the kvstore."""
+"""Prompts that are handed over: their KV goes to the holders that will attend over it, layer by layer, and
+their first token to the decode instance that goes on."""
 
 from __future__ import annotations
 
-from kvcommons.engine.keeper import BlockKeeper, KeptRun
-from services.prefill.job import Job, writes
+from collections.abc import Callable
+
+from kvcommons.engine.prompt import First, Prompt
+from kvcommons.errors import KVCommonsError, Unavailable
 from services.prefill.push import Delivery, Pusher
+from services.prefill.targets import Target, writes
+
+Listener = Callable[[int | First | KVCommonsError], None]
+"""Told a prompt's queueing time (microseconds) when it begins, then its result, or why there is none; from
+any thread."""
 
 
-class Handover:
-    """Blocks are indices in the sequence; nothing here waits."""
+class HandOver:
+    """One prompt's `Sink`."""
 
-    def __init__(self, pusher: Pusher, keeper: BlockKeeper) -> None:
+    goes_on = False
+
+    def __init__(
+        self,
+        pusher: Pusher,
+        delivery: Delivery,
+        targets: tuple[Target, ...],
+        push_from_block: int,
+        listener: Listener,
+    ) -> None:
+        """Blocks before `push_from_block` are at the targets already, or load there themselves."""
         self._pusher = pusher
-        self._keeper = keeper
+        self.delivery = delivery
+        self._targets = targets
+        self._push_from_block = push_from_block
+        self._listener = listener
 
-    def push(self, job: Job, delivery: Delivery, layer: int, blocks: range) -> None:
-        """One layer of these blocks, to the targets that want them."""
-        first = max(blocks.start, job.push_from_block)
-        for write in writes(job.targets, first, blocks.stop - first):
-            self._pusher.write(delivery, layer, write, job.blocks[write.first : write.first + write.count])
+    @property
+    def failure(self) -> KVCommonsError | None:
+        return self.delivery.failure
 
-    def save(self, job: Job, layer: int, blocks: range) -> None:
-        """One layer of these full blocks, to the store, as far as it is not known to have them. Nothing of a
-        job without reuse: it leaves nothing behind that a later one could profit from."""
-        request = job.request
-        first = max(blocks.start, job.save_from)
-        if request.no_reuse or not request.store_data or first >= blocks.stop:
-            return
-        run = KeptRun(
-            store=request.store_data,
-            tenant=request.tenant,
-            parent=job.ids[first - 1] if first else b"",
-            first_index=first,
-            ids=tuple(job.ids[first : blocks.stop]),
-            blocks=tuple(job.blocks[first : blocks.stop]),
-        )
-        self._keeper.save(run, layer)
+    def began(self, prompt: Prompt, queued_us: int) -> None:
+        self._listener(queued_us)
 
-    def make_room(self) -> bool:
-        """Whether blocks came free that only waited to be saved."""
-        return self._keeper.make_room()
+    def computed(self, prompt: Prompt, layer: int, blocks: range) -> None:
+        first = max(blocks.start, self._first(prompt))
+        for write in writes(self._targets, first, blocks.stop - first):
+            physical = prompt.blocks[write.first : write.first + write.count]
+            self._pusher.write(self.delivery, layer, write, physical)
+
+    def finished(self, prompt: Prompt, first: First) -> None:
+        listener = self._listener
+
+        def acknowledged(failure: KVCommonsError | None) -> None:
+            listener(failure or first)
+
+        def pushed(failure: KVCommonsError | None) -> None:
+            if failure is not None or not self._targets:
+                acknowledged(failure)
+            else:
+                self._pusher.start_sequence(
+                    self.delivery, self._targets[0], first.token, self._first(prompt), acknowledged
+                )
+
+        self.delivery.seal(pushed)
+
+    def failed(self, error: KVCommonsError) -> None:
+        self.delivery.abandon(error)
+        self._listener(error)
+
+    def cancelled(self) -> None:
+        self.delivery.abandon(Unavailable("the job was cancelled"))
+
+    def _first(self, prompt: Prompt) -> int:
+        """A prompt whose blocks do not stay here is attended over where they go: all that is not there yet
+        is pushed."""
+        return self._push_from_block if prompt.memory.keeps else prompt.placed_blocks

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
+from kvcommons.engine.prompt import First
 from kvcommons.telemetry.metrics import TTFT_BUCKETS
-from services.prefill.job import First
 
 
 class PrefillMetrics:

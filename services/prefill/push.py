@@ -20,7 +20,7 @@ from kvcommons.rblock.heads import HeadPart, divided
 from kvcommons.transport.base import Observer
 from kvcommons.transport.client import DataClient
 from kvcommons.transport.deadline import Deadline
-from services.prefill.job import Place, Target, Write
+from services.prefill.targets import Place, Target, Write
 
 log = logging.getLogger(__name__)
 

@@ -11,6 +11,13 @@ from kvcommons.blockstore.saver import BlockSaver
 from kvcommons.engine.core import Core, load_core
 from kvcommons.engine.history import Condemner, Histories
 from kvcommons.engine.keeper import BlockKeeper
+from kvcommons.engine.load_or_compute import AlwaysLoad, LoadOrCompute
+from kvcommons.engine.preloading import Preloading
+from kvcommons.engine.prompt_engine import prompt_engine
+from kvcommons.engine.prompt_memory import WholePrompt
+from kvcommons.engine.prompts import Prompts
+from kvcommons.engine.read_buffer import ReadBuffer
+from kvcommons.engine.scheduler import Scheduler
 from kvcommons.pb import ledger_pb2, prefill_pb2_grpc
 from kvcommons.rpc.directory import Heartbeat
 from kvcommons.rpc.process import Process
@@ -20,12 +27,9 @@ from kvcommons.telemetry.telemetry import Telemetry
 from kvcommons.transport.deadline import Deadline
 from kvcommons.transport.metrics import DataMetrics
 from services.prefill.config import PrefillConfig
-from services.prefill.cost import AlwaysLoad, LoadOrCompute
-from services.prefill.engine import PrefillEngine
+from services.prefill.intake import Intake
 from services.prefill.metrics import PrefillMetrics
-from services.prefill.preloading import Preloading
 from services.prefill.push import Pusher
-from services.prefill.read_buffer import ReadBuffer
 from services.prefill.server import PrefillService
 from services.prefill.spread import Holders
 
@@ -48,23 +52,33 @@ class PrefillParts:
         )
         cost = AlwaysLoad() if config.loads == "always" else LoadOrCompute()
         read_buffer = ReadBuffer(layers=core.layout.layers, bytes_max=config.read_buffer_bytes)
+        preloading = Preloading(core, Histories(core, self.loader), cost, read_buffer)
         self.holders = Holders(core.layout, attend_deadline_s=config.push_deadline_s, observer=asking)
-        self.engine = PrefillEngine(
+        scheduler = Scheduler(max_queue=config.max_queue, max_prompts=config.max_running)
+        prompts = Prompts(
             core,
+            scheduler,
             chunk_tokens=config.chunk_tokens,
-            max_running=config.max_running,
-            max_queue=config.max_queue,
-            pusher=self.pusher,
             keeper=self.keeper,
             cost=cost,
-            preloading=Preloading(core, Histories(core, self.loader), cost, read_buffer),
-            holders=self.holders,
+            preloading=preloading,
             tracer=telemetry.tracer,
+        )
+        self.engine = prompt_engine(core, scheduler, prompts, self.keeper)
+        self.intake = Intake(
+            core,
+            self.engine,
+            whole=WholePrompt(core, preloading, prompts.claims),
+            keeper=self.keeper,
+            pusher=self.pusher,
+            holders=self.holders,
+            condemner=self.condemner,
+            chunk_tokens=config.chunk_tokens,
         )
         LoadMetrics(
             telemetry.registry,
             core.info.name,
-            running=lambda: self.engine.running,
+            running=lambda: self.engine.computing,
             waiting=lambda: self.engine.waiting,
             kv_cache_usage=lambda: core.allocator.in_use / core.allocator.total,
         )
@@ -110,7 +124,7 @@ async def serve(config: PrefillConfig, process: Process) -> None:
     try:
         core = await asyncio.to_thread(load_core, config.engine)
         parts = PrefillParts(config, core, process.telemetry)
-        service.open(core, parts.engine, parts.condemner)
+        service.open(parts.intake)
         await server.set_ready(True)
         heartbeat.beat_now()
         await process.stop.wait()

@@ -9,31 +9,35 @@ already, or that decode fetches, is neither computed nor seen here.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import time
 from functools import partial
 
 from torch import Tensor
 
 from kvcommons.attention.partial import Partial, merge
-from kvcommons.engine.chunk import Chunk
+from kvcommons.engine.chunk_rows import ChunkRows
 from kvcommons.engine.core import Core
-from kvcommons.errors import KVCommonsError, Unavailable
+from kvcommons.engine.keeper import BlockKeeper
+from kvcommons.engine.prompt import NOT_HERE, Prompt
+from kvcommons.engine.request import Request
+from kvcommons.errors import CapacityExhausted, KVCommonsError, Unavailable
 from kvcommons.holder.attend_call import AttendPart, begin_attend
 from kvcommons.holder.creditor import PendingAttention
 from kvcommons.holder.head_attention import begin_heads
 from kvcommons.holder.segments import SegmentRef
+from kvcommons.model.slices import State
 from kvcommons.pb import data_pb2
-from kvcommons.rblock.allocator import BlockAllocator
 from kvcommons.rblock.heads import divided
 from kvcommons.rblock.layout import Layout
 from kvcommons.transport.base import Observer
 from kvcommons.transport.client import DataClient
 from kvcommons.transport.deadline import Deadline
-from services.prefill.job import Job, Target
+from services.prefill.push import Delivery
+from services.prefill.targets import Target
 
 log = logging.getLogger(__name__)
 
-NOT_HERE = -1  # in a job's blocks
+ROOM_POLL_S = 0.005  # while blocks are on their way out
 
 
 class Holders:
@@ -50,14 +54,16 @@ class Holders:
         for client in self._clients.values():
             client.close()
 
-    def ask(self, job: Job, layer: int, before: int, q: Tensor) -> list[PendingAttention]:
+    def ask(
+        self, targets: tuple[Target, ...], block_tokens: int, layer: int, before: int, q: Tensor
+    ) -> list[PendingAttention]:
         """Partials of queries q [T, H, D], at positions from `before` on, over the tokens before that."""
         deadline = Deadline.after(self._attend_deadline_s)
         asked: list[PendingAttention] = []
         try:
-            for target in job.targets:
-                length = min((target.first_block + target.blocks) * job.block_tokens, before)
-                length -= target.first_block * job.block_tokens
+            for target in targets:
+                length = min((target.first_block + target.blocks) * block_tokens, before)
+                length -= target.first_block * block_tokens
                 if length > 0:
                     asked.append(self._ask(target, layer, before, length, q, deadline))
         except BaseException:
@@ -86,24 +92,28 @@ class Holders:
         return self._clients[address]
 
 
-class SpreadChunk(Chunk):
-    """A chunk of a spread job: `blocks` has those of its own positions; what is before them is elsewhere."""
+class SpreadRows(ChunkRows):
+    """A chunk of a spread prompt: the blocks of its own positions are here; what is before them is
+    elsewhere."""
 
     def __init__(
-        self, core: Core, tokens: Sequence[int], positions: range, job: Job, holders: Holders
+        self, core: Core, prompt: Prompt, positions: range, targets: tuple[Target, ...], holders: Holders
     ) -> None:
-        super().__init__(core, tokens, positions, job.blocks, job.request.truncated)
+        request = prompt.request
+        super().__init__(core, request.tokens, positions, prompt.blocks, request.truncated)
         self._before = positions.start
-        self._job = job
+        self._block_tokens = core.block_tokens
+        self._targets = targets
         self._holders = holders
 
-    def _attention_over(self, layer: int) -> Tensor:
+    def attend(self, layer: int, state: State) -> Tensor:
         """The holders compute while this instance does."""
-        query = self._state.q
         try:
-            asked = self._holders.ask(self._job, layer, self._before, query) if self._before else []
-            here = self._attend_to(layer, range(self._before, self._length), query)
-            return merge([here, *(self._finish(call, query) for call in asked)]).out
+            asked: list[PendingAttention] = []
+            if self._before:
+                asked = self._holders.ask(self._targets, self._block_tokens, layer, self._before, state.q)
+            here = self.partial(layer, range(self._before, self._length), state.q)
+            return merge([here, *(self._finish(call, state.q) for call in asked)]).out
         except KVCommonsError as error:
             raise Unavailable(f"a holder did not attend over the prompt's blocks: {error.message}") from error
 
@@ -112,37 +122,88 @@ class SpreadChunk(Chunk):
         return Partial(out=there.out.to(like.device), lse=there.lse.to(like.device))
 
 
-def await_placed(job: Job, traceparent: str) -> int:
+class SpreadPrompt:
+    """One spread prompt's `Memory`: its next chunk has room here while the last one's blocks are on their
+    way out."""
+
+    keeps = False
+
+    def __init__(
+        self,
+        core: Core,
+        keeper: BlockKeeper,
+        holders: Holders,
+        delivery: Delivery,
+        targets: tuple[Target, ...],
+        chunk_tokens: int,
+    ) -> None:
+        self._core = core
+        self._keeper = keeper
+        self._holders = holders
+        self._delivery = delivery
+        self._targets = targets
+        room = max(core.allocator.total // 2, 1) * core.block_tokens
+        self._chunk_tokens = min(chunk_tokens, room)
+
+    def check(self, prompt: Prompt) -> None:
+        """Its targets have room for it (`can_spread`)."""
+
+    def take(self, prompt: Prompt) -> bool:
+        prompt.blocks = [NOT_HERE] * prompt.total_blocks
+        self._take_window(prompt, self.chunk(prompt, self._chunk_tokens))
+        return True
+
+    def chunk(self, prompt: Prompt, tokens: int) -> range:
+        """Whole blocks: what is before them lies elsewhere."""
+        size = prompt.block_tokens
+        return prompt.chunk(max(min(tokens, self._chunk_tokens) // size * size, size))
+
+    def open(self, prompt: Prompt, chunk: range) -> bool:
+        """Waits until what was computed is where it is attended over. False where room for the chunk is
+        still on its way out."""
+        self._delivery.await_arrival()
+        try:
+            self._take_window(prompt, chunk)
+        except CapacityExhausted:
+            if not self._keeper.make_room():
+                time.sleep(ROOM_POLL_S)
+            return False
+        return True
+
+    def rows(self, prompt: Prompt, chunk: range) -> ChunkRows:
+        return SpreadRows(self._core, prompt, chunk, self._targets, self._holders)
+
+    def close(self, prompt: Prompt) -> None:
+        """No block is held here any more; those that are still on their way are kept until they are there."""
+        self._core.allocator.release([block for block in prompt.blocks if block != NOT_HERE])
+        prompt.blocks = [NOT_HERE] * len(prompt.blocks)
+
+    def _take_window(self, prompt: Prompt, chunk: range) -> None:
+        """Blocks for a chunk's own tokens. Raises CapacityExhausted."""
+        size = prompt.block_tokens
+        first, stop = chunk.start // size, -(-chunk.stop // size)
+        if prompt.blocks[first] == NOT_HERE:
+            prompt.blocks[first:stop] = self._core.allocator.allocate(stop - first)
+
+
+def await_placed(targets: tuple[Target, ...], deadline: Deadline, traceparent: str) -> int:
     """Leading blocks of the prompt that lie at its targets, once decode has what it fetches. Blocks its
     thread; raises what decode raises."""
-    first = job.targets[0]
+    first = targets[0]
     client = DataClient(first.data_address)
     request = data_pb2.DataRequest(
         traceparent=traceparent,
         await_history=data_pb2.AwaitHistory(handle=first.handle, epoch=first.epoch),
     )
     try:
-        return client.call(request, deadline=Deadline(job.deadline_s)).placed_history.blocks
+        return client.call(request, deadline=deadline).placed_history.blocks
     finally:
         client.close()
 
 
-def can_spread(job: Job) -> bool:
+def can_spread(request: Request, targets: tuple[Target, ...], block_tokens: int) -> bool:
     """Whether all of the prompt has a place at its targets."""
-    if job.request.truncated.shifted_head_tokens:
+    if request.truncated.shifted_head_tokens:
         return False
-    covered = sum(target.blocks for target in job.targets)
-    return covered >= job.total_blocks
-
-
-def take_window(job: Job, allocator: BlockAllocator, chunk: range) -> None:
-    """Blocks for a chunk's own tokens. Raises CapacityExhausted."""
-    covered = job.covered_blocks(chunk)
-    if job.blocks[covered.start] == NOT_HERE:
-        job.blocks[covered.start : covered.stop] = allocator.allocate(len(covered))
-
-
-def leave_window(job: Job, allocator: BlockAllocator) -> None:
-    """The job has no block here any more; those that are still on their way are kept until they are there."""
-    allocator.release([block for block in job.blocks if block != NOT_HERE])
-    job.blocks = [NOT_HERE] * len(job.blocks)
+    covered = sum(target.blocks for target in targets)
+    return covered * block_tokens >= len(request.tokens)

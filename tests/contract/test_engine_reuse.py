@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvcommons.engine.load_or_compute import LoadOrCompute
 from kvcommons.errors import Unavailable
 from kvcommons.model.spec import ModelSpec
 from kvcommons.pb import common_pb2, data_pb2, kvstore_pb2, prefill_pb2
@@ -17,7 +18,6 @@ from kvcommons.pb.kvstore_pb2_grpc import BlocksStub
 from kvcommons.rblock.identity import IdentityChain
 from kvcommons.transport.client import DataClient
 from kvcommons.transport.server import DataServer, Exchange
-from services.prefill.cost import LoadOrCompute
 from tests.contract.engine_stack import BLOCK, Stack
 from tests.contract.engine_turns import SALT, compute, prefill_request, prompt, turn
 

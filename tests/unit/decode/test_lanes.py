@@ -1,14 +1,14 @@
-"""What an iteration is timing on, and when two batches are tried."""
+"""What an iteration's time is spent on, and when two batches are tried."""
 
 from __future__ import annotations
 
+import threading
 import time
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 
-from kvcommons.engine.iteration import Iteration
 from kvcommons.engine.iteration_timing import IterationTiming
 from services.decode.staggering.lanes import LANES, Lane, Lanes, Pipelining
 
@@ -27,15 +27,14 @@ def test_waits_are_attention_then_queueing_then_network() -> None:
     assert round(timing.parts["attention"], 6) == 0.11
 
 
-def alone(seconds: float, there_s: float, pool_s: float) -> Iteration:
-    timing = IterationTiming(seconds=seconds, there_s=there_s, pool_s=pool_s)
-    return cast(Iteration, SimpleNamespace(timing=timing))
+def alone(seconds: float, there_s: float, pool_s: float) -> IterationTiming:
+    return IterationTiming(seconds=seconds, there_s=there_s, pool_s=pool_s)
 
 
 def test_off_and_on_are_kept_whatever_is_measured() -> None:
     off, on = Pipelining("off", 4), Pipelining("on", 4)
     for one in (off, on):
-        one.ended(64, 64_000, alone(0.2, 0.1, 0.1), alone=True)
+        one.ended(64, 64_000, alone(0.2, 0.1, 0.1), batch=64, alone=True)
     assert off.batches(64, 64_000) == 1
     assert on.batches(64, 64_000) == LANES
     assert on.batches(1, 1_000) == 1
@@ -46,7 +45,7 @@ def test_by_itself_where_attention_is_much_of_an_iteration_that_elsewhere_is_com
         one = Pipelining("auto", 4)
         assert one.batches(64, 64_000) == 1  # nothing is known
         for _ in range(5):
-            one.ended(64, 64_000, alone(0.2, there_s, there_s), alone=True)
+            one.ended(64, 64_000, alone(0.2, there_s, there_s), batch=64, alone=True)
         assert one.batches(64, 64_000) == batches
         assert one.batches(3, 3_000) == 1
 
@@ -54,7 +53,7 @@ def test_by_itself_where_attention_is_much_of_an_iteration_that_elsewhere_is_com
 def test_one_sequence_is_one_batch_and_gains_nothing() -> None:
     one = Pipelining("auto", 4)
     for _ in range(5):
-        one.ended(64, 64_000, alone(0.2, 0.1, 0.1), alone=True)
+        one.ended(64, 64_000, alone(0.2, 0.1, 0.1), batch=64, alone=True)
     assert one.batches(64, 64_000) == LANES
     assert one.gain(64, 64_000) > 1
     for sequences in (1, 0):
@@ -67,13 +66,16 @@ def test_what_is_about_a_sequence_under_way_waits_for_it() -> None:
     lanes = Lanes(torch.device("cpu"), posted.append, lambda lane, tokens: None)
     done: list[str] = []
     lane = lanes.all[1]
-    flying: Any = SimpleNamespace(batch=SimpleNamespace(sequences=[SimpleNamespace(key=7)]))
-    lane.iteration = flying
+    ends = threading.Event()
+    flying: Any = SimpleNamespace(run_or_fail=lambda: ends.wait(10))
+    lane.launch(flying, [7])
     assert lanes.under_way
     assert lanes.defer(7, lambda: done.append("later"))
     assert not lanes.defer(8, lambda: done.append("never"))
     assert len(lane.deferred) == 1
     assert not done
+    ends.set()
+    lanes.close(5.0)
 
 
 def test_an_iteration_that_fails_ends_too() -> None:
@@ -82,11 +84,8 @@ def test_an_iteration_that_fails_ends_too() -> None:
     threads = torch.get_num_threads()
     lanes = Lanes(torch.device("cpu"), posted.append, lambda lane, tokens: ended.append((lane, tokens)))
 
-    def fail() -> None:
-        raise RuntimeError("on purpose")
-
-    failing: Any = SimpleNamespace(run=fail, batch=SimpleNamespace(sequences=[]))
-    lanes.all[0].launch(failing)
+    failing: Any = SimpleNamespace(run_or_fail=lambda: None)
+    lanes.all[0].launch(failing, [])
     until_s = time.monotonic() + 10
     while not posted and time.monotonic() < until_s:
         time.sleep(0.001)

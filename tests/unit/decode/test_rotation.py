@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import pytest
 
-from kvcommons.engine.iteration import Iteration
 from kvcommons.engine.iteration_timing import IterationTiming
 from kvcommons.engine.slices import Here
 from kvcommons.errors import InvalidInput, UnsupportedParameter
@@ -20,7 +19,7 @@ from kvcommons.pb import data_pb2
 from kvcommons.transport.server import DataServer, Exchange
 from services.decode.staggering.lanes import LANES, Lane, Mode
 from services.decode.staggering.rotation import Rotated, Rotation
-from tests.unit.decode.tiny import tiny_core
+from tests.unit.engine.tiny import tiny_core
 
 LAYERS = 4
 
@@ -76,20 +75,19 @@ def until(holds: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def iteration(slice_s: float, attend_s: float, **changes: Any) -> Iteration:
+def timing(slice_s: float, attend_s: float, **changes: Any) -> IterationTiming:
     """Of one batch at each replica, all of whose parts take so long in a layer."""
-    timing = IterationTiming(
+    return IterationTiming(
         seconds=LAYERS * (slice_s + attend_s), there_s=LAYERS * attend_s, pool_s=LAYERS * attend_s, **changes
     )
-    return cast(Iteration, SimpleNamespace(timing=timing, batch=SimpleNamespace(sequences=[None] * 16)))
 
 
 def measure(one: Instance) -> None:
     """Slices of half as many sequences take little less: two batches here would not pay, three for two
     replicas do."""
     for _ in range(5):
-        one.rotation.ended(16, 16_000, iteration(1e-3, 5e-4), alone=True)
-        one.rotation.ended(8, 8_000, iteration(8e-4, 25e-5), alone=True)
+        one.rotation.ended(16, 16_000, timing(1e-3, 5e-4), batch=16, alone=True)
+        one.rotation.ended(8, 8_000, timing(8e-4, 25e-5), batch=16, alone=True)
 
 
 def test_the_first_decides_and_the_others_follow_until_it_is_gone(start: Start) -> None:
@@ -150,7 +148,7 @@ def test_an_idle_group_decides_nothing_and_goes_on(start: Start) -> None:
     until(lambda: first.rotation.peers_well() == 1)
     for attend_s in (0.0, 1e-3):
         for _ in range(5):
-            first.rotation.ended(16, 16_000, iteration(1e-3, attend_s), alone=True)
+            first.rotation.ended(16, 16_000, timing(1e-3, attend_s), batch=16, alone=True)
         for sequences in (16, 0, 1, 0, 16):
             batches = first.rotation.batches(sequences, sequences * 1000)
             assert batches == (LANES if sequences == 16 and attend_s else 1)
@@ -162,7 +160,7 @@ def test_two_batches_at_each_are_taken_where_they_bring_as_much(start: Start) ->
     until(lambda: first.rotation.peers_well() == 1)
     second.rotation.batches(16, 16_000)
     for _ in range(5):
-        first.rotation.ended(16, 16_000, iteration(1e-3, 1e-3), alone=True)
+        first.rotation.ended(16, 16_000, timing(1e-3, 1e-3), batch=16, alone=True)
     heard_s = time.monotonic() + 1.5  # of the other's load
     while time.monotonic() < heard_s:
         assert first.rotation.batches(16, 16_000) == LANES
@@ -174,7 +172,7 @@ def test_activations_that_take_long_are_told_before_it_is_tried(start: Start) ->
     first, second = start("auto", "auto")
     until(lambda: first.rotation.peers_well() == 1)
     second.rotation.batches(16, 16_000)
-    first.rotation.ended(16, 16_000, iteration(1e-3, 5e-4, away=4, moved_s=LAYERS * 2e-3), alone=True)
+    first.rotation.ended(16, 16_000, timing(1e-3, 5e-4, away=4, moved_s=LAYERS * 2e-3), batch=16, alone=True)
     measure(first)
     heard_s = time.monotonic() + 1.5
     while time.monotonic() < heard_s:

@@ -1,21 +1,19 @@
 from __future__ import annotations
 
-from services.decode.scheduler import BatchScheduler, Plan
+from kvcommons.engine.scheduler import Plan, Scheduler
 
 NOBODY: frozenset[int] = frozenset()
 
 
-def scheduler(*started: int, max_batch: int = 4) -> BatchScheduler:
-    made = BatchScheduler(max_batch=max_batch)
+def scheduler(*started: int, max_batch: int = 4) -> Scheduler:
+    made = Scheduler(max_batch=max_batch)
     for key in started:
         made.reserve(key)
         made.start(key)
     return made
 
 
-def plan(
-    made: BatchScheduler, needy: set[int], free: int, freed: dict[int, int], *, borrow: bool = False
-) -> Plan:
+def plan(made: Scheduler, needy: set[int], free: int, freed: dict[int, int], *, borrow: bool = False) -> Plan:
     return made.plan(needy=frozenset(needy), free_blocks=free, freed_by=freed, may_borrow=borrow)
 
 

@@ -4,31 +4,33 @@ import itertools
 
 import pytest
 
+from kvcommons.engine.scheduler import Scheduler
 from kvcommons.errors import Overloaded
-from services.prefill.scheduler import JobScheduler
 
 CHUNK = 512
 
 
-def make(*tokens: int, max_queue: int = 8, max_running: int = 4) -> JobScheduler:
+def make(*tokens: int, max_queue: int = 8, max_running: int = 4) -> Scheduler:
     """Jobs 0, 1, … of so many tokens, all admitted."""
-    made = JobScheduler(max_queue=max_queue, max_running=max_running)
+    made = Scheduler(max_queue=max_queue, max_prompts=max_running)
     for job, length in enumerate(tokens):
         made.submit(job, tokens=length, deadline_s=100.0)
         made.admit(job, tokens_left=length)
     return made
 
 
-def run(made: JobScheduler, left: dict[int, int]) -> list[int]:
+def run(made: Scheduler, left: dict[int, int]) -> list[int]:
     """The order of chunks until all jobs are done."""
     order = []
-    while (job := made.next(lambda _: True)) is not None:
-        order.append(job)
-        left[job] -= CHUNK
-        if left[job] <= 0:
-            made.remove(job)
-        else:
-            made.progress(job, tokens_left=left[job])
+    while spans := made.spans(lambda _: True, CHUNK):
+        assert sum(tokens for _, tokens in spans) <= CHUNK
+        for job, tokens in spans:
+            order.append(job)
+            left[job] -= tokens
+            if left[job] <= 0:
+                made.remove(job)
+            else:
+                made.progress(job, tokens_left=left[job])
     return order
 
 
@@ -53,11 +55,11 @@ def test_admission_is_first_come_first_served_and_bounded() -> None:
     assert made.admissible() == []
     made.remove(0)
     assert made.admissible() == [7, 8]
-    assert (made.running, made.waiting) == (1, 2)
+    assert (made.computing, made.waiting) == (1, 2)
 
 
 def test_the_queue_is_bounded() -> None:
-    made = JobScheduler(max_queue=1, max_running=1)
+    made = Scheduler(max_queue=1, max_prompts=1)
     made.submit(0, tokens=1, deadline_s=1.0)
     with pytest.raises(Overloaded, match="retry later"):
         made.submit(1, tokens=1, deadline_s=1.0)
@@ -65,8 +67,15 @@ def test_the_queue_is_bounded() -> None:
 
 def test_jobs_that_are_not_ready_are_passed_over() -> None:
     made = make(CHUNK, 9 * CHUNK)
-    assert [made.next(lambda job: job == 1) for _ in range(3)] == [1, 1, 1]
-    assert made.next(lambda _: False) is None
+    assert [made.spans(lambda job: job == 1, CHUNK) for _ in range(3)] == [[(1, CHUNK)]] * 3
+    assert made.spans(lambda _: False, CHUNK) == []
+
+
+def test_short_prompts_share_an_iteration() -> None:
+    made = make(100, 9 * CHUNK, 60)
+    assert made.spans(lambda _: True, CHUNK) == [(0, 100), (2, 60), (1, CHUNK - 160)]
+    assert made.spans(lambda _: True, 80) == [(2, 60), (0, 20)], "the shortest one's turn"
+    assert made.spans(lambda _: True, 0) == []
 
 
 def test_deadlines_hold_for_waiting_and_running_jobs() -> None:
@@ -74,6 +83,6 @@ def test_deadlines_hold_for_waiting_and_running_jobs() -> None:
     made.submit(1, tokens=5, deadline_s=3.0)
     assert made.expired(2.9) == []
     assert made.expired(3.0) == [1]
-    assert made.expired(100.0) == [1, 0]
+    assert made.expired(100.0) == [0, 1]
     made.remove(1)
     assert made.expired(3.0) == []

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from services.prefill.cost import LoadOrCompute
-from services.prefill.read_buffer import ReadBuffer, buffer_bytes
+from kvcommons.engine.load_or_compute import LoadOrCompute
+from kvcommons.engine.read_buffer import ReadBuffer, buffer_bytes
 
 
 def rates(*, load_s: float, compute_s: float) -> LoadOrCompute:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.prefill.cost import AlwaysLoad, Line, LoadOrCompute
+from kvcommons.engine.load_or_compute import AlwaysLoad, Line, LoadOrCompute
 
 
 def cost(*, load_s: float, compute_s: float, retry_every: int = 8) -> LoadOrCompute:

@@ -125,13 +125,14 @@ def test_penalties_and_noise_follow_the_prompt_boundary() -> None:
 def test_each_full_block_is_settled_once_with_the_identity_of_its_tokens() -> None:
     sequence = make(7)
     sequence.start(50)
-    assert sequence.newly_full(7) == range(1)
-    assert sequence.newly_full(8) == range(1, 2)
-    assert list(sequence.newly_full(8)) == []
-    expected = IdentityChain(bytes(32), bytes(32), BLOCK).extend([*range(7), 50])
-    assert list(sequence.identities(8)) == expected
+    assert sequence.newly_full() == range(1)
     sequence.append(51)
-    assert list(sequence.identities(9)) == expected
+    assert sequence.newly_full() == range(1, 2)
+    assert list(sequence.newly_full()) == []
+    expected = IdentityChain(bytes(32), bytes(32), BLOCK).extend([*range(7), 50])
+    assert list(sequence.identities()) == expected
+    sequence.append(52)
+    assert list(sequence.identities()) == expected
 
 
 def places(sequence: Sequence) -> list[tuple[str, int, int]]:

@@ -1,0 +1,438 @@
+"""The engine: one loop on a thread of its own, for prompts that are computed here and for sequences that
+generate here.
+
+Sequences are touched on this thread only, from the moment they are handed in until their end. What others
+have to say comes as a command between two iterations; what an iteration made goes out in one call of
+`EngineCallbacks.deliver`, or to a prompt's sink. Prefill and decode differ in what is plugged in: where new
+KV goes and what becomes of a finished prompt (`Sink`), who lends (`EngineCallbacks`), how iterations are
+carried out (`Executor`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+
+import torch
+
+from kvcommons.engine.block_publisher import BlockPublisher
+from kvcommons.engine.callbacks import EngineCallbacks, EngineMetrics, Movable, Step
+from kvcommons.engine.core import Core
+from kvcommons.engine.executor import Executor
+from kvcommons.engine.iteration import Iteration
+from kvcommons.engine.keeper import BlockKeeper
+from kvcommons.engine.mailbox import Mailbox
+from kvcommons.engine.prompt import Prompt
+from kvcommons.engine.prompts import Prompts, PromptSpan
+from kvcommons.engine.scheduler import Plan, Scheduler, freed_by, plan_for
+from kvcommons.engine.sequence import LocalRun, RemoteRun, Run
+from kvcommons.engine.sequence import Sequence as Generating
+from kvcommons.engine.token_rows import TokenRows
+from kvcommons.errors import CapacityExhausted, DeadlineExceeded, Internal, KVCommonsError, Unavailable
+from kvcommons.holder.budget import AttentionBudget
+from kvcommons.holder.creditor import Creditor
+from kvcommons.holder.segments import SegmentRef
+from kvcommons.pb import common_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+SHORT_S = 0.02  # between looks whether a block has come free
+POLL_S = 0.1  # while prompts wait for memory or their deadline
+SETTLE_S = 0.1  # blocks of a preempted sequence that are being saved come free within about this time
+
+
+class Engine:
+    """Runs until stopped. Public methods may be called from any thread."""
+
+    def __init__(
+        self,
+        core: Core,
+        *,
+        scheduler: Scheduler,
+        executor: Executor,
+        prompts: Prompts | None,
+        may_borrow: bool,
+        budget: AttentionBudget,
+        keeper: BlockKeeper,
+        callbacks: EngineCallbacks,
+        metrics: EngineMetrics,
+    ) -> None:
+        """`prompts`: None where none are computed here. `budget` is told of iterations: this process computes
+        attention for others beside them."""
+        self._core = core
+        self._scheduler = scheduler
+        self._executor = executor
+        self._prompts = prompts
+        self._may_borrow = may_borrow
+        self._budget = budget
+        self._publisher = BlockPublisher(core, keeper, callbacks)
+        self._callbacks = callbacks
+        self._metrics = metrics
+        self._sequences: dict[int, Generating] = {}
+        self._steps: dict[int, Step] = {}
+        self._preempted_s = -SETTLE_S
+        self._switches: list[tuple[Future[float | None], float]] = []
+        self._mailbox = Mailbox()
+        self._keys = itertools.count(1)
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self, timeout_s: float) -> None:
+        """Ends after the iteration under way; sequences that are left fail with Unavailable."""
+        self._mailbox.close()
+        if self._thread.is_alive():
+            self._thread.join(timeout_s)
+
+    def new_key(self) -> int:
+        """For a sequence that is about to be handed in: a smaller one is older."""
+        return next(self._keys)
+
+    @property
+    def running(self) -> int:
+        """Sequences that generate, as many as fit the batch."""
+        return self._scheduler.running
+
+    @property
+    def queued(self) -> int:
+        """Sequences that generate, beyond the batch."""
+        return self._scheduler.queued
+
+    @property
+    def computing(self) -> int:
+        """Prompts that hold memory."""
+        return self._scheduler.computing
+
+    @property
+    def waiting(self) -> int:
+        """Prompts that wait for memory."""
+        return self._scheduler.waiting
+
+    def submit(self, prompt: Prompt) -> None:
+        """Queues a prompt; whatever becomes of it, its sink hears. From here on it is the engine's."""
+        self.post(lambda: self._submit(prompt))
+
+    def add(self, sequence: Generating) -> None:
+        """The sequence holds its blocks; its prompt is computed elsewhere. From here on it is the
+        engine's."""
+        self.post(lambda: self._add(sequence))
+
+    def begin(self, key: int, first: pb.SampledToken) -> None:
+        """The prompt's KV is complete: the sequence joins at the next iteration."""
+        self.post(lambda: self._begin(key, first))
+
+    def cancel(self, key: int) -> None:
+        """Frees the sequence within one iteration; nothing more is heard of it."""
+        self.post(lambda: self._cancel(key))
+
+    def fail(self, key: int, error: KVCommonsError) -> None:
+        """Ends the sequence with an error (its borrowed blocks are gone, its prompt did not come)."""
+        self.post(lambda: self._fail(key, error))
+
+    def grown(self, key: int, run: RemoteRun) -> None:
+        """The answer to `EngineCallbacks.borrow`."""
+        self.post(lambda: self._grown(key, run))
+
+    def refused(self, key: int) -> None:
+        """The other answer to `borrow`: nobody lends."""
+        self.post(lambda: self._refused(key))
+
+    def survey(self, holder: Creditor | None = None) -> Future[list[Movable]]:
+        """What could move, of one holder's or of all, oldest sequence first."""
+        answer: Future[list[Movable]] = Future()
+        self.post(lambda: answer.set_result(self._survey(holder)))
+        return answer
+
+    def switch(self, move: Movable, moved: Run, ref: SegmentRef) -> Future[float | None]:
+        """From the next iteration on, the leading blocks of the run lie in `moved`, which has copies of them,
+        and its other blocks are reached by `ref`. The seconds that the iteration waited for it, once it
+        begins; None where the sequence has ended: `moved` is still the caller's then."""
+        answer: Future[float | None] = Future()
+        self.post(lambda: self._switch(move, moved, ref, answer))
+        return answer
+
+    def post(self, command: Callable[[], None]) -> None:
+        """To be done on the engine's thread, between two iterations."""
+        self._mailbox.post(command)
+
+    # Below: the engine's thread. First what executors use (`Work`).
+
+    def able(self) -> Mapping[int, Generating]:
+        """Those that have room for a token, once room was made where it can be."""
+        plan = plan_for(
+            self._scheduler,
+            self._sequences,
+            free_blocks=self._core.allocator.free,
+            may_borrow=self._may_borrow,
+            may_preempt=time.monotonic() - self._preempted_s > SETTLE_S,
+        )
+        self._carry_out(plan)
+        return {
+            key: self._sequences[key]
+            for key in plan.batch
+            if key in self._sequences and not self._sequences[key].full
+        }
+
+    def spans(self, *, beside: int) -> Sequence[PromptSpan]:
+        if not self._prompts:
+            return ()
+        return self._prompts.spans(self._fail, beside=beside)
+
+    def prompts(self) -> bool:
+        return bool(self._prompts)
+
+    def load(self) -> tuple[int, int]:
+        lengths = [len(one.tokens) for one in self._sequences.values() if one.prompt_computed]
+        return len(lengths), sum(lengths)
+
+    def begins(self) -> None:
+        for answer, began_s in self._switches:
+            answer.set_result(time.monotonic() - began_s)
+        self._switches.clear()
+
+    def settle(self, iteration: Iteration, tokens: Sequence[Sequence[pb.SampledToken]] | None) -> None:
+        sampled = tokens or [()] * len(iteration.groups)
+        seconds = iteration.timing.seconds
+        for number, group in enumerate(iteration.groups):
+            failure = iteration.failures.get(number)
+            if isinstance(group, TokenRows):
+                if tokens is None or failure is not None:
+                    self._failed(group, failure)
+                else:
+                    group.observe()
+                    self._generated(group, sampled[number])
+                    self._budget.iterated(seconds)
+                    self._metrics.iteration(len(group.batch.sequences), iteration.timing)
+            elif isinstance(group, PromptSpan):
+                if tokens is None:
+                    failure = Internal("an iteration failed; the log of its instance says why")
+                self._advanced(group, failure, sampled[number], seconds)
+        spans = [group for group in iteration.groups if isinstance(group, PromptSpan)]
+        if len(spans) == len(iteration.groups) and tokens is not None and not iteration.failures:
+            waited_s = sum(span.waited_s for span in spans)
+            assert self._prompts is not None
+            self._prompts.computed(sum(len(span.chunk) for span in spans), seconds - waited_s)
+
+    def idle(self) -> None:
+        self._budget.idle()
+
+    def _run(self) -> None:
+        with torch.inference_mode():
+            wait_s: float | None = None
+            while (commands := self._mailbox.take(wait_s)) is not None:
+                try:
+                    while commands:
+                        commands.popleft()()
+                    wait_s = self._advance()
+                except Exception:
+                    log.exception("the engine's loop failed")
+                    wait_s = None  # until something is posted: what fails for ever does not take a core
+                    for key in list(self._sequences):
+                        self._fail(key, Internal("the engine failed unexpectedly; its log says why"))
+                    self._mailbox.put_back(commands)  # somebody may wait for those behind the one that failed
+                self._flush()
+        self._executor.close()
+        for command in self._mailbox.rest():  # somebody may wait for what it answers
+            try:
+                command()
+            except Exception:
+                log.exception("the engine's loop failed")
+        for key in list(self._sequences):
+            self._fail(key, Unavailable("this instance is stopping"))
+        self._flush()
+        for answer, _ in self._switches:
+            answer.set_result(0.0)
+
+    def _advance(self) -> float | None:
+        """Computes what there is to compute. How long to wait for commands then; None: until one comes."""
+        if self._prompts:
+            for key in self._prompts.expired():
+                self._fail(key, DeadlineExceeded("the prompt was not computed within its deadline"))
+            self._prompts.admit()
+        if self._executor.advance(self) or (self._prompts and self._prompts.await_history()):
+            return 0
+        if self._scheduler.able:
+            return SHORT_S
+        return POLL_S if self._prompts else None
+
+    def _submit(self, prompt: Prompt) -> None:
+        try:
+            if self._prompts is None:
+                raise Unavailable("no prompts are computed on this instance")
+            self._prompts.submit(prompt)
+        except KVCommonsError as error:
+            prompt.sink.failed(error)
+            return
+        self._sequences[prompt.key] = prompt.sequence
+
+    def _add(self, sequence: Generating) -> None:
+        self._sequences[sequence.key] = sequence
+        self._scheduler.reserve(sequence.key)
+
+    def _begin(self, key: int, first: pb.SampledToken) -> None:
+        sequence = self._sequences.get(key)
+        if sequence is None:
+            return
+        reason = sequence.start(first.token)
+        self._step(key).tokens.append(first)
+        self._publisher.settle(sequence, prompt=True)
+        if reason:
+            self._end(key, reason=reason)
+        else:
+            self._scheduler.start(key)
+
+    def _cancel(self, key: int) -> None:
+        if key in self._sequences and not self._executor.defer(key, lambda: self._cancel(key)):
+            prompt = self._prompt(key)
+            if prompt is not None:
+                prompt.sink.cancelled()
+            self._end(key)
+            self._steps.pop(key, None)
+
+    def _fail(self, key: int, error: KVCommonsError) -> None:
+        if key in self._sequences and not self._executor.defer(key, lambda: self._fail(key, error)):
+            prompt = self._prompt(key)
+            self._end(key, error=error)
+            if prompt is not None:
+                prompt.sink.failed(error)
+
+    def _grown(self, key: int, run: RemoteRun) -> None:
+        sequence = self._sequences.get(key)
+        if sequence is None:
+            self._callbacks.give_back([run])
+            return
+        sequence.append_run(run)
+        sequence.refused = False
+        self._executor.changed()
+        self._scheduler.borrowed(key)
+
+    def _refused(self, key: int) -> None:
+        if key not in self._sequences:
+            return
+        self._sequences[key].refused = True
+        if not self._core.allocator.free:  # else there is room here
+            self._preempt(self._scheduler.victim_for(key, freed_by(self._sequences)))
+        self._scheduler.borrowed(key)
+
+    def _survey(self, holder: Creditor | None) -> list[Movable]:
+        return [
+            Movable.of(sequence, run)
+            for _, sequence in sorted(self._sequences.items())
+            for run in sequence.remote_runs()
+            if (holder is None or run.holder is holder) and sequence.movable(run)
+        ]
+
+    def _switch(self, move: Movable, moved: Run, ref: SegmentRef, answer: Future[float | None]) -> None:
+        if self._executor.defer(move.key, lambda: self._switch(move, moved, ref, answer)):
+            return
+        began_s = time.monotonic()
+        sequence = self._sequences.get(move.key)
+        if sequence is None or not sequence.move(move.run, moved, ref):
+            answer.set_result(None)
+            return
+        if isinstance(moved, LocalRun):
+            self._publisher.publish_moved(sequence, moved)
+        self._executor.changed()
+        self._switches.append((answer, began_s))
+
+    def _carry_out(self, plan: Plan) -> None:
+        for key in plan.preempt:
+            self._preempt(key)
+        for key in plan.borrow:
+            sequence = self._sequences[key]
+            sequence.on_behalf(self._callbacks.borrow, sequence)
+        for key in plan.grow:
+            sequence = self._sequences[key]
+            try:
+                blocks = self._core.allocator.allocate(1)
+            except CapacityExhausted:  # a new sequence was quicker: the next iteration decides anew
+                continue
+            sequence.append_run(LocalRun(first_block=sequence.blocks, blocks=blocks))
+            sequence.refused = False
+            self._executor.changed()
+
+    def _preempt(self, key: int) -> None:
+        self._preempted_s = time.monotonic()
+        self._fail(
+            key,
+            CapacityExhausted(
+                "this decode instance has no block left and gives older sequences precedence: "
+                "go on elsewhere, or here when there is room",
+                retry_after_ms=200,
+            ),
+        )
+
+    def _generated(self, group: TokenRows, tokens: Sequence[pb.SampledToken]) -> None:
+        for row, (sequence, token) in enumerate(zip(group.batch.sequences, tokens, strict=True)):
+            if row in group.lost:
+                self._fail(sequence.key, group.lost[row])
+                continue
+            self._step(sequence.key).tokens.append(token)
+            reason = sequence.append(token.token)
+            self._publisher.settle(sequence)
+            if reason:
+                self._end(sequence.key, reason=reason)
+
+    def _failed(self, group: TokenRows, failure: Exception | None) -> None:
+        if failure is not None:
+            log.error("an iteration failed", extra={"batch": len(group.batch.sequences)}, exc_info=failure)
+        for sequence in group.batch.sequences:
+            self._fail(sequence.key, Internal("decode failed in an iteration; its log says why"))
+
+    def _advanced(
+        self, span: PromptSpan, failure: Exception | None, tokens: Sequence[pb.SampledToken], seconds: float
+    ) -> None:
+        prompt, prompts = span.prompt, self._prompts
+        assert prompts is not None
+        if prompt.key not in prompts:
+            return
+        try:
+            prompts.settle(span, failure, seconds)
+        except KVCommonsError as error:
+            self._fail(prompt.key, error)
+            return
+        if tokens:
+            first = prompt.result(tokens[0])
+            if prompt.sink.goes_on:
+                prompts.remove(prompt.key)
+                self._begin(prompt.key, first.token)
+            else:
+                self._end(prompt.key)
+            prompt.sink.finished(prompt, first)
+
+    def _end(self, key: int, *, reason: str = "", error: KVCommonsError | None = None) -> None:
+        """The sequence holds nothing any more; what it published stays in the device tier."""
+        sequence = self._sequences.pop(key)
+        generates = self._prompt(key) is None
+        if self._prompts is not None and not generates:
+            self._prompts.remove(key)
+        self._scheduler.remove(key)
+        self._executor.leave(key)
+        sequence.ended = True
+        self._core.allocator.release(sequence.local_blocks())
+        remote = sequence.remote_runs()
+        if remote:
+            sequence.on_behalf(self._callbacks.give_back, remote)
+        if not generates:
+            return
+        step = self._step(key)
+        step.reason, step.error, step.saved_blocks = reason, error, sequence.saved_blocks
+        if reason or error is not None:
+            self._metrics.ended(step)
+
+    def _prompt(self, key: int) -> Prompt | None:
+        """Of a sequence whose prompt is computed here."""
+        return self._prompts.get(key) if self._prompts is not None else None
+
+    def _step(self, key: int) -> Step:
+        return self._steps.setdefault(key, Step(key=key))
+
+    def _flush(self) -> None:
+        if self._steps:
+            steps, self._steps = self._steps, {}
+            self._callbacks.deliver(list(steps.values()))

@@ -1,0 +1,135 @@
+"""How iterations are carried out: the engine's one plug point for everything but the plain way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from kvcommons.engine.batch import Batch, by_holder
+from kvcommons.engine.core import Core
+from kvcommons.engine.iteration import Iteration
+from kvcommons.engine.prompts import PromptSpan
+from kvcommons.engine.remote.attention import RemoteAttention
+from kvcommons.engine.sequence import Sequence as GeneratingSequence
+from kvcommons.engine.slices import Slices
+from kvcommons.engine.token_rows import TokenRows
+from kvcommons.pb import common_pb2 as pb
+from kvcommons.placement.auto import Rates
+
+
+class Work(Protocol):
+    """The engine, as its executor sees it. Belongs to the engine's thread."""
+
+    def post(self, command: Callable[[], None]) -> None:
+        """To be done on the engine's thread; from any thread."""
+
+    def able(self) -> Mapping[int, GeneratingSequence]:
+        """Sequences that can generate a token now."""
+
+    def spans(self, *, beside: int) -> Sequence[PromptSpan]:
+        """Of prompts, for an iteration in which so many sequences generate."""
+
+    def prompts(self) -> bool:
+        """Whether any prompt is to be computed here."""
+
+    def load(self) -> tuple[int, int]:
+        """Sequences that generate, and their tokens."""
+
+    def begins(self) -> None:
+        """Batches are composed of what sequences are now."""
+
+    def settle(self, iteration: Iteration, tokens: Sequence[Sequence[pb.SampledToken]] | None) -> None:
+        """An iteration has ended; without tokens where it failed as a whole."""
+
+    def idle(self) -> None:
+        """There was nothing to compute."""
+
+
+class Executor(Protocol):
+    """Belongs to the engine's thread."""
+
+    def advance(self, work: Work) -> bool:
+        """Begins what can begin. False where nothing more can until something is posted."""
+
+    def defer(self, key: int, command: Callable[[], None]) -> bool:
+        """Whether the sequence is in an iteration under way: the command waits for its end."""
+
+    def changed(self) -> None:
+        """Blocks of some sequence are others now."""
+
+    def leave(self, key: int) -> None:
+        """The sequence has ended."""
+
+    def close(self) -> None:
+        """Waits for iterations under way, a bounded time."""
+
+
+class Composer:
+    """Makes iterations of sequences; a batch whose composition has not changed is stepped on."""
+
+    def __init__(
+        self, core: Core, remote: RemoteAttention, *, attend_deadline_s: float, rates: Rates
+    ) -> None:
+        """A layer waits so long for other holders; `rates` is told what was measured."""
+        self._core = core
+        self._remote = remote
+        self._attend_deadline_s = attend_deadline_s
+        self._rates = rates
+
+    def batch(self, last: Batch | None, sequences: Sequence[GeneratingSequence]) -> Batch | None:
+        """Of these sequences; the `last` one goes on if it is the same."""
+        ordered = by_holder(sequences)
+        if not ordered:
+            return None
+        if last is not None and last.sequences == ordered:
+            last.step()
+            return last
+        return Batch(ordered, self._core.block_tokens, self._core.model.device)
+
+    def iteration(
+        self, batch: Batch | None, spans: Sequence[PromptSpan] = (), slices: Slices | None = None
+    ) -> Iteration:
+        rows = []
+        if batch is not None:
+            rows = [TokenRows(self._core, self._remote, batch, self._attend_deadline_s, self._rates)]
+        return Iteration(self._core, [*rows, *spans], slices)
+
+
+class Inline:
+    """One iteration of all that can run, on the engine's thread."""
+
+    def __init__(self, composer: Composer) -> None:
+        self._composer = composer
+        self._batch: Batch | None = None
+
+    def advance(self, work: Work) -> bool:
+        iteration = self.compose(work)
+        if iteration is None:
+            return False
+        work.settle(iteration, iteration.run_or_fail())
+        return True
+
+    def compose(self, work: Work, slices: Callable[[bool], Slices] | None = None) -> Iteration | None:
+        """None where there is nothing to compute. `slices`: where they are computed, by whether queries are
+        shifted."""
+        able = work.able()
+        spans = work.spans(beside=len(able))
+        self._batch = self._composer.batch(self._batch, list(able.values()))
+        work.begins()
+        if self._batch is None and not spans:
+            work.idle()
+            return None
+        has_heads = self._batch is not None and self._batch.has_heads
+        return self._composer.iteration(self._batch, spans, slices(has_heads) if slices else None)
+
+    def defer(self, key: int, command: Callable[[], None]) -> bool:
+        return False
+
+    def changed(self) -> None:
+        self._batch = None
+
+    def leave(self, key: int) -> None:
+        """A batch that lacks it is composed anew."""
+
+    def close(self) -> None:
+        """Nothing is under way between two calls."""

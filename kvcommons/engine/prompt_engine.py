@@ -1,0 +1,58 @@
+"""An engine in which prompts are computed and handed over: no sequence generates here."""
+
+from __future__ import annotations
+
+from kvcommons.engine.callbacks import Step
+from kvcommons.engine.core import Core
+from kvcommons.engine.engine import Engine
+from kvcommons.engine.executor import Composer, Inline
+from kvcommons.engine.iteration_timing import IterationTiming
+from kvcommons.engine.keeper import BlockKeeper
+from kvcommons.engine.prompts import Prompts
+from kvcommons.engine.remote.attention import RemoteAttention
+from kvcommons.engine.scheduler import Scheduler
+from kvcommons.engine.sequence import RemoteRun, Sequence
+from kvcommons.holder.budget import AttentionBudget
+from kvcommons.placement.auto import Rates
+
+_TBT_S = 1.0  # nobody asks: such an instance lends nothing
+_ATTEND_DEADLINE_S = 1.0  # likewise: it borrows nothing
+
+
+class _NoGeneration:
+    """Callbacks and metrics that nothing calls."""
+
+    def deliver(self, steps: list[Step]) -> None:
+        raise AssertionError("no sequence generates here")
+
+    def borrow(self, sequence: Sequence) -> None:
+        raise AssertionError("no sequence generates here")
+
+    def give_back(self, runs: list[RemoteRun]) -> None:
+        raise AssertionError("no sequence borrows here")
+
+    def save_remote(self, run: RemoteRun, sequence: Sequence, index: int) -> None:
+        raise AssertionError("no sequence borrows here")
+
+    def iteration(self, batch: int, timing: IterationTiming) -> None:
+        raise AssertionError("no sequence generates here")
+
+    def ended(self, step: Step) -> None:
+        raise AssertionError("no sequence generates here")
+
+
+def prompt_engine(core: Core, scheduler: Scheduler, prompts: Prompts, keeper: BlockKeeper) -> Engine:
+    """Not started yet."""
+    nobody, budget, rates = _NoGeneration(), AttentionBudget(_TBT_S), Rates()
+    remote = RemoteAttention(core.layout, core.model.device, rates, budget)
+    return Engine(
+        core,
+        scheduler=scheduler,
+        executor=Inline(Composer(core, remote, attend_deadline_s=_ATTEND_DEADLINE_S, rates=rates)),
+        prompts=prompts,
+        may_borrow=False,
+        budget=budget,
+        keeper=keeper,
+        callbacks=nobody,
+        metrics=nobody,
+    )

@@ -1,0 +1,305 @@
+"""Prompts that an engine computes: they are admitted to memory, their history is loaded, their chunks become
+spans of iterations, and what comes of them goes where their sinks say."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
+from torch import Tensor
+
+from kvcommons.engine.chunk_rows import ChunkRows
+from kvcommons.engine.core import Core
+from kvcommons.engine.iteration_timing import IterationTiming
+from kvcommons.engine.keeper import BlockKeeper, KeptRun
+from kvcommons.engine.load_or_compute import LoadOrCompute
+from kvcommons.engine.preloading import LoadFellShort, Preloading
+from kvcommons.engine.prompt import Prompt
+from kvcommons.engine.scheduler import Scheduler
+from kvcommons.errors import CapacityExhausted, Internal, KVCommonsError
+from kvcommons.model.sampling import SamplingRow
+from kvcommons.model.slices import State
+from kvcommons.telemetry.trace import Tracer
+
+log = logging.getLogger(__name__)
+
+LOAD_POLL_S = 0.005  # while prompts wait for history; commands are seen as often
+
+Fail = Callable[[int, KVCommonsError], None]
+
+
+class Prompts:
+    """Belongs to the engine's thread."""
+
+    def __init__(
+        self,
+        core: Core,
+        scheduler: Scheduler,
+        *,
+        chunk_tokens: int,
+        keeper: BlockKeeper,
+        cost: LoadOrCompute,
+        preloading: Preloading,
+        tracer: Tracer,
+    ) -> None:
+        """`chunk_tokens`: of one iteration, at most."""
+        self._core = core
+        self._scheduler = scheduler
+        self._chunk_tokens = chunk_tokens
+        self._keeper = keeper
+        self._cost = cost
+        self._preloading = preloading
+        self._tracer = tracer
+        self._prompts: dict[int, Prompt] = {}
+        self._again = False  # something may be computed at once though the last look found nothing
+        self.claims: dict[bytes, int] = {}  # blocks that a prompt is about to publish
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._prompts
+
+    def __bool__(self) -> bool:
+        return bool(self._prompts)
+
+    @property
+    def layers(self) -> int:
+        return self._core.layout.layers
+
+    def get(self, key: int) -> Prompt | None:
+        return self._prompts.get(key)
+
+    def submit(self, prompt: Prompt) -> None:
+        """Queues a prompt; whatever becomes of it, its sink hears. Raises CapacityExhausted, Overloaded."""
+        prompt.memory.check(prompt)
+        self._scheduler.submit(prompt.key, tokens=prompt.tokens, deadline_s=prompt.deadline_s)
+        self._prompts[prompt.key] = prompt
+
+    def remove(self, key: int) -> None:
+        """It is not computed any more: nothing is written to its blocks when this returns."""
+        prompt = self._prompts.pop(key)
+        if prompt.load is not None:
+            prompt.load.cancel()
+        for identity in prompt.ids:
+            if self.claims.get(identity) == key:
+                del self.claims[identity]
+        prompt.memory.close(prompt)
+
+    def expired(self) -> list[int]:
+        """Those whose deadline has passed."""
+        return self._scheduler.expired(time.monotonic())
+
+    def admit(self) -> None:
+        """Gives memory to those whose turn it is, as far as there is any."""
+        progress = True
+        while progress:
+            progress = False
+            for key in self._scheduler.admissible():
+                prompt = self._prompts[key]
+                try:
+                    taken = prompt.memory.take(prompt)
+                except CapacityExhausted:
+                    if self._keeper.make_room():
+                        progress = True  # what waited to be saved is in the way of no prompt
+                    break  # the first in line has the next claim on memory
+                if taken:
+                    prompt.sequence.on_behalf(self._begin, prompt)
+                    progress = True
+                    break
+
+    def spans(self, fail: Fail, *, beside: int) -> list[PromptSpan]:
+        """Of the next iteration, in which `beside` sequences generate. A prompt whose history is still on its
+        way, or lies with several holders, is alone in its iteration: its waits stall nobody else."""
+        wanted = self._scheduler.spans(
+            lambda key: self._preloading.ready(self._prompts[key], whole=beside > 0), self._chunk_tokens
+        )
+        spans: list[PromptSpan] = []
+        for key, tokens in wanted:
+            prompt = self._prompts[key]
+            exclusive = not self._preloading.whole(prompt) or not prompt.memory.keeps
+            if spans and exclusive:
+                continue
+            try:
+                span = self._span(prompt, tokens)
+            except KVCommonsError as error:
+                fail(key, error)
+                span = None
+            if span is None:
+                self._again = True
+                continue
+            spans.append(span)
+            if exclusive:
+                break
+        return spans
+
+    def await_history(self) -> bool:
+        """There was nothing to compute: waits a moment for the oldest prompt's history. False where none
+        waits for any."""
+        again, self._again = self._again, False
+        if again:
+            return True
+        for prompt in self._prompts.values():
+            if prompt.load is not None:
+                self._preloading.wait_a_moment(prompt, LOAD_POLL_S)
+                return True
+        return False
+
+    def settle(self, span: PromptSpan, failure: Exception | None, seconds: float) -> None:
+        """A span's iteration has ended, of which it took so long. Raises what ends its prompt."""
+        prompt = span.prompt
+        if isinstance(failure, LoadFellShort):
+            prompt.memory.close(prompt)
+            self._preloading.set_back(prompt, failure)
+        elif isinstance(failure, KVCommonsError):
+            raise failure
+        elif failure is not None:
+            log.error("a chunk failed", extra={"attempt": prompt.request.request_id}, exc_info=failure)
+            raise Internal("the prompt could not be computed; the log of its instance says why")
+        else:
+            if prompt.load is not None:
+                self._preloading.ended(prompt)
+            span.save_loaded()
+            prompt.sequence.computed = span.chunk.stop
+            prompt.compute_s += max(seconds - span.waited_s, 0.0)
+            if prompt.memory.keeps:
+                self._publish(prompt)
+            prompt.memory.close(prompt)
+        self._scheduler.progress(prompt.key, tokens_left=prompt.tokens_left)
+
+    def computed(self, tokens: int, seconds: float) -> None:
+        """What so many tokens took."""
+        self._cost.computed(tokens, seconds)
+
+    def save(self, prompt: Prompt, layer: int, blocks: range) -> None:
+        """One layer of these full blocks goes to the store, as far as it is not known to have them. Nothing
+        of a prompt without reuse: it leaves nothing behind that a later one could profit from."""
+        request = prompt.request
+        first = max(blocks.start, prompt.save_from)
+        if request.no_reuse or not request.store_data or first >= blocks.stop:
+            return
+        run = KeptRun(
+            store=request.store_data,
+            tenant=request.tenant,
+            parent=prompt.ids[first - 1] if first else b"",
+            first_index=first,
+            ids=tuple(prompt.ids[first : blocks.stop]),
+            blocks=tuple(prompt.blocks[first : blocks.stop]),
+        )
+        self._keeper.save(run, layer)
+
+    def await_layer(self, prompt: Prompt, layer: int) -> None:
+        """Until this layer of its history is there. Raises LoadFellShort."""
+        if prompt.load is not None and prompt.loaded_blocks:
+            self._preloading.await_layer(prompt, layer)
+
+    def _begin(self, prompt: Prompt) -> None:
+        prompt.save_from = prompt.request.matched_blocks
+        if not prompt.memory.keeps:  # what did not reach its holders is not there
+            prompt.save_from = min(prompt.save_from, prompt.placed_blocks)
+        elif not prompt.request.no_reuse:
+            for identity in prompt.ids[prompt.device_blocks :]:
+                self.claims.setdefault(identity, prompt.key)
+        if prompt.loaded_blocks:
+            self._preloading.begin(prompt, self._prompts.values())
+            if not self._scheduler.computing:
+                self._preloading.release(prompt)
+        prompt.admitted_s = time.monotonic()
+        self._scheduler.admit(prompt.key, tokens_left=prompt.tokens_left)
+        for layer in range(self._core.layout.layers):
+            self.save(prompt, layer, range(min(prompt.device_blocks, len(prompt.ids))))
+        prompt.sink.began(prompt, int((prompt.admitted_s - prompt.submitted_s) * 1e6))
+
+    def _span(self, prompt: Prompt, tokens: int) -> PromptSpan | None:
+        """None where its memory is not ready for it. Raises what ends the prompt."""
+        failure = prompt.sink.failure
+        if failure is not None:
+            raise failure
+        self._preloading.release(prompt)
+        prompt.check_history()
+        chunk = prompt.memory.chunk(prompt, tokens)
+        if not prompt.memory.open(prompt, chunk):
+            return None
+        return PromptSpan(self, prompt, chunk, self._tracer.span("prefill chunk"))
+
+    def _publish(self, prompt: Prompt) -> None:
+        """Computed and loaded full blocks join the device tier."""
+        if prompt.request.no_reuse:
+            return
+        for index in range(prompt.device_blocks, prompt.sequence.computed // prompt.block_tokens):
+            self._core.allocator.publish(prompt.blocks[index], prompt.ids[index])
+            if self.claims.get(prompt.ids[index]) == prompt.key:
+                del self.claims[prompt.ids[index]]
+
+
+class PromptSpan:
+    """A chunk of a prompt in an iteration. Use once."""
+
+    def __init__(
+        self, prompts: Prompts, prompt: Prompt, chunk: range, traced: AbstractContextManager[object]
+    ) -> None:
+        """`chunk`: its positions."""
+        self.prompt = prompt
+        self.chunk = chunk
+        self._prompts = prompts
+        self._rows: ChunkRows = prompt.memory.rows(prompt, chunk)
+        completed = prompt.completed_blocks(chunk)
+        self._full = range(completed.start, min(completed.stop, len(prompt.ids)))
+        # What was found goes out with the first chunk: a layer is one message a holder.
+        first = completed.start if chunk.start > prompt.reused_tokens else 0
+        self._pushed = range(first, completed.stop)
+        self._loads = prompt.load is not None
+        self._waited_s = prompt.load_wait_s
+        self._context = prompt.request.origin.copy()
+        self._traced = traced
+        self._timing: IterationTiming
+
+    @property
+    def tokens(self) -> Tensor:
+        return self._rows.tokens
+
+    @property
+    def positions(self) -> Tensor:
+        return self._rows.positions
+
+    @property
+    def waited_s(self) -> float:
+        """For history."""
+        return self.prompt.load_wait_s - self._waited_s
+
+    def open(self, timing: IterationTiming) -> None:
+        self._timing = timing
+        self._context.run(self._traced.__enter__)
+
+    def close(self) -> None:
+        self._context.run(self._traced.__exit__, None, None, None)
+
+    def sampling(self) -> list[SamplingRow]:
+        prompt = self.prompt
+        if self.chunk.stop < prompt.tokens:
+            return []
+        return [
+            SamplingRow(
+                params=prompt.request.sampling, position=prompt.tokens, generated=prompt.sequence.generated
+            )
+        ]
+
+    def attend(self, layer: int, state: State, *, needed: bool) -> Tensor | None:
+        """What is final goes out before the layer is attended over."""
+        self._prompts.await_layer(self.prompt, layer)
+        began_s = time.monotonic()
+        self._rows.write(layer, state)
+        self._context.run(self._hand_over, layer)
+        attention = self._rows.attend(layer, state) if needed else None
+        self._timing.here_s += time.monotonic() - began_s
+        return attention
+
+    def save_loaded(self) -> None:
+        """Blocks behind a history that was on its way are saved once that is known to be whole."""
+        if self._loads:
+            for layer in range(self._prompts.layers):
+                self._context.run(self._prompts.save, self.prompt, layer, self._full)
+
+    def _hand_over(self, layer: int) -> None:
+        self.prompt.sink.computed(self.prompt, layer, self._pushed)
+        if not self._loads:
+            self._prompts.save(self.prompt, layer, self._full)

@@ -1,0 +1,253 @@
+"""What the next iteration computes, and who gives way when memory is short: a pure class.
+
+Sequences are known by number, smaller ones being older. Prompts are admitted to memory first come, first
+served, and take turns at chunk borders: every other iteration begins with the oldest, those between with the
+one that has the fewest tokens left. So a short prompt waits for two chunks at most, however long the prompts
+before it are, and the oldest always gets at least half of the machine: nobody starves. Of the sequences that
+generate the oldest run, at most `max_batch` at once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kvcommons.engine.sequence import Sequence
+from kvcommons.errors import Overloaded
+from kvcommons.placement.base import Next
+
+
+class State(Enum):
+    """Of a sequence."""
+
+    WAITING = "waiting"  # its prompt is to be computed here, and waits for memory
+    COMPUTING = "computing"  # its prompt is computed here, chunk by chunk
+    RESERVED = "reserved"  # it has its blocks; another instance computes its prompt
+    RUNNING = "running"  # it generates: a token each iteration
+    BORROWING = "borrowing"  # it generates, and asks other holders for room: it sits out meanwhile
+
+
+@dataclass(slots=True, kw_only=True)
+class _Prompt:
+    tokens_left: int
+    deadline_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What happens to sequences that generate: preempt first, then grow, then run the batch. Borrowers are
+    asked for apart."""
+
+    batch: list[int] = field(default_factory=list)
+    grow: list[int] = field(default_factory=list)  # of the batch: one more local block each
+    borrow: list[int] = field(default_factory=list)
+    preempt: list[int] = field(default_factory=list)
+
+
+class Scheduler:
+    """Continuous batching. `max_queue` bounds the prompts that wait for memory, `max_prompts` those that are
+    computed, `max_batch` the sequences that generate in one iteration."""
+
+    def __init__(self, *, max_batch: int = 0, max_queue: int = 0, max_prompts: int = 0) -> None:
+        self._max_batch = max_batch
+        self._max_queue = max_queue
+        self._max_prompts = max_prompts
+        self._states: dict[int, State] = {}
+        self._prompts: dict[int, _Prompt] = {}  # in the order in which they came
+        self._oldest_had_turn = False
+
+    @property
+    def running(self) -> int:
+        """Sequences that generate, as many as fit the batch."""
+        return min(self._generating(), self._max_batch)
+
+    @property
+    def queued(self) -> int:
+        """Sequences that generate, beyond the batch."""
+        return max(0, self._generating() - self._max_batch)
+
+    @property
+    def computing(self) -> int:
+        """Prompts that hold memory."""
+        return self._count(State.COMPUTING)
+
+    @property
+    def waiting(self) -> int:
+        """Prompts that wait for memory."""
+        return self._count(State.WAITING)
+
+    @property
+    def able(self) -> bool:
+        """Whether any sequence would generate, had it room."""
+        return self._count(State.RUNNING) > 0
+
+    # Prompts that are computed here.
+
+    def submit(self, key: int, *, tokens: int, deadline_s: float) -> None:
+        """Queues a prompt of `tokens` that is worth nothing after `deadline_s`. Raises Overloaded."""
+        waiting = self.waiting
+        if waiting >= self._max_queue:
+            raise Overloaded(
+                f"{waiting} prompts wait for this instance, its most: retry later", retry_after_ms=1000
+            )
+        self._states[key] = State.WAITING
+        self._prompts[key] = _Prompt(tokens_left=tokens, deadline_s=deadline_s)
+
+    def admissible(self) -> list[int]:
+        """Waiting prompts in the order in which memory is to be offered to them; empty while enough are
+        computed."""
+        return [] if self.computing >= self._max_prompts else self._in(State.WAITING)
+
+    def admit(self, key: int, *, tokens_left: int) -> None:
+        self._states[key] = State.COMPUTING
+        self._prompts[key].tokens_left = tokens_left
+
+    def progress(self, key: int, *, tokens_left: int) -> None:
+        """A chunk of the prompt is done, or it was set back."""
+        self._prompts[key].tokens_left = tokens_left
+
+    def expired(self, now_s: float) -> list[int]:
+        """Prompts whose deadline has passed."""
+        return [key for key, prompt in self._prompts.items() if prompt.deadline_s <= now_s]
+
+    def spans(self, ready: Callable[[int], bool], tokens: int) -> list[tuple[int, int]]:
+        """Whose chunks are computed in the next iteration, of those that are `ready` (their history is there,
+        if they wait for any), and how many tokens of each: `tokens` in all. The first one's turn has come;
+        what it leaves goes to the others, those with the fewest tokens left first."""
+        able = [key for key in self._in(State.COMPUTING) if ready(key)]
+        if not able or tokens < 1:
+            return []
+        shortest = sorted(able, key=self._tokens_left)
+        self._oldest_had_turn = not self._oldest_had_turn
+        first = able[0] if self._oldest_had_turn else shortest[0]
+        chosen = []
+        for key in [first, *(other for other in shortest if other != first)]:
+            share = min(self._tokens_left(key), tokens)
+            if share:
+                chosen.append((key, share))
+            tokens -= share
+        return chosen
+
+    # Sequences that generate.
+
+    def reserve(self, key: int) -> None:
+        self._states[key] = State.RESERVED
+
+    def start(self, key: int) -> None:
+        """The prompt's KV is complete, wherever it was computed."""
+        self._prompts.pop(key, None)
+        self._states[key] = State.RUNNING
+
+    def borrowed(self, key: int) -> None:
+        """A borrower got its answer: it runs again. Unknown ones ended meanwhile."""
+        if key in self._states:
+            self._states[key] = State.RUNNING
+
+    def remove(self, key: int) -> None:
+        """The sequence ended, wherever it was; unknown ones are ignored."""
+        self._states.pop(key, None)
+        self._prompts.pop(key, None)
+
+    def plan(
+        self,
+        *,
+        needy: frozenset[int],
+        free_blocks: int,
+        freed_by: Mapping[int, int],
+        may_borrow: bool,
+        away: frozenset[int] = frozenset(),
+        may_preempt: bool = True,
+    ) -> Plan:
+        """Who generates in the next iteration.
+
+        `needy` are the sequences whose blocks are all full, those `away` of them get their next one
+        elsewhere whatever is free here; `free_blocks` is what can be allocated here, `freed_by` how many
+        blocks would come free if a sequence ended. Oldest first: each needy one takes a free block; when none
+        is left it borrows, if the policy allows (`may_borrow`); else the youngest sequence that holds blocks
+        gives way, which may be the needy one itself. Not `may_preempt`: blocks of the last one that gave way
+        are still coming free, and the needy sit out meanwhile.
+        """
+        batch, grow, borrow = [], [], []
+        preempt: set[int] = set()
+        for key in sorted(self._in(State.RUNNING))[: self._max_batch]:
+            if key in preempt:
+                continue
+            if key in needy:
+                while may_preempt and free_blocks < 1 and not may_borrow and key not in preempt:
+                    victim = self._youngest(freed_by, preempt, at_least=key)
+                    preempt.add(victim)
+                    free_blocks += freed_by.get(victim, 0)
+                if key in preempt or (free_blocks < 1 and not may_borrow):
+                    continue
+                if free_blocks < 1 or key in away:
+                    borrow.append(key)
+                    self._states[key] = State.BORROWING
+                    continue
+                free_blocks -= 1
+                grow.append(key)
+            batch.append(key)
+        return Plan(
+            batch=[key for key in batch if key not in preempt],
+            grow=[key for key in grow if key not in preempt],
+            borrow=borrow,
+            preempt=sorted(preempt, reverse=True),
+        )
+
+    def victim_for(self, key: int, freed_by: Mapping[int, int]) -> int:
+        """Who gives way to a borrower that nobody lends to: the youngest with blocks, maybe itself."""
+        return self._youngest(freed_by, set(), at_least=key)
+
+    def _youngest(self, freed_by: Mapping[int, int], gone: set[int], *, at_least: int) -> int:
+        """The youngest sequence, not older than `at_least`, whose end frees blocks; `at_least` where there is
+        none."""
+        able = [
+            key for key in self._states if key > at_least and key not in gone and freed_by.get(key, 0) > 0
+        ]
+        return max(able, default=at_least)
+
+    def _generating(self) -> int:
+        return self._count(State.RUNNING) + self._count(State.BORROWING)
+
+    def _count(self, state: State) -> int:
+        return sum(one is state for one in self._states.values())
+
+    def _in(self, state: State) -> list[int]:
+        return [key for key, one in self._states.items() if one is state]
+
+    def _tokens_left(self, key: int) -> int:
+        return self._prompts[key].tokens_left
+
+
+def freed_by(sequences: Mapping[int, Sequence]) -> dict[int, int]:
+    """Blocks here that would come free if a sequence ended: those that it alone holds. None of a sequence
+    that waits for its prompt: prefill may be writing to them."""
+    holders = Counter(block for sequence in sequences.values() for block in sequence.local_blocks())
+    return {
+        key: sum(holders[block] == 1 for block in sequence.local_blocks()) if sequence.prompt_computed else 0
+        for key, sequence in sequences.items()
+    }
+
+
+def plan_for(
+    scheduler: Scheduler,
+    sequences: Mapping[int, Sequence],
+    *,
+    free_blocks: int,
+    may_borrow: bool,
+    may_preempt: bool,
+) -> Plan:
+    """The next iteration of these sequences, by the room that each of them has."""
+    needy = frozenset(
+        key for key, sequence in sequences.items() if sequence.prompt_computed and sequence.full
+    )
+    short = len(needy) > free_blocks and not may_borrow
+    return scheduler.plan(
+        needy=needy,
+        free_blocks=free_blocks,
+        freed_by=freed_by(sequences) if short else {},
+        may_borrow=may_borrow,
+        away=frozenset(key for key in needy if sequences[key].next_block() in (Next.AWAY, Next.NEW_HOLDER)),
+        may_preempt=may_preempt,
+    )

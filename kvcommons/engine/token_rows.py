@@ -1,0 +1,130 @@
+"""A batch of running sequences in an iteration: a token each, with attention here and on other holders."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from kvcommons.attention.partial import BatchPlan, Partial
+from kvcommons.engine.batch import Batch, Queries
+from kvcommons.engine.core import Core
+from kvcommons.engine.iteration_timing import IterationTiming
+from kvcommons.engine.remote.attention import RemoteAttention, RemoteStep
+from kvcommons.engine.remote.messages import NewRows
+from kvcommons.errors import KVCommonsError
+from kvcommons.model.sampling import SamplingRow
+from kvcommons.model.slices import State
+from kvcommons.placement.auto import Rates
+
+_READ_BYTES = 1 << 20
+
+
+class TokenRows:
+    """Use once. Rows in `lost` have no valid token: their sequences' KV is not there any more."""
+
+    def __init__(
+        self, core: Core, remote: RemoteAttention, batch: Batch, attend_deadline_s: float, rates: Rates
+    ) -> None:
+        """A layer waits so long for other holders; `rates` is told what was measured."""
+        self._core = core
+        self._remote = remote
+        self.batch = batch
+        self._attend_deadline_s = attend_deadline_s
+        self._rates = rates
+        self._plans: dict[int | None, BatchPlan] = {}
+        self._all_append = len(batch.append_rows) == len(batch.sequences)
+        self._head_rotation = core.model.rotation(batch.positions) if batch.has_heads else None
+        self._here_s = 0.0
+        self._step: RemoteStep
+        self._timing: IterationTiming
+
+    @property
+    def tokens(self) -> Tensor:
+        return self.batch.tokens
+
+    @property
+    def positions(self) -> Tensor:
+        return self.batch.positions + self.batch.dropped
+
+    @property
+    def lost(self) -> dict[int, KVCommonsError]:
+        return self._step.lost
+
+    def open(self, timing: IterationTiming) -> None:
+        self._timing = timing
+        self._slots = self._core.memory.rows_of(self.batch.slots())
+        self._step = self._remote.begin(
+            self.batch, self._attend_deadline_s, timing, (self._core.memory, self._slots)
+        )
+
+    def sampling(self) -> list[SamplingRow]:
+        return [sequence.sampling_row() for sequence in self.batch.sequences]
+
+    def close(self) -> None:
+        self._remote.end(self._step)
+
+    def observe(self) -> None:
+        """The iteration went well: what reading KV here took. A small read says little of it."""
+        layout = self._core.layout
+        read_bytes = self.batch.kept_tokens * layout.layers * layout.object_bytes // layout.block_tokens
+        if read_bytes >= _READ_BYTES:
+            self._rates.attended_here(read_bytes, self._here_s)
+
+    def attend(self, layer: int, state: State, *, needed: bool) -> Tensor:
+        """Other holders are asked first, and answer while the local part is computed."""
+        batch, model = self.batch, self._core.model
+        step = self._step
+        queries = Queries(plain=state.q)
+        if self._head_rotation is not None:
+            queries = Queries(plain=state.q, shifted=model.shifted_query(state, self._head_rotation))
+        if batch.plain:
+            self._write(layer, state)
+            return self._attend_here(layer, state.q).out
+        new = NewRows(layer, queries, state.k, state.v)
+        asked = self._remote.ask(step, new)
+        try:
+            if step.asks is None:
+                self._write(layer, state)
+            here = None
+            if len(batch.part_rows):
+                whole = batch.part_groups[0].whole and not len(batch.part_heads)
+                q = state.q if whole else queries.of(batch.part_rows, batch.part_heads)
+                here = self._attend_here(layer, q, step.here)
+            return self._remote.collect(step, asked, new, here).out
+        except BaseException:
+            self._remote.cancel(asked)
+            raise
+
+    def _attend_here(self, layer: int, q: Tensor, into: Partial | None = None) -> Partial:
+        """q [parts, H, D]; `into` as BatchPlan has it."""
+        core, began_s = self._core, time.monotonic()
+        plan = self._plan(core.model.window(layer))
+        partial = plan.attend(q, core.memory.layer(layer), core.model.scale, into)
+        seconds = time.monotonic() - began_s
+        self._here_s += seconds
+        self._timing.here_s += seconds
+        return partial
+
+    def _write(self, layer: int, state: State) -> None:
+        """K and V of rows whose tail lies here."""
+        appending = self.batch.append_rows
+        if self._all_append:
+            self._core.memory.write_rows(layer, self._slots, torch.cat((state.k, state.v), dim=1))
+        elif len(appending):
+            kv = torch.cat((state.k[appending], state.v[appending]), dim=1)
+            self._core.memory.write_rows(layer, self._slots, kv)
+
+    def _plan(self, window: int | None) -> BatchPlan:
+        if window not in self._plans:
+            batch = self.batch
+            self._plans[window] = BatchPlan(
+                self._core.memory.layer(0).shape,
+                batch.tables,
+                batch.lengths,
+                first_key_positions=batch.first_keys,
+                query_positions=batch.positions[batch.part_rows],
+                window=window,
+            )
+        return self._plans[window]

@@ -1,0 +1,55 @@
+"""The engine of a decode instance."""
+
+from __future__ import annotations
+
+from kvcommons.engine.callbacks import EngineCallbacks, EngineMetrics
+from kvcommons.engine.core import Core
+from kvcommons.engine.engine import Engine
+from kvcommons.engine.executor import Composer
+from kvcommons.engine.keeper import BlockKeeper
+from kvcommons.engine.remote.attention import RemoteAttention
+from kvcommons.engine.scheduler import Scheduler
+from kvcommons.holder.budget import AttentionBudget
+from kvcommons.placement.auto import Rates
+from services.decode.staggering.executor import Staggered
+from services.decode.staggering.lanes import Mode, Pipelining
+from services.decode.staggering.rotation import Rotation
+
+
+def decode_engine(
+    core: Core,
+    *,
+    max_batch: int,
+    may_borrow: bool,
+    attend_deadline_s: float,
+    rates: Rates,
+    budget: AttentionBudget,
+    keeper: BlockKeeper,
+    callbacks: EngineCallbacks,
+    metrics: EngineMetrics,
+    pipelining: Mode = "auto",
+    mini_batches: int = 0,
+    rotation: Rotation | None = None,
+) -> Engine:
+    """Not started yet. `attend_deadline_s` bounds what a layer waits for other holders. `rates` is told what
+    was measured, `budget` of iterations. `pipelining`: whether two batches take turns; by itself where that
+    pays. With `rotation` they, or the one of this instance, take turns with those of other instances
+    instead."""
+    remote = RemoteAttention(core.layout, core.model.device, rates, budget, mini_batches)
+    return Engine(
+        core,
+        scheduler=Scheduler(max_batch=max_batch),
+        executor=Staggered(
+            core,
+            Composer(core, remote, attend_deadline_s=attend_deadline_s, rates=rates),
+            rotation or Pipelining(pipelining, core.layout.layers),
+            turn=rotation.turn if rotation else None,
+            close_s=2 * attend_deadline_s,
+        ),
+        prompts=None,
+        may_borrow=may_borrow,
+        budget=budget,
+        keeper=keeper,
+        callbacks=callbacks,
+        metrics=metrics,
+    )

@@ -1,0 +1,70 @@
+"""Where a prompt's blocks go: the segments of its sequence, by holder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from kvcommons.pb import common_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A segment at a holder's data address."""
+
+    data_address: str
+    handle: int
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A run of the sequence's blocks at the holder that will attend over them, or at the `parts` of a head
+    group: each takes its heads of them."""
+
+    data_address: str
+    handle: int
+    epoch: int
+    first_block: int
+    blocks: int
+    parts: tuple[Place, ...] = ()
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """One, or the parts in order."""
+        alone = Place(data_address=self.data_address, handle=self.handle, epoch=self.epoch)
+        return self.parts or (alone,)
+
+    @classmethod
+    def of(cls, placement: pb.Placement) -> Target:
+        return cls(
+            data_address=placement.data_address,
+            handle=placement.handle,
+            epoch=placement.epoch,
+            first_block=placement.first_block,
+            blocks=placement.blocks,
+            parts=tuple(
+                Place(data_address=part.data_address, handle=part.handle, epoch=part.epoch)
+                for part in placement.parts
+            ),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Write:
+    """Blocks `first` … of a sequence (indices in it) that go to one target."""
+
+    target: Target
+    first: int
+    count: int
+
+
+def writes(targets: Iterable[Target], first: int, count: int) -> list[Write]:
+    """Which targets blocks [first, first + count) of a sequence go to, and which of them to each."""
+    found = []
+    for target in targets:
+        begin = max(first, target.first_block)
+        end = min(first + count, target.first_block + target.blocks)
+        if begin < end:
+            found.append(Write(target=target, first=begin, count=end - begin))
+    return found
