@@ -3,7 +3,7 @@
 KV grows until only the *reserve* is free: the databases of index and sessions, logs, and whoever else uses
 the file system live on that. The *ballast* is a file in it, as large as what it takes to delete something:
 databases write before they give room back. It is thrown off where a database finds no room, and taken on
-again later. """
+again later."""
 
 from __future__ import annotations
 

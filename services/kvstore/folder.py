@@ -69,7 +69,7 @@ class DataFolder:
         them.
 
         First the ballast goes, then slab files, the one that was not written for longest first: their blocks
-        can be computed again. Raises StoreUnavailable where that is not enough. """
+        can be computed again. Raises StoreUnavailable where that is not enough."""
         root = self.ballast.parent
         if free_bytes(root) >= needed_bytes:
             return
