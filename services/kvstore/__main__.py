@@ -17,7 +17,7 @@ from kvcommons.rpc.process import Process, run
 from kvcommons.rpc.server import RpcServer
 from kvcommons.transport.metrics import DataMetrics
 from kvcommons.transport.server import DataServer
-from services.kvstore.ballast import Ballast, reserve_bytes
+from services.kvstore.ballast import Ballast, DiskReserve, reserve_bytes
 from services.kvstore.blocks import BlockStore, BlockStoreSettings
 from services.kvstore.clock import SystemClock
 from services.kvstore.config import Config
@@ -46,10 +46,10 @@ async def serve(config: Config, process: Process) -> None:
     """Opens the data folder, serves until told to stop, and leaves everything on disk."""
     folder = await asyncio.to_thread(DataFolder, config.data)
     try:
-        reserve = reserve_bytes(config.data, config.disk_reserve_bytes)
-        ballast = Ballast(folder.ballast, reserve)
+        size_bytes = reserve_bytes(config.data, config.disk_reserve_bytes)
+        ballast = Ballast(folder.ballast, size_bytes)
         await asyncio.to_thread(folder.make_room, ballast, min(START_BYTES, ballast.size_bytes))
-        store = await asyncio.to_thread(_open_blocks, folder, config, ballast, reserve)
+        store = await asyncio.to_thread(_open_blocks, folder, config, DiskReserve(size_bytes, ballast))
         try:
             mark = Mark(folder.mark)
             sessions = await asyncio.to_thread(_open_sessions, folder, config, store, mark, ballast)
@@ -111,17 +111,17 @@ async def _serve(config: Config, process: Process, store: BlockStore, sessions: 
         executor.shutdown(wait=True)
 
 
-def _open_blocks(folder: DataFolder, config: Config, ballast: Ballast, reserve: int) -> BlockStore:
+def _open_blocks(folder: DataFolder, config: Config, reserve: DiskReserve) -> BlockStore:
     """Without what an index that is damaged had named: KV is a cache, and is computed again."""
     try:
-        return _blocks(folder, config, ballast, reserve)
+        return _blocks(folder, config, reserve)
     except DamagedDatabase as error:
         log.error("%s. It is set aside, and the blocks on disk are given up", error.message)
     folder.set_index_aside()
-    return _blocks(folder, config, ballast, reserve)
+    return _blocks(folder, config, reserve)
 
 
-def _blocks(folder: DataFolder, config: Config, ballast: Ballast, reserve: int) -> BlockStore:
+def _blocks(folder: DataFolder, config: Config, reserve: DiskReserve) -> BlockStore:
     settings = BlockStoreSettings(
         dram_bytes=config.dram_bytes,
         disk_bytes=config.disk_bytes,
@@ -133,7 +133,7 @@ def _blocks(folder: DataFolder, config: Config, ballast: Ballast, reserve: int) 
         staging_s=config.staging_s,
         scrub_bytes_per_s=config.scrub_bytes_per_s,
     )
-    medium = Medium.local(folder.slabs, folder.index, ballast, reserve)
+    medium = Medium.local(folder.slabs, folder.index, reserve)
     try:
         return BlockStore(medium, settings)
     except KVCommonsError:

@@ -3,7 +3,8 @@
 KV grows until only the *reserve* is free: the databases of index and sessions, logs, and whoever else uses
 the file system live on that. The *ballast* is a file in it, as large as what it takes to delete something:
 databases write before they give room back. It is thrown off where a database finds no room, and taken on
-again later."""
+again later.
+"""
 
 from __future__ import annotations
 
@@ -68,3 +69,29 @@ class Ballast:
             self._path.unlink()
         log.warning("the disk is full: the ballast was thrown off, so that something can be deleted")
         return True
+
+
+class DiskReserve:
+    """How far KV may grow on a disk, and when it has to shrink: turns cannot be committed without room, and
+    KV can be computed again."""
+
+    def __init__(self, size_bytes: int = 0, ballast: Ballast | None = None) -> None:
+        """`size_bytes`: what KV leaves free, the ballast included."""
+        self.ballast = ballast
+        self._size_bytes = size_bytes
+        self._short = False
+
+    def growth_bytes(self, free_bytes: int) -> int:
+        """Below 0: by how much KV has to shrink. Takes the ballast on again where there is room for it."""
+        room_bytes = free_bytes - self._size_bytes
+        if self.ballast is not None:
+            room_bytes += self.ballast.size_bytes if self.ballast.held else 0
+            if room_bytes >= 0:
+                self.ballast.take_on()
+        short = room_bytes < 0
+        if short and not self._short:
+            log.warning(
+                "less than the reserve is free on the disk: KV gives room back", extra={"free": free_bytes}
+            )
+        self._short = short
+        return room_bytes

@@ -104,8 +104,7 @@ class BlockStore:
             arena=self.arena,
             pool=medium.executor(_WRITE_THREADS, "kvstore-write"),
             blocks_max=settings.blocks_max,
-            ballast=medium.ballast,
-            reserve_bytes=medium.reserve_bytes,
+            reserve=medium.reserve,
             clock=self._clock,
             settled=self._settled,
         )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import Executor, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from services.kvstore.ballast import Ballast
+from services.kvstore.ballast import DiskReserve
 from services.kvstore.database import Settling
 from services.kvstore.disk import Disk, LocalDisk
 from services.kvstore.index import open_index
@@ -18,16 +18,15 @@ class Medium:
     disk: Disk
     index: Settling
     executor: Callable[[int, str], Executor]  # threads, name
-    ballast: Ballast | None = None
-    reserve_bytes: int = 0  # that KV leaves free on the disk, the ballast included
+    reserve: DiskReserve = field(default_factory=DiskReserve)
 
     @staticmethod
-    def local(slabs: Path, index: Path, ballast: Ballast | None = None, reserve_bytes: int = 0) -> Medium:
+    def local(slabs: Path, index: Path, reserve: DiskReserve | None = None) -> Medium:
         """This machine. Raises StoreUnavailable, OSError."""
+        reserve = reserve or DiskReserve()
         return Medium(
             disk=LocalDisk(slabs),
-            index=open_index(index, ballast),
-            ballast=ballast,
-            reserve_bytes=reserve_bytes,
+            index=open_index(index, reserve.ballast),
+            reserve=reserve,
             executor=lambda threads, name: ThreadPoolExecutor(threads, thread_name_prefix=name),
         )

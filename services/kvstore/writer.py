@@ -16,7 +16,7 @@ from enum import Enum
 
 from kvcommons.errors import KVCommonsError
 from services.kvstore.arena import Arena
-from services.kvstore.ballast import Ballast
+from services.kvstore.ballast import DiskReserve
 from services.kvstore.block import Block, Doomed
 from services.kvstore.catalog import Catalog
 from services.kvstore.clock import Clock
@@ -60,8 +60,7 @@ class Writer:
         arena: Arena,
         pool: Executor,
         blocks_max: int,
-        ballast: Ballast | None,
-        reserve_bytes: int,
+        reserve: DiskReserve,
         clock: Clock,
         settled: Callable[[Sequence[Block], bool], None],
     ) -> None:
@@ -72,9 +71,7 @@ class Writer:
         self._index = index
         self._arena = arena
         self._blocks_max = blocks_max
-        self._ballast = ballast
-        self._reserve_bytes = reserve_bytes
-        self._short = False  # of room on the disk
+        self._reserve = reserve
         self._clock = clock
         self._settled = settled
         self._pool = pool
@@ -85,13 +82,13 @@ class Writer:
 
     def cycle(self) -> Round:
         """Deletes what is doomed, then writes one batch."""
-        room_bytes = self._free_bytes()
+        growth_bytes = self._growth_bytes()
         with self._lock:
-            if room_bytes < 0 and self._reclaims:
-                self._room.doomed += self._room.evict_oldest(RECLAIM_SLOTS, -room_bytes)
+            if growth_bytes < 0 and self._reclaims:
+                self._room.doomed += self._room.evict_oldest(RECLAIM_SLOTS, -growth_bytes)
             doomed, self._room.doomed = self._room.doomed, []
             frozen = self._clock.monotonic_s() < self._frozen_until_s
-            self._catalog.disk.growth_bytes = 0 if frozen else max(0, room_bytes)
+            self._catalog.disk.growth_bytes = 0 if frozen else max(0, growth_bytes)
             # In the same breath: a block that is sent anew while its old entry goes must not be written now,
             # or the deletion of the old entry, which comes in the next round, would take the new one along.
             batch = self._catalog.take_pending(BATCH_BLOCKS_MAX, BATCH_BYTES_MAX)
@@ -108,7 +105,7 @@ class Writer:
                     waiting = set(self._catalog.pending)
                 self._give_up([block for block in batch if block.origin and block not in waiting])
         taken_back = self._look_aside()
-        if room_bytes < 0 and doomed:
+        if growth_bytes < 0 and doomed:
             self._reclaim()  # at once: it is not for the next blocks that they went
         return Round.WORKED if doomed or batch or taken_back or self._reclaim() else Round.IDLE
 
@@ -132,26 +129,13 @@ class Writer:
 
     # ---- room
 
-    def _free_bytes(self) -> int:
-        """How much KV may grow; below 0: by how much it has to shrink, for turns cannot be committed without
-        room, and KV can be computed again."""
+    def _growth_bytes(self) -> int:
+        """How much KV may grow; below 0: by how much it has to shrink."""
         try:
-            free_bytes = self._slabs.free_bytes()
+            return self._reserve.growth_bytes(self._slabs.free_bytes())
         except OSError as error:
             log.warning("nobody knows how much room the disk has: %s", error)
             return 0
-        room_bytes = free_bytes - self._reserve_bytes
-        if self._ballast is not None:
-            room_bytes += self._ballast.size_bytes if self._ballast.held else 0
-            if room_bytes >= 0:
-                self._ballast.take_on()
-        short = room_bytes < 0
-        if short and not self._short:
-            log.warning(
-                "the disk has less than the reserve left: KV gives room back", extra={"free": free_bytes}
-            )
-        self._short = short
-        return room_bytes
 
     def _reclaim(self) -> bool:
         """Gives room of blocks that went back to the file system. Whether there was any to give.
