@@ -36,6 +36,9 @@ class RunningStack:
     """`kvcommons up` as a child, in a process session of its own. Starts with the context and ends with it;
     `start` after `stop` or `kill_all` takes the same data up again."""
 
+    # How many times as long as on a quiet machine of two cores everything may take.
+    wait_scale = 1.0
+
     def __init__(
         self,
         folder: Path,
@@ -74,7 +77,7 @@ class RunningStack:
     def start(self, *, ready: bool = True) -> None:
         """Raises Unavailable, with what the stack said, when it is not ready in time."""
         if self._up is not None:
-            self._up.wait(STOP_S_MAX)
+            self._up.wait(STOP_S_MAX * self.wait_scale)
         command = [sys.executable, "-m", "devstack", "up", "--data", str(self.data)]
         command += ["--config", str(self._settings), "--parent", str(os.getpid())]
         for name, value in self._flags.items():
@@ -97,15 +100,16 @@ class RunningStack:
         if self._up is None:
             return 0
         self._up.send_signal(signal.SIGINT)
+        wait_s = STOP_S_MAX * self.wait_scale
         try:
-            return self._up.wait(STOP_S_MAX)
+            return self._up.wait(wait_s)
         except subprocess.TimeoutExpired:
             self.kill_all()
-            raise Internal(f"the stack did not end within {STOP_S_MAX} s:\n{self.said()}") from None
+            raise Internal(f"the stack did not end within {wait_s} s:\n{self.said()}") from None
 
     def wait(self, wait_s: float) -> int:
         """The exit status of a stack that ends by itself."""
-        return self._process().wait(wait_s)
+        return self._process().wait(wait_s * self.wait_scale)
 
     def processes(self) -> list[Process]:
         """All that live in the stack's process session, whoever started them."""
@@ -133,14 +137,15 @@ class RunningStack:
                 os.kill(process.pid, signal.SIGKILL)
             except ProcessLookupError:
                 continue
-        self._process().wait(KILL_S_MAX)
+        self._process().wait(KILL_S_MAX * self.wait_scale)
         self.until(lambda: not self.processes(), KILL_S_MAX, "killed processes are still there")
 
     def said(self) -> str:
         return self.output.read_text(errors="replace")
 
     def until(self, condition: Callable[[], object], wait_s: float, otherwise: str) -> None:
-        """Polls. Raises Unavailable with what the stack said."""
+        """Polls; `wait_s` is scaled. Raises Unavailable with what the stack said."""
+        wait_s *= self.wait_scale
         deadline = time.monotonic() + wait_s
         while not condition():
             if time.monotonic() > deadline:

@@ -1,11 +1,13 @@
-"""What all tests share: bounded threads, so that tests and the stacks they start fit on two cores."""
+"""What all tests share: bounded threads, so that tests and the stacks they start fit on two cores, and
+deadlines that fit the machine."""
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
+
+from tests.machine import SLOWNESS, scaled
 
 # Before any test imports numpy or torch: they read these once.
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"):
@@ -17,12 +19,19 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 for _name in [name for name in os.environ if name.startswith("KVCOMMONS_") and "__" in name]:
     del os.environ[_name]
 
-# Real processes and their deadlines: a machine that stalls for seconds may fail such a test once. It gets a
-# second try, and the summary names it.
-REAL_PROCESSES = tuple(Path(__file__).parent / name for name in ("contract", "fault", "system"))
+
+def pytest_report_header() -> str:
+    return f"deadlines: {SLOWNESS} times those of a quiet machine"
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-timeout reads its own
+def pytest_configure(config: pytest.Config) -> None:
+    if config.option.timeout is None:
+        config.option.timeout = scaled(float(config.getini("timeout")))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if any(item.path.is_relative_to(folder) for folder in REAL_PROCESSES):
-            item.add_marker(pytest.mark.flaky(reruns=1))
+        own = item.get_closest_marker("timeout")
+        if own is not None:
+            item.add_marker(pytest.mark.timeout(scaled(own.args[0])), append=False)

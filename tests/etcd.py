@@ -11,8 +11,9 @@ import time
 from pathlib import Path
 
 from devstack import etcd
+from tests.machine import scaled
 
-START_S = 20.0
+START_S = scaled(20.0)
 
 
 class RealEtcd:

@@ -48,6 +48,7 @@ from services.prefill.config import PrefillConfig
 from services.prefill.service import serve as serve_prefill
 from tests.contract.engine_turns import Reference
 from tests.etcd import RealEtcd
+from tests.machine import scaled, scaled_settings, scaled_table
 
 BLOCK = 16
 CHUNK = 32
@@ -105,11 +106,11 @@ class Stack:
             service=service, instance_id=name, host="here", stop=asyncio.Event(), telemetry=telemetry
         )
         self.processes[name] = process
-        self.tasks[name] = asyncio.create_task(_run(serve, config, process), name=name)
+        self.tasks[name] = asyncio.create_task(_run(serve, scaled_settings(config), process), name=name)
 
     async def stop(self, name: str) -> None:
         self.processes.pop(name).stop.set()
-        await asyncio.wait_for(self.tasks.pop(name), 15)
+        await asyncio.wait_for(self.tasks.pop(name), scaled(15))
 
     async def close(self) -> None:
         for channel in self.channels:
@@ -134,7 +135,7 @@ class Stack:
         )
         self.launch(name, "prefill", serve_prefill, config)
         stub = prefill_pb2_grpc.PrefillStub(self.channel(name))
-        await ready(lambda: stub.Inspect(prefill_pb2.PrefillInspectRequest(), timeout=5))
+        await ready(lambda: stub.Inspect(prefill_pb2.PrefillInspectRequest(), timeout=scaled(5)))
         return stub
 
     async def decode(
@@ -162,7 +163,7 @@ class Stack:
         )
         self.launch(name, "kvstore", serve_kvstore, config)
         stub = BlocksStub(self.channel(name))
-        await ready(lambda: stub.Stats(kvstore_pb2.StatsRequest(), timeout=5))
+        await ready(lambda: stub.Stats(kvstore_pb2.StatsRequest(), timeout=scaled(5)))
         return stub
 
     def history(self, matched_blocks: int, name: str = "kvstore") -> common_pb2.History:
@@ -210,7 +211,7 @@ class Stack:
 
         async def lend() -> None:
             request = ledger_pb2.CandidatesRequest(debtor="nobody", host="here", model=self.model, blocks=1)
-            if len((await stub.Candidates(request, timeout=5)).creditors) < min(len(names), 3):
+            if len((await stub.Candidates(request, timeout=scaled(5))).creditors) < min(len(names), 3):
                 raise Unavailable("not all are registered yet")
 
         await ready(lend)
@@ -225,6 +226,7 @@ class Stack:
         }  # fmt: skip
         if group is not None and part is not None:
             values |= {"head_group": group, "heads": part}
+        values = scaled_table(AttentionPoolConfig, values)
         flags = [f"--set={key}={value}" for key, value in values.items()]
         command = [sys.executable, "-m", "services.attention_pool", f"--parent-pid={os.getpid()}", *flags]
         with (self.runtime / f"{name}.log").open("wb") as log:
@@ -235,12 +237,12 @@ class Stack:
     async def inspect(self, name: str) -> holder_pb2.InspectReply:
         """What a holder says of its memory."""
         stub = holder_pb2_grpc.HolderStub(self.channel(name))
-        reply: holder_pb2.InspectReply = await stub.Inspect(holder_pb2.InspectRequest(), timeout=5)
+        reply: holder_pb2.InspectReply = await stub.Inspect(holder_pb2.InspectRequest(), timeout=scaled(5))
         return reply
 
     async def idle(self, *names: str) -> None:
         """Once all blocks of these holders are free and no segment is held."""
-        until = time.monotonic() + 10
+        until = time.monotonic() + scaled(10)
         for name in names:
             while (seen := await self.inspect(name)).free_blocks < seen.total_blocks or seen.segments:
                 assert time.monotonic() < until, f"{name} keeps blocks: {seen}"
@@ -253,7 +255,7 @@ async def _run(serve: Callable[[Any, Process], Awaitable[None]], config: Any, pr
 
 async def ready(call: Callable[[], Awaitable[Any]]) -> Any:
     """The call's answer as soon as there is one."""
-    until = time.monotonic() + 20
+    until = time.monotonic() + scaled(20)
     while True:
         try:
             return await call()

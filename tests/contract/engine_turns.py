@@ -12,9 +12,10 @@ from typing import Any
 import torch
 
 from kvcommons.pb import common_pb2, decode_pb2, prefill_pb2
+from tests.machine import scaled
 
 SALT = bytes(range(32))
-CALL_S = 30.0
+CALL_S = scaled(30.0)
 
 
 def prompt(length: int, seed: int = 1) -> list[int]:
@@ -155,7 +156,7 @@ def turn(prefill: Any, decode: Any, model: bytes, tokens: Sequence[int], new: in
         "prompt_tokens": len(tokens), "max_position": len(tokens) + new,
         "sampling": common_pb2.Sampling(temperature=0.0, top_p=1.0),
     }  # fmt: skip
-    start_wait_ms = changes.pop("start_wait_ms", 20_000)
+    start_wait_ms = changes.pop("start_wait_ms", scaled(20_000))
     job = common_pb2.Job(**(known | changes))
     return Turn(prefill, decode, decode_pb2.GenerateRequest(job=job, start_wait_ms=start_wait_ms))
 

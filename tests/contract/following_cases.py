@@ -27,6 +27,7 @@ from kvcommons.transport.base import Limits, Observation
 from kvcommons.transport.deadline import Deadline
 from kvcommons.transport.frame import HEADER_BYTES, pack, unpack
 from kvcommons.transport.server import DataServer
+from tests.machine import scaled
 
 LAYERS, BLOCKS, SIZE = 3, 64, 4
 LAYOUT = Layout(layers=LAYERS, kv_heads=2, block_tokens=SIZE, head_dim=16, kv_dtype="float32", query_heads=4)
@@ -35,7 +36,7 @@ TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
 
 def eventually(condition: Callable[[], object]) -> None:
-    deadline = Deadline.after(20)
+    deadline = Deadline.after(scaled(20))
     while not condition():
         deadline.check("what the test waits for")
         time.sleep(0.002)
@@ -66,7 +67,7 @@ class Peer:
         else:
             host, _, port = rest.rpartition(":")
             self.socket = socket.create_connection((host, int(port)))
-        self.socket.settimeout(20)
+        self.socket.settimeout(scaled(20))
         self._layout = layout
 
     def frame(

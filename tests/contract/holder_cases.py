@@ -37,6 +37,8 @@ from kvcommons.telemetry.telemetry import Telemetry
 from kvcommons.transport.base import Observer
 from kvcommons.transport.deadline import Deadline
 from kvcommons.transport.server import DataServer
+from tests.machine import scaled
+from tests.pausing import pause
 
 BLOCKS = 24
 BLOCK_TOKENS = 4
@@ -59,11 +61,11 @@ FINGERPRINT = b"f" * 32
 
 
 def soon() -> Deadline:
-    return Deadline.after(20)
+    return Deadline.after(scaled(20))
 
 
 async def eventually(condition: Callable[[], object], seconds: float = 20.0) -> None:
-    deadline = Deadline.after(seconds)
+    deadline = Deadline.after(scaled(seconds))
     while not condition():
         deadline.check("what the test waits for")
         await asyncio.sleep(0.01)
@@ -196,11 +198,11 @@ class PoolProcess:
 
     async def ready(self) -> Served:
         async with self.served.debtor() as client:
-            deadline = Deadline.after(60)
+            deadline = Deadline.after(scaled(60))
             while True:
                 assert self.process.poll() is None, "the pool did not start"
                 try:
-                    await client.inspect(timeout_s=1)
+                    await client.inspect(timeout_s=scaled(1))
                     return self.served
                 except KVCommonsError:
                     deadline.check("starting the pool")
@@ -208,7 +210,10 @@ class PoolProcess:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(scaled(10))
+
+    def pause(self) -> None:
+        pause(self.process.pid)
 
     def terminate(self) -> None:
         self.process.send_signal(signal.SIGTERM)

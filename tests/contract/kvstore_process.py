@@ -17,10 +17,12 @@ from kvcommons.pb import kvstore_pb2_grpc as rpc
 from kvcommons.rblock.checksum import checksum
 from kvcommons.transport.client import DataClient
 from kvcommons.transport.deadline import Deadline
+from services.kvstore.config import Config
 from services.kvstore.tier import BlockShape
+from tests.machine import scaled, scaled_table
 from tests.unit.kvstore.samples import SHAPE, payload
 
-START_S = 60.0
+START_S = scaled(60.0)
 
 
 class Errors(grpc.UnaryUnaryClientInterceptor):  # type: ignore[misc]
@@ -51,6 +53,7 @@ class KvstoreProcess:
             "staging_s": 2,
             "drain_s": 20,
         } | settings
+        flags = scaled_table(Config, flags)
         command = [sys.executable, "-m", "services.kvstore"]
         for name, value in flags.items():
             command += ["--set", f"{name}={value}"]
@@ -80,14 +83,14 @@ class KvstoreProcess:
 
     def terminate(self, timeout_s: float = 40.0) -> int:
         self.process.terminate()
-        self.process.wait(timeout_s)
+        self.process.wait(scaled(timeout_s))
         self._end()
         return self.process.returncode
 
     def _end(self) -> None:
         self.client.close()
         self.channel.close()
-        _, self.errors = self.process.communicate(timeout=10)
+        _, self.errors = self.process.communicate(timeout=scaled(10))
 
     @property
     def resident_bytes(self) -> int:
@@ -122,7 +125,7 @@ class KvstoreProcess:
                 checksums=[checksum(*key, part) for key, part in zip(keys, objects, strict=True)],
             )
         )
-        reply = self.client.call(request, objects, deadline=Deadline.after(deadline_s))
+        reply = self.client.call(request, objects, deadline=Deadline.after(scaled(deadline_s)))
         return list(reply.put_layer.unwanted)
 
     def put_blocks(self, ids: Sequence[bytes], *, shape: BlockShape = SHAPE, writer: str = "writer") -> None:
@@ -142,7 +145,7 @@ class KvstoreProcess:
             request,
             into=lambda _, size: [memoryview(room)[:size]],
             replies=shape.layers,
-            deadline=Deadline.after(deadline_s),
+            deadline=Deadline.after(scaled(deadline_s)),
         )
         for layer, reply in enumerate(replies):
             got = reply.got_layer

@@ -19,11 +19,12 @@ from kvcommons.pb import common_pb2
 from kvcommons.pb import ledger_pb2 as pb
 from kvcommons.pb import ledger_pb2_grpc as rpc
 from kvcommons.rpc.channel import open_channel
+from services.ledger.config import Config
+from tests.machine import scaled, scaled_table
 
 LEASE_S = 6  # several times what a busy machine holds a heartbeat up
 HEARTBEAT_MS = 300
 ETCD_TIMEOUT_S = 0.5
-START_S = 60.0
 MODEL = b"m" * 32
 
 
@@ -46,7 +47,8 @@ class LedgerProcess:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        sets = [f"--set={name}={value}" for name, value in self._settings.items()]
+        settings = scaled_table(Config, self._settings)
+        sets = [f"--set={name}={value}" for name, value in settings.items()]
         command = [sys.executable, "-m", "services.ledger", f"--parent-pid={os.getpid()}", *sets]
         with self._log.open("ab") as log:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
@@ -79,13 +81,13 @@ class Ledger:
 
     async def beat(self, one: pb.Instance, *, leaving: bool = False, timeout_s: float = 10) -> int:
         request = pb.HeartbeatRequest(instance=one, leaving=leaving)
-        return (await self._stub.Heartbeat(request, timeout=timeout_s)).heartbeat_ms
+        return (await self._stub.Heartbeat(request, timeout=scaled(timeout_s))).heartbeat_ms
 
     async def candidates(self, blocks: int = 1, *, timeout_s: float = 10, **fields: object) -> list[str]:
         request = pb.CandidatesRequest(
             debtor="debtor", host="h1", model=MODEL, blocks=blocks, **fields  # type: ignore[arg-type]
         )  # fmt: skip
-        return [one.id for one in (await self._stub.Candidates(request, timeout=timeout_s)).creditors]
+        return [one.id for one in (await self._stub.Candidates(request, timeout=scaled(timeout_s))).creditors]
 
     async def refuse(self, creditor: str) -> None:
         await self._stub.ReportRefusal(
@@ -105,7 +107,7 @@ class Ledger:
 
     async def view(self) -> dict[str, pb.Instance]:
         """As a new watcher gets it."""
-        call = self._stub.Watch(pb.WatchRequest(watcher="test"), timeout=10)
+        call = self._stub.Watch(pb.WatchRequest(watcher="test"), timeout=scaled(10))
         try:
             async for view in call:
                 return {one.id: one for one in view.instances}
@@ -115,7 +117,7 @@ class Ledger:
 
     async def ready(self) -> bool:
         with contextlib.suppress(KVCommonsError):
-            answer = await self._health.Check(health_pb2.HealthCheckRequest(), timeout=2)
+            answer = await self._health.Check(health_pb2.HealthCheckRequest(), timeout=scaled(2))
             return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
         return False
 
@@ -152,7 +154,7 @@ def instance(
 async def eventually(
     what: str, check: Callable[[], object], *, within_s: float, every_s: float = 0.05
 ) -> float:
-    """Seconds until `check` (which may be a coroutine function) held."""
+    """Seconds until `check` (which may be a coroutine function) held; `within_s` on a quiet machine."""
     began = time.monotonic()
     while True:
         held = check()
@@ -160,5 +162,5 @@ async def eventually(
             held = await held
         if held:
             return time.monotonic() - began
-        assert time.monotonic() - began < within_s, f"not within {within_s} s: {what}"
+        assert time.monotonic() - began < scaled(within_s), f"not within {scaled(within_s)} s: {what}"
         await asyncio.sleep(every_s)

@@ -24,6 +24,7 @@ from kvcommons.pb import (
 )
 from kvcommons.rpc.server import RpcServer
 from kvcommons.telemetry.telemetry import Telemetry
+from tests.machine import scaled
 
 
 @dataclass
@@ -234,7 +235,7 @@ class ScriptedLedger(ledger_pb2_grpc.LedgerServicer):
             yield ledger_pb2.View(instances=self._instances, revision=revision)
             async with self._changed:
                 try:
-                    async with asyncio.timeout(1.0):
+                    async with asyncio.timeout(scaled(1.0)):
                         await self._changed.wait()
                 except TimeoutError:
                     pass

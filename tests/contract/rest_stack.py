@@ -28,6 +28,7 @@ from kvcommons.telemetry.telemetry import Telemetry
 from services.router.__main__ import serve
 from services.router.config import RouterConfig
 from tests.contract.rest_engine import Engine, Script, ScriptedLedger
+from tests.machine import scaled, scaled_settings
 
 MODEL_FOLDER = Path(__file__).parents[2] / "demo" / "model"
 BLOCK_TOKENS = 16
@@ -83,19 +84,19 @@ class KvStore:
     def kill(self) -> None:
         assert self._process is not None
         self._process.send_signal(signal.SIGKILL)
-        self._process.wait(timeout=10)
+        self._process.wait(timeout=scaled(10))
 
     def stop(self) -> None:
         if self._process is not None and self._process.poll() is None:
             self._process.terminate()
-            self._process.wait(timeout=20)
+            self._process.wait(timeout=scaled(20))
 
     def _await_ready(self) -> None:
-        deadline_s = time.monotonic() + 20
+        deadline_s = time.monotonic() + scaled(20)
         while True:
             with grpc.insecure_channel(f"unix:{self._folder}/kv.sock") as channel:
                 try:
-                    kvstore_pb2_grpc.BlocksStub(channel).Stats(kvstore_pb2.StatsRequest(), timeout=1)
+                    kvstore_pb2_grpc.BlocksStub(channel).Stats(kvstore_pb2.StatsRequest(), timeout=scaled(1))
                     return
                 except grpc.RpcError:
                     assert self._process is not None
@@ -153,7 +154,7 @@ class Stack:
 
 async def eventually(condition: Callable[[], Any], *, within_s: float = 10.0) -> None:
     """Polls until `condition()`, awaited where it has to be, is true."""
-    deadline_s = time.monotonic() + within_s
+    deadline_s = time.monotonic() + scaled(within_s)
     while True:
         result = condition()
         if asyncio.iscoroutine(result):
@@ -195,10 +196,10 @@ async def stack(
         stop=asyncio.Event(),
         telemetry=telemetry or Telemetry.off("router"),
     )
-    router = asyncio.create_task(serve(config, process))
+    router = asyncio.create_task(serve(scaled_settings(config), process))
     url = f"http://127.0.0.1:{port}"
-    client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=20)
-    http = aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(total=20))
+    client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=scaled(20))
+    http = aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(total=scaled(20)))
     tokenizer = Tokenizer.read(MODEL_FOLDER)
     served = Stack(
         ledger=ledger,
@@ -218,7 +219,7 @@ async def stack(
         await http.close()
         await client.close()
         process.stop.set()
-        await asyncio.wait_for(router, 15)
+        await asyncio.wait_for(router, scaled(15))
         for engine in running:
             await engine.stop()
         await ledger.stop()

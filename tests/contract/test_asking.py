@@ -3,13 +3,11 @@ and whatever fails in between."""
 
 from __future__ import annotations
 
-import signal
 import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, nullcontext, suppress
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -46,6 +44,7 @@ from tests.contract.holder_cases import (
     Served,
     embedded,
 )
+from tests.machine import scaled
 
 
 @pytest.fixture(params=["tcp", "unix"])
@@ -153,8 +152,8 @@ async def test_a_holder_that_fails_loses_its_own_rows_only(
                 other = await pool.ready()
                 well = await stack.enter_async_context(embedded(pool.folder, blocks=LOCAL_BLOCKS))
                 holders = [await stack.enter_async_context(one.debtor()) for one in (well, other)]
-                debtor = Debtor(holders, LAYOUT, deadline_s=2.0)
-                fail = pool.kill if fault == "killed" else partial(pool.process.send_signal, signal.SIGSTOP)
+                debtor = Debtor(holders, LAYOUT, deadline_s=scaled(2.0))
+                fail = pool.kill if fault == "killed" else pool.pause
                 debtor.between = lambda iteration, one, fail=fail: (
                     fail() if (iteration, one) == (1, layer) else None
                 )
@@ -164,7 +163,7 @@ async def test_a_holder_that_fails_loses_its_own_rows_only(
             pool.kill()
     assert sorted(made[0].lost) == [3, 4]
     assert_the_same(*made)
-    waits = [[(answered, seconds > 1.5) for _, (seconds, answered) in one.waited] for one in made]
+    waits = [[(answered, seconds > scaled(1.5)) for _, (seconds, answered) in one.waited] for one in made]
     assert ((False, True) in waits[0]) == ((False, True) in waits[1]) == (fault == "paused")
 
 

@@ -20,6 +20,7 @@ from kvcommons.transport.client import DataClient
 from kvcommons.transport.server import DataServer, Exchange
 from tests.contract.engine_stack import BLOCK, Stack
 from tests.contract.engine_turns import SALT, compute, prefill_request, prompt, turn
+from tests.machine import scaled
 
 pytestmark = pytest.mark.asyncio
 pytest_plugins = ("tests.contract.engine_fixtures",)
@@ -32,7 +33,7 @@ async def stored(engines: Stack, store: BlocksStub, tokens: Sequence[int]) -> in
 
 async def stored_ids(engines: Stack, store: BlocksStub, ids: Sequence[bytes]) -> int:
     """The same, of these blocks."""
-    until = time.monotonic() + 5
+    until = time.monotonic() + scaled(5)
     while True:
         reply = await store.Match(kvstore_pb2.MatchRequest(model=engines.model, block_ids=ids), timeout=5)
         if len(reply.tiers) == len(ids) or time.monotonic() > until:
@@ -97,7 +98,7 @@ async def test_a_store_out_of_reach_costs_time_alone(engines: Stack) -> None:
     made = turn(prefill, decode, engines.model, tokens, 20, history=engines.history(6, "nowhere"))
     started = time.monotonic()
     assert (await made.run()).tokens == expected
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < scaled(20)
     assert made.missing == [0]
 
 
@@ -244,7 +245,7 @@ async def stalling(engines: Stack) -> AsyncIterator[Callable[..., StallingWire]]
 
 
 async def free_again(prefill: Any) -> None:
-    until = time.monotonic() + 10
+    until = time.monotonic() + scaled(10)
     while True:
         seen = await prefill.Inspect(prefill_pb2.PrefillInspectRequest(), timeout=5)
         if seen.free_blocks == seen.total_blocks:

@@ -17,12 +17,14 @@ import pytest
 
 from kvcommons.errors import DataLoss, InvalidInput, Unavailable
 from kvcommons.pb import common_pb2, decode_pb2_grpc
+from services.decode.config import DecodeConfig
 from services.router.truncation import Context
 from tests.contract.engine_stack import BLOCK, Stack, ready
 from tests.contract.engine_turns import Turn, turn
 from tests.contract.test_engine_pipelining import begun
 from tests.contract.test_engine_truncation import Session, overflow_twice
 from tests.contract.truncation_reference import Answer, TruncatedReference
+from tests.machine import scaled_table
 
 pytestmark = pytest.mark.asyncio
 pytest_plugins = ("tests.contract.engine_fixtures",)
@@ -78,7 +80,7 @@ def decode_process(engines: Stack, name: str, settings: dict[str, Any]) -> subpr
         "listen": engines.address(name), "data_listen": engines.data(name), "instance_id": name,
         "host": "here", "ledger": engines.ledger[0], "model": str(engines.folder), "dtype": "float32",
         "block_tokens": BLOCK, "capacity_tokens": 64 * BLOCK,
-        **settings, "replicas": ",".join(settings["replicas"]),
+        **scaled_table(DecodeConfig, settings), "replicas": ",".join(settings["replicas"]),
     }  # fmt: skip
     flags = [f"--set={key}={value}" for key, value in values.items()]
     command = [sys.executable, "-m", "services.decode", f"--parent-pid={os.getpid()}", *flags]

@@ -26,6 +26,7 @@ from kvcommons.transport.deadline import Deadline
 from kvcommons.transport.frame import pack
 from services.kvstore.tier import BlockShape
 from tests.contract.kvstore_process import KvstoreProcess
+from tests.machine import scaled
 from tests.unit.kvstore.samples import MIB, OTHER, SHAPE, block_ids
 
 IDS = block_ids(12)
@@ -253,7 +254,7 @@ def test_metrics_have_their_names(store: KvstoreProcess) -> None:
     store.put_blocks(IDS)
     tiers(store, IDS)
     with socket.socket(socket.AF_UNIX) as scrape:
-        scrape.settimeout(5)
+        scrape.settimeout(scaled(5))
         scrape.connect(str(store.metrics))
         scrape.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
         text = b"".join(iter(lambda: scrape.recv(1 << 16), b"")).decode()

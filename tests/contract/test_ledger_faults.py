@@ -18,6 +18,7 @@ from services.ledger.mirror import Mirror
 from services.ledger.registry import Registry
 from tests.contract.ledger_process import ETCD_TIMEOUT_S, LEASE_S, Ledger, LedgerProcess, eventually, instance
 from tests.etcd import RealEtcd
+from tests.machine import scaled
 
 WITHIN_S = 20.0  # what takes a moment on a quiet machine
 PREFIX = b"/kvcommons/v1/instances/"
@@ -302,7 +303,7 @@ async def test_a_write_under_way_does_not_bring_back_who_leaves(etcd: RealEtcd) 
         await eventually("listed", lambda: mirror.connected, within_s=WITHIN_S)
         registry.heard(instance("decode-1"), time.monotonic())
         mirror.wake()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(scaled(20)):
             await client.waiting.wait()
         registry.left(instance("decode-1"), time.monotonic())
         leaving = asyncio.create_task(mirror.flush(20))

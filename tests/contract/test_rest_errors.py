@@ -16,6 +16,7 @@ from kvcommons.config import Node
 from kvcommons.errors import InvalidInput
 from services.router.config import RouterConfig
 from tests.contract.rest_stack import MODEL_FOLDER, KvStore, Stack, eventually, stack
+from tests.machine import scaled
 
 pytest_plugins = ("tests.contract.rest_fixtures",)
 
@@ -107,7 +108,7 @@ async def test_paths_methods_and_sizes(served: Stack) -> None:
     began_s = time.monotonic()
     status, error = await refusal(served, "POST", "/v1/completions", data=io.BytesIO(long))
     assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", "prompt")
-    assert time.monotonic() - began_s < 2, "megabytes are not tokenized to find that out"
+    assert time.monotonic() - began_s < scaled(2), "megabytes are not tokenized to find that out"
     assert served.engines[0].decode.jobs == []
 
 
@@ -136,7 +137,7 @@ async def test_what_is_no_request_is_told_so_in_the_same_shape(
     host, _, port = served.url.removeprefix("http://").rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     writer.write(sent)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(scaled(10)):
         head, _, body = (await reader.read()).partition(b"\r\n\r\n")  # to the end: it closes the connection
     writer.close()
     assert int(head.split()[1]) == status

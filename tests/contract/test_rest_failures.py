@@ -19,6 +19,7 @@ import pytest
 
 from kvcommons.errors import CapacityExhausted, Internal, InvalidInput, StaleEpoch, Unavailable
 from tests.contract.rest_stack import KvStore, Stack, eventually, stack
+from tests.machine import scaled
 
 pytest_plugins = ("tests.contract.rest_fixtures",)
 
@@ -149,7 +150,7 @@ async def test_who_waits_behind_others_is_told_the_same_at_its_deadline(
         messages = await asyncio.gather(*(refused() for _ in range(7)))
         assert await first == "no blocks"
         assert any("others wait" in message for message in messages)
-        assert len(served.engines[0].decode.jobs) <= 6, "the first of the line asks, a pause apart"
+        assert len(served.engines[0].decode.jobs) <= scaled(6), "the first of the line asks, a pause apart"
         assert served.calls == 0
 
 
@@ -217,7 +218,7 @@ async def test_instances_that_do_not_come_back_are_a_clear_error(pair: Stack) ->
     await asyncio.sleep(0.25)
     for engine in pair.engines:
         await engine.stop()
-    found = await asyncio.wait_for(asked, 8)
+    found = await asyncio.wait_for(asked, scaled(8))
     assert found[-1]["error"]["code"] == "unavailable"
     assert all(choice["finish_reason"] is None for event in found[:-1] for choice in event["choices"])
 
@@ -227,7 +228,7 @@ async def test_the_deadline_of_a_request_holds(socket_folder: Path, rest_store: 
         await served.show()
         served.says("word " * 200)
         served.script.delay_s = 0.1
-        found = await asyncio.wait_for(events(served, ask()), 5)
+        found = await asyncio.wait_for(events(served, ask()), scaled(5))
         assert found[-1]["error"]["code"] == "deadline_exceeded"
         await eventually(lambda: served.calls == 0)
 
@@ -305,7 +306,7 @@ async def test_a_session_deleted_in_mid_turn_ends_it(lone: Stack) -> None:
     await eventually(lambda: lone.calls > 0)
     async with lone.http.delete(f"/v1/sessions/{session}") as response:
         assert response.status == 200
-    found = await asyncio.wait_for(asked, 5)
+    found = await asyncio.wait_for(asked, scaled(5))
     assert found[-1]["error"]["code"] == "session_not_found"
     await eventually(lambda: lone.calls == 0)
 

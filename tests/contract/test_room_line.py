@@ -26,6 +26,7 @@ from services.router.room_lines import RoomLines
 from tests.contract.engine_stack import BLOCK, Stack
 from tests.contract.engine_turns import Reference
 from tests.contract.rest_stack import MODEL_FOLDER, eventually
+from tests.machine import scaled
 
 ANSWER = 24
 GENERATE = "/kvcommons.v1.Decode/Generate"
@@ -138,7 +139,7 @@ async def router(engines: Stack, monkeypatch: pytest.MonkeyPatch, *, decodes: in
             yield Router(http, placed)
     finally:
         process.stop.set()
-        await asyncio.wait_for(serving, 15)
+        await asyncio.wait_for(serving, scaled(15))
 
 
 def asked(engines: Stack, *decodes: str) -> tuple[int, int]:

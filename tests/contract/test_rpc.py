@@ -20,6 +20,7 @@ from kvcommons.rpc.server import RpcServer
 from kvcommons.telemetry import logs
 from kvcommons.telemetry.telemetry import Telemetry
 from kvcommons.telemetry.trace import Tracer, current_traceparent, trace_id
+from tests.machine import scaled
 
 
 class Scripted(rpc.LedgerServicer):
@@ -68,7 +69,7 @@ class Peer:
     async def counted(self, method: str, code: str) -> float:
         """Calls that ended so. A call is counted once its answer is out: the first may be a moment late."""
         labels = {"method": f"/kvcommons.v1.Ledger/{method}", "code": code}
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(scaled(2)):
             while not (
                 found := self.telemetry.registry.get_sample_value("kvcommons_rpc_calls_total", labels)
             ):
@@ -130,14 +131,14 @@ async def test_deadlines(peer: Peer) -> None:
     peer.servicer.unary = lambda: asyncio.sleep(60)
     with pytest.raises(errors.DeadlineExceeded):
         await peer.beat(timeout_s=0.1)
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(scaled(2)):
         await peer.servicer.ended.wait()
     peer.servicer.ended.clear()
     seen: list[int] = []
     with pytest.raises(errors.DeadlineExceeded):
         await collect(peer.stub.Watch(pb.WatchRequest(), timeout=0.2), seen)
     assert seen == [1]
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(scaled(2)):
         await peer.servicer.ended.wait()
     assert await peer.counted("Watch", "deadline_exceeded") == 1
 
@@ -164,13 +165,13 @@ async def test_a_caller_that_leaves_ends_the_handler(peer: Peer) -> None:
     async for _ in call:
         break
     call.cancel()
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(scaled(2)):
         await peer.servicer.ended.wait()
     peer.servicer.ended.clear()
     task = asyncio.create_task(peer.beat(60))
     await asyncio.sleep(0.1)
     task.cancel()
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(scaled(2)):
         await peer.servicer.ended.wait()
     with pytest.raises(asyncio.CancelledError):
         await task

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import random
-import signal
 import subprocess
 import sys
 import threading
@@ -33,10 +32,12 @@ from kvcommons.transport.deadline import Deadline
 from kvcommons.transport.frame import pack
 from kvcommons.transport.server import DataServer
 from tests.contract import transport_peer as peer
+from tests.machine import scaled
+from tests.pausing import pause
 
 
 def soon() -> Deadline:
-    return Deadline.after(10)
+    return Deadline.after(scaled(10))
 
 
 def wait_for(condition: Callable[[], object]) -> None:
@@ -44,12 +45,6 @@ def wait_for(condition: Callable[[], object]) -> None:
     while not condition():
         deadline.check()
         time.sleep(0.002)
-
-
-def pause(child: subprocess.Popen[str]) -> None:
-    child.send_signal(signal.SIGSTOP)
-    tasks = Path(f"/proc/{child.pid}/task")
-    wait_for(lambda: all(") T" in (task / "stat").read_text() for task in tasks.iterdir()))
 
 
 @pytest.fixture
@@ -72,7 +67,7 @@ def test_a_call_past_its_deadline_fails_in_time_and_the_client_goes_on(address: 
     started = time.monotonic()
     with pytest.raises(DeadlineExceeded, match="until the deadline"):
         client.call(peer.request(peer.SLEEP, number=3000), deadline=Deadline.after(0.2))
-    assert 0.2 <= time.monotonic() - started < 3
+    assert 0.2 <= time.monotonic() - started < scaled(3)
     client.call(peer.request(peer.ECHO), [b"x"], deadline=soon())
     client.close()
     assert server.stop(20)
@@ -97,7 +92,7 @@ def test_a_peer_killed_while_it_is_sent_to_is_noticed(process: tuple[subprocess.
     child, address = process
     client = DataClient(address)
     client.call(peer.request(peer.ECHO), [b"x"], deadline=soon())
-    pause(child)
+    pause(child.pid)
     threading.Timer(0.3, child.kill).start()
     deadline = soon()
     with pytest.raises(Unavailable, match=r"went away|closed the connection"):
@@ -111,11 +106,11 @@ def test_a_paused_peer_costs_the_deadline(process: tuple[subprocess.Popen[str], 
     child, address = process
     client = DataClient(address)
     client.call(peer.request(peer.ECHO), [b"x"], deadline=soon())
-    pause(child)
+    pause(child.pid)
     started = time.monotonic()
     with pytest.raises(DeadlineExceeded, match="slow, paused or unreachable"):
         client.call(peer.request(peer.ECHO), [bytes(size)], deadline=Deadline.after(0.3))
-    assert 0.3 <= time.monotonic() - started < 8
+    assert 0.3 <= time.monotonic() - started < scaled(8)
     client.close()
 
 
@@ -156,7 +151,7 @@ def test_stop_is_bounded_where_a_handler_is_not(address: str) -> None:
     time.sleep(0.1)  # for the handler to begin
     started = time.monotonic()
     assert not server.stop(0.2)
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < scaled(5)
     call.cancel()
     client.close()
     wait_for(lambda: not server.connections)

@@ -10,17 +10,26 @@ stack.assert_gone()
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import grpc
 
 from devstack.running import RunningStack
+from devstack.settings import UpSettings
 from kvcommons.pb import holder_pb2, holder_pb2_grpc, prefill_pb2, prefill_pb2_grpc
+from services.attention_pool.config import AttentionPoolConfig
+from services.decode.config import DecodeConfig
+from services.kvstore.config import Config as KvstoreConfig
+from services.ledger.config import Config as LedgerConfig
+from services.prefill.config import PrefillConfig
+from services.router.config import RouterConfig
+from tests.machine import SLOWNESS, scaled, scaled_table
 
-INSPECT_S_MAX = 5.0
+INSPECT_S_MAX = scaled(5.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,8 +43,33 @@ class Blocks:
     lent: int = 0
 
 
+SCHEMAS: dict[str, type] = {
+    "router": RouterConfig,
+    "prefill": PrefillConfig,
+    "decode": DecodeConfig,
+    "attention_pool": AttentionPoolConfig,
+    "kvstore": KvstoreConfig,
+    "ledger": LedgerConfig,
+    "up": UpSettings,
+}
+
+
 class Stack(RunningStack):
-    """What tests ask of a stack beyond running it."""
+    """What tests ask of a stack beyond running it. All waits, those of its services too, are scaled by the
+    machine's slowness."""
+
+    wait_scale = SLOWNESS
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        tables: Mapping[str, Mapping[str, Any]] | None = None,
+        **flags: str | int | bool,
+    ) -> None:
+        given = tables or {}
+        waits = {name: scaled_table(schema, given.get(name, {})) for name, schema in SCHEMAS.items()}
+        super().__init__(folder, tables=waits, **flags)
 
     @property
     def v1(self) -> str:
@@ -44,8 +78,7 @@ class Stack(RunningStack):
 
     def blocks(self, name: str) -> Blocks:
         """Of "decode…", "attention_pool…" or "prefill…"."""
-        with grpc.insecure_channel(self._control(name)) as channel:
-            return _inspector(name, channel)()
+        return blocks_of(name, self._control(name))
 
     def inspector(self, name: str) -> Callable[[], Blocks]:
         """`blocks` over a channel that stays open: for what has to be found out within a token's time."""
@@ -81,6 +114,12 @@ class Stack(RunningStack):
         except grpc.RpcError:  # killed a moment ago, and loading its model again
             return False
         return blocks.users == 0 and blocks.free == blocks.total
+
+
+def blocks_of(name: str, address: str) -> Blocks:
+    """Of an instance at this control address; its name begins with its service's."""
+    with grpc.insecure_channel(address) as channel:
+        return _inspector(name, channel)()
 
 
 def _inspector(name: str, channel: grpc.Channel) -> Callable[[], Blocks]:

@@ -6,22 +6,18 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
 
-from devstack import etcd, toml
-from devstack.plan import Place, ProcessPlan, processes, tables
-from devstack.rest import RestClient, Turn
-from devstack.settings import UpSettings
+from devstack.rest import Turn
+from tests.system.by_hand import DRAIN_S, ByHand, until
 from tests.system.stack import Stack
 
 ROOT = Path(__file__).parents[2]
@@ -34,9 +30,7 @@ IDLE_CORES_MAX = 0.25
 IDLE_S = 4.0
 WITH_TORCH = ("prefill", "decode", "attention_pool")
 WITHOUT_TORCH = ("router", "ledger", "kvstore", "up")
-DRAIN_S = 10.0  # the services' own default, `drain_s`
 HEALTHY_S_MAX = 60.0
-STARTED_S_MAX = 20.0
 
 
 @pytest.fixture(scope="module")
@@ -132,61 +126,6 @@ def test_the_command_line_answers_at_once(arguments: list[str]) -> None:
     assert min(seconds() for _ in range(3)) < COMMAND_S_MAX  # others use the machine, too
 
 
-class ByHand:
-    """A stack without `kvcommons up`: each process started, watched and stopped by the test."""
-
-    def __init__(self, folder: Path) -> None:
-        self.place = Place(data=folder, runtime=Path(tempfile.mkdtemp(prefix="kvc-", dir="/tmp")))
-        self.place.secret_file.write_text("0123456789abcdef" * 4)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        settings = UpSettings(data=folder, port=port)
-        cores = len(os.sched_getaffinity(0))
-        self.place.settings_file.write_text(toml.dumps(tables(settings, self.place, cores, {})))
-        plans = processes(settings, self.place, cores, port, os.environ, model_flag=False)
-        store = etcd.plan(folder / "etcd", self.place.runtime, os.environ)
-        self.plans = {plan.name: plan for plan in (*plans, store)}
-        self.client = RestClient(f"http://127.0.0.1:{port}")
-        self.running: dict[str, subprocess.Popen[bytes]] = {}
-
-    def start(self, name: str) -> None:
-        """Returns once it listens: each has done what it can without the others then."""
-        plan = self.plans[name]
-        with (self.place.data / f"{name}.log").open("ab") as output:
-            self.running[name] = subprocess.Popen(
-                plan.command,
-                cwd=plan.folder or ROOT,
-                env=dict(plan.environment),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-            )
-        until(lambda: self._listens(plan), STARTED_S_MAX, f"{name} does not listen: {self.said(name)}")
-
-    def stop(self, name: str) -> tuple[int, float]:
-        """SIGTERM; the exit status, and how long it took."""
-        started = time.monotonic()
-        self.running[name].send_signal(signal.SIGTERM)
-        return self.running[name].wait(DRAIN_S + 5), time.monotonic() - started
-
-    def end(self) -> None:
-        for process in self.running.values():
-            process.kill()
-            process.wait()
-        for path in self.place.runtime.iterdir():
-            path.unlink()
-        self.place.runtime.rmdir()
-
-    def said(self, name: str) -> str:
-        return (self.place.data / f"{name}.log").read_text()
-
-    def _listens(self, plan: ProcessPlan) -> bool:
-        process = self.running[plan.name]
-        assert process.poll() is None, f"{plan.name} ended: {self.said(plan.name)}"
-        return plan.sockets[0].exists()
-
-
 @pytest.fixture
 def by_hand(tmp_path: Path) -> Iterator[ByHand]:
     stack = ByHand(tmp_path)
@@ -231,10 +170,3 @@ def test_services_start_in_any_order_and_drain_when_told_to_stop(by_hand: ByHand
     for name, (status, seconds) in exits.items():
         assert status == (-signal.SIGTERM if name == "etcd" else 0), (name, by_hand.said(name))
         assert seconds < DRAIN_S, exits
-
-
-def until(condition: Callable[[], bool], wait_s: float, otherwise: str) -> None:
-    deadline = time.monotonic() + wait_s
-    while not condition():
-        assert time.monotonic() < deadline, otherwise
-        time.sleep(0.02)

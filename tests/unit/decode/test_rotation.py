@@ -20,6 +20,7 @@ from kvcommons.transport.server import DataServer, Exchange
 from services.decode.staggering.lanes import LANES, Lane, Mode
 from services.decode.staggering.rotation import Rotated, Rotation
 from tests.unit.engine.tiny import tiny_core
+from tests.machine import scaled
 
 LAYERS = 4
 
@@ -69,7 +70,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
 
 def until(holds: Callable[[], bool]) -> None:
     """Within what a meeting may take, many times over."""
-    until_s = time.monotonic() + 20
+    until_s = time.monotonic() + scaled(20)
     while not holds():
         assert time.monotonic() < until_s
         time.sleep(0.01)

@@ -19,6 +19,7 @@ from devstack.logfile import LogFile
 from devstack.plan import Place, ProcessPlan
 from devstack.supervisor import Supervisor
 from devstack.terminal import Record, Terminal
+from tests.machine import scaled
 
 LIVES = "import time; print('here', flush=True); time.sleep(60)"
 
@@ -40,7 +41,7 @@ class Bench:
         )
 
     async def until(self, condition: Callable[[], object], wait_s: float = 20.0) -> None:
-        async with asyncio.timeout(wait_s):
+        async with asyncio.timeout(scaled(wait_s)):
             while not condition():
                 await asyncio.sleep(0.01)
 
@@ -119,7 +120,7 @@ async def test_kill_ends_children_that_ignore_sigterm(tmp_path: Path) -> None:
     await asyncio.sleep(0.05)
     bench.supervisor.kill()
     await stopping
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < scaled(5)
     assert not bench.alive(pid)
 
 

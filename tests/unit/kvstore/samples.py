@@ -13,6 +13,7 @@ from services.kvstore.blocks import BlockStore, BlockStoreSettings
 from services.kvstore.incoming import LayerPut
 from services.kvstore.medium import Medium
 from services.kvstore.tier import BlockShape
+from tests.machine import scaled
 
 # Odd sizes: objects are no whole pages, several layers share one.
 SHAPE = BlockShape(model=b"m" * 32, layers=3, object_bytes=5000)
@@ -95,7 +96,7 @@ def wait_durable(store: BlockStore, ids: Sequence[bytes], shape: BlockShape = SH
 
 def eventually(condition: Callable[[], bool], timeout_s: float = 30.0) -> bool:
     """Whether the condition came true in time."""
-    give_up = time.monotonic() + timeout_s
+    give_up = time.monotonic() + scaled(timeout_s)
     while not condition():
         if time.monotonic() > give_up:
             return False

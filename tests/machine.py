@@ -1,0 +1,87 @@
+"""How slow this machine is now, and what tests have to allow for it.
+
+Deadlines in tests, and the waits that they configure services with, are written for a quiet machine of two
+cores. `scaled` and its kin stretch them by one number, `SLOWNESS`: how many times as long as there two
+processes that start at once take for a fixed piece of work. Other processes that keep the cores busy count as
+a slower machine. The number is measured once in a session of tests; `KVCOMMONS_TEST_SLOWNESS` hands it to
+workers, and sets it by hand.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import subprocess
+import sys
+import time
+import typing
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
+
+VARIABLE = "KVCOMMONS_TEST_SLOWNESS"
+SLOWNESS_MAX = 10.0
+QUIET_S = 0.3  # what the work takes on two quiet cores of 2.5 GHz
+GIVE_UP_S = 60.0
+WORK = """
+import hashlib
+for _ in range(300):
+    hashlib.sha256(bytes(4000)).digest()
+    sum(i * i for i in range(10_000))
+"""
+# Settings that say how long something is waited for. Others in seconds say how often something is done.
+WAIT = re.compile(r"(^|_)(deadline|drain|lease|staging|stall|timeout|wait)_m?s$")
+
+Number = TypeVar("Number", int, float)
+Settings = TypeVar("Settings")
+
+
+def _measured() -> float:
+    command = [sys.executable, "-I", "-S", "-c", WORK]
+    began_s = time.monotonic()
+    for child in [subprocess.Popen(command) for _ in range(2)]:
+        child.wait(GIVE_UP_S)
+    return round(min(max((time.monotonic() - began_s) / QUIET_S, 1.0), SLOWNESS_MAX), 1)
+
+
+def _slowness() -> float:
+    """As the environment has it, which xdist's workers and helper processes inherit; else measured."""
+    if VARIABLE not in os.environ:
+        os.environ[VARIABLE] = str(_measured())
+    return float(os.environ[VARIABLE])
+
+
+SLOWNESS = _slowness()
+
+
+def scaled(quiet: Number) -> Number:
+    """A deadline in any unit, from that for a quiet machine."""
+    return type(quiet)(quiet * SLOWNESS)
+
+
+def scaled_settings(settings: Settings) -> Settings:
+    """Settings of a service, a dataclass, with their waits scaled, defaults included."""
+    changed = {}
+    for each in dataclasses.fields(settings):  # type: ignore[arg-type]
+        value = getattr(settings, each.name)
+        if dataclasses.is_dataclass(value):
+            changed[each.name] = scaled_settings(value)
+        elif WAIT.search(each.name) and value is not None:
+            changed[each.name] = scaled(value)
+    return dataclasses.replace(settings, **changed)  # type: ignore[type-var]
+
+
+def scaled_table(schema: type, table: Mapping[str, Any]) -> dict[str, Any]:
+    """The same, of a service's table in the settings file: the waits that it names, and the defaults of
+    `schema` for those it does not."""
+    waits = {name: value for name, value in (*_defaults(schema), *table.items()) if WAIT.search(name)}
+    return {**table, **{name: scaled(value) for name, value in waits.items()}}
+
+
+def _defaults(schema: type) -> Iterator[tuple[str, Any]]:
+    hints = typing.get_type_hints(schema)
+    for each in dataclasses.fields(schema):
+        if dataclasses.is_dataclass(hints[each.name]):
+            yield from _defaults(hints[each.name])
+        elif each.default not in (dataclasses.MISSING, None):
+            yield each.name, each.default

@@ -1,0 +1,46 @@
+"""Waits are scaled by the machine's slowness, wherever they stand; nothing else is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvcommons.config import DataPlane, Node
+from services.decode.config import DecodeConfig
+from services.kvstore.config import Config as KvstoreConfig
+from tests import machine
+from tests.machine import SLOWNESS_MAX, scaled, scaled_settings, scaled_table
+
+
+@pytest.fixture(autouse=True)
+def slowness(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "SLOWNESS", 2.5)
+
+
+def test_a_number_keeps_its_kind() -> None:
+    assert (scaled(2.0), scaled(300)) == (5.0, 750)
+    assert isinstance(scaled(300), int)
+
+
+def test_settings_are_scaled_with_those_of_their_groups() -> None:
+    config = KvstoreConfig(
+        node=Node(listen="unix:/a", drain_s=4.0),
+        data_plane=DataPlane(data_listen="unix:/b"),
+        ledger=("unix:/c",),
+        data=Path("d"),
+    )
+    found = scaled_settings(config)
+    assert (found.node.drain_s, found.node.call_deadline_s, found.staging_s) == (10.0, 150.0, 75.0)
+    assert (found.sweep_s, found.session_ttl_s, found.data) == (10.0, config.session_ttl_s, Path("d"))
+
+
+def test_a_table_gets_the_defaults_too() -> None:
+    found = scaled_table(DecodeConfig, {"attend_deadline_s": 0.5, "borrow_blocks": 2})
+    assert (found["attend_deadline_s"], found["lease_ms"], found["drain_s"]) == (1.25, 25_000, 25.0)
+    assert found["borrow_blocks"] == 2
+    assert "tbt_objective_s" not in found
+
+
+def test_the_measured_number_is_bounded() -> None:
+    assert 1.0 <= machine._measured() <= SLOWNESS_MAX
