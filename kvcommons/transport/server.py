@@ -124,7 +124,8 @@ class DataServer:
         self._listener = listen(address, self._limits, ring_bytes=ring_bytes)
         self.address = self._listener.address
         self._lock = threading.Lock()
-        self._serving: dict[Connection, threading.Thread] = {}
+        self._serving: set[Connection] = set()
+        self._threads: list[threading.Thread] = []  # those that serve, and some that have just done so
         self._stopping = False
         self._acceptor = threading.Thread(target=self._accept, name=f"{name}-accept", daemon=True)
 
@@ -137,19 +138,19 @@ class DataServer:
         deadline = Deadline.after(timeout_s)
         with self._lock:
             if self._stopping:
-                return not self._serving
+                return not any(thread.is_alive() for thread in self._threads)
             self._stopping = True
         self._listener.stop()
         if self._acceptor.ident is not None:
             self._acceptor.join(deadline.left())
         self._listener.close()
         with self._lock:
-            serving = dict(self._serving)
+            serving, threads = list(self._serving), self._threads
         for connection in serving:
             connection.abort()
-        for thread in serving.values():
+        for thread in threads:
             thread.join(deadline.left())
-        late = [thread.name for thread in serving.values() if thread.is_alive()]
+        late = [thread.name for thread in threads if thread.is_alive()]
         if late:
             _LOG.warning("%s: still busy after %.1f s: %s", self._name, timeout_s, ", ".join(late))
         return not late
@@ -169,7 +170,8 @@ class DataServer:
             with self._lock:
                 full = len(self._serving) >= self._max_connections
                 if not full:
-                    self._serving[connection] = thread
+                    self._serving.add(connection)
+                    self._threads = [one for one in self._threads if one.is_alive()] + [thread]
             if full:
                 self._refuse_connection(connection)
             else:
@@ -207,7 +209,7 @@ class DataServer:
         finally:
             connection.close()
             with self._lock:
-                del self._serving[connection]
+                self._serving.remove(connection)
 
     def _serve_one(self, connection: Connection) -> bool:
         """Whether the connection can carry another exchange."""

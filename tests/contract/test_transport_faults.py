@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
@@ -213,6 +214,27 @@ def test_garbage_is_refused_with_a_reason(
     client.call(peer.request(peer.ECHO), [b"x"], deadline=soon())
     client.close()
     assert server.stop(5)
+
+
+def test_a_thread_that_is_about_to_end_is_waited_for(socket_folder: Path) -> None:
+    """Its connection is gone already when the server is stopped."""
+
+    def linger(frame: FrameType, event: str, _: object) -> None:
+        if event == "return" and frame.f_code.co_name == "_serve":
+            time.sleep(0.3)
+
+    threading.setprofile(linger)
+    try:
+        server = DataServer(f"unix:{socket_folder}/data", peer.answer, name="lingering")
+        server.start()
+        client = DataClient(server.address)
+        client.call(peer.request(peer.ECHO), [b"1"], deadline=soon())
+        client.close()
+        wait_for(lambda: not server.connections)
+        assert server.stop(scaled(5))
+        assert not [one.name for one in threading.enumerate() if one.name.startswith("lingering")]
+    finally:
+        threading.setprofile(None)
 
 
 def test_no_descriptor_and_no_thread_is_left(address: str) -> None:

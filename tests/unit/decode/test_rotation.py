@@ -19,8 +19,8 @@ from kvcommons.pb import data_pb2
 from kvcommons.transport.server import DataServer, Exchange
 from services.decode.staggering.lanes import LANES, Lane, Mode
 from services.decode.staggering.rotation import Rotated, Rotation
-from tests.unit.engine.tiny import tiny_core
 from tests.machine import scaled
+from tests.unit.engine.tiny import tiny_core
 
 LAYERS = 4
 
