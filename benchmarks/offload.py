@@ -263,6 +263,7 @@ class _Load(Replacing):
         """One turn."""
         from kvcommons.blockstore.saver import BlockSaver
         from kvcommons.engine.keeper import BlockKeeper
+        from kvcommons.engine.scheduler import Scheduler
         from kvcommons.holder.budget import AttentionBudget
         from kvcommons.placement.auto import Rates
         from services.decode.decode_engine import decode_engine
@@ -271,8 +272,8 @@ class _Load(Replacing):
         saver = BlockSaver("bench", buffer_bytes=1 << 20)
         keeper = BlockKeeper(core, saver)
         engine = decode_engine(
-            core, max_batch=self._batch, may_borrow=False, attend_deadline_s=CALL_S, rates=Rates(),
-            budget=AttentionBudget(1.0), keeper=keeper, callbacks=self, metrics=self,
+            core, scheduler=Scheduler(max_batch=self._batch), may_borrow=False, attend_deadline_s=CALL_S,
+            rates=Rates(), budget=AttentionBudget(1.0), keeper=keeper, callbacks=self, metrics=self,
             pipelining=self._pipelining,
         )  # fmt: skip
         self._engine = engine

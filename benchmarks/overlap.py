@@ -132,7 +132,7 @@ class Trials:
         )
         engine = prompt_engine(core, scheduler, prompts, keeper)
         try:
-            yield Prefill(engine=engine, pusher=pusher, memory=WholePrompt(core, preloading, prompts.claims))
+            yield Prefill(engine=engine, pusher=pusher, memory=WholePrompt(core, prompts))
         finally:
             engine.stop(5.0)
             pusher.stop()

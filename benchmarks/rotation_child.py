@@ -20,6 +20,7 @@ from kvcommons.engine.callbacks import Step
 from kvcommons.engine.core import Core, EngineSettings, load_core
 from kvcommons.engine.iteration_timing import IterationTiming
 from kvcommons.engine.keeper import BlockKeeper
+from kvcommons.engine.scheduler import Scheduler
 from kvcommons.engine.sequence import RemoteRun
 from kvcommons.errors import UnsupportedParameter
 from kvcommons.holder.budget import AttentionBudget
@@ -92,8 +93,9 @@ class Replica(Replacing):
         self._saver = BlockSaver("bench", buffer_bytes=1 << 20)
         self._keeper = BlockKeeper(core, self._saver)
         self._engine = decode_engine(
-            core, max_batch=max(sequences, 1), may_borrow=False, attend_deadline_s=CALL_S, rates=Rates(),
-            budget=budget, keeper=self._keeper, callbacks=self, metrics=self, rotation=self._rotation,
+            core, scheduler=Scheduler(max_batch=max(sequences, 1)), may_borrow=False,
+            attend_deadline_s=CALL_S, rates=Rates(), budget=budget, keeper=self._keeper, callbacks=self,
+            metrics=self, rotation=self._rotation,
         )  # fmt: skip
         self._free, self._stopping = self._runs[:sequences], False
         for number in range(sequences):  # they end one after another, not all at once

@@ -114,7 +114,8 @@ class Engine:
         return self._scheduler.waiting
 
     def submit(self, prompt: Prompt) -> None:
-        """Queues a prompt; whatever becomes of it, its sink hears. From here on it is the engine's."""
+        """Queues a prompt to be computed here; whatever becomes of it, its sink hears. Unless it is refused
+        it is the engine's from here on."""
         self.post(lambda: self._submit(prompt))
 
     def add(self, sequence: Generating) -> None:
@@ -212,11 +213,18 @@ class Engine:
                 if tokens is None:
                     failure = Internal("an iteration failed; the log of its instance says why")
                 self._advanced(group, failure, sampled[number], seconds)
+        if self._prompts is None or tokens is None or iteration.failures:
+            return
         spans = [group for group in iteration.groups if isinstance(group, PromptSpan)]
-        if len(spans) == len(iteration.groups) and tokens is not None and not iteration.failures:
-            waited_s = sum(span.waited_s for span in spans)
-            assert self._prompts is not None
-            self._prompts.computed(sum(len(span.chunk) for span in spans), seconds - waited_s)
+        if not spans:
+            self._prompts.generated(seconds)
+            return
+        waited_s = sum(span.waited_s for span in spans)
+        self._prompts.computed(
+            sum(len(span.chunk) for span in spans),
+            seconds - waited_s,
+            beside=len(spans) < len(iteration.groups),
+        )
 
     def idle(self) -> None:
         self._budget.idle()
@@ -266,7 +274,7 @@ class Engine:
                 raise Unavailable("no prompts are computed on this instance")
             self._prompts.submit(prompt)
         except KVCommonsError as error:
-            prompt.sink.failed(error)
+            prompt.sink.refused(error)
             return
         self._sequences[prompt.key] = prompt.sequence
 

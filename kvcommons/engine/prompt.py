@@ -12,6 +12,7 @@ from kvcommons.engine.request import Request
 from kvcommons.engine.sequence import Sequence
 from kvcommons.errors import DataLoss, KVCommonsError
 from kvcommons.pb import common_pb2 as pb
+from kvcommons.pb import prefill_pb2
 
 NOT_HERE = -1  # in a prompt's blocks
 
@@ -26,6 +27,16 @@ class First:
     queue_us: int
     compute_us: int
     load_wait_us: int
+
+    def message(self) -> prefill_pb2.PrefillFirst:
+        return prefill_pb2.PrefillFirst(
+            token=self.token,
+            cached_tokens=self.cached_tokens,
+            device_tokens=self.device_tokens,
+            queue_us=self.queue_us,
+            compute_us=self.compute_us,
+            load_wait_us=self.load_wait_us,
+        )
 
 
 class Sink(Protocol):
@@ -50,6 +61,9 @@ class Sink(Protocol):
 
     def finished(self, prompt: Prompt, first: First) -> None:
         """All of it is computed."""
+
+    def refused(self, error: KVCommonsError) -> None:
+        """It was not taken: its sequence is still the caller's."""
 
     def failed(self, error: KVCommonsError) -> None:
         """It ended without a token."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from kvcommons.engine.chunk_rows import ChunkRows
 from kvcommons.engine.core import Core
-from kvcommons.engine.preloading import Preloading
 from kvcommons.engine.prompt import Prompt
+from kvcommons.engine.prompts import Prompts
 from kvcommons.engine.sequence import LocalRun
 from kvcommons.errors import CapacityExhausted
 
@@ -15,11 +15,10 @@ class WholePrompt:
 
     keeps = True
 
-    def __init__(self, core: Core, preloading: Preloading, claims: dict[bytes, int]) -> None:
-        """`claims`: blocks that prompts are about to publish, by identity."""
+    def __init__(self, core: Core, prompts: Prompts) -> None:
+        """`prompts`: those beside it."""
         self._core = core
-        self._preloading = preloading
-        self._claims = claims
+        self._prompts = prompts
 
     def check(self, prompt: Prompt) -> None:
         if prompt.total_blocks > self._core.allocator.total:
@@ -30,10 +29,8 @@ class WholePrompt:
 
     def take(self, prompt: Prompt) -> bool:
         """False while another prompt makes the block that it needs next."""
-        allocator, reusable = self._core.allocator, prompt.reusable()
-        found = allocator.match(reusable)
-        if len(found) < len(reusable) and reusable[len(found)] in self._claims:
-            allocator.release(found)
+        allocator, found = self._core.allocator, self._found(prompt)
+        if found is None:
             return False
         try:
             blocks = found + allocator.allocate(prompt.total_blocks - len(found))
@@ -43,7 +40,7 @@ class WholePrompt:
         prompt.blocks = blocks
         prompt.sequence.append_run(LocalRun(first_block=0, blocks=list(blocks)))
         prompt.reuse(device=len(found))
-        self._preloading.decide(prompt)
+        self._prompts.preloading.decide(prompt)
         return True
 
     def chunk(self, prompt: Prompt, tokens: int) -> range:
@@ -58,3 +55,13 @@ class WholePrompt:
 
     def close(self, prompt: Prompt) -> None:
         """The blocks are the sequence's."""
+
+    def _found(self, prompt: Prompt) -> list[int] | None:
+        """Leading blocks that are known here, held for the prompt; None while another one makes the block
+        that it needs next."""
+        allocator, reusable = self._core.allocator, prompt.reusable()
+        found = allocator.match(reusable)
+        if len(found) < len(reusable) and reusable[len(found)] in self._prompts.claims:
+            allocator.release(found)
+            return None
+        return found

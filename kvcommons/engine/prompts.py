@@ -4,6 +4,7 @@ spans of iterations, and what comes of them goes where their sinks say."""
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -25,7 +26,12 @@ from kvcommons.telemetry.trace import Tracer
 
 log = logging.getLogger(__name__)
 
+# Of prompts, beside sequences that generate: at least so many tokens an iteration, so that prompts end, and
+# so many until it is known what a token takes.
+BESIDE_TOKENS_MIN = 16
 LOAD_POLL_S = 0.005  # while prompts wait for history; commands are seen as often
+
+_KEPT = 0.8  # of an average, by the next observation
 
 Fail = Callable[[int, KVCommonsError], None]
 
@@ -43,16 +49,22 @@ class Prompts:
         cost: LoadOrCompute,
         preloading: Preloading,
         tracer: Tracer,
+        tbt_objective_s: float = math.inf,
+        lends: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`chunk_tokens`: of one iteration, at most."""
+        """`chunk_tokens`: of one iteration, at most. `tbt_objective_s`: between two tokens of the sequences
+        that generate beside prompts. `lends`: whether others' attention waits for this process, too."""
         self._core = core
         self._scheduler = scheduler
         self._chunk_tokens = chunk_tokens
         self._keeper = keeper
         self._cost = cost
-        self._preloading = preloading
+        self.preloading = preloading
         self._tracer = tracer
         self._prompts: dict[int, Prompt] = {}
+        self._tbt_objective_s = tbt_objective_s
+        self._lends = lends
+        self._tokens_s = 0.0  # of an iteration of tokens alone, on the average
         self._again = False  # something may be computed at once though the last look found nothing
         self.claims: dict[bytes, int] = {}  # blocks that a prompt is about to publish
 
@@ -111,12 +123,12 @@ class Prompts:
         """Of the next iteration, in which `beside` sequences generate. A prompt whose history is still on its
         way, or lies with several holders, is alone in its iteration: its waits stall nobody else."""
         wanted = self._scheduler.spans(
-            lambda key: self._preloading.ready(self._prompts[key], whole=beside > 0), self._chunk_tokens
+            lambda key: self.preloading.ready(self._prompts[key], whole=beside > 0), self._budget(beside)
         )
         spans: list[PromptSpan] = []
         for key, tokens in wanted:
             prompt = self._prompts[key]
-            exclusive = not self._preloading.whole(prompt) or not prompt.memory.keeps
+            exclusive = not self.preloading.whole(prompt) or not prompt.memory.keeps
             if spans and exclusive:
                 continue
             try:
@@ -140,7 +152,7 @@ class Prompts:
             return True
         for prompt in self._prompts.values():
             if prompt.load is not None:
-                self._preloading.wait_a_moment(prompt, LOAD_POLL_S)
+                self.preloading.wait_a_moment(prompt, LOAD_POLL_S)
                 return True
         return False
 
@@ -149,7 +161,7 @@ class Prompts:
         prompt = span.prompt
         if isinstance(failure, LoadFellShort):
             prompt.memory.close(prompt)
-            self._preloading.set_back(prompt, failure)
+            self.preloading.set_back(prompt, failure)
         elif isinstance(failure, KVCommonsError):
             raise failure
         elif failure is not None:
@@ -157,7 +169,7 @@ class Prompts:
             raise Internal("the prompt could not be computed; the log of its instance says why")
         else:
             if prompt.load is not None:
-                self._preloading.ended(prompt)
+                self.preloading.ended(prompt)
             span.save_loaded()
             prompt.sequence.computed = span.chunk.stop
             prompt.compute_s += max(seconds - span.waited_s, 0.0)
@@ -166,9 +178,16 @@ class Prompts:
             prompt.memory.close(prompt)
         self._scheduler.progress(prompt.key, tokens_left=prompt.tokens_left)
 
-    def computed(self, tokens: int, seconds: float) -> None:
-        """What so many tokens took."""
-        self._cost.computed(tokens, seconds)
+    def computed(self, tokens: int, seconds: float, *, beside: bool) -> None:
+        """An iteration with so many tokens of prompts has taken so long; `beside`: sequences that generate
+        had a part in it."""
+        own_s = seconds - self._tokens_s if beside else seconds
+        if own_s > 0:
+            self._cost.computed(tokens, own_s)
+
+    def generated(self, seconds: float) -> None:
+        """An iteration without prompts."""
+        self._tokens_s = _KEPT * self._tokens_s + (1 - _KEPT) * seconds if self._tokens_s else seconds
 
     def save(self, prompt: Prompt, layer: int, blocks: range) -> None:
         """One layer of these full blocks goes to the store, as far as it is not known to have them. Nothing
@@ -190,7 +209,18 @@ class Prompts:
     def await_layer(self, prompt: Prompt, layer: int) -> None:
         """Until this layer of its history is there. Raises LoadFellShort."""
         if prompt.load is not None and prompt.loaded_blocks:
-            self._preloading.await_layer(prompt, layer)
+            self.preloading.await_layer(prompt, layer)
+
+    def _budget(self, beside: int) -> int:
+        """Tokens of the next iteration: as many as those beside are promised time for. Half of that is left
+        to others where they wait, for nobody knows when they ask."""
+        lends = self._lends()
+        if not beside and not lends:
+            return self._chunk_tokens
+        rate = self._cost.compute_tokens_per_s
+        left_s = (self._tbt_objective_s if not lends else self._tbt_objective_s / 2) - self._tokens_s
+        tokens = rate * left_s if rate else BESIDE_TOKENS_MIN
+        return int(min(max(tokens, BESIDE_TOKENS_MIN), self._chunk_tokens))
 
     def _begin(self, prompt: Prompt) -> None:
         prompt.save_from = prompt.request.matched_blocks
@@ -200,9 +230,9 @@ class Prompts:
             for identity in prompt.ids[prompt.device_blocks :]:
                 self.claims.setdefault(identity, prompt.key)
         if prompt.loaded_blocks:
-            self._preloading.begin(prompt, self._prompts.values())
+            self.preloading.begin(prompt, self._prompts.values())
             if not self._scheduler.computing:
-                self._preloading.release(prompt)
+                self.preloading.release(prompt)
         prompt.admitted_s = time.monotonic()
         self._scheduler.admit(prompt.key, tokens_left=prompt.tokens_left)
         for layer in range(self._core.layout.layers):
@@ -214,7 +244,7 @@ class Prompts:
         failure = prompt.sink.failure
         if failure is not None:
             raise failure
-        self._preloading.release(prompt)
+        self.preloading.release(prompt)
         prompt.check_history()
         chunk = prompt.memory.chunk(prompt, tokens)
         if not prompt.memory.open(prompt, chunk):

@@ -140,6 +140,17 @@ class Sequence:
         else:
             self.runs.append(run)
 
+    def replace_leading(self, blocks: Items[int]) -> list[int]:
+        """Has these physical blocks in place of as many leading ones, which lie here too: those that it had,
+        which are the caller's now. Before anything was computed."""
+        had = []
+        for index, block in enumerate(blocks):
+            run, inside = self.locate(index)
+            assert isinstance(run, LocalRun), "blocks that lie here"
+            had.append(run.blocks[inside])
+            run.blocks[inside] = block
+        return had
+
     def movable(self, run: RemoteRun) -> int:
         """Leading blocks of a run that are sealed: full, their tokens' KV complete. The run that takes
         tokens keeps a block, to grow from."""

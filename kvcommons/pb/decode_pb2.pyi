@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from kvcommons.pb import common_pb2 as _common_pb2
+from kvcommons.pb import prefill_pb2 as _prefill_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -51,6 +52,7 @@ class GenerateEvent(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     MISSING_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    PREFILLED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def reserved(self) -> Global___Reserved: ...
     @_builtins.property
@@ -59,6 +61,10 @@ class GenerateEvent(_message.Message):
     def missing(self) -> Global___Missing: ...
     @_builtins.property
     def finished(self) -> Global___Finished: ...
+    @_builtins.property
+    def prefilled(self) -> _prefill_pb2.PrefillFirst:
+        """where this instance computed the prompt itself, before its first token"""
+
     def __init__(
         self,
         *,
@@ -66,12 +72,13 @@ class GenerateEvent(_message.Message):
         tokens: Global___Tokens | None = ...,
         missing: Global___Missing | None = ...,
         finished: Global___Finished | None = ...,
+        prefilled: _prefill_pb2.PrefillFirst | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "finished", b"finished", "missing", b"missing", "reserved", b"reserved", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "finished", b"finished", "missing", b"missing", "prefilled", b"prefilled", "reserved", b"reserved", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "finished", b"finished", "missing", b"missing", "reserved", b"reserved", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "finished", b"finished", "missing", b"missing", "prefilled", b"prefilled", "reserved", b"reserved", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["reserved", "tokens", "missing", "finished"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["reserved", "tokens", "missing", "finished", "prefilled"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -83,9 +90,12 @@ class Reserved(_message.Message):
 
     PLACEMENTS_FIELD_NUMBER: _builtins.int
     PUSH_FROM_BLOCK_FIELD_NUMBER: _builtins.int
+    COMPUTES_FIELD_NUMBER: _builtins.int
     CHANGE_FIELD_NUMBER: _builtins.int
     push_from_block: _builtins.int
     """prefill pushes blocks from this one on"""
+    computes: _builtins.bool
+    """the prompt is computed here: no prefill is called, unless Missing asks for it"""
     change: _builtins.int
     """the reservation's number: a Load whose `changes` is less does not count it yet"""
     @_builtins.property
@@ -95,11 +105,12 @@ class Reserved(_message.Message):
         *,
         placements: _abc.Iterable[_common_pb2.Placement] | None = ...,
         push_from_block: _builtins.int = ...,
+        computes: _builtins.bool = ...,
         change: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "placements", b"placements", "push_from_block", b"push_from_block"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["change", b"change", "computes", b"computes", "placements", b"placements", "push_from_block", b"push_from_block"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -129,7 +140,7 @@ Global___Tokens: _TypeAlias = Tokens  # noqa: Y015
 
 @_typing.final
 class Missing(_message.Message):
-    """Blocks from this one on could not be fetched: prefill has to push them too."""
+    """Blocks from this one on could not be fetched, or are not computed here after all: prefill has to push them."""
 
     DESCRIPTOR: _descriptor.Descriptor
 

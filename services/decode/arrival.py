@@ -6,12 +6,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from typing import ParamSpec
 
+from kvcommons.engine.callbacks import Step
 from kvcommons.engine.core import Core
 from kvcommons.engine.engine import Engine
 from kvcommons.engine.history import Histories, Load
+from kvcommons.engine.prompt import First
 from kvcommons.engine.request import Request
 from kvcommons.engine.sequence import LocalRun, RemoteRun, Run, Sequence
 from kvcommons.errors import CapacityExhausted, KVCommonsError, Unavailable
@@ -22,10 +28,13 @@ from kvcommons.placement.base import Layout, Placement, Room
 from kvcommons.transport.deadline import Deadline
 from services.decode.creditors import place_of
 from services.decode.lenders import Lenders
+from services.decode.local_prefill import GoOn, LocalPrefill
 from services.decode.start_barrier import Go, Missing, StartBarrier
 from services.decode.stream import Stream
 
 log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
 
 FETCHES_MAX = 16  # that wait for a kvstore at the same time
 PATIENCE_S_MIN = 0.1  # with a fetch, once prefill has delivered: pauses as short as this say nothing
@@ -66,8 +75,11 @@ class Arrival:
         placements: list[pb.Placement],
         push_from: int,
         start_wait_s: float,
+        *,
+        computes: bool = False,
     ) -> None:
         self.sequence = sequence
+        self.computes = computes  # its prompt is computed here
         self.start_wait_s = start_wait_s
         self.ref = ref  # of the local segment that prefill writes to, until the start
         self.placements = placements
@@ -100,8 +112,12 @@ class Arrivals:
         holder: Holder,
         histories: Histories,
         lenders: Lenders,
+        local: LocalPrefill | None = None,
     ) -> None:
+        """`local`: for prompts that are computed here."""
         self._core = core
+        self._local = local
+        self._loop = asyncio.get_running_loop()
         self._placement = placement
         self._data_address = data_address
         self._fetch_deadline_s = fetch_deadline_s
@@ -145,13 +161,20 @@ class Arrivals:
         matched = min(request.matched_blocks, len(reusable)) if request.store_data else 0
         # A few blocks cost less as a part of what prefill pushes than as a message of their own.
         push_from = matched if matched - found >= self._fetch_min_blocks else found
-        arrival = Arrival(sequence, ref, placements, push_from, start_wait_s)
+        local = self._local is not None and self._local.takes(sequence, max(found, matched))
+        if local:
+            push_from = found  # what else there is of it, the engine loads
+        arrival = Arrival(sequence, ref, placements, push_from, start_wait_s, computes=local)
         arrival.barrier = StartBarrier(push_from_block=push_from, fetching=push_from > found)
         self._by_key[key] = self._by_handle[ref.handle] = arrival
         self.changes += 1
         arrival.change = self.changes
-        self._engine.add(sequence)
-        self._expect(arrival)
+        if self._local is not None and local:
+            sink = GoOn(sequence, self._in_loop(self._prefilled), self._in_loop(self._fall_back))
+            self._local.submit(sequence, sink, wait_s=start_wait_s)
+        else:
+            self._engine.add(sequence)
+            self._expect(arrival)
         if push_from == found:
             arrival.present.set_result(found)
         else:
@@ -168,6 +191,36 @@ class Arrivals:
             # As long again as it has had: then prefill pushes what it has anyway, which costs it little.
             patience_s = max(time.monotonic() - arrival.opened_s, PATIENCE_S_MIN)
             asyncio.get_running_loop().call_later(patience_s, self._cut_short, arrival)
+
+    def _in_loop(self, work: Callable[P, None]) -> Callable[P, None]:
+        """`work`, to be called from any thread."""
+
+        def call(*args: P.args, **kwargs: P.kwargs) -> None:
+            with suppress(RuntimeError):  # the loop is closed: the process is ending
+                self._loop.call_soon_threadsafe(partial(work, *args, **kwargs))
+
+        return call
+
+    def _prefilled(self, key: int, result: First | KVCommonsError) -> None:
+        """What became of a prompt that was computed here."""
+        arrival = self._by_key.get(key)
+        if arrival is None:
+            return
+        if isinstance(result, First):
+            self._close_barrier(arrival)
+            arrival.stream.prefilled(result)
+        else:
+            arrival.stream.step(Step(key=key, error=result))
+
+    def _fall_back(self, sequence: Sequence) -> None:
+        """A prompt that was to be computed here is not: prefill does it."""
+        self._engine.add(sequence)
+        arrival = self._by_key.get(sequence.key)
+        if arrival is None:  # the call has ended meanwhile
+            self._engine.cancel(sequence.key)
+            return
+        self._expect(arrival)
+        arrival.stream.missing(arrival.push_from_block)
 
     async def history(self, handle: int) -> int:
         """Leading blocks that lie at the sequence's placements, once what decode fetches has come. Raises

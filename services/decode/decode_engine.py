@@ -7,6 +7,7 @@ from kvcommons.engine.core import Core
 from kvcommons.engine.engine import Engine
 from kvcommons.engine.executor import Composer
 from kvcommons.engine.keeper import BlockKeeper
+from kvcommons.engine.prompts import Prompts
 from kvcommons.engine.remote.attention import RemoteAttention
 from kvcommons.engine.scheduler import Scheduler
 from kvcommons.holder.budget import AttentionBudget
@@ -19,7 +20,7 @@ from services.decode.staggering.rotation import Rotation
 def decode_engine(
     core: Core,
     *,
-    max_batch: int,
+    scheduler: Scheduler,
     may_borrow: bool,
     attend_deadline_s: float,
     rates: Rates,
@@ -30,15 +31,16 @@ def decode_engine(
     pipelining: Mode = "auto",
     mini_batches: int = 0,
     rotation: Rotation | None = None,
+    prompts: Prompts | None = None,
 ) -> Engine:
     """Not started yet. `attend_deadline_s` bounds what a layer waits for other holders. `rates` is told what
     was measured, `budget` of iterations. `pipelining`: whether two batches take turns; by itself where that
     pays. With `rotation` they, or the one of this instance, take turns with those of other instances
-    instead."""
+    instead. `prompts`: of `scheduler`, where some are computed here."""
     remote = RemoteAttention(core.layout, core.model.device, rates, budget, mini_batches)
     return Engine(
         core,
-        scheduler=Scheduler(max_batch=max_batch),
+        scheduler=scheduler,
         executor=Staggered(
             core,
             Composer(core, remote, attend_deadline_s=attend_deadline_s, rates=rates),
@@ -46,7 +48,7 @@ def decode_engine(
             turn=rotation.turn if rotation else None,
             close_s=2 * attend_deadline_s,
         ),
-        prompts=None,
+        prompts=prompts,
         may_borrow=may_borrow,
         budget=budget,
         keeper=keeper,

@@ -64,6 +64,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                 reserved=pb.Reserved(
                     placements=arrival.placements,
                     push_from_block=arrival.push_from_block,
+                    computes=arrival.computes,
                     change=arrival.change,
                 )
             )

@@ -11,6 +11,11 @@ from kvcommons.blockstore.saver import BlockSaver
 from kvcommons.engine.core import Core, load_core
 from kvcommons.engine.history import Condemner, Histories
 from kvcommons.engine.keeper import BlockKeeper
+from kvcommons.engine.load_or_compute import LoadOrCompute
+from kvcommons.engine.preloading import Preloading
+from kvcommons.engine.prompts import Prompts
+from kvcommons.engine.read_buffer import ReadBuffer
+from kvcommons.engine.scheduler import Scheduler
 from kvcommons.errors import DeadlineExceeded
 from kvcommons.holder.budget import AttentionBudget
 from kvcommons.holder.data import HolderData
@@ -36,6 +41,7 @@ from services.decode.engine_callbacks import LoopCallbacks
 from services.decode.ledgers import Ledgers
 from services.decode.lenders import Lenders
 from services.decode.lending import Lending
+from services.decode.local_prefill import LocalPrefill
 from services.decode.metrics import DecodeMetrics
 from services.decode.moving import Homecoming, Mover
 from services.decode.server import DecodeService
@@ -44,6 +50,8 @@ from services.decode.settling import Settling
 from services.decode.slowness import Slowness
 from services.decode.staggering.rotation import Rotation
 
+LOCAL_PROMPTS_MAX = 256  # that wait to be computed here; more go to prefill
+READ_BUFFER_BYTES = 256 << 20  # history of prompts that are computed here, loaded before their turn
 STOP_S = 1.0  # for threads to end, once nothing is under way
 
 
@@ -92,9 +100,28 @@ class DecodeParts:
                 deadline_s=config.slice_deadline_s,
                 observer=asking,
             )
+        scheduler = Scheduler(
+            max_batch=config.max_batch, max_queue=LOCAL_PROMPTS_MAX, max_prompts=config.max_batch
+        )
+        histories, prompts = Histories(core, self.loader), None
+        if config.max_local_prefill_tokens:
+            cost = LoadOrCompute()
+            read_buffer = ReadBuffer(layers=core.layout.layers, bytes_max=READ_BUFFER_BYTES)
+            prompts = Prompts(
+                core,
+                scheduler,
+                chunk_tokens=config.chunk_tokens,
+                keeper=self.keeper,
+                cost=cost,
+                preloading=Preloading(core, histories, cost, read_buffer),
+                tracer=process.telemetry.tracer,
+                tbt_objective_s=config.tbt_objective_s,
+                lends=lambda: bool(self.holder.lent_blocks),
+            )
         self.engine = decode_engine(
             core,
-            max_batch=config.max_batch,
+            scheduler=scheduler,
+            prompts=prompts,
             may_borrow=config.placement != "local",
             attend_deadline_s=config.attend_deadline_s,
             rates=rates,
@@ -152,6 +179,9 @@ class DecodeParts:
         self.settling = Settling(self.holder, self.mover, self.lenders)
         if self.rotation:
             metrics.group(self.rotation.peers_well)
+        local = None
+        if prompts is not None:
+            local = LocalPrefill(core, self.engine, prompts, tokens_max=config.max_local_prefill_tokens)
         self.arrivals = Arrivals(
             core,
             placement=placement,
@@ -160,8 +190,9 @@ class DecodeParts:
             fetch_min_bytes=config.fetch_min_bytes,
             engine=self.engine,
             holder=self.holder,
-            histories=Histories(core, self.loader),
+            histories=histories,
             lenders=self.lenders,
+            local=local,
         )
         self.callbacks.connect(self.engine, self.arrivals, self.lenders)
         self._loop = asyncio.get_running_loop()

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 
 from kvcommons.engine.callbacks import Step
+from kvcommons.engine.prompt import First
 from kvcommons.pb import common_pb2
 from kvcommons.pb import decode_pb2 as pb
 
@@ -17,6 +18,7 @@ class Stream:
     def __init__(self) -> None:
         self._tokens: list[common_pb2.SampledToken] = []
         self._missing: int | None = None
+        self._prefilled: First | None = None
         self._end: Step | None = None
         self._news = asyncio.Event()
 
@@ -36,6 +38,11 @@ class Stream:
         self._missing = push_from_block
         self._news.set()
 
+    def prefilled(self, first: First) -> None:
+        """The prompt was computed here; its first token comes with the next step."""
+        self._prefilled = first
+        self._news.set()
+
     async def events(self) -> AsyncIterator[pb.GenerateEvent]:
         """Until the sequence's end; raises the error that it ended with."""
         while True:
@@ -44,6 +51,9 @@ class Stream:
             if self._missing is not None:
                 missing, self._missing = self._missing, None
                 yield pb.GenerateEvent(missing=pb.Missing(push_from_block=missing))
+            if self._prefilled is not None:
+                first, self._prefilled = self._prefilled, None
+                yield pb.GenerateEvent(prefilled=first.message())
             if self._tokens:
                 tokens, self._tokens = self._tokens, []
                 yield pb.GenerateEvent(tokens=pb.Tokens(tokens=tokens))

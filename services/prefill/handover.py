@@ -64,6 +64,9 @@ class HandOver:
 
         self.delivery.seal(pushed)
 
+    def refused(self, error: KVCommonsError) -> None:
+        self.failed(error)
+
     def failed(self, error: KVCommonsError) -> None:
         self.delivery.abandon(error)
         self._listener(error)

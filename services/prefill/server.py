@@ -76,7 +76,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                 elif isinstance(event, First):
                     self._metrics.ended(prompt.tokens, event)
                     log.info("prefilled", extra=_facts(prompt, event))
-                    yield pb.PrefillEvent(first=_first(event))
+                    yield pb.PrefillEvent(first=event.message())
                     return
                 else:
                     raise event
@@ -111,14 +111,3 @@ def _facts(prompt: Prompt, first: First) -> dict[str, str | int | float]:
         "compute_ms": first.compute_us / 1000,
         "load_wait_ms": first.load_wait_us / 1000,
     }
-
-
-def _first(first: First) -> pb.PrefillFirst:
-    return pb.PrefillFirst(
-        token=first.token,
-        cached_tokens=first.cached_tokens,
-        device_tokens=first.device_tokens,
-        queue_us=first.queue_us,
-        compute_us=first.compute_us,
-        load_wait_us=first.load_wait_us,
-    )

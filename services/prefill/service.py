@@ -68,7 +68,7 @@ class PrefillParts:
         self.intake = Intake(
             core,
             self.engine,
-            whole=WholePrompt(core, preloading, prompts.claims),
+            whole=WholePrompt(core, prompts),
             keeper=self.keeper,
             pusher=self.pusher,
             holders=self.holders,

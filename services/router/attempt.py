@@ -181,7 +181,14 @@ class Attempt:
                     case "reserved":
                         self._targets = event.reserved.placements
                         self._reserved(taken, event.reserved)
-                        self._tell(ev.Reserved(push_from_block=event.reserved.push_from_block, **at))
+                        reserved = event.reserved
+                        self._tell(
+                            ev.Reserved(
+                                push_from_block=reserved.push_from_block, computes=reserved.computes, **at
+                            )
+                        )
+                    case "prefilled":
+                        self._tell(_first(event.prefilled, at))
                     case "missing":
                         self._tell(ev.Missing(push_from_block=event.missing.push_from_block, **at))
                     case "finished":

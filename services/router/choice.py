@@ -98,6 +98,7 @@ class Choice:
         self._streaming = False  # decode has sent a token in this attempt
         self._computing = False  # prefill has begun in this attempt
         self._prefilled = False  # prefill has given its token in this attempt
+        self._decode_computes = False  # its prompt, in this attempt
         self._missing: int | None = None  # what prefill has to push from, once it is done with this job
         self._waiting = False  # this attempt was given up, the next one has not begun
         self._early: dict[int, pb.SampledToken] = {}
@@ -141,6 +142,7 @@ class Choice:
         self._streaming = False
         self._computing = False
         self._prefilled = False
+        self._decode_computes = False
         self._missing = None
         self._waiting = False
         self._early.clear()
@@ -159,7 +161,8 @@ class Choice:
             return self._accounted(event)
         match event:
             case ev.Reserved():
-                return [self._compute(event.push_from_block)]
+                self._decode_computes = event.computes
+                return [] if event.computes else [self._compute(event.push_from_block)]
             case ev.Missing():
                 return self._lacks(event.push_from_block)
             case ev.PrefillStarted():
@@ -222,7 +225,8 @@ class Choice:
     def _lacks(self, push_from_block: int) -> list[ev.Action]:
         """Prefill pushes the rest in a second job, which costs it little, for the KV is in its memory by
         then; the first one still gives its token, and a true account of what was cached."""
-        if self._prefilled:
+        if self._prefilled or self._decode_computes:
+            self._decode_computes = False
             return [self._compute(push_from_block)]
         self._missing = push_from_block
         return []

@@ -21,14 +21,17 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reserved(Event):
-    """Decode has room; prefill is to push the blocks from this one on."""
+    """Decode has room; prefill is to push the blocks from this one on, unless decode `computes` the prompt
+    itself."""
 
     push_from_block: int
+    computes: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Missing(Event):
-    """Decode could not fetch its part of the history: prefill is to push the blocks from this one on."""
+    """Decode could not fetch its part of the history, or does not compute the prompt after all: prefill is to
+    push the blocks from this one on."""
 
     push_from_block: int
 

@@ -109,11 +109,16 @@ class Turn:
                 if kind in ("reserved", "missing"):
                     if kind == "reserved":
                         self.reserved = event.reserved
+                        if event.reserved.computes:
+                            continue
                     else:
                         self.missing.append(event.missing.push_from_block)
                     if computing is not None:
                         computing.cancel()
                     computing = asyncio.create_task(self._compute(getattr(event, kind).push_from_block))
+                elif kind == "prefilled":
+                    self.first = event.prefilled
+                    self._take([self.first.token])
                 elif kind == "tokens":
                     self._take(event.tokens.tokens)
                 else:

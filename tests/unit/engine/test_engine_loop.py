@@ -67,7 +67,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 def _decode(core: Core, keeper: BlockKeeper, around: Around) -> Engine:
     return decode_engine(
-        core, max_batch=4, may_borrow=False, attend_deadline_s=LONG_S, rates=Rates(),
+        core, scheduler=Scheduler(max_batch=4), may_borrow=False, attend_deadline_s=LONG_S, rates=Rates(),
         budget=AttentionBudget(1.0), keeper=keeper, callbacks=around, metrics=around,
     )  # fmt: skip
 

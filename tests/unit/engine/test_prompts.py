@@ -62,6 +62,9 @@ class Kept:
         self.first = first
         self.ended.set()
 
+    def refused(self, error: KVCommonsError) -> None:
+        self.failed(error)
+
     def failed(self, error: KVCommonsError) -> None:
         self.error = error
         self.ended.set()
@@ -115,7 +118,7 @@ def running(*, chunk_tokens: int = CHUNK) -> Iterator[Running]:
         tracer=Tracer.off(),
     )  # fmt: skip
     engine = prompt_engine(core, scheduler, prompts, keeper)
-    yield Running(core, engine, WholePrompt(core, loading, prompts.claims))
+    yield Running(core, engine, WholePrompt(core, prompts))
     engine.stop(LONG_S)
     keeper.close()
     loader.close()

@@ -61,6 +61,22 @@ def test_what_decode_lacks_is_pushed_after_the_first_token(tokenizer: Tokenizer)
     ]
 
 
+def test_no_prefill_is_called_for_a_prompt_that_decode_computes(tokenizer: Tokenizer) -> None:
+    choice = choice_of(tokenizer)
+    choice.start()
+    here = ev.Reserved(choice=0, attempt=1, push_from_block=2, computes=True)
+    assert choice.handle(here, 0) == []
+    assert choice.handle(ev.Missing(choice=0, attempt=1, push_from_block=2), 0) == [
+        ev.Compute(choice=0, attempt=1, push_from_block=2)
+    ], "it does not after all"
+    choice = choice_of(tokenizer)
+    choice.start()
+    choice.handle(here, 0)
+    choice.handle(first_of(1, 50, cached=2), 0)
+    assert choice.reuse is not None
+    assert choice.reuse.cached_tokens == 2
+
+
 def test_cached_tokens_never_reach_the_last_one(tokenizer: Tokenizer) -> None:
     choice = choice_of(tokenizer)
     choice.start()

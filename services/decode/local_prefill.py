@@ -1,0 +1,99 @@
+"""Prompts that a decode instance computes itself: short ones, and tails of long ones whose history is found.
+
+No KV crosses a network for them, and no other process: their first token comes from the iteration in which
+others generate."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from kvcommons.engine.core import Core
+from kvcommons.engine.engine import Engine
+from kvcommons.engine.prompt import First, Prompt
+from kvcommons.engine.prompt_memory import WholePrompt
+from kvcommons.engine.prompts import Prompts
+from kvcommons.engine.sequence import Sequence
+from kvcommons.errors import KVCommonsError
+
+Tell = Callable[[int, First | KVCommonsError], None]
+"""Told, by the sequence's key, what became of its prompt; from any thread."""
+
+
+class GoOn:
+    """A prompt's `Sink` where the sequence generates on the instance that has computed it."""
+
+    goes_on = True
+    failure = None
+
+    def __init__(self, sequence: Sequence, tell: Tell, fall_back: Callable[[Sequence], None]) -> None:
+        """`fall_back`: the prompt was not taken, and its sequence holds its blocks as before."""
+        self._sequence = sequence
+        self._tell = tell
+        self._fall_back = fall_back
+
+    def began(self, prompt: Prompt, queued_us: int) -> None:
+        """Its result says how long it was queued."""
+
+    def computed(self, prompt: Prompt, layer: int, blocks: range) -> None:
+        """They are where they belong."""
+
+    def finished(self, prompt: Prompt, first: First) -> None:
+        self._tell(self._sequence.key, first)
+
+    def refused(self, error: KVCommonsError) -> None:
+        self._fall_back(self._sequence)
+
+    def failed(self, error: KVCommonsError) -> None:
+        self._tell(self._sequence.key, error)
+
+    def cancelled(self) -> None:
+        """Whoever cancels knows."""
+
+
+class ReservedPrompt(WholePrompt):
+    """Blocks that were reserved when the sequence arrived."""
+
+    def check(self, prompt: Prompt) -> None:
+        """They are there."""
+
+    def take(self, prompt: Prompt) -> bool:
+        """What others have published since the reservation is shared, and the blocks that were reserved for
+        it are free again."""
+        found = self._found(prompt)
+        if found is None:
+            return False
+        self._core.allocator.release(prompt.sequence.replace_leading(found))
+        prompt.blocks = prompt.sequence.local_blocks()
+        prompt.reuse(device=len(found))
+        self._prompts.preloading.decide(prompt)
+        return True
+
+
+class LocalPrefill:
+    """Decides which prompts are computed here, and hands them to the engine."""
+
+    def __init__(self, core: Core, engine: Engine, prompts: Prompts, *, tokens_max: int) -> None:
+        """`tokens_max`: to compute, of one prompt."""
+        self._engine = engine
+        self._memory = ReservedPrompt(core, prompts)
+        self._tokens_max = tokens_max
+
+    def takes(self, sequence: Sequence, found_blocks: int) -> bool:
+        """Whether a sequence that has just arrived, so many of whose blocks were found here or are stored, is
+        one of them. All of it has to lie here."""
+        new = len(sequence.request.tokens) - found_blocks * sequence.block_tokens
+        return new <= self._tokens_max and not sequence.remote_runs()
+
+    def submit(self, sequence: Sequence, sink: GoOn, *, wait_s: float) -> None:
+        """It ends with an error where its first token takes longer than that."""
+        now_s = time.monotonic()
+        self._engine.submit(
+            Prompt(
+                sequence=sequence,
+                sink=sink,
+                memory=self._memory,
+                deadline_s=now_s + wait_s,
+                submitted_s=now_s,
+            )
+        )

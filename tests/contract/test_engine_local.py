@@ -1,0 +1,162 @@
+"""Prompts that decode computes itself: the tokens that prefill's would have given, whatever runs beside
+them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from kvcommons.engine.iteration import Iteration
+from kvcommons.errors import KVCommonsError
+from kvcommons.pb import common_pb2
+from tests.contract.engine_stack import BLOCK, Stack, ready
+from tests.contract.engine_turns import Turn, prompt, started_in_order, turn
+
+pytestmark = pytest.mark.asyncio
+pytest_plugins = ("tests.contract.engine_fixtures",)
+
+ALL = 512  # tokens: every prompt of these tests
+
+
+@pytest.fixture
+def groups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many groups of rows each iteration had."""
+    seen: list[int] = []
+    run = Iteration.run
+
+    def counted(self: Iteration) -> list[list[common_pb2.SampledToken]]:
+        seen.append(len(self.groups))
+        return run(self)
+
+    monkeypatch.setattr(Iteration, "run", counted)
+    return seen
+
+
+@pytest.mark.parametrize("engines", ["llama", "qwen2-sliding"], indirect=True)
+async def test_a_prompt_is_computed_where_it_generates(engines: Stack) -> None:
+    decode = await engines.decode(max_local_prefill_tokens=ALL)
+    tokens, expected = engines.reference.prompt(75, 40)
+    cold = await turn(None, decode, engines.model, tokens, 40).run()
+    assert cold.tokens == expected
+    assert cold.reserved is not None
+    assert cold.reserved.computes
+    assert cold.first is not None
+    assert (cold.first.cached_tokens, cold.first.token.position) == (0, 75)
+    assert cold.first.compute_us > 0
+    warm = await turn(None, decode, engines.model, [*tokens, *expected], 1).run()
+    assert warm.first is not None
+    assert warm.first.cached_tokens == warm.first.device_tokens == (75 + 39) // BLOCK * BLOCK
+    await engines.idle("decode")
+
+
+async def test_prompts_and_tokens_share_iterations(engines: Stack, groups: list[int]) -> None:
+    """A sequence generates while prompts of several chunks are computed beside it."""
+    decode = await engines.decode(max_local_prefill_tokens=ALL, chunk_tokens=32)
+    made = [engines.reference.prompt(length, 60, 50 * n + 1) for n, length in enumerate((20, 150, 90, 7))]
+    turns = [turn(None, decode, engines.model, tokens, 60) for tokens, _ in made]
+    first = asyncio.create_task(turns[0].run())
+    await ready(lambda: _generates(turns[0]))
+    groups.clear()
+    await asyncio.gather(first, *(one.run() for one in turns[1:]))
+    assert [one.tokens for one in turns] == [following for _, following in made]
+    assert max(groups) > 1, "no iteration had a chunk and a token"
+    await engines.idle("decode")
+
+
+async def _generates(one: Turn) -> None:
+    if len(one.tokens) < 3:
+        raise KVCommonsError("not yet")
+
+
+async def test_history_in_the_store_is_loaded_beside_others(engines: Stack) -> None:
+    await engines.kvstore()
+    decode = await engines.decode(max_local_prefill_tokens=ALL)
+    tokens, expected = engines.reference.prompt(200, 20)
+    saving = turn(None, decode, engines.model, tokens, 20, history=engines.history(0))
+    assert (await saving.run()).tokens == expected
+    await engines.stop("decode")
+    again = await engines.decode(max_local_prefill_tokens=ALL)
+    other, others = engines.reference.prompt(30, 120, 300)
+    beside = turn(None, again, engines.model, other, 120)
+    generating = asyncio.create_task(beside.run())
+    await ready(lambda: _generates(beside))
+
+    async def matched() -> Turn:
+        found = turn(None, again, engines.model, tokens, 20, history=engines.history(12), request_id="again")
+        return await found.run()
+
+    restored = await matched()
+    await generating
+    assert (restored.tokens, beside.tokens) == (expected, others)
+    assert restored.first is not None
+    assert restored.first.device_tokens == 0
+    assert restored.first.cached_tokens % BLOCK == 0
+    await engines.idle("decode")
+
+
+async def test_choices_of_one_prompt_compute_it_once(engines: Stack) -> None:
+    decode = await engines.decode(max_local_prefill_tokens=ALL)
+    tokens, expected = engines.reference.prompt(200, 10)
+    turns = [turn(None, decode, engines.model, tokens, 10, request_id=f"r{n}") for n in range(3)]
+    tasks = await started_in_order(turns)
+    await asyncio.gather(*tasks)
+    assert [one.tokens for one in turns] == [expected] * 3
+    cached = sorted(one.first.device_tokens for one in turns if one.first is not None)
+    assert cached == [0, 192, 192]
+    await engines.idle("decode")
+
+
+async def test_what_is_too_long_goes_to_prefill(engines: Stack) -> None:
+    prefill = await engines.prefill()
+    decode = await engines.decode(max_local_prefill_tokens=64)
+    tokens, expected = engines.reference.prompt(65, 10)
+    long = await turn(prefill, decode, engines.model, tokens, 10).run()
+    assert long.tokens == expected
+    assert long.reserved is not None
+    assert not long.reserved.computes
+    tail = await turn(None, decode, engines.model, [*tokens, *expected], 1).run()
+    assert tail.reserved is not None
+    assert tail.reserved.computes, "what has to be computed counts"
+
+
+async def test_a_prompt_that_is_refused_goes_to_prefill(
+    engines: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No instance computes more prompts at once than it takes: the others fall back."""
+    monkeypatch.setattr("services.decode.service.LOCAL_PROMPTS_MAX", 0)
+    prefill = await engines.prefill()
+    decode = await engines.decode(max_local_prefill_tokens=ALL)
+    tokens, expected = engines.reference.prompt(75, 10)
+    one = await turn(prefill, decode, engines.model, tokens, 10).run()
+    assert one.tokens == expected
+    assert one.missing == [0]
+    await engines.idle("decode")
+
+
+async def test_a_cancelled_prompt_gives_its_blocks_back(engines: Stack) -> None:
+    decode = await engines.decode(max_local_prefill_tokens=ALL, chunk_tokens=16)
+    calls = [
+        decode.Generate(turn(None, decode, engines.model, prompt(480, seed), 5).request, timeout=20)
+        for seed in range(2)
+    ]
+    for call in calls:
+        assert (await call.read()).reserved.computes
+    for call in calls:
+        call.cancel()
+    await engines.idle("decode")
+
+
+async def test_a_prompt_has_a_deadline(engines: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Iteration.run
+
+    def slowly(self: Iteration) -> list[list[common_pb2.SampledToken]]:
+        time.sleep(0.2)
+        return run(self)
+
+    monkeypatch.setattr(Iteration, "run", slowly)
+    decode = await engines.decode(max_local_prefill_tokens=ALL, chunk_tokens=16)
+    with pytest.raises(KVCommonsError, match="not computed within its deadline"):
+        await turn(None, decode, engines.model, prompt(480), 5, start_wait_ms=300).run()
+    await engines.idle("decode")
