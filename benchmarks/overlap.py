@@ -42,11 +42,11 @@ from kvcommons.engine.scheduler import Scheduler
 from kvcommons.engine.sequence import Sequence as Computed
 from kvcommons.errors import Internal, KVCommonsError
 from kvcommons.model.sampling import SamplingParams
+from kvcommons.prefill.handover import HandOver
+from kvcommons.prefill.push import Delivery, Pusher
 from kvcommons.rblock.identity import IdentityChain
 from kvcommons.telemetry.trace import Tracer
 from kvcommons.transport.deadline import Deadline
-from services.prefill.handover import HandOver
-from services.prefill.push import Delivery, Pusher
 
 SALT = bytes(32)
 STEPS = 20  # of decode, as in the paper

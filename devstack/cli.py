@@ -77,6 +77,11 @@ def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     )
     for service in ("prefill", "decode", "attention-pool", "kvstore", "ledger"):
         up.add_argument(f"--{service}", type=int, metavar="N", help=f"{service} processes (default: 1)")
+    up.add_argument(
+        "--colocated",
+        action="store_true",
+        help="decode computes prompts, too: the model once instead of twice, for small machines",
+    )
     up.add_argument("--data", metavar="DIR", help="what outlives the stack (default: .kvcommons here)")
     up.add_argument("--port", type=int, help="of the REST API; 0 takes a free one (default: 8000)")
     up.add_argument("--config", type=Path, metavar="FILE", help="settings file (kvcommons.toml)")
@@ -94,6 +99,8 @@ def _up(options: argparse.Namespace) -> int:
 
     names = ("model", "prefill", "decode", "attention_pool", "kvstore", "ledger", "data", "port")
     flags = {name: str(value) for name in names if (value := getattr(options, name)) is not None}
+    if options.colocated:
+        flags["colocated"] = "true"
     if options.no_demo:
         flags["demo"] = "false"
     if options.no_restart:

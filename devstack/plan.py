@@ -74,7 +74,7 @@ class Place:
 def threads_per_process(cores: int, settings: UpSettings) -> int:
     """Cores divided by the processes that compute, at least 1: together they must not run more threads than
     cores (three times slower)."""
-    return max(1, cores // (settings.prefill + settings.decode + settings.attention_pool))
+    return max(1, cores // (settings.prefill_processes + settings.decode + settings.attention_pool))
 
 
 def tables(
@@ -101,12 +101,20 @@ def tables(
             f"decode = {settings.decode}: set it to 2 or more in [up], or leave rotate out",
             param="rotate",
         )
+    if settings.colocated and settings.prefill != 1:
+        raise InvalidInput(
+            f"colocated = true in [up] starts no prefill processes, and prefill = {settings.prefill}: leave "
+            "one of them out",
+            param="prefill",
+        )
     ledgers = [place.control(name) for name in names("ledger", settings.ledger)]
     model: dict[str, Any] = {"ledger": ledgers, "model": settings.model_folder}
     compute = {**model, "threads": threads_per_process(cores, settings)}
     if settings.model == DEMO_MODEL:
         compute |= {"block_tokens": DEMO_BLOCK_TOKENS, "model_name": DEMO_NAME}
     decode = dict(compute)
+    if settings.colocated:
+        decode["colocated"] = True
     if settings.rotate:
         decode["replicas"] = [place.transport(name) for name in names("decode", settings.decode)]
     defaults: dict[str, dict[str, Any]] = {
@@ -138,7 +146,7 @@ def processes(
     for service, count in (
         ("ledger", settings.ledger),
         ("kvstore", settings.kvstore),
-        ("prefill", settings.prefill),
+        ("prefill", settings.prefill_processes),
         ("decode", settings.decode),
         ("attention_pool", settings.attention_pool),
         ("router", 1),

@@ -21,6 +21,7 @@ class UpSettings:
     model: str = DEMO_MODEL  # a folder, a hub id, or "demo"
     prefill: Annotated[int, Gt(0), Le(64)] = 1
     decode: Annotated[int, Gt(0), Le(64)] = 1
+    colocated: bool = False  # decode instances are prefill instances, too: each loads the model once for both
     rotate: bool = False  # the decode instances compute slices of each other's batches
     attention_pool: Count = 1
     heads: bool = False  # the attention pools are one head group: each has a share of the KV heads
@@ -33,6 +34,11 @@ class UpSettings:
     demo: bool = True  # hold the short conversation once all is ready
     ready_wait_s: Annotated[float, Gt(0)] = 300.0  # a large model reads its weights for minutes
     log_bytes: Annotated[int, Ge(1 << 16)] = 8 << 20  # per service, one older file kept beside it
+
+    @property
+    def prefill_processes(self) -> int:
+        """Of their own."""
+        return 0 if self.colocated else self.prefill
 
     @property
     def model_folder(self) -> str:

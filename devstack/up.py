@@ -166,7 +166,7 @@ class _Up:
         ready = Counter(instance["service"] for instance in instances if instance["ready"])
         settings = self._settings
         wanted = {
-            "prefill": settings.prefill,
+            "prefill": settings.decode if settings.colocated else settings.prefill,
             "decode": settings.decode,
             "attention_pool": settings.attention_pool,
             "kvstore": settings.kvstore,

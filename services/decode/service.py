@@ -22,9 +22,12 @@ from kvcommons.holder.data import HolderData
 from kvcommons.holder.head_store import WholeStore
 from kvcommons.holder.holder import HeldModel, Holder
 from kvcommons.holder.server import HolderService
-from kvcommons.pb import data_pb2, decode_pb2_grpc, holder_pb2_grpc, ledger_pb2
+from kvcommons.pb import data_pb2, decode_pb2_grpc, holder_pb2_grpc, ledger_pb2, prefill_pb2_grpc
 from kvcommons.placement.auto import Costs, Rates
 from kvcommons.placement.choice import check_policy, placement_of
+from kvcommons.prefill.metrics import PrefillMetrics
+from kvcommons.prefill.role import PrefillRole
+from kvcommons.prefill.service import PrefillService
 from kvcommons.rpc.directory import Heartbeat
 from kvcommons.rpc.process import Process
 from kvcommons.rpc.server import RpcServer
@@ -104,7 +107,8 @@ class DecodeParts:
             max_batch=config.max_batch, max_queue=LOCAL_PROMPTS_MAX, max_prompts=config.max_batch
         )
         histories, prompts = Histories(core, self.loader), None
-        if config.max_local_prefill_tokens:
+        local_tokens = core.info.context_window if config.colocated else config.max_local_prefill_tokens
+        if local_tokens:
             cost = LoadOrCompute()
             read_buffer = ReadBuffer(layers=core.layout.layers, bytes_max=READ_BUFFER_BYTES)
             prompts = Prompts(
@@ -179,9 +183,21 @@ class DecodeParts:
         self.settling = Settling(self.holder, self.mover, self.lenders)
         if self.rotation:
             metrics.group(self.rotation.peers_well)
-        local = None
+        local: LocalPrefill | None = None
+        self.prefill: PrefillRole | None = None
         if prompts is not None:
-            local = LocalPrefill(core, self.engine, prompts, tokens_max=config.max_local_prefill_tokens)
+            local = LocalPrefill(core, self.engine, prompts, tokens_max=local_tokens)
+        if prompts is not None and config.colocated:
+            self.prefill = PrefillRole(
+                core,
+                self.engine,
+                prompts,
+                keeper=self.keeper,
+                condemner=self.condemner,
+                chunk_tokens=config.chunk_tokens,
+                push_deadline_s=config.push_deadline_s,
+                observer=asking,
+            )
         self.arrivals = Arrivals(
             core,
             placement=placement,
@@ -230,6 +246,8 @@ class DecodeParts:
         await self.condemner.close()
 
     def _close(self) -> None:
+        if self.prefill is not None:
+            self.prefill.close()
         self.whole_store.close(Deadline.after(STOP_S))
         self.loader.close()
         self.arrivals.close()
@@ -274,18 +292,24 @@ async def serve(config: DecodeConfig, process: Process) -> None:
     server.add(holder_pb2_grpc.add_HolderServicer_to_server, lending)
     debtor = DebtorService()
     server.add(holder_pb2_grpc.add_DebtorServicer_to_server, debtor)
+    prefill = PrefillService(PrefillMetrics(process.telemetry.registry)) if config.colocated else None
+    if prefill is not None:
+        server.add(prefill_pb2_grpc.add_PrefillServicer_to_server, prefill)
     await server.start()
     started_ms = int(time.time() * 1000)
     parts: DecodeParts | None = None
 
-    def describe() -> ledger_pb2.Instance:
-        instance = ledger_pb2.Instance(
-            id=process.instance_id,
-            service="decode",
+    def registered(service: str, instance_id: str) -> ledger_pb2.Instance:
+        return ledger_pb2.Instance(
+            id=instance_id,
+            service=service,
             control_address=config.node.advertise_control or server.address,
             host=process.host,
             started_ms=started_ms,
         )
+
+    def describe() -> ledger_pb2.Instance:
+        instance = registered("decode", process.instance_id)
         if parts is not None:
             instance.data_address = parts.data_address
             instance.model.CopyFrom(parts.core.info)
@@ -294,8 +318,16 @@ async def serve(config: DecodeConfig, process: Process) -> None:
         instance.load.only_here = config.placement == "local"
         return instance
 
-    heartbeat = Heartbeat(config.ledger, describe)
-    heartbeat.start()
+    def describe_prefill() -> ledger_pb2.Instance:
+        assert prefill is not None
+        ready = server.ready and not process.stop.is_set()
+        return prefill.describe(registered("prefill", f"{process.instance_id}-prefill"), ready=ready)
+
+    heartbeats = [Heartbeat(config.ledger, describe)]
+    if prefill is not None:
+        heartbeats.append(Heartbeat(config.ledger, describe_prefill))
+    for heartbeat in heartbeats:
+        heartbeat.start()
     try:
         core = await asyncio.to_thread(load_core, config.engine)
         parts = DecodeParts(config, core, process)
@@ -303,15 +335,22 @@ async def serve(config: DecodeConfig, process: Process) -> None:
         service.open(core, parts.arrivals, parts.condemner)
         lending.open(parts.holder_service)
         debtor.open(parts.settling)
+        if prefill is not None and parts.prefill is not None:
+            prefill.open(parts.prefill.intake)
         await server.set_ready(True)
-        heartbeat.beat_now()
+        for heartbeat in heartbeats:
+            heartbeat.beat_now()
         await process.stop.wait()
     finally:
         service.draining = True
-        heartbeat.beat_now()
+        if prefill is not None:
+            prefill.draining = True
+        for heartbeat in heartbeats:
+            heartbeat.beat_now()
         if parts is not None:
             parts.holder.stop_lending()
         await server.drain(config.node.drain_s / 2)
-        await heartbeat.stop()
+        for heartbeat in heartbeats:
+            await heartbeat.stop()
         if parts is not None:
             await parts.close()

@@ -14,11 +14,13 @@ from kvcommons.engine.keeper import BlockKeeper
 from kvcommons.engine.load_or_compute import AlwaysLoad, LoadOrCompute
 from kvcommons.engine.preloading import Preloading
 from kvcommons.engine.prompt_engine import prompt_engine
-from kvcommons.engine.prompt_memory import WholePrompt
 from kvcommons.engine.prompts import Prompts
 from kvcommons.engine.read_buffer import ReadBuffer
 from kvcommons.engine.scheduler import Scheduler
 from kvcommons.pb import ledger_pb2, prefill_pb2_grpc
+from kvcommons.prefill.metrics import PrefillMetrics
+from kvcommons.prefill.role import PrefillRole
+from kvcommons.prefill.service import PrefillService
 from kvcommons.rpc.directory import Heartbeat
 from kvcommons.rpc.process import Process
 from kvcommons.rpc.server import RpcServer
@@ -27,11 +29,6 @@ from kvcommons.telemetry.telemetry import Telemetry
 from kvcommons.transport.deadline import Deadline
 from kvcommons.transport.metrics import DataMetrics
 from services.prefill.config import PrefillConfig
-from services.prefill.intake import Intake
-from services.prefill.metrics import PrefillMetrics
-from services.prefill.push import Pusher
-from services.prefill.server import PrefillService
-from services.prefill.spread import Holders
 
 STOP_S = 1.0  # for threads to end, once nothing is under way
 
@@ -47,13 +44,9 @@ class PrefillParts:
         self.saver = BlockSaver(telemetry.instance_id, buffer_bytes=config.save_buffer_bytes, observer=asking)
         telemetry.registry.register(SaverCollector(self.saver))
         self.keeper = BlockKeeper(core, self.saver)
-        self.pusher = Pusher(
-            core.memory, core.allocator, call_deadline_s=config.push_deadline_s, observer=asking
-        )
         cost = AlwaysLoad() if config.loads == "always" else LoadOrCompute()
         read_buffer = ReadBuffer(layers=core.layout.layers, bytes_max=config.read_buffer_bytes)
         preloading = Preloading(core, Histories(core, self.loader), cost, read_buffer)
-        self.holders = Holders(core.layout, attend_deadline_s=config.push_deadline_s, observer=asking)
         scheduler = Scheduler(max_queue=config.max_queue, max_prompts=config.max_running)
         prompts = Prompts(
             core,
@@ -65,15 +58,15 @@ class PrefillParts:
             tracer=telemetry.tracer,
         )
         self.engine = prompt_engine(core, scheduler, prompts, self.keeper)
-        self.intake = Intake(
+        self.role = PrefillRole(
             core,
             self.engine,
-            whole=WholePrompt(core, prompts),
+            prompts,
             keeper=self.keeper,
-            pusher=self.pusher,
-            holders=self.holders,
             condemner=self.condemner,
             chunk_tokens=config.chunk_tokens,
+            push_deadline_s=config.push_deadline_s,
+            observer=asking,
         )
         LoadMetrics(
             telemetry.registry,
@@ -91,8 +84,7 @@ class PrefillParts:
 
     def _close(self) -> None:
         self.engine.stop(STOP_S)
-        self.pusher.stop()
-        self.holders.close()
+        self.role.close()
         self.loader.close()
         self.keeper.close()
         self.saver.close(Deadline.after(STOP_S))
@@ -124,7 +116,7 @@ async def serve(config: PrefillConfig, process: Process) -> None:
     try:
         core = await asyncio.to_thread(load_core, config.engine)
         parts = PrefillParts(config, core, process.telemetry)
-        service.open(parts.intake)
+        service.open(parts.role.intake)
         await server.set_ready(True)
         heartbeat.beat_now()
         await process.stop.wait()

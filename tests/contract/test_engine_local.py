@@ -10,7 +10,7 @@ import pytest
 
 from kvcommons.engine.iteration import Iteration
 from kvcommons.errors import KVCommonsError
-from kvcommons.pb import common_pb2
+from kvcommons.pb import common_pb2, prefill_pb2_grpc
 from tests.contract.engine_stack import BLOCK, Stack, ready
 from tests.contract.engine_turns import Turn, prompt, started_in_order, turn
 
@@ -160,3 +160,20 @@ async def test_a_prompt_has_a_deadline(engines: Stack, monkeypatch: pytest.Monke
     with pytest.raises(KVCommonsError, match="not computed within its deadline"):
         await turn(None, decode, engines.model, prompt(480), 5, start_wait_ms=300).run()
     await engines.idle("decode")
+
+
+async def test_one_process_has_both_roles(engines: Stack) -> None:
+    """It computes its own prompts, and as prefill those of another instance."""
+    both = await engines.decode("both", colocated=True, chunk_tokens=32)
+    alone = await engines.decode("alone")
+    prefill = prefill_pb2_grpc.PrefillStub(engines.channel("both"))
+    tokens, expected = engines.reference.prompt(75, 30)
+    other, others = engines.reference.prompt(90, 30, 200)
+    own = turn(prefill, both, engines.model, tokens, 30)
+    theirs = turn(prefill, alone, engines.model, other, 30)
+    await asyncio.gather(own.run(), theirs.run())
+    assert (own.tokens, theirs.tokens) == (expected, others)
+    assert own.reserved is not None
+    assert theirs.reserved is not None
+    assert (own.reserved.computes, theirs.reserved.computes) == (True, False)
+    await engines.idle("both", "alone")

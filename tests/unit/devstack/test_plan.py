@@ -171,3 +171,13 @@ def test_restarts_back_off() -> None:
     assert delays[0] <= 0.2
     assert delays == sorted(delays)
     assert delays[-1] == 10
+
+
+def test_colocated_instances_load_the_model_once() -> None:
+    settings = UpSettings(colocated=True, decode=2, attention_pool=0)
+    plans = processes(settings, PLACE, 2, 8000, {}, model_flag=False)
+    assert [plan.name for plan in plans if plan.service in ("prefill", "decode")] == ["decode-1", "decode-2"]
+    assert tables(settings, PLACE, 2, {})["decode"]["colocated"] is True
+    assert threads_per_process(2, UpSettings(colocated=True, attention_pool=0)) == 2
+    with pytest.raises(InvalidInput, match="leave one of them out"):
+        tables(UpSettings(colocated=True, prefill=2), PLACE, 2, {})

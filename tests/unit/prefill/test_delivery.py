@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 from kvcommons.errors import KVCommonsError, Unavailable
+from kvcommons.prefill.push import Delivery
 from kvcommons.transport.deadline import Deadline
-from services.prefill.push import Delivery
 
 
 def make() -> tuple[Delivery, list[KVCommonsError | None]]:

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from services.prefill.targets import Target, Write, writes
+from kvcommons.prefill.targets import Target, Write, writes
 
 
 def test_writes_go_to_the_holder_of_each_block() -> None:

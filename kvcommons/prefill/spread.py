@@ -27,13 +27,13 @@ from kvcommons.holder.head_attention import begin_heads
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.model.slices import State
 from kvcommons.pb import data_pb2
+from kvcommons.prefill.push import Delivery
+from kvcommons.prefill.targets import Target
 from kvcommons.rblock.heads import divided
 from kvcommons.rblock.layout import Layout
 from kvcommons.transport.base import Observer
 from kvcommons.transport.client import DataClient
 from kvcommons.transport.deadline import Deadline
-from services.prefill.push import Delivery
-from services.prefill.targets import Target
 
 log = logging.getLogger(__name__)
 

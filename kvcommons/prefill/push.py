@@ -15,12 +15,12 @@ from kvcommons.attention.memory import BlockMemory
 from kvcommons.errors import DeadlineExceeded, KVCommonsError, Unavailable
 from kvcommons.pb import common_pb2 as pb
 from kvcommons.pb import data_pb2
+from kvcommons.prefill.targets import Place, Target, Write
 from kvcommons.rblock.allocator import BlockAllocator
 from kvcommons.rblock.heads import HeadPart, divided
 from kvcommons.transport.base import Observer
 from kvcommons.transport.client import DataClient
 from kvcommons.transport.deadline import Deadline
-from services.prefill.targets import Place, Target, Write
 
 log = logging.getLogger(__name__)
 

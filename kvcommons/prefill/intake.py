@@ -11,15 +11,16 @@ from kvcommons.engine.history import Condemner
 from kvcommons.engine.keeper import BlockKeeper
 from kvcommons.engine.prompt import Prompt
 from kvcommons.engine.prompt_memory import WholePrompt
+from kvcommons.engine.prompts import Prompts
 from kvcommons.engine.request import Request
 from kvcommons.engine.sequence import Sequence
 from kvcommons.pb import prefill_pb2 as pb
+from kvcommons.prefill.handover import HandOver, Listener
+from kvcommons.prefill.push import Delivery, Pusher
+from kvcommons.prefill.spread import Holders, SpreadPrompt, await_placed, can_spread
+from kvcommons.prefill.targets import Target
 from kvcommons.telemetry.trace import current_traceparent
 from kvcommons.transport.deadline import Deadline
-from services.prefill.handover import HandOver, Listener
-from services.prefill.push import Delivery, Pusher
-from services.prefill.spread import Holders, SpreadPrompt, await_placed, can_spread
-from services.prefill.targets import Target
 
 
 class Intake:
@@ -29,18 +30,18 @@ class Intake:
         self,
         core: Core,
         engine: Engine,
+        prompts: Prompts,
         *,
-        whole: WholePrompt,
         keeper: BlockKeeper,
         pusher: Pusher,
         holders: Holders,
         condemner: Condemner,
         chunk_tokens: int,
     ) -> None:
-        """`whole`: for prompts that fit this instance."""
+        """`prompts`: the engine's."""
         self.core = core
         self.engine = engine
-        self._whole = whole
+        self._whole = WholePrompt(core, prompts)
         self._keeper = keeper
         self._pusher = pusher
         self._holders = holders

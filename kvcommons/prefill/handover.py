@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 from kvcommons.engine.prompt import First, Prompt
 from kvcommons.errors import KVCommonsError, Unavailable
-from services.prefill.push import Delivery, Pusher
-from services.prefill.targets import Target, writes
+from kvcommons.prefill.push import Delivery, Pusher
+from kvcommons.prefill.targets import Target, writes
 
 Listener = Callable[[int | First | KVCommonsError], None]
 """Told a prompt's queueing time (microseconds) when it begins, then its result, or why there is none; from

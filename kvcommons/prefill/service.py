@@ -15,8 +15,8 @@ from kvcommons.engine.prompt import First, Prompt
 from kvcommons.errors import KVCommonsError, Loading, Overloaded
 from kvcommons.pb import ledger_pb2, prefill_pb2_grpc
 from kvcommons.pb import prefill_pb2 as pb
-from services.prefill.intake import Intake
-from services.prefill.metrics import PrefillMetrics
+from kvcommons.prefill.intake import Intake
+from kvcommons.prefill.metrics import PrefillMetrics
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""The role of prefill: prompts are computed for decode instances, their KV is pushed there layer by layer."""
