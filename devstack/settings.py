@@ -8,6 +8,8 @@ from typing import Annotated
 
 from annotated_types import Ge, Gt, Le
 
+from devstack.fetch import MODELS, cached
+
 # The model that ships with the repository, by its name here and in `--model`.
 DEMO_MODEL = "demo"
 
@@ -18,7 +20,7 @@ Count = Annotated[int, Ge(0), Le(64)]
 class UpSettings:
     """What `kvcommons up` starts, and where."""
 
-    model: str = DEMO_MODEL  # a folder, a hub id, or "demo"
+    model: str = DEMO_MODEL  # a folder, a hub id, "demo", or one that `kvcommons fetch` knows
     prefill: Annotated[int, Gt(0), Le(64)] = 1
     decode: Annotated[int, Gt(0), Le(64)] = 1
     colocated: bool = False  # decode instances are prefill instances, too: each loads the model once for both
@@ -45,5 +47,7 @@ class UpSettings:
         """What the services take as `model`."""
         if self.model == DEMO_MODEL:
             return str(Path(__file__).parent.parent / "demo" / "model")
+        if self.model in MODELS:
+            return str(cached(self.model))
         path = Path(self.model).expanduser()
         return str(path.resolve()) if path.is_dir() else self.model

@@ -15,6 +15,7 @@ from typing import Any
 
 from devstack import etcd, toml
 from devstack.child import end_with
+from devstack.fetch import MODELS, cached, fetch
 from devstack.place import Claim
 from devstack.plan import ProcessPlan, processes, tables
 from devstack.rest import RestClient
@@ -41,6 +42,8 @@ def up(config: Path | None, flags: Mapping[str, str], parent: int | None = None)
         terminal.say(f"kvcommons up: {error.message}")
         return 2
     try:
+        if settings.model in MODELS:
+            fetch(settings.model, cached(settings.model), terminal.say)
         return asyncio.run(_Up(settings, claim, terminal, user, flags, config, parent).run())
     except KVCommonsError as error:
         terminal.say(f"kvcommons up: {error.message}")

@@ -55,15 +55,21 @@ def make_tokenizer(vocab_size: int) -> tokenizers.Tokenizer:
 
 
 def write_tokenizer(
-    folder: Path, tokenizer: tokenizers.Tokenizer, chat_template: str = CHAT_TEMPLATE
+    folder: Path,
+    tokenizer: tokenizers.Tokenizer,
+    chat_template: str = CHAT_TEMPLATE,
+    *,
+    bos: str | None = None,
+    eos: str = "<|im_end|>",
+    pad: str = "<|endoftext|>",
 ) -> None:
     """tokenizer.json and tokenizer_config.json."""
     tokenizer.save(str(folder / "tokenizer.json"))
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": None,
-        "eos_token": "<|im_end|>",
-        "pad_token": "<|endoftext|>",
+        "bos_token": bos,
+        "eos_token": eos,
+        "pad_token": pad,
         "chat_template": chat_template,
         "clean_up_tokenization_spaces": False,
     }

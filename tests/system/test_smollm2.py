@@ -1,0 +1,109 @@
+"""A real chat model, SmolLM2-135M-Instruct, as `kvcommons fetch` brings it: its answers make sense, and its
+tokens are those of transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from devstack.fetch import MODELS, cached, fetch
+from kvcommons.errors import Unavailable
+from tests.exactness import assert_greedy, follow
+from tests.system.stack import Stack
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+# Blocks that fill up within a turn, so that the next one finds some.
+SHARED = {"dtype": "float32", "block_tokens": 16}
+FLOAT32 = dict.fromkeys(("prefill", "decode", "attention_pool"), SHARED)
+QUESTIONS = ("What is the capital of France?", "And what is it known for?", "Tell me about its river.")
+ANSWER = {"temperature": 0.0, "max_tokens": 100}
+# Of log-probabilities of its own tokens in bfloat16, against transformers in float32.
+BFLOAT16_MEAN_MAX, BFLOAT16_MAX = 0.05, 0.5
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    try:
+        return fetch("smollm2", cached("smollm2"), print)
+    except Unavailable as error:
+        pytest.skip(error.message)
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    stack = Stack(tmp_path_factory.mktemp("smollm2"), tables=FLOAT32, model="smollm2")
+    with stack:
+        yield stack
+    stack.assert_gone()
+
+
+def converse(stack: Stack, reference: Any, session: str, **parameters: Any) -> list[str]:
+    """The answers; asserts that each token is the reference's, and that later turns reuse."""
+    answers = []
+    for question in QUESTIONS:
+        turn = stack.client.say(question, session, **{**ANSWER, **parameters})
+        tokens = stack.client.session(session)["token_ids"]
+        prompt = tokens[: turn.prompt_tokens]
+        made = tokens[turn.prompt_tokens : turn.prompt_tokens + turn.completion_tokens]
+        assert_greedy(made, follow(reference, prompt, made))
+        assert not answers or turn.cached_tokens > 0
+        answers.append(turn.text)
+    return answers
+
+
+def test_a_conversation_makes_sense_and_its_tokens_are_the_reference(served: Stack, reference: Any) -> None:
+    assert served.client.get("/v1/models")["data"][0]["id"] == MODELS["smollm2"].name
+    first, second, third = converse(served, reference, "paris")
+    assert first == "The capital of France is Paris."
+    assert "Paris" in second, "what it was asked about is known from the turn before"
+    assert "Paris" in third
+
+
+def test_the_tokenizer_and_the_template_are_those_of_transformers(served: Stack, folder: Path) -> None:
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(folder)
+    messages = [{"role": "user", "content": QUESTIONS[0]}]
+    rendered = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+    turn = served.client.say(QUESTIONS[0], "template", **ANSWER)
+    tokens = served.client.session("template")["token_ids"]
+    assert tokens[: turn.prompt_tokens] == rendered
+
+
+def test_three_pools_share_its_three_kv_heads(folder: Path, reference: Any, tmp_path: Path) -> None:
+    """They divide by three only."""
+    tables = {**FLOAT32, "decode": {**SHARED, "placement": "offload"}, "up": {"heads": True}}
+    with Stack(tmp_path, tables=tables, model="smollm2", attention_pool=3) as stack:
+        assert converse(stack, reference, "heads")[0] == "The capital of France is Paris."
+        stack.assert_no_block_is_held()
+
+
+def test_bfloat16_stays_near_the_reference_in_float32(folder: Path, reference: Any, tmp_path: Path) -> None:
+    with Stack(tmp_path, model="smollm2") as stack:
+        body = {
+            "messages": [{"role": "user", "content": "Tell me a story about a lighthouse."}],
+            "session_id": "story", "logprobs": True, **ANSWER,
+        }  # fmt: skip
+        answer = stack.client.post("/v1/chat/completions", body)
+        tokens = stack.client.session("story")["token_ids"]
+    told = [one["logprob"] for one in answer["choices"][0]["logprobs"]["content"]]
+    start = answer["usage"]["prompt_tokens"]
+    made = tokens[start : start + len(told)]
+    logprobs = follow(reference, tokens[:start], made).log_softmax(-1)
+    expected = logprobs.gather(1, torch.tensor(made).unsqueeze(1))[:, 0]
+    distance = (torch.tensor(told) - expected).abs()
+    print(f"mean {distance.mean():.4f}, most {distance.max():.4f}")
+    assert distance.mean() < BFLOAT16_MEAN_MAX
+    assert distance.max() < BFLOAT16_MAX
