@@ -28,6 +28,7 @@ from services.kvstore.folder import DataFolder
 from services.kvstore.mark import Mark
 from services.kvstore.medium import Medium
 from services.kvstore.metrics import SessionMetrics, StoreCollector
+from services.kvstore.policies.floors import Floors
 from services.kvstore.server import BlocksServicer, SessionsServicer
 from services.kvstore.sessions import Sessions, open_sessions
 from services.kvstore.shard import ReplicasServicer, Shard, folder_name
@@ -128,6 +129,7 @@ def _blocks(folder: DataFolder, config: Config, reserve: DiskReserve) -> BlockSt
         policy=config.policy,
         dram_buffer=config.dram_buffer,
         block_ttl_s=config.block_ttl_s,
+        floors=Floors(share=config.tenant_floors, weights=config.tenant_weights),
         io_threads=config.io_threads,
         blocks_max=config.blocks_max,
         staging_s=config.staging_s,

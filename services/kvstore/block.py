@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
 from services.kvstore.policies.base import Policy
+from services.kvstore.policies.floors import Floors, TenantFloors
 from services.kvstore.tier import BlockShape, Slot
 
 if TYPE_CHECKING:
@@ -35,12 +38,15 @@ class Space:
 
     __slots__ = ("blocks", "disk_policy", "dram_policy", "shape", "stagings")
 
-    def __init__(self, shape: BlockShape, dram_policy: Policy[bytes], disk_policy: Policy[bytes]) -> None:
+    def __init__(self, shape: BlockShape, new_policy: Callable[[], Policy[bytes]], floors: Floors) -> None:
         self.shape = shape
-        self.dram_policy = dram_policy
-        self.disk_policy = disk_policy
+        self.dram_policy = TenantFloors(new_policy(), self._tenant, floors)
+        self.disk_policy = TenantFloors(new_policy(), self._tenant, floors)
         self.blocks: dict[bytes, Block] = {}
         self.stagings: dict[bytes, dict[str, Staging]] = {}  # by block, then by writer
+
+    def _tenant(self, block_id: bytes) -> str:
+        return self.blocks[block_id].tenant
 
 
 class Staging:
@@ -95,10 +101,12 @@ class Block:
         "origin",
         "pins",
         "space",
+        "tenant",
         "unindexed",
     )
 
-    def __init__(self, space: Space, block_id: bytes, generation: int) -> None:
+    def __init__(self, space: Space, block_id: bytes, generation: int, tenant: str) -> None:
+        self.tenant = sys.intern(tenant)
         self.space = space
         self.block_id = block_id
         self.generation = generation

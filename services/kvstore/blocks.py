@@ -23,6 +23,7 @@ from services.kvstore.index import BlockIndex
 from services.kvstore.loader import READ_BYTES, Loader, Outcome
 from services.kvstore.medium import Medium
 from services.kvstore.policies.catalogue import DEFAULT, choice
+from services.kvstore.policies.floors import Floors
 from services.kvstore.prefetch import Prefetcher
 from services.kvstore.recovery import recover
 from services.kvstore.run import Run
@@ -50,6 +51,7 @@ class BlockStoreSettings:
     policy: str = DEFAULT
     dram_buffer: float = 0.0  # share of DRAM that is kept free
     block_ttl_s: float = 0.0  # blocks that nobody uses for so long go; 0: when their room is wanted
+    floors: Floors = Floors()  # noqa: RUF009 (frozen)
     io_threads: int = 4
     blocks_max: int = 100_000  # on disk; each takes about 800 bytes of memory to know
     scrub_bytes_per_s: int = 4 * _MIB
@@ -88,6 +90,7 @@ class BlockStore:
             paper_window=chosen.paper_window,
             buffer_bytes=int(settings.dram_buffer * settings.dram_bytes),
             ttl_s=settings.block_ttl_s or None,
+            floors=settings.floors,
         )
         self._lock = threading.Lock()
         self._freed = threading.Condition(self._lock)  # a DRAM slot may have become free

@@ -21,10 +21,12 @@ from kvcommons.errors import CapacityExhausted, InvalidInput, Overloaded
 from services.kvstore.ages import Ages
 from services.kvstore.block import Block, BlockOrigin, Doomed, Refusal, Space, Staging
 from services.kvstore.policies.base import Policy
+from services.kvstore.policies.floors import NO_FLOORS, Floors
 from services.kvstore.room import Memory, Room
 from services.kvstore.tier import BlockShape, Slot, Tier
 
 MODELS_MAX = 64
+Stored = tuple[bytes, int, Slot, str]  # id, generation, slot, tenant
 
 
 class Catalog:
@@ -42,21 +44,20 @@ class Catalog:
         paper_window: bool = False,
         buffer_bytes: int = 0,
         ttl_s: float | None = None,
+        floors: Floors = NO_FLOORS,
     ) -> None:
         """`looks_ahead`: what the queue will use is fetched ahead. `ttl_s`: unused blocks go after it."""
         self.room = Room(
             dram=dram, disk=disk, memory=memory, paper_window=paper_window, buffer_bytes=buffer_bytes
         )
         self.looks_ahead = looks_ahead
-        self.dram = dram
-        self.disk = disk
+        self.dram, self.disk = dram, disk
         self.counters = self.room.counters
         self.pending: deque[Block] = deque()  # whole, to be written
         self.writing = 0  # taken from `pending`, not settled yet
-        self._new_policy = new_policy
-        self._generation = first_generation
+        self._new_policy, self._floors = new_policy, floors
+        self._generation, self._tick = first_generation, 0
         self._spaces = self.room.spaces
-        self._tick = 0
         self.ages = Ages(ttl_s)
 
     # ---- what is there
@@ -205,7 +206,7 @@ class Catalog:
         if staging.missing:
             return None
         self._generation += 1
-        block = Block(space, staging.block_id, self._generation)
+        block = Block(space, staging.block_id, self._generation, staging.origin.tenant)
         block.dram = staging.slot
         block.checksums = tuple(staging.checksums)
         block.origin = staging.origin
@@ -332,12 +333,12 @@ class Catalog:
 
     # ---- at start
 
-    def restore(self, shape: BlockShape, blocks: Iterable[tuple[bytes, int, Slot]], now_s: float) -> None:
-        """Blocks found in the index, least recently used first: (id, generation, slot)."""
+    def restore(self, shape: BlockShape, blocks: Iterable[Stored], now_s: float) -> None:
+        """Blocks found in the index, least recently used first."""
         space = self._admit(shape)
-        for block_id, generation, slot in blocks:
+        for block_id, generation, slot, tenant in blocks:
             self._tick += 1
-            block = Block(space, block_id, generation)
+            block = Block(space, block_id, generation, tenant)
             block.disk = slot
             space.blocks[block_id] = block
             space.disk_policy.admit(block_id)
@@ -354,7 +355,7 @@ class Catalog:
         space = self._spaces.get(shape.model)
         if space is None or (space.shape != shape and not space.blocks and not space.stagings):
             self._check_room(shape)
-            space = Space(shape, self._new_policy(), self._new_policy())
+            space = Space(shape, self._new_policy, self._floors)
             self._spaces[shape.model] = space
             self.room.hints.jobs.began(shape.model)
         if space.shape != shape:

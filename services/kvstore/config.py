@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -27,6 +27,10 @@ class Config:
     # it. At most a quarter of the file system.
     disk_reserve_bytes: Annotated[int, Ge(0)] = 256 << 20
     policy: str = DEFAULT  # which blocks go first when a tier is full: docs/replay.md has the names
+    # Of each tier's blocks of a model: the part that is divided among the tenants in it, so that what one
+    # stores cannot evict all that another has. By `tenant_weights`, 1 for a tenant that is not named there.
+    tenant_floors: Annotated[float, Ge(0), Le(1)] = 0.5
+    tenant_weights: dict[str, Annotated[float, Gt(0)]] = field(default_factory=dict)
     dram_buffer: Annotated[float, Ge(0), Lt(1)] = 0.02  # share of DRAM kept free, so that what comes has room
     block_ttl_s: Annotated[int, Ge(0)] = 0  # blocks that nobody uses for so long go; 0: when room is wanted
     io_threads: Annotated[int, Gt(0), Le(64)] = 4  # reads of slab files at once

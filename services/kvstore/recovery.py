@@ -7,6 +7,7 @@ found here is whole. What does not fit together is deleted: it can be computed a
 from __future__ import annotations
 
 import logging
+import sys
 from typing import NamedTuple
 
 from services.kvstore.catalog import Catalog
@@ -59,6 +60,7 @@ class _Placed(NamedTuple):
     place: int
     block_id: bytes
     parent: bytes
+    tenant: str
 
 
 _Found = dict[int, dict[int, _Placed]]  # region, place: what lies there
@@ -89,7 +91,13 @@ def _scan(
         if other is not None:
             bad.append((model, other.block_id))
         places[entry.slot.place] = _Placed(
-            entry.created_ms, entry.first_index, entry.generation, entry.slot.place, block_id, entry.parent
+            entry.created_ms,
+            entry.first_index,
+            entry.generation,
+            entry.slot.place,
+            block_id,
+            entry.parent,
+            sys.intern(entry.tenant),
         )
     return found, bad
 
@@ -103,5 +111,8 @@ def _restore(
     }
     if placed:
         order = [placed[block_id] for block_id in by_worth(block for block, _ in placed.values())]
-        found = ((block.block_id, block.generation, Slot(number, block.place)) for block, number in order)
+        found = (
+            (block.block_id, block.generation, Slot(number, block.place), block.tenant)
+            for block, number in order
+        )
         catalog.restore(shape, found, now_s)

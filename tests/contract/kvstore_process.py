@@ -107,6 +107,7 @@ class KvstoreProcess:
         count: int = 1,
         shape: BlockShape = SHAPE,
         writer: str = "writer",
+        tenant: str = "tenant",
         deadline_s: float = 10.0,
     ) -> list[int]:
         """Sends `count` layers; the indices that the store does not want."""
@@ -115,7 +116,7 @@ class KvstoreProcess:
         request = data.DataRequest(
             put_layer=data.PutLayer(
                 model=shape.model,
-                tenant="tenant",
+                tenant=tenant,
                 writer=writer,
                 layer=layer,
                 count=count,
@@ -128,9 +129,16 @@ class KvstoreProcess:
         reply = self.client.call(request, objects, deadline=Deadline.after(scaled(deadline_s)))
         return list(reply.put_layer.unwanted)
 
-    def put_blocks(self, ids: Sequence[bytes], *, shape: BlockShape = SHAPE, writer: str = "writer") -> None:
+    def put_blocks(
+        self,
+        ids: Sequence[bytes],
+        *,
+        shape: BlockShape = SHAPE,
+        writer: str = "writer",
+        tenant: str = "tenant",
+    ) -> None:
         for layer in range(shape.layers):
-            self.put_layer(ids, layer, shape=shape, writer=writer)
+            self.put_layer(ids, layer, shape=shape, writer=writer, tenant=tenant)
 
     def get_blocks(
         self, ids: Sequence[bytes], *, shape: BlockShape = SHAPE, deadline_s: float = 10.0

@@ -112,6 +112,28 @@ def test_a_killed_store_finds_what_was_durable(
     assert again.terminate() == 0
 
 
+def test_a_tenant_keeps_its_floor_while_another_fills_both_tiers(socket_folder: Path, tmp_path: Path) -> None:
+    """Over a restart, too: whose a block is stands in the index."""
+    settings = {"dram_bytes": 4 * MIB, "disk_bytes": 16 * MIB}
+    store = KvstoreProcess(socket_folder, tmp_path / "data", **settings).wait_ready()
+    try:
+        own = block_ids(60, "ann")
+        store.put_blocks(own, tenant="ann")
+        assert durable(store, own) == len(own)
+        for again in range(2):
+            for round in range(20):  # 24 MB each time
+                flood = block_ids(75, f"bob {again} {round}")
+                store.put_blocks(flood, tenant="bob")
+                assert durable(store, flood) == len(flood)
+            assert pb.TIER_DRAM in tiers(store, own) or again
+            assert store.get_blocks(own)[0] == len(own)
+            if not again:
+                store.kill()
+                store = KvstoreProcess(socket_folder, tmp_path / "data", **settings).wait_ready()
+    finally:
+        store.kill()
+
+
 def test_part_of_the_layers_can_be_asked_for(
     store: KvstoreProcess, socket_folder: Path, tmp_path: Path
 ) -> None:

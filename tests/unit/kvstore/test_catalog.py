@@ -214,10 +214,11 @@ class CatalogMachine(RuleBasedStateMachine):
         for space in self.catalog.room.spaces.values():
             blocks = space.blocks.values()
             assert all(block.dram or block.disk for block in blocks)
-            assert isinstance(space.dram_policy, Recording)
-            assert isinstance(space.disk_policy, Recording)
-            assert space.dram_policy.held == {b.block_id for b in blocks if b.dram}
-            assert space.disk_policy.held == {b.block_id for b in blocks if b.disk}
+            dram, disk = space.dram_policy.policy, space.disk_policy.policy
+            assert isinstance(dram, Recording)
+            assert isinstance(disk, Recording)
+            assert dram.held == {b.block_id for b in blocks if b.dram}
+            assert disk.held == {b.block_id for b in blocks if b.disk}
 
     @invariant()
     def slots_lie_in_regions(self) -> None:
@@ -316,7 +317,7 @@ def test_a_run_makes_no_room_at_its_own_cost() -> None:
     run = catalog.leading(shape.model, IDS[:2], 0.0)
     assert catalog.pin_run(run) == ([first], [first])  # no longer: the second made room
     assert second.detached
-    policy = catalog.room.spaces[shape.model].dram_policy
+    policy = catalog.room.spaces[shape.model].dram_policy.policy
     assert isinstance(policy, Recording)
     assert policy.held == {IDS[0], IDS[2]}
     assert (first.pins, second.pins, third.pins) == (2, 0, 1)  # one of the first's is for its load
