@@ -89,7 +89,7 @@ struct Variant {
 
 extern const Variant portable;
 #if defined(__x86_64__)
-extern const Variant avx2, avx512;
+extern const Variant avx2, avx512, avx512bf16;  // the last one where the compiler knows its instructions
 #endif
 
 }  // namespace kvc

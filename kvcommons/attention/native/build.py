@@ -40,14 +40,17 @@ class Variant:
     name: str
     width: int
     features: tuple[str, ...] = ()  # as the compiler names them, for itself and for asking the processor
+    # Of an instruction that only the assembler has to know; without it the other variants are built. It is of
+    # attention alone: slices have no use for it.
+    assembled: str = ""
 
     @property
     def flags(self) -> list[str]:
         flags = [f"-DKVC_VARIANT={self.name}", f"-DKVC_WIDTH={self.width}"]
-        if self.features:
-            asked = " && ".join(f'__builtin_cpu_supports("{feature}")' for feature in self.features)
-            flags += [f"-m{feature}" for feature in self.features] + [f"-DKVC_NEEDS=({asked})"]
-        return flags
+        asked = [f'__builtin_cpu_supports("{one}")' for one in (*self.features, self.assembled) if one]
+        if asked:
+            flags += [f"-m{feature}" for feature in self.features] + [f"-DKVC_NEEDS=({' && '.join(asked)})"]
+        return flags + (["-DKVC_PAIRS"] if self.assembled else [])
 
 
 def variants(machine: str) -> list[Variant]:
@@ -60,6 +63,7 @@ def variants(machine: str) -> list[Variant]:
         *plain,
         Variant(name="avx2", width=8, features=("avx2", "fma")),
         Variant(name="avx512", width=16, features=wide),
+        Variant(name="avx512bf16", width=16, features=wide, assembled="avx512bf16"),
     ]
 
 
@@ -118,18 +122,26 @@ def _compiler(environ: Mapping[str, str]) -> str:
 def _build(compiler: str, folder: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="kvcommons-kernel-") as name:
         work = Path(name)
-        plain = ("library", "slices_library", "serve", "ask")
-        units = [(name, SOURCES / f"{name}.cpp", list[str]()) for name in plain]
-        for source in ("kernel", "slices"):
-            for variant in variants(platform.machine()):
-                units.append((f"{source}-{variant.name}", SOURCES / f"{source}.cpp", variant.flags))
-        commands = [
-            [compiler, *_FLAGS, *flags, "-c", str(source), "-o", str(work / f"{unit}.o")]
-            for unit, source, flags in units
-        ]
-        for command in commands:
-            _run(command)
-        objects = [str(work / f"{unit}.o") for unit, _, _ in units]
+        objects: list[str] = []
+
+        def compile_unit(unit: str, source: str, flags: Sequence[str]) -> None:
+            output = str(work / f"{unit}.o")
+            _run([compiler, *_FLAGS, *flags, "-c", str(SOURCES / f"{source}.cpp"), "-o", output])
+            objects.append(output)
+
+        known: list[str] = []
+        for variant in variants(platform.machine()):
+            try:
+                compile_unit(f"kernel-{variant.name}", "kernel", variant.flags)
+            except Unbuilt:
+                if not variant.assembled:
+                    raise
+                continue
+            known.append(f"-DKVC_HAS_{variant.name}")
+            if not variant.assembled:
+                compile_unit(f"slices-{variant.name}", "slices", variant.flags)
+        for unit in ("library", "slices_library", "serve", "ask"):
+            compile_unit(unit, unit, known)
         # Into the same folder first: moving it there is what makes it appear whole.
         whole = folder / f".{file_name()}.{os.getpid()}"
         try:

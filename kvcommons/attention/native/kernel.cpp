@@ -19,7 +19,7 @@ inline void multiply(const float* q, int64_t dim, const T* const* keys, int64_t 
     }
 }
 
-#if KVC_WIDTH == 16
+#ifdef KVC_PAIRS
 template <int HEADS, int KEYS>
 inline void multiply(const Pairs* q, int64_t dim, const Pairs* const* keys, int64_t d, Floats* sums) {
     Bits key[KEYS];
@@ -60,6 +60,10 @@ struct Group {
     float* tops;     // [group], the scores that weights are relative to
     int64_t dim;
 };
+
+// What weights are relative to before there was a score. Not minus infinity, which a score may be: less infinity it
+// would be no number.
+constexpr float LEAST = -__FLT_MAX__;
 
 // Weights are relative to a score that no other exceeds by more than this, as a power of two: so it rarely changes.
 constexpr float LEEWAY = 16;
@@ -222,7 +226,7 @@ void attend_over(const kvc_batch& batch, const Unit& unit, const Workspace& spac
     int64_t dim = batch.dim, count = batch.heads / batch.kv_heads;
     float scale = batch.scale * LOG2_E;
     for (int64_t h = unit.head * count; h < unit.head_end * count; h++) {
-        unit.tops[h] = -__builtin_inff();
+        unit.tops[h] = LEAST;
         store(space.totals + h * W, Floats{});
         for (int64_t d = 0; d < dim; d++) unit.sums[h * dim + d] = 0;
     }
@@ -262,9 +266,9 @@ void attend(const kvc_batch& batch, const Unit& unit, const Workspace& space) {
         attend_over<float, float>(batch, unit, space);
         return;
     }
-#if KVC_WIDTH == 16
+#ifdef KVC_PAIRS
     // Queries of bfloat16 come as float32 from other processes.
-    if (pairs_supported() && prepare<Pairs>(batch, unit, space)) {
+    if (prepare<Pairs>(batch, unit, space)) {
         attend_over<Bf16, Pairs>(batch, unit, space);
         return;
     }
@@ -275,7 +279,7 @@ void attend(const kvc_batch& batch, const Unit& unit, const Workspace& space) {
 
 template <class T>
 void finish_head(const Finish& work, int64_t head, int64_t dim, float* out, float* lse) {
-    float top = -__builtin_inff(), total = 0;
+    float top = LEAST, total = 0;
     for (int64_t i = 0; i < work.count; i++) {
         float next = work.tops[i * work.stride + head];
         top = next > top ? next : top;
@@ -285,6 +289,7 @@ void finish_head(const Finish& work, int64_t head, int64_t dim, float* out, floa
         shares[i] = power_of_two(all(work.tops[i * work.stride + head] - top))[0];
         total += work.totals[i * work.stride + head] * shares[i];
     }
+    float divisor = total > 0 ? total : 1;  // of a row all of whose scores are minus infinity nothing is left
     for (int64_t d = 0; d < dim; d += 2 * W) {
         Floats a = {}, b = {};
         for (int64_t i = 0; i < work.count; i++) {
@@ -292,7 +297,7 @@ void finish_head(const Finish& work, int64_t head, int64_t dim, float* out, floa
             a += load<Floats>(sums) * shares[i];
             b += load<Floats>(sums + W) * shares[i];
         }
-        restore(T{}, a / total, b / total, out + d);
+        restore(T{}, a / divisor, b / divisor, out + d);
     }
     *lse = top / LOG2_E + __builtin_logf(total);
 }

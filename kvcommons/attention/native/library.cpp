@@ -12,6 +12,9 @@ const Variant* const VARIANTS[] = {
     &avx2,
     &avx512,
 #endif
+#if defined(KVC_HAS_avx512bf16)
+    &avx512bf16,
+#endif
 };
 constexpr int COUNT = sizeof VARIANTS / sizeof *VARIANTS;
 

@@ -19,7 +19,7 @@ from kvcommons.errors import InvalidInput
 log = logging.getLogger(__name__)
 
 # The environment's say in what computes: "torch", or the widest instruction set that may be taken
-# ("portable", "avx2", "avx512"). For tests and comparisons.
+# ("portable", "avx2", "avx512", "avx512bf16"). For tests and comparisons.
 VARIABLE = "KVCOMMONS_KERNEL"
 _DIM_STEP, _DIM_MAX = 8, 256
 _DTYPES = (torch.bfloat16, torch.float32)

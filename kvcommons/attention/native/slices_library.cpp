@@ -5,7 +5,7 @@ using namespace kvc;
 
 namespace {
 
-// As VARIANTS of library.cpp: an index means the same in both.
+// As VARIANTS of library.cpp: an index means the same in both, and one behind these the last of them.
 const SliceVariant* const VARIANTS[] = {
     &slices_portable,
 #if defined(__x86_64__)

@@ -260,10 +260,9 @@ inline bool bring(Pairs, const float* from, Pairs* to) {
     return rest == 0;
 }
 
-#if KVC_WIDTH == 16
-// Each element of `sums` gets the products of two neighbours, exact, one after the other in float32, where the
-// processor can. In assembler, as the compiler's own would need a translation unit for such processors.
-inline bool pairs_supported() { return __builtin_cpu_supports("avx512bf16"); }
+#ifdef KVC_PAIRS
+// Each element of `sums` gets the products of two neighbours, exact, one after the other in float32. In assembler:
+// not every compiler that knows AVX512 has an intrinsic for it.
 inline Floats add_pairs(Floats sums, Bits a, Bits b) {
     asm("vdpbf16ps %2, %1, %0" : "+v"(sums) : "v"(a), "v"(b));
     return sums;

@@ -316,3 +316,46 @@ def sources(folder: Path) -> Path:
         build.SOURCES, copied, ignore=shutil.ignore_patterns("*.so", "__pycache__", ".kernel.lock")
     )
     return copied
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("hidden", [17, 64, 700])
+def test_keys_whose_scores_are_minus_infinity_weigh_nothing(
+    variant: str, dtype: torch.dtype, hidden: int
+) -> None:
+    """However many come first: a whole step of the kernel, a whole tile, a whole unit."""
+    case = make(3, [800], dtype=dtype)
+    q = case.q.abs() + 0.1
+    kv = case.kv.clone()
+    for token in range(hidden):
+        block, inside = divmod(token, kv.shape[3])
+        kv[case.tables[0, block], 0, :, inside, 0] = -torch.inf
+    keys = [case.keys[0].clone()]
+    keys[0][:hidden, :, 0] = -torch.inf
+    expected = replace(case, q=q, kv=kv, keys=keys)
+    out, lse = expected.expected(0)
+    part = expected.part()
+    tolerance = EXACT if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(part.out[0].double(), out, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(part.lse[0].double(), lse, rtol=tolerance, atol=tolerance)
+
+
+def test_a_row_that_sees_minus_infinity_alone_is_empty(variant: str) -> None:
+    case = make(3, [100], dtype=torch.float32)
+    kv = case.kv.clone()
+    kv[:, 0] = -torch.inf
+    part = replace(case, q=case.q.abs() + 0.1, kv=kv).part()
+    assert bool(part.lse.isneginf().all())
+    assert not bool(part.out.any())
+
+
+def test_an_assembler_without_an_instruction_costs_its_variant_alone(tmp_path: Path) -> None:
+    """A compiler that refuses what an older assembler does not know."""
+    compiler = tmp_path / "old-c++"
+    compiler.write_text('#!/bin/sh\ncase "$*" in *KVC_PAIRS*) exit 1;; esac\nexec c++ "$@"\n')
+    compiler.chmod(0o755)
+    environ = {"PATH": os.environ["PATH"], "CXX": str(compiler), "XDG_CACHE_HOME": str(tmp_path)}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "SOURCES", sources(tmp_path))
+        built = build.find_or_build(environ)
+    assert library.Kernel(built).variants() == [name for name in variants() if name != "avx512bf16"]
