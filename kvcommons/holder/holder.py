@@ -78,6 +78,11 @@ class Holder:
         with self._lock:
             self._table.grow(ref, blocks, owner=owner, lease_s=lease_s, now_s=self._clock())
 
+    @property
+    def epoch(self) -> int:
+        """Names this life of the process."""
+        return self._table.epoch
+
     def own(
         self, sequence: str, blocks: Sequence[int], *, first_position: int = 0, shared_blocks: int = 0
     ) -> SegmentRef:

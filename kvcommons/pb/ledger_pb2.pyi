@@ -171,6 +171,7 @@ class Load(_message.Message):
     ONLY_HERE_FIELD_NUMBER: _builtins.int
     BATCHES_FIELD_NUMBER: _builtins.int
     CHANGES_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     total_blocks: _builtins.int
     free_blocks: _builtins.int
     lendable_blocks: _builtins.int
@@ -185,6 +186,8 @@ class Load(_message.Message):
     """of a decode: it takes so many times the sequences of another one; 0 is 1"""
     changes: _builtins.int
     """of a decode: its sequences' reservations and ends until now, which the rest counts"""
+    epoch: _builtins.int
+    """of a decode: this life of its process, as in its placements; `changes` begins at 0 in each"""
     @_builtins.property
     def debts(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """creditor instance id to blocks"""
@@ -207,10 +210,11 @@ class Load(_message.Message):
         only_here: _builtins.bool = ...,
         batches: _builtins.int = ...,
         changes: _builtins.int = ...,
+        epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "changes", b"changes", "debts", b"debts", "free_blocks", b"free_blocks", "lendable_blocks", b"lendable_blocks", "loans", b"loans", "only_here", b"only_here", "queued", b"queued", "ready", b"ready", "running", b"running", "total_blocks", b"total_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "changes", b"changes", "debts", b"debts", "epoch", b"epoch", "free_blocks", b"free_blocks", "lendable_blocks", b"lendable_blocks", "loans", b"loans", "only_here", b"only_here", "queued", b"queued", "ready", b"ready", "running", b"running", "total_blocks", b"total_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

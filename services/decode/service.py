@@ -263,6 +263,7 @@ class DecodeParts:
         load.queued = max(len(self.arrivals) - load.running, 0)
         load.batches = self.rotation.shares if self.rotation else 1
         load.changes = self.arrivals.changes
+        load.epoch = self.holder.epoch
         load.debts.update(self.lenders.debts())
         load.loans.update(self.holder.loans())
 

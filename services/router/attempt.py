@@ -81,6 +81,7 @@ class Attempt:
         self._choice = choice
         self._tokens = choice.tokens
         self._block_ids = block_ids[: reusable_blocks(len(self._tokens), job.model.block_tokens)]
+        self._prefix = self._block_ids if job.reuse else ()  # what it may share with others
         self._fleet = fleet.homed(job.home or (block_ids[0] if block_ids else job.turn_id.encode()))
         self._lines = lines
         self._ticket = ticket
@@ -143,9 +144,9 @@ class Attempt:
         def waits(error: KVCommonsError) -> None:
             self._tell(ev.Waits(error=error, **at))
 
-        async with self._lines.turn(self._ticket, model, tokens, waits) as waited_s:
+        async with self._lines.turn(self._ticket, model, tokens, waits, self._prefix) as waited_s:
             self._pair = pair = self._place()
-            with self._fleet.engaged(pair, blocks_of(model, tokens)) as taken:
+            with self._fleet.engaged(pair, blocks_of(model, tokens), self._prefix) as taken:
                 if waited_s > _MATCHED_S:
                     found = await self._match()
                     if found.matched_blocks > self._history.matched_blocks:
@@ -156,7 +157,11 @@ class Attempt:
 
     def _place(self) -> Pair:
         pair = self._fleet.place(
-            self._job.model, affinity=self._job.affinity, tokens=len(self._tokens), failed=self._failed
+            self._job.model,
+            affinity=self._job.affinity,
+            tokens=len(self._tokens),
+            failed=self._failed,
+            prefix=self._prefix,
         )
         if pair is None:
             raise Unavailable(
@@ -201,7 +206,13 @@ class Attempt:
 
     def _reserved(self, taken: Taken, reserved: decode_pb2.Reserved) -> None:
         blocks = [placement.blocks for placement in reserved.placements]  # its own first
-        self._fleet.rooms.reserved(taken, change=reserved.change, here=sum(blocks[:1]), away=sum(blocks[1:]))
+        self._fleet.rooms.reserved(
+            taken,
+            change=reserved.change,
+            here=sum(blocks[:1]),
+            away=sum(blocks[1:]),
+            epoch=reserved.placements[0].epoch if reserved.placements else 0,
+        )
         self._lines.placed(self._ticket, self._job.model)
 
     async def _prefill(self, push_from_block: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from typing import TYPE_CHECKING, Protocol
@@ -90,15 +90,27 @@ class Fleet:
             )
         return served.get(name) or self._known[name]
 
-    def place(self, model: ModelInfo, *, affinity: str, tokens: int, failed: Collection[str]) -> Pair | None:
-        """The pair to try next for a sequence of `tokens`, and one more. Raises what `check` does."""
+    def place(
+        self,
+        model: ModelInfo,
+        *,
+        affinity: str,
+        tokens: int,
+        failed: Collection[str],
+        prefix: Sequence[bytes] = (),
+    ) -> Pair | None:
+        """The pair to try next for a sequence of `tokens`, and one more. `prefix`: identities of its full
+        blocks. Raises what `check` does."""
         self.check(model, tokens)
         decodes = of_model(self.look(), model.fingerprint)
         pools = of_model(self._view.instances("attention_pool"), model.fingerprint)
+        shared = {instance.id: self.rooms.shared(instance.id, prefix) for instance in decodes}
+        rooms = self.rooms.each(decodes, pools)
         return choose_pair(
             prefills=self._view.instances("prefill"),
             decodes=[self.rooms.now(instance) for instance in decodes],
-            rooms=self.rooms.each(decodes, pools),
+            rooms={instance_id: room + shared[instance_id] for instance_id, room in rooms.items()},
+            shared=shared,
             model=model.fingerprint,
             own=self._own,
             affinity=affinity,
@@ -122,6 +134,11 @@ class Fleet:
         decodes = self._view.instances("decode")
         self.rooms.hear(decodes, self._view.instances("attention_pool"))
         return decodes
+
+    def shared(self, model: ModelInfo, prefix: Sequence[bytes]) -> int:
+        """Leading blocks of `prefix` that running sequences have, at the instance that has most of them."""
+        decodes = of_model(self._view.instances("decode"), model.fingerprint)
+        return max((self.rooms.shared(instance.id, prefix) for instance in decodes), default=0)
 
     def room_now(self, model: ModelInfo) -> int | None:
         """Blocks of the largest sequence that likely has room now; None where no decode is ready."""
@@ -198,17 +215,17 @@ class Fleet:
         return SessionsStub(self._channel(store.control_address))
 
     @contextmanager
-    def engaged(self, pair: Pair, blocks: int) -> Iterator[Taken]:
+    def engaged(self, pair: Pair, blocks: int, prefix: Sequence[bytes] = ()) -> Iterator[Taken]:
         """Counts a choice as under way on both instances, and its blocks as taken: tell `rooms` of what
         becomes of them."""
         ids = (pair.prefill.id, pair.decode.id)
         self._own.update(ids)
-        taken = self.rooms.take(pair.decode.id, blocks)
+        taken = self.rooms.take(pair.decode.id, blocks, prefix)
         try:
             yield taken
         except Overloaded:
             if taken.change is None:
-                self.rooms.refused(taken, blocks)
+                self.rooms.refused(taken, taken.here)
             raise
         finally:
             self.rooms.ended(taken)

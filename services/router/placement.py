@@ -31,18 +31,18 @@ def choose_pair(
     blocks: int,
     failed: Collection[str] = (),
     rooms: Mapping[str, int] | None = None,
+    shared: Mapping[str, int] | None = None,
 ) -> Pair | None:
     """The pair to try next; None when the model has no ready prefill or no ready decode.
 
     `model`: fingerprint. `own`: choices that this router has under way, by instance id. `affinity`: what goes
     to the same instances while they are about as busy as others: a session id, so that its device tier is
     hit. `blocks`: room the sequence needs at the start. `failed`: ids that failed this turn lately; they are
-    taken only when there is no other. `rooms`: blocks of the largest sequence that a
-    decode instance has room for, borrowed ones included, by its id.
-    """
-    rooms = rooms or {}
-    prefill = _choose(of_model(prefills, model), own, affinity, 0, failed, rooms)
-    decode = _choose(of_model(decodes, model), own, affinity, blocks, failed, rooms)
+    taken only when there is no other. `rooms`: blocks of the largest sequence that a decode instance has room
+    for, borrowed ones included, by its id. `shared`: of its blocks, those that are there already."""
+    rooms, shared = rooms or {}, shared or {}
+    prefill = _choose(of_model(prefills, model), own, affinity, 0, failed, rooms, shared)
+    decode = _choose(of_model(decodes, model), own, affinity, blocks, failed, rooms, shared)
     if prefill is None or decode is None:
         return None
     return Pair(prefill=prefill, decode=decode)
@@ -85,11 +85,12 @@ def _choose(
     blocks: int,
     failed: Collection[str],
     rooms: Mapping[str, int],
+    shared: Mapping[str, int],
 ) -> ledger_pb2.Instance | None:
     if not candidates:
         return None
     fresh = [instance for instance in candidates if instance.id not in failed] or candidates
-    roomy = _with_room(fresh, blocks, rooms) or fresh
+    roomy = _with_room(fresh, blocks, rooms, shared) or fresh
     least = min(_busy(instance, own) for instance in roomy)
     near = [
         instance for instance in roomy if _busy(instance, own) <= least + (_AFFINITY_SLACK if affinity else 0)
@@ -99,10 +100,13 @@ def _choose(
 
 
 def _with_room(
-    candidates: Sequence[ledger_pb2.Instance], blocks: int, rooms: Mapping[str, int]
+    candidates: Sequence[ledger_pb2.Instance],
+    blocks: int,
+    rooms: Mapping[str, int],
+    shared: Mapping[str, int],
 ) -> list[ledger_pb2.Instance]:
     """Those that have it themselves; else those that have it with what others lend."""
-    here = [instance for instance in candidates if instance.load.free_blocks >= blocks]
+    here = [one for one in candidates if one.load.free_blocks + shared.get(one.id, 0) >= blocks]
     return here or [instance for instance in candidates if rooms.get(instance.id, 0) >= blocks]
 
 

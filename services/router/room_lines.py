@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from kvcommons.errors import CapacityExhausted, KVCommonsError, Overloaded
@@ -47,17 +47,22 @@ class RoomLines:
 
     @asynccontextmanager
     async def turn(
-        self, ticket: Ticket, model: ModelInfo, tokens: int, waits: Callable[[KVCommonsError], None]
+        self,
+        ticket: Ticket,
+        model: ModelInfo,
+        tokens: int,
+        waits: Callable[[KVCommonsError], None],
+        prefix: Sequence[bytes] = (),
     ) -> AsyncIterator[float]:
-        """Yields once the ticket's choice may ask decode for room for `tokens` and one more; the seconds it
-        waited. Have `Fleet.engaged` take the room at once, and call `placed` when decode has given it;
-        leaving with Overloaded before that is a refusal, after which the ticket stays in the line until its
-        next turn, or `leave`.
+        """Yields once the ticket's choice may ask decode for room for `tokens` and one more, less what
+        running sequences have of its `prefix`; the seconds it waited. Have `Fleet.engaged` take the room at
+        once, and call `placed` when decode has given it; leaving with Overloaded before that is a refusal,
+        after which the ticket stays in the line until its next turn, or `leave`.
 
         `waits` is told, where it has to wait, of what the client is told if its time runs out meanwhile.
         """
         since_s, line = self._clock(), self._line(model)
-        line.join(ticket, blocks_of(model, tokens))
+        line.join(ticket, blocks_of(model, tokens) - self._fleet.shared(model, prefix))
         future = self._wake[ticket] = asyncio.get_running_loop().create_future()
         refused = False
         try:

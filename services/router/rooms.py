@@ -4,15 +4,23 @@ A heartbeat may be seconds old. What the router has dispatched to an instance si
 knows to have ended since is free again. Decode numbers its reservations and ends and tells them to those who
 asked, and a heartbeat has the number of the last one that it counts (`Load.changes`): so nothing is counted
 twice, however late heartbeats are. What other routers do is known a heartbeat later.
-"""
+
+These numbers are of one *epoch*, a life of the process: an instance that restarts under its old id begins at
+0 again, and holds nothing of what was dispatched to it before.
+
+The blocks of a prefix that several running sequences have in common are there once. They count with the
+sequence that came first and, when that one ends, with another that has them."""
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from kvcommons.pb.ledger_pb2 import Instance, Load
 
+_GONE_MAX = 8  # epochs of which a ledger that lags behind may still tell
 _ENDED_MAX = 1000  # that no heartbeat has counted yet, of one instance: no ledger answers, or it hangs
 
 
@@ -21,8 +29,12 @@ class Taken:
     """What one sequence holds, in blocks: `here`, at its instance, and `away`, with those who lend to it."""
 
     instance_id: str
-    here: int
+    here: int  # without what others that came earlier have as well
     away: int = 0
+    prefix: Sequence[bytes] = ()  # identities of its prompt's full blocks; each stands for all before it
+    shared: int = 0  # of the prefix, leading blocks that count with others
+    computed: bool = False  # its prefix is there, for others to share
+    epoch: int = 0  # of the instance, when it reserved
     change: int | None = None  # of its reservation; None: decode has not said yet that there is one
     end: int | None = None  # the change by which it ended
     finished: int = 0  # that change, as decode told it
@@ -39,6 +51,7 @@ class _Seen:
     load: Load
     taken: list[Taken] = field(default_factory=list)
     latest: int = 0  # the last change that was heard of
+    gone: deque[int] = field(default_factory=lambda: deque(maxlen=_GONE_MAX))  # earlier epochs
     limit: int | None = None  # the largest sequence that has room, with `came` blocks less; a refusal said so
 
 
@@ -57,6 +70,9 @@ class Rooms:
             if seen is None:
                 self._seen[instance.id] = _Seen(load=instance.load, latest=instance.load.changes)
                 self._came += instance.load.free_blocks
+            elif instance.load.epoch != seen.load.epoch:
+                if instance.load.epoch not in seen.gone:
+                    self._restarted(seen, instance.load)
             elif seen.load.changes <= instance.load.changes and seen.load != instance.load:
                 # Not what a ledger that lags behind another one still tells.
                 self._heard(seen, instance.load)
@@ -68,26 +84,43 @@ class Rooms:
         self._came += sum(max(blocks - self._lendable.get(name, 0), 0) for name, blocks in lendable.items())
         self._lendable = lendable
 
-    def take(self, instance_id: str, blocks: int) -> Taken:
-        """A sequence of `blocks` is about to ask for room there."""
-        taken = Taken(instance_id=instance_id, here=blocks, came_before=self._came)
+    def take(self, instance_id: str, blocks: int, prefix: Sequence[bytes] = ()) -> Taken:
+        """A sequence of `blocks`, of which `prefix` are its prompt's, is about to ask for room there."""
+        shared = self.shared(instance_id, prefix)
+        taken = Taken(
+            instance_id=instance_id,
+            here=max(blocks - shared, 0),
+            prefix=prefix,
+            shared=shared,
+            came_before=self._came,
+        )
         seen = self._seen.get(instance_id)
         if seen is not None:
             seen.taken.append(taken)
         return taken
 
-    def reserved(self, taken: Taken, *, change: int, here: int, away: int) -> None:
-        """It has got room; `change` is that reservation's number."""
-        taken.change, taken.here, taken.away = change, here, away
+    def shared(self, instance_id: str, prefix: Sequence[bytes]) -> int:
+        """How many leading blocks of `prefix` running sequences of the instance have already."""
+        seen = self._seen.get(instance_id)
+        if seen is None or not prefix:
+            return 0
+        there = (one for one in seen.taken if one.computed and one.end is None)
+        return max((_common(one.prefix, prefix) for one in there), default=0)
+
+    def reserved(self, taken: Taken, *, change: int, here: int, away: int, epoch: int = 0) -> None:
+        """It has got room; `change` is that reservation's number, in the instance's `epoch`."""
+        taken.change, taken.here, taken.away = change, max(here - taken.shared, 0), away
         seen = self._seen.get(taken.instance_id)
         if seen is not None:
-            seen.latest = max(seen.latest, change)
-            if change <= seen.load.changes:
-                _tell(taken)
+            taken.epoch = epoch if seen.load.epoch else 0
+            if taken.epoch == seen.load.epoch:
+                seen.latest = max(seen.latest, change)
+                if change <= seen.load.changes:
+                    _tell(taken)
 
     def grown(self, taken: Taken, blocks: int) -> None:
-        """It has so many in all, more than before."""
-        taken.here = blocks - taken.away
+        """It generates, and has so many in all, more than before."""
+        taken.here, taken.computed = max(blocks - taken.away - taken.shared, 0), True
 
     def refused(self, taken: Taken, blocks: int) -> None:
         """There was no room for `blocks`. Until the instance's next heartbeat it is believed to have less,
@@ -101,7 +134,10 @@ class Rooms:
         seen = self._seen.get(taken.instance_id)
         if not taken.change:  # it never got room, or decode does not number what it does
             self._forget(taken)
+        elif seen is not None and taken in seen.taken and taken.epoch != seen.load.epoch:
+            taken.end = taken.finished or taken.change + 1  # of an epoch that no heartbeat has told of yet
         elif seen is not None and taken in seen.taken:
+            self._pass_on(seen, taken)
             # A call that was cancelled is not answered: its end is one of those still to be heard of.
             taken.end = taken.finished or seen.latest + 1
             seen.latest = max(seen.latest, taken.end)
@@ -159,6 +195,30 @@ class Rooms:
         after = self._free(seen), self._lends(seen)
         self._came += max(0, after[0] - before[0], after[1] - before[1])
 
+    def _restarted(self, seen: _Seen, load: Load) -> None:
+        """Another process has the instance's id now."""
+        seen.gone.append(seen.load.epoch)
+        # What has not reserved yet will do so there.
+        seen.taken = [one for one in seen.taken if one.change is None or one.epoch == load.epoch]
+        seen.latest = 0
+        self._heard(seen, load)
+
+    def _pass_on(self, seen: _Seen, ended: Taken) -> None:
+        """What others have of an ended one's prefix does not come free: it counts with one of them now."""
+        passed, heir = 0, None
+        for one in seen.taken:
+            if one is not ended and one.end is None:
+                common = min(_common(one.prefix, ended.prefix), one.shared) - ended.shared
+                if common > passed:
+                    passed, heir = common, one
+        if heir is not None:
+            heir.shared -= passed
+            heir.here += passed
+            ended.here -= passed
+            if ended.told:
+                heir.told_here += passed
+                ended.told_here -= passed
+
     def _free(self, seen: _Seen) -> int:
         """What it has itself."""
         free = seen.load.free_blocks + sum(one.told_here - _here(one) for one in seen.taken)
@@ -184,6 +244,13 @@ class Rooms:
 def _sequences(seen: _Seen) -> int:
     told = seen.load.running + seen.load.queued
     return max(told + sum((one.end is None) - one.told for one in seen.taken), 0)
+
+
+def _common(one: Sequence[bytes], other: Sequence[bytes]) -> int:
+    """How many leading identities are equal. Each depends on all before it: from the first that differs, all
+    do."""
+    shortest = min(len(one), len(other))
+    return bisect_left(range(shortest), True, key=lambda at: one[at] != other[at])
 
 
 def _here(taken: Taken) -> int:

@@ -208,3 +208,90 @@ def test_a_refusal_is_heard_where_the_call_ends() -> None:
     with pytest.raises(Overloaded), fleet.engaged(pair, 40):
         raise Overloaded("full")
     assert fleet.room_now(MODEL) == 39
+
+
+def ids(*names: str) -> list[bytes]:
+    """Identities of blocks: each depends on those before it."""
+    return ["/".join(names[: at + 1]).encode() for at in range(len(names))]
+
+
+def test_an_instance_that_restarts_under_its_id_is_heard_at_once() -> None:
+    rooms = heard(decode(free=100, changes=0, epoch=1))
+    old = [rooms.take("d", 20) for _ in range(3)]
+    for change, taken in enumerate(old, 1):
+        rooms.reserved(taken, change=change, here=20, away=0, epoch=1)
+    late = decode(free=40, changes=3, running=3, epoch=1)
+    rooms.hear([late])
+    fresh = decode(free=128, changes=0, epoch=2)
+    rooms.hear([fresh])
+    assert (free(rooms, fresh), rooms.now(fresh).load.running) == (128, 0)
+    rooms.hear([late])  # of a ledger that lags behind
+    assert free(rooms, fresh) == 128
+    for taken in old:  # their streams break
+        rooms.ended(taken)
+    taken = rooms.take("d", 30)
+    rooms.reserved(taken, change=1, here=30, away=0, epoch=2)
+    assert (free(rooms, fresh), rooms.now(fresh).load.running) == (98, 1)
+    told = decode(free=98, changes=1, running=1, epoch=2)
+    rooms.hear([told])
+    assert (free(rooms, told), rooms.now(told).load.running) == (98, 1)
+    rooms.hear([decode(free=128, changes=0, epoch=2)])  # older than that
+    assert free(rooms, told) == 98
+
+
+def test_what_the_restarted_one_takes_before_its_first_heartbeat_stays() -> None:
+    rooms = heard(decode(free=10, changes=40, epoch=1))
+    asks, stays, ends = (rooms.take("d", 30) for _ in range(3))
+    rooms.reserved(stays, change=1, here=30, away=0, epoch=2)
+    rooms.reserved(ends, change=2, here=30, away=0, epoch=2)
+    rooms.ended(ends)
+    fresh = decode(free=98, changes=1, running=1, epoch=2)
+    rooms.hear([fresh])
+    assert free(rooms, fresh) == 68, "one asks, one is counted, one has ended without ever being counted"
+    rooms.ended(asks)
+    assert free(rooms, fresh) == 98
+
+
+def test_a_shared_prefix_counts_once() -> None:
+    before = decode(free=100, changes=0)
+    rooms = heard(before)
+    prefix = ids(*"abcdefgh")
+    first = rooms.take("d", 10, prefix)
+    rooms.reserved(first, change=1, here=10, away=0)
+    assert rooms.shared("d", prefix) == 0, "it is not computed yet: who comes now computes it, too"
+    rooms.grown(first, 10)
+    assert rooms.shared("d", ids(*"abcxyz")) == 3
+    second = rooms.take("d", 12, ids(*"abcdefxyz"))
+    third = rooms.take("d", 9, prefix)
+    assert free(rooms, before) == 100 - 10 - (12 - 6) - (9 - 8)
+    rooms.reserved(second, change=2, here=12, away=0)
+    rooms.reserved(third, change=3, here=9, away=0)
+    rooms.grown(second, 13)
+    assert free(rooms, before) == 100 - 10 - (13 - 6) - (9 - 8)
+    told = decode(free=82, changes=3, running=3)
+    rooms.hear([told])
+    assert free(rooms, told) == 82
+    # The third one has all of the first one's prefix: only what is not of it comes free.
+    first.finished = 4
+    rooms.ended(first)
+    assert free(rooms, told) == 82 + 2
+    third.finished = 5
+    rooms.ended(third)
+    assert free(rooms, told) == 82 + 2 + 1 + 2, "the second one has six of the eight"
+    second.finished = 6
+    rooms.ended(second)
+    assert free(rooms, told) == 100
+
+
+def test_a_refusal_of_one_that_shares_is_of_what_it_lacks() -> None:
+    rooms = heard(decode("d", free=100), decode("e", free=100))
+    prefix = ids(*"abcdefgh")
+    there = rooms.take("d", 95, prefix)
+    rooms.reserved(there, change=1, here=95, away=0)
+    rooms.grown(there, 95)
+    assert rooms.shared("d", prefix) == 8
+    assert rooms.shared("e", prefix) == 0
+    asks = rooms.take("d", 12, prefix)
+    assert (asks.here, asks.shared) == (4, 8)
+    rooms.refused(asks, asks.here)
+    assert rooms.largest([decode("d", free=100)], []) == 2, "3, less one that the other may grow by"
