@@ -32,12 +32,12 @@ async def test_a_session_goes_on_with_the_very_tokens(served: Stack) -> None:
     (first,) = served.says("hello, Ann")
     status, reply = await served.post(CHAT, user("I am Ann", session_id=session))
     assert (status, reply["session_id"]) == (200, session)
-    asked = served.engines[0].decode.requests[0]
+    asked = served.engines[0].decode.jobs[0]
     before = [*asked.tokens, *first]
     served.says("Ann")
     status, reply = await served.post(CHAT, user("who am I?"), headers={"X-Session-ID": session})
     assert (status, reply["session_id"]) == (200, session)
-    again = served.engines[0].decode.requests[1]
+    again = served.engines[0].decode.jobs[1]
     assert list(again.tokens[: len(before)]) == before
     assert served.tokenizer.decode(again.tokens[len(before) :]).count("who am I?") == 1
     assert reply["usage"]["prompt_tokens"] == len(again.tokens)
@@ -51,7 +51,7 @@ async def test_the_record_says_what_was_said_and_where_it_lies(served: Stack) ->
     assert status == 200
     assert [message["role"] for message in record["messages"]] == ["user", "assistant"]
     assert record["messages"][1]["content"].startswith("fine, and")
-    tokens = [*served.engines[0].decode.requests[0].tokens, *answer]
+    tokens = [*served.engines[0].decode.jobs[0].tokens, *answer]
     assert record["token_ids"] == tokens
     assert record["tokens"] == len(tokens)
     assert record["blocks"] == reusable_blocks(len(tokens), BLOCK_TOKENS) > 0
@@ -84,7 +84,7 @@ async def test_a_stop_match_cuts_the_sessions_tokens(served: Stack) -> None:
     (answer,) = served.says("one two three four", end=False)
     await served.post(CHAT, user("count", session_id=session, stop=" three"))
     _, record = await served.get(f"/v1/sessions/{session}")
-    prompt = len(served.engines[0].decode.requests[0].tokens)
+    prompt = len(served.engines[0].decode.jobs[0].tokens)
     kept = record["token_ids"][prompt:]
     assert kept == answer[: len(kept)]
     assert served.tokenizer.decode(kept) == "one two" == record["messages"][1]["content"]
