@@ -9,6 +9,7 @@ from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.markup import escape
 from rich.table import Table
 
 from devstack.rest import RestClient
@@ -85,7 +86,7 @@ def _services(instances: list[Json]) -> Table:
         table.add_row(
             item["service"],
             item["id"] if item["heads"] is None else f"{item['id']} ({_part(item['heads'])})",
-            "[green]ready[/]" if item["ready"] else "[yellow]not ready[/]",
+            _state(item),
             str(total - item["free_blocks"]) if total else "",
             str(total) if total else "",
             str(item["running"]),
@@ -93,6 +94,12 @@ def _services(instances: list[Json]) -> Table:
             _span(item["started_at"]),
         )
     return table
+
+
+def _state(item: Json) -> str:
+    if item["unfit"] is not None:
+        return f"[red]lends nothing: {escape(item['unfit'])}[/]"
+    return "[green]ready[/]" if item["ready"] else "[yellow]not ready[/]"
 
 
 def _part(heads: Json) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import sys
 import time
 from pathlib import Path
@@ -31,6 +32,8 @@ from services.router.server import HttpServer, connection_table
 from services.router.serving import Serving
 from services.router.store import SessionStore
 from services.router.tenants import Tenants, parse_keys
+
+log = logging.getLogger(__name__)
 
 # The salt's root of a stack without tenants: nobody to keep apart, and the KV on disk has to be found again.
 _LOCAL_SECRET = b"kvcommons: a single local tenant"
@@ -151,8 +154,12 @@ def _read(path: str, setting: str) -> bytes:
 async def _watch(serving: Serving, rpc: RpcServer, heartbeat: Heartbeat) -> None:
     """Keeps gRPC health at what /health says, and closes channels to instances that are gone."""
     pruned_s = time.monotonic()
+    unfit: dict[str, str] = {}
     while True:
         serving.dispatch.lines.look()
+        before, unfit = unfit, serving.fleet.unfit_pools()
+        for pool in unfit.keys() - before.keys():
+            log.warning("%s can lend to no decode instance: %s", pool, unfit[pool])
         for model in serving.fleet.models()[:1]:
             serving.metrics.requests(model.name)  # from here on /metrics has all of its families
         ready = health_of(serving)[1]

@@ -18,7 +18,7 @@ from kvcommons.pb.kvstore_pb2_grpc import BlocksStub, SessionsStub
 from kvcommons.pb.ledger_pb2 import Instance
 from kvcommons.pb.prefill_pb2_grpc import PrefillStub
 from kvcommons.shards import ShardView
-from services.router.placement import Pair, choose_pair, of_model, room_blocks, served_models
+from services.router.placement import Pair, choose_pair, of_model, room_blocks, served_models, unfit_pools
 from services.router.rooms import Rooms, Taken
 from services.router.shards import home_of, shard_of
 
@@ -123,11 +123,16 @@ class Fleet:
         blocks = blocks_of(model, tokens)
         room = self._room(model.fingerprint)
         if room is not None and blocks > room:
+            unfit = "".join(f"; {pool} lends nothing, for {why}" for pool, why in self.unfit_pools().items())
             raise ContextLengthExceeded(
                 f"a sequence of {tokens} tokens needs {blocks} blocks of KV, and decode has {room} in all: "
-                "shorten the prompt, or raise capacity_tokens",
+                f"shorten the prompt, or raise capacity_tokens{unfit}",
                 param="messages",
             )
+
+    def unfit_pools(self) -> dict[str, str]:
+        """Attention pools that can lend to no decode instance, by id: why not."""
+        return unfit_pools(self._view.instances("decode"), self._view.instances("attention_pool"))
 
     def look(self) -> list[Instance]:
         """Hears what the last heartbeats say; the decode instances. Call it when some have come."""

@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvcommons.pb import ledger_pb2
+from kvcommons.pb.common_pb2 import ModelInfo
 
 # How much busier than the idlest instance a session's own instance may be and still be preferred: what its
 # device tier saves is worth about that many sequences' share of an iteration.
@@ -19,6 +20,17 @@ class Pair:
 
     prefill: ledger_pb2.Instance
     decode: ledger_pb2.Instance
+
+
+# What has to be equal for KV to be understood: of a model, and as the settings call it.
+_LAYOUT = {
+    "name": "model",
+    "kv_dtype": "dtype",
+    "block_tokens": "block_tokens",
+    "layers": "number of layers",
+    "kv_heads": "number of KV heads",
+    "head_dim": "head size",
+}
 
 
 def choose_pair(
@@ -63,6 +75,33 @@ def room_blocks(
         load.total_blocks + (0 if load.only_here else sum(lending) - mine + pooled)
         for load, mine in zip(loads, lending, strict=True)
     )
+
+
+def unfit_pools(
+    decodes: Sequence[ledger_pb2.Instance], pools: Sequence[ledger_pb2.Instance]
+) -> dict[str, str]:
+    """Attention pools that can lend to no decode instance that is there, by id: why not. Nobody is named
+    while there is no decode instance."""
+    if not decodes:
+        return {}
+    wanted = {instance.model.fingerprint for instance in decodes}
+    return {
+        pool.id: _difference(pool.model, decodes) for pool in pools if pool.model.fingerprint not in wanted
+    }
+
+
+def _difference(model: ModelInfo, decodes: Sequence[ledger_pb2.Instance]) -> str:
+    """To the decode instance that is most alike."""
+    found = min((_differences(model, decode.model) for decode in decodes), key=len)
+    return ", ".join(found) or "its model has other weights or another config than decode's"
+
+
+def _differences(model: ModelInfo, wanted: ModelInfo) -> list[str]:
+    return [
+        f"its {setting} is {getattr(model, name)} and decode's {getattr(wanted, name)}"
+        for name, setting in _LAYOUT.items()
+        if getattr(model, name) != getattr(wanted, name)
+    ]
 
 
 def served_models(

@@ -58,8 +58,9 @@ async def metrics(request: web.Request) -> web.Response:
 async def status(request: web.Request) -> web.Response:
     """What `kvcommons status` shows."""
     serving = request.app[SERVING]
+    unfit = serving.fleet.unfit_pools()
     instances = [
-        _instance(instance)
+        _instance(instance, unfit.get(instance.id))
         for service in _SERVICES
         for instance in serving.fleet.instances(service, ready=False)
     ]
@@ -113,7 +114,8 @@ def _heads(instance: ledger_pb2.Instance) -> Json | None:
     return {"group": part.group, "number": part.number, "parts": part.parts}
 
 
-def _instance(instance: ledger_pb2.Instance) -> Json:
+def _instance(instance: ledger_pb2.Instance, unfit: str | None = None) -> Json:
+    """`unfit`: why it can lend to no decode instance."""
     load = instance.load
     return {
         "id": instance.id,
@@ -132,4 +134,5 @@ def _instance(instance: ledger_pb2.Instance) -> Json:
         "debts": dict(load.debts),
         "shard": instance.shard.name or None,
         "heads": _heads(instance),
+        "unfit": unfit,
     }

@@ -219,6 +219,12 @@ class Health(Answer):
     message: str
 
 
+class HeadPart(Answer):
+    group: str
+    number: int
+    parts: int
+
+
 class InstanceStatus(Answer):
     id: str
     service: str
@@ -234,6 +240,9 @@ class InstanceStatus(Answer):
     running: int
     queued: int
     debts: dict[str, int]
+    shard: str | None
+    heads: HeadPart | None
+    unfit: str | None = Field(description="Of an attention_pool: why it can lend to no decode instance.")
 
 
 class StoreStatus(Answer):

@@ -20,3 +20,17 @@ def test_a_part_of_a_head_group_says_so(part: int | None) -> None:
         console.print(_services([_instance(pool)]))
     assert "attention_pool-1" in shown.get()
     assert ("heads 1/2 of halves" in shown.get()) is (part is not None)
+
+
+def test_a_pool_that_lends_nothing_says_why() -> None:
+    pool = ledger_pb2.Instance(
+        id="attention_pool-1", service="attention_pool", load=ledger_pb2.Load(ready=True)
+    )
+    console = Console(width=200)
+    with console.capture() as shown:
+        console.print(
+            _services([_instance(pool, "its dtype is float32 and decode's bfloat16"), _instance(pool)])
+        )
+    lines = [line for line in shown.get().splitlines() if "attention_pool-1" in line]
+    assert "lends nothing: its dtype is float32 and decode's bfloat16" in lines[0]
+    assert "ready" in lines[1]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import grpc.aio
 import pytest
 
@@ -9,7 +11,7 @@ from kvcommons.errors import ContextLengthExceeded
 from kvcommons.pb.common_pb2 import ModelInfo
 from kvcommons.pb.ledger_pb2 import HeadPart, Instance, Load
 from services.router.fleet import Fleet
-from services.router.placement import Pair, choose_pair, room_blocks, served_models
+from services.router.placement import Pair, choose_pair, room_blocks, served_models, unfit_pools
 
 MODEL = b"m" * 32
 
@@ -183,3 +185,31 @@ def test_room_that_is_away_for_a_moment_refuses_nobody() -> None:
     now_s[0] = 141.0
     with pytest.raises(ContextLengthExceeded, match="10 in all"):
         place()
+
+
+def test_a_pool_that_fits_no_decode_is_named_with_its_reason() -> None:
+    def layout(fingerprint: bytes, **fields: Any) -> ModelInfo:
+        known = {"name": "m", "kv_dtype": "bfloat16", "block_tokens": 64, "layers": 2}
+        return ModelInfo(fingerprint=fingerprint, **known | fields)
+
+    decodes = [instance("d1"), instance("d2")]
+    decodes[0].model.CopyFrom(layout(MODEL))
+    decodes[1].model.CopyFrom(layout(b"n" * 32, name="n"))
+    fits, wide, long, other = pools = [instance(f"a{at}") for at in range(4)]
+    fits.model.CopyFrom(layout(MODEL))
+    wide.model.CopyFrom(layout(b"w" * 32, kv_dtype="float32"))
+    long.model.CopyFrom(layout(b"l" * 32, name="n", block_tokens=16))
+    other.model.CopyFrom(layout(b"o" * 32))
+    assert unfit_pools([], pools) == {}
+    found = unfit_pools(decodes, pools)
+    assert found == {
+        "a1": "its dtype is float32 and decode's bfloat16",
+        "a2": "its block_tokens is 16 and decode's 64",
+        "a3": "its model has other weights or another config than decode's",
+    }
+    view = View()
+    view.there = {"decode": decodes[:1], "attention_pool": [wide]}
+    decodes[0].load.total_blocks = 64
+    fleet = Fleet(view, grpc.aio.insecure_channel)
+    with pytest.raises(ContextLengthExceeded, match=r"64 in all.*a1 lends nothing, for its dtype is float32"):
+        fleet.check(decodes[0].model, 65 * 64)
