@@ -121,11 +121,15 @@ def _add_truncation(commands: argparse._SubParsersAction[argparse.ArgumentParser
         "--model", metavar="DIR", help="for quality, with the demo's tokenizer (default: demo)"
     )
     parser.add_argument("--texts", type=int, default=12, metavar="N", help="of each kind, for perplexity")
+    parser.add_argument(
+        "--text", type=Path, metavar="FILE", help="quality on this text instead, token by token"
+    )
+    parser.add_argument("--tokens", type=int, default=50_000, metavar="N", help="of it, after overflows")
     parser.add_argument("--questions", type=int, default=200, metavar="N", help="for recall")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     parser.add_argument("--random-model", metavar="SIZE", help="time to the first token instead: 7m or 246m")
     parser.add_argument(
-        "--window", type=int, default=4096, metavar="N", help="of the random model, in tokens"
+        "--window", type=int, default=4096, metavar="N", help="for the text and the random model, in tokens"
     )
     parser.add_argument("--new", type=int, default=64, metavar="N", help="tokens of the turn that overflows")
     parser.add_argument("--sessions", type=int, default=5, metavar="N")
@@ -138,6 +142,11 @@ def _truncation(options: argparse.Namespace, progress: Callable[[str], None]) ->
     from benchmarks import truncation
     from demo import MODEL_DIR
 
+    if options.text:
+        from benchmarks.truncation_text import quality_of_text
+
+        model = Path(options.model or MODEL_DIR)
+        return quality_of_text(model, options.text, options.tokens, options.window, progress)
     if not options.random_model:
         return truncation.quality(
             Path(options.model or MODEL_DIR), options.texts, options.questions, options.seed, progress
@@ -161,6 +170,8 @@ def _truncation(options: argparse.Namespace, progress: Callable[[str], None]) ->
 def _draw_truncation(path: Path, report: Report) -> None:
     if "recall, %" in report.rows[0]:
         stacked_bars(path, report.title, report.rows, ("recall, %",), "how", "questions answered right, %")
+    elif "perplexity" in report.rows[0]:
+        stacked_bars(path, report.title, report.rows, ("perplexity",), "how", "perplexity")
     else:
         stacked_times(path, report.title, report.rows, ("TTFT p50 ms",), "how")
 

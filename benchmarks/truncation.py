@@ -120,32 +120,41 @@ class Document:
 class Loss:
     """Of the answers' tokens: what users write a chat model was not trained to predict."""
 
-    nats: float = 0.0
-    tokens: int = 0
+    nats: list[float] = field(default_factory=list)
+    right: list[bool] = field(default_factory=list)  # whether the token had the best logit
 
     def add(self, logits: Tensor, wanted: Sequence[int], counts: Sequence[bool]) -> None:
         import torch
 
         rows = torch.tensor(counts)
         target = torch.tensor(list(wanted))[rows]
-        loss = torch.nn.functional.cross_entropy(logits.double()[rows], target, reduction="sum")
-        self.nats += float(loss)
-        self.tokens += len(target)
+        loss = torch.nn.functional.cross_entropy(logits.double()[rows], target, reduction="none")
+        self.nats += loss.tolist()
+        self.right += (logits[rows].argmax(-1) == target).tolist()
 
     @property
     def perplexity(self) -> float:
-        return math.exp(self.nats / self.tokens)
+        return math.exp(sum(self.nats) / len(self.nats))
 
 
 def perplexity(
     core: Core, documents: Sequence[Document], head: int, window: int, progress: Progress
 ) -> Figures:
-    """By scheme. Each document overflows twice: it has tokens for two and a half windows."""
+    """By scheme."""
+    found = losses(core, documents, head, window, progress)
+    return {scheme: loss.perplexity for scheme, loss in found.items()}
+
+
+def losses(
+    core: Core, documents: Sequence[Document], head: int, window: int, progress: Progress
+) -> dict[str, Loss]:
+    """By scheme, of the same tokens. Each document overflows twice: it has tokens for two and a half
+    windows."""
     runner = Runner(core, head)
-    dropped = _dropped(window)
-    losses = {scheme: Loss() for scheme in SCHEMES}
+    dropped = dropped_by(window)
+    found = {scheme: Loss() for scheme in SCHEMES}
     for number, document in enumerate(documents):
-        progress(f"perplexity: text {number + 1} of {len(documents)}")
+        progress(f"text {number + 1} of {len(documents)}")
         whole = Context(scheme="AS")
         runner.feed(whole, document.tokens[:window])
         for scheme in SCHEMES:
@@ -158,11 +167,11 @@ def perplexity(
                 end = at + window - len(context.tokens)
                 logits = runner.feed(context, document.tokens[at:end])
                 # The first of them was predicted before the overflow.
-                losses[scheme].add(logits[:-1], document.tokens[at + 1 : end], document.answers[at + 1 : end])
+                found[scheme].add(logits[:-1], document.tokens[at + 1 : end], document.answers[at + 1 : end])
                 at = end
             runner.release(context)
         runner.release(whole)
-    return {scheme: loss.perplexity for scheme, loss in losses.items()}
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,7 +196,7 @@ def recall(
         whole = Context(scheme="AS")
         runner.feed(whole, question.history)
         for scheme in SCHEMES:
-            context = runner.truncated(whole, scheme, _dropped(window))
+            context = runner.truncated(whole, scheme, dropped_by(window))
             said: list[int] = []
             step = question.asked
             while len(said) < ANSWER_TOKENS:
@@ -202,7 +211,7 @@ def recall(
     return {scheme: count / len(questions) for scheme, count in right.items()}
 
 
-def _dropped(window: int) -> int:
+def dropped_by(window: int) -> int:
     return math.ceil(RATIO * window / BLOCK_TOKENS) * BLOCK_TOKENS
 
 
