@@ -31,7 +31,7 @@ def assert_greedy(made: Sequence[int], logits: Tensor) -> None:
     assert not wrong, f"of {len(made)} tokens these are not the reference's: {wrong}"
 
 
-def follow(model: torch.nn.Module, tokens: Sequence[int], made: Sequence[int]) -> Tensor:
+def logits_of(model: torch.nn.Module, tokens: Sequence[int], made: Sequence[int]) -> Tensor:
     """Logits [len(made), vocabulary] of a model of transformers for the tokens of `made`, which follow
     `tokens`."""
     with torch.inference_mode():

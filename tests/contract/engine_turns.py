@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from kvcommons.pb import common_pb2, decode_pb2, prefill_pb2
+from tests.exactness import assert_greedy, evident, logits_of
 from tests.machine import scaled
 
 SALT = bytes(range(32))
@@ -24,8 +25,7 @@ def prompt(length: int, seed: int = 1) -> list[int]:
 
 
 class Reference:
-    """What transformers says in float32, greedy, for prompts all of whose steps are evidence: the two best
-    logits of each are further apart than 1e-3."""
+    """What transformers says in float32, greedy, for prompts all of whose steps are evident."""
 
     def __init__(self, folder: Path) -> None:
         from transformers import AutoModelForCausalLM
@@ -47,25 +47,28 @@ class Reference:
                 return tokens, following
         raise AssertionError("no prompt of 200 is evidence")
 
-    def follow(self, tokens: Sequence[int], new: int, *, sure: bool = True) -> list[int] | None:
-        """The `new` tokens after these; None where one is no evidence, unless `sure` is False."""
+    def follow(self, tokens: Sequence[int], new: int) -> list[int] | None:
+        """The `new` tokens after these; None where one is no evidence."""
         made: list[int] = []
         past, step = None, list(tokens)
         with torch.inference_mode():
             while len(made) < new:
                 out = self._model(torch.tensor([step]), past_key_values=past, use_cache=True)
                 past = out.past_key_values
-                best = out.logits[0, -1].topk(2)
-                if sure and best.values[0] - best.values[1] < 1e-3:
+                if not evident(out.logits[:, -1]):
                     return None
-                step = [int(best.indices[0])]
+                step = [int(out.logits[0, -1].argmax())]
                 made += step
         return made
 
+    def assert_greedy(self, tokens: Sequence[int], made: Sequence[int]) -> None:
+        """That `made` follows these tokens, however far it came."""
+        assert made
+        assert_greedy(made, logits_of(self._model, tokens, made))
+
     def logprobs(self, tokens: Sequence[int], made: Sequence[int]) -> list[float]:
         """Of each token of `made`, which follow these."""
-        with torch.inference_mode():
-            logits = self._model(torch.tensor([[*tokens, *made]])).logits[0, len(tokens) - 1 : -1]
+        logits = logits_of(self._model, tokens, made)
         of_made = logits.log_softmax(-1).gather(1, torch.tensor(made).unsqueeze(1))
         return [float(one) for one in of_made[:, 0]]
 

@@ -12,7 +12,7 @@ import torch
 
 from devstack.fetch import MODELS, cached, fetch
 from kvcommons.errors import Unavailable
-from tests.exactness import assert_greedy, follow
+from tests.exactness import assert_greedy, logits_of
 from tests.system.stack import Stack
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -57,7 +57,7 @@ def converse(stack: Stack, reference: Any, session: str, **parameters: Any) -> l
         tokens = stack.client.session(session)["token_ids"]
         prompt = tokens[: turn.prompt_tokens]
         made = tokens[turn.prompt_tokens : turn.prompt_tokens + turn.completion_tokens]
-        assert_greedy(made, follow(reference, prompt, made))
+        assert_greedy(made, logits_of(reference, prompt, made))
         assert not answers or turn.cached_tokens > 0
         answers.append(turn.text)
     return answers
@@ -101,7 +101,7 @@ def test_bfloat16_stays_near_the_reference_in_float32(folder: Path, reference: A
     told = [one["logprob"] for one in answer["choices"][0]["logprobs"]["content"]]
     start = answer["usage"]["prompt_tokens"]
     made = tokens[start : start + len(told)]
-    logprobs = follow(reference, tokens[:start], made).log_softmax(-1)
+    logprobs = logits_of(reference, tokens[:start], made).log_softmax(-1)
     expected = logprobs.gather(1, torch.tensor(made).unsqueeze(1))[:, 0]
     distance = (torch.tensor(told) - expected).abs()
     print(f"mean {distance.mean():.4f}, most {distance.max():.4f}")
