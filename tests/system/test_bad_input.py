@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from tests.machine import scaled
 from tests.system.stack import Stack
 
 CHAT = "/v1/chat/completions"
@@ -18,7 +19,7 @@ CHAT = "/v1/chat/completions"
 
 def send(stack: Stack, body: bytes | None, *, path: str = CHAT, method: str = "POST") -> tuple[int, Any]:
     address = urlsplit(stack.url)
-    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=30)
+    connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=scaled(30))
     try:
         connection.request(method, path, body=body, headers={"Content-Type": "application/json"})
         response = connection.getresponse()
@@ -109,7 +110,9 @@ def test_a_client_that_goes_away_frees_its_turn(stack: Stack) -> None:
     address = urlsplit(stack.url)
     body = chat(max_tokens=1500, stream=True, ignore_eos=True, session_id="left")
     for _ in range(3):
-        with socket.create_connection((address.hostname or "", address.port or 0), timeout=30) as connection:
+        with socket.create_connection(
+            (address.hostname or "", address.port or 0), timeout=scaled(30)
+        ) as connection:
             head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
             connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
             assert b"200" in connection.recv(64)

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from devstack.rest import Turn
+from tests.machine import scaled
 from tests.system.by_hand import DRAIN_S, ByHand, until
 from tests.system.stack import Stack
 
@@ -119,7 +120,7 @@ def test_the_command_line_answers_at_once(arguments: list[str]) -> None:
             cwd=ROOT,
             check=True,
             capture_output=True,
-            timeout=30,
+            timeout=scaled(30),
         )
         return time.monotonic() - started
 

@@ -332,7 +332,7 @@ def test_folders_that_are_no_models_end_the_start(tmp_path: Path, spoil: Callabl
     reason = spoil(folder)
     command = [sys.executable, "-m", "devstack", "up", "--no-demo", "--port", "0"]
     command += ["--data", str(tmp_path / "data"), "--model", str(folder)]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=scaled(60), check=False)
     assert ended.returncode == 1
     last = [line for line in ended.stdout.splitlines() if line.startswith("kvcommons up:")]
     assert len(last) == 1

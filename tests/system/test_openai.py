@@ -8,6 +8,7 @@ from typing import Any
 import openai
 import pytest
 
+from tests.machine import scaled
 from tests.system.stack import Stack
 
 BLOCK_TOKENS = 16
@@ -15,7 +16,7 @@ BLOCK_TOKENS = 16
 
 @pytest.fixture
 def sdk(stack: Stack) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=stack.v1, api_key="none", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=stack.v1, api_key="none", max_retries=0, timeout=scaled(60)) as client:
         yield client
 
 

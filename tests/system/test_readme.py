@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.machine import scaled
 from tests.system.stack import Stack
 
 README = Path(__file__).parents[2] / "README.md"
@@ -25,7 +26,7 @@ def test_python_examples_recall(stack: Stack, example: str) -> None:
         [sys.executable, "-c", example.replace(ADDRESS, stack.url)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=scaled(60),
         check=False,
     )
     assert done.returncode == 0, done.stderr
@@ -40,7 +41,7 @@ def test_shell_examples_answer(stack: Stack, example: str) -> None:
         ["bash", "-ec", example.replace(ADDRESS, stack.url)],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=scaled(60),
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.machine import scaled
 from tests.system.stack import Stack
 
 ROOT = Path(__file__).parents[2]
@@ -26,7 +27,7 @@ def kvcommons(*arguments: str, text: str = "") -> subprocess.CompletedProcess[st
         input=text,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=scaled(60),
         check=False,
     )
 

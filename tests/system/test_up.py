@@ -26,7 +26,7 @@ CHILDREN = 7  # etcd, and one of each service
 
 def up(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "devstack", "up", "--no-demo", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=scaled(60), check=False)
 
 
 def resident_bytes(pid: int) -> int:
