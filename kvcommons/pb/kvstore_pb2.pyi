@@ -92,9 +92,13 @@ class ExpectedUse(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     BLOCK_IDS_FIELD_NUMBER: _builtins.int
     STARTS_IN_MS_FIELD_NUMBER: _builtins.int
+    JOB_FIELD_NUMBER: _builtins.int
     model: _builtins.bytes
+    """not where the job is known"""
     starts_in_ms: _builtins.int
     """from the receipt of the hint on: clocks need not agree"""
+    job: _builtins.int
+    """the router's number of it, used once; a store knows it while each hint names it. 0: it has none"""
     @_builtins.property
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
     def __init__(
@@ -103,10 +107,11 @@ class ExpectedUse(_message.Message):
         model: _builtins.bytes = ...,
         block_ids: _abc.Iterable[_builtins.bytes] | None = ...,
         starts_in_ms: _builtins.int = ...,
+        job: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "model", b"model", "starts_in_ms", b"starts_in_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "job", b"job", "model", b"model", "starts_in_ms", b"starts_in_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -124,7 +129,9 @@ class HintRequest(_message.Message):
     ttl_ms: _builtins.int
     """what is not repeated in this time is forgotten"""
     @_builtins.property
-    def uses(self) -> _containers.RepeatedCompositeFieldContainer[Global___ExpectedUse]: ...
+    def uses(self) -> _containers.RepeatedCompositeFieldContainer[Global___ExpectedUse]:
+        """all that wait, soonest first; of a job that the store knows, its number and start"""
+
     def __init__(
         self,
         *,
@@ -145,16 +152,22 @@ class HintReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ACCEPTED_USES_FIELD_NUMBER: _builtins.int
+    UNKNOWN_JOBS_FIELD_NUMBER: _builtins.int
     accepted_uses: _builtins.int
-    """the first ones; a store bounds what it remembers"""
+    """the first ones that were understood; a store bounds what it remembers"""
+    @_builtins.property
+    def unknown_jobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """named without their blocks: tell them anew"""
+
     def __init__(
         self,
         *,
         accepted_uses: _builtins.int = ...,
+        unknown_jobs: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_uses", b"accepted_uses"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_uses", b"accepted_uses", "unknown_jobs", b"unknown_jobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -18,7 +18,7 @@ from services.kvstore.policies.base import Policy
 from services.kvstore.policies.window import Windows
 
 ROUTERS_MAX = 64
-BLOCKS_MAX = 16_384  # of one router
+BLOCKS_MAX = 131_072  # of all routers, each the same part: some 700 prompts of 12,000 tokens, in 12 MB
 TTL_S_MAX = 60.0
 
 Window = Mapping[bytes, Mapping[bytes, int]]
@@ -70,10 +70,10 @@ class Hints:
             self.jobs.replace(router, [])
             return 0
         kept: list[ExpectedUse] = []
-        blocks = 0
+        blocks, blocks_max = 0, self._blocks_max // (len(self._hints) + 1)
         for use in uses:
             blocks += len(use.block_ids)
-            if blocks > self._blocks_max:
+            if blocks > blocks_max:
                 break
             kept.append(use)
         self.jobs.replace(router, kept)

@@ -14,6 +14,7 @@ from kvcommons.pb import kvstore_pb2 as pb
 from kvcommons.pb import kvstore_pb2_grpc as rpc
 from kvcommons.shards import session_key
 from services.kvstore.blocks import BlockStore
+from services.kvstore.hinted import HintedJobs
 from services.kvstore.metrics import SessionMetrics
 from services.kvstore.session import Turn, check_name
 from services.kvstore.sessions import LIST_MAX, Sessions, new_id
@@ -63,6 +64,7 @@ class BlocksServicer(rpc.BlocksServicer):
     def __init__(self, store: BlockStore, sessions: Sessions) -> None:
         self._store = store
         self._sessions = sessions
+        self._hinted = HintedJobs()
 
     async def Match(self, request: pb.MatchRequest, context: Any) -> pb.MatchReply:
         in_dram = self._store.match(request.model, list(request.block_ids), peek=request.peek)
@@ -71,9 +73,17 @@ class BlocksServicer(rpc.BlocksServicer):
     async def Hint(self, request: pb.HintRequest, context: Any) -> pb.HintReply:
         if not request.router:
             raise InvalidInput("a hint says which router it is from", param="router")
-        uses = [(use.model, list(use.block_ids), use.starts_in_ms / 1000) for use in request.uses]
-        accepted = self._store.prefetcher.hint(request.router, uses, request.ttl_ms / 1000)
-        return pb.HintReply(accepted_uses=accepted)
+        now_s = time.monotonic()
+        uses, unknown = self._hinted.complete(request, now_s)
+        accepted = self._store.prefetcher.hint(
+            request.router,
+            [(use.model, use.block_ids, use.starts_in_s) for use in uses],
+            request.ttl_ms / 1000,
+        )
+        self._hinted.keep(request, uses[:accepted], now_s)
+        return pb.HintReply(
+            accepted_uses=accepted, unknown_jobs=[*unknown, *(use.job for use in uses[accepted:] if use.job)]
+        )
 
     async def Condemn(self, request: pb.CondemnRequest, context: Any) -> pb.CondemnReply:
         self._store.condemn(request.model, request.block_id, request.generation)

@@ -23,7 +23,7 @@ class RouterConfig:
     secret_file: str | None = None  # root of the tenants' salts; needed with api_keys
     policy: str = "fcfs"  # of the job queue; or fpf, relaxed_fpf, bounded_fpf
     overtakes_max: int = OVERTAKES_MAX  # with bounded_fpf: how many later jobs may start before one
-    look_ahead_jobs: int = 64  # of those that wait, so many next ones are hinted to the kvstore; 0: none
+    look_ahead_jobs: int = 1024  # of those that wait, so many next ones are hinted to the kvstore; 0: none
     max_running: int = 64  # choices under way at once; more wait in the queue
     max_queue: int = 1024  # choices that wait; more are answered 429
     max_choices: int = 16  # n times prompts of one request

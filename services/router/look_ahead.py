@@ -8,14 +8,17 @@ that the last answers give. A store that does not answer costs the order its kno
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
 
 from kvcommons.errors import KVCommonsError
 from kvcommons.pb import kvstore_pb2 as pb
+from kvcommons.pb.ledger_pb2 import Instance
 from services.router.distance import DeviceBlocks, common, distance_of
 from services.router.fleet import Fleet
+from services.router.hints import StoreHints, WaitingJob
 from services.router.queue import Job, JobQueue
 
 log = logging.getLogger(__name__)
@@ -25,7 +28,6 @@ _LOOKS_MAX = 8  # calls of a round, at once
 _FRESH_S = 1.0  # how long an answer counts before it is asked again
 _HINT_S = 0.5
 _HINT_TTL_S = 5.0
-_HINT_BLOCKS_MAX = 8192
 _CALL_S = 1.0
 _AWAY_S = 1.0  # after a call failed
 
@@ -33,9 +35,10 @@ _AWAY_S = 1.0  # after a call failed
 class _Look:
     """What the store said of a job's blocks, and when."""
 
-    __slots__ = ("at_s", "tiers")
+    __slots__ = ("at_s", "number", "tiers")
 
-    def __init__(self) -> None:
+    def __init__(self, number: int) -> None:
+        self.number = number  # of the job, for hints
         self.at_s = float("-inf")
         self.tiers: Sequence[int] = ()
 
@@ -79,13 +82,16 @@ class LookAhead:
         self._wake = asyncio.Event()
         self._hinted_s = float("-inf")
         self._hinted: set[str] = set()  # stores that remember something of ours
+        self._stores: dict[str, StoreHints] = {}
+        # A router that restarts under its name does not use a number again that a store remembers.
+        self._numbers = itertools.count(time.time_ns())
 
     def waits(self, job: Job) -> None:
         """The job waits from now on."""
         ids = job.prefix.block_ids
         if not ids:
             return
-        look = _Look()
+        look = _Look(next(self._numbers))
         known = (other for other in self._looks if other.prefix.block_ids[0] == ids[0])
         like = next(known, None)
         if like is not None:
@@ -168,33 +174,31 @@ class LookAhead:
         if not self._jobs_max or (self._looks and now_s - self._hinted_s < _HINT_S):
             return
         stores = {store.id: store for store in self._fleet.stores()}
-        requests = {store_id: self._request() for store_id in stores}
-        blocks = 0
+        waiting: dict[str, list[WaitingJob]] = {store_id: [] for store_id in stores}
         for job, starts_in_s in self._queue.look_ahead(self._jobs_max, now_s):
-            blocks += len(job.prefix.block_ids)
-            if blocks > _HINT_BLOCKS_MAX:
-                break
             store = self._fleet.homed(job.prefix.home).store()
-            if job.prefix.block_ids and store is not None and store.id in requests:
-                requests[store.id].uses.add(
-                    model=job.prefix.model,
-                    block_ids=job.prefix.block_ids,
-                    starts_in_ms=int(starts_in_s * 1000),
-                )
+            look = self._looks.get(job)
+            if look is not None and store is not None and store.id in waiting:
+                waiting[store.id].append(WaitingJob(look.number, job.prefix, starts_in_s))
         self._hinted_s = now_s
-        told = {store_id for store_id, one in requests.items() if one.uses or store_id in self._hinted}
-        calls = (
-            self._fleet.blocks(stores[store_id]).Hint(requests[store_id], timeout=_CALL_S)
-            for store_id in told
-        )
+        told = {store_id for store_id, jobs in waiting.items() if jobs} | (stores.keys() & self._hinted)
+        self._stores = {store_id: self._stores.get(store_id) or StoreHints() for store_id in told}
+        calls = (self._tell(stores[store_id], waiting[store_id]) for store_id in told)
         results = await asyncio.gather(*calls, return_exceptions=True)
-        self._hinted = {store_id for store_id, one in requests.items() if one.uses}
+        self._hinted = {store_id for store_id, jobs in waiting.items() if jobs}
         for result in results:
             if isinstance(result, BaseException):
                 raise result
 
-    def _request(self) -> pb.HintRequest:
-        return pb.HintRequest(router=self._router, ttl_ms=int(_HINT_TTL_S * 1000))
+    async def _tell(self, store: Instance, jobs: Sequence[WaitingJob]) -> None:
+        hints = self._stores[store.id]
+        request = hints.request(self._router, jobs, _HINT_TTL_S)
+        try:
+            reply = await self._fleet.blocks(store).Hint(request, timeout=_CALL_S)
+        except BaseException:
+            hints.failed()
+            raise
+        hints.answered(request, reply)
 
     def _measure(self, job: Job) -> None:
         ids = job.prefix.block_ids

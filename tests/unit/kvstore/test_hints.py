@@ -74,6 +74,7 @@ def test_what_is_remembered_is_bounded() -> None:
     assert all_hints.window() == {MODEL: {A: 0, B: 1}}
     all_hints.expire(TTL_S_MAX)
     assert len(all_hints) == 0
+    all_hints = hints(blocks_max=64)  # for all of them together
     accepted = [all_hints.put(f"r{n}", [use(1.0, A)], now_s=0.0, ttl_s=1.0) for n in range(100)]
     assert sum(accepted) == len(all_hints) == 64
 
