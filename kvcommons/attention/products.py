@@ -7,13 +7,22 @@ for one row takes longer than the product.
 
 from __future__ import annotations
 
+import functools
+import platform
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kvcommons.attention.native import slices
+
 _NO_FUSION: tuple[str, list[object], str] = ("none", [], "")
 
 
+# Rows that the compiled kernel multiplies a widened matrix with: with more of them tiles are quicker. Elements
+# of a tile: 1 MiB in float32.
+_FEW_ROWS = 32
+_TILE_ELEMENTS = 1 << 18
 # Not every build of torch has oneDNN.
 _AVAILABLE = hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
@@ -36,10 +45,12 @@ class Matrix:
 
     @classmethod
     def packed(cls, weight: Tensor, bias: Tensor | None = None) -> Matrix:
-        """In the order in which oneDNN reads it, where that serves the device and dtype. A copy: let go of
-        `weight`."""
-        if not _AVAILABLE or weight.device.type != "cpu" or not _supported(weight.dtype):
+        """In the form that is quickest where it is. Where that is an order of oneDNN's it is a copy: let go
+        of `weight`."""
+        if weight.device.type != "cpu" or not _AVAILABLE:
             return cls(weight, bias)
+        if weight.dtype == torch.bfloat16 and not multiplies_bfloat16():
+            return WidenedMatrix(weight, bias)
         return cls(torch.ops.mkldnn._reorder_linear_weight(weight), bias, reordered=True)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -50,7 +61,39 @@ class Matrix:
         return product
 
 
-def _supported(dtype: torch.dtype) -> bool:
-    if dtype == torch.bfloat16:
+class WidenedMatrix(Matrix):
+    """A bfloat16 matrix for a processor without instructions for products of bfloat16, which oneDNN would
+    emulate: at 512 rows three times as slow as float32.
+
+    Its elements are widened as they are read: a few rows are multiplied while they are in registers, more of
+    them with float32 tiles that stay in the cache. The weights' memory is that of bfloat16, and one tile.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__(weight, bias)
+        rows, columns = weight.shape
+        self._tile_rows = min(max(_TILE_ELEMENTS // columns, 1), rows)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        kernel = slices.serving(x, x.shape[-1]) if len(x) <= _FEW_ROWS else None
+        if kernel is not None and x.dtype == torch.bfloat16:
+            return slices.multiply(kernel, x, self._weight, self._bias)
+        wide = x.float()
+        out = torch.empty((len(x), len(self._weight)))
+        tile = torch.empty((self._tile_rows, x.shape[1]))
+        for first in range(0, len(self._weight), self._tile_rows):
+            part = self._weight[first : first + self._tile_rows]
+            widened = tile[: len(part)].copy_(part)
+            out[:, first : first + len(part)] = multiply_transposed(wide, widened)
+        if self._bias is not None:
+            out += self._bias
+        return out.to(x.dtype)
+
+
+@functools.cache
+def multiplies_bfloat16() -> bool:
+    """Whether this processor has instructions for products of bfloat16. oneDNN says yes wherever it can
+    emulate them."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return dtype == torch.float32
+    return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())

@@ -46,6 +46,16 @@ class _Gate(ctypes.Structure):
     )  # fmt: skip
 
 
+class _Product(ctypes.Structure):
+    """`kvc_product` of slices.h."""
+
+    _fields_ = (
+        ("x", c_void_p), ("arranged", c_void_p), ("weight", c_void_p), ("bias", c_void_p), ("out", c_void_p),
+        ("parallel", c_void_p), ("count", c_int64), ("rows", c_int64), ("size", c_int64),
+        ("threads", c_int64), ("is_bf16", c_int32), ("variant", c_int32),
+    )  # fmt: skip
+
+
 def serving(x: Tensor, size: int) -> Kernel | None:
     """The kernel, where it can compute with rows of such a size; else torch's operators have to."""
     if x.device.type != "cpu" or x.dtype not in _DTYPES or size % _STEP:
@@ -96,4 +106,19 @@ def gate(kernel: Kernel, mixed: Tensor) -> Tensor:
         mixed.dtype == torch.bfloat16, kernel._index,
     )  # fmt: skip
     kernel._library.kvc_gate_rows(byref(call))
+    return out
+
+
+def multiply(kernel: Kernel, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """x [T, size] times the transpose of weight [rows, size], plus bias [rows], all bfloat16: [T, rows].
+    For a few rows: weight is read once, as quickly as memory gives it."""
+    wide = x.float().contiguous()
+    arranged = torch.empty_like(wide)
+    out = torch.empty((len(x), len(weight)), dtype=torch.bfloat16)
+    call = _Product(
+        wide.data_ptr(), arranged.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(),
+        out.data_ptr(), kernel._parallel, len(x), len(weight), x.shape[1], torch.get_num_threads(), 1,
+        kernel._index,
+    )  # fmt: skip
+    kernel._library.kvc_multiply_rows(byref(call))
     return out

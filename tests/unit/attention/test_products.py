@@ -3,7 +3,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvcommons.attention.products import Matrix, multiply_transposed
+from kvcommons.attention import products
+from kvcommons.attention.native import library
+from kvcommons.attention.products import Matrix, WidenedMatrix, multiply_transposed
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -28,3 +30,31 @@ def test_float32_products_are_not_rounded() -> None:
     turned = torch.randn(300, 33)
     expected = (a.double() @ turned.double()).float()
     torch.testing.assert_close(multiply_transposed(a, turned.t()), expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 8, 31, 32, 33, 200])
+@pytest.mark.parametrize(("out", "size"), [(48, 96), (5, 8), (131, 64), (700, 1024)])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("kernel", ["", "avx2", "portable", "torch"])
+def test_a_widened_matrix_multiplies_as_the_plain_one_and_rounds_once(
+    rows: int, out: int, size: int, biased: bool, kernel: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(library.VARIABLE, kernel)
+    generator = torch.Generator().manual_seed(rows)
+    weight = torch.randn(out, size, generator=generator).bfloat16()
+    x = torch.randn(rows, size, generator=generator).bfloat16()
+    bias = torch.randn(out, generator=generator).bfloat16() if biased else None
+    exact = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
+    product = WidenedMatrix(weight, bias)(x)
+    assert product.dtype == torch.bfloat16
+    # Half a unit in the last place of bfloat16, and what float32 sums are off by.
+    torch.testing.assert_close(product.double(), exact, rtol=2**-8, atol=1e-4)
+
+
+def test_bfloat16_is_widened_where_the_processor_cannot_multiply_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.randn(48, 96).bfloat16()
+    monkeypatch.setattr(products, "multiplies_bfloat16", lambda: False)
+    assert isinstance(Matrix.packed(weight), WidenedMatrix)
+    assert not isinstance(Matrix.packed(weight.float()), WidenedMatrix)
+    monkeypatch.setattr(products, "multiplies_bfloat16", lambda: True)
+    assert not isinstance(Matrix.packed(weight), WidenedMatrix)
