@@ -19,10 +19,9 @@ from kvcommons.attention.native import slices
 _NO_FUSION: tuple[str, list[object], str] = ("none", [], "")
 
 
-# Rows that the compiled kernel multiplies a widened matrix with: with more of them tiles are quicker. Elements
-# of a tile: 1 MiB in float32.
+# Rows that the compiled kernel multiplies a widened matrix with: with more of them tiles are quicker.
 _FEW_ROWS = 32
-_TILE_ELEMENTS = 1 << 18
+_TILE_ELEMENTS = 1 << 18  # 1 MiB in float32
 # Not every build of torch has oneDNN.
 _AVAILABLE = hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
