@@ -29,7 +29,7 @@ from benchmarks.replacing import Replacing
 from benchmarks.report import Report, Row
 
 if TYPE_CHECKING:
-    from kvcommons.engine.callbacks import Step
+    from kvcommons.engine.callbacks import SequenceUpdate
     from kvcommons.engine.core import Core
     from kvcommons.engine.iteration_timing import IterationTiming
     from kvcommons.engine.sequence import RemoteRun, Run
@@ -347,7 +347,7 @@ class _Load(Replacing):
                 self._spent_s[part] += parts[part]
             self._pool_s += timing.pool_s
 
-    def ended(self, step: Step) -> None:
+    def ended(self, step: SequenceUpdate) -> None:
         self._held.pop(step.key, None)
 
 

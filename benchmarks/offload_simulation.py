@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from benchmarks.offload_plan import Deployment
-from services.decode.staggering.pipelines import Division, Staggering, Start, Timing, Turns
+from services.decode.staggering.pipelines import Division, SliceStart, Staggering, Timing, Turns
 
 _WARM_ITERATIONS = 4  # of each batch, until they are staggered
 _LEARNING_ITERATIONS = 24  # until what has to be tried was tried
@@ -213,7 +213,7 @@ class OffloadSimulation:
         flight.asked_s = self.now_s
         self._start(self._turns.ask(flight.batch))
 
-    def _start(self, start: Start | None) -> None:
+    def _start(self, start: SliceStart | None) -> None:
         if start is None:
             return
         flight, deployment = self._flights[start.batch], self._deployment

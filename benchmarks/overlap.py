@@ -32,7 +32,7 @@ from kvcommons.engine.history import Histories
 from kvcommons.engine.keeper import BlockKeeper, KeptRun
 from kvcommons.engine.load_or_compute import AlwaysLoad
 from kvcommons.engine.preloading import Preloading
-from kvcommons.engine.prompt import First, Prompt
+from kvcommons.engine.prompt import FirstToken, Prompt
 from kvcommons.engine.prompt_engine import prompt_engine
 from kvcommons.engine.prompt_memory import WholePrompt
 from kvcommons.engine.prompts import Prompts
@@ -72,7 +72,7 @@ class Setting:
 class Timed:
     """A job's result, and when it came (monotonic seconds)."""
 
-    first: First
+    first: FirstToken
     at_s: float
 
 
@@ -142,12 +142,12 @@ class Trials:
         done = threading.Semaphore(0)
         results: dict[int, Timed | KVCommonsError] = {}
 
-        def listener(number: int) -> Callable[[int | First | KVCommonsError], None]:
-            def hear(event: int | First | KVCommonsError) -> None:
+        def listener(number: int) -> Callable[[int | FirstToken | KVCommonsError], None]:
+            def hear(event: int | FirstToken | KVCommonsError) -> None:
                 if isinstance(event, int):
                     return
                 results[number] = (
-                    Timed(first=event, at_s=time.monotonic()) if isinstance(event, First) else event
+                    Timed(first=event, at_s=time.monotonic()) if isinstance(event, FirstToken) else event
                 )
                 done.release()
 

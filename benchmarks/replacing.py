@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvcommons.engine.callbacks import Step
+    from kvcommons.engine.callbacks import SequenceUpdate
     from kvcommons.engine.sequence import RemoteRun, Sequence
 
 
@@ -24,7 +24,7 @@ class Replacing(ABC):
     def _replace(self) -> None:
         """Begins another sequence."""
 
-    def deliver(self, steps: list[Step]) -> None:
+    def deliver(self, steps: list[SequenceUpdate]) -> None:
         for step in steps:
             if step.error is not None and not self._stopping:
                 raise step.error

@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks.holders import CALL_S, decoded, fill
 from benchmarks.replacing import Replacing
 from kvcommons.blockstore.saver import BlockSaver
-from kvcommons.engine.callbacks import Step
+from kvcommons.engine.callbacks import SequenceUpdate
 from kvcommons.engine.core import Core, EngineSettings, load_core
 from kvcommons.engine.iteration_timing import IterationTiming
 from kvcommons.engine.keeper import BlockKeeper
@@ -138,7 +138,7 @@ class Replica(Replacing):
                 for name, value in {**timing.parts, "away": timing.away, "stood_in": timing.stood_in}.items():
                     self._told[name] += value
 
-    def ended(self, step: Step) -> None:
+    def ended(self, step: SequenceUpdate) -> None:
         """Its sequence is replaced."""
 
     def for_peer(self) -> None:

@@ -12,7 +12,7 @@ from kvcommons.pb import common_pb2 as pb
 
 
 @dataclass(slots=True, kw_only=True)
-class Step:
+class SequenceUpdate:
     """What a sequence has to tell after an iteration. `reason` or `error` is set with its last one."""
 
     key: int
@@ -51,7 +51,7 @@ class EngineCallbacks(Protocol):
     """What the engine asks of the world, on its thread and, where it is on behalf of one sequence, in that
     one's context; nothing here may block."""
 
-    def deliver(self, steps: list[Step]) -> None:
+    def deliver(self, steps: list[SequenceUpdate]) -> None:
         """An iteration's tokens and ends."""
 
     def borrow(self, sequence: Sequence) -> None:
@@ -70,5 +70,5 @@ class EngineMetrics(Protocol):
     def iteration(self, batch: int, timing: IterationTiming) -> None:
         """Of `batch` sequences."""
 
-    def ended(self, step: Step) -> None:
+    def ended(self, step: SequenceUpdate) -> None:
         """A sequence, for a reason or with an error."""

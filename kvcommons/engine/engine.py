@@ -20,7 +20,7 @@ from concurrent.futures import Future
 import torch
 
 from kvcommons.engine.block_publisher import BlockPublisher
-from kvcommons.engine.callbacks import EngineCallbacks, EngineMetrics, Movable, Step
+from kvcommons.engine.callbacks import EngineCallbacks, EngineMetrics, Movable, SequenceUpdate
 from kvcommons.engine.core import Core
 from kvcommons.engine.executor import Executor
 from kvcommons.engine.iteration import Iteration
@@ -73,7 +73,7 @@ class Engine:
         self._callbacks = callbacks
         self._metrics = metrics
         self._sequences: dict[int, Generating] = {}
-        self._steps: dict[int, Step] = {}
+        self._steps: dict[int, SequenceUpdate] = {}
         self._preempted_s = -SETTLE_S
         self._switches: list[tuple[Future[float | None], float]] = []
         self._mailbox = Mailbox()
@@ -437,8 +437,8 @@ class Engine:
         """Of a sequence whose prompt is computed here."""
         return self._prompts.get(key) if self._prompts is not None else None
 
-    def _step(self, key: int) -> Step:
-        return self._steps.setdefault(key, Step(key=key))
+    def _step(self, key: int) -> SequenceUpdate:
+        return self._steps.setdefault(key, SequenceUpdate(key=key))
 
     def _flush(self) -> None:
         if self._steps:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvcommons.engine.core import Core
 from kvcommons.engine.iteration_timing import IterationTiming
-from kvcommons.engine.slices import Here, Slices
+from kvcommons.engine.slices import LocalSlices, Slices
 from kvcommons.model.sampling import SamplingRow
 from kvcommons.model.slices import State
 from kvcommons.pb import common_pb2 as pb
@@ -59,7 +59,7 @@ class Iteration:
         """`slices`: where they are computed; None: here, without taking turns."""
         self._core = core
         self.groups = groups
-        self._slices = slices or Here(core.model)
+        self._slices = slices or LocalSlices(core.model)
         self._ends = list(accumulate(len(group.tokens) for group in groups))
         self.rows = self._ends[-1]
         self.failures: dict[int, Exception] = {}  # by the group's number

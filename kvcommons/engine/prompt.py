@@ -18,7 +18,7 @@ NOT_HERE = -1  # in a prompt's blocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class First:
+class FirstToken:
     """A prompt's result: the token that follows it, and where its KV came from."""
 
     token: pb.SampledToken
@@ -39,7 +39,7 @@ class First:
         )
 
 
-class Sink(Protocol):
+class PromptSink(Protocol):
     """Where a prompt's KV goes and what becomes of it when it is computed: what differs between an instance
     that hands prompts over and one that goes on with them. Called on the engine's thread, in the context of
     the call that asked for the prompt; nothing here may block."""
@@ -59,7 +59,7 @@ class Sink(Protocol):
     def computed(self, prompt: Prompt, layer: int, blocks: range) -> None:
         """One layer of these blocks of the sequence is final."""
 
-    def finished(self, prompt: Prompt, first: First) -> None:
+    def finished(self, prompt: Prompt, first: FirstToken) -> None:
         """All of it is computed."""
 
     def refused(self, error: KVCommonsError) -> None:
@@ -72,7 +72,7 @@ class Sink(Protocol):
         """Nobody wants it any more."""
 
 
-class Memory(Protocol):
+class PromptMemory(Protocol):
     """How a prompt comes by the blocks that its KV is computed in."""
 
     @property
@@ -105,8 +105,8 @@ class Prompt:
     computed. `sequence.computed` counts reused tokens as soon as it is decided that they are reused."""
 
     sequence: Sequence
-    sink: Sink
-    memory: Memory
+    sink: PromptSink
+    memory: PromptMemory
     deadline_s: float
     submitted_s: float
     blocks: list[int] = field(default_factory=list)  # physical, by index in the sequence; NOT_HERE: elsewhere
@@ -213,8 +213,8 @@ class Prompt:
             last = chunk.stop // self.block_tokens
         return range(chunk.start // self.block_tokens, last)
 
-    def result(self, token: pb.SampledToken) -> First:
-        return First(
+    def result(self, token: pb.SampledToken) -> FirstToken:
+        return FirstToken(
             token=token,
             cached_tokens=self.reused_tokens,
             device_tokens=self.device_blocks * self.block_tokens,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvcommons.engine.callbacks import Step
+from kvcommons.engine.callbacks import SequenceUpdate
 from kvcommons.engine.core import Core
 from kvcommons.engine.engine import Engine
 from kvcommons.engine.executor import Composer, Inline
@@ -22,7 +22,7 @@ _ATTEND_DEADLINE_S = 1.0  # likewise: it borrows nothing
 class _NoGeneration:
     """Callbacks and metrics that nothing calls."""
 
-    def deliver(self, steps: list[Step]) -> None:
+    def deliver(self, steps: list[SequenceUpdate]) -> None:
         raise AssertionError("no sequence generates here")
 
     def borrow(self, sequence: Sequence) -> None:
@@ -37,7 +37,7 @@ class _NoGeneration:
     def iteration(self, batch: int, timing: IterationTiming) -> None:
         raise AssertionError("no sequence generates here")
 
-    def ended(self, step: Step) -> None:
+    def ended(self, step: SequenceUpdate) -> None:
         raise AssertionError("no sequence generates here")
 
 

@@ -11,7 +11,7 @@ from kvcommons.errors import CapacityExhausted
 
 
 class WholePrompt:
-    """A prompt's `Memory`: all of its blocks are here from its first chunk to its end."""
+    """A prompt's `PromptMemory`: all of its blocks are here from its first chunk to its end."""
 
     keeps = True
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 
-class Rates(Protocol):
+class LoadRates(Protocol):
     """What is known of loading and computing; 0 until measured."""
 
     @property
@@ -18,7 +18,7 @@ class Rates(Protocol):
     def compute_seconds(self, tokens: int) -> float: ...
 
 
-def buffer_bytes(rates: Rates, *, history_bytes: int, new_tokens: int) -> float:
+def buffer_bytes(rates: LoadRates, *, history_bytes: int, new_tokens: int) -> float:
     """`S_buf = B (T_load L_hist - T_pref L_new)`: what has to be there before a job computes, so that its
     layers never wait for their history. B is the bandwidth of loading, T_load and T_pref are the times that a
     token takes to load and to prefill; both products come from measured rates. Not below 0.
@@ -46,7 +46,7 @@ class ReadBuffer:
         """The layer that has to be there when a job begins to compute."""
         return self.layers - 1 if self.whole_first else 0
 
-    def layers_ahead(self, rates: Rates, *, history_bytes: int, new_tokens: int, held_bytes: int) -> int:
+    def layers_ahead(self, rates: LoadRates, *, history_bytes: int, new_tokens: int, held_bytes: int) -> int:
         """For a history of `history_bytes`, where other jobs' buffers hold `held_bytes`."""
         layer_bytes = history_bytes / self.layers
         room = int(max(0, self.bytes_max - held_bytes) // layer_bytes)

@@ -19,7 +19,7 @@ from kvcommons.errors import Overloaded
 from kvcommons.placement.base import Next
 
 
-class State(Enum):
+class SequenceState(Enum):
     """Of a sequence."""
 
     WAITING = "waiting"  # its prompt is to be computed here, and waits for memory
@@ -54,7 +54,7 @@ class Scheduler:
         self._max_batch = max_batch
         self._max_queue = max_queue
         self._max_prompts = max_prompts
-        self._states: dict[int, State] = {}
+        self._states: dict[int, SequenceState] = {}
         self._prompts: dict[int, _Prompt] = {}  # in the order in which they came
         self._oldest_had_turn = False
 
@@ -71,17 +71,17 @@ class Scheduler:
     @property
     def computing(self) -> int:
         """Prompts that hold memory."""
-        return self._count(State.COMPUTING)
+        return self._count(SequenceState.COMPUTING)
 
     @property
     def waiting(self) -> int:
         """Prompts that wait for memory."""
-        return self._count(State.WAITING)
+        return self._count(SequenceState.WAITING)
 
     @property
     def able(self) -> bool:
         """Whether any sequence would generate, had it room."""
-        return self._count(State.RUNNING) > 0
+        return self._count(SequenceState.RUNNING) > 0
 
     # Prompts that are computed here.
 
@@ -92,16 +92,16 @@ class Scheduler:
             raise Overloaded(
                 f"{waiting} prompts wait for this instance, its most: retry later", retry_after_ms=1000
             )
-        self._states[key] = State.WAITING
+        self._states[key] = SequenceState.WAITING
         self._prompts[key] = _Prompt(tokens_left=tokens, deadline_s=deadline_s)
 
     def admissible(self) -> list[int]:
         """Waiting prompts in the order in which memory is to be offered to them; empty while enough are
         computed."""
-        return [] if self.computing >= self._max_prompts else self._in(State.WAITING)
+        return [] if self.computing >= self._max_prompts else self._in(SequenceState.WAITING)
 
     def admit(self, key: int, *, tokens_left: int) -> None:
-        self._states[key] = State.COMPUTING
+        self._states[key] = SequenceState.COMPUTING
         self._prompts[key].tokens_left = tokens_left
 
     def progress(self, key: int, *, tokens_left: int) -> None:
@@ -116,7 +116,7 @@ class Scheduler:
         """Whose chunks are computed in the next iteration, of those that are `ready` (their history is there,
         if they wait for any), and how many tokens of each: `tokens` in all. The first one's turn has come;
         what it leaves goes to the others, those with the fewest tokens left first."""
-        able = [key for key in self._in(State.COMPUTING) if ready(key)]
+        able = [key for key in self._in(SequenceState.COMPUTING) if ready(key)]
         if not able or tokens < 1:
             return []
         shortest = sorted(able, key=self._tokens_left)
@@ -133,17 +133,17 @@ class Scheduler:
     # Sequences that generate.
 
     def reserve(self, key: int) -> None:
-        self._states[key] = State.RESERVED
+        self._states[key] = SequenceState.RESERVED
 
     def start(self, key: int) -> None:
         """The prompt's KV is complete, wherever it was computed."""
         self._prompts.pop(key, None)
-        self._states[key] = State.RUNNING
+        self._states[key] = SequenceState.RUNNING
 
     def borrowed(self, key: int) -> None:
         """A borrower got its answer: it runs again. Unknown ones ended meanwhile."""
         if key in self._states:
-            self._states[key] = State.RUNNING
+            self._states[key] = SequenceState.RUNNING
 
     def remove(self, key: int) -> None:
         """The sequence ended, wherever it was; unknown ones are ignored."""
@@ -171,7 +171,7 @@ class Scheduler:
         """
         batch, grow, borrow = [], [], []
         preempt: set[int] = set()
-        for key in sorted(self._in(State.RUNNING))[: self._max_batch]:
+        for key in sorted(self._in(SequenceState.RUNNING))[: self._max_batch]:
             if key in preempt:
                 continue
             if key in needy:
@@ -183,7 +183,7 @@ class Scheduler:
                     continue
                 if free_blocks < 1 or key in away:
                     borrow.append(key)
-                    self._states[key] = State.BORROWING
+                    self._states[key] = SequenceState.BORROWING
                     continue
                 free_blocks -= 1
                 grow.append(key)
@@ -208,12 +208,12 @@ class Scheduler:
         return max(able, default=at_least)
 
     def _generating(self) -> int:
-        return self._count(State.RUNNING) + self._count(State.BORROWING)
+        return self._count(SequenceState.RUNNING) + self._count(SequenceState.BORROWING)
 
-    def _count(self, state: State) -> int:
+    def _count(self, state: SequenceState) -> int:
         return sum(one is state for one in self._states.values())
 
-    def _in(self, state: State) -> list[int]:
+    def _in(self, state: SequenceState) -> list[int]:
         return [key for key, one in self._states.items() if one is state]
 
     def _tokens_left(self, key: int) -> int:

@@ -62,7 +62,7 @@ class Slices(Protocol):
         """The last layer's attention -> a token for each row."""
 
 
-class Here:
+class LocalSlices:
     """On this process's replica."""
 
     def __init__(self, model: Model, turn: Turn | None = None) -> None:

@@ -56,7 +56,7 @@ class State:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rotation:
+class RotaryAngles:
     """Of rows, for their positions: cos and sin [T, 1, head_dim / 2] in float32, of angles in float64."""
 
     cos: Tensor
@@ -100,11 +100,11 @@ class Model:
 
     def advance(self, layer: int, state: State, attention: Tensor) -> State:
         """Finishes `layer` with its attention [T, query_heads, head_dim] (any float), begins layer + 1."""
-        rotation = Rotation(cos=state.cos, sin=state.sin)
+        rotation = RotaryAngles(cos=state.cos, sin=state.sin)
         return self.resume(layer, state.hidden, attention, state.positions, rotation)
 
     def resume(
-        self, layer: int, hidden: Tensor, attention: Tensor, positions: Tensor, rotation: Rotation
+        self, layer: int, hidden: Tensor, attention: Tensor, positions: Tensor, rotation: RotaryAngles
     ) -> State:
         """`advance` from what it needs of a state: hidden [T, hidden], positions [T] and their rotation."""
         hidden, added = self._close(self._weights.layers[layer], hidden, attention)
@@ -120,14 +120,14 @@ class Model:
         _, normed = self._add_and_norm(hidden, added, self._weights.final_norm)
         return self._weights.head(normed).float()
 
-    def rotation(self, positions: Tensor) -> Rotation:
+    def rotation(self, positions: Tensor) -> RotaryAngles:
         """positions LongTensor [T]."""
         angles = positions.double().unsqueeze(-1) * self._frequencies
         factor = self.spec.rotary.attention_factor
         cos, sin = angles.cos() * factor, angles.sin() * factor
-        return Rotation(cos=cos.float().unsqueeze(1), sin=sin.float().unsqueeze(1))
+        return RotaryAngles(cos=cos.float().unsqueeze(1), sin=sin.float().unsqueeze(1))
 
-    def shifted_query(self, state: State, rotation: Rotation) -> Tensor:
+    def shifted_query(self, state: State, rotation: RotaryAngles) -> Tensor:
         """q [T, query_heads, head_dim] for keys that have moved since they were rotated: `rotation` is that
         of the rows' positions less the keys' shift, made once for all layers.
 
@@ -136,7 +136,7 @@ class Model:
         return _rotate(state.unrotated_q, rotation.cos, rotation.sin)
 
     def _open(
-        self, layer: int, hidden: Tensor, added: Tensor | None, positions: Tensor, rotation: Rotation
+        self, layer: int, hidden: Tensor, added: Tensor | None, positions: Tensor, rotation: RotaryAngles
     ) -> State:
         """A layer up to q, k, v; `added` is what its predecessor has left to add to `hidden`."""
         weights, spec = self._weights.layers[layer], self.spec

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvcommons.placement.base import Layout, Next, Placement, Room
+from kvcommons.placement.base import FreeRoom, Next, Placement, SequenceLayout
 from kvcommons.placement.fixed import Grow, Offload, Overflow
 
 _KEPT = 0.9  # of an average, by the next observation
@@ -81,7 +81,7 @@ class Auto:
         self._holder_blocks = holder_blocks
         self._holders_max = holders_max
 
-    def of(self, *, blocks: int, found: int, room: Room) -> Placement:
+    def of(self, *, blocks: int, found: int, room: FreeRoom) -> Placement:
         """The policy for a sequence of `blocks` more than the `found` ones."""
         total = blocks + found
         overflow = Overflow()
@@ -110,7 +110,7 @@ class Auto:
     def otherwise(self) -> Placement:
         return Overflow()
 
-    def arrive(self, *, blocks: int, found: int, room: Room) -> Layout:
+    def arrive(self, *, blocks: int, found: int, room: FreeRoom) -> SequenceLayout:
         return self.of(blocks=blocks, found=found, room=room).arrive(blocks=blocks, found=found, room=room)
 
     def next_block(self, *, blocks: int, tail_blocks: int, tail_away: bool) -> Next:

@@ -10,7 +10,7 @@ from kvcommons.errors import CapacityExhausted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
+class FreeRoom:
     """Here, when a sequence arrives: `free_blocks` can be allocated, `sequences` are held already."""
 
     free_blocks: int
@@ -22,7 +22,7 @@ class Room:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class PlacedPiece:
     """Consecutive blocks, here or `away`."""
 
     blocks: int
@@ -30,10 +30,10 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class SequenceLayout:
     """Pieces in the sequence's order, after the blocks that are here already; at most one of them is here."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[PlacedPiece, ...]
     spread: bool = False  # each piece that is away goes to a holder of its own, where there are enough
     balance: bool = False  # a piece goes whole to the holder where this instance has least KV
 
@@ -57,13 +57,13 @@ class Placement(Protocol):
     @property
     def name(self) -> str: ...
 
-    def of(self, *, blocks: int, found: int, room: Room) -> Placement:
+    def of(self, *, blocks: int, found: int, room: FreeRoom) -> Placement:
         """The policy for this sequence, where it is not the same for all."""
 
     def otherwise(self) -> Placement | None:
         """The policy to try where nobody lends what this one asks for."""
 
-    def arrive(self, *, blocks: int, found: int, room: Room) -> Layout:
+    def arrive(self, *, blocks: int, found: int, room: FreeRoom) -> SequenceLayout:
         """Where `blocks` more of a new sequence go, of which `found` are here already. Raises
         CapacityExhausted."""
 
@@ -74,9 +74,9 @@ class Placement(Protocol):
         """Whether blocks that are away come home when there is room."""
 
 
-def layout(*pieces: Piece, spread: bool = False, balance: bool = False) -> Layout:
+def layout(*pieces: PlacedPiece, spread: bool = False, balance: bool = False) -> SequenceLayout:
     """Without pieces that are empty."""
-    return Layout(pieces=tuple(one for one in pieces if one.blocks), spread=spread, balance=balance)
+    return SequenceLayout(pieces=tuple(one for one in pieces if one.blocks), spread=spread, balance=balance)
 
 
 def no_room(blocks: int, free_blocks: int) -> CapacityExhausted:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Self
 
-from kvcommons.placement.base import Layout, Next, Piece, Room, layout, no_room
+from kvcommons.placement.base import FreeRoom, Next, PlacedPiece, SequenceLayout, layout, no_room
 
 
 class _Fixed:
     """The same for all sequences."""
 
-    def of(self, *, blocks: int, found: int, room: Room) -> Self:
+    def of(self, *, blocks: int, found: int, room: FreeRoom) -> Self:
         return self
 
     def otherwise(self) -> None:
@@ -22,10 +22,10 @@ class Local(_Fixed):
 
     name = "local"
 
-    def arrive(self, *, blocks: int, found: int, room: Room) -> Layout:
+    def arrive(self, *, blocks: int, found: int, room: FreeRoom) -> SequenceLayout:
         if blocks > room.free_blocks:
             raise no_room(blocks, room.free_blocks)
-        return layout(Piece(blocks=blocks, away=False))
+        return layout(PlacedPiece(blocks=blocks, away=False))
 
     def next_block(self, *, blocks: int, tail_blocks: int, tail_away: bool) -> Next:
         return Next.HERE
@@ -41,11 +41,11 @@ class Overflow(_Fixed):
 
     name = "overflow"
 
-    def arrive(self, *, blocks: int, found: int, room: Room) -> Layout:
+    def arrive(self, *, blocks: int, found: int, room: FreeRoom) -> SequenceLayout:
         if blocks <= room.free_blocks:
-            return layout(Piece(blocks=blocks, away=False))
+            return layout(PlacedPiece(blocks=blocks, away=False))
         here = room.beside_others()
-        return layout(Piece(blocks=blocks - here, away=True), Piece(blocks=here, away=False))
+        return layout(PlacedPiece(blocks=blocks - here, away=True), PlacedPiece(blocks=here, away=False))
 
     def next_block(self, *, blocks: int, tail_blocks: int, tail_away: bool) -> Next:
         return Next.HERE_FIRST
@@ -61,8 +61,8 @@ class Offload(_Fixed):
 
     name = "offload"
 
-    def arrive(self, *, blocks: int, found: int, room: Room) -> Layout:
-        return layout(Piece(blocks=blocks, away=True), balance=True)
+    def arrive(self, *, blocks: int, found: int, room: FreeRoom) -> SequenceLayout:
+        return layout(PlacedPiece(blocks=blocks, away=True), balance=True)
 
     def next_block(self, *, blocks: int, tail_blocks: int, tail_away: bool) -> Next:
         return Next.AWAY
@@ -82,12 +82,12 @@ class Grow(_Fixed):
         assert holder_blocks > 0
         self._most = holder_blocks
 
-    def arrive(self, *, blocks: int, found: int, room: Room) -> Layout:
+    def arrive(self, *, blocks: int, found: int, room: FreeRoom) -> SequenceLayout:
         # What was found here is more than a share, maybe: it stays.
         here = min(blocks, max(self._most - found, 0), room.beside_others())
-        pieces, left = [Piece(blocks=here, away=False)], blocks - here
+        pieces, left = [PlacedPiece(blocks=here, away=False)], blocks - here
         while left:
-            pieces.append(Piece(blocks=min(left, self._most), away=True))
+            pieces.append(PlacedPiece(blocks=min(left, self._most), away=True))
             left -= pieces[-1].blocks
         return layout(*pieces, spread=True)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvcommons.engine.prompt import First, Prompt
+from kvcommons.engine.prompt import FirstToken, Prompt
 from kvcommons.errors import KVCommonsError, Unavailable
 from kvcommons.prefill.push import Delivery, Pusher
 from kvcommons.prefill.targets import Target, writes
 
-Listener = Callable[[int | First | KVCommonsError], None]
+Listener = Callable[[int | FirstToken | KVCommonsError], None]
 """Told a prompt's queueing time (microseconds) when it begins, then its result, or why there is none; from
 any thread."""
 
@@ -48,7 +48,7 @@ class HandOver:
             physical = prompt.blocks[write.first : write.first + write.count]
             self._pusher.write(self.delivery, layer, write, physical)
 
-    def finished(self, prompt: Prompt, first: First) -> None:
+    def finished(self, prompt: Prompt, first: FirstToken) -> None:
         listener = self._listener
 
         def acknowledged(failure: KVCommonsError | None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prometheus_client import CollectorRegistry, Counter, Histogram
 
-from kvcommons.engine.prompt import First
+from kvcommons.engine.prompt import FirstToken
 from kvcommons.telemetry.metrics import TTFT_BUCKETS
 
 
@@ -25,7 +25,7 @@ class PrefillMetrics:
             )
         )
 
-    def ended(self, tokens: int, first: First) -> None:
+    def ended(self, tokens: int, first: FirstToken) -> None:
         """A job of `tokens` has its first token."""
         self._tokens.labels("computed").inc(tokens - first.cached_tokens)
         self._tokens.labels("device").inc(first.device_tokens)

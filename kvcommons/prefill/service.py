@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc.aio
 
-from kvcommons.engine.prompt import First, Prompt
+from kvcommons.engine.prompt import FirstToken, Prompt
 from kvcommons.errors import KVCommonsError, Loading, Overloaded
 from kvcommons.pb import ledger_pb2, prefill_pb2_grpc
 from kvcommons.pb import prefill_pb2 as pb
@@ -57,9 +57,9 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         left_s = context.time_remaining()
         deadline_s = time.monotonic() + min(CALL_S_MAX if left_s is None else left_s, CALL_S_MAX)
         loop = asyncio.get_running_loop()
-        events: asyncio.Queue[int | First | KVCommonsError] = asyncio.Queue()
+        events: asyncio.Queue[int | FirstToken | KVCommonsError] = asyncio.Queue()
 
-        def listen(event: int | First | KVCommonsError) -> None:
+        def listen(event: int | FirstToken | KVCommonsError) -> None:
             with suppress(RuntimeError):  # the loop is closed: the process is ending
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
@@ -73,7 +73,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                 event = await events.get()
                 if isinstance(event, int):
                     yield pb.PrefillEvent(started=pb.PrefillStarted(queued_us=event))
-                elif isinstance(event, First):
+                elif isinstance(event, FirstToken):
                     self._metrics.ended(prompt.tokens, event)
                     log.info("prefilled", extra=_facts(prompt, event))
                     yield pb.PrefillEvent(first=event.message())
@@ -101,7 +101,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         return self._intake
 
 
-def _facts(prompt: Prompt, first: First) -> dict[str, str | int | float]:
+def _facts(prompt: Prompt, first: FirstToken) -> dict[str, str | int | float]:
     return {
         "attempt": prompt.request.request_id,
         "tokens": prompt.tokens,

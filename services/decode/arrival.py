@@ -13,24 +13,24 @@ from dataclasses import dataclass
 from functools import partial
 from typing import ParamSpec
 
-from kvcommons.engine.callbacks import Step
+from kvcommons.engine.callbacks import SequenceUpdate
 from kvcommons.engine.core import Core
 from kvcommons.engine.engine import Engine
 from kvcommons.engine.history import Histories, Load
-from kvcommons.engine.prompt import First
+from kvcommons.engine.prompt import FirstToken
 from kvcommons.engine.request import Request
 from kvcommons.engine.sequence import LocalRun, RemoteRun, Run, Sequence
 from kvcommons.errors import CapacityExhausted, KVCommonsError, Unavailable
 from kvcommons.holder.holder import Holder
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import common_pb2 as pb
-from kvcommons.placement.base import Layout, Placement, Room
+from kvcommons.placement.base import FreeRoom, Placement, SequenceLayout
 from kvcommons.transport.deadline import Deadline
 from services.decode.creditors import place_of
 from services.decode.lenders import Lenders
 from services.decode.local_prefill import GoOn, LocalPrefill
-from services.decode.start_barrier import Go, Missing, StartBarrier
-from services.decode.stream import Stream
+from services.decode.start_barrier import Go, PushFrom, StartBarrier
+from services.decode.stream import EventStream
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +41,7 @@ PATIENCE_S_MIN = 0.1  # with a fetch, once prefill has delivered: pauses as shor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Piece:
+class FetchedPiece:
     """Blocks of the history that lie in one run: `first` is an index within it."""
 
     run: Run
@@ -49,13 +49,13 @@ class Piece:
     ids: tuple[bytes, ...]
 
 
-def pieces(runs: list[Run], ids: list[bytes], begin: int, end: int) -> list[Piece]:
+def pieces(runs: list[Run], ids: list[bytes], begin: int, end: int) -> list[FetchedPiece]:
     """Blocks [begin, end) of a sequence, by the run that they lie in, in order."""
     found = []
     for run in runs:
         first, last = max(begin, run.first_block), min(end, run.first_block + run.count)
         if first < last:
-            found.append(Piece(run=run, first=first - run.first_block, ids=tuple(ids[first:last])))
+            found.append(FetchedPiece(run=run, first=first - run.first_block, ids=tuple(ids[first:last])))
     return found
 
 
@@ -84,7 +84,7 @@ class Arrival:
         self.ref = ref  # of the local segment that prefill writes to, until the start
         self.placements = placements
         self.push_from_block = push_from
-        self.stream = Stream()
+        self.stream = EventStream()
         self.barrier: StartBarrier
         # Leading blocks, once all that are fetched have come; None where the sequence ends before.
         self.present: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
@@ -201,16 +201,16 @@ class Arrivals:
 
         return call
 
-    def _prefilled(self, key: int, result: First | KVCommonsError) -> None:
+    def _prefilled(self, key: int, result: FirstToken | KVCommonsError) -> None:
         """What became of a prompt that was computed here."""
         arrival = self._by_key.get(key)
         if arrival is None:
             return
-        if isinstance(result, First):
+        if isinstance(result, FirstToken):
             self._close_barrier(arrival)
             arrival.stream.prefilled(result)
         else:
-            arrival.stream.step(Step(key=key, error=result))
+            arrival.stream.step(SequenceUpdate(key=key, error=result))
 
     def _fall_back(self, sequence: Sequence) -> None:
         """A prompt that was to be computed here is not: prefill does it."""
@@ -299,14 +299,14 @@ class Arrivals:
             raise
         return runs, found, placement
 
-    def _place(self, policy: Placement, needed: int, found: int) -> tuple[Placement, Layout]:
-        room = Room(free_blocks=self._core.allocator.free, sequences=len(self._by_key))
+    def _place(self, policy: Placement, needed: int, found: int) -> tuple[Placement, SequenceLayout]:
+        room = FreeRoom(free_blocks=self._core.allocator.free, sequences=len(self._by_key))
         blocks = needed - found
         placement = policy.of(blocks=blocks, found=found, room=room)
         return placement, placement.arrive(blocks=blocks, found=found, room=room)
 
     async def _borrow(
-        self, key: int, request: Request, blocks: range, layout: Layout, so_far: list[RemoteRun]
+        self, key: int, request: Request, blocks: range, layout: SequenceLayout, so_far: list[RemoteRun]
     ) -> list[RemoteRun]:
         """One piece; a run lies in a truncated sequence's head or behind it."""
         head = request.truncated.shifted_head_tokens // self._core.block_tokens
@@ -367,7 +367,7 @@ class Arrivals:
             arrival.present.set_result(present)
         self._act(arrival, arrival.barrier.fetched(present))
 
-    async def _fetch_piece(self, arrival: Arrival, piece: Piece) -> int:
+    async def _fetch_piece(self, arrival: Arrival, piece: FetchedPiece) -> int:
         """How many leading blocks of it are there."""
         request = arrival.sequence.request
         try:
@@ -416,8 +416,8 @@ class Arrivals:
             load.cancel()  # wakes the thread
             raise
 
-    def _act(self, arrival: Arrival, action: Missing | Go | None) -> None:
-        if isinstance(action, Missing):
+    def _act(self, arrival: Arrival, action: PushFrom | Go | None) -> None:
+        if isinstance(action, PushFrom):
             self._expect(arrival)
             arrival.stream.missing(action.push_from_block)
         elif isinstance(action, Go):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-from kvcommons.engine.callbacks import Step
+from kvcommons.engine.callbacks import SequenceUpdate
 from kvcommons.engine.engine import Engine
 from kvcommons.engine.sequence import RemoteRun, Sequence
 from kvcommons.errors import KVCommonsError
@@ -33,7 +33,7 @@ class LoopCallbacks:
     def connect(self, engine: Engine, arrivals: Arrivals, lenders: Lenders) -> None:
         self._engine, self._arrivals, self._lenders = engine, arrivals, lenders
 
-    def deliver(self, steps: list[Step]) -> None:
+    def deliver(self, steps: list[SequenceUpdate]) -> None:
         self._cross(self._deliver, steps)
 
     def borrow(self, sequence: Sequence) -> None:
@@ -65,7 +65,7 @@ class LoopCallbacks:
         with suppress(RuntimeError):  # the loop is closed: the process is ending
             self._loop.call_soon_threadsafe(work, *arguments)
 
-    def _deliver(self, steps: list[Step]) -> None:
+    def _deliver(self, steps: list[SequenceUpdate]) -> None:
         for step in steps:
             arrival = self._arrivals.find(step.key)
             if arrival is not None:

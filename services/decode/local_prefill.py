@@ -10,18 +10,18 @@ from collections.abc import Callable
 
 from kvcommons.engine.core import Core
 from kvcommons.engine.engine import Engine
-from kvcommons.engine.prompt import First, Prompt
+from kvcommons.engine.prompt import FirstToken, Prompt
 from kvcommons.engine.prompt_memory import WholePrompt
 from kvcommons.engine.prompts import Prompts
 from kvcommons.engine.sequence import Sequence
 from kvcommons.errors import KVCommonsError
 
-Tell = Callable[[int, First | KVCommonsError], None]
+Tell = Callable[[int, FirstToken | KVCommonsError], None]
 """Told, by the sequence's key, what became of its prompt; from any thread."""
 
 
 class GoOn:
-    """A prompt's `Sink` where the sequence generates on the instance that has computed it."""
+    """A prompt's `PromptSink` where the sequence generates on the instance that has computed it."""
 
     goes_on = True
     failure = None
@@ -38,7 +38,7 @@ class GoOn:
     def computed(self, prompt: Prompt, layer: int, blocks: range) -> None:
         """They are where they belong."""
 
-    def finished(self, prompt: Prompt, first: First) -> None:
+    def finished(self, prompt: Prompt, first: FirstToken) -> None:
         self._tell(self._sequence.key, first)
 
     def refused(self, error: KVCommonsError) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
-from kvcommons.engine.callbacks import Step
+from kvcommons.engine.callbacks import SequenceUpdate
 from kvcommons.engine.iteration_timing import IterationTiming
 from kvcommons.telemetry.metrics import TOKEN_BUCKETS
 
@@ -79,7 +79,7 @@ class DecodeMetrics:
         """Of instances that compute slices for each other: how many others do."""
         self._peers.set_function(well)
 
-    def ended(self, step: Step) -> None:
+    def ended(self, step: SequenceUpdate) -> None:
         self._ended.labels(step.error.code if step.error is not None else step.reason).inc()
 
     def moved(self, blocks: int, paused_s: float, *, home: bool) -> None:

@@ -48,8 +48,7 @@ from services.decode.local_prefill import LocalPrefill
 from services.decode.metrics import DecodeMetrics
 from services.decode.moving import Homecoming, Mover
 from services.decode.server import DecodeService
-from services.decode.settling import Debtor as DebtorService
-from services.decode.settling import Settling
+from services.decode.settling import DebtorService, Settling
 from services.decode.slowness import Slowness
 from services.decode.staggering.rotation import Rotation
 

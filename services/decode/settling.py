@@ -257,7 +257,7 @@ class Settling:
                 await self._end(settlement)
 
 
-class Debtor(holder_pb2_grpc.DebtorServicer):
+class DebtorService(holder_pb2_grpc.DebtorServicer):
     """The gRPC face. Answers Loading until it is opened."""
 
     def __init__(self) -> None:

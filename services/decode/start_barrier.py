@@ -14,7 +14,7 @@ from kvcommons.pb import common_pb2 as pb
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Missing:
+class PushFrom:
     """Prefill has to push from this block on."""
 
     push_from_block: int
@@ -43,12 +43,12 @@ class StartBarrier:
         """Prefill waits for the fetch, and pushes what it lacks."""
         self._awaited = True
 
-    def fetched(self, blocks: int) -> Missing | Go | None:
+    def fetched(self, blocks: int) -> PushFrom | Go | None:
         """The fetch has ended: `blocks` leading blocks of the sequence are here."""
         self._present = min(blocks, self._push_from_block)
         if self._pushed_from is None or self._pushed_from > self._present:
             if self._present < self._push_from_block and not self._awaited:
-                return Missing(push_from_block=self._present)
+                return PushFrom(push_from_block=self._present)
             return None
         return self._go()
 

@@ -5,21 +5,21 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
-from kvcommons.engine.callbacks import Step
-from kvcommons.engine.prompt import First
+from kvcommons.engine.callbacks import SequenceUpdate
+from kvcommons.engine.prompt import FirstToken
 from kvcommons.pb import common_pb2
 from kvcommons.pb import decode_pb2 as pb
 
 
-class Stream:
+class EventStream:
     """Belongs to the event loop. Tokens that pile up while the router is slow leave in one message; there are
     never more than the sequence may have."""
 
     def __init__(self) -> None:
         self._tokens: list[common_pb2.SampledToken] = []
         self._missing: int | None = None
-        self._prefilled: First | None = None
-        self._end: Step | None = None
+        self._prefilled: FirstToken | None = None
+        self._end: SequenceUpdate | None = None
         self._news = asyncio.Event()
 
     @property
@@ -27,7 +27,7 @@ class Stream:
         """The engine has let go of the sequence."""
         return self._end is not None
 
-    def step(self, step: Step) -> None:
+    def step(self, step: SequenceUpdate) -> None:
         """What an iteration made of this sequence."""
         self._tokens += step.tokens
         if step.reason or step.error:
@@ -38,7 +38,7 @@ class Stream:
         self._missing = push_from_block
         self._news.set()
 
-    def prefilled(self, first: First) -> None:
+    def prefilled(self, first: FirstToken) -> None:
         """The prompt was computed here; its first token comes with the next step."""
         self._prefilled = first
         self._news.set()

@@ -22,7 +22,7 @@ from services.kvstore.ages import Ages
 from services.kvstore.block import Block, BlockOrigin, Doomed, Refusal, Space, Staging
 from services.kvstore.policies.base import Policy
 from services.kvstore.policies.floors import NO_FLOORS, Floors
-from services.kvstore.room import Memory, Room
+from services.kvstore.room import DiskRoom, Memory
 from services.kvstore.tier import BlockShape, Slot, Tier
 
 MODELS_MAX = 64
@@ -47,7 +47,7 @@ class Catalog:
         floors: Floors = NO_FLOORS,
     ) -> None:
         """`looks_ahead`: what the queue will use is fetched ahead. `ttl_s`: unused blocks go after it."""
-        self.room = Room(
+        self.room = DiskRoom(
             dram=dram, disk=disk, memory=memory, paper_window=paper_window, buffer_bytes=buffer_bytes
         )
         self.looks_ahead = looks_ahead

@@ -23,7 +23,7 @@ class Memory(Protocol):
     def remove(self, number: int) -> None: ...
 
 
-class Room:
+class DiskRoom:
     """The two tiers, and the blocks in them by model. `buffer_bytes` of DRAM are kept free, so that what
     comes need not wait (AttentionStore, section 3.3.1)."""
 

@@ -4,7 +4,7 @@ import pytest
 
 from kvcommons.errors import CapacityExhausted, InvalidInput
 from kvcommons.placement.auto import Auto, Costs, Rates
-from kvcommons.placement.base import Layout, Next, Piece, Placement, Room
+from kvcommons.placement.base import FreeRoom, Next, PlacedPiece, Placement, SequenceLayout
 from kvcommons.placement.choice import check_policy, placement_of
 from kvcommons.placement.fixed import Grow
 
@@ -15,18 +15,18 @@ def policy(name: str, *, holder_blocks: int = 4) -> Placement:
     return placement_of(name, costs=COSTS, holder_blocks=holder_blocks)
 
 
-def room(free: int, sequences: int = 0) -> Room:
-    return Room(free_blocks=free, sequences=sequences)
+def room(free: int, sequences: int = 0) -> FreeRoom:
+    return FreeRoom(free_blocks=free, sequences=sequences)
 
 
-def pieces(layout: Layout) -> list[tuple[int, str]]:
+def pieces(layout: SequenceLayout) -> list[tuple[int, str]]:
     return [(piece.blocks, "away" if piece.away else "here") for piece in layout.pieces]
 
 
 @pytest.mark.parametrize("name", ["local", "overflow"])
 def test_what_fits_stays_here(name: str) -> None:
     placed = policy(name).arrive(blocks=8, found=0, room=room(8, 3))
-    assert placed == Layout(pieces=(Piece(blocks=8, away=False),))
+    assert placed == SequenceLayout(pieces=(PlacedPiece(blocks=8, away=False),))
 
 
 def test_local_refuses_what_does_not_fit() -> None:

@@ -9,12 +9,12 @@ from typing import Protocol
 from kvcommons.engine.core import Core
 from kvcommons.engine.executor import Composer, Inline, Work
 from kvcommons.engine.iteration_timing import IterationTiming
-from kvcommons.engine.slices import Here, Slices, Turn
-from services.decode.staggering.lanes import LANES, Lane, Lanes, Tokens, share_of
+from kvcommons.engine.slices import LocalSlices, Slices, Turn
+from services.decode.staggering.lanes import LANES, BatchLane, Lanes, Tokens, share_of
 from services.decode.staggering.pipelines import Division
 
 
-class Policy(Protocol):
+class StaggeringPolicy(Protocol):
     """Into how many batches the sequences are divided, and who computes their slices (`Pipelining`,
     `Rotation`). Belongs to the engine's thread."""
 
@@ -26,7 +26,7 @@ class Policy(Protocol):
         self, sequences: int, tokens: int, timing: IterationTiming, *, batch: int, alone: bool
     ) -> None: ...
 
-    def took_staggered(self, sequences: int, tokens: int, lane: Lane) -> None: ...
+    def took_staggered(self, sequences: int, tokens: int, lane: BatchLane) -> None: ...
 
 
 class Staggered:
@@ -34,14 +34,20 @@ class Staggered:
     a time."""
 
     def __init__(
-        self, core: Core, composer: Composer, policy: Policy, *, turn: Turn | None = None, close_s: float
+        self,
+        core: Core,
+        composer: Composer,
+        policy: StaggeringPolicy,
+        *,
+        turn: Turn | None = None,
+        close_s: float,
     ) -> None:
         """`turn`: at the model, where others take turns at it too. `close_s`: for iterations under way, at
         the end."""
         self._composer = composer
         self._policy = policy
         self._lanes = Lanes(core.model.device, self._post, self._landed, turn)
-        self._here = Here(core.model, self._lanes.turn)
+        self._here = LocalSlices(core.model, self._lanes.turn)
         self._close_s = close_s
         self._inline = Inline(composer)
         self._division = Division()
@@ -62,7 +68,7 @@ class Staggered:
             work.idle()
         return False
 
-    def _landed(self, lane: Lane, tokens: Tokens | None) -> None:
+    def _landed(self, lane: BatchLane, tokens: Tokens | None) -> None:
         """A lane's iteration has ended; without tokens where it failed."""
         iteration, lane.iteration = lane.iteration, None
         assert iteration is not None
@@ -103,7 +109,7 @@ class Staggered:
         work.settle(iteration, tokens)
         return True
 
-    def _launch(self, work: Work, lane: Lane) -> None:
+    def _launch(self, work: Work, lane: BatchLane) -> None:
         """The lane's next iteration, of its share of all that can run."""
         able = work.able()
         shared = share_of(self._division, lane, able)
@@ -116,5 +122,5 @@ class Staggered:
         slices = self._slices(lane)(lane.batch.has_heads)
         lane.launch(self._composer.iteration(lane.batch, slices=slices), shared)
 
-    def _slices(self, lane: Lane) -> Callable[[bool], Slices]:
+    def _slices(self, lane: BatchLane) -> Callable[[bool], Slices]:
         return lambda has_heads: self._policy.slices(lane.number, self._here, unrotated=has_heads)

@@ -25,11 +25,11 @@ READY_S = 10.0  # for a thread to begin
 LANES = 2  # of one model replica; more batches need more replicas: rotation.py
 
 
-class Lane:
+class BatchLane:
     """One batch. All but the iteration itself belongs to the engine's thread."""
 
     def __init__(
-        self, number: int, landed: Callable[[Lane, Tokens | None], None], threads: int | None
+        self, number: int, landed: Callable[[BatchLane, Tokens | None], None], threads: int | None
     ) -> None:
         """`landed` is called on the lane's thread when an iteration has ended; without tokens where it
         failed. `threads`: of the model's operators; None: as many as others have."""
@@ -80,7 +80,7 @@ class Lanes:
         self,
         device: torch.device,
         post: Callable[[Callable[[], None]], None],
-        land: Callable[[Lane, Tokens | None], None],
+        land: Callable[[BatchLane, Tokens | None], None],
         turn: Turn | None = None,
     ) -> None:
         """Each with its share of the cores, where there are so many: they are replicas then, and need no
@@ -90,10 +90,10 @@ class Lanes:
         apart = turn is None and device.type == "cpu" and threads >= LANES
         share = threads // LANES if apart else None
 
-        def landed(lane: Lane, tokens: Tokens | None) -> None:
+        def landed(lane: BatchLane, tokens: Tokens | None) -> None:
             post(lambda: land(lane, tokens))
 
-        self.all = [Lane(number, landed, share) for number in range(LANES)]
+        self.all = [BatchLane(number, landed, share) for number in range(LANES)]
         self.turn = None if apart else turn or Turn()  # at the model
 
     @property
@@ -126,7 +126,7 @@ class Lanes:
             lane.iteration = None
 
 
-def share_of(division: Division, lane: Lane, able: Mapping[int, Sequence]) -> list[int]:
+def share_of(division: Division, lane: BatchLane, able: Mapping[int, Sequence]) -> list[int]:
     """The lane's of all sequences that can run."""
     tokens = {key: len(sequence.tokens) for key, sequence in able.items()}
     holders = {key: holder_of(sequence) for key, sequence in able.items()}
@@ -172,7 +172,7 @@ class Pipelining:
         if alone:
             self._staggering.took_alone(sequences, tokens, timing_of(timing, self._layers))
 
-    def took_staggered(self, sequences: int, tokens: int, lane: Lane) -> None:
+    def took_staggered(self, sequences: int, tokens: int, lane: BatchLane) -> None:
         """A lane's next iteration begins. `sequences` and `tokens` are of all lanes."""
         now_s = time.monotonic()
         if lane.began_s is not None:

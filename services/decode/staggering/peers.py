@@ -26,7 +26,7 @@ MEET_S = 1.0  # for the answer
 _ASK_S = 400e-6
 
 
-class Health:
+class PeerHealth:
     """Whether a peer is given slices: not before it was met, and not for a while after it failed one, longer
     each time. A peer that meets but is too slow for slices costs its deadline ever more rarely. Pure."""
 
@@ -68,7 +68,7 @@ class Peer:
         self._core = core
         self._deadline_s = deadline_s
         self._client = DataClient(address, observer=observer, ask_s=_ASK_S)
-        self._health = Health()
+        self._health = PeerHealth()
         self._lock = threading.Lock()  # of `_health`
         self._said = ""
         self._wake = threading.Event()

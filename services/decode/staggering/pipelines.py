@@ -94,7 +94,7 @@ def attend_s_wanted(scheme: Scheme, slice_s: float) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class SliceStart:
     """The batch's slice may run on the replica, now."""
 
     batch: int
@@ -115,17 +115,17 @@ class Turns:
         """Of the batch's slice that runs, waits or is next."""
         return self._scheme.replica_of(batch, self._turns[batch])
 
-    def ask(self, batch: int) -> Start | None:
+    def ask(self, batch: int) -> SliceStart | None:
         """The batch is ready for its next slice. None: it waits for `ended` to name it."""
         replica = self.replica(batch)
-        return Start(batch, replica) if self._queues[replica].ask(batch) else None
+        return SliceStart(batch, replica) if self._queues[replica].ask(batch) else None
 
-    def ended(self, batch: int) -> Start | None:
+    def ended(self, batch: int) -> SliceStart | None:
         """The batch's slice is computed, its attention begins. The slice that the replica computes next."""
         replica = self.replica(batch)
         self._turns[batch] += 1
         following = self._queues[replica].ended()
-        return None if following is None else Start(following, replica)
+        return None if following is None else SliceStart(following, replica)
 
 
 class Division:

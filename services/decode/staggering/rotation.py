@@ -25,7 +25,7 @@ from kvcommons.pb import common_pb2 as pb
 from kvcommons.pb import data_pb2
 from kvcommons.transport.base import Observer
 from kvcommons.transport.server import Exchange, Handler
-from services.decode.staggering.lanes import LANES, Lane, Mode, Pipelining, timing_of
+from services.decode.staggering.lanes import LANES, BatchLane, Mode, Pipelining, timing_of
 from services.decode.staggering.peers import MEET_EVERY_S, MEET_S, Peer
 from services.decode.staggering.pipelines import Rotational, Staggering
 from services.decode.staggering.slice_exchange import SliceMetrics, SliceServer, check_model
@@ -209,7 +209,7 @@ class Rotation:
             self._staggering.took_alone(sequences, tokens, timing_of(timing, self._layers))
             self._alone.ended(sequences, tokens, timing, batch=batch, alone=True)
 
-    def took_staggered(self, sequences: int, tokens: int, lane: Lane) -> None:
+    def took_staggered(self, sequences: int, tokens: int, lane: BatchLane) -> None:
         """A lane's next iteration begins. `sequences` and `tokens` are of both lanes."""
         if not self.rotating:
             self._alone.took_staggered(sequences, tokens, lane)

@@ -19,7 +19,7 @@ from kvcommons.attention.memory import byte_view
 from kvcommons.engine.core import Core
 from kvcommons.engine.slices import Turn
 from kvcommons.errors import InvalidInput
-from kvcommons.model.slices import Model, Rotation, State
+from kvcommons.model.slices import Model, RotaryAngles, State
 from kvcommons.model.spec import ModelSpec
 from kvcommons.pb import data_pb2 as pb
 from kvcommons.transport.client import DataClient, PendingCall
@@ -51,7 +51,7 @@ class SliceServer:
         self._model, self._identity = core.model, core.info.fingerprint
         self._turn = turn
         self._metrics = metrics
-        self._rotations: OrderedDict[tuple[int, ...], tuple[Tensor, Rotation]] = OrderedDict()
+        self._rotations: OrderedDict[tuple[int, ...], tuple[Tensor, RotaryAngles]] = OrderedDict()
         self._lock = threading.Lock()  # of `_rotations`
 
     def answer(self, asked: pb.ComputeSlice, exchange: Exchange) -> None:
@@ -83,7 +83,7 @@ class SliceServer:
         self._metrics.for_peer()
         exchange.reply(pb.DataReply(computed_slice=told), payload)
 
-    def _rotation(self, positions: tuple[int, ...]) -> tuple[Tensor, Rotation]:
+    def _rotation(self, positions: tuple[int, ...]) -> tuple[Tensor, RotaryAngles]:
         with self._lock:
             if positions in self._rotations:
                 self._rotations.move_to_end(positions)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from kvcommons.engine.iteration_timing import IterationTiming
-from services.decode.staggering.lanes import LANES, Lane, Lanes, Pipelining
+from services.decode.staggering.lanes import LANES, BatchLane, Lanes, Pipelining
 
 
 def test_waits_are_attention_then_queueing_then_network() -> None:
@@ -79,7 +79,7 @@ def test_what_is_about_a_sequence_under_way_waits_for_it() -> None:
 
 
 def test_an_iteration_that_fails_ends_too() -> None:
-    ended: list[tuple[Lane, Any]] = []
+    ended: list[tuple[BatchLane, Any]] = []
     posted: list[Any] = []
     threads = torch.get_num_threads()
     lanes = Lanes(torch.device("cpu"), posted.append, lambda lane, tokens: ended.append((lane, tokens)))

@@ -13,7 +13,7 @@ from services.decode.staggering.pipelines import (
     Fixed,
     Rotational,
     Scheme,
-    Start,
+    SliceStart,
     Timing,
     Turns,
     attend_s_wanted,
@@ -21,18 +21,18 @@ from services.decode.staggering.pipelines import (
 )
 
 
-def run(scheme: Scheme, timing: Timing, turns: int) -> tuple[list[Start], dict[str, float], float]:
+def run(scheme: Scheme, timing: Timing, turns: int) -> tuple[list[SliceStart], dict[str, float], float]:
     """What started on the replicas, busy seconds of each device, and the period at the end; the pool computes
     attention of one batch after the other."""
     order, busy = Turns(scheme), defaultdict[str, float](float)
     events: list[tuple[float, int, str, int]] = []
     pool: deque[int] = deque()
     pool_free = True
-    begun: list[Start] = []
+    begun: list[SliceStart] = []
     done = [0] * scheme.batches
     half_s = now_s = 0.0
 
-    def start(what: Start | None) -> None:
+    def start(what: SliceStart | None) -> None:
         if what is not None:
             begun.append(what)
             busy[f"replica {what.replica}"] += timing.slice_s
@@ -115,10 +115,10 @@ def test_a_slice_goes_to_the_replica_that_the_paper_names() -> None:
 
 def test_a_batch_that_rests_is_not_waited_for() -> None:
     turns = Turns(Rotational(2))
-    assert turns.ask(0) == Start(0, 0)
+    assert turns.ask(0) == SliceStart(0, 0)
     assert turns.ask(1) is None
-    assert turns.ended(0) == Start(1, 0)
+    assert turns.ended(0) == SliceStart(1, 0)
     assert turns.ended(1) is None  # the first one does not ask: the second goes on alone
-    assert turns.ask(1) == Start(1, 0)
+    assert turns.ask(1) == SliceStart(1, 0)
     assert turns.ended(1) is None
-    assert turns.ask(0) == Start(0, 0)
+    assert turns.ask(0) == SliceStart(0, 0)

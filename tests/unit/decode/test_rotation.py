@@ -12,12 +12,12 @@ from typing import Any, cast
 import pytest
 
 from kvcommons.engine.iteration_timing import IterationTiming
-from kvcommons.engine.slices import Here
+from kvcommons.engine.slices import LocalSlices
 from kvcommons.errors import InvalidInput, UnsupportedParameter
 from kvcommons.holder.budget import AttentionBudget
 from kvcommons.pb import data_pb2
 from kvcommons.transport.server import DataServer, Exchange
-from services.decode.staggering.lanes import LANES, Lane, Mode
+from services.decode.staggering.lanes import LANES, BatchLane, Mode
 from services.decode.staggering.rotation import Rotated, Rotation
 from tests.machine import scaled
 from tests.unit.engine.tiny import tiny_core
@@ -102,7 +102,7 @@ def test_the_first_decides_and_the_others_follow_until_it_is_gone(start: Start) 
     assert second.rotation.batches(16, 16_000) == 1  # its slices go round, its batch is one
     assert (first.rotation.shares, second.rotation.shares) == (2, 1)
     assert isinstance(
-        second.rotation.slices(0, Here(tiny_core(layers=LAYERS).model), unrotated=False), Rotated
+        second.rotation.slices(0, LocalSlices(tiny_core(layers=LAYERS).model), unrotated=False), Rotated
     )
     first.stop()
     until(lambda: not second.rotation.rotating)
@@ -117,7 +117,7 @@ def test_what_it_does_not_keep_it_takes_back(start: Start) -> None:
     measure(first)
     until(lambda: first.rotation.batches(16, 16_000) == LANES)
     until(lambda: second.rotation.rotating)
-    lane = cast(Lane, SimpleNamespace(began_s=None))
+    lane = cast(BatchLane, SimpleNamespace(began_s=None))
     for _ in range(20):
         lane.began_s = time.monotonic() - LAYERS * 5e-3
         first.rotation.took_staggered(16, 16_000, lane)

@@ -22,7 +22,7 @@ from kvcommons.model.spec import ModelSpec, model_info
 from kvcommons.transport.client import DataClient
 from kvcommons.transport.deadline import Deadline
 from kvcommons.transport.server import DataServer
-from services.decode.staggering.peers import Health
+from services.decode.staggering.peers import PeerHealth
 from services.decode.staggering.slice_exchange import PendingSlice, SliceServer, begin_slice
 
 IDENTITY = bytes(range(32))
@@ -177,7 +177,7 @@ def test_many_that_wait_and_give_up_leave_nobody_out() -> None:
 
 
 def test_a_peer_that_fails_is_left_alone_longer_each_time() -> None:
-    health = Health()
+    health = PeerHealth()
     assert not health.well(0.0)  # not met
     health.met(0.0)
     assert health.well(0.0)

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from kvcommons.pb import common_pb2 as pb
-from services.decode.start_barrier import Go, Missing, StartBarrier
+from services.decode.start_barrier import Go, PushFrom, StartBarrier
 
 FIRST = pb.SampledToken(token=7, position=40)
 OTHER = pb.SampledToken(token=8, position=40)
@@ -22,7 +22,7 @@ def test_waits_for_the_fetch_whichever_ends_first() -> None:
 
 def test_a_short_fetch_asks_for_more_and_waits_for_a_prefill_that_pushed_it() -> None:
     barrier = StartBarrier(push_from_block=4, fetching=True)
-    assert barrier.fetched(1) == Missing(push_from_block=1)
+    assert barrier.fetched(1) == PushFrom(push_from_block=1)
     # The first job's word comes late: its blocks from 4 on are here, those from 1 on are not.
     assert barrier.started(FIRST, 4) is None
     assert barrier.started(OTHER, 1) == Go(first=FIRST)

@@ -4,10 +4,10 @@ import asyncio
 
 import pytest
 
-from kvcommons.engine.callbacks import Step
+from kvcommons.engine.callbacks import SequenceUpdate
 from kvcommons.errors import DataLoss
 from kvcommons.pb import common_pb2 as pb
-from services.decode.stream import Stream
+from services.decode.stream import EventStream
 
 
 def sampled(*positions: int) -> list[pb.SampledToken]:
@@ -15,10 +15,10 @@ def sampled(*positions: int) -> list[pb.SampledToken]:
 
 
 async def test_tokens_that_pile_up_leave_in_one_message() -> None:
-    stream = Stream()
-    stream.step(Step(key=1, tokens=sampled(5)))
-    stream.step(Step(key=1, tokens=sampled(6, 7)))
-    stream.step(Step(key=1, tokens=sampled(8), reason="stop", saved_blocks=2))
+    stream = EventStream()
+    stream.step(SequenceUpdate(key=1, tokens=sampled(5)))
+    stream.step(SequenceUpdate(key=1, tokens=sampled(6, 7)))
+    stream.step(SequenceUpdate(key=1, tokens=sampled(8), reason="stop", saved_blocks=2))
     events = [event async for event in stream.events()]
     assert [event.WhichOneof("event") for event in events] == ["tokens", "finished"]
     assert [token.position for token in events[0].tokens.tokens] == [5, 6, 7, 8]
@@ -26,10 +26,10 @@ async def test_tokens_that_pile_up_leave_in_one_message() -> None:
 
 
 async def test_tokens_come_before_the_error_that_ends_them() -> None:
-    stream = Stream()
+    stream = EventStream()
     events = stream.events()
     stream.missing(3)
-    stream.step(Step(key=1, tokens=sampled(5), error=DataLoss("gone")))
+    stream.step(SequenceUpdate(key=1, tokens=sampled(5), error=DataLoss("gone")))
     assert stream.ended
     assert (await anext(events)).missing.push_from_block == 3
     assert (await anext(events)).tokens.tokens[0].position == 5
@@ -38,9 +38,9 @@ async def test_tokens_come_before_the_error_that_ends_them() -> None:
 
 
 async def test_waits_for_news() -> None:
-    stream = Stream()
+    stream = EventStream()
     following = asyncio.ensure_future(anext(stream.events()))
     await asyncio.sleep(0)
     assert not following.done()
-    stream.step(Step(key=1, tokens=sampled(5)))
+    stream.step(SequenceUpdate(key=1, tokens=sampled(5)))
     assert (await following).tokens.tokens[0].position == 5

@@ -10,7 +10,7 @@ import pytest
 from benchmarks.replacing import Replacing
 from kvcommons.blockstore.loader import BlockLoader
 from kvcommons.blockstore.saver import BlockSaver
-from kvcommons.engine.callbacks import Step
+from kvcommons.engine.callbacks import SequenceUpdate
 from kvcommons.engine.core import Core
 from kvcommons.engine.engine import Engine
 from kvcommons.engine.history import Histories
@@ -24,7 +24,7 @@ from kvcommons.engine.read_buffer import ReadBuffer
 from kvcommons.engine.scheduler import Scheduler
 from kvcommons.errors import InvalidInput
 from kvcommons.holder.budget import AttentionBudget
-from kvcommons.placement.auto import Rates
+from kvcommons.placement.auto import LoadRates
 from kvcommons.telemetry.trace import Tracer
 from services.decode.decode_engine import decode_engine
 from tests.unit.engine.tiny import tiny_core
@@ -39,7 +39,7 @@ class Around(Replacing):
     def iteration(self, batch: int, timing: IterationTiming) -> None:
         raise AssertionError("no sequence runs")
 
-    def ended(self, step: Step) -> None:
+    def ended(self, step: SequenceUpdate) -> None:
         raise AssertionError("no sequence runs")
 
 
@@ -67,7 +67,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 def _decode(core: Core, keeper: BlockKeeper, around: Around) -> Engine:
     return decode_engine(
-        core, scheduler=Scheduler(max_batch=4), may_borrow=False, attend_deadline_s=LONG_S, rates=Rates(),
+        core, scheduler=Scheduler(max_batch=4), may_borrow=False, attend_deadline_s=LONG_S, rates=LoadRates(),
         budget=AttentionBudget(1.0), keeper=keeper, callbacks=around, metrics=around,
     )  # fmt: skip
 

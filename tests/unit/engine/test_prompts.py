@@ -20,7 +20,7 @@ from kvcommons.engine.iteration import Iteration
 from kvcommons.engine.keeper import BlockKeeper
 from kvcommons.engine.load_or_compute import LoadOrCompute
 from kvcommons.engine.preloading import Preloading
-from kvcommons.engine.prompt import First, Prompt
+from kvcommons.engine.prompt import FirstToken, Prompt
 from kvcommons.engine.prompt_engine import prompt_engine
 from kvcommons.engine.prompt_memory import WholePrompt
 from kvcommons.engine.prompts import Prompts
@@ -45,7 +45,7 @@ class Kept:
     breaks_at: int | None = None
     goes_on: bool = False
     failure: KVCommonsError | None = None
-    first: First | None = None
+    first: FirstToken | None = None
     error: KVCommonsError | None = None
     layers: list[tuple[int, range]] = field(default_factory=list)
     ended: threading.Event = field(default_factory=threading.Event)
@@ -58,7 +58,7 @@ class Kept:
             raise MemoryError("on purpose")
         self.layers.append((layer, blocks))
 
-    def finished(self, prompt: Prompt, first: First) -> None:
+    def finished(self, prompt: Prompt, first: FirstToken) -> None:
         self.first = first
         self.ended.set()
 
