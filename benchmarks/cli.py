@@ -15,6 +15,7 @@ from benchmarks import (
     attention_store_cli,
     borrow,
     first_token,
+    live_hits,
     long_context,
     mini_batches,
     offload,
@@ -96,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     attention.add(commands, _add_outputs)
     overlap_cli.add(commands, _add_outputs)
     store_cli.add(commands, _add_outputs)
+    live_hits.add(commands, _add_outputs)
     transport.add(commands, _add_outputs)
     borrow.add(commands, _add_outputs)
     settlement_cli.add(commands, _add_outputs)

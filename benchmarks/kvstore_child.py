@@ -20,17 +20,19 @@ STOP_S_MAX = 20.0
 class KvstoreChild:
     """On Unix sockets and with its data in `folder`; ends with the context."""
 
-    def __init__(self, folder: Path, *, dram_bytes: int, disk_bytes: int) -> None:
+    def __init__(self, folder: Path, *, dram_bytes: int, disk_bytes: int, **others: object) -> None:
+        """`others`: more settings of the kvstore."""
         self.data_address = f"unix:{folder}/data.s"
-        self._control = f"unix:{folder}/control.s"
+        self.control_address = f"unix:{folder}/control.s"
         self._log = folder / "kvstore.log"
         settings = {
-            "listen": self._control,
+            "listen": self.control_address,
             "data_listen": self.data_address,
             "ledger": f"unix:{folder}/no-ledger",
             "data": folder / "kvstore",
             "dram_bytes": dram_bytes,
             "disk_bytes": disk_bytes,
+            **others,
         }
         flags = [f"--set={name}={value}" for name, value in settings.items()]
         self._command = [sys.executable, "-m", "services.kvstore", *flags]
@@ -55,7 +57,7 @@ class KvstoreChild:
 
     def _wait_ready(self) -> None:
         until = time.monotonic() + READY_S_MAX
-        with grpc.insecure_channel(self._control) as channel:
+        with grpc.insecure_channel(self.control_address) as channel:
             health = health_pb2_grpc.HealthStub(channel)
             while time.monotonic() < until and self._process.poll() is None:
                 try:
