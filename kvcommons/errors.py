@@ -12,7 +12,8 @@
     ├── Conflict                     the state moved on under the caller
     │   ├── TurnInProgress
     │   ├── VersionConflict
-    │   └── AlreadyExists
+    │   ├── AlreadyExists
+    │   └── UnknownPlan              its creditor has the plan no more: open it again
     ├── TooLarge
     ├── Unprocessable
     ├── Overloaded                   a bounded queue or memory is full; retry later
@@ -123,6 +124,10 @@ class AlreadyExists(Conflict):
     code = "already_exists"
 
 
+class UnknownPlan(Conflict):
+    code = "unknown_plan"
+
+
 class TooLarge(KVCommonsError):
     code = "request_too_large"
 
@@ -189,6 +194,7 @@ _TABLE: dict[str, tuple[type[KVCommonsError], grpc.StatusCode, int, str]] = {
     "turn_in_progress": (TurnInProgress, _S.ABORTED, 409, _INVALID),
     "version_conflict": (VersionConflict, _S.ABORTED, 409, _INVALID),
     "already_exists": (AlreadyExists, _S.ALREADY_EXISTS, 409, _INVALID),
+    "unknown_plan": (UnknownPlan, _S.ABORTED, 409, _INVALID),
     "request_too_large": (TooLarge, _S.INVALID_ARGUMENT, 413, _INVALID),
     "unprocessable_entity": (Unprocessable, _S.INVALID_ARGUMENT, 422, _INVALID),
     "overloaded": (Overloaded, _S.RESOURCE_EXHAUSTED, 429, "rate_limit_error"),

@@ -7,19 +7,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from functools import partial
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from kvcommons.attention.memory import TORCH_DTYPES, byte_view
-from kvcommons.attention.native import library
-from kvcommons.attention.native.serve import Turn
 from kvcommons.attention.partial import Partial, attend_chunk
-from kvcommons.errors import DeadlineExceeded, InvalidInput
-from kvcommons.holder.budget import AttentionBudget
-from kvcommons.holder.following import BUSY, Following
+from kvcommons.errors import InvalidInput
+from kvcommons.holder.allowance import Allowance, computing
 from kvcommons.holder.holder import Holder
 from kvcommons.holder.rows import Part, RowPlan, RowPlans
 from kvcommons.holder.segment import Segment
@@ -33,21 +29,15 @@ from kvcommons.transport.server import Exchange
 class Attention:
     """Answers AttendLayer for one holder. Thread-safe; one request at a time uses the cores."""
 
-    def __init__(self, holder: Holder, budget: AttentionBudget | None = None) -> None:
-        """`budget` bounds what is computed for others; None: nothing does."""
+    def __init__(self, holder: Holder, allowance: Allowance) -> None:
         self._holder = holder
-        self._budget = budget
-        self.turn = Turn(library.chosen())
+        self._allowance = allowance
         self._plans = RowPlans()
-        self.following = Following(holder, self.turn, budget)
 
     def answer(self, request: pb.AttendLayer, exchange: Exchange) -> None:
         """Receives queries, and K and V to append; replies outputs and lse. Errors: StaleEpoch for a segment
         that is gone, InvalidInput for one that is too short; nothing was computed then, appended rows may be
-        there.
-
-        What follows on the connection (the same rows, layer after layer) is then served natively, where
-        that can be."""
+        there."""
         layout = self._holder.memory.layout
         if request.layer >= layout.layers or not request.segments:
             raise InvalidInput(
@@ -107,7 +97,6 @@ class Attention:
             with self._computing(exchange.deadline) as spent:
                 plan.attend(layer, buffers)
             exchange.reply(pb.DataReply(attend_layer=spent), buffers.answer)
-        exchange.follow = partial(self.following.follow, plan)
 
     def _chunks(self, layer: int, parts: list[Part], exchange: Exchange) -> None:
         rows, appends = sum(part.rows for part in parts), [part.rows for part in parts if part.append]
@@ -126,15 +115,9 @@ class Attention:
     def _computing(self, deadline: Deadline) -> Iterator[pb.AttendLayerReply]:
         """One request at a time, within the budget; what it waited and took, once it has ended."""
         spent, asked_s = pb.AttendLayerReply(), time.monotonic()
-        with self._budget.turn(deadline) if self._budget is not None else nullcontext():
-            if not self.turn.take(deadline.left()):
-                raise DeadlineExceeded(BUSY)
+        with computing(self._allowance, deadline), torch.inference_mode():
             began_s = time.monotonic()
-            try:
-                with torch.inference_mode():
-                    yield spent
-            finally:
-                self.turn.give()
+            yield spent
         spent.queued_us = int((began_s - asked_s) * 1e6)
         spent.computed_us = int((time.monotonic() - began_s) * 1e6)
 

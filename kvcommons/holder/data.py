@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvcommons.errors import InvalidInput, UnsupportedParameter
-from kvcommons.holder.attending import Attention
+from kvcommons.holder import attending
 from kvcommons.holder.budget import AttentionBudget
-from kvcommons.holder.following import OPERATION_S
 from kvcommons.holder.holder import Holder
+from kvcommons.holder.plan_session import OPERATION_S, Attention, PlanSession
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import data_pb2 as pb
 from kvcommons.telemetry.trace import Tracer
@@ -33,11 +33,13 @@ class HolderData:
         budget: AttentionBudget | None = None,
         tracer: Tracer | None = None,
     ) -> None:
-        """`budget`: see Attention. `tracer` makes a span of each request that belongs to a
-        trace."""
+        """`budget` bounds what is computed for others; None: nothing does. `tracer` makes a span of each
+        request that belongs to a trace. A DataServer's `session` is `attention.session`."""
         self._tracer = tracer or Tracer.off()
         self._holder = holder
-        self.attention = Attention(holder, budget)
+        allowance = budget.allowance if budget is not None else None
+        self.attention = Attention(holder, allowance, self._tracer)
+        self._former = attending.Attention(holder, self.attention.allowance)
         self._on_start_sequence = on_start_sequence
         self._history = history
 
@@ -58,13 +60,32 @@ class HolderData:
         elif op == "read_blocks":
             self._read(request.read_blocks, exchange)
         elif op == "attend_layer":
-            self.attention.answer(request.attend_layer, exchange)
+            self._former.answer(request.attend_layer, exchange)
+        elif op in ("open_plan", "change_plan", "close_plan", "describe_plan"):
+            self._plan(op, request, exchange)
         elif op == "start_sequence" and self._on_start_sequence is not None:
             self._start(request.start_sequence, self._on_start_sequence, exchange)
         elif op == "await_history" and self._history is not None:
             self._await(request.await_history, self._history, exchange)
         else:
             raise UnsupportedParameter(f"this holder does not answer {op}", param="op")
+
+    def _plan(self, op: str, request: pb.DataRequest, exchange: Exchange) -> None:
+        session = exchange.session
+        if not isinstance(session, PlanSession):
+            raise UnsupportedParameter("this holder attends over nobody's KV", param="op")
+        if op == "describe_plan":
+            described = session.describe(request.describe_plan.plan)
+            exchange.reply(pb.DataReply(plan_description=described))
+            return
+        exchange.one_way = True
+        if op == "open_plan":
+            session.open(request.open_plan, request.traceparent)
+        elif op == "change_plan":
+            session.change(request.change_plan)
+        else:
+            session.close_plan(request.close_plan.plan)
+        exchange.follow = session.follow
 
     def _write(self, write: pb.WriteBlocks, exchange: Exchange) -> None:
         layout = self._holder.memory.layout

@@ -7,13 +7,13 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from kvcommons.attention.memory import BlockMemory
-from kvcommons.errors import InvalidInput
-from kvcommons.holder.segment import Pin, Segment, Stay
+from kvcommons.errors import InvalidInput, StaleEpoch
+from kvcommons.holder.segment import Pin, Segment
 from kvcommons.holder.segments import SegmentRef, SegmentTable, new_epoch
 from kvcommons.rblock.allocator import BlockAllocator
 
@@ -207,14 +207,22 @@ class Holder:
                 for pin in pins:
                     self._table.unpin(pin)
 
-    def stay(self, refs: Sequence[SegmentRef], end: Callable[[], bool]) -> Stay:
-        """This and `leave`: see SegmentTable."""
+    def pin_each(self, wanted: Iterable[tuple[SegmentRef, Callable[[], bool]]]) -> list[Pin | StaleEpoch]:
+        """Standing pins, each with its `end` (see Pin); an error where there is no such segment. `end` is
+        called with the holder's lock held."""
         with self._lock:
-            return self._table.stay(refs, end)
+            return [self._pin_or_error(ref, end) for ref, end in wanted]
 
-    def leave(self, stay: Stay) -> None:
+    def _pin_or_error(self, ref: SegmentRef, end: Callable[[], bool]) -> Pin | StaleEpoch:
+        try:
+            return self._table.pin(ref, end)
+        except StaleEpoch as error:
+            return error
+
+    def unpin_all(self, pins: Iterable[Pin]) -> None:
         with self._lock:
-            self._table.leave(stay)
+            for pin in pins:
+                self._table.unpin(pin)
 
     def blocks(
         self, segment: Segment, first: int, count: int, *, write: bool = False, beyond: bool = False

@@ -13,8 +13,6 @@ import torch
 from torch import Tensor
 
 from kvcommons.attention.memory import TORCH_DTYPES, BlockMemory, byte_view
-from kvcommons.attention.native import library
-from kvcommons.attention.native.serve import Layers, ServedRow, Turn
 from kvcommons.attention.partial import BatchPlan, Partial
 from kvcommons.holder.segment import Segment
 from kvcommons.holder.segments import SegmentRef
@@ -75,7 +73,6 @@ class RowPlan:
         self._scale = scale
         self._segments = list(segments)
         self._shapes = [_shape(segment) for segment in segments]
-        self._parts = parts
         width = max(1, *(len(part.blocks) for part in parts))
         tables = [part.blocks + [0] * (width - len(part.blocks)) for part in parts]
         self._tables = self._longs(tables)
@@ -139,41 +136,6 @@ class RowPlan:
         partial = plan.attend(buffers.q.to(kv.device), kv, self._scale)
         buffers.partial.out.copy_(partial.out)
         buffers.partial.lse.copy_(partial.lse)
-
-    def natively(self, turn: Turn) -> Layers | None:
-        """What follows without the interpreter; None where only torch can attend. For the thread that will
-        serve it."""
-        kv, kernel = self._memory.tensor, library.chosen()
-        if kernel is None or kv.device.type != "cpu":
-            return None
-        buffers = RowBuffers(self._memory.layout, len(self.refs), self.appended)
-        if not library.serves(buffers.q, kv[0]):
-            return None
-        size = self._memory.layout.block_tokens
-        rows = [
-            ServedRow(
-                handle=ref.handle,
-                epoch=ref.epoch,
-                generation=ref.generation,
-                first_block=part.first_block,
-                append=part.append,
-                reach=len(part.blocks) * size,
-            )
-            for ref, part in zip(self.refs, self._parts, strict=True)
-        ]
-        return Layers(
-            turn,
-            kernel,
-            kv,
-            rows,
-            self._tables,
-            torch.stack((self._lengths, self._key_positions, self._query_positions)),
-            windows=self._windows,
-            scale=self._scale,
-            q=buffers.q,
-            appended=buffers.appended,
-            answer=buffers.both,
-        )
 
     def _longs(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._memory.device)

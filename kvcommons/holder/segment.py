@@ -32,7 +32,7 @@ class Segment:
     oldest: int = 0  # generation whose accesses are still good
     released: bool = False
     pins: set[int] = field(default_factory=set)  # numbers of the accesses under way
-    stays: list[Stay] = field(default_factory=list)  # whose pins are among these
+    standing: list[Pin] = field(default_factory=list)  # those of plans, among these
     parting: list[Parting] = field(default_factory=list)
 
     @property
@@ -46,18 +46,12 @@ class Segment:
         return self.blocks + [block for parting in self.parting for block in parting.blocks]
 
 
-@dataclass(slots=True)  # not frozen, which makes them slowly: there is one for each row of a layer
+@dataclass(slots=True, eq=False)  # not frozen, which makes them slowly: there is one for each row of a plan
 class Pin:
-    """An access under way."""
+    """An access under way; or one that stands, of whoever comes back to the segment again and again."""
 
     segment: Segment
     number: int  # later ones have larger ones
-
-
-@dataclass(slots=True, eq=False)
-class Stay:
-    """Of whoever comes back to the same segments again and again, and pins them for all that time. `end`: no
-    access begins any more; whether none is under way."""
-
-    end: Callable[[], bool]
-    pins: list[Pin] = field(default_factory=list)
+    # Of a standing one. The table calls it before the segment changes in another way than by growing: no
+    # access begins any more. Whether none is under way; else whoever has the pin unpins it after that.
+    end: Callable[[], bool] | None = None

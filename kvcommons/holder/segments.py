@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 
 from kvcommons.errors import CapacityExhausted, Conflict, InvalidInput, StaleEpoch
 from kvcommons.holder.pledges import Pledges, check_lease
-from kvcommons.holder.segment import Parting, Pin, Segment, Stay
+from kvcommons.holder.segment import Parting, Pin, Segment
 from kvcommons.rblock.allocator import BlockAllocator
 from kvcommons.telemetry.events import unobserved
 
@@ -132,7 +132,7 @@ class SegmentTable:
                 f"before {until_block} cannot be frozen",
                 param="until_block",
             )
-        self._end_stays(segment)
+        self._end_standing(segment)
         segment.generation, segment.frozen = generation, blocks
         self._tell("freeze", ref.handle, generation=generation, count=blocks)
 
@@ -140,7 +140,7 @@ class SegmentTable:
         """Takes the freeze of this generation back; where there is none, nothing happens."""
         segment = self._segments.get(ref.handle) if ref.epoch == self.epoch else None
         if segment is not None and segment.owner == owner and segment.generation == ref.generation:
-            self._end_stays(segment)
+            self._end_standing(segment)
             segment.frozen = 0
             self._tell("thaw", ref.handle, generation=segment.generation)
 
@@ -153,7 +153,7 @@ class SegmentTable:
             return 0
         count, segment.frozen = segment.frozen, 0
         if count:
-            self._end_stays(segment)
+            self._end_standing(segment)
             blocks, segment.blocks = segment.blocks[:count], segment.blocks[count:]
             segment.trimmed += count
             segment.oldest = segment.generation
@@ -203,7 +203,7 @@ class SegmentTable:
         heir = self._segments[new.handle]
         heir.trimmed, heir.shared = segment.trimmed, segment.shared
         if shared_blocks:
-            self._end_stays(segment)
+            self._end_standing(segment)
             heir.shared = segment.shared = max(segment.shared, segment.trimmed + shared_blocks)
         else:
             self._drop(ref.handle, "adopted")
@@ -227,18 +227,26 @@ class SegmentTable:
             )
         return segment
 
-    def pin(self, ref: SegmentRef) -> Pin:
-        """As `find`; the blocks stay the segment's until `unpin`, even if it is released meanwhile."""
+    def pin(self, ref: SegmentRef, end: Callable[[], bool] | None = None) -> Pin:
+        """As `find`; the blocks stay the segment's until `unpin`, even if it is released meanwhile. With
+        `end` (see Pin) it is a standing pin, which the table may end."""
         segment = self.find(ref)
-        pin = Pin(segment, self._next_pin)
+        pin = Pin(segment, self._next_pin, end)
         self._next_pin += 1
         segment.pins.add(pin.number)
+        if end is not None:
+            segment.standing.append(pin)
         if self._watched:
             self._tell("pin", ref.handle, generation=ref.generation, pin=pin.number)
         return pin
 
     def unpin(self, pin: Pin) -> None:
+        """A standing one may have been ended before."""
         segment = pin.segment
+        if pin.end is not None:
+            if pin not in segment.standing:
+                return
+            segment.standing.remove(pin)
         assert pin.number in segment.pins, "unpinned more often than pinned"
         segment.pins.remove(pin.number)
         if self._watched:
@@ -247,26 +255,6 @@ class SegmentTable:
             self._part(segment)
         if segment.released and not segment.pins:
             self._give(segment, segment.blocks)
-
-    def stay(self, refs: Iterable[SegmentRef], end: Callable[[], bool]) -> Stay:
-        """Pins them all for accesses to come, until `leave`; or until one of them changes in another way than
-        by growing, and `end` says that none is under way. Raises StaleEpoch."""
-        stay = Stay(end)
-        try:
-            for ref in refs:
-                stay.pins.append(self.pin(ref))
-                stay.pins[-1].segment.stays.append(stay)
-        except StaleEpoch:
-            self.leave(stay)
-            raise
-        return stay
-
-    def leave(self, stay: Stay) -> None:
-        """May come after the table has ended it."""
-        pins, stay.pins = stay.pins, []
-        for pin in pins:
-            pin.segment.stays.remove(stay)
-            self.unpin(pin)
 
     def release(self, refs: Iterable[SegmentRef]) -> None:
         """Segments that are not known (any more) are passed over: whoever releases may ask twice."""
@@ -359,11 +347,11 @@ class SegmentTable:
         for parting in done:
             self._give(segment, parting.blocks, parting.settlement)
 
-    def _end_stays(self, segment: Segment) -> None:
-        """Before it changes. Who is in the middle of an access leaves by itself."""
-        for stay in list(segment.stays):
-            if stay.end():
-                self.leave(stay)
+    def _end_standing(self, segment: Segment) -> None:
+        """Before it changes."""
+        for pin in list(segment.standing):
+            if pin.end is not None and pin.end():
+                self.unpin(pin)
 
     def _give(self, segment: Segment, blocks: list[int], settlement: str = "") -> None:
         """The segment's references on these blocks go to the settlement, if they are the last ones and it is
@@ -378,7 +366,7 @@ class SegmentTable:
 
     def _drop(self, handle: int, event: str) -> None:
         segment = self._segments.pop(handle)
-        self._end_stays(segment)
+        self._end_standing(segment)
         segment.released = True
         self._tell(event, handle)
         if not segment.pins:

@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvcommons.pb import common_pb2 as kvcommons_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvcommons/v1/data.proto\x12\x0ckvcommons.v1\x1a\x19kvcommons/v1/common.proto\"\x84\x04\n\x0b\x44\x61taRequest\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x01 \x01(\r\x12\x13\n\x0btraceparent\x18\x02 \x01(\t\x12+\n\tput_layer\x18\n \x01(\x0b\x32\x16.kvcommons.v1.PutLayerH\x00\x12-\n\nget_layers\x18\x0b \x01(\x0b\x32\x17.kvcommons.v1.GetLayersH\x00\x12\x31\n\x0cwrite_blocks\x18\x0c \x01(\x0b\x32\x19.kvcommons.v1.WriteBlocksH\x00\x12/\n\x0bread_blocks\x18\r \x01(\x0b\x32\x18.kvcommons.v1.ReadBlocksH\x00\x12\x31\n\x0c\x61ttend_layer\x18\x0e \x01(\x0b\x32\x19.kvcommons.v1.AttendLayerH\x00\x12\x35\n\x0estart_sequence\x18\x0f \x01(\x0b\x32\x1b.kvcommons.v1.StartSequenceH\x00\x12\x33\n\rawait_history\x18\x10 \x01(\x0b\x32\x1a.kvcommons.v1.AwaitHistoryH\x00\x12\x33\n\rcompute_slice\x18\x11 \x01(\x0b\x32\x1a.kvcommons.v1.ComputeSliceH\x00\x12\x31\n\x0cmeet_replica\x18\x12 \x01(\x0b\x32\x19.kvcommons.v1.MeetReplicaH\x00\x42\x04\n\x02op\"\x95\x03\n\tDataReply\x12(\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x19.kvcommons.v1.ErrorDetail\x12\x30\n\tput_layer\x18\n \x01(\x0b\x32\x1b.kvcommons.v1.PutLayerReplyH\x00\x12+\n\tgot_layer\x18\x0b \x01(\x0b\x32\x16.kvcommons.v1.GotLayerH\x00\x12\"\n\x04\x64one\x18\x0c \x01(\x0b\x32\x12.kvcommons.v1.DoneH\x00\x12\x36\n\x0c\x61ttend_layer\x18\r \x01(\x0b\x32\x1e.kvcommons.v1.AttendLayerReplyH\x00\x12\x35\n\x0eplaced_history\x18\x0e \x01(\x0b\x32\x1b.kvcommons.v1.PlacedHistoryH\x00\x12\x35\n\x0e\x63omputed_slice\x18\x0f \x01(\x0b\x32\x1b.kvcommons.v1.ComputedSliceH\x00\x12/\n\x0bmet_replica\x18\x10 \x01(\x0b\x32\x18.kvcommons.v1.MetReplicaH\x00\x42\x04\n\x02op\"\x06\n\x04\x44one\"\xb2\x01\n\x08PutLayer\x12\r\n\x05model\x18\x01 \x01(\x0c\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x0e\n\x06writer\x18\x03 \x01(\t\x12\r\n\x05layer\x18\x04 \x01(\r\x12\x0e\n\x06parent\x18\x05 \x01(\x0c\x12\x13\n\x0b\x66irst_block\x18\x06 \x01(\r\x12\x11\n\tblock_ids\x18\x07 \x03(\x0c\x12\x11\n\tchecksums\x18\x08 \x03(\x06\x12\x0e\n\x06layers\x18\t \x01(\r\x12\r\n\x05\x63ount\x18\n \x01(\r\"!\n\rPutLayerReply\x12\x10\n\x08unwanted\x18\x01 \x03(\r\"R\n\tGetLayers\x12\r\n\x05model\x18\x01 \x01(\x0c\x12\x11\n\tblock_ids\x18\x02 \x03(\x0c\x12\x13\n\x0b\x66irst_layer\x18\x03 \x01(\r\x12\x0e\n\x06layers\x18\x04 \x01(\r\"A\n\x08GotLayer\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x11\n\tchecksums\x18\x02 \x03(\x06\x12\x13\n\x0bgenerations\x18\x03 \x03(\x04\"t\n\x0bWriteBlocks\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05layer\x18\x03 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\r\x12\x0e\n\x06\x62locks\x18\x05 \x01(\r\x12\x12\n\ngeneration\x18\x06 \x01(\x04\"s\n\nReadBlocks\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05layer\x18\x03 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\r\x12\x0e\n\x06\x62locks\x18\x05 \x01(\r\x12\x12\n\ngeneration\x18\x06 \x01(\x04\"K\n\x0b\x41ttendLayer\x12\r\n\x05layer\x18\x01 \x01(\r\x12-\n\x08segments\x18\x02 \x03(\x0b\x32\x1b.kvcommons.v1.AttendSegment\"\x9d\x01\n\rAttendSegment\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04rows\x18\x03 \x01(\r\x12\x16\n\x0e\x66irst_position\x18\x04 \x01(\x04\x12\x0e\n\x06\x61ppend\x18\x05 \x01(\x08\x12\x0e\n\x06length\x18\x06 \x01(\r\x12\x12\n\ngeneration\x18\x07 \x01(\x04\x12\x13\n\x0b\x66irst_block\x18\x08 \x01(\r\":\n\x10\x41ttendLayerReply\x12\x11\n\tqueued_us\x18\x01 \x01(\r\x12\x13\n\x0b\x63omputed_us\x18\x02 \x01(\r\"t\n\rStartSequence\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12)\n\x05\x66irst\x18\x03 \x01(\x0b\x32\x1a.kvcommons.v1.SampledToken\x12\x19\n\x11pushed_from_block\x18\x04 \x01(\r\"-\n\x0c\x41waitHistory\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"\x1f\n\rPlacedHistory\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r\"R\n\x0c\x43omputeSlice\x12\r\n\x05model\x18\x01 \x01(\x0c\x12\r\n\x05layer\x18\x02 \x01(\r\x12\x11\n\tpositions\x18\x03 \x03(\r\x12\x11\n\tunrotated\x18\x04 \x01(\x08\"7\n\rComputedSlice\x12\x11\n\tqueued_us\x18\x01 \x01(\r\x12\x13\n\x0b\x63omputed_us\x18\x02 \x01(\r\"=\n\x0bMeetReplica\x12\r\n\x05model\x18\x01 \x01(\x0c\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0e\n\x06rotate\x18\x03 \x01(\x08\"/\n\nMetReplica\x12\x11\n\tsequences\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x01(\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvcommons/v1/data.proto\x12\x0ckvcommons.v1\x1a\x19kvcommons/v1/common.proto\"\xc6\x05\n\x0b\x44\x61taRequest\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x01 \x01(\r\x12\x13\n\x0btraceparent\x18\x02 \x01(\t\x12+\n\tput_layer\x18\n \x01(\x0b\x32\x16.kvcommons.v1.PutLayerH\x00\x12-\n\nget_layers\x18\x0b \x01(\x0b\x32\x17.kvcommons.v1.GetLayersH\x00\x12\x31\n\x0cwrite_blocks\x18\x0c \x01(\x0b\x32\x19.kvcommons.v1.WriteBlocksH\x00\x12/\n\x0bread_blocks\x18\r \x01(\x0b\x32\x18.kvcommons.v1.ReadBlocksH\x00\x12\x31\n\x0c\x61ttend_layer\x18\x0e \x01(\x0b\x32\x19.kvcommons.v1.AttendLayerH\x00\x12\x35\n\x0estart_sequence\x18\x0f \x01(\x0b\x32\x1b.kvcommons.v1.StartSequenceH\x00\x12\x33\n\rawait_history\x18\x10 \x01(\x0b\x32\x1a.kvcommons.v1.AwaitHistoryH\x00\x12\x33\n\rcompute_slice\x18\x11 \x01(\x0b\x32\x1a.kvcommons.v1.ComputeSliceH\x00\x12\x31\n\x0cmeet_replica\x18\x12 \x01(\x0b\x32\x19.kvcommons.v1.MeetReplicaH\x00\x12+\n\topen_plan\x18\x13 \x01(\x0b\x32\x16.kvcommons.v1.OpenPlanH\x00\x12/\n\x0b\x63hange_plan\x18\x14 \x01(\x0b\x32\x18.kvcommons.v1.ChangePlanH\x00\x12-\n\nclose_plan\x18\x15 \x01(\x0b\x32\x17.kvcommons.v1.ClosePlanH\x00\x12\x33\n\rdescribe_plan\x18\x16 \x01(\x0b\x32\x1a.kvcommons.v1.DescribePlanH\x00\x42\x04\n\x02op\"\xd0\x03\n\tDataReply\x12(\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x19.kvcommons.v1.ErrorDetail\x12\x30\n\tput_layer\x18\n \x01(\x0b\x32\x1b.kvcommons.v1.PutLayerReplyH\x00\x12+\n\tgot_layer\x18\x0b \x01(\x0b\x32\x16.kvcommons.v1.GotLayerH\x00\x12\"\n\x04\x64one\x18\x0c \x01(\x0b\x32\x12.kvcommons.v1.DoneH\x00\x12\x36\n\x0c\x61ttend_layer\x18\r \x01(\x0b\x32\x1e.kvcommons.v1.AttendLayerReplyH\x00\x12\x35\n\x0eplaced_history\x18\x0e \x01(\x0b\x32\x1b.kvcommons.v1.PlacedHistoryH\x00\x12\x35\n\x0e\x63omputed_slice\x18\x0f \x01(\x0b\x32\x1b.kvcommons.v1.ComputedSliceH\x00\x12/\n\x0bmet_replica\x18\x10 \x01(\x0b\x32\x18.kvcommons.v1.MetReplicaH\x00\x12\x39\n\x10plan_description\x18\x11 \x01(\x0b\x32\x1d.kvcommons.v1.PlanDescriptionH\x00\x42\x04\n\x02op\"\x06\n\x04\x44one\"\xb2\x01\n\x08PutLayer\x12\r\n\x05model\x18\x01 \x01(\x0c\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x0e\n\x06writer\x18\x03 \x01(\t\x12\r\n\x05layer\x18\x04 \x01(\r\x12\x0e\n\x06parent\x18\x05 \x01(\x0c\x12\x13\n\x0b\x66irst_block\x18\x06 \x01(\r\x12\x11\n\tblock_ids\x18\x07 \x03(\x0c\x12\x11\n\tchecksums\x18\x08 \x03(\x06\x12\x0e\n\x06layers\x18\t \x01(\r\x12\r\n\x05\x63ount\x18\n \x01(\r\"!\n\rPutLayerReply\x12\x10\n\x08unwanted\x18\x01 \x03(\r\"R\n\tGetLayers\x12\r\n\x05model\x18\x01 \x01(\x0c\x12\x11\n\tblock_ids\x18\x02 \x03(\x0c\x12\x13\n\x0b\x66irst_layer\x18\x03 \x01(\r\x12\x0e\n\x06layers\x18\x04 \x01(\r\"A\n\x08GotLayer\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x11\n\tchecksums\x18\x02 \x03(\x06\x12\x13\n\x0bgenerations\x18\x03 \x03(\x04\"t\n\x0bWriteBlocks\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05layer\x18\x03 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\r\x12\x0e\n\x06\x62locks\x18\x05 \x01(\r\x12\x12\n\ngeneration\x18\x06 \x01(\x04\"s\n\nReadBlocks\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05layer\x18\x03 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\r\x12\x0e\n\x06\x62locks\x18\x05 \x01(\r\x12\x12\n\ngeneration\x18\x06 \x01(\x04\"K\n\x0b\x41ttendLayer\x12\r\n\x05layer\x18\x01 \x01(\r\x12-\n\x08segments\x18\x02 \x03(\x0b\x32\x1b.kvcommons.v1.AttendSegment\"\x9d\x01\n\rAttendSegment\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x0c\n\x04rows\x18\x03 \x01(\r\x12\x16\n\x0e\x66irst_position\x18\x04 \x01(\x04\x12\x0e\n\x06\x61ppend\x18\x05 \x01(\x08\x12\x0e\n\x06length\x18\x06 \x01(\r\x12\x12\n\ngeneration\x18\x07 \x01(\x04\x12\x13\n\x0b\x66irst_block\x18\x08 \x01(\r\":\n\x10\x41ttendLayerReply\x12\x11\n\tqueued_us\x18\x01 \x01(\r\x12\x13\n\x0b\x63omputed_us\x18\x02 \x01(\r\"K\n\x08OpenPlan\x12\x0c\n\x04plan\x18\x01 \x01(\r\x12\x0c\n\x04step\x18\x02 \x01(\r\x12#\n\x04rows\x18\x03 \x03(\x0b\x32\x15.kvcommons.v1.PlanRow\"\x94\x01\n\x07PlanRow\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\r\x12\x0f\n\x07queries\x18\x05 \x01(\r\x12\x10\n\x08position\x18\x06 \x01(\x04\x12\x0e\n\x06length\x18\x07 \x01(\r\x12\x0e\n\x06\x61ppend\x18\x08 \x01(\x08\"t\n\nChangePlan\x12\x0c\n\x04plan\x18\x01 \x01(\r\x12\x10\n\x08revision\x18\x02 \x01(\r\x12\x0c\n\x04step\x18\x03 \x01(\r\x12\x0f\n\x07removed\x18\x04 \x03(\r\x12\'\n\x06placed\x18\x05 \x03(\x0b\x32\x17.kvcommons.v1.PlacedRow\">\n\tPlacedRow\x12\r\n\x05index\x18\x01 \x01(\r\x12\"\n\x03row\x18\x02 \x01(\x0b\x32\x15.kvcommons.v1.PlanRow\"\x19\n\tClosePlan\x12\x0c\n\x04plan\x18\x01 \x01(\r\"\x1c\n\x0c\x44\x65scribePlan\x12\x0c\n\x04plan\x18\x01 \x01(\r\"6\n\x0fPlanDescription\x12#\n\x04lost\x18\x01 \x03(\x0b\x32\x15.kvcommons.v1.LostRow\"B\n\x07LostRow\x12\r\n\x05index\x18\x01 \x01(\r\x12(\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x19.kvcommons.v1.ErrorDetail\"t\n\rStartSequence\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12)\n\x05\x66irst\x18\x03 \x01(\x0b\x32\x1a.kvcommons.v1.SampledToken\x12\x19\n\x11pushed_from_block\x18\x04 \x01(\r\"-\n\x0c\x41waitHistory\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"\x1f\n\rPlacedHistory\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r\"R\n\x0c\x43omputeSlice\x12\r\n\x05model\x18\x01 \x01(\x0c\x12\r\n\x05layer\x18\x02 \x01(\r\x12\x11\n\tpositions\x18\x03 \x03(\r\x12\x11\n\tunrotated\x18\x04 \x01(\x08\"7\n\rComputedSlice\x12\x11\n\tqueued_us\x18\x01 \x01(\r\x12\x13\n\x0b\x63omputed_us\x18\x02 \x01(\r\"=\n\x0bMeetReplica\x12\r\n\x05model\x18\x01 \x01(\x0c\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0e\n\x06rotate\x18\x03 \x01(\x08\"/\n\nMetReplica\x12\x11\n\tsequences\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x01(\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,41 +33,57 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvcommons.v1.data_pb2', _gl
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_DATAREQUEST']._serialized_start=69
-  _globals['_DATAREQUEST']._serialized_end=585
-  _globals['_DATAREPLY']._serialized_start=588
-  _globals['_DATAREPLY']._serialized_end=993
-  _globals['_DONE']._serialized_start=995
-  _globals['_DONE']._serialized_end=1001
-  _globals['_PUTLAYER']._serialized_start=1004
-  _globals['_PUTLAYER']._serialized_end=1182
-  _globals['_PUTLAYERREPLY']._serialized_start=1184
-  _globals['_PUTLAYERREPLY']._serialized_end=1217
-  _globals['_GETLAYERS']._serialized_start=1219
-  _globals['_GETLAYERS']._serialized_end=1301
-  _globals['_GOTLAYER']._serialized_start=1303
-  _globals['_GOTLAYER']._serialized_end=1368
-  _globals['_WRITEBLOCKS']._serialized_start=1370
-  _globals['_WRITEBLOCKS']._serialized_end=1486
-  _globals['_READBLOCKS']._serialized_start=1488
-  _globals['_READBLOCKS']._serialized_end=1603
-  _globals['_ATTENDLAYER']._serialized_start=1605
-  _globals['_ATTENDLAYER']._serialized_end=1680
-  _globals['_ATTENDSEGMENT']._serialized_start=1683
-  _globals['_ATTENDSEGMENT']._serialized_end=1840
-  _globals['_ATTENDLAYERREPLY']._serialized_start=1842
-  _globals['_ATTENDLAYERREPLY']._serialized_end=1900
-  _globals['_STARTSEQUENCE']._serialized_start=1902
-  _globals['_STARTSEQUENCE']._serialized_end=2018
-  _globals['_AWAITHISTORY']._serialized_start=2020
-  _globals['_AWAITHISTORY']._serialized_end=2065
-  _globals['_PLACEDHISTORY']._serialized_start=2067
-  _globals['_PLACEDHISTORY']._serialized_end=2098
-  _globals['_COMPUTESLICE']._serialized_start=2100
-  _globals['_COMPUTESLICE']._serialized_end=2182
-  _globals['_COMPUTEDSLICE']._serialized_start=2184
-  _globals['_COMPUTEDSLICE']._serialized_end=2239
-  _globals['_MEETREPLICA']._serialized_start=2241
-  _globals['_MEETREPLICA']._serialized_end=2302
-  _globals['_METREPLICA']._serialized_start=2304
-  _globals['_METREPLICA']._serialized_end=2351
+  _globals['_DATAREQUEST']._serialized_end=779
+  _globals['_DATAREPLY']._serialized_start=782
+  _globals['_DATAREPLY']._serialized_end=1246
+  _globals['_DONE']._serialized_start=1248
+  _globals['_DONE']._serialized_end=1254
+  _globals['_PUTLAYER']._serialized_start=1257
+  _globals['_PUTLAYER']._serialized_end=1435
+  _globals['_PUTLAYERREPLY']._serialized_start=1437
+  _globals['_PUTLAYERREPLY']._serialized_end=1470
+  _globals['_GETLAYERS']._serialized_start=1472
+  _globals['_GETLAYERS']._serialized_end=1554
+  _globals['_GOTLAYER']._serialized_start=1556
+  _globals['_GOTLAYER']._serialized_end=1621
+  _globals['_WRITEBLOCKS']._serialized_start=1623
+  _globals['_WRITEBLOCKS']._serialized_end=1739
+  _globals['_READBLOCKS']._serialized_start=1741
+  _globals['_READBLOCKS']._serialized_end=1856
+  _globals['_ATTENDLAYER']._serialized_start=1858
+  _globals['_ATTENDLAYER']._serialized_end=1933
+  _globals['_ATTENDSEGMENT']._serialized_start=1936
+  _globals['_ATTENDSEGMENT']._serialized_end=2093
+  _globals['_ATTENDLAYERREPLY']._serialized_start=2095
+  _globals['_ATTENDLAYERREPLY']._serialized_end=2153
+  _globals['_OPENPLAN']._serialized_start=2155
+  _globals['_OPENPLAN']._serialized_end=2230
+  _globals['_PLANROW']._serialized_start=2233
+  _globals['_PLANROW']._serialized_end=2381
+  _globals['_CHANGEPLAN']._serialized_start=2383
+  _globals['_CHANGEPLAN']._serialized_end=2499
+  _globals['_PLACEDROW']._serialized_start=2501
+  _globals['_PLACEDROW']._serialized_end=2563
+  _globals['_CLOSEPLAN']._serialized_start=2565
+  _globals['_CLOSEPLAN']._serialized_end=2590
+  _globals['_DESCRIBEPLAN']._serialized_start=2592
+  _globals['_DESCRIBEPLAN']._serialized_end=2620
+  _globals['_PLANDESCRIPTION']._serialized_start=2622
+  _globals['_PLANDESCRIPTION']._serialized_end=2676
+  _globals['_LOSTROW']._serialized_start=2678
+  _globals['_LOSTROW']._serialized_end=2744
+  _globals['_STARTSEQUENCE']._serialized_start=2746
+  _globals['_STARTSEQUENCE']._serialized_end=2862
+  _globals['_AWAITHISTORY']._serialized_start=2864
+  _globals['_AWAITHISTORY']._serialized_end=2909
+  _globals['_PLACEDHISTORY']._serialized_start=2911
+  _globals['_PLACEDHISTORY']._serialized_end=2942
+  _globals['_COMPUTESLICE']._serialized_start=2944
+  _globals['_COMPUTESLICE']._serialized_end=3026
+  _globals['_COMPUTEDSLICE']._serialized_start=3028
+  _globals['_COMPUTEDSLICE']._serialized_end=3083
+  _globals['_MEETREPLICA']._serialized_start=3085
+  _globals['_MEETREPLICA']._serialized_end=3146
+  _globals['_METREPLICA']._serialized_start=3148
+  _globals['_METREPLICA']._serialized_end=3195
 # @@protoc_insertion_point(module_scope)

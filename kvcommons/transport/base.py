@@ -1,6 +1,7 @@
 """What every transport offers: connections that carry frames, and listeners that accept them.
 
-A frame is a head (a serialised DataRequest or DataReply) followed by a payload of raw bytes. One connection
+A frame is a head (a serialised DataRequest or DataReply, or a layer's fixed head) followed by a payload of
+raw bytes. One connection
 carries one exchange at a time, and belongs to one thread at a time; only `abort` may be called by another.
 Errors are Unavailable (peer gone or unreachable), DeadlineExceeded, TooLarge (over a limit) and DataLoss
 (bytes that are no frame). After any of them the connection is of no more use and must be closed.
@@ -51,8 +52,8 @@ class SendBroken(Unavailable):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bare:
-    """A connection for whoever moves frames without the interpreter: its socket, which stays the
-    connection's, and how long a wait asks before it sleeps."""
+    """A connection for the native path: its socket, which stays the connection's, and how long a wait asks
+    before it sleeps."""
 
     descriptor: int
     ask_s: float
@@ -64,9 +65,17 @@ class Connection(Protocol):
         """The other end's address, for messages."""
         ...
 
-    def send(self, head: bytes, payload: Sequence[Buffer], deadline: Deadline, *, last: bool = False) -> None:
+    def send(
+        self,
+        head: bytes,
+        payload: Sequence[Buffer],
+        deadline: Deadline,
+        *,
+        last: bool = False,
+        layer: bool = False,
+    ) -> None:
         """Sends one frame straight from the payload's buffers, in order. `last` announces that this end takes
-        no more frames. Raises SendBroken when the peer is gone."""
+        no more frames, `layer` that the head is a layer's. Raises SendBroken when the peer is gone."""
         ...
 
     def receive_head(self, deadline: Deadline) -> tuple[bytes, int]:
@@ -92,6 +101,11 @@ class Connection(Protocol):
         """Whether the last frame received said that its sender takes no more."""
         ...
 
+    @property
+    def layer_head(self) -> bool:
+        """Whether the head of the last frame received is a layer's."""
+        ...
+
     def linger(self, deadline: Deadline) -> None:
         """Says that nothing more will be sent, and throws away what comes until the peer has closed its
         end."""
@@ -104,6 +118,11 @@ class Connection(Protocol):
 
     def ask_for(self, ask_s: float) -> None:
         """How long a wait asks before it sleeps, where the one before was about as short."""
+        ...
+
+    def receive_exactly(self) -> None:
+        """From now on nothing is received ahead: what follows a frame stays where the native path finds
+        it."""
         ...
 
     def bare(self) -> Bare | None:

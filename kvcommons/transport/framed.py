@@ -83,14 +83,25 @@ class FramedConnection:
         self.peer = peer
         self.unread_bytes = 0
         self.peer_leaves = False
+        self.layer_head = False
         self._stream = stream
         self._limits = limits
         self._buffer = memoryview(bytearray(_AHEAD_BYTES))
         self._ahead = self._buffer[:0]  # received, and not taken yet
+        self._exact = False
 
-    def send(self, head: bytes, payload: Sequence[Buffer], deadline: Deadline, *, last: bool = False) -> None:
+    def send(
+        self,
+        head: bytes,
+        payload: Sequence[Buffer],
+        deadline: Deadline,
+        *,
+        last: bool = False,
+        layer: bool = False,
+    ) -> None:
         views = flat_views(payload)
-        header = frame.pack(len(head), sum(view.nbytes for view in views), self._limits, last=last)
+        size = sum(view.nbytes for view in views)
+        header = frame.pack(len(head), size, self._limits, last=last, layer=layer)
         views.insert(0, memoryview(header + head))
         start, sent = 0, 0
         while start < len(views):
@@ -105,10 +116,11 @@ class FramedConnection:
     def receive_head(self, deadline: Deadline) -> tuple[bytes, int]:
         assert not self.unread_bytes, "the frame before has payload that nobody took"
         header = self._take(frame.HEADER_BYTES, deadline)
-        head_bytes, payload_bytes, self.peer_leaves = frame.unpack(header, self._limits)
-        head = self._take(head_bytes, deadline)
-        self.unread_bytes = payload_bytes
-        return head, payload_bytes
+        unpacked = frame.unpack(header, self._limits)
+        self.peer_leaves, self.layer_head = unpacked.last, unpacked.layer
+        head = self._take(unpacked.head_bytes, deadline)
+        self.unread_bytes = unpacked.payload_bytes
+        return head, unpacked.payload_bytes
 
     def receive_payload(self, into: Sequence[Buffer], deadline: Deadline) -> None:
         views = flat_views(into)
@@ -136,6 +148,9 @@ class FramedConnection:
     def ask_for(self, ask_s: float) -> None:
         self._stream.ask_for(ask_s)
 
+    def receive_exactly(self) -> None:
+        self._exact = True
+
     def bare(self) -> Bare | None:
         return None if self._ahead or self.unread_bytes else self._stream.bare()
 
@@ -158,7 +173,8 @@ class FramedConnection:
         if have < size:
             self._buffer[:have] = self._ahead
             while have < size:
-                count = self._stream.receive_some([self._buffer[have:]], deadline)
+                end = size if self._exact else _AHEAD_BYTES
+                count = self._stream.receive_some([self._buffer[have:end]], deadline)
                 if not count:
                     raise Unavailable(f"{self.peer} closed the connection")
                 have += count

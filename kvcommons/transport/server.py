@@ -6,11 +6,20 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Protocol
 
 from google.protobuf.message import DecodeError
 
-from kvcommons.errors import DataLoss, Internal, InvalidInput, KVCommonsError, Overloaded, Unavailable
+from kvcommons.errors import (
+    DataLoss,
+    Internal,
+    InvalidInput,
+    KVCommonsError,
+    Overloaded,
+    Unavailable,
+    UnsupportedParameter,
+)
 from kvcommons.pb import data_pb2 as pb
 from kvcommons.transport.addresses import listen
 from kvcommons.transport.base import Bare, Connection, Limits, Observation, Observer
@@ -29,17 +38,37 @@ IDLE_S = 300.0
 _HEAD_S = 30.0
 # What an error may take to reach a peer whose own deadline has passed, or that sent what is no frame.
 _REFUSAL_S = 1.0
+# Of a frame with a layer's head, until the session has read the deadline in it.
+_LAYER_S = 60.0
+_LAYER_OP = "attend_layer"
+
+
+class Session(Protocol):
+    """What a handler keeps of one connection. It belongs to the connection's thread."""
+
+    def answer_layer(self, head: bytes, exchange: Exchange) -> None:
+        """Answers a frame with a layer's head, as a handler answers a DataRequest. It sets the exchange's
+        deadline."""
+
+    def close(self) -> None:
+        """The connection has ended."""
 
 
 class Exchange:
     """One request's payload and its replies. Belongs to the handler's thread, for the handler's time."""
 
-    def __init__(self, connection: Connection, deadline: Deadline, payload_bytes: int) -> None:
+    def __init__(
+        self, connection: Connection, deadline: Deadline, payload_bytes: int, session: Session | None = None
+    ) -> None:
         self._connection = connection
         self.deadline = deadline
         self.payload_bytes = payload_bytes
+        self.session = session
         self.sent_bytes = 0
         self.replies = 0
+        self.one_way = (
+            False  # the handler sets it before it does anything: nothing is replied, errors neither
+        )
         self.follow: Follower | None = None  # a handler's that has replied
 
     @property
@@ -63,17 +92,30 @@ class Exchange:
         """Sends one reply; what was not read of the request's payload is thrown away first, so that a peer
         that is still sending gets to reading. Only GetLayers is answered by more than one."""
         self._connection.drain(self.deadline)
-        self._send(reply, payload, self.deadline)
+        self._send(reply.SerializeToString(), payload, self.deadline)
+
+    def discard_payload(self) -> None:
+        """What was not read of it."""
+        self._connection.drain(self.deadline)
+
+    def reply_layer(self, head: bytes, payload: Sequence[Buffer]) -> None:
+        """The same, with a layer's head."""
+        self._connection.drain(self.deadline)
+        self._send(head, payload, self.deadline, layer=True)
 
     def refuse(self, error: KVCommonsError) -> None:
         """Answers with an error, even past the deadline; used by the server for what a handler raises."""
         deadline = Deadline.after(max(_REFUSAL_S, self.deadline.left()))
         self._connection.drain(deadline)
-        self._send(pb.DataReply(error=error.to_detail()), (), deadline)
+        if self.one_way:
+            return
+        self._send(pb.DataReply(error=error.to_detail()).SerializeToString(), (), deadline)
 
-    def _send(self, reply: pb.DataReply, payload: Sequence[Buffer], deadline: Deadline) -> None:
+    def _send(
+        self, head: bytes, payload: Sequence[Buffer], deadline: Deadline, *, layer: bool = False
+    ) -> None:
         try:
-            self._connection.send(reply.SerializeToString(), payload, deadline)
+            self._connection.send(head, payload, deadline, layer=layer)
         except KVCommonsError as error:
             # Part of a frame may be out: nothing that follows would be understood.
             raise _ConnectionLost(error) from error
@@ -111,11 +153,14 @@ class DataServer:
         observer: Observer | None = None,
         ring_bytes: int = RING_BYTES,
         ask_s: float = ASK_S,
+        session: Callable[[], Session] | None = None,
     ) -> None:
         """Binds at once: `address` then says where, with the port that the system chose. `name` is for
         threads' names and logs, `ring_bytes` as in `listen`. `ask_s`: between two requests that follow each
-        other so soon a connection's thread stays awake."""
+        other so soon a connection's thread stays awake. `session` makes one for each connection; None: no
+        layer is answered here."""
         self._handler = handler
+        self._session = session
         self._name = name
         self._limits = limits or Limits()
         self._max_connections = max_connections
@@ -202,16 +247,19 @@ class DataServer:
 
     def _serve(self, connection: Connection) -> None:
         connection.ask_for(self._ask_s)
+        session = self._session() if self._session is not None else None
         try:
             while not self._stopping and connection.wait_readable(Deadline.after(IDLE_S)):
-                if not self._serve_one(connection):
+                if not self._serve_one(connection, session):
                     break
         finally:
             connection.close()
+            if session is not None:
+                session.close()
             with self._lock:
                 self._serving.remove(connection)
 
-    def _serve_one(self, connection: Connection) -> bool:
+    def _serve_one(self, connection: Connection, session: Session | None) -> bool:
         """Whether the connection can carry another exchange."""
         try:
             head, payload_bytes = connection.receive_head(Deadline.after(_HEAD_S))
@@ -222,17 +270,23 @@ class DataServer:
             _refuse_garbage(connection, error)
             return False
         started = time.monotonic()
-        try:
-            request = pb.DataRequest.FromString(head)
-        except DecodeError:
-            _refuse_garbage(connection, DataLoss("the head is no DataRequest: do both ends run one version?"))
-            return False
-        op = request.WhichOneof("op") or "none"
-        exchange = Exchange(connection, Deadline.after(request.deadline_ms / 1000), payload_bytes)
+        exchange = Exchange(connection, Deadline.after(_LAYER_S), payload_bytes, session)
+        answer: Callable[[], None]
+        if connection.layer_head:
+            op, answer = _LAYER_OP, partial(self._answer_layer, head, exchange)
+        else:
+            try:
+                request = pb.DataRequest.FromString(head)
+            except DecodeError:
+                why = "the head is no DataRequest: do both ends run one version?"
+                _refuse_garbage(connection, DataLoss(why))
+                return False
+            op, answer = request.WhichOneof("op") or "none", partial(self._answer, request, exchange)
+            exchange.deadline = Deadline.after(request.deadline_ms / 1000)
         failure: KVCommonsError | None = None
         usable = True
         try:
-            failure = self._carry_out(request, exchange)
+            failure = self._carry_out(op, answer, exchange)
         except _ConnectionLost as lost:
             failure, usable = lost.cause, False
         except KVCommonsError as error:  # while the refusal drained the payload
@@ -253,6 +307,7 @@ class DataServer:
 
     def _follow(self, follow: Follower, connection: Connection) -> bool:
         """As _serve_one."""
+        connection.receive_exactly()
         bare = connection.bare()
         if bare is None:
             return True
@@ -267,24 +322,32 @@ class DataServer:
             return False
         return True
 
-    def _carry_out(self, request: pb.DataRequest, exchange: Exchange) -> KVCommonsError | None:
+    def _answer(self, request: pb.DataRequest, exchange: Exchange) -> None:
+        if not request.deadline_ms:
+            raise InvalidInput("the request has no deadline: set deadline_ms", param="deadline_ms")
+        self._handler(request, exchange)
+
+    def _answer_layer(self, head: bytes, exchange: Exchange) -> None:
+        if exchange.session is None:
+            raise UnsupportedParameter(f"{self._name} attends over nobody's KV", param="op")
+        exchange.session.answer_layer(head, exchange)
+
+    def _carry_out(self, op: str, answer: Callable[[], None], exchange: Exchange) -> KVCommonsError | None:
         """The error that the request was answered with, if any. Raises _ConnectionLost."""
         try:
-            if not request.deadline_ms:
-                raise InvalidInput("the request has no deadline: set deadline_ms", param="deadline_ms")
-            self._handler(request, exchange)
-            if not exchange.replies:
-                raise Internal(f"{self._name} has no answer to {request.WhichOneof('op')}")
+            answer()
+            if exchange.one_way:
+                exchange.discard_payload()
+            elif not exchange.replies:
+                raise Internal(f"{self._name} has no answer to {op}")
             return None
         except KVCommonsError as error:
             failure = error
         except _ConnectionLost:
             raise
         except Exception as error:
-            _LOG.exception("%s: %s failed", self._name, request.WhichOneof("op"))
-            failure = Internal(
-                f"{self._name}: {type(error).__name__} in {request.WhichOneof('op')}; see its log"
-            )
+            _LOG.exception("%s: %s failed", self._name, op)
+            failure = Internal(f"{self._name}: {type(error).__name__} in {op}; see its log")
         exchange.refuse(failure)
         return failure
 

@@ -44,13 +44,15 @@ class PoolParts:
         )
         telemetry.registry.register(SaverCollector(self._saver))
         self.service = HolderService(pool.holder, self._loader, self._saver, self._condemner)
+        held = HolderData(pool.holder, tracer=telemetry.tracer)
         self.data_server = DataServer(
             config.data_plane.data_listen,
-            HolderData(pool.holder, tracer=telemetry.tracer),
+            held,
             name="attention_pool",
             observer=DataMetrics(telemetry.registry, "server"),
             ring_bytes=config.data_plane.data_ring_bytes,
             ask_s=config.awake_us / 1e6,
+            session=held.attention.session,
         )
         allocator = pool.holder.allocator
         LoadMetrics(

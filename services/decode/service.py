@@ -150,6 +150,7 @@ class DecodeParts:
             name="decode",
             observer=DataMetrics(registry, "server"),
             ring_bytes=config.data_plane.data_ring_bytes,
+            session=held.attention.session,
         )
         self.data_address = config.data_plane.advertise_data or self.data.address
         self.whole_store = WholeStore(

@@ -141,13 +141,18 @@ async def embedded(
     name = f"control-{part.number}" if part is not None else "control"
     server = RpcServer(f"unix:{folder}/{name}", Telemetry.off("decode"))
     server.add(holder_pb2_grpc.add_HolderServicer_to_server, service)
-    servers = [DataServer(data, HolderData(holder, on_start_sequence=on_start), name="holder")]
-    servers[0].start()
+    held = HolderData(holder, on_start_sequence=on_start)
+
+    def serve() -> DataServer:
+        server = DataServer(data, held, name="holder", session=held.attention.session)
+        server.start()
+        return server
+
+    servers = [serve()]
 
     def again() -> None:
         assert servers[0].stop(5)
-        servers[0] = DataServer(data, HolderData(holder, on_start_sequence=on_start), name="holder")
-        servers[0].start()
+        servers[0] = serve()
 
     await server.start()
     service.start()

@@ -32,8 +32,9 @@ def test_a_frame_has_the_documented_bytes() -> None:
 
 def test_the_golden_frame_is_read() -> None:
     header = GOLDEN.read_bytes()[: frame.HEADER_BYTES]
-    head_bytes, payload_bytes, last = frame.unpack(header, Limits())
+    head_bytes, payload_bytes, last, layer = frame.unpack(header, Limits())
     assert not last
+    assert not layer
     assert frame.HEADER_BYTES + head_bytes + payload_bytes == GOLDEN.stat().st_size
     head = GOLDEN.read_bytes()[frame.HEADER_BYTES :][:head_bytes]
     assert pb.DataRequest.FromString(head).write_blocks.epoch == 2**63
@@ -49,8 +50,9 @@ def test_another_header_is_refused(at: int, message: str) -> None:
 
 def test_limits_are_the_last_size_that_passes() -> None:
     limits = Limits(head_bytes=10, payload_bytes=20)
-    assert frame.unpack(frame.pack(10, 20, limits), limits) == (10, 20, False)
-    assert frame.unpack(frame.pack(0, 0, limits, last=True), limits) == (0, 0, True)
+    assert frame.unpack(frame.pack(10, 20, limits), limits) == (10, 20, False, False)
+    assert frame.unpack(frame.pack(0, 0, limits, last=True), limits) == (0, 0, True, False)
+    assert frame.unpack(frame.pack(0, 0, limits, layer=True), limits).layer
     with pytest.raises(TooLarge, match="head of 11"):
         frame.pack(11, 0, limits)
     with pytest.raises(TooLarge, match="payload of 21"):

@@ -1,5 +1,5 @@
-"""Whoever comes back to the same segments again and again: as good as pins, and in nobody's way between two
-accesses."""
+"""Pins of whoever comes back to the same segments again and again: as good as others, and in nobody's way
+between two accesses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from kvcommons.errors import CapacityExhausted, Conflict, InvalidInput, StaleEpoch
-from kvcommons.holder.segment import Stay
+from kvcommons.holder.segment import Pin
 from kvcommons.holder.segments import SegmentRef, SegmentTable
 from kvcommons.rblock.allocator import BlockAllocator
 
@@ -61,52 +61,51 @@ def begin() -> tuple[SegmentTable, BlockAllocator, SegmentRef]:
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_ends_it_at_once_between_two_accesses(change: str) -> None:
+    """Of this segment, and of no other."""
     table, _, ref = begin()
     if change == "share":
         table.thaw(ref, owner="debtor")
-    other, visitor = lend(table, 1), Visitor()
-    stay = table.stay([ref, other, ref], visitor.end)
-    segments = [pin.segment for pin in stay.pins]
+    visitor, bystander = Visitor(), Visitor()
+    pins = [
+        table.pin(ref, visitor.end),
+        table.pin(lend(table, 1), bystander.end),
+        table.pin(ref, visitor.end),
+    ]
+    segments = [pin.segment for pin in pins]
     assert [len(segment.pins) for segment in segments] == [2, 1, 2]
     CHANGES[change](table, ref)
-    assert visitor.ended
-    assert not any(segment.pins or segment.stays or segment.parting for segment in segments)
-    table.leave(stay)
+    assert (visitor.ended, bystander.ended) == (True, change == "expire")
+    assert not segments[0].pins
+    assert not segments[0].standing
+    assert not segments[0].parting
+    for pin in pins:
+        table.unpin(pin)
+    assert not segments[1].pins
 
 
 @pytest.mark.parametrize("change", NO_CHANGES)
 def test_what_changes_nothing_does_not_end_it(change: str) -> None:
     table, _, ref = begin()
     visitor = Visitor()
-    stay = table.stay([ref], visitor.end)
+    pin = table.pin(ref, visitor.end)
     NO_CHANGES[change](table, ref)
     assert not visitor.ended
-    table.leave(stay)
+    table.unpin(pin)
     assert not table.find(ref).pins
-    assert not table.find(ref).stays
+    assert not table.find(ref).standing
 
 
 @pytest.mark.parametrize(("change", "back"), [("release", 4), ("trim", 2)])
 def test_an_access_under_way_keeps_the_blocks(change: str, back: int) -> None:
     table, allocator, ref = begin()
     visitor = Visitor()
-    stay = table.stay([ref], visitor.end)
+    pin = table.pin(ref, visitor.end)
     visitor.busy = True
     CHANGES[change](table, ref)
     assert (visitor.ended, allocator.in_use) == (True, 4)
-    table.leave(stay)
-    table.leave(stay)
+    table.unpin(pin)
+    table.unpin(pin)
     assert allocator.in_use == 4 - back
-
-
-def test_all_segments_or_none() -> None:
-    table, _, ref = begin()
-    gone = lend(table, 1)
-    table.release([gone])
-    with pytest.raises(StaleEpoch):
-        table.stay([ref, gone], Visitor().end)
-    assert not table.find(ref).pins
-    assert not table.find(ref).stays
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -115,22 +114,21 @@ def test_while_it_lasts_blocks_are_where_they_were(seed: int) -> None:
     chance = random.Random(seed)
     table, allocator, _ = begin()
     refs = [segment_ref(table, segment.handle) for segment in table.segments]
-    stays: list[tuple[Stay, Visitor, list[tuple[list[int], int]]]] = []
+    standing: list[tuple[Pin, Visitor, list[int], int]] = []
     for _ in range(400):
         ref = chance.choice(refs) if refs else lend(table, 1)
-        event = chance.choice(("lend", "stay", "stay", "leave", "busy", *CHANGES, "grow"))
+        event = chance.choice(("lend", "pin", "pin", "unpin", "busy", *CHANGES, "grow"))
         try:
             if event == "lend":
                 refs.append(lend(table, chance.randint(1, 3)))
-            elif event == "stay":
+            elif event == "pin":
                 visitor = Visitor()
-                stay = table.stay(chance.sample(refs, min(2, len(refs))), visitor.end)
-                seen = [(list(pin.segment.blocks), pin.segment.writable_from) for pin in stay.pins]
-                stays.append((stay, visitor, seen))
-            elif event == "leave" and stays:
-                table.leave(stays.pop(chance.randrange(len(stays)))[0])
-            elif event == "busy" and stays:
-                visitor = chance.choice(stays)[1]
+                pin = table.pin(ref, visitor.end)
+                standing.append((pin, visitor, list(pin.segment.blocks), pin.segment.writable_from))
+            elif event == "unpin" and standing:
+                table.unpin(standing.pop(chance.randrange(len(standing)))[0])
+            elif event == "busy" and standing:
+                visitor = chance.choice(standing)[1]
                 visitor.busy |= not visitor.ended
             elif event == "freeze":
                 generation = table.find(ref).generation + 1
@@ -142,16 +140,18 @@ def test_while_it_lasts_blocks_are_where_they_were(seed: int) -> None:
                 CHANGES[event](table, ref)
         except (CapacityExhausted, Conflict, InvalidInput, StaleEpoch):
             pass
-        for stay, visitor, seen in stays:
-            assert bool(stay.pins) == (visitor.busy or not visitor.ended)
-            for pin, (blocks, writable_from) in zip(stay.pins, seen, strict=False):
-                held = pin.segment.held_blocks
-                assert set(blocks) <= set(held)
-                assert visitor.ended or (held[: len(blocks)], pin.segment.writable_from) == (
-                    blocks, writable_from,
-                )  # fmt: skip
-    for stay, _, _ in stays:
-        table.leave(stay)
+        for pin, visitor, blocks, writable_from in standing:
+            held = pin.number in pin.segment.pins
+            assert held == (visitor.busy or not visitor.ended)
+            if held:
+                now = pin.segment.held_blocks
+                assert set(blocks) <= set(now)
+                assert visitor.ended or (now[: len(blocks)], pin.segment.writable_from) == (
+                    blocks,
+                    writable_from,
+                )
+    for pin, *_ in standing:
+        table.unpin(pin)
     table.release([SegmentRef(handle=segment.handle, epoch=7) for segment in table.segments])
     assert allocator.in_use == 0
 

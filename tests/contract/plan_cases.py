@@ -9,7 +9,6 @@ import termios
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -19,6 +18,8 @@ from kvcommons.errors import Unavailable
 from kvcommons.holder.budget import AttentionBudget
 from kvcommons.holder.data import HolderData
 from kvcommons.holder.holder import HeldModel, Holder
+from kvcommons.holder.layer_head import LayerHead, LayerReply
+from kvcommons.holder.plan import PlanRow, difference
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import data_pb2 as pb
 from kvcommons.rblock.allocator import BlockAllocator
@@ -42,22 +43,12 @@ def eventually(condition: Callable[[], object]) -> None:
         time.sleep(0.002)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """A segment of a request."""
-
-    ref: SegmentRef
-    position: int
-    length: int
-    append: bool = True
-    first_block: int = 0
-
-    def next(self) -> Row:
-        return replace(self, position=self.position + 1, length=self.length + self.append)
+def row(ref: SegmentRef, position: int = 4, length: int = 5, *, append: bool = True, **facts: int) -> PlanRow:
+    return PlanRow.of(ref, position=position, length=length, append=append, **facts)
 
 
 class Peer:
-    """A debtor's end of one connection."""
+    """A debtor's end of one connection, and what it has opened there."""
 
     def __init__(self, address: str, layout: Layout) -> None:
         scheme, _, rest = address.partition(":")
@@ -69,30 +60,43 @@ class Peer:
             self.socket = socket.create_connection((host, int(port)))
         self.socket.settimeout(scaled(20))
         self._layout = layout
+        self.plans: dict[int, list[PlanRow]] = {}
+        self.revisions: dict[int, int] = {}
+        self.head = LayerReply(0, 0, 0, 0, 0, 0)  # of the last answer
 
-    def frame(
-        self,
-        layer: int,
-        rows: Sequence[Row],
-        seed: int = 0,
-        *,
-        trace: str = "",
-        deadline_ms: int = 20_000,
+    def open(self, rows: Sequence[PlanRow], *, plan: int = 1, step: int = 0, trace: str = "") -> None:
+        self.plans[plan], self.revisions[plan] = list(rows), 0
+        message = pb.OpenPlan(plan=plan, step=step, rows=[one.message() for one in rows])
+        self.send(self.wrap(pb.DataRequest(deadline_ms=9999, traceparent=trace, open_plan=message)))
+
+    def change(self, rows: Sequence[PlanRow], *, plan: int = 1, step: int = 0) -> None:
+        """`rows`, as of `step`, are what it has then; rows before as of step 0 are told apart by it."""
+        before = [one.moved(step) for one in self.plans[plan]]
+        removed, placed = difference(before, rows)
+        self.plans[plan] = [one.moved(-step) for one in rows]
+        self.revisions[plan] += 1
+        message = pb.ChangePlan(plan=plan, revision=self.revisions[plan], step=step, removed=removed)
+        for index, one in placed:
+            message.placed.add(index=index, row=one.message())
+        self.send(self.wrap(pb.DataRequest(deadline_ms=9999, change_plan=message)))
+
+    def layer(
+        self, layer: int, step: int = 0, *, plan: int = 1, seed: int = 0, deadline_ms: int = 20_000
     ) -> bytes:
-        attend = pb.AttendLayer(layer=layer)
-        for row in rows:
-            attend.segments.add(
-                handle=row.ref.handle, epoch=row.ref.epoch, generation=row.ref.generation, rows=1,
-                first_position=row.position, append=row.append, length=row.length,
-                first_block=row.first_block,
-            )  # fmt: skip
-        head = pb.DataRequest(deadline_ms=deadline_ms, traceparent=trace, attend_layer=attend)
-        return self.wrap(head, self.payload(rows, layer, seed))
+        """Its frame."""
+        payload = self.payload(plan, layer, seed)
+        rows = self.plans.get(plan, [])
+        head = LayerHead(
+            layer=layer, plan=plan, revision=self.revisions.get(plan, 0), step=step, deadline_ms=deadline_ms,
+            queries=sum(one.queries for one in rows), appended=sum(one.queries for one in rows if one.append),
+        ).pack()  # fmt: skip
+        return pack(len(head), len(payload), Limits(), layer=True) + head + payload
 
-    def payload(self, rows: Sequence[Row], layer: int, seed: int) -> bytes:
+    def payload(self, plan: int, layer: int, seed: int) -> bytes:
         one, source = self._layout, torch.Generator().manual_seed(1000 * seed + layer)
-        q = torch.randn(len(rows), one.query_heads, one.head_dim, generator=source)
-        appending = sum(row.append for row in rows)
+        rows = self.plans.get(plan, [])
+        q = torch.randn(sum(row.queries for row in rows), one.query_heads, one.head_dim, generator=source)
+        appending = sum(row.queries for row in rows if row.append)
         new = torch.randn(appending, 2 * one.kv_heads, one.head_dim, generator=source)
         return bytes(byte_view(q)) + bytes(byte_view(new.to(TORCH_DTYPES[one.kv_dtype])))
 
@@ -103,30 +107,40 @@ class Peer:
     def send(self, frame: bytes) -> None:
         self.socket.sendall(frame)
 
-    def receive(self) -> tuple[pb.DataReply, bytes]:
-        head_bytes, payload_bytes, _ = unpack(self._take(HEADER_BYTES), Limits())
-        reply = pb.DataReply.FromString(self._take(head_bytes))
-        return reply, self._take(payload_bytes)
+    def receive(self) -> tuple[pb.DataReply | LayerReply, bytes]:
+        header = unpack(self._take(HEADER_BYTES), Limits())
+        head = self._take(header.head_bytes)
+        reply = LayerReply.unpack(head) if header.layer else pb.DataReply.FromString(head)
+        return reply, self._take(header.payload_bytes)
 
     def ask(self, frame: bytes) -> bytes:
-        """An answer's payload."""
+        """A layer's answer: its payload."""
         self.send(frame)
         reply, payload = self.receive()
-        assert not reply.HasField("error"), reply.error
-        assert reply.HasField("attend_layer")
+        assert isinstance(reply, LayerReply), reply
+        self.head = reply
         return payload
 
     def refused(self, frame: bytes) -> str:
         """The error's code."""
         self.send(frame)
         reply, payload = self.receive()
+        assert isinstance(reply, pb.DataReply)
         assert not payload
         return reply.error.code
 
+    def lost(self, plan: int = 1) -> dict[int, str]:
+        """Rows, each with the code of why."""
+        self.send(self.wrap(pb.DataRequest(deadline_ms=9999, describe_plan=pb.DescribePlan(plan=plan))))
+        reply, _ = self.receive()
+        assert isinstance(reply, pb.DataReply)
+        return {one.index: one.error.code for one in reply.plan_description.lost}
+
     def cut(self, frame: bytes, less: int) -> bytes:
         """With a payload that is shorter by so much."""
-        head_bytes, payload_bytes, _ = unpack(frame[:HEADER_BYTES], Limits())
-        return pack(head_bytes, payload_bytes - less, Limits()) + frame[HEADER_BYTES:-less]
+        header = unpack(frame[:HEADER_BYTES], Limits())
+        made = pack(header.head_bytes, header.payload_bytes - less, Limits(), layer=header.layer)
+        return made + frame[HEADER_BYTES:-less]
 
     def unread(self) -> int:
         """Bytes of what was sent that the holder has not taken."""
@@ -167,8 +181,9 @@ class Rig:
         self.data = HolderData(self.holder, budget=budget)
         self.observed: list[Observation] = []
         self.server = DataServer(
-            address, self.data, name="holder", observer=self.observed.append, ask_s=ask_s
-        )
+            address, self.data, name="holder", observer=self.observed.append, ask_s=ask_s,
+            session=self.data.attention.session,
+        )  # fmt: skip
         self.server.start()
         self.layout = layout
         self.lent: list[SegmentRef] = []
@@ -176,7 +191,7 @@ class Rig:
 
     @property
     def served(self) -> int:
-        return self.data.attention.following.served
+        return self.data.attention.served
 
     def lend(self, blocks: int) -> SegmentRef:
         ref = self.holder.lend("debtor", "s", blocks, first_position=0, lease_s=10)
@@ -190,26 +205,27 @@ class Rig:
     def pins(self) -> int:
         return sum(len(segment.pins) for segment, _ in self.holder.held())
 
-    def follow(self, peer: Peer, row: Row) -> Row:
-        """Has the connection's thread serve natively; the row of the next iteration."""
+    def follow(self, peer: Peer, step: int, plan: int = 1) -> int:
+        """Has the connection's thread serve natively; the next step."""
         before, deadline = self.served, Deadline.after(20)
         while self.served == before:
             deadline.check("native serving")
             for layer in range(LAYERS):
-                peer.ask(peer.frame(layer, [row]))
-            row = row.next()
+                peer.ask(peer.layer(layer, step, plan=plan))
+            step += 1
             time.sleep(0.02)  # it is told of after a while without requests
-        return row
+        return step
 
     @contextmanager
     def computing(self) -> Iterator[None]:
         """The cores are somebody else's."""
-        turn = self.data.attention.turn
-        assert turn.take(20)
+        allowance = self.data.attention.allowance
+        taken = allowance.take(20)
+        assert taken
         try:
             yield
         finally:
-            turn.give()
+            allowance.give(taken)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""A holder with sequences of its own serves layer after layer as its budget admits."""
+"""A holder with sequences of its own serves layer after layer as its budget grants."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import pytest
 
 from kvcommons.attention.native import library
 from kvcommons.holder.budget import AttentionBudget
-from tests.contract.following_cases import Row, eventually, rig
+from kvcommons.holder.layer_head import LayerReply
+from tests.contract.plan_cases import TRACE, eventually, rig, row
 
 pytestmark = pytest.mark.skipif(library.chosen() is None, reason="there is no compiled kernel")
 
@@ -18,15 +19,16 @@ def test_what_is_served_natively_counts_for_the_budget(socket_folder: Path) -> N
     budget = AttentionBudget(10.0)
     with rig(socket_folder, budget=budget) as made:
         peer = made.peer()
-        row = made.follow(peer, Row(ref=made.lend(30), position=4, length=5))
+        peer.open([row(made.lend(30))])
+        step = made.follow(peer, 0)
         budget.idle()
         budget.iterated(1.0)
         assert budget.left_s == pytest.approx(9.0)
-        row = made.follow(peer, row)
+        step = made.follow(peer, step)
         spent_s = 9.0 - budget.left_s
         assert 0 < spent_s <= sum(one.seconds for one in made.observed)
         with made.computing():
-            peer.send(peer.frame(0, [row]))
+            peer.send(peer.layer(0, step))
             eventually(lambda: peer.unread() == 0)
             time.sleep(0.1)
         peer.receive()
@@ -35,25 +37,28 @@ def test_what_is_served_natively_counts_for_the_budget(socket_folder: Path) -> N
         assert budget.left_s > 8.5, "the iteration that others made longer"
         with budget.waiting():
             left_s = budget.left_s
-            made.follow(peer, row)
+            made.follow(peer, step)
             assert budget.left_s == left_s
 
 
-def test_what_the_budget_does_not_admit_waits(socket_folder: Path) -> None:
-    """For the next iteration; one request always gets through, and all do while the own iteration waits."""
+@pytest.mark.parametrize("trace", ["", TRACE])
+def test_what_is_not_granted_waits(socket_folder: Path, trace: str) -> None:
+    """For the next iteration; one layer always gets through, and all do while the own iteration waits."""
     budget = AttentionBudget(0.1)
     with rig(socket_folder, budget=budget) as made:
         peer = made.peer()
-        row = Row(ref=made.lend(30), position=4, length=5)
-        for _ in range(3):
+        peer.open([row(made.lend(30))], trace=trace)
+        for step in range(3):
             with budget.waiting():
-                row = made.follow(peer, row)
+                for layer in (0, 1, 2):
+                    peer.ask(peer.layer(layer, step))
             budget.iterated(20.0)
-            peer.ask(peer.frame(0, [row]))
-            assert peer.refused(peer.frame(1, [row], deadline_ms=30)) == "deadline_exceeded"
-            peer.send(peer.frame(1, [row]))
+            peer.ask(peer.layer(0, step))
+            assert peer.refused(peer.layer(1, step, deadline_ms=30)) == "deadline_exceeded"
+            peer.send(peer.layer(1, step))
             time.sleep(0.02)
             budget.iterated(20.0)
-            assert peer.receive()[0].HasField("attend_layer")
+            assert isinstance(peer.receive()[0], LayerReply)
         budget.idle()
-        made.follow(peer, row)
+        for layer in (0, 1, 2):
+            peer.ask(peer.layer(layer, 3))

@@ -1,0 +1,19 @@
+// How large the structures are that Python reads from the headers (structures.py), so that the loader can compare.
+#include "exchange.h"
+
+extern "C" {
+
+struct kvc_structure {
+    const char* name;
+    int64_t bytes;
+};
+
+// Ends with one that has no name.
+extern __attribute__((visibility("default"))) const kvc_structure kvc_structures[];
+#define SIZE(name) {#name, sizeof(name)}
+const kvc_structure kvc_structures[] = {
+    SIZE(kvc_batch), SIZE(kvc_merge), SIZE(kvc_allowance), SIZE(kvc_plan), SIZE(kvc_serving), SIZE(kvc_timing),
+    SIZE(kvc_call), SIZE(kvc_gather), SIZE(kvc_layer), {nullptr, 0},
+};
+
+}  // extern "C"

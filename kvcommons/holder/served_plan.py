@@ -1,0 +1,392 @@
+"""A plan at its creditor: which blocks its rows attend over, for as long as nobody changes their segments."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import enum
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcommons.attention.native import exchange, library
+from kvcommons.attention.native.structures import STRUCTURES
+from kvcommons.attention.partial import BatchPlan, Partial, attend_chunk
+from kvcommons.errors import InvalidInput, KVCommonsError
+from kvcommons.holder.holder import Holder
+from kvcommons.holder.plan import PlanRow, arrangement
+from kvcommons.holder.segment import Pin
+
+ROWS_MAX, QUERIES_MAX = 4096, 1 << 16
+# Of a plan's block table: 64 MiB.
+_ENTRIES_MAX = 8 << 20
+_STEP_MAX = 1 << 32
+_ATTEMPTS_MAX = 64
+
+
+class RowState(enum.Enum):
+    CHANGED = "its segment has to be looked up"
+    HELD = "its segment is pinned, and its blocks are in the table"
+    LOST = "its segment is gone, or not as the row has it: the row's partial is empty"
+
+
+@dataclass(slots=True, eq=False)
+class _Row:
+    row: PlanRow  # as of step 0
+    state: RowState = RowState.CHANGED
+    pin: Pin | None = None
+    key_position: int = 0  # of the first key
+    blocks: int = 0  # in the table
+    error: KVCommonsError | None = None  # why it is lost
+
+
+class ServedPlan:
+    """For its connection's thread. Segments stay pinned from one layer to the next, but are in nobody's way:
+    whoever changes one ends its rows' pins, at once where no layer is under way, and the next layer looks
+    them up again."""
+
+    def __init__(
+        self, holder: Holder, number: int, rows: Sequence[PlanRow], *, step: int, trace: str
+    ) -> None:
+        """`rows` as of `step`. Raises InvalidInput for what no plan can be."""
+        self.number = number
+        self.revision = 0
+        self.trace = trace
+        self._holder = holder
+        self._memory = holder.memory
+        self._rows: list[_Row] = []
+        # Guards what others may do meanwhile: `_end`, with the holder's lock held.
+        self._lock = threading.Lock()
+        self._changed: list[_Row] = []  # whose pins were ended, or are to be given back
+        self._busy = False
+        self._tables = torch.empty((0, 1), dtype=torch.int64, device=self._memory.device)
+        self._library = exchange.find() if self._memory.device.type == "cpu" else None
+        self._struct: Any = None
+        self._plans: dict[int | None, BatchPlan] = {}  # of `_step`, by window
+        self._step: int | None = None
+        self._looked_up_at = step
+        self._arrange([None] * len(rows), [_Row(row.moved(-step)) for row in rows])
+
+    @property
+    def queries(self) -> int:
+        return self._queries
+
+    @property
+    def appended(self) -> int:
+        """Queries that bring K and V."""
+        return self._appended
+
+    @property
+    def table_entries(self) -> int:
+        return self._tables.numel()
+
+    @property
+    def lost(self) -> list[tuple[int, KVCommonsError]]:
+        """Rows by index, each with why."""
+        return [(index, one.error) for index, one in enumerate(self._rows) if one.error is not None]
+
+    def change(
+        self, revision: int, removed: Sequence[int], placed: Sequence[tuple[int, PlanRow]], step: int
+    ) -> None:
+        """`placed` as of `step`. Raises InvalidInput."""
+        if revision != self.revision + 1:
+            raise InvalidInput(
+                f"plan {self.number} has revision {self.revision}: {revision} does not follow it"
+            )
+        order = arrangement(len(self._rows), removed, [index for index, _ in placed])
+        left = [self._rows[index] for index in removed]
+        self._arrange(order, [_Row(row.moved(-step)) for _, row in placed])
+        self._unpin(left)
+        self.revision, self._looked_up_at = revision, step
+
+    def close(self) -> None:
+        self._unpin(self._rows)
+
+    def begin(self, step: int) -> None:
+        """A layer of this step: `end` follows. Raises InvalidInput for a step that cannot be of this plan;
+        rows whose segments fail it are lost."""
+        for _ in range(_ATTEMPTS_MAX):
+            self.settle()
+            if not (self._resolved and self._first_step <= step <= self._last_step):
+                self._resolve(step)
+            with self._lock:
+                if not self._changed:
+                    self._busy = True
+                    return
+        raise InvalidInput(f"segments of plan {self.number} change all the time: ask again")
+
+    def end(self) -> None:
+        with self._lock:
+            self._busy = False
+        self.settle()
+
+    def look_up(self, step: int) -> None:
+        """As `begin`, for a layer to come, which hears of what is wrong."""
+        with contextlib.suppress(InvalidInput):
+            self.begin(step)
+            self.end()
+
+    def settle(self) -> None:
+        """Gives back what was ended meanwhile. No layer is under way."""
+        with self._lock:
+            changed, self._changed = self._changed, []
+            if self._struct is not None:
+                self._struct.access = 0
+        if changed:
+            self._unpin(changed)
+
+    def attend(self, layer: int, step: int, q: Tensor, kv: Tensor, answer: Partial) -> None:
+        """Between `begin` and `end`: q [queries, H, D] float32, kv [appended, 2, kv_heads, D], on the CPU."""
+        memory = self._memory
+        window, scale = self._holder.model.windows[layer], self._holder.model.scale
+        self._append(layer, step, kv)
+        if not self._single:
+            parts = [self._chunk(layer, step, index, q, window) for index in range(len(self._rows))]
+            answer.out.copy_(torch.cat([part.out for part in parts]))
+            answer.lse.copy_(torch.cat([part.lse for part in parts]))
+            return
+        if step != self._step:
+            self._plans, self._step = {}, step
+        if window not in self._plans:
+            self._plans[window] = BatchPlan(
+                memory.layer(0).shape,
+                self._tables,
+                self._first_lengths + step * self._grows,
+                first_key_positions=self._key_positions,
+                query_positions=self._first_positions + step,
+                window=window,
+            )
+        plan = self._plans[window]
+        if memory.device.type == "cpu":
+            plan.attend(q, memory.layer(layer), scale, answer)
+            return
+        partial = plan.attend(q.to(memory.device), memory.layer(layer), scale)
+        answer.out.copy_(partial.out)
+        answer.lse.copy_(partial.lse)
+
+    def native(self) -> int | None:
+        """The address of its kvc_plan, for layers on the native path; None where there can be none: only
+        torch can attend, a row has several queries, or its layers belong to a trace."""
+        kernel, kv = library.chosen(), self._memory.tensor
+        if self._library is None or kernel is None or not self._single or self.trace:
+            return None
+        if not self._resolved:
+            self.look_up(self._looked_up_at)
+            if not self._resolved:
+                return None
+        if self._struct is None:
+            if not library.serves(torch.empty((0, 1, self._memory.layout.head_dim)), kv[0]):
+                self._library = None
+                return None
+            self._struct = STRUCTURES["kvc_plan"]()
+            self._fill(self._struct, kernel, kv)
+        return ctypes.addressof(self._struct)
+
+    def _arrange(self, order: Sequence[int | None], placed: Sequence[_Row]) -> None:
+        """Rows in a new order: those at their index before, others from `placed`."""
+        new = iter(placed)
+        rows = [next(new) if index is None else self._rows[index] for index in order]
+        queries = sum(one.row.queries for one in rows)
+        if not rows or len(rows) > ROWS_MAX or queries > QUERIES_MAX:
+            raise InvalidInput(
+                f"a plan of {len(rows)} rows with {queries} queries: at least one, and at most {ROWS_MAX} "
+                f"rows with "
+                f"{QUERIES_MAX} queries"
+            )
+        kept = torch.tensor([index or 0 for index in order], device=self._tables.device)
+        if len(self._tables):
+            self._tables = self._tables.index_select(0, kept)
+        else:
+            self._tables = self._tables.new_zeros((len(rows), 1))
+        self._rows = rows
+        self._queries = queries
+        self._appended = sum(one.row.queries for one in rows if one.row.append)
+        self._single = queries == len(rows)
+        self._resolved = False
+
+    def _resolve(self, step: int) -> None:
+        """Looks up what was changed, and rows that have outgrown the blocks that are known."""
+        self._looked_up_at = step
+        if not 0 <= step < _STEP_MAX:
+            raise InvalidInput(f"step {step} of plan {self.number}")
+        changed = [one for one in self._rows if one.state is RowState.CHANGED]
+        pins = self._holder.pin_each([(one.row.ref, partial(self._end, one)) for one in changed])
+        for one, pin in zip(changed, pins, strict=True):
+            if isinstance(pin, Pin):
+                one.pin, one.state, one.blocks = pin, RowState.HELD, 0
+            else:
+                self._lose(one, pin)
+        size = self._memory.layout.block_tokens
+        for index, one in enumerate(self._rows):
+            row = one.row.moved(step)
+            if one.state is RowState.HELD and (not one.blocks or row.length > one.blocks * size):
+                try:
+                    self._look_up(index, one, row)
+                except InvalidInput as error:
+                    self._lose(one, error)
+        self._place(step)
+
+    def _look_up(self, index: int, one: _Row, row: PlanRow) -> None:
+        """The row's blocks, as of its step. Raises InvalidInput."""
+        assert one.pin is not None
+        segment, size = one.pin.segment, self._memory.layout.block_tokens
+        if row.append and row.first_block + (row.length - row.queries) // size < segment.writable_from:
+            raise InvalidInput(
+                f"segment {row.handle} takes no tokens before block {segment.writable_from}: those are "
+                f"frozen or "
+                "shared"
+            )
+        one.key_position = segment.first_position + row.first_block * size
+        if row.length <= 0:
+            return
+        blocks = self._holder.blocks(segment, row.first_block, -(-row.length // size), beyond=True)
+        width = self._tables.shape[1]
+        if len(blocks) > width:
+            width = len(blocks) + len(blocks) // 8  # it may grow
+            if len(self._rows) * width > _ENTRIES_MAX:
+                raise InvalidInput(
+                    f"a plan of {len(self._rows)} rows over {width} blocks: make several of it"
+                )
+            tables = self._tables.new_zeros((len(self._rows), width))
+            tables[:, : self._tables.shape[1]] = self._tables
+            self._tables = tables
+        self._tables[index, one.blocks : len(blocks)] = self._longs(blocks[one.blocks :])
+        one.blocks = len(blocks)
+
+    def _place(self, step: int) -> None:
+        """What the rows' attention follows from, as of step 0. Lost rows have no keys."""
+        size = self._memory.layout.block_tokens
+        held = [one.state is RowState.HELD for one in self._rows]
+        lengths = [one.row.length if here else 0 for one, here in zip(self._rows, held, strict=True)]
+        grows = [int(one.row.append and here) for one, here in zip(self._rows, held, strict=True)]
+        positions = [one.row.position for one in self._rows]
+        self._first_lengths, self._grows = self._longs(lengths), self._longs(grows)
+        self._brings = self._longs([int(one.row.append) for one in self._rows])
+        self._first_positions = self._longs(positions)
+        self._key_positions = self._longs([one.key_position for one in self._rows])
+        self._first_step, self._last_step = max(-min(positions), 0), _STEP_MAX - 1
+        for one, grown in zip(self._rows, grows, strict=True):
+            if grown and one.pin is not None:
+                frozen = max(one.pin.segment.writable_from - one.row.first_block, 0) * size
+                self._first_step = max(self._first_step, frozen + one.row.queries - one.row.length)
+                self._last_step = min(self._last_step, one.blocks * size - one.row.length)
+        if not self._first_step <= step <= self._last_step:
+            raise InvalidInput(f"plan {self.number} has no step {step}: it goes from {self._first_step} on")
+        self._plans, self._step = {}, None
+        self._resolved = True
+        kernel = library.chosen()
+        if self._struct is not None and kernel is not None:
+            self._fill(self._struct, kernel, self._memory.tensor)
+
+    def _fill(self, plan: Any, kernel: library.Kernel, kv: Tensor) -> None:
+        layout, rows, model = self._memory.layout, len(self._rows), self._holder.model
+        self._lengths = self._first_lengths.clone()
+        self._positions = self._first_positions.clone()
+        self._windows = torch.tensor([window or 0 for window in model.windows], dtype=torch.int64)
+        batch = plan.batch
+        batch.kv, batch.tables, batch.lengths = (
+            kv.data_ptr(),
+            self._tables.data_ptr(),
+            self._lengths.data_ptr(),
+        )
+        batch.first_positions, batch.query_positions = (
+            self._key_positions.data_ptr(),
+            self._positions.data_ptr(),
+        )
+        batch.parallel, batch.threads, batch.variant = (
+            kernel._parallel,
+            torch.get_num_threads(),
+            kernel._index,
+        )
+        batch.q_row, batch.q_head = layout.query_heads * layout.head_dim, layout.head_dim
+        batch.batch, batch.heads, batch.kv_heads, batch.dim = (
+            rows,
+            layout.query_heads,
+            layout.kv_heads,
+            layout.head_dim,
+        )
+        batch.block_tokens, batch.table_width, batch.scale = (
+            layout.block_tokens,
+            self._tables.shape[1],
+            model.scale,
+        )
+        batch.q_is_bf16, batch.kv_is_bf16 = False, kv.dtype == torch.bfloat16
+        plan.lengths, plan.positions = self._lengths.data_ptr(), self._positions.data_ptr()
+        plan.first_lengths, plan.first_positions = (
+            self._first_lengths.data_ptr(),
+            self._first_positions.data_ptr(),
+        )
+        plan.grows, plan.brings, plan.windows = (
+            tensor.data_ptr() for tensor in (self._grows, self._brings, self._windows)
+        )
+        plan.first_step, plan.last_step, plan.step = self._first_step, self._last_step, -1
+        plan.layers, plan.layer_bytes, plan.appended = layout.layers, kv[0].nbytes, self._appended
+        plan.number, plan.revision, plan.lost = self.number, self.revision, len(self.lost)
+
+    def _append(self, layer: int, step: int, kv: Tensor) -> None:
+        size, first = self._memory.layout.block_tokens, 0
+        slots, brought = list[int](), list[int]()
+        for index, one in enumerate(self._rows):
+            if not one.row.append:
+                continue
+            row = one.row.moved(step)
+            if one.state is RowState.HELD:
+                table = self._tables[index].tolist()
+                tokens = range(row.length - row.queries, row.length)
+                slots += [table[token // size] * size + token % size for token in tokens]
+                brought += range(first, first + row.queries)
+            first += row.queries
+        if slots:
+            new = kv[brought].flatten(1, 2).to(self._memory.device)
+            self._memory.write_rows(layer, self._memory.rows_of(self._longs(slots)), new)
+
+    def _chunk(self, layer: int, step: int, index: int, q: Tensor, window: int | None) -> Partial:
+        one, memory = self._rows[index], self._memory
+        first = sum(other.row.queries for other in self._rows[:index])
+        queries = q[first : first + one.row.queries].to(memory.device)
+        if one.state is RowState.LOST:
+            return Partial.empty(queries)
+        row = one.row.moved(step)
+        partial = attend_chunk(
+            queries,
+            memory.layer(layer),
+            self._tables[index, : one.blocks],
+            row.length,
+            first_key_position=one.key_position,
+            query_positions=torch.arange(row.queries, device=memory.device) + row.position,
+            scale=self._holder.model.scale,
+            window=window,
+        )
+        return Partial(out=partial.out.cpu(), lse=partial.lse.cpu())
+
+    def _end(self, one: _Row) -> bool:
+        """As Pin.end, of a row's."""
+        with self._lock:
+            self._changed.append(one)
+            idle = not self._busy
+            if self._struct is not None and self._library is not None:
+                access = ctypes.addressof(self._struct) + type(self._struct).access.offset
+                idle = bool(self._library.end_access(access)) and idle
+            return idle
+
+    def _lose(self, one: _Row, error: KVCommonsError) -> None:
+        self._unpin([one])
+        one.state, one.error = RowState.LOST, error
+
+    def _unpin(self, rows: Sequence[_Row]) -> None:
+        pins = [one.pin for one in rows if one.pin is not None]
+        for one in rows:
+            one.pin = None
+            if one.state is RowState.HELD:
+                one.state = RowState.CHANGED
+        self._resolved = False
+        if pins:
+            self._holder.unpin_all(pins)
+
+    def _longs(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._memory.device)

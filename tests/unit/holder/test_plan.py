@@ -1,0 +1,64 @@
+"""Rows of plans, and changes of one plan into the next."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvcommons.errors import InvalidInput
+from kvcommons.holder.plan import PlanRow, arrangement, difference
+from kvcommons.holder.segments import SegmentRef
+from kvcommons.pb import data_pb2 as pb
+
+
+def row(handle: int, position: int = 5) -> PlanRow:
+    return PlanRow.of(SegmentRef(handle=handle, epoch=7), position=position, length=position + 1, append=True)
+
+
+def test_a_row_moves_on_by_a_token_a_step() -> None:
+    appends, stays = row(1), row(2)._replace(append=False)
+    assert (appends.moved(3).position, appends.moved(3).length) == (8, 9)
+    assert (stays.moved(3).position, stays.moved(3).length) == (8, 6)
+    assert appends.moved(3).moved(-3) == appends
+    assert PlanRow.read(appends.message()) == appends
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_difference_makes_the_rows_after_of_those_before(seed: int) -> None:
+    """Whatever is removed, added, moved, or there twice; and it says nothing of what stays."""
+    chance = random.Random(seed)
+    for _ in range(50):
+        before = [row(chance.randrange(12)) for _ in range(chance.randint(1, 10))]
+        after = [row(chance.randrange(12)) for _ in range(chance.randint(1, 10))]
+        if chance.random() < 0.5:
+            after = [one for one in before if chance.random() < 0.8]
+        change = difference(before, after)
+        order = arrangement(len(before), change.removed, [index for index, _ in change.placed])
+        placed = dict(change.placed)
+        assert [placed[at] if index is None else before[index] for at, index in enumerate(order)] == after
+    unique = [row(handle) for handle in range(9)]
+    assert difference(unique, unique) == ([], [])
+    assert difference(unique, [*unique[:4], *unique[5:], row(77)]) == ([4], [(8, row(77))])
+
+
+@pytest.mark.parametrize(
+    ("removed", "placed"),
+    [([3], []), ([1, 0], []), ([0, 0], []), ([], [4]), ([], [1, 1]), ([0], [1, 0])],
+)
+def test_a_change_that_cannot_be_is_refused(removed: list[int], placed: list[int]) -> None:
+    with pytest.raises(InvalidInput, match="out of order, or beyond"):
+        arrangement(3, removed, placed)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        pb.PlanRow(handle=1),
+        pb.PlanRow(handle=1, queries=2, length=1, append=True),
+        pb.PlanRow(handle=1, queries=1, position=(1 << 64) - 1),
+    ],
+)
+def test_a_row_that_cannot_be_is_refused(message: pb.PlanRow) -> None:
+    with pytest.raises(InvalidInput, match="segment 1"):
+        PlanRow.read(message)
