@@ -168,7 +168,7 @@ def _layers(
     from kvcommons.engine.batch import Batch, Queries
     from kvcommons.engine.iteration_timing import IterationTiming
     from kvcommons.engine.remote.attention import RemoteAttention
-    from kvcommons.engine.remote.messages import NewRows
+    from kvcommons.engine.remote.plans import NewRows
     from kvcommons.engine.sequence import RemoteRun
     from kvcommons.holder.budget import AttentionBudget
     from kvcommons.placement.auto import Rates
@@ -195,7 +195,8 @@ def _layers(
                     step.timing = IterationTiming()
                     new = NewRows(layer, Queries(plain=q), k, v)
                     began_s = time.monotonic()
-                    remote.collect(step, remote.ask(step, new), new)
+                    remote.ask(step, new)
+                    remote.collect(step, new)
                     seconds = time.monotonic() - began_s
                     remote.settle(step)
                     for error in step.lost.values():

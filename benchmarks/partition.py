@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvcommons.holder.creditor import Creditor
+    from kvcommons.holder.plan import PlanRow
     from kvcommons.holder.segments import SegmentRef
-    from kvcommons.pb import data_pb2
     from kvcommons.rblock.layout import Layout
 
 Progress = Callable[[str], None]
@@ -175,7 +175,7 @@ class _Share:
 
     holder: Creditor
     refs: list[SegmentRef]
-    request: data_pb2.AttendLayer
+    rows: list[PlanRow]
     queries: Tensor
     appended: Tensor
 
@@ -208,7 +208,7 @@ async def _placed(layout: Layout, holder: Creditor, lengths: Sequence[int]) -> _
     import torch
 
     from kvcommons.attention.memory import TORCH_DTYPES
-    from kvcommons.holder.attend_call import AttendPart, attend_request
+    from kvcommons.holder.plan import PlanRow
 
     content = bytes(byte & 0x3F for byte in os.urandom(layout.object_bytes))  # small numbers, none is NaN
     refs, parts = [], []
@@ -219,13 +219,13 @@ async def _placed(layout: Layout, holder: Creditor, lengths: Sequence[int]) -> _
         await asyncio.to_thread(
             fill_with, holder, ref, layout.layers, blocks, lambda layer, some: [content] * len(some)
         )
-        parts.append(AttendPart(ref=ref, rows=1, first_position=length - 1, length=length, append=True))
+        parts.append(PlanRow.of(ref, position=length - 1, length=length, append=True))
     return _Share(
         holder,
         refs,
-        attend_request(parts),
+        parts,
         torch.randn(len(parts), layout.query_heads, layout.head_dim),
-        torch.randn(len(parts), 2, layout.kv_heads, 1, layout.head_dim).to(TORCH_DTYPES[layout.kv_dtype]),
+        torch.randn(len(parts), 2, layout.kv_heads, layout.head_dim).to(TORCH_DTYPES[layout.kv_dtype]),
     )
 
 
@@ -237,7 +237,7 @@ def _iterate(layers: int, shares: Sequence[_Share]) -> tuple[float, float]:
     for layer in range(layers):
         deadline = Deadline.after(CALL_S)
         asked = [
-            share.holder.begin_attend(layer, share.request, share.queries, [share.appended], deadline)
+            share.holder.begin_attend(layer, share.rows, share.queries, [share.appended], deadline)
             for share in shares
         ]
         computed_us += max(call.finish_told()[1].computed_us for call in asked)

@@ -243,7 +243,7 @@ def _one_layer(
     import torch
 
     from kvcommons.attention.partial import attend_batch
-    from kvcommons.holder.attend_call import AttendPart
+    from kvcommons.holder.plan import PlanRow
     from kvcommons.holder.segments import SegmentRef
     from kvcommons.transport.deadline import Deadline
 
@@ -252,7 +252,7 @@ def _one_layer(
     q = torch.randn(1, layout.query_heads, layout.head_dim)
     blocks = core.allocator.allocate(context // BLOCK_TOKENS)
     table = torch.tensor([blocks])
-    part = AttendPart(ref=ref, rows=1, first_position=context, length=context)
+    part = PlanRow.of(ref, position=context, length=context)
     asked_s: list[float] = []
     fetched_s: list[float] = []
     try:

@@ -19,7 +19,7 @@ from kvcommons.engine.sequence import LocalRun, RemoteRun, Sequence
 from kvcommons.holder.creditor import Creditor
 
 if TYPE_CHECKING:
-    from kvcommons.engine.remote.messages import Messages
+    from kvcommons.engine.remote.plans import BatchPlans
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -123,7 +123,7 @@ class Batch:
     _row_order: list[int] = field(init=False)
     mini_batches: int = field(init=False, default=1)
     steps: int = field(init=False, default=0)  # since it was built
-    messages: Messages | None = field(init=False, default=None)  # of these shares, kept by who sends them
+    plans: BatchPlans | None = field(init=False, default=None)  # of these shares, kept by who sends them
 
     def __post_init__(self) -> None:
         parts = [

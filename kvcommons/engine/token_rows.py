@@ -12,7 +12,7 @@ from kvcommons.engine.batch import Batch, Queries
 from kvcommons.engine.core import Core
 from kvcommons.engine.iteration_timing import IterationTiming
 from kvcommons.engine.remote.attention import RemoteAttention, RemoteStep
-from kvcommons.engine.remote.messages import NewRows
+from kvcommons.engine.remote.plans import NewRows
 from kvcommons.errors import KVCommonsError
 from kvcommons.model.sampling import SamplingRow
 from kvcommons.model.slices import State
@@ -83,19 +83,13 @@ class TokenRows:
             self._write(layer, state)
             return self._attend_here(layer, state.q).out
         new = NewRows(layer, queries, state.k, state.v)
-        asked = self._remote.ask(step, new)
-        try:
-            if step.asks is None:
-                self._write(layer, state)
-            here = None
-            if len(batch.part_rows):
-                whole = batch.part_groups[0].whole and not len(batch.part_heads)
-                q = state.q if whole else queries.of(batch.part_rows, batch.part_heads)
-                here = self._attend_here(layer, q, step.here)
-            return self._remote.collect(step, asked, new, here).out
-        except BaseException:
-            self._remote.cancel(asked)
-            raise
+        self._remote.ask(step, new)
+        here = None
+        if len(batch.part_rows):
+            whole = batch.part_groups[0].whole and not len(batch.part_heads)
+            q = state.q if whole else queries.of(batch.part_rows, batch.part_heads)
+            here = self._attend_here(layer, q, step.here)
+        return self._remote.collect(step, new, here).out
 
     def _attend_here(self, layer: int, q: Tensor, into: Partial | None = None) -> Partial:
         """q [parts, H, D]; `into` as BatchPlan has it."""

@@ -1,91 +1,103 @@
-"""A layer's partial asked for at one holder: rows that attend over segments there."""
+"""One layer's partial asked for at one holder, in Python: what needs no plan from layer to layer."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from kvcommons.attention.memory import byte_view
 from kvcommons.attention.partial import Partial
-from kvcommons.holder.segments import SegmentRef
-from kvcommons.pb import data_pb2
-from kvcommons.telemetry.trace import current_traceparent
-from kvcommons.transport.client import DataClient, PendingCall
+from kvcommons.errors import KVCommonsError, UnknownPlan
+from kvcommons.holder.layer_head import LayerReply
+from kvcommons.holder.plan import PlanRow
+from kvcommons.holder.plan_connection import PlanConnection, PlanPool
 from kvcommons.transport.deadline import Deadline
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AttendPart:
-    """Rows that attend over one segment; see AttendSegment in data.proto."""
-
-    ref: SegmentRef
-    rows: int
-    first_position: int
-    length: int  # from first_block on
-    append: bool = False
-    first_block: int = 0  # within the segment
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class PendingPartial:
     """A holder computes; `finish` or `cancel` it."""
 
-    call: PendingCall
-    rows: int
-    query_heads: int
-    head_dim: int
+    plans: PlanPool
+    plan: PlanConnection | None
+    layer: int
+    q: Tensor
+    kv: Tensor
+    deadline: Deadline
+    began_s: float = field(default_factory=time.monotonic)
 
     def finish(self) -> Partial:
-        """The partial of all parts' rows, in order, on the CPU. Raises what the holder raised (StaleEpoch),
-        Unavailable, DeadlineExceeded."""
+        """The partial of all rows, in order, on the CPU. Raises what the holder raised (StaleEpoch where a
+        row's segment is gone), Unavailable, DeadlineExceeded."""
         return self.finish_told()[0]
 
-    def finish_told(self) -> tuple[Partial, data_pb2.AttendLayerReply]:
+    def finish_told(self) -> tuple[Partial, LayerReply]:
         """And what the holder says that it took."""
-        out = torch.empty((self.rows, self.query_heads, self.head_dim), dtype=torch.float32)
-        lse = torch.empty((self.rows, self.query_heads), dtype=torch.float32)
-        reply = self.call.finish([byte_view(out), byte_view(lse)])
-        return Partial(out=out, lse=lse), reply.attend_layer
+        plan = self.plan
+        assert plan is not None, "it was finished, or cancelled"
+        out = torch.empty(self.q.shape, dtype=torch.float32)
+        lse = torch.empty(self.q.shape[:2], dtype=torch.float32)
+        into = [byte_view(out), byte_view(lse)]
+        try:
+            try:
+                reply = plan.receive(self.layer, into, self.deadline)
+            except UnknownPlan:
+                plan.reopen(self.deadline, connection=False)
+                self.send()
+                reply = plan.receive(self.layer, into, self.deadline)
+            if reply.lost:
+                for error in plan.lost(self.deadline).values():
+                    raise error
+        except KVCommonsError as error:
+            plan.observe(self.began_s, time.monotonic(), self.q.nbytes + self.kv.nbytes, 0, error.code)
+            self._give()
+            raise
+        except BaseException:
+            self.cancel()
+            raise
+        plan.observe(self.began_s, time.monotonic(), self.q.nbytes + self.kv.nbytes, out.nbytes + lse.nbytes)
+        self._give()
+        return Partial(out=out, lse=lse), reply
+
+    def send(self) -> None:
+        assert self.plan is not None
+        payload = [byte_view(self.q), byte_view(self.kv)] if self.kv.numel() else [byte_view(self.q)]
+        self.plan.send(self.layer, len(self.q), len(self.kv), payload, self.deadline)
 
     def cancel(self) -> None:
-        self.call.cancel()
+        if self.plan is not None:
+            self.plan.drop()
+            self._give()
 
-
-def attend_request(parts: Sequence[AttendPart]) -> data_pb2.AttendLayer:
-    """For `begin_attend`: the same parts of all layers need to be written down once only."""
-    return data_pb2.AttendLayer(segments=[_attend_segment(part) for part in parts])
+    def _give(self) -> None:
+        plan, self.plan = self.plan, None
+        if plan is not None:
+            self.plans.give(plan)
 
 
 def begin_attend(
-    client: DataClient,
+    plans: PlanPool,
     layer: int,
-    parts: Sequence[AttendPart] | data_pb2.AttendLayer,
+    rows: Sequence[PlanRow],
     q: Tensor,
     appended: Sequence[Tensor],
     deadline: Deadline,
 ) -> PendingPartial:
     """Asks a holder's data plane for a partial: see RemoteHolder.begin_attend."""
-    request = data_pb2.DataRequest(
-        traceparent=current_traceparent(),
-        attend_layer=parts if isinstance(parts, data_pb2.AttendLayer) else attend_request(parts),
+    kv = torch.cat(list(appended)) if appended else torch.empty(0)
+    pending = PendingPartial(
+        plans, plans.take(rows), layer, q.detach().float().cpu().contiguous(), kv.cpu().contiguous(), deadline
     )
-    request.attend_layer.layer = layer
-    payload = [byte_view(tensor.detach().cpu().contiguous()) for tensor in (q.float(), *appended)]
-    call = client.begin(request, payload, deadline=deadline)
-    return PendingPartial(call=call, rows=q.shape[0], query_heads=q.shape[1], head_dim=q.shape[2])
-
-
-def _attend_segment(part: AttendPart) -> data_pb2.AttendSegment:
-    return data_pb2.AttendSegment(
-        handle=part.ref.handle,
-        epoch=part.ref.epoch,
-        rows=part.rows,
-        first_position=part.first_position,
-        append=part.append,
-        length=part.length,
-        generation=part.ref.generation,
-        first_block=part.first_block,
-    )
+    try:
+        assert pending.plan is not None
+        pending.plan.user = pending
+        pending.plan.prepare(rows, deadline)
+        pending.send()
+    except BaseException:
+        pending.cancel()
+        raise
+    return pending

@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from kvcommons.errors import KVCommonsError
-from kvcommons.holder.ask import Recipient
-from kvcommons.holder.attend_call import AttendPart, PendingPartial, begin_attend
+from kvcommons.holder.attend_call import PendingPartial, begin_attend
 from kvcommons.holder.copying import read_blocks
+from kvcommons.holder.exchange import Recipient
+from kvcommons.holder.plan import PlanRow
+from kvcommons.holder.plan_connection import PlanPool
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import data_pb2, holder_pb2
 from kvcommons.pb import holder_pb2_grpc as rpc
@@ -36,8 +38,8 @@ _LOG = logging.getLogger(__name__)
 # A lease survives two renewals that fail.
 _RENEWALS_PER_LEASE = 3
 _RENEW_TIMEOUT_S = 2.0
-# Decode has nothing else to do while it waits for partials: of two batches, in up to eight mini-batches each.
-_ASK_S, _KEPT_MAX = 400e-6, 16
+# Decode has nothing else to do while it waits for partials.
+_ASK_S = 400e-6
 
 
 class RemoteHolder:
@@ -68,10 +70,8 @@ class RemoteHolder:
         self._channel = open_channel(control_address)
         self._stub = rpc.HolderStub(self._channel)
         self._data = DataClient(data_address, observer=observer)
-        # Over sockets, whose frames need no interpreter; a layer's are small.
-        self._partials = DataClient(
-            data_address, kept_max=_KEPT_MAX, observer=observer, ask_s=_ASK_S, rings=False
-        )
+        # Over sockets, which the native path takes; a layer's frames are small.
+        self._plans = PlanPool(DataClient(data_address, observer=observer, ask_s=_ASK_S, rings=False))
         self._borrowed: dict[SegmentRef, float] = {}  # to when its lease runs out, at the latest
         self._generations = itertools.count(1)  # of all segments
         self._renewal: asyncio.Task[None] | None = None
@@ -91,7 +91,7 @@ class RemoteHolder:
                 await self._renewal
         await self._channel.close(None)
         self._data.close()
-        self._partials.close()
+        self._plans.close()
 
     @property
     def borrowed(self) -> list[SegmentRef]:
@@ -275,23 +275,18 @@ class RemoteHolder:
         read_blocks(self._data, ref, layer, first_block, into, deadline)
 
     def begin_attend(
-        self,
-        layer: int,
-        parts: Sequence[AttendPart] | data_pb2.AttendLayer,
-        q: Tensor,
-        appended: Sequence[Tensor],
-        deadline: Deadline,
+        self, layer: int, rows: Sequence[PlanRow], q: Tensor, appended: Sequence[Tensor], deadline: Deadline
     ) -> PendingPartial:
         """Sends queries, so that local attention can be computed meanwhile.
 
-        q [sum of rows, query_heads, head_dim], rotated; appended, for each part with `append`, in order: K
-        and V [2, kv_heads, rows, head_dim] in the KV dtype; or those of several parts in one tensor.
+        q [sum of queries, query_heads, head_dim], rotated; appended, for rows with `append`, in order: K and
+        V [queries, 2, kv_heads, head_dim] in the KV dtype, in as many tensors as it likes.
         """
-        return begin_attend(self._partials, layer, parts, q, appended, deadline)
+        return begin_attend(self._plans, layer, rows, q, appended, deadline)
 
-    def recipients(self, wording: data_pb2.AttendLayer) -> list[Recipient]:
+    def recipients(self, rows: Sequence[PlanRow]) -> list[Recipient]:
         """This one alone."""
-        return [Recipient(client=self._partials, wording=wording)]
+        return [Recipient(plans=self._plans, rows=rows)]
 
     def _reservation(self, blocks: int) -> holder_pb2.ReserveRequest:
         lease_ms = int(self._lease_s * 1000)

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Protocol
 from torch import Tensor
 
 from kvcommons.attention.partial import Partial
-from kvcommons.holder.ask import Recipient
-from kvcommons.holder.attend_call import AttendPart
+from kvcommons.holder.exchange import Recipient
+from kvcommons.holder.layer_head import LayerReply
+from kvcommons.holder.plan import PlanRow
 from kvcommons.holder.segments import SegmentRef
-from kvcommons.pb import data_pb2
 from kvcommons.transport.deadline import Deadline
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class PendingAttention(Protocol):
     """Asked for; `finish` or `cancel` it."""
 
-    def finish_told(self) -> tuple[Partial, data_pb2.AttendLayerReply]: ...
+    def finish_told(self) -> tuple[Partial, LayerReply]: ...
 
     def cancel(self) -> None: ...
 
@@ -107,14 +107,8 @@ class Creditor(Protocol):
     ) -> None: ...
 
     def begin_attend(
-        self,
-        layer: int,
-        parts: Sequence[AttendPart] | data_pb2.AttendLayer,
-        q: Tensor,
-        appended: Sequence[Tensor],
-        deadline: Deadline,
+        self, layer: int, rows: Sequence[PlanRow], q: Tensor, appended: Sequence[Tensor], deadline: Deadline
     ) -> PendingAttention: ...
 
-    def recipients(self, wording: data_pb2.AttendLayer) -> Sequence[Recipient]:
-        """Who would be asked for such a partial, and in which words: for asking.py. None: only
-        begin_attend goes. Raises StaleEpoch."""
+    def recipients(self, rows: Sequence[PlanRow]) -> Sequence[Recipient]:
+        """Who attends over such rows: for a LayerExchange."""

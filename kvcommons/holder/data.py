@@ -61,7 +61,7 @@ class HolderData:
             self._read(request.read_blocks, exchange)
         elif op == "attend_layer":
             self._former.answer(request.attend_layer, exchange)
-        elif op in ("open_plan", "change_plan", "close_plan", "describe_plan"):
+        elif op in ("open_plan", "change_plan", "describe_plan"):
             self._plan(op, request, exchange)
         elif op == "start_sequence" and self._on_start_sequence is not None:
             self._start(request.start_sequence, self._on_start_sequence, exchange)
@@ -81,10 +81,8 @@ class HolderData:
         exchange.one_way = True
         if op == "open_plan":
             session.open(request.open_plan, request.traceparent)
-        elif op == "change_plan":
-            session.change(request.change_plan)
         else:
-            session.close_plan(request.close_plan.plan)
+            session.change(request.change_plan)
         exchange.follow = session.follow
 
     def _write(self, write: pb.WriteBlocks, exchange: Exchange) -> None:

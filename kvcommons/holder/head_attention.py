@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from kvcommons.attention.partial import Partial
-from kvcommons.holder.attend_call import AttendPart, PendingPartial
-from kvcommons.pb import data_pb2
+from kvcommons.holder.attend_call import PendingPartial
+from kvcommons.holder.layer_head import LayerReply
+from kvcommons.holder.plan import PlanRow
 from kvcommons.rblock.heads import HeadPart
 from kvcommons.rblock.layout import Layout
 from kvcommons.transport.deadline import Deadline
@@ -24,7 +25,7 @@ class Ask(Protocol):
     def __call__(
         self,
         layer: int,
-        parts: Sequence[AttendPart] | data_pb2.AttendLayer,
+        rows: Sequence[PlanRow],
         q: Tensor,
         appended: Sequence[Tensor],
         deadline: Deadline,
@@ -41,15 +42,15 @@ class PendingHeads:
         """As `finish_told`, the partial alone."""
         return self.finish_told()[0]
 
-    def finish_told(self) -> tuple[Partial, data_pb2.AttendLayerReply]:
+    def finish_told(self) -> tuple[Partial, LayerReply]:
         """The partial of all heads, and what the slowest part says that it took. Raises what a part
         raised."""
-        partials, slowest = [], data_pb2.AttendLayerReply()
+        partials, replies = list[Partial](), list[LayerReply]()
         try:
             for call in self.calls:
-                partial, told = call.finish_told()
+                partial, reply = call.finish_told()
                 partials.append(partial)
-                slowest = max(slowest, told, key=lambda one: one.computed_us)
+                replies.append(reply)
         except BaseException:
             self.cancel()
             raise
@@ -57,7 +58,7 @@ class PendingHeads:
             out=torch.cat([one.out for one in partials], dim=1),
             lse=torch.cat([one.lse for one in partials], dim=1),
         )
-        return whole, slowest
+        return whole, max(replies, key=lambda one: one.computed_us)
 
     def cancel(self) -> None:
         for call in self.calls:
@@ -69,19 +70,19 @@ def begin_heads(
     shares: Sequence[HeadPart],
     asks: Sequence[Ask],
     layer: int,
-    wordings: Sequence[Sequence[AttendPart] | data_pb2.AttendLayer],
+    rows: Sequence[Sequence[PlanRow]],
     q: Tensor,
     appended: Sequence[Tensor],
     deadline: Deadline,
 ) -> PendingHeads:
     """Sends each part its query heads, and its heads of K and V. `layout` is the whole model's; `shares`,
-    `asks` and `wordings` are the parts', in order; q and appended have all heads, as for one holder."""
+    `asks` and `rows` are the parts', in order; q and appended have all heads, as for one holder."""
     calls: list[PendingPartial] = []
     try:
-        for share, ask, wording in zip(shares, asks, wordings, strict=True):
+        for share, ask, own in zip(shares, asks, rows, strict=True):
             queries, heads = share.query_heads(layout), share.kv_heads(layout)
-            kv = [tensor[..., heads, :, :] for tensor in appended]
-            calls.append(ask(layer, wording, q[:, queries], kv, deadline))
+            kv = [tensor[..., heads, :] for tensor in appended]
+            calls.append(ask(layer, own, q[:, queries], kv, deadline))
     except BaseException:
         PendingHeads(calls).cancel()
         raise

@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import Tensor
 
 from kvcommons.errors import CapacityExhausted, KVCommonsError, StaleEpoch, UnsupportedParameter
-from kvcommons.holder.ask import Recipient
-from kvcommons.holder.attend_call import AttendPart, attend_request
 from kvcommons.holder.client import RemoteHolder
+from kvcommons.holder.exchange import Recipient
 from kvcommons.holder.head_attention import PendingHeads, begin_heads
 from kvcommons.holder.head_store import WholeStore
+from kvcommons.holder.plan import PlanRow
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import data_pb2
 from kvcommons.rblock.heads import divided
@@ -41,7 +41,8 @@ _LOG = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _UNDO_S = 2.0  # for what is taken back, of each part
-_WORDINGS = 32  # that are kept: of batches that take turns, each in mini-batches
+# Of a segment that the group has no more: no holder ever had such an epoch.
+_GONE = SegmentRef(handle=0, epoch=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +92,6 @@ class HeadGroup:
         self.waited: Callable[[float, bool], None] = lambda seconds, answered: None
         self._segments: dict[SegmentRef, _Segment] = {}
         self._generations = itertools.count(1)
-        self._wordings: tuple[tuple[data_pb2.AttendLayer, list[data_pb2.AttendLayer]], ...] = ()
         self._tasks: set[asyncio.Task[Any]] = set()
 
     def start(self) -> None:
@@ -280,43 +280,33 @@ class HeadGroup:
                 call.finish(share.pieces(self._layout, into))
 
     def begin_attend(
-        self,
-        layer: int,
-        parts: Sequence[AttendPart] | data_pb2.AttendLayer,
-        q: Tensor,
-        appended: Sequence[Tensor],
-        deadline: Deadline,
+        self, layer: int, rows: Sequence[PlanRow], q: Tensor, appended: Sequence[Tensor], deadline: Deadline
     ) -> PendingHeads:
-        """Each part is sent its query heads, and its heads of K and V."""
+        """Each part is sent its query heads, and its heads of K and V. Raises StaleEpoch."""
         asks = [part.begin_attend for part in self._parts]
-        wordings = self._worded(parts)
-        return begin_heads(self._layout, self._shares, asks, layer, wordings, q, appended, deadline)
+        for row in rows:
+            self._refs(row.ref)
+        return begin_heads(
+            self._layout, self._shares, asks, layer, self._divided(rows), q, appended, deadline
+        )
 
-    def recipients(self, wording: data_pb2.AttendLayer) -> list[Recipient]:
-        """Each part, for its heads."""
+    def recipients(self, rows: Sequence[PlanRow]) -> list[Recipient]:
+        """Each part, for its heads. A row whose segment is gone is lost at the parts."""
         whole = self._layout
         return [
             replace(one, query_heads=share.query_heads(whole), kv_heads=share.kv_heads(whole))
-            for part, share, own in zip(self._parts, self._shares, self._worded(wording), strict=True)
+            for part, share, own in zip(self._parts, self._shares, self._divided(rows), strict=True)
             for one in part.recipients(own)
         ]
 
-    def _worded(self, parts: Sequence[AttendPart] | data_pb2.AttendLayer) -> list[data_pb2.AttendLayer]:
-        """What each part is asked for: the same for all layers of an iteration, which has one wording. A
-        message is not changed once it was given."""
-        for known, made in self._wordings:
-            if known is parts:
-                return made
-        whole = parts if isinstance(parts, data_pb2.AttendLayer) else attend_request(parts)
-        made = [data_pb2.AttendLayer() for _ in self._parts]
-        for asked in whole.segments:
-            ref = SegmentRef(handle=asked.handle, epoch=asked.epoch, generation=asked.generation)
-            for wording, own in zip(made, self._refs(ref), strict=True):
-                segment = wording.segments.add()
-                segment.CopyFrom(asked)
-                segment.handle, segment.epoch, segment.generation = own.handle, own.epoch, own.generation
-        if whole is parts:
-            self._wordings = ((whole, made), *self._wordings[: _WORDINGS - 1])  # threads swap it whole
+    def _divided(self, rows: Sequence[PlanRow]) -> list[list[PlanRow]]:
+        """Each part's own rows."""
+        made: list[list[PlanRow]] = [[] for _ in self._parts]
+        for row in rows:
+            segment = self._segments.get(row.ref)
+            refs = segment.generations.get(row.generation) if segment is not None else None
+            for part, own in zip(made, refs or [_GONE] * len(made), strict=True):
+                part.append(row.at(own))
         return made
 
     def _segment(self, ref: SegmentRef) -> _Segment:

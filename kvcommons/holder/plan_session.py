@@ -109,9 +109,6 @@ class PlanSession:
             self._drop(request.plan)
             self._plans[request.plan] = error
 
-    def close_plan(self, number: int) -> None:
-        self._drop(number)
-
     def describe(self, number: int) -> pb.PlanDescription:
         lost = self._find(number).lost
         return pb.PlanDescription(

@@ -21,9 +21,11 @@ from kvcommons.engine.keeper import BlockKeeper
 from kvcommons.engine.prompt import NOT_HERE, Prompt
 from kvcommons.engine.request import Request
 from kvcommons.errors import CapacityExhausted, KVCommonsError, Unavailable
-from kvcommons.holder.attend_call import AttendPart, begin_attend
+from kvcommons.holder.attend_call import begin_attend
 from kvcommons.holder.creditor import PendingAttention
 from kvcommons.holder.head_attention import begin_heads
+from kvcommons.holder.plan import PlanRow
+from kvcommons.holder.plan_connection import PlanPool
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.model.slices import State
 from kvcommons.pb import data_pb2
@@ -48,11 +50,11 @@ class Holders:
         self._layout = layout
         self._attend_deadline_s = attend_deadline_s
         self._observer = observer
-        self._clients: dict[str, DataClient] = {}
+        self._plans: dict[str, PlanPool] = {}
 
     def close(self) -> None:
-        for client in self._clients.values():
-            client.close()
+        for plans in self._plans.values():
+            plans.close()
 
     def ask(
         self, targets: tuple[Target, ...], block_tokens: int, layer: int, before: int, q: Tensor
@@ -75,21 +77,21 @@ class Holders:
     def _ask(
         self, target: Target, layer: int, before: int, length: int, q: Tensor, deadline: Deadline
     ) -> PendingAttention:
-        asks, wordings = [], []
+        asks, rows = [], []
         for place in target.places:
             ref = SegmentRef(handle=place.handle, epoch=place.epoch)
-            part = AttendPart(ref=ref, rows=q.shape[0], first_position=before, length=length)
-            asks.append(partial(begin_attend, self._client(place.data_address)))
-            wordings.append([part])
+            row = PlanRow.of(ref, queries=q.shape[0], position=before, length=length)
+            asks.append(partial(begin_attend, self._plans_at(place.data_address)))
+            rows.append([row])
         if len(asks) == 1:
-            return asks[0](layer, wordings[0], q, [], deadline)
-        return begin_heads(self._layout, divided(len(asks)), asks, layer, wordings, q, [], deadline)
+            return asks[0](layer, rows[0], q, [], deadline)
+        return begin_heads(self._layout, divided(len(asks)), asks, layer, rows, q, [], deadline)
 
-    def _client(self, address: str) -> DataClient:
-        """An address that many prompts used keeps its connection; there are as many as holders."""
-        if address not in self._clients:
-            self._clients[address] = DataClient(address, observer=self._observer)
-        return self._clients[address]
+    def _plans_at(self, address: str) -> PlanPool:
+        """An address that many prompts used keeps its connections; there are as many as holders."""
+        if address not in self._plans:
+            self._plans[address] = PlanPool(DataClient(address, observer=self._observer))
+        return self._plans[address]
 
 
 class SpreadRows(ChunkRows):

@@ -13,9 +13,9 @@ from google.protobuf.message import DecodeError
 from kvcommons.errors import DataLoss, KVCommonsError, Unavailable, from_detail
 from kvcommons.pb import data_pb2 as pb
 from kvcommons.transport.addresses import connect
-from kvcommons.transport.base import Bare, Connection, Limits, Observation, Observer, SendBroken
+from kvcommons.transport.base import Connection, Limits, Observation, Observer, SendBroken
 from kvcommons.transport.deadline import Deadline
-from kvcommons.transport.sockets import ASK_S, gone, waited
+from kvcommons.transport.sockets import ASK_S
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -30,8 +30,6 @@ KEPT_S = 60.0
 CONNECT_S = 3.0
 # For an answer that a server gave before it hung up.
 _LAST_WORD_S = 0.2
-# Stands for the requests that Held's callers write themselves.
-_ATTENDING = pb.DataRequest(attend_layer=pb.AttendLayer())
 
 
 class DataClient:
@@ -90,9 +88,9 @@ class DataClient:
                     # It went stale in the pool, and the peer has seen nothing: the one case that is safe to
                     # repeat.
                     connection.close()
-                    connection, kept = self._connect(deadline), False
+                    connection, kept = self.connect(deadline), False
                     continue
-                failure = _last_word(connection) or error
+                failure = last_word(connection) or error
                 connection.close()
                 self._observe(request, 0, 0, started, failure)
                 raise failure from error
@@ -113,7 +111,7 @@ class DataClient:
     def connected(self) -> bool:
         """Whether a kept connection is there and alive: the peer is the process that was called before."""
         with self._lock:
-            return any(_fresh(connection, last_used_s) for connection, last_used_s in self._kept)
+            return any(fresh(connection, last_used_s) for connection, last_used_s in self._kept)
 
     def close(self) -> None:
         """Closes kept connections; calls under way finish, and close theirs."""
@@ -132,12 +130,15 @@ class DataClient:
                 if not self._kept:
                     break
                 connection, last_used_s = self._kept.pop()
-            if _fresh(connection, last_used_s):
+            if fresh(connection, last_used_s):
                 return connection, True
             connection.close()
-        return self._connect(deadline), False
+        return self.connect(deadline), False
 
-    def _connect(self, deadline: Deadline) -> Connection:
+    def connect(self, deadline: Deadline) -> Connection:
+        """A new connection, which is the caller's. Raises Unavailable, DeadlineExceeded."""
+        if self._closed:
+            raise Unavailable(f"the client of {self.address} was closed")
         connection = connect(self.address, deadline.within(CONNECT_S), self._limits, rings=self._rings)
         connection.ask_for(self._ask_s)
         return connection
@@ -156,18 +157,21 @@ class DataClient:
         received: int,
         started: float,
         error: KVCommonsError | None,
-        ended: float | None = None,
     ) -> None:
-        if self._observer is not None:
-            self._observer(
-                Observation(
-                    op=request.WhichOneof("op") or "none",
-                    sent_bytes=sent,
-                    received_bytes=received,
-                    seconds=(time.monotonic() if ended is None else ended) - started,
-                    error=error.code if error else "",
-                )
+        self.observe(
+            Observation(
+                op=request.WhichOneof("op") or "none",
+                sent_bytes=sent,
+                received_bytes=received,
+                seconds=time.monotonic() - started,
+                error=error.code if error else "",
             )
+        )
+
+    def observe(self, observation: Observation) -> None:
+        """Of an exchange on a connection of `connect`."""
+        if self._observer is not None:
+            self._observer(observation)
 
 
 class PendingCall:
@@ -263,97 +267,13 @@ class PendingCall:
         self.cancel()
 
 
-class Held:
-    """One of a client's connections over many exchanges, for a caller that moves their frames without the
-    interpreter (Connection.bare): it is taken and given back once. One thread at a time."""
-
-    def __init__(self, client: DataClient) -> None:
-        self._client = client
-        self._connection: Connection | None = None
-        self._kept = False
-
-    def open(self, deadline: Deadline) -> Bare | None:
-        """The socket of a live connection; None where it has none that carries frames. Raises Unavailable,
-        DeadlineExceeded."""
-        if self._connection is None:
-            self._connection, self._kept = self._client._take(deadline)
-        bare = self._connection.bare()
-        if bare is None:
-            self.give_back()
-        return bare
-
-    def reopen(self, deadline: Deadline, *, used: bool) -> Bare | None:
-        """After the peer went before it had seen anything of a request: the one case that is safe to repeat.
-        None where it did so on a new connection, not `used` since it was opened."""
-        if not self._kept and not used:
-            return None
-        self.drop()
-        self._connection, self._kept = self._client._connect(deadline), False
-        return self.open(deadline)
-
-    def unsent(self, error: OSError | None, began_s: float) -> KVCommonsError:
-        """Why a request was not sent; the connection is closed. None: in time."""
-        connection = self._end()
-        if error is None:
-            connection.close()
-            return waited(connection.peer, "to send to")
-        failure = _last_word(connection) or gone(connection.peer, error)
-        connection.close()
-        self.observe(began_s, time.monotonic(), error=failure)
-        return failure
-
-    def unanswered(self, error: OSError | None, began_s: float, sent_bytes: int) -> KVCommonsError:
-        """Why there is no answer; the connection is closed. None: in time; without an errno the peer has
-        ended in order."""
-        connection = self._end()
-        connection.close()
-        failure: KVCommonsError = waited(connection.peer, "for")
-        if error is not None:
-            ended = Unavailable(f"{connection.peer} closed the connection")
-            failure = gone(connection.peer, error) if error.errno else ended
-        self.observe(began_s, time.monotonic(), sent_bytes, error=failure)
-        return failure
-
-    def answered(self, received: Buffer, deadline: Deadline, began_s: float, sent_bytes: int) -> PendingCall:
-        """An answer that somebody else has to look at, of which this came already; the connection is that
-        call's."""
-        connection = self._end()
-        connection.unreceive(received)
-        return PendingCall(self._client, connection, _ATTENDING, deadline, began_s, sent_bytes)
-
-    def observe(
-        self,
-        began_s: float,
-        ended_s: float,
-        sent_bytes: int = 0,
-        received_bytes: int = 0,
-        error: KVCommonsError | None = None,
-    ) -> None:
-        """An exchange, for the client's observer."""
-        self._client._observe(_ATTENDING, sent_bytes, received_bytes, began_s, error, ended_s)
-
-    def give_back(self) -> None:
-        """Between two exchanges."""
-        if self._connection is not None:
-            self._client._keep(self._end())
-
-    def drop(self) -> None:
-        """In the middle of one."""
-        if self._connection is not None:
-            self._end().close()
-
-    def _end(self) -> Connection:
-        connection, self._connection = self._connection, None
-        assert connection is not None, "nothing is under way"
-        return connection
-
-
-def _fresh(connection: Connection, last_used_s: float) -> bool:
+def fresh(connection: Connection, last_used_s: float) -> bool:
+    """Whether a connection between two exchanges can carry another one."""
     # Nothing is ever sent unasked: what can be read is the peer's end.
     return time.monotonic() - last_used_s < KEPT_S and not connection.wait_readable(Deadline.after(0))
 
 
-def _last_word(connection: Connection) -> KVCommonsError | None:
+def last_word(connection: Connection) -> KVCommonsError | None:
     """A server that refuses a connection or a frame says why before it hangs up."""
     try:
         head, _ = connection.receive_head(Deadline.after(_LAST_WORD_S))

@@ -246,8 +246,8 @@ class Tokens:
         return [byte_view(block) for block in shaped.contiguous()]
 
     def appended(self, first: int, last: int) -> Tensor:
-        """[2, kv_heads, rows, D]."""
-        return torch.stack((self.k[first:last], self.v[first:last])).transpose(1, 2).contiguous()
+        """[rows, 2, kv_heads, D]."""
+        return torch.stack((self.k[first:last], self.v[first:last]), dim=1)
 
     def whole(self, rows: Sequence[int], window: int | None = None) -> Partial:
         """One holder's result for the rows, over everything before them and themselves."""

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 import torch
 
-from kvcommons.attention.native import ask as native_ask
+from kvcommons.attention.native import exchange
 from kvcommons.errors import DataLoss
 from kvcommons.pb import common_pb2
 from tests.contract.engine_stack import Stack
@@ -18,7 +18,7 @@ pytest_plugins = ("tests.contract.engine_fixtures",)
 
 
 def compiled() -> bool:
-    return native_ask.find() is not None and not torch.cuda.is_available()
+    return exchange.find() is not None and not torch.cuda.is_available()
 
 
 @pytest.mark.parametrize("engines", ["llama", "qwen2-sliding"], indirect=True)

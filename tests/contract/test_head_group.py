@@ -26,11 +26,11 @@ from kvcommons.errors import (
     Unavailable,
     UnsupportedParameter,
 )
-from kvcommons.holder.attend_call import AttendPart, attend_request
 from kvcommons.holder.client import RemoteHolder
 from kvcommons.holder.copying import copy_blocks
 from kvcommons.holder.head_group import HeadGroup
 from kvcommons.holder.head_store import WholeStore
+from kvcommons.holder.plan import PlanRow
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.model.spec import ModelSpec, fingerprint
 from kvcommons.rblock.heads import divided
@@ -131,8 +131,8 @@ async def written(group: HeadGroup, tokens: Tokens, blocks: int = 8) -> SegmentR
     return ref
 
 
-def asked(ref: SegmentRef, row: int, *, append: bool = False) -> AttendPart:
-    return AttendPart(ref=ref, rows=1, first_position=row, length=row + 1, append=append)
+def asked(ref: SegmentRef, row: int, *, append: bool = False) -> PlanRow:
+    return PlanRow.of(ref, position=row, length=row + 1, append=append)
 
 
 async def lent(parts: Sequence[Served]) -> list[int]:
@@ -163,7 +163,7 @@ async def test_rows_and_chunks_attend_as_over_one_holder(parts: list[Served]) ->
     async with group_of(parts) as group:
         ref = await written(group, tokens)
         for rows in ([29], [3], list(range(9, 30))):
-            part = AttendPart(ref=ref, rows=len(rows), first_position=rows[0], length=rows[-1] + 1)
+            part = PlanRow.of(ref, queries=len(rows), position=rows[0], length=rows[-1] + 1)
             partial = group.begin_attend(1, [part], tokens.q[rows], [], soon()).finish()
             torch.testing.assert_close(partial.out, tokens.whole(rows).out, **CLOSE)
             torch.testing.assert_close(partial.lse, tokens.whole(rows).lse, **CLOSE)
@@ -179,11 +179,11 @@ async def test_sequences_grow_token_by_token(parts: list[Served]) -> None:
             if row % BLOCK_TOKENS == 0:
                 for ref in refs:
                     await group.grow(ref, row // BLOCK_TOKENS + 1, timeout_s=5)
-            wording = attend_request([asked(ref, row, append=True) for ref in refs])
+            rows = [asked(ref, row, append=True) for ref in refs]
             q = torch.stack([one.q[row] for one in tokens])
-            new = torch.stack([one.appended(row, row + 1) for one in tokens])
+            new = torch.cat([one.appended(row, row + 1) for one in tokens])
             for layer in range(LAYOUT.layers):
-                partial, told = group.begin_attend(layer, wording, q, [new], soon()).finish_told()
+                partial, told = group.begin_attend(layer, rows, q, [new], soon()).finish_told()
                 took_us += told.computed_us
                 for index, one in enumerate(tokens):
                     whole = one.whole([row])
@@ -251,7 +251,7 @@ async def test_blocks_are_read_home_while_the_rest_is_attended_over(parts: list[
         assert await group.trim(frozen, timeout_s=5) == 4
         assert await group.trim(frozen, timeout_s=5) == 0
         assert await lent(parts) == [4, 4]
-        rest = AttendPart(ref=frozen, rows=1, first_position=29, first_block=4, length=TOKENS - 16)
+        rest = PlanRow.of(frozen, position=29, first_block=4, length=TOKENS - 16)
         partial = group.begin_attend(1, [rest], tokens.q[29:], [], soon()).finish()
         assert partial.lse.isfinite().all()
         with pytest.raises(StaleEpoch, match="have moved"):

@@ -13,8 +13,8 @@ import torch
 
 from kvcommons.attention.partial import merge
 from kvcommons.errors import CapacityExhausted, InvalidInput, StaleEpoch, UnsupportedParameter
-from kvcommons.holder.attend_call import AttendPart
 from kvcommons.holder.client import RemoteHolder
+from kvcommons.holder.plan import PlanRow
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import data_pb2 as pb
 from kvcommons.pb.common_pb2 import SampledToken
@@ -93,7 +93,7 @@ async def test_what_is_sent_for_a_token_does_not_grow_with_the_context(socket_fo
         ref = await borrow(client, 81)
         client.write_blocks(ref, 0, 0, tokens.objects(0, 81), soon())
         for row in (1, 80):
-            part = AttendPart(ref=ref, rows=1, first_position=row, length=row + 1, append=True)
+            part = PlanRow.of(ref, position=row, length=row + 1, append=True)
             appended = [tokens.appended(row, row + 1)]
             client.begin_attend(0, [part], tokens.q[row : row + 1], appended, soon()).finish()
         await client.release([ref], timeout_s=5)
@@ -110,7 +110,7 @@ async def test_a_sequence_over_two_holders_is_exact(served: Served, split: int) 
         ref = await borrow(client, split)
         client.write_blocks(ref, 0, 0, tokens.objects(0, split), soon())
         for rows in ([29], list(range(split, 30))):
-            part = AttendPart(ref=ref, rows=len(rows), first_position=rows[0], length=split)
+            part = PlanRow.of(ref, queries=len(rows), position=rows[0], length=split)
             pending = client.begin_attend(0, [part], tokens.q[rows], [], soon())
             local = local_partial(tokens, rows, split, 30)
             merged = merge([pending.finish(), local])
@@ -129,9 +129,9 @@ async def test_a_batch_that_appends_and_one_that_does_not(served: Served) -> Non
         client.write_blocks(head, 0, 0, tokens[0].objects(0, 6), soon())
         for row in range(6, 11):
             parts = [
-                AttendPart(ref=head, rows=1, first_position=row, length=6),
-                AttendPart(ref=tail, rows=1, first_position=row - 3, length=row - 5, append=True),
-                AttendPart(ref=empty, rows=1, first_position=row, length=0),
+                PlanRow.of(head, position=row, length=6),
+                PlanRow.of(tail, position=row - 3, length=row - 5, append=True),
+                PlanRow.of(empty, position=row, length=0),
             ]
             q = torch.stack((tokens[0].q[row], tokens[1].q[row - 3], tokens[2].q[row]))
             new = tokens[1].appended(row - 3, row - 2)
@@ -155,7 +155,7 @@ async def test_a_chunk_is_appended_and_masked(served: Served) -> None:
     async with served.debtor() as client:
         ref = await borrow(client, 14)
         client.write_blocks(ref, 0, 0, tokens.objects(0, 4), soon())
-        part = AttendPart(ref=ref, rows=10, first_position=4, length=14, append=True)
+        part = PlanRow.of(ref, queries=10, position=4, length=14, append=True)
         for _ in range(2):
             pending = client.begin_attend(0, [part], tokens.q[4:], [tokens.appended(4, 14)], soon())
             torch.testing.assert_close(pending.finish().out, tokens.whole(range(4, 14)).out, **CLOSE)
@@ -176,8 +176,8 @@ async def test_what_is_released_or_of_another_life_is_stale(served: Served) -> N
                 client.read_blocks(bad, 0, 0, [bytearray(LAYOUT.object_bytes)], soon())
             with pytest.raises(StaleEpoch):
                 await client.grow(bad, 1, timeout_s=5)
-            good = AttendPart(ref=ref, rows=1, first_position=5, length=0)
-            part = AttendPart(ref=bad, rows=1, first_position=5, length=4)
+            good = PlanRow.of(ref, position=5, length=0)
+            part = PlanRow.of(bad, position=5, length=4)
             with pytest.raises(StaleEpoch):
                 client.begin_attend(0, [good, part], torch.zeros(2, 4, 16), [], soon()).finish()
         client.write_blocks(ref, 0, 0, objects, soon())
@@ -214,12 +214,12 @@ async def test_another_model_and_senseless_requests_are_refused(served: Served) 
         with pytest.raises(InvalidInput, match="1 blocks came with 5 bytes"):
             client.write_blocks(ref, 0, 0, [b"12345"], soon())
         for part in (
-            AttendPart(ref=ref, rows=1, first_position=0, length=5),
-            AttendPart(ref=ref, rows=2, first_position=0, length=1, append=True),
+            PlanRow.of(ref, position=0, length=5),
+            PlanRow.of(ref, queries=2, position=0, length=1, append=True),
         ):
             with pytest.raises(InvalidInput):
                 client.begin_attend(0, [part], torch.zeros(1, 4, 16), [], soon()).finish()
-        part = AttendPart(ref=ref, rows=1, first_position=0, length=4)
+        part = PlanRow.of(ref, position=0, length=4)
         with pytest.raises(InvalidInput, match="bytes where"):
             client.begin_attend(0, [part], torch.zeros(2, 4, 16), [], soon()).finish()
 
@@ -229,7 +229,7 @@ async def test_calls_for_several_holders_overlap_and_many_threads_agree(served: 
     async with served.debtor() as client:
         ref = await borrow(client, 20)
         client.write_blocks(ref, 0, 0, tokens.objects(0, 20), soon())
-        part = AttendPart(ref=ref, rows=1, first_position=19, length=20)
+        part = PlanRow.of(ref, position=19, length=20)
 
         def ask() -> torch.Tensor:
             pending = [client.begin_attend(0, [part], tokens.q[19:], [], soon()) for _ in range(4)]
@@ -246,7 +246,7 @@ async def test_a_sliding_window_is_masked_at_the_holder(socket_folder: Path) -> 
         ref = await borrow(client, 12, first_position=0)
         client.write_blocks(ref, 0, 0, tokens.objects(0, 12), soon())
         for rows in ([14], list(range(12, 20))):
-            part = AttendPart(ref=ref, rows=len(rows), first_position=rows[0], length=12)
+            part = PlanRow.of(ref, queries=len(rows), position=rows[0], length=12)
             remote = client.begin_attend(0, [part], tokens.q[rows], [], soon()).finish()
             merged = merge([remote, local_partial(tokens, rows, 12, 20, window=6)])
             torch.testing.assert_close(merged.out, tokens.whole(rows, window=6).out, **CLOSE)

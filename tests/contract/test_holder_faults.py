@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from kvcommons.errors import CapacityExhausted, DeadlineExceeded, StaleEpoch, Unavailable
-from kvcommons.holder.attend_call import AttendPart
 from kvcommons.holder.client import RemoteHolder
+from kvcommons.holder.plan import PlanRow
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import data_pb2 as pb
 from kvcommons.transport.base import Limits
@@ -115,7 +115,7 @@ async def test_a_killed_pool_is_noticed_and_its_next_life_refuses_the_old_handle
     lost: list[SegmentRef] = []
     async with served.debtor(lease_s=1.5, lost=lost) as client:
         ref = await client.reserve("s", 2, first_position=0, timeout_s=5)
-        part = AttendPart(ref=ref, rows=1, first_position=9, length=0)
+        part = PlanRow.of(ref, position=9, length=0)
         client.begin_attend(0, [part], torch.zeros(1, 4, 16), [], soon()).finish()
         pool.process.send_signal(signal.SIGSTOP)
         await eventually(lambda: stopped(pool.process.pid))

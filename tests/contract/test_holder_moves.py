@@ -15,9 +15,9 @@ import torch
 from kvcommons.attention.memory import BlockMemory
 from kvcommons.attention.partial import Partial, merge
 from kvcommons.errors import InvalidInput, StaleEpoch
-from kvcommons.holder.attend_call import AttendPart
 from kvcommons.holder.client import RemoteHolder
 from kvcommons.holder.copying import copy_blocks
+from kvcommons.holder.plan import PlanRow
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.transport.deadline import Deadline
 from tests.contract.holder_cases import (
@@ -89,10 +89,10 @@ def ask(
     layer: int = 1,
 ) -> Partial:
     """The last token's partial over what lies from a block on."""
-    part = AttendPart(
+    part = PlanRow.of(
         ref=ref,
-        rows=1,
-        first_position=TOKENS - 1,
+        queries=1,
+        position=TOKENS - 1,
         first_block=first_block,
         length=TOKENS - first_block * BLOCK_TOKENS if length is None else length,
     )
@@ -145,11 +145,11 @@ async def test_frozen_blocks_are_not_written(pair: list[Served]) -> None:
         with pytest.raises(InvalidInput, match="frozen or shared"):
             client.write_blocks(ref, 0, 6, tokens.objects(0, 4), soon())
         appended = [tokens.appended(27, 28)]
-        part = AttendPart(ref=ref, rows=1, first_position=27, length=28, append=True)
+        part = PlanRow.of(ref, position=27, length=28, append=True)
         with pytest.raises(InvalidInput, match="takes no tokens"):
             client.begin_attend(0, [part], tokens.q[27:28], appended, soon()).finish()
         for row in (28, 29):
-            part = AttendPart(ref=ref, rows=1, first_position=row, length=row + 1, append=True)
+            part = PlanRow.of(ref, position=row, length=row + 1, append=True)
             got = client.begin_attend(0, [part], tokens.q[row : row + 1],
                                       [tokens.appended(row, row + 1)], soon()).finish()  # fmt: skip
             torch.testing.assert_close(got.out, tokens.whole([row]).out, **CLOSE)
@@ -185,7 +185,7 @@ async def test_a_fork_shares_what_is_full_and_goes_on_by_itself(pair: list[Serve
         other.k[:20], other.v[:20] = tokens.k[:20], tokens.v[:20]
         await client.release([ref], timeout_s=5)
         for row in range(20, 24):
-            part = AttendPart(ref=fork, rows=1, first_position=row, length=row + 1, append=True)
+            part = PlanRow.of(fork, position=row, length=row + 1, append=True)
             appended = [other.appended(row, row + 1)]
             got = client.begin_attend(0, [part], other.q[row : row + 1], appended, soon()).finish()
             torch.testing.assert_close(got.out, other.whole([row]).out, **CLOSE)

@@ -140,7 +140,7 @@ def _build(compiler: str, folder: Path) -> None:
             known.append(f"-DKVC_HAS_{variant.name}")
             if not variant.assembled:
                 compile_unit(f"slices-{variant.name}", "slices", variant.flags)
-        for unit in ("library", "slices_library", "structures", "creditor", "debtor", "ask"):
+        for unit in ("library", "slices_library", "structures", "creditor", "debtor"):
             compile_unit(unit, unit, known)
         # Into the same folder first: moving it there is what makes it appear whole.
         whole = folder / f".{file_name()}.{os.getpid()}"

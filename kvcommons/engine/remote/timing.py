@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvcommons.engine.iteration_timing import IterationTiming
-from kvcommons.engine.remote.messages import Message
 from kvcommons.engine.remote.mini_batches import Exchange, MiniBatches
 from kvcommons.holder.creditor import Creditor
 from kvcommons.placement.auto import Rates
@@ -17,9 +16,10 @@ _WAITED_S = 50e-6
 
 
 class Answer(NamedTuple):
-    """To a message. An answer that was there before it was waited for took nobody knows how long."""
+    """A holder's to a share. One that was there before it was waited for took nobody knows how long."""
 
-    message: Message
+    holder: Creditor
+    exchange: Exchange
     began_s: float  # to ask for it
     waited_s: float
     came_s: float
@@ -64,12 +64,12 @@ class RemoteTiming:
         instance computed attention of its own meanwhile."""
         heard: dict[Creditor, _Heard] = {}
         for answer in answers:
-            self._hear(heard.setdefault(answer.message.share.holder, _Heard()), answer)
+            self._hear(heard.setdefault(answer.holder, _Heard()), answer)
             waited = answer.answered and answer.waited_s > _WAITED_S
             if waited and answer.alone:  # one of several took some of the others' time, too
                 took_s = answer.came_s - answer.began_s - answer.computed_s - answer.queued_s
                 self._mini_batches.observe(
-                    answer.message.exchange, network_s=max(took_s, 0.0), computed_s=answer.computed_s
+                    answer.exchange, network_s=max(took_s, 0.0), computed_s=answer.computed_s
                 )
         if whole is not None and answers and blocked_s > _WAITED_S and not busy:
             self._mini_batches.took(*whole, came_s - answers[0].began_s)
@@ -89,7 +89,7 @@ class RemoteTiming:
             heard.queued_s = answer.queued_s
         heard.computed_s += answer.computed_s
         heard.began_s = heard.began_s or answer.began_s
-        heard.read_bytes += answer.message.exchange.read_bytes
+        heard.read_bytes += answer.exchange.read_bytes
         heard.last_s = answer.came_s if answer.waited_s > _WAITED_S else None
 
 

@@ -3,73 +3,93 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence as Sequence_
 from dataclasses import dataclass, field
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import pytest
 import torch
 
-from kvcommons.attention.partial import Partial
 from kvcommons.engine.batch import Batch, Queries
 from kvcommons.engine.core import Core
 from kvcommons.engine.iteration import Iteration
 from kvcommons.engine.iteration_timing import IterationTiming
 from kvcommons.engine.remote.attention import RemoteAttention
-from kvcommons.engine.remote.messages import NewRows
+from kvcommons.engine.remote.plans import NewRows
 from kvcommons.engine.request import Request
 from kvcommons.engine.sequence import LocalRun, RemoteRun, Run, Sequence
 from kvcommons.engine.token_rows import TokenRows
-from kvcommons.holder.ask import Recipient
 from kvcommons.holder.budget import AttentionBudget
 from kvcommons.holder.creditor import Creditor
+from kvcommons.holder.exchange import Recipient
+from kvcommons.holder.layer_head import LayerReply
+from kvcommons.holder.plan import PlanRow
+from kvcommons.holder.plan_connection import PlanConnection, PlanPool
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.model.sampling import SamplingParams
-from kvcommons.pb import data_pb2
 from kvcommons.placement.auto import Rates
 from kvcommons.rblock.identity import IdentityChain
+from kvcommons.transport.client import DataClient
 from kvcommons.transport.deadline import Deadline
 from tests.unit.engine.tiny import tiny_core
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 BLOCK, ROWS, LAYERS = 4, 4, 2
 ANSWER_S = 2e-3
 CPU = torch.device("cpu")
 
 
-@dataclass
-class Call:
-    q: torch.Tensor
-    ended: str = ""
+class Plan(PlanConnection):
+    """At a holder that answers each layer after a while, without a wire in between."""
 
-    def finish_told(self) -> tuple[Partial, data_pb2.AttendLayerReply]:
+    def __init__(self, far: Far) -> None:
+        super().__init__(DataClient("unix:/nowhere"))
+        self.far = far
+        self.under_way = False
+
+    def prepare(self, rows: object, deadline: Deadline) -> None:
+        """Nobody hears of it."""
+
+    def advance(self, steps: int, deadline: Deadline) -> None:
+        self.step += steps
+
+    def send(self, layer: int, queries: int, appended: int, payload: object, deadline: Deadline) -> None:
+        if self.far.asked == self.far.able:
+            raise MemoryError("no more")
+        self.far.asked += 1
+        self.under_way = True
+
+    def receive(self, layer: int, into: Sequence_[Buffer], deadline: Deadline) -> LayerReply:
         time.sleep(ANSWER_S)
-        self.ended = self.ended or "finished"
-        return Partial.empty(self.q), data_pb2.AttendLayerReply(computed_us=100)
+        self.under_way = False
+        for buffer in into:
+            memoryview(buffer)[:] = bytes(memoryview(buffer).nbytes)
+        return LayerReply(layer, 1, self.step, queued_us=0, computed_us=100, lost=0)
 
-    def cancel(self) -> None:
-        self.ended = self.ended or "cancelled"
+    def drop(self) -> None:
+        self.far.dropped += self.under_way
+        self.under_way = False
 
 
-@dataclass(eq=False)
-class Far:
-    """A holder that answers each message after a while, and can be asked `able` times."""
+class Far(PlanPool):
+    """A holder that can be asked `able` times."""
 
-    able: int = 1000
-    calls: list[Call] = field(default_factory=list)
-    data_address: str = "far"
+    def __init__(self, able: int = 1000) -> None:
+        super().__init__(DataClient("unix:/nowhere"))
+        self.able = able
+        self.asked = self.dropped = 0
+        self.data_address = "far"
+
+    def take(self, rows: object, preferred: PlanConnection | None = None) -> PlanConnection:
+        return preferred or Plan(self)
 
     def waited(self, seconds: float, answered: bool) -> None:
         """Nobody asks."""
 
-    def recipients(self, wording: data_pb2.AttendLayer) -> list[Recipient]:
-        return []
-
-    def begin_attend(
-        self, layer: int, parts: object, q: torch.Tensor, appended: object, deadline: Deadline
-    ) -> Call:
-        if len(self.calls) == self.able:
-            raise MemoryError("no more")
-        self.calls.append(Call(q))
-        return self.calls[-1]
+    def recipients(self, rows: Sequence_[PlanRow]) -> list[Recipient]:
+        return [Recipient(plans=self, rows=rows)]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -130,8 +150,10 @@ def test_each_layer_tells_how_quick_a_holder_is(core: Core, mini_batches: int) -
     attention, rows = remote(core, rates, mini_batches), new_rows(core)
     step = attention.begin(batch(holders), 5.0, IterationTiming())
     for _ in range(LAYERS):
-        attention.collect(step, attention.ask(step, rows), rows)
-    assert [len(holder.calls) for holder in holders] == [LAYERS * mini_batches] * 2
+        attention.ask(step, rows)
+        attention.collect(step, rows)
+    attention.end(step)
+    assert [holder.asked for holder in holders] == [LAYERS * mini_batches] * 2
     assert len(rates.there) == LAYERS * 2
     token_bytes = core.layout.object_bytes // BLOCK
     for read_bytes, seconds in rates.there:
@@ -139,17 +161,18 @@ def test_each_layer_tells_how_quick_a_holder_is(core: Core, mini_batches: int) -
         assert seconds >= mini_batches * ANSWER_S
 
 
-def test_what_was_asked_for_is_cancelled_where_asking_fails(core: Core) -> None:
+def test_what_was_asked_for_is_dropped_where_asking_fails(core: Core) -> None:
     holder = Far(able=2)
     attention = remote(core, Rates(), 4)
     step = attention.begin(batch([holder]), 5.0, IterationTiming())
     with pytest.raises(MemoryError):
         attention.ask(step, new_rows(core))
-    assert [call.ended for call in holder.calls] == ["cancelled"] * 2
+    attention.end(step)
+    assert holder.dropped == 2
 
 
-@pytest.mark.parametrize("fails", ["write", "attention", "answer"])
-def test_what_was_asked_for_is_cancelled_where_the_iteration_fails(
+@pytest.mark.parametrize("fails", ["attention", "answer"])
+def test_what_was_asked_for_is_dropped_where_the_iteration_fails(
     core: Core, fails: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Memory is out at any time between asking and the last answer."""
@@ -158,16 +181,14 @@ def test_what_was_asked_for_is_cancelled_where_the_iteration_fails(
     def out_of_memory(*of: object) -> None:
         raise MemoryError(fails)
 
-    if fails == "write":
-        monkeypatch.setattr(TokenRows, "_write", out_of_memory)
-    elif fails == "attention":
+    if fails == "attention":
         monkeypatch.setattr(TokenRows, "_attend_here", out_of_memory)
     else:
-        monkeypatch.setattr(Call, "finish_told", out_of_memory)
+        monkeypatch.setattr(Plan, "receive", out_of_memory)
     rows = TokenRows(core, remote(core, rates, 2), batch([holder], here=True), 5.0, rates)
     iteration = Iteration(core, [rows])
     with torch.inference_mode():
         assert iteration.run() == [[]]
     assert isinstance(iteration.failures[0], MemoryError)
     assert str(iteration.failures[0]) == fails
-    assert [call.ended for call in holder.calls] == ["cancelled"] * 2
+    assert holder.dropped == 2

@@ -1,5 +1,5 @@
-"""A layer's messages without the interpreter give what they give in Python, bit for bit, whatever lies where
-and whatever fails in between."""
+"""A layer's exchanges on the native path give what they give in Python, bit for bit, whatever lies where and
+whatever fails in between."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ import torch
 from kvcommons.engine.batch import Batch, Queries
 from kvcommons.engine.iteration_timing import IterationTiming
 from kvcommons.engine.remote.attention import RemoteAttention
-from kvcommons.engine.remote.messages import NewRows
+from kvcommons.engine.remote.plans import NewRows
 from kvcommons.errors import KVCommonsError
 from kvcommons.holder.budget import AttentionBudget
 from kvcommons.holder.creditor import Creditor
 from kvcommons.placement.auto import Rates
 from kvcommons.rblock.heads import divided
 from kvcommons.transport.base import Observation
-from tests.contract.asking_cases import (
+from tests.contract.exchange_cases import (
     BATCHES,
     HERE,
     ITERATIONS,
@@ -112,7 +112,7 @@ async def test_the_same_bits_of_head_groups(socket_folder: Path, name: str, fail
             debtor.between = lose
             made.append(await run(debtor, BATCHES[name]))
     assert bool(made[0].lost) == fails
-    assert made[0].native_layers == (LAYOUT.layers if fails else ITERATIONS * LAYOUT.layers)
+    assert made[0].native_layers == (2 if fails else ITERATIONS) * LAYOUT.layers
     assert_the_same(*made)
 
 
@@ -134,7 +134,7 @@ async def test_a_segment_that_is_gone_loses_its_own_row_only(served: list[Served
     rows = rows_of((0, 2), count=4) + rows_of((0, 1), (HERE, 1), (1, 1), count=2)
     natively, python = await both(served, rows, make)
     assert list(natively.lost) == [2]
-    assert natively.native_layers == LAYOUT.layers + 1
+    assert natively.native_layers == 2 * LAYOUT.layers
     assert_the_same(natively, python)
 
 
@@ -172,7 +172,7 @@ async def test_a_connection_that_went_stale_is_replaced(socket_folder: Path) -> 
     nobody looked at the connection."""
     async with two_holders(socket_folder, "unix", LAYOUT) as served:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("kvcommons.transport.client._fresh", lambda connection, last_used_s: True)
+            patch.setattr("kvcommons.holder.plan_connection.fresh", lambda connection, last_used_s: True)
 
             def make(holders: list[Creditor]) -> Debtor:
                 debtor = Debtor(holders, LAYOUT)
@@ -191,17 +191,17 @@ async def test_what_was_asked_for_is_not_kept_where_the_iteration_fails(served: 
         debtor = Debtor([holder], LAYOUT)
         sequences = await debtor.sequences(rows_of((0, 2), count=2))
         batch = Batch(sequences, BLOCK_TOKENS, torch.device("cpu"))
-        remote = RemoteAttention(LAYOUT, torch.device("cpu"), Rates(), AttentionBudget(1.0))
+        remote = RemoteAttention(LAYOUT, torch.device("cpu"), Rates(), AttentionBudget(1.0), 1)
         q = debtor.random(2, LAYOUT.query_heads, LAYOUT.head_dim)
         k = debtor.random(2, LAYOUT.kv_heads, LAYOUT.head_dim)
         answers = []
         for fails in (False, True, False):
             step = remote.begin(batch, 5.0, IterationTiming())
             new = NewRows(0, Queries(plain=q), k, k)
-            asked = remote.ask(step, new)
-            assert step.asks is not None
+            remote.ask(step, new)
             if not fails:
-                answers.append(remote.collect(step, asked, new).out.clone())
+                answers.append(remote.collect(step, new).out.clone())
             remote.end(step)
-            assert holder._partials.connected() != fails
+            (plan,) = holder._plans._idle
+            assert (plan.bare is not None) != fails
     assert torch.equal(*answers)

@@ -1,4 +1,4 @@
-"""Debtors that ask holders, or head groups, with and without the interpreter, and differ in nothing else."""
+"""Debtors that ask holders, or head groups, on the native path and in Python, and differ in nothing else."""
 
 from __future__ import annotations
 
@@ -18,14 +18,13 @@ from kvcommons.attention.partial import BatchPlan
 from kvcommons.engine.batch import Batch, Queries
 from kvcommons.engine.iteration_timing import IterationTiming
 from kvcommons.engine.remote.attention import RemoteAttention
-from kvcommons.engine.remote.messages import NewRows
+from kvcommons.engine.remote.plans import NewRows
 from kvcommons.engine.request import Request
 from kvcommons.engine.sequence import LocalRun, RemoteRun, Run
 from kvcommons.engine.sequence import Sequence as Decoded
 from kvcommons.engine.truncated import WHOLE, Truncated
 from kvcommons.errors import KVCommonsError
 from kvcommons.holder.budget import AttentionBudget
-from kvcommons.holder.client import RemoteHolder
 from kvcommons.holder.creditor import Creditor
 from kvcommons.holder.head_group import HeadGroup
 from kvcommons.holder.head_store import WholeStore
@@ -170,14 +169,12 @@ class Debtor:
                     shifted = self.random(count, layout.query_heads, layout.head_dim)
                     queries = Queries(plain=q, shifted=shifted if batch.has_heads else None)
                     new = NewRows(layer, queries, k, v)
-                    asked = remote.ask(step, new)
-                    if step.asks is None and len(batch.append_rows):
-                        memory.write_rows(layer, places, torch.cat((k, v), dim=1)[batch.append_rows])
+                    remote.ask(step, new)
                     here = None
                     if len(batch.part_rows):
                         parts = queries.of(batch.part_rows, batch.part_heads)
                         here = plan.attend(parts, memory.layer(layer), SCALE, step.here)
-                    whole = remote.collect(step, asked, new, here)
+                    whole = remote.collect(step, new, here)
                     self.attention.append(whole.out.clone())
             finally:
                 remote.end(step)
@@ -203,9 +200,9 @@ async def run(debtor: Debtor, rows: Sequence[Row], rates: Rates | None = None) -
 
 @contextmanager
 def in_python() -> Iterator[None]:
-    """Nobody may be asked without the interpreter."""
+    """Nobody is asked on the native path."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RemoteHolder, "recipients", lambda self, wording: [])
+        patch.setattr("kvcommons.holder.exchange.find_library", lambda layout, device: None)
         yield
 
 
@@ -228,7 +225,7 @@ async def both(
     make: Callable[[list[Creditor]], Debtor],
     observers: Sequence[Observer | None] = (None, None),
 ) -> tuple[Debtor, Debtor]:
-    """What a debtor made without the interpreter, and what it made in Python."""
+    """What a debtor made on the native path, and what it made in Python."""
     made = []
     for way, observer in zip((nullcontext, in_python), observers, strict=True):
         async with AsyncExitStack() as stack:
