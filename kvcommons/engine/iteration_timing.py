@@ -23,7 +23,7 @@ class IterationTiming:
     away_s: float = 0.0  # slices that other replicas computed
     moved_s: float = 0.0  # activations on their way there and back
     away: int = 0  # those slices
-    native_layers: int = 0  # whose messages went without the interpreter
+    native_layers: int = 0  # whose creditors were asked on the native path
     stood_in: int = 0  # slices that another replica should have computed
 
     @property

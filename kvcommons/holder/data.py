@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvcommons.errors import InvalidInput, UnsupportedParameter
-from kvcommons.holder import attending
 from kvcommons.holder.budget import AttentionBudget
 from kvcommons.holder.holder import Holder
 from kvcommons.holder.plan_session import OPERATION_S, Attention, PlanSession
@@ -39,7 +38,6 @@ class HolderData:
         self._holder = holder
         allowance = budget.allowance if budget is not None else None
         self.attention = Attention(holder, allowance, self._tracer)
-        self._former = attending.Attention(holder, self.attention.allowance)
         self._on_start_sequence = on_start_sequence
         self._history = history
 
@@ -59,8 +57,6 @@ class HolderData:
             self._write(request.write_blocks, exchange)
         elif op == "read_blocks":
             self._read(request.read_blocks, exchange)
-        elif op == "attend_layer":
-            self._former.answer(request.attend_layer, exchange)
         elif op in ("open_plan", "change_plan", "describe_plan"):
             self._plan(op, request, exchange)
         elif op == "start_sequence" and self._on_start_sequence is not None:

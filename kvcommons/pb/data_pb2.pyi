@@ -32,7 +32,6 @@ class DataRequest(_message.Message):
     GET_LAYERS_FIELD_NUMBER: _builtins.int
     WRITE_BLOCKS_FIELD_NUMBER: _builtins.int
     READ_BLOCKS_FIELD_NUMBER: _builtins.int
-    ATTEND_LAYER_FIELD_NUMBER: _builtins.int
     START_SEQUENCE_FIELD_NUMBER: _builtins.int
     AWAIT_HISTORY_FIELD_NUMBER: _builtins.int
     COMPUTE_SLICE_FIELD_NUMBER: _builtins.int
@@ -51,8 +50,6 @@ class DataRequest(_message.Message):
     def write_blocks(self) -> Global___WriteBlocks: ...
     @_builtins.property
     def read_blocks(self) -> Global___ReadBlocks: ...
-    @_builtins.property
-    def attend_layer(self) -> Global___AttendLayer: ...
     @_builtins.property
     def start_sequence(self) -> Global___StartSequence: ...
     @_builtins.property
@@ -76,7 +73,6 @@ class DataRequest(_message.Message):
         get_layers: Global___GetLayers | None = ...,
         write_blocks: Global___WriteBlocks | None = ...,
         read_blocks: Global___ReadBlocks | None = ...,
-        attend_layer: Global___AttendLayer | None = ...,
         start_sequence: Global___StartSequence | None = ...,
         await_history: Global___AwaitHistory | None = ...,
         compute_slice: Global___ComputeSlice | None = ...,
@@ -85,11 +81,11 @@ class DataRequest(_message.Message):
         change_plan: Global___ChangePlan | None = ...,
         describe_plan: Global___DescribePlan | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["attend_layer", b"attend_layer", "await_history", b"await_history", "change_plan", b"change_plan", "compute_slice", b"compute_slice", "describe_plan", b"describe_plan", "get_layers", b"get_layers", "meet_replica", b"meet_replica", "op", b"op", "open_plan", b"open_plan", "put_layer", b"put_layer", "read_blocks", b"read_blocks", "start_sequence", b"start_sequence", "write_blocks", b"write_blocks"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["await_history", b"await_history", "change_plan", b"change_plan", "compute_slice", b"compute_slice", "describe_plan", b"describe_plan", "get_layers", b"get_layers", "meet_replica", b"meet_replica", "op", b"op", "open_plan", b"open_plan", "put_layer", b"put_layer", "read_blocks", b"read_blocks", "start_sequence", b"start_sequence", "write_blocks", b"write_blocks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attend_layer", b"attend_layer", "await_history", b"await_history", "change_plan", b"change_plan", "compute_slice", b"compute_slice", "deadline_ms", b"deadline_ms", "describe_plan", b"describe_plan", "get_layers", b"get_layers", "meet_replica", b"meet_replica", "op", b"op", "open_plan", b"open_plan", "put_layer", b"put_layer", "read_blocks", b"read_blocks", "start_sequence", b"start_sequence", "traceparent", b"traceparent", "write_blocks", b"write_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["await_history", b"await_history", "change_plan", b"change_plan", "compute_slice", b"compute_slice", "deadline_ms", b"deadline_ms", "describe_plan", b"describe_plan", "get_layers", b"get_layers", "meet_replica", b"meet_replica", "op", b"op", "open_plan", b"open_plan", "put_layer", b"put_layer", "read_blocks", b"read_blocks", "start_sequence", b"start_sequence", "traceparent", b"traceparent", "write_blocks", b"write_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_op: _TypeAlias = _typing.Literal["put_layer", "get_layers", "write_blocks", "read_blocks", "attend_layer", "start_sequence", "await_history", "compute_slice", "meet_replica", "open_plan", "change_plan", "describe_plan"]  # noqa: Y015
+    _WhichOneofReturnType_op: _TypeAlias = _typing.Literal["put_layer", "get_layers", "write_blocks", "read_blocks", "start_sequence", "await_history", "compute_slice", "meet_replica", "open_plan", "change_plan", "describe_plan"]  # noqa: Y015
     _WhichOneofArgType_op: _TypeAlias = _typing.Literal["op", b"op"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_op) -> _WhichOneofReturnType_op | None: ...
 
@@ -103,7 +99,6 @@ class DataReply(_message.Message):
     PUT_LAYER_FIELD_NUMBER: _builtins.int
     GOT_LAYER_FIELD_NUMBER: _builtins.int
     DONE_FIELD_NUMBER: _builtins.int
-    ATTEND_LAYER_FIELD_NUMBER: _builtins.int
     PLACED_HISTORY_FIELD_NUMBER: _builtins.int
     COMPUTED_SLICE_FIELD_NUMBER: _builtins.int
     MET_REPLICA_FIELD_NUMBER: _builtins.int
@@ -119,8 +114,6 @@ class DataReply(_message.Message):
     @_builtins.property
     def done(self) -> Global___Done: ...
     @_builtins.property
-    def attend_layer(self) -> Global___AttendLayerReply: ...
-    @_builtins.property
     def placed_history(self) -> Global___PlacedHistory: ...
     @_builtins.property
     def computed_slice(self) -> Global___ComputedSlice: ...
@@ -135,17 +128,16 @@ class DataReply(_message.Message):
         put_layer: Global___PutLayerReply | None = ...,
         got_layer: Global___GotLayer | None = ...,
         done: Global___Done | None = ...,
-        attend_layer: Global___AttendLayerReply | None = ...,
         placed_history: Global___PlacedHistory | None = ...,
         computed_slice: Global___ComputedSlice | None = ...,
         met_replica: Global___MetReplica | None = ...,
         plan_description: Global___PlanDescription | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["attend_layer", b"attend_layer", "computed_slice", b"computed_slice", "done", b"done", "error", b"error", "got_layer", b"got_layer", "met_replica", b"met_replica", "op", b"op", "placed_history", b"placed_history", "plan_description", b"plan_description", "put_layer", b"put_layer"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["computed_slice", b"computed_slice", "done", b"done", "error", b"error", "got_layer", b"got_layer", "met_replica", b"met_replica", "op", b"op", "placed_history", b"placed_history", "plan_description", b"plan_description", "put_layer", b"put_layer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attend_layer", b"attend_layer", "computed_slice", b"computed_slice", "done", b"done", "error", b"error", "got_layer", b"got_layer", "met_replica", b"met_replica", "op", b"op", "placed_history", b"placed_history", "plan_description", b"plan_description", "put_layer", b"put_layer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_slice", b"computed_slice", "done", b"done", "error", b"error", "got_layer", b"got_layer", "met_replica", b"met_replica", "op", b"op", "placed_history", b"placed_history", "plan_description", b"plan_description", "put_layer", b"put_layer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_op: _TypeAlias = _typing.Literal["put_layer", "got_layer", "done", "attend_layer", "placed_history", "computed_slice", "met_replica", "plan_description"]  # noqa: Y015
+    _WhichOneofReturnType_op: _TypeAlias = _typing.Literal["put_layer", "got_layer", "done", "placed_history", "computed_slice", "met_replica", "plan_description"]  # noqa: Y015
     _WhichOneofArgType_op: _TypeAlias = _typing.Literal["op", b"op"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_op) -> _WhichOneofReturnType_op | None: ...
 
@@ -383,102 +375,6 @@ class ReadBlocks(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReadBlocks: _TypeAlias = ReadBlocks  # noqa: Y015
-
-@_typing.final
-class AttendLayer(_message.Message):
-    """One layer's partial attention over segments of one holder.
-    Payload: queries [sum of rows, query_heads, head_dim] in float32, already rotated for each segment's shift,
-    then for the segments with append, in order, K and V [2, kv_heads, rows, head_dim] in the model's KV dtype.
-    Reply payload: outputs [sum of rows, query_heads, head_dim], then lse [sum of rows, query_heads], float32.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    LAYER_FIELD_NUMBER: _builtins.int
-    SEGMENTS_FIELD_NUMBER: _builtins.int
-    layer: _builtins.int
-    @_builtins.property
-    def segments(self) -> _containers.RepeatedCompositeFieldContainer[Global___AttendSegment]: ...
-    def __init__(
-        self,
-        *,
-        layer: _builtins.int = ...,
-        segments: _abc.Iterable[Global___AttendSegment] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["layer", b"layer", "segments", b"segments"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___AttendLayer: _TypeAlias = AttendLayer  # noqa: Y015
-
-@_typing.final
-class AttendSegment(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    HANDLE_FIELD_NUMBER: _builtins.int
-    EPOCH_FIELD_NUMBER: _builtins.int
-    ROWS_FIELD_NUMBER: _builtins.int
-    FIRST_POSITION_FIELD_NUMBER: _builtins.int
-    APPEND_FIELD_NUMBER: _builtins.int
-    LENGTH_FIELD_NUMBER: _builtins.int
-    GENERATION_FIELD_NUMBER: _builtins.int
-    FIRST_BLOCK_FIELD_NUMBER: _builtins.int
-    handle: _builtins.int
-    epoch: _builtins.int
-    rows: _builtins.int
-    first_position: _builtins.int
-    """of the first query row; the holder masks keys after a row or outside the window"""
-    append: _builtins.bool
-    """K and V of these rows go to this segment before it is read"""
-    length: _builtins.int
-    """tokens of the segment that count, from first_block on, appended ones included"""
-    generation: _builtins.int
-    first_block: _builtins.int
-    """within the segment: blocks before it have moved"""
-    def __init__(
-        self,
-        *,
-        handle: _builtins.int = ...,
-        epoch: _builtins.int = ...,
-        rows: _builtins.int = ...,
-        first_position: _builtins.int = ...,
-        append: _builtins.bool = ...,
-        length: _builtins.int = ...,
-        generation: _builtins.int = ...,
-        first_block: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["append", b"append", "epoch", b"epoch", "first_block", b"first_block", "first_position", b"first_position", "generation", b"generation", "handle", b"handle", "length", b"length", "rows", b"rows"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___AttendSegment: _TypeAlias = AttendSegment  # noqa: Y015
-
-@_typing.final
-class AttendLayerReply(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    QUEUED_US_FIELD_NUMBER: _builtins.int
-    COMPUTED_US_FIELD_NUMBER: _builtins.int
-    queued_us: _builtins.int
-    """the holder had it, and computed for others or for itself"""
-    computed_us: _builtins.int
-    def __init__(
-        self,
-        *,
-        queued_us: _builtins.int = ...,
-        computed_us: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_us", b"computed_us", "queued_us", b"queued_us"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___AttendLayerReply: _TypeAlias = AttendLayerReply  # noqa: Y015
 
 @_typing.final
 class OpenPlan(_message.Message):

@@ -32,7 +32,7 @@ class Limits:
 class Observation:
     """One finished exchange, told to an Observer at either end."""
 
-    op: str  # the request's field in DataRequest, e.g. "attend_layer"
+    op: str  # the request's field in DataRequest; "attend_layer" for a layer
     sent_bytes: int  # payload
     received_bytes: int  # payload
     seconds: float

@@ -45,7 +45,7 @@ class DecodeMetrics:
         )  # fmt: skip
         self._native_layers = Counter(
             "kvcommons_native_layers_total",
-            "Layers of iterations whose holders were asked without the interpreter.",
+            "Layers of iterations whose holders were asked on the native path.",
             registry=registry,
         )
         self._peers = Gauge(
