@@ -98,7 +98,7 @@ inline Floats power_of_two(Floats x) {
     p = p * r + 2.4022648e-1f;
     p = p * r + 6.9314718e-1f;
     p = p * r + 1.0f;
-    Floats power = (Floats)((Ints)p + ((Ints)turns << 23));
+    Floats power = (Floats)((Bits)p + ((Bits)turns << 23));
     return x < -125.0f ? Floats{} : power;
 }
 
