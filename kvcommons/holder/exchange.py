@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvcommons.attention.memory import TORCH_DTYPES, BlockMemory, byte_view
-from kvcommons.attention.native.exchange import Library, Outcome, find
+from kvcommons.attention.native.exchange import Library, TransferOutcome, find
 from kvcommons.attention.native.structures import STRUCTURES
 from kvcommons.attention.partial import Partial
 from kvcommons.errors import DeadlineExceeded, KVCommonsError, UnknownPlan
@@ -55,7 +55,7 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class PartialSource:
     """Of a partial, what lies at `index` belongs to `rows` of the batch."""
 
     partial: Partial
@@ -235,7 +235,7 @@ class LayerExchange:
         self,
         layout: Layout,
         shares: Sequence[tuple[Share, Sequence[Recipient]]],
-        sources: Iterable[Source],
+        sources: Iterable[PartialSource],
         whole: Partial,
         *,
         device: torch.device,
@@ -416,9 +416,9 @@ class LayerExchange:
 
     def _may_send_again(self, call: _Call) -> bool:
         """What could not be sent on the native path: to a connection that had gone stale it may be, once."""
-        outcome, plan = Outcome(call.struct.outcome), call.plan
+        outcome, plan = TransferOutcome(call.struct.outcome), call.plan
         try:
-            if outcome is Outcome.GONE and not call.struct.moved and plan.kept:
+            if outcome is TransferOutcome.GONE and not call.struct.moved and plan.kept:
                 plan.reopen(self._deadline, connection=True)
                 call.opened(native=True)
                 return bool(call.struct.native)
@@ -449,9 +449,9 @@ class LayerExchange:
 
     def _receive_rest(self, call: _Call) -> None:
         """What the native path did not receive."""
-        outcome = Outcome(call.struct.outcome)
+        outcome = TransferOutcome(call.struct.outcome)
         call.struct.under_way = 0
-        if outcome is Outcome.OTHER:
+        if outcome is TransferOutcome.OTHER:
             call.unreceive()
             self._receive(call)
         else:
@@ -471,7 +471,7 @@ class LayerExchange:
                 other.fail()
                 other.timings[index + asked :] = 0
 
-    def _gather_into(self, gather: Any, sources: Sequence[Source]) -> None:
+    def _gather_into(self, gather: Any, sources: Sequence[PartialSource]) -> None:
         """Fills a kvc_gather."""
         gather.out, gather.lse = self.whole.out.data_ptr(), self.whole.lse.data_ptr()
         gather.rows, gather.heads = self.whole.lse.shape

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from google.protobuf.message import DecodeError
 
-from kvcommons.attention.native.exchange import Outcome
+from kvcommons.attention.native.exchange import TransferOutcome
 from kvcommons.errors import DataLoss, KVCommonsError, Unavailable, from_detail
 from kvcommons.holder.layer_head import LayerHead, LayerReply
 from kvcommons.holder.plan import PlanRow, difference
@@ -169,20 +169,20 @@ class PlanConnection:
             if one.index < len(self.rows)
         }
 
-    def unsent(self, outcome: Outcome, code: int) -> KVCommonsError:
+    def unsent(self, outcome: TransferOutcome, code: int) -> KVCommonsError:
         """Why a layer was not sent on the native path; `code` is an errno. The connection is closed."""
         connection = self._open_connection()
         error: KVCommonsError = waited(connection.peer, "to send to")
-        if outcome is not Outcome.LATE:
+        if outcome is not TransferOutcome.LATE:
             error = last_word(connection) or gone(connection.peer, OSError(code, os.strerror(code)))
         self.drop()
         return error
 
-    def unanswered(self, outcome: Outcome, code: int) -> KVCommonsError:
+    def unanswered(self, outcome: TransferOutcome, code: int) -> KVCommonsError:
         """Why it was not answered; without an errno the peer has ended in order."""
         peer = self._open_connection().peer
         self.drop()
-        if outcome is Outcome.LATE:
+        if outcome is TransferOutcome.LATE:
             return waited(peer, "for")
         ended = Unavailable(f"{peer} closed the connection")
         return gone(peer, OSError(code, os.strerror(code))) if code else ended

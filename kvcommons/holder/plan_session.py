@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvcommons.attention.memory import TORCH_DTYPES, byte_view
-from kvcommons.attention.native.exchange import Outcome, Stage, find
+from kvcommons.attention.native.exchange import ServingStage, TransferOutcome, find
 from kvcommons.attention.native.structures import STRUCTURES
 from kvcommons.attention.partial import Partial
 from kvcommons.errors import DeadlineExceeded, InvalidInput, KVCommonsError, Unavailable, UnknownPlan
@@ -68,7 +68,7 @@ class Attention:
 
 
 class PlanSession:
-    """A transport Session."""
+    """A transport ConnectionSession."""
 
     def __init__(self, attention: Attention) -> None:
         self._attention = attention
@@ -148,20 +148,20 @@ class PlanSession:
                 return None
             served = serving.took > 0
             quiet_s = 0.0 if served else quiet_s + _TOLD_S
-            if serving.stage != Stage.NONE:
+            if serving.stage != ServingStage.NONE:
                 return self._failure(outcome, tell)
-            if outcome is Outcome.CHANGED:
+            if outcome is TransferOutcome.CHANGED:
                 if serving.pending and looked_up and not served:
                     return None  # it has not helped: Python says why
                 looked_up = bool(serving.pending)
                 plan = self._plans.get(serving.plan)
                 if looked_up and isinstance(plan, ServedPlan):
                     plan.look_up(serving.step)
-            elif outcome not in (Outcome.DONE, Outcome.LATE):
+            elif outcome not in (TransferOutcome.DONE, TransferOutcome.LATE):
                 return None
         return None
 
-    def _serve(self, tell: Observer) -> Outcome | None:
+    def _serve(self, tell: Observer) -> TransferOutcome | None:
         """None: there is no plan for the native path."""
         plans = {one.number: one for one in self._plans.values() if isinstance(one, ServedPlan)}
         addresses = [address for plan in plans.values() if (address := plan.native()) is not None]
@@ -173,7 +173,7 @@ class PlanSession:
         pointers = (ctypes.c_void_p * len(addresses))(*addresses)
         serving.plans, serving.count = ctypes.addressof(pointers), len(addresses)
         serving.buffer, serving.buffer_bytes = buffer.data_ptr(), buffer.numel()
-        outcome = Outcome(self._library.serve(ctypes.addressof(serving)))
+        outcome = TransferOutcome(self._library.serve(ctypes.addressof(serving)))
         for plan in plans.values():
             plan.settle()
         self._attention.count(serving.took)
@@ -184,18 +184,18 @@ class PlanSession:
             tell(_observation(sizes.answer_bytes, sizes.request_bytes, took_ns / 1e9))
         return outcome
 
-    def _failure(self, outcome: Outcome, tell: Observer) -> KVCommonsError:
+    def _failure(self, outcome: TransferOutcome, tell: Observer) -> KVCommonsError:
         """The error that a layer is to be answered with; raises it where the connection is of no more use."""
         serving = self._serving
         error: DeadlineExceeded | Unavailable
-        if serving.stage == Stage.QUEUING:
+        if serving.stage == ServingStage.QUEUING:
             error = DeadlineExceeded(refusal(self._attention.allowance))
-        elif outcome is Outcome.LATE:
+        elif outcome is TransferOutcome.LATE:
             error = DeadlineExceeded("the debtor was slow or paused until the deadline")
         else:
             error = Unavailable("the debtor went away")
         tell(_observation(0, serving.received, serving.failed_ns / 1e9, error.code))
-        if serving.stage != Stage.QUEUING:
+        if serving.stage != ServingStage.QUEUING:
             raise error
         return error
 

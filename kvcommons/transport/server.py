@@ -43,7 +43,7 @@ _LAYER_S = 60.0
 _LAYER_OP = "attend_layer"
 
 
-class Session(Protocol):
+class ConnectionSession(Protocol):
     """What a handler keeps of one connection. It belongs to the connection's thread."""
 
     def answer_layer(self, head: bytes, exchange: Exchange) -> None:
@@ -58,7 +58,11 @@ class Exchange:
     """One request's payload and its replies. Belongs to the handler's thread, for the handler's time."""
 
     def __init__(
-        self, connection: Connection, deadline: Deadline, payload_bytes: int, session: Session | None = None
+        self,
+        connection: Connection,
+        deadline: Deadline,
+        payload_bytes: int,
+        session: ConnectionSession | None = None,
     ) -> None:
         self._connection = connection
         self.deadline = deadline
@@ -153,7 +157,7 @@ class DataServer:
         observer: Observer | None = None,
         ring_bytes: int = RING_BYTES,
         ask_s: float = ASK_S,
-        session: Callable[[], Session] | None = None,
+        session: Callable[[], ConnectionSession] | None = None,
     ) -> None:
         """Binds at once: `address` then says where, with the port that the system chose. `name` is for
         threads' names and logs, `ring_bytes` as in `listen`. `ask_s`: between two requests that follow each
@@ -259,7 +263,7 @@ class DataServer:
             with self._lock:
                 self._serving.remove(connection)
 
-    def _serve_one(self, connection: Connection, session: Session | None) -> bool:
+    def _serve_one(self, connection: Connection, session: ConnectionSession | None) -> bool:
         """Whether the connection can carry another exchange."""
         try:
             head, payload_bytes = connection.receive_head(Deadline.after(_HEAD_S))

@@ -26,7 +26,7 @@ from kvcommons.errors import (
     UnknownPlan,
     UnsupportedParameter,
 )
-from kvcommons.holder.exchange import LayerExchange, Recipient, Share, Source
+from kvcommons.holder.exchange import LayerExchange, PartialSource, Recipient, Share
 from kvcommons.holder.layer_head import LayerHead, LayerReply
 from kvcommons.holder.plan import PlanRow
 from kvcommons.holder.plan_connection import PlanPool
@@ -353,7 +353,7 @@ def test_a_row_may_lie_in_many_places(parts: int) -> None:
     heads = LAYOUT.query_heads
     pieces = Partial(out=torch.randn(parts, heads, LAYOUT.head_dim), lse=torch.randn(parts, heads))
     whole = Partial(out=torch.randn(1, heads, LAYOUT.head_dim), lse=torch.randn(1, heads))
-    sources = [Source(partial=pieces, index=[part], rows=[0]) for part in range(parts)]
+    sources = [PartialSource(partial=pieces, index=[part], rows=[0]) for part in range(parts)]
     made = LayerExchange(LAYOUT, [], sources, whole, device=CPU)
     made.begin(0, 1.0, None)
     kv = torch.zeros(1, LAYOUT.kv_heads, LAYOUT.head_dim)

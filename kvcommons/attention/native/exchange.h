@@ -51,7 +51,7 @@ struct kvc_serving {
     int64_t failed_ns;        // what it took
     int32_t descriptor;
     int32_t brief;            // the wait before was; from call to call
-    int32_t stage;            // of the layer that failed: Stage of exchange.py
+    int32_t stage;            // of the layer that failed: ServingStage of exchange.py
     int64_t step;             // of a layer that is `pending`: its plan has to be looked up again first
     uint32_t plan;            // its number
     int32_t pending;

@@ -14,7 +14,7 @@ from kvcommons.attention.native.library import Kernel, chosen
 from kvcommons.attention.native.structures import STRUCTURES
 
 
-class Outcome(enum.IntEnum):
+class TransferOutcome(enum.IntEnum):
     """How a transfer, or serving, has ended (frames.h)."""
 
     DONE = 0  # all was moved; or so many layers were served that somebody should be told
@@ -24,7 +24,7 @@ class Outcome(enum.IntEnum):
     OTHER = 4  # something came that Python has to look at
 
 
-class Stage(enum.IntEnum):
+class ServingStage(enum.IntEnum):
     """Where serving a layer failed."""
 
     NONE = 0
@@ -41,7 +41,7 @@ class Library:
         self.kernel = kernel
         whole, at_once = kernel._library, ctypes.PyDLL(kernel._library._name)
         structures.check(whole)
-        self.serve: Any = whole.kvc_serve  # kvc_serving -> Outcome
+        self.serve: Any = whole.kvc_serve  # kvc_serving -> TransferOutcome
         self.take: Any = whole.kvc_take  # kvc_allowance, until_ns -> what `give` takes; 0: too late
         self.try_take: Any = at_once.kvc_take
         self.give: Any = at_once.kvc_give

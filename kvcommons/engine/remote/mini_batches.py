@@ -24,7 +24,7 @@ _READ_BYTE_S = 1e-10  # 10 GB of KV a second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exchange:
+class ExchangeSize:
     """What a holder is asked for, in one layer: rows, bytes of the message and of its answer, and of the KV
     that is read for it."""
 
@@ -33,11 +33,11 @@ class Exchange:
     answered_bytes: int
     read_bytes: int
 
-    def beside(self, other: Exchange | None) -> Exchange:
+    def beside(self, other: ExchangeSize | None) -> ExchangeSize:
         """Both in one."""
         if other is None:
             return self
-        return Exchange(
+        return ExchangeSize(
             rows=self.rows + other.rows,
             asked_bytes=self.asked_bytes + other.asked_bytes,
             answered_bytes=self.answered_bytes + other.answered_bytes,
@@ -64,7 +64,7 @@ class MiniBatches:
         self._last = 1
         self._turn = 0  # of those iterations
 
-    def observe(self, exchange: Exchange, *, network_s: float, computed_s: float) -> None:
+    def observe(self, exchange: ExchangeSize, *, network_s: float, computed_s: float) -> None:
         """One message. The holder computed so long; there and back took `network_s`, what it had queued left
         out."""
         size = exchange.asked_bytes + exchange.answered_bytes
@@ -78,7 +78,7 @@ class MiniBatches:
         if exchange.read_bytes:
             self._read_byte_s += (computed_s / exchange.read_bytes - self._read_byte_s) * (1 - _KEPT)
 
-    def took(self, exchange: Exchange, number: int, seconds: float) -> None:
+    def took(self, exchange: ExchangeSize, number: int, seconds: float) -> None:
         """An exchange in so many, from asking to the last answer."""
         if number in self._over:
             over = seconds / max(self._computed_s(exchange, number), 1e-9)
@@ -97,11 +97,11 @@ class MiniBatches:
         """What a message takes, there and back, however small it is."""
         return max((self._y - self.byte_s * self._x) / self._weight, 0.0)
 
-    def seconds(self, exchange: Exchange, number: int) -> float:
+    def seconds(self, exchange: ExchangeSize, number: int) -> float:
         """From asking to the last answer."""
         return self._over[number] * self._computed_s(exchange, number)
 
-    def decide(self, exchange: Exchange, *, busy: bool = False) -> int:
+    def decide(self, exchange: ExchangeSize, *, busy: bool = False) -> int:
         """For an iteration whose largest exchange this is; `busy`: it has attention of its own to compute
         meanwhile, which hides messages already. What was decided last stays unless another number is clearly
         better: a batch that is divided anew takes time too. Only whole messages tell what a byte adds, so
@@ -121,7 +121,7 @@ class MiniBatches:
         self._turn = (self._turn + 1) % (_DIVIDED + _WHOLE) if self._last > 1 else 0
         return self._last if self._turn < _DIVIDED else 1
 
-    def _computed_s(self, exchange: Exchange, number: int) -> float:
+    def _computed_s(self, exchange: ExchangeSize, number: int) -> float:
         """Three stages (there, attention, back), through which mini-batches go one behind the other."""
         there_s, back_s = exchange.asked_bytes * self.byte_s, exchange.answered_bytes * self.byte_s
         attend_s = exchange.read_bytes * self._read_byte_s

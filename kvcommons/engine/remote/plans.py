@@ -11,13 +11,13 @@ from torch import Tensor
 from kvcommons.attention.memory import TORCH_DTYPES
 from kvcommons.attention.partial import Partial
 from kvcommons.engine.batch import Batch, HolderShare, Queries, RemoteSegment
-from kvcommons.engine.remote.mini_batches import Exchange
+from kvcommons.engine.remote.mini_batches import ExchangeSize
 from kvcommons.holder.creditor import Creditor
-from kvcommons.holder.exchange import LayerExchange, Share, Source
+from kvcommons.holder.exchange import LayerExchange, PartialSource, Share
 from kvcommons.holder.plan import PlanRow
 from kvcommons.rblock.layout import Layout
 
-NOTHING = Exchange(rows=0, asked_bytes=0, answered_bytes=0, read_bytes=0)
+NOTHING = ExchangeSize(rows=0, asked_bytes=0, answered_bytes=0, read_bytes=0)
 
 
 @dataclass(slots=True)
@@ -43,10 +43,10 @@ class SharePlan:
         self._asked_bytes = queries + 2 * len(share.append_rows) * layout.kv_heads * layout.head_dim * size
         self._answered_bytes = queries + queries // layout.head_dim
 
-    def exchange(self, step: int) -> Exchange:
+    def exchange(self, step: int) -> ExchangeSize:
         """In a layer, so many steps on."""
         layout, tokens = self._layout, self._tokens + step * len(self.share.append_rows)
-        return Exchange(
+        return ExchangeSize(
             rows=len(self.rows),
             asked_bytes=self._asked_bytes,
             answered_bytes=self._answered_bytes,
@@ -74,9 +74,9 @@ class BatchPlans:
         """Steps that the batch has made since."""
         return batch.steps - self._made_at
 
-    def largest(self, step: int) -> Exchange:
+    def largest(self, step: int) -> ExchangeSize:
         """Of all holders', each with all of its mini-batches."""
-        whole: dict[Creditor, Exchange] = {}
+        whole: dict[Creditor, ExchangeSize] = {}
         for plan in self.shares:
             holder = plan.share.holder
             whole[holder] = plan.exchange(step).beside(whole.get(holder))
@@ -92,7 +92,7 @@ class BatchPlans:
         layout, rows = self._layout, len(batch.sequences)
         whole = _room(rows, layout)
         recipients = [plan.share.holder.recipients(plan.rows) for plan in self.shares]
-        sources: list[Source] = []
+        sources: list[PartialSource] = []
         if batch.apart and not len(batch.part_rows) and all(plan.share.span for plan in self.shares):
             # Answers lie side by side: they are received where they belong.
             spans = [plan.share.span or slice(0) for plan in self.shares]
@@ -102,11 +102,11 @@ class BatchPlans:
             if len(batch.part_rows):
                 self.here = _room(len(batch.part_rows), layout)
                 sources += [
-                    Source(partial=self.here, index=group.index.tolist(), rows=group.rows.tolist())
+                    PartialSource(partial=self.here, index=group.index.tolist(), rows=group.rows.tolist())
                     for group in batch.part_groups
                 ]
             sources += [
-                Source(partial=answer, index=group.index.tolist(), rows=group.rows.tolist())
+                PartialSource(partial=answer, index=group.index.tolist(), rows=group.rows.tolist())
                 for plan, answer in zip(self.shares, answers, strict=True)
                 for group in plan.share.groups
             ]

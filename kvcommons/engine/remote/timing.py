@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kvcommons.engine.iteration_timing import IterationTiming
-from kvcommons.engine.remote.mini_batches import Exchange, MiniBatches
+from kvcommons.engine.remote.mini_batches import ExchangeSize, MiniBatches
 from kvcommons.holder.creditor import Creditor
 from kvcommons.placement.auto import Rates
 
@@ -19,7 +19,7 @@ class Answer(NamedTuple):
     """A holder's to a share. One that was there before it was waited for took nobody knows how long."""
 
     holder: Creditor
-    exchange: Exchange
+    exchange: ExchangeSize
     began_s: float  # to ask for it
     waited_s: float
     came_s: float
@@ -56,7 +56,7 @@ class RemoteTiming:
         blocked_s: float,
         came_s: float,
         *,
-        whole: tuple[Exchange, int] | None,
+        whole: tuple[ExchangeSize, int] | None,
         busy: bool,
     ) -> None:
         """A layer whose answers were waited for so long, up to `came_s`. `whole`: the largest of the

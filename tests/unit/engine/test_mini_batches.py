@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvcommons.config import load
-from kvcommons.engine.remote.mini_batches import Exchange, MiniBatches
+from kvcommons.engine.remote.mini_batches import ExchangeSize, MiniBatches
 from kvcommons.errors import InvalidInput
 from services.decode.config import DecodeConfig
 
@@ -13,9 +13,9 @@ KV_BYTE_S = 1e-10  # 10 GB/s
 LATENCY_S = 100e-6
 
 
-def exchange(rows: int, *, tokens: int = 512) -> Exchange:
+def exchange(rows: int, *, tokens: int = 512) -> ExchangeSize:
     """Of a model with 32 heads of 128 in float32 on the wire, 8 of KV in bfloat16."""
-    return Exchange(
+    return ExchangeSize(
         rows=rows,
         asked_bytes=rows * (32 * 128 * 4 + 2 * 8 * 128 * 2),
         answered_bytes=rows * 32 * 129 * 4,
@@ -80,7 +80,7 @@ def test_stages_overlap() -> None:
     """Three equal stages: 3 with one mini-batch, 1 + 2 / n with n."""
     decision = measured(1e-9, 16, 64)
     size = 1_000_000
-    even = Exchange(rows=64, asked_bytes=size, answered_bytes=size, read_bytes=10 * size)
+    even = ExchangeSize(rows=64, asked_bytes=size, answered_bytes=size, read_bytes=10 * size)
     stage_s = size * decision.byte_s
     for number in (1, 2, 4):
         expected_s = number * decision.empty_s + stage_s * (1 + 2 / number)
