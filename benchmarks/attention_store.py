@@ -11,13 +11,13 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from benchmarks.replay.hierarchy import Room
 from benchmarks.replay.replay import Setting, replay
 from benchmarks.replay.sharegpt import ShareGpt, generate, session_of
 from benchmarks.replay.trace import Job, Trace
 from benchmarks.report import Report, Row, p50, p99
 from benchmarks.sessions import Pair, Writer, prefill_rate
 from devstack.rest import RestClient, Turn
-from services.kvstore.policies.hierarchy import Room
 
 Progress = Callable[[str], None]
 

@@ -22,9 +22,10 @@ from benchmarks.rooflines import (
     Group,
     Model,
 )
+from benchmarks.turns import attend_s_wanted
 from kvcommons.errors import InvalidInput
 from kvcommons.model.spec import ModelSpec
-from services.decode.staggering.pipelines import Fixed, Rotational, Scheme, Timing, attend_s_wanted, period_s
+from services.decode.staggering.pipelines import Fixed, Rotational, Scheme, Timing, period_s
 
 MINI_BATCHES = 4  # that a device's share of a batch is sent in (figure 10)
 _GROUP_MAX = 8  # devices of one host

@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from benchmarks.offload_plan import Deployment
-from services.decode.staggering.pipelines import Division, SliceStart, Staggering, Timing, Turns
+from benchmarks.turns import SliceStart, Turns
+from services.decode.staggering.pipelines import Division, Staggering, Timing
 
 _WARM_ITERATIONS = 4  # of each batch, until they are staggered
 _LEARNING_ITERATIONS = 24  # until what has to be tried was tried

@@ -10,12 +10,12 @@ from dataclasses import asdict, fields, replace
 from itertools import product
 from pathlib import Path
 
+from benchmarks.replay.hierarchy import Room
 from benchmarks.replay.replay import POLICIES, Outcome, Setting, replay
 from benchmarks.replay.sharegpt import ShareGpt, generate
 from benchmarks.replay.trace import Trace, read_trace
 from benchmarks.report import command_line, describe_machine
 from kvcommons.errors import InvalidInput, KVCommonsError
-from services.kvstore.policies.hierarchy import Room
 
 # K and V of a token in LLaMA-13B at two bytes a number, the paper's first model: 0.78 MiB.
 TOKEN_BYTES = 2 * 40 * 5120 * 2

@@ -7,11 +7,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from benchmarks.replay.hierarchy import Hierarchy, Room
+from benchmarks.replay.optimum import Belady
 from benchmarks.replay.trace import Job, Trace
 from services.kvstore.policies.base import Policy
 from services.kvstore.policies.catalogue import CHOICES, Choice, choice
-from services.kvstore.policies.hierarchy import Hierarchy, Room
-from services.kvstore.policies.optimum import Belady
 
 OPTIMA = {"belady": False, "belady-prefix": True}
 POLICIES = (*CHOICES, *OPTIMA)

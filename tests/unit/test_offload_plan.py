@@ -28,10 +28,11 @@ from benchmarks.rooflines import (
     Group,
     Model,
 )
+from benchmarks.turns import attend_s_wanted
 from demo import MODEL_DIR
 from kvcommons.errors import InvalidInput
 from kvcommons.model.spec import ModelSpec
-from services.decode.staggering.pipelines import Fixed, Rotational, attend_s_wanted
+from services.decode.staggering.pipelines import Fixed, Rotational
 
 BATCHES = (128, 256, 512, 1024)
 

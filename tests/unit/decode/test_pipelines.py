@@ -9,16 +9,8 @@ from itertools import pairwise
 
 import pytest
 
-from services.decode.staggering.pipelines import (
-    Fixed,
-    Rotational,
-    Scheme,
-    SliceStart,
-    Timing,
-    Turns,
-    attend_s_wanted,
-    period_s,
-)
+from benchmarks.turns import SliceStart, Turns, attend_s_wanted
+from services.decode.staggering.pipelines import Fixed, Rotational, Scheme, Timing, period_s
 
 
 def run(scheme: Scheme, timing: Timing, turns: int) -> tuple[list[SliceStart], dict[str, float], float]:

@@ -8,9 +8,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from benchmarks.replay.hierarchy import Hierarchy, Room
 from services.kvstore.policies.base import Policy
 from services.kvstore.policies.catalogue import CHOICES
-from services.kvstore.policies.hierarchy import Hierarchy, Room
 
 Run = tuple[int, ...]
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from services.kvstore.policies.hierarchy import Hierarchy, Room, Served
+from benchmarks.replay.hierarchy import Hierarchy, Room, Served
 from tests.unit.kvstore_policies.driving import maker
 
 

@@ -4,13 +4,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.replay.hierarchy import Hierarchy, Room
+from benchmarks.replay.optimum import Belady
 from kvcommons.errors import InvalidInput
 from services.kvstore.policies.base import nothing_pinned
 from services.kvstore.policies.catalogue import CHOICES, choice
-from services.kvstore.policies.hierarchy import Hierarchy, Room
 from services.kvstore.policies.hit_density import HitDensity
 from services.kvstore.policies.look_ahead import LookAhead
-from services.kvstore.policies.optimum import Belady
 from services.kvstore.policies.recency import Fifo, Lru, SegmentedLru
 from tests.unit.kvstore_policies.driving import Run, maker, runs, serve_all
 

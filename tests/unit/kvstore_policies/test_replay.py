@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from benchmarks.replay.cli import TOKEN_BYTES, main
+from benchmarks.replay.hierarchy import Room
 from benchmarks.replay.replay import Setting, replay
 from benchmarks.replay.sharegpt import ShareGpt, generate
 from benchmarks.replay.trace import Job, Trace, read_trace
 from kvcommons.errors import InvalidInput
-from services.kvstore.policies.hierarchy import Room
 
 TRACES = Path(__file__).parents[3] / ".." / "shared" / "traces"
 MOONCAKE = TRACES / "mooncake_conversation_trace.jsonl"
