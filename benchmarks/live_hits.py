@@ -20,6 +20,7 @@ import grpc
 
 from benchmarks.kvstore_child import KvstoreChild
 from benchmarks.plot import panels
+from benchmarks.replay.hierarchy import Room
 from benchmarks.replay.replay import Setting, replay
 from benchmarks.replay.sharegpt import ShareGpt, generate
 from benchmarks.replay.trace import Job, Trace
@@ -29,7 +30,6 @@ from kvcommons.rblock.checksum import checksum
 from kvcommons.transport.client import DataClient
 from kvcommons.transport.deadline import Deadline
 from services.kvstore.policies.catalogue import CHOICES
-from services.kvstore.policies.hierarchy import Room
 from services.kvstore.tier import PAGE_BYTES
 from services.router.hints import StoreHints, WaitingJob
 from services.router.queue import Prefix
