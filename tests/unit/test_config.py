@@ -150,10 +150,8 @@ def test_mistakes_in_a_file_that_was_made_of_another(tmp_path: Path) -> None:
     assert f"threads = 0 in [decode] of {theirs} (read from {made}): " in caught.value.message
     with pytest.raises(InvalidInput, match=r"unknown setting 'thread' in \[decode\] of .*their own.toml"):
         settings(toml.dumps({"decode": {"thread": 2}}, origin=theirs), folder=tmp_path)
-    for value in (date(2026, 1, 1), [time(9)], {"a": 1}, [{"a": 1}]):
-        with pytest.raises(
-            InvalidInput, match=r"threads in \[decode\] of .*their own.toml: dates, times and"
-        ):
+    for value in (date(2026, 1, 1), [time(9)], {"a": time(9)}):
+        with pytest.raises(InvalidInput, match=r"threads in \[decode\] of .*their own.toml: dates and times"):
             toml.dumps({"decode": {"threads": value}}, origin=theirs)
     braces = toml.dumps({"decode": {"data": "/a{b}"}}, origin=theirs)
     assert settings(braces, folder=tmp_path).data == Path("/a{b}")

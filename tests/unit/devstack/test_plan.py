@@ -142,7 +142,10 @@ def test_the_demo_model_has_small_blocks() -> None:
 
 
 def test_settings_are_written_as_toml_that_reads_the_same() -> None:
-    document = {"a": {"text": 'quo"te\n\\ü😀', "n": 1, "x": 0.5, "yes": True, "list": ["a", "b"]}, "b": {}}
+    document = {
+        "a": {"text": 'quo"te\n\\ü😀', "n": 1, "x": 0.5, "yes": True, "list": ["a", "b"]},
+        "b": {"weights": {"some one": 3.0, "none": {}}},
+    }
     assert tomllib.loads(toml.dumps(document)) == document
     assert math.isnan(tomllib.loads(toml.dumps({"a": {"x": math.nan}}))["a"]["x"])
     assert tomllib.loads(toml.dumps({"a": {"x": -math.inf}})) == {"a": {"x": -math.inf}}
