@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import os
 
+import hypothesis
 import pytest
 
 from tests.machine import SLOWNESS, scaled
@@ -18,6 +19,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # A developer's own settings must not steer the tests.
 for _name in [name for name in os.environ if name.startswith("KVCOMMONS_") and "__" in name]:
     del os.environ[_name]
+
+# A machine that does other work is no fault of an example.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 
 def pytest_report_header() -> str:

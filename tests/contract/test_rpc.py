@@ -128,15 +128,18 @@ async def test_the_unexpected_is_logged_and_its_traceback_stays_at_home(
 
 
 async def test_deadlines(peer: Peer) -> None:
-    peer.servicer.unary = lambda: asyncio.sleep(60)
+    peer.servicer.unary = lambda: asyncio.sleep(0)
+    await peer.beat()  # connected: what follows reaches the server before its deadline
+    peer.servicer.ended.clear()
+    peer.servicer.unary = lambda: asyncio.sleep(scaled(60))
     with pytest.raises(errors.DeadlineExceeded):
-        await peer.beat(timeout_s=0.1)
+        await peer.beat(timeout_s=scaled(0.1))
     async with asyncio.timeout(scaled(2)):
         await peer.servicer.ended.wait()
     peer.servicer.ended.clear()
     seen: list[int] = []
     with pytest.raises(errors.DeadlineExceeded):
-        await collect(peer.stub.Watch(pb.WatchRequest(), timeout=0.2), seen)
+        await collect(peer.stub.Watch(pb.WatchRequest(), timeout=scaled(0.2)), seen)
     assert seen == [1]
     async with asyncio.timeout(scaled(2)):
         await peer.servicer.ended.wait()
