@@ -207,6 +207,8 @@ class Arrivals:
         if arrival is None:
             return
         if isinstance(result, FirstToken):
+            assert self._local is not None
+            self._local.ended(arrival.sequence, result)
             self._close_barrier(arrival)
             arrival.stream.prefilled(result)
         else:

@@ -15,6 +15,7 @@ from kvcommons.engine.prompt_memory import WholePrompt
 from kvcommons.engine.prompts import Prompts
 from kvcommons.engine.sequence import Sequence
 from kvcommons.errors import KVCommonsError
+from kvcommons.prefill.metrics import PrefillMetrics
 
 Tell = Callable[[int, FirstToken | KVCommonsError], None]
 """Told, by the sequence's key, what became of its prompt; from any thread."""
@@ -73,9 +74,12 @@ class ReservedPrompt(WholePrompt):
 class LocalPrefill:
     """Decides which prompts are computed here, and hands them to the engine."""
 
-    def __init__(self, core: Core, engine: Engine, prompts: Prompts, *, tokens_max: int) -> None:
+    def __init__(
+        self, core: Core, engine: Engine, prompts: Prompts, metrics: PrefillMetrics, *, tokens_max: int
+    ) -> None:
         """`tokens_max`: to compute, of one prompt."""
         self._engine = engine
+        self._metrics = metrics
         self._memory = ReservedPrompt(core, prompts)
         self._tokens_max = tokens_max
 
@@ -84,6 +88,10 @@ class LocalPrefill:
         one of them. All of it has to lie here."""
         new = len(sequence.request.tokens) - found_blocks * sequence.block_tokens
         return new <= self._tokens_max and not sequence.remote_runs()
+
+    def ended(self, sequence: Sequence, first: FirstToken) -> None:
+        """A prompt that was computed here has its first token."""
+        self._metrics.ended(len(sequence.request.tokens), first)
 
     def submit(self, sequence: Sequence, sink: GoOn, *, wait_s: float) -> None:
         """It ends with an error where its first token takes longer than that."""

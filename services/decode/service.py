@@ -60,7 +60,9 @@ STOP_S = 1.0  # for threads to end, once nothing is under way
 class DecodeParts:
     """The engine and what it stands on, for a core that is loaded. Made on the event loop."""
 
-    def __init__(self, config: DecodeConfig, core: Core, process: Process) -> None:
+    def __init__(
+        self, config: DecodeConfig, core: Core, process: Process, prefill_metrics: PrefillMetrics
+    ) -> None:
         self.core = core
         instance_id, registry = process.instance_id, process.telemetry.registry
         core.allocator.observe = process.telemetry.observe
@@ -186,7 +188,7 @@ class DecodeParts:
         local: LocalPrefill | None = None
         self.prefill: PrefillRole | None = None
         if prompts is not None:
-            local = LocalPrefill(core, self.engine, prompts, tokens_max=local_tokens)
+            local = LocalPrefill(core, self.engine, prompts, prefill_metrics, tokens_max=local_tokens)
         if prompts is not None and config.colocated:
             self.prefill = PrefillRole(
                 core,
@@ -293,7 +295,8 @@ async def serve(config: DecodeConfig, process: Process) -> None:
     server.add(holder_pb2_grpc.add_HolderServicer_to_server, lending)
     debtor = DebtorService()
     server.add(holder_pb2_grpc.add_DebtorServicer_to_server, debtor)
-    prefill = PrefillService(PrefillMetrics(process.telemetry.registry)) if config.colocated else None
+    prefill_metrics = PrefillMetrics(process.telemetry.registry)
+    prefill = PrefillService(prefill_metrics) if config.colocated else None
     if prefill is not None:
         server.add(prefill_pb2_grpc.add_PrefillServicer_to_server, prefill)
     await server.start()
@@ -331,7 +334,7 @@ async def serve(config: DecodeConfig, process: Process) -> None:
         heartbeat.start()
     try:
         core = await asyncio.to_thread(load_core, config.engine)
-        parts = DecodeParts(config, core, process)
+        parts = DecodeParts(config, core, process, prefill_metrics)
         parts.start()
         service.open(core, parts.arrivals, parts.condemner)
         lending.open(parts.holder_service)
