@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from kvcommons.engine.regression import Regression
+
 # A load estimated to be shorter than this is made anyway: what computing could save is within the noise of a
 # turn, and what is computed has to be saved again.
 SHORT_LOAD_S = 0.02
@@ -18,49 +20,42 @@ PATIENCE_S_UNKNOWN = 1.0
 # A measurement counts as at most so many times what was expected: one pause is no trend, and a trend is
 # followed within a few.
 _SURPRISE = 4.0
+_SPREAD = 0.1  # of amounts around their mean, that says something of what a unit adds
 # A load whose pace says that its rest takes so many times as long as computing everything is given up at
 # once.
 _HOPELESS = 2.0
 
 
-class Line:
-    """Seconds as a line over an amount: a fixed part and one for each unit, by least squares in which older
-    measurements count exponentially less."""
+class Duration:
+    """Seconds of an amount: a fixed part and one for each unit."""
 
     def __init__(self, smoothing: float) -> None:
-        self._keep = 1.0 - smoothing
-        self._n = self._x = self._y = self._xx = self._xy = 0.0
+        self._fit = Regression(kept=1.0 - smoothing)
 
     @property
     def known(self) -> bool:
-        return self._x > 0
+        return bool(self._fit)
 
     @property
     def mean(self) -> float:
         """Seconds a unit, the fixed part spread over it; 0 until measured."""
-        return self._y / self._x if self.known else 0.0
+        return self._fit.proportional_s
 
     def add(self, amount: float, seconds: float) -> None:
         if amount <= 0 or seconds <= 0:
             return
         if self.known:
             seconds = min(seconds, _SURPRISE * self.seconds(amount))
-        sums = (1.0, amount, seconds, amount * amount, amount * seconds)
-        self._n, self._x, self._y, self._xx, self._xy = (
-            self._keep * old + new
-            for old, new in zip((self._n, self._x, self._y, self._xx, self._xy), sums, strict=True)
-        )
+        self._fit.observe(amount, seconds)
 
     def seconds(self, amount: float) -> float:
         """0 for nothing, and until measured."""
         if amount <= 0 or not self.known:
             return 0.0
-        slope = self.mean
-        spread = self._n * self._xx - self._x * self._x
-        if spread > 0.01 * self._x * self._x:
-            # Noise must not make large amounts free.
-            slope = min(max((self._n * self._xy - self._x * self._y) / spread, 0.1 * slope), slope)
-        return (self._y - slope * self._x) / self._n + slope * amount
+        slope = self._fit.slope_s(spread=_SPREAD)
+        # Noise must not make large amounts free.
+        slope = self.mean if slope is None else min(max(slope, 0.1 * self.mean), self.mean)
+        return self._fit.at(amount, slope)
 
 
 class LoadOrCompute:
@@ -74,9 +69,9 @@ class LoadOrCompute:
 
     def __init__(self, *, smoothing: float = 0.3, retry_every: int = 8) -> None:
         self._smoothing = smoothing
-        self._load = Line(smoothing)
+        self._load = Duration(smoothing)
         self._loads = 0
-        self._compute = Line(smoothing)
+        self._compute = Duration(smoothing)
         self._retry_every = retry_every
         self._refusals = 0
 
@@ -93,7 +88,7 @@ class LoadOrCompute:
     def loaded(self, loaded_bytes: int, seconds: float) -> None:
         self._loads += loaded_bytes > 0
         if self._loads == 2:
-            self._load = Line(self._smoothing)
+            self._load = Duration(self._smoothing)
         self._load.add(loaded_bytes, seconds)
 
     def computed(self, tokens: int, seconds: float) -> None:

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from kvcommons.engine.regression import Regression
+
 _KEPT = 0.98  # of an observation's weight, by the next one
 _NUMBERS = (1, 2, 4, 8)  # each of them has a connection of its own
 _LEARNT = 0.05  # of what a layer took
@@ -56,9 +58,7 @@ class MiniBatches:
     def __init__(self, number: int = 0) -> None:
         """Always so many; 0: by what was measured."""
         self._number = number
-        self._weight = _EMPTY_WEIGHT
-        self._y = _EMPTY_WEIGHT * _EMPTY_S
-        self._x = self._xx = self._xy = 0.0
+        self._network = Regression(kept=_KEPT, empty=(_EMPTY_WEIGHT, _EMPTY_S))
         self._read_byte_s = _READ_BYTE_S
         self._over = dict.fromkeys(_NUMBERS, 1.0)  # what it took over what was computed
         self._last = 1
@@ -67,14 +67,7 @@ class MiniBatches:
     def observe(self, exchange: ExchangeSize, *, network_s: float, computed_s: float) -> None:
         """One message. The holder computed so long; there and back took `network_s`, what it had queued left
         out."""
-        size = exchange.asked_bytes + exchange.answered_bytes
-        # The empty message keeps its weight: a line needs two ends.
-        self._weight = (self._weight - _EMPTY_WEIGHT) * _KEPT + _EMPTY_WEIGHT + 1
-        empty_y = _EMPTY_WEIGHT * _EMPTY_S
-        self._y = (self._y - empty_y) * _KEPT + empty_y + network_s
-        self._x = self._x * _KEPT + size
-        self._xx = self._xx * _KEPT + size * size
-        self._xy = self._xy * _KEPT + size * network_s
+        self._network.observe(exchange.asked_bytes + exchange.answered_bytes, network_s)
         if exchange.read_bytes:
             self._read_byte_s += (computed_s / exchange.read_bytes - self._read_byte_s) * (1 - _KEPT)
 
@@ -87,15 +80,12 @@ class MiniBatches:
     @property
     def byte_s(self) -> float:
         """What a byte of a message adds."""
-        variance = self._xx - self._x * self._x / self._weight
-        if variance <= 0:
-            return 0.0
-        return max((self._xy - self._x * self._y / self._weight) / variance, 0.0)
+        return max(self._network.slope_s() or 0.0, 0.0)
 
     @property
     def empty_s(self) -> float:
         """What a message takes, there and back, however small it is."""
-        return max((self._y - self.byte_s * self._x) / self._weight, 0.0)
+        return max(self._network.at(0.0, self.byte_s), 0.0)
 
     def seconds(self, exchange: ExchangeSize, number: int) -> float:
         """From asking to the last answer."""

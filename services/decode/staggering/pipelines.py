@@ -13,6 +13,8 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from kvcommons.engine.regression import Regression
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Timing:
@@ -187,36 +189,29 @@ class _Scale:
         return 1 / len(self._tokens) + self._tokens[sequence] / self._all
 
 
-class _Line:
-    """Seconds over an amount, fitted to observations of which old ones count less and less. Where all are of
-    about one amount nothing is known of the slope: it is `flat`, or goes through zero."""
+class _Duration:
+    """Seconds over an amount. Where all are of about one amount nothing is known of the slope: it is `flat`,
+    or goes through zero."""
 
     _KEPT = 0.98
     _SPREAD = 0.05  # of the mean amount, that says something of the slope
 
     def __init__(self, *, flat: bool) -> None:
         self._flat = flat
-        self._weight = self._x = self._y = self._xx = self._xy = 0.0
+        self._fit = Regression(kept=self._KEPT)
 
     def __bool__(self) -> bool:
-        return self._weight > 0
+        return bool(self._fit)
 
     def observe(self, amount: float, seconds: float) -> None:
-        self._weight = self._weight * self._KEPT + 1
-        self._x = self._x * self._KEPT + amount
-        self._y = self._y * self._KEPT + seconds
-        self._xx = self._xx * self._KEPT + amount * amount
-        self._xy = self._xy * self._KEPT + amount * seconds
+        self._fit.observe(amount, seconds)
 
     def at(self, amount: float) -> float:
         """Never negative."""
-        mean_x, mean_y = self._x / self._weight, self._y / self._weight
-        variance = self._xx / self._weight - mean_x * mean_x
-        if variance > (self._SPREAD * mean_x) ** 2:
-            slope = max((self._xy / self._weight - mean_x * mean_y) / variance, 0.0)
-        else:
-            slope = 0.0 if self._flat or mean_x <= 0 else mean_y / mean_x
-        return max(mean_y + slope * (amount - mean_x), 0.0)
+        slope = self._fit.slope_s(spread=self._SPREAD)
+        if slope is None:
+            slope = 0.0 if self._flat else self._fit.proportional_s
+        return max(self._fit.at(amount, max(slope, 0.0)), 0.0)
 
 
 def _over(one_s: float, other_s: float) -> float:
@@ -240,10 +235,10 @@ class Staggering:
     def __init__(self, scheme: Scheme, *, retry_after: int = 2000) -> None:
         self._scheme = scheme
         self._retry_after = retry_after
-        self._slice = _Line(flat=False)
-        self._attend = _Line(flat=False)
-        self._network = _Line(flat=True)
-        self._moved = _Line(flat=True)
+        self._slice = _Duration(flat=False)
+        self._attend = _Duration(flat=False)
+        self._network = _Duration(flat=True)
+        self._moved = _Duration(flat=True)
         self._staggered: float | None = None  # seconds for a token
         self._staggered_tokens = 0
         self._trial = 0  # iterations that are left of it

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvcommons.engine.load_or_compute import AlwaysLoad, Line, LoadOrCompute
+from kvcommons.engine.load_or_compute import AlwaysLoad, Duration, LoadOrCompute
 
 
 def cost(*, load_s: float, compute_s: float, retry_every: int = 8) -> LoadOrCompute:
@@ -19,7 +19,7 @@ def to_load(made: LoadOrCompute, blocks: int, new_tokens: int = 0) -> int:
 
 
 def test_a_line_tells_the_fixed_part_from_the_rest() -> None:
-    line = Line(0.3)
+    line = Duration(0.3)
     assert line.seconds(5) == 0
     line.add(100, 1.0)
     assert line.seconds(50) == pytest.approx(0.5)
@@ -33,7 +33,7 @@ def test_a_line_tells_the_fixed_part_from_the_rest() -> None:
 
 
 def test_a_line_never_says_that_more_takes_less() -> None:
-    line = Line(0.3)
+    line = Duration(0.3)
     for amount, seconds in ((10, 1.0), (100, 0.5), (10, 1.2), (100, 0.4)):
         line.add(amount, seconds)
     assert 0 <= line.seconds(1) <= line.seconds(10) <= line.seconds(1000)
@@ -123,7 +123,7 @@ def test_of_a_load_that_is_given_up_the_share_is_kept_that_comes_in_time() -> No
 
 
 def test_one_pause_changes_little_and_a_trend_is_followed() -> None:
-    line = Line(0.3)
+    line = Duration(0.3)
     for _ in range(10):
         line.add(100, 1.0)
     line.add(100, 1000.0)
