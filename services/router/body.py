@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from aiohttp import web
 
-from kvcommons.errors import InvalidInput, UnsupportedParameter
+from kvcommons.errors import DeadlineExceeded, InvalidInput, UnsupportedParameter
 from services.router.gate import SERVING
 from services.router.schemas.requests import Body
 from services.router.schemas.validation import parse_json, validate
@@ -19,7 +19,7 @@ SESSION_HEADERS = ("X-Session-ID", "session-id", "x-claude-code-session-id")
 
 
 async def read_body(request: web.Request, schema: type[B], *, may_be_empty: bool = False) -> B:
-    """Raises InvalidInput, HTTPRequestEntityTooLarge, and TimeoutError when the body does not come in
+    """Raises InvalidInput, HTTPRequestEntityTooLarge, and DeadlineExceeded when it does not come in
     time."""
     if "Idempotency-Key" in request.headers:
         raise UnsupportedParameter(
@@ -33,6 +33,8 @@ async def read_body(request: web.Request, schema: type[B], *, may_be_empty: bool
     try:
         async with asyncio.timeout(config.body_s):
             body = await request.read()
+    except TimeoutError:
+        raise DeadlineExceeded(f"the body did not come within {config.body_s:g} s") from None
     except web.RequestPayloadError:
         raise InvalidInput(
             "the body cannot be read: it is not what Content-Encoding says, or its chunks are broken"

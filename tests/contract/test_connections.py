@@ -38,7 +38,13 @@ def keys(tmp_path: Path) -> dict[str, str]:
 @pytest.fixture
 async def keyed(socket_folder: Path, rest_store: KvStore, keys: dict[str, str]) -> AsyncIterator[Stack]:
     """A router that is quick to lose its patience."""
-    settings: dict[str, Any] = {**keys, "head_s": 1.0, "client_stall_s": 1.0, "max_connections": 8}
+    settings: dict[str, Any] = {
+        **keys,
+        "head_s": 1.0,
+        "body_s": 1.0,
+        "client_stall_s": 1.0,
+        "max_connections": 8,
+    }
     async with stack(socket_folder, rest_store, settings=settings) as served:
         await served.show(headers=HEADERS)
         yield served
@@ -84,6 +90,19 @@ async def test_endless_headers_end(keyed: Stack) -> None:
             await writer.drain()
     writer.close()
     await eventually(lambda: _is(closed(keyed, "head"), 1))
+
+
+@pytest.mark.parametrize("headers", [HEADERS, {}], ids=["with a key", "without"])
+async def test_a_body_has_to_come_in_time(keyed: Stack, headers: dict[str, str]) -> None:
+    """One without a key is refused before its body is there."""
+    reader, writer = await open_to(keyed)
+    fields = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
+    writer.write(f"POST /v1/sessions HTTP/1.1\r\nHost: x\r\n{fields}Content-Length: 9\r\n\r\n{{".encode())
+    async with asyncio.timeout(WAIT_S):
+        answer = await reader.read()  # to the end: the connection is closed
+    writer.close()
+    assert int(answer.split()[1]) == (503 if headers else 401)
+    assert (b"the body did not come within 1 s" in answer) is bool(headers)
 
 
 @pytest.mark.parametrize(
