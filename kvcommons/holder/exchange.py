@@ -342,7 +342,6 @@ class LayerExchange:
             while (stopped := self._library.receive(self._address, first)) >= 0:
                 self._receive_rest(self._calls[stopped])
                 first = stopped + 1
-            self._library.gather(self._address)
         for call in self._calls:
             if call.state is CallState.SENT:
                 call.state, call.plan.kept = CallState.READY, True
@@ -406,12 +405,9 @@ class LayerExchange:
         struct.shifted = shifted.data_ptr()
 
     def _write_own(self, k: Tensor, v: Tensor) -> None:
+        """In Python."""
         own = self._own
-        if own is None or not len(own.rows):
-            return
-        if self._library is not None:
-            self._library.write_own(self._address)
-        else:
+        if self._library is None and own is not None and len(own.rows):
             own.memory.write_rows(self._layer, own.places, torch.cat((k, v), dim=1)[own.rows])
 
     def _may_send_again(self, call: _Call) -> bool:

@@ -137,13 +137,8 @@ bool receive(const kvc_layer& layer, kvc_call& call) {
     return outcome == DONE;
 }
 
-}  // namespace
-
-#define EXPORTED extern "C" __attribute__((visibility("default")))
-
 // K and V of rows whose newest tokens lie here.
-EXPORTED void kvc_write_own(const kvc_layer* all) {
-    const kvc_layer& layer = *all;
+void write_own(const kvc_layer& layer) {
     int64_t size = layer.is_bf16 ? 2 : 4, bytes = layer.dim * size, heads = layer.kv_heads;
     char* kv = layer.kv + layer.layer * layer.kv_layer_bytes;
     const int64_t* place = layer.own_places;
@@ -156,24 +151,10 @@ EXPORTED void kvc_write_own(const kvc_layer* all) {
     }
 }
 
-// Sends the native calls from `first` on; the number of the first that could not be sent, or -1.
-EXPORTED int64_t kvc_send(kvc_layer* layer, int64_t first) {
-    for (int64_t i = first; i < layer->count; i++)
-        if (layer->calls[i].native && !send(*layer, layer->calls[i])) return i;
-    return -1;
-}
-
-// Receives the answers of native calls from `first` on that are under way; the number of the first that failed, or -1.
-EXPORTED int64_t kvc_receive(kvc_layer* layer, int64_t first) {
-    for (int64_t i = first; i < layer->count; i++)
-        if (layer->calls[i].native && layer->calls[i].under_way && !receive(*layer, layer->calls[i])) return i;
-    return -1;
-}
-
 // Puts all sources' partials together.
-EXPORTED void kvc_gather_partials(const kvc_layer* layer) {
-    const kvc_gather& all = layer->gather;
-    int64_t dim = layer->dim, heads = all.heads;
+void gather(const kvc_layer& layer) {
+    const kvc_gather& all = layer.gather;
+    int64_t dim = layer.dim, heads = all.heads;
     for (int64_t row = 0; all.starts && row < all.rows; row++) {
         const float **outs = all.parts, **lses = outs + (all.starts[row + 1] - all.starts[row]);
         int64_t count = 0;
@@ -187,7 +168,29 @@ EXPORTED void kvc_gather_partials(const kvc_layer* layer) {
             memcpy(lse, lses[0], (size_t)(heads * 4));
             continue;
         }
-        kvc_merge merge{outs, lses, out, lse, nullptr, count, heads, dim, 1, layer->variant};
+        kvc_merge merge{outs, lses, out, lse, nullptr, count, heads, dim, 1, layer.variant};
         kvc_merge_partials(&merge);
     }
+}
+
+}  // namespace
+
+#define EXPORTED extern "C" __attribute__((visibility("default")))
+
+// Sends the native calls from `first` on, and then writes this instance's own K and V; the number of the first that could
+// not be sent, or -1.
+EXPORTED int64_t kvc_send(kvc_layer* layer, int64_t first) {
+    for (int64_t i = first; i < layer->count; i++)
+        if (layer->calls[i].native && !send(*layer, layer->calls[i])) return i;
+    write_own(*layer);
+    return -1;
+}
+
+// Receives the answers of native calls from `first` on that are under way, and then puts all sources' partials together;
+// the number of the first that failed, or -1.
+EXPORTED int64_t kvc_receive(kvc_layer* layer, int64_t first) {
+    for (int64_t i = first; i < layer->count; i++)
+        if (layer->calls[i].native && layer->calls[i].under_way && !receive(*layer, layer->calls[i])) return i;
+    gather(*layer);
+    return -1;
 }

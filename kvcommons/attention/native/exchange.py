@@ -49,14 +49,10 @@ class Library:
         self.end_access: Any = at_once.kvc_end_access  # kvc_plan.access -> whether no layer is under way
         self.send: Any = whole.kvc_send  # kvc_layer, first -> the first that could not be sent, or -1
         self.receive: Any = whole.kvc_receive  # kvc_layer, first -> the first that failed, or -1
-        self.write_own: Any = at_once.kvc_write_own  # kvc_layer
-        self.gather: Any = whole.kvc_gather_partials  # kvc_layer
         for call in (self.take, self.try_take, self.send, self.receive):
             call.argtypes, call.restype = (c_void_p, c_int64), c_int64
         for call in (self.serve, self.end_access):
             call.argtypes, call.restype = (c_void_p,), c_int32
-        for call in (self.write_own, self.gather):
-            call.argtypes, call.restype = (c_void_p,), None
         self.give.argtypes, self.give.restype = (c_void_p, c_int64), None
         self.grant.argtypes, self.grant.restype = (c_void_p, c_int64, c_int32), None
 
