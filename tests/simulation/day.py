@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Sequence
 from hashlib import shake_128
 
+from services.kvstore.policies.floors import TenantFloors
 from services.kvstore.policies.hit_density import HitDensity
 from services.kvstore.session import Turn
 from services.kvstore.sessions import Sessions
@@ -168,8 +169,11 @@ class Day(StoreSchedule):
         require(not len(catalog.ages), "the time to live counts blocks that are gone")
         for space in catalog._spaces.values():
             for policy in (space.dram_policy, space.disk_policy):
-                assert isinstance(policy, HitDensity)
-                require(not policy._held and not any(policy._cohorts.values()), "a policy holds a block")
+                assert isinstance(policy, TenantFloors)
+                assert isinstance(policy.policy, HitDensity)
+                require(not policy._tenants and not policy._weights, "a tenant's floor counts a block")
+                density = policy.policy
+                require(not density._held and not any(density._cohorts.values()), "a policy holds a block")
 
 
 def _block(name: str, number: int) -> bytes:

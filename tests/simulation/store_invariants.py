@@ -117,9 +117,13 @@ def _check_policies(schedule: StoreSchedule) -> None:
             (space.dram_policy, {b.block_id for b in space.blocks.values() if b.dram is not None}),
             (space.disk_policy, {b.block_id for b in space.blocks.values() if b.disk is not None}),
         ):
-            if isinstance(policy, HitDensity):
-                held = {key for key, node in policy._nodes.items() if node.held}
-                require(held == there and policy._held == len(there), "a policy knows other blocks")
+            require(set(policy._tenants) == there, "the tenants' floors count other blocks")
+            aside = {key for keys in policy._aside.values() for key in keys}
+            density = policy.policy
+            if isinstance(density, HitDensity):
+                held = {key for key, node in density._nodes.items() if node.held}
+                require(not held & aside, "a block that was put aside is still in the policy")
+                require(held | aside == there and density._held == len(held), "a policy knows other blocks")
             elif there:
                 require(policy.victim(nothing_pinned) in there, "a policy gives up a block that is not there")
 
