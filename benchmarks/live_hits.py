@@ -31,8 +31,8 @@ from kvcommons.transport.client import DataClient
 from kvcommons.transport.deadline import Deadline
 from services.kvstore.policies.catalogue import CHOICES
 from services.kvstore.tier import PAGE_BYTES
-from services.router.hints import StoreHints, WaitingJob
-from services.router.queue import Prefix
+from services.router.admission.hints import StoreHints, WaitingJob
+from services.router.admission.queue import Prefix
 
 MODEL = b"live-hits".ljust(32, b".")
 CALL_S = 30.0

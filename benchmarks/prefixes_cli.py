@@ -15,7 +15,7 @@ from benchmarks.prefixes_simulation import TIERS, Rates, Trial, compare
 from benchmarks.random_model import write_random_model
 from benchmarks.report import Report
 from devstack.running import RunningStack
-from services.router.scheduling import OVERTAKES_MAX
+from services.router.admission.scheduling import OVERTAKES_MAX
 
 _DTYPE, _VALUE_BYTES = "bfloat16", 2
 _STACK_PARTS = ("compute s", "waiting for loads s", "decode s", "rest s")

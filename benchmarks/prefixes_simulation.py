@@ -18,8 +18,8 @@ from statistics import median
 from benchmarks.report import Report, Row, p50, p99
 from services.kvstore.expected import ExpectedUse
 from services.kvstore.hints import Hints
-from services.router.queue import Job, JobQueue, Prefix
-from services.router.scheduling import ABSENT, DEVICE, DISK, DRAM, OVERTAKES_MAX, scheduling
+from services.router.admission.queue import Job, JobQueue, Prefix
+from services.router.admission.scheduling import ABSENT, DEVICE, DISK, DRAM, OVERTAKES_MAX, scheduling
 
 _MODEL = b"model"
 _HINT_TTL_S = 5.0

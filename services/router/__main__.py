@@ -18,20 +18,20 @@ from kvcommons.rpc.channel import open_channel
 from kvcommons.rpc.directory import Directory, Heartbeat
 from kvcommons.rpc.process import Process, run
 from kvcommons.rpc.server import RpcServer
-from services.router.admission import Admission
+from services.router.admission.admission import Admission
+from services.router.admission.look_ahead import LookAhead
+from services.router.admission.queue import JobQueue
+from services.router.admission.scheduling import scheduling
 from services.router.api.health import health_of
 from services.router.config import RouterConfig
-from services.router.dispatch import Dispatch
-from services.router.fleet import Fleet
-from services.router.look_ahead import LookAhead
+from services.router.fleet.fleet import Fleet
+from services.router.http.server import HttpServer, connection_table
+from services.router.http.tenants import Tenants, parse_keys
 from services.router.metrics import RouterMetrics
-from services.router.plan import Text
-from services.router.queue import JobQueue
-from services.router.scheduling import scheduling
-from services.router.server import HttpServer, connection_table
 from services.router.serving import Serving
-from services.router.store import SessionStore
-from services.router.tenants import Tenants, parse_keys
+from services.router.sessions.store import SessionStore
+from services.router.turn.dispatch import Dispatch
+from services.router.turn.plan import Text
 
 log = logging.getLogger(__name__)
 

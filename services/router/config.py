@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from kvcommons.config import Addresses, Node
 from kvcommons.errors import InvalidInput
-from services.router.scheduling import OVERTAKES_MAX, scheduling
+from services.router.admission.scheduling import OVERTAKES_MAX, scheduling
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,17 +11,17 @@ from typing import Any
 
 from kvcommons.rpc.directory import Directory
 from kvcommons.telemetry.trace import Tracer
-from services.router.admission import Admission
+from services.router.admission.admission import Admission
+from services.router.admission.look_ahead import LookAhead
 from services.router.config import RouterConfig
-from services.router.connections import ConnectionTable
-from services.router.dispatch import Dispatch
-from services.router.fleet import Fleet
-from services.router.look_ahead import LookAhead
+from services.router.fleet.fleet import Fleet
+from services.router.http.connections import ConnectionTable
+from services.router.http.tenants import Tenants
 from services.router.metrics import RouterMetrics
-from services.router.plan import Text
-from services.router.sampling import SEED_BITS
-from services.router.store import SessionStore
-from services.router.tenants import Tenants
+from services.router.sessions.store import SessionStore
+from services.router.turn.dispatch import Dispatch
+from services.router.turn.plan import Text
+from services.router.turn.sampling import SEED_BITS
 
 
 def draw_seed() -> int:

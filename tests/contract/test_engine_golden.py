@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvcommons.pb import common_pb2
-from services.router.truncation import Context
+from services.router.sessions.truncation import Context
 from tests.contract.engine_stack import BLOCK, Stack
 from tests.contract.engine_turns import prompt, turn
 from tests.contract.test_engine_reuse import stored

@@ -18,7 +18,7 @@ import pytest
 from kvcommons.errors import DataLoss, InvalidInput, Unavailable
 from kvcommons.pb import common_pb2, decode_pb2_grpc
 from services.decode.config import DecodeConfig
-from services.router.truncation import Context
+from services.router.sessions.truncation import Context
 from tests.contract.engine_stack import BLOCK, Stack, ready
 from tests.contract.engine_turns import Turn, turn
 from tests.contract.test_engine_pipelining import begun

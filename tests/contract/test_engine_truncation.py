@@ -13,7 +13,7 @@ from kvcommons.errors import DataLoss, InvalidInput
 from kvcommons.pb import common_pb2
 from kvcommons.pb.common_pb2 import ModelInfo
 from kvcommons.pb.kvstore_pb2_grpc import BlocksStub
-from services.router.truncation import Context, Stage, Truncation, truncation_for
+from services.router.sessions.truncation import Context, Stage, Truncation, truncation_for
 from tests.contract.engine_stack import BLOCK, Stack
 from tests.contract.engine_turns import SALT, Turn, compute, prefill_request, prompt, turn
 from tests.contract.test_engine_reuse import stored_ids

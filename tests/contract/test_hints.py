@@ -14,7 +14,7 @@ from kvcommons.pb import kvstore_pb2 as pb
 from kvcommons.pb import ledger_pb2
 from kvcommons.rblock.identity import IdentityChain, tenant_salt
 from services.kvstore.tier import BlockShape
-from services.router.tenants import LOCAL_TENANT
+from services.router.http.tenants import LOCAL_TENANT
 from tests.contract.kvstore_process import KvstoreProcess
 from tests.contract.rest_stack import BLOCK_TOKENS, MODEL, KvStore, Stack, eventually, stack
 from tests.unit.kvstore.samples import SHAPE, block_ids

@@ -17,8 +17,8 @@ from kvcommons.pb import kvstore_pb2 as pb
 from kvcommons.rpc.channel import open_channel
 from kvcommons.rpc.directory import Directory
 from kvcommons.shards import ShardView, session_key
-from services.router.fleet import Fleet
-from services.router.store import SessionStore
+from services.router.fleet.fleet import Fleet
+from services.router.sessions.store import SessionStore
 from tests.contract.kvstore_process import KvstoreProcess
 from tests.contract.ledger_process import LedgerProcess, eventually
 from tests.etcd import RealEtcd

@@ -20,7 +20,7 @@ from devstack.rest import Turn
 from kvcommons.errors import StoreUnavailable
 from kvcommons.pb import kvstore_pb2 as pb
 from kvcommons.pb import kvstore_pb2_grpc
-from services.router.tenants import LOCAL_TENANT
+from services.router.http.tenants import LOCAL_TENANT
 from tests.contract.kvstore_process import KvstoreProcess
 from tests.fault.streams import token_ids
 from tests.system.conftest import FLOAT32

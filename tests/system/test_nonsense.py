@@ -22,7 +22,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from services.router.schemas.requests import ChatRequest, CompletionRequest, SessionCreate
+from services.router.api.schemas.requests import ChatRequest, CompletionRequest, SessionCreate
 from tests.machine import scaled
 from tests.system.stack import Stack
 

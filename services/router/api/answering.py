@@ -17,11 +17,11 @@ from kvcommons.telemetry.trace import (
     USAGE_INPUT_TOKENS,
     USAGE_OUTPUT_TOKENS,
 )
-from services.router import events as ev
-from services.router import sse
-from services.router.gate import FAILED, SERVING, known_error
-from services.router.generation import Generation
-from services.router.shapes import Shape, error_body
+from services.router.api import sse
+from services.router.api.shapes import Shape, error_body
+from services.router.http.middleware import FAILED, SERVING, known_error
+from services.router.turn import events as ev
+from services.router.turn.lifecycle import Generation
 
 log = logging.getLogger(__name__)
 

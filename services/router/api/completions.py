@@ -6,12 +6,12 @@ from aiohttp import web
 
 from kvcommons.errors import UnsupportedParameter
 from services.router.api.answering import answer
-from services.router.body import read_body, session_id_of
-from services.router.gate import SERVING, TENANT
-from services.router.generation import Generation
-from services.router.sampling import logprobs_of
-from services.router.schemas.requests import CompletionRequest
-from services.router.shapes import CompletionShape
+from services.router.api.body import read_body, session_id_of
+from services.router.api.schemas.requests import CompletionRequest
+from services.router.api.shapes import CompletionShape
+from services.router.http.middleware import SERVING, TENANT
+from services.router.turn.lifecycle import Generation
+from services.router.turn.sampling import logprobs_of
 
 
 async def completions(request: web.Request) -> web.StreamResponse:

@@ -11,9 +11,9 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from kvcommons.errors import KVCommonsError
 from kvcommons.pb import kvstore_pb2, ledger_pb2
 from kvcommons.shards import COPIES
-from services.router.gate import SERVING
+from services.router.api.shapes import Json
+from services.router.http.middleware import SERVING
 from services.router.serving import Serving
-from services.router.shapes import Json
 
 _NEEDED = ("prefill", "decode", "kvstore")
 _SERVICES = ("router", "prefill", "decode", "attention_pool", "kvstore", "ledger")

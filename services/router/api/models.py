@@ -6,8 +6,8 @@ from aiohttp import web
 
 from kvcommons.errors import ModelNotFound
 from kvcommons.pb.common_pb2 import ModelInfo
-from services.router.gate import SERVING
-from services.router.shapes import Json
+from services.router.api.shapes import Json
+from services.router.http.middleware import SERVING
 
 
 async def list_models(request: web.Request) -> web.Response:

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from pydantic import BaseModel
 
 from services.router.api import chat, completions, health, models, sessions
-from services.router.gate import Handler
-from services.router.schemas import answers, requests
+from services.router.api.schemas import answers, requests
+from services.router.http.middleware import Handler
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,9 +7,9 @@ from pathlib import Path
 from kvcommons.errors import Unavailable
 from kvcommons.model.tokenizer import Tokenizer
 from kvcommons.pb import common_pb2 as pb
-from services.router import events as ev
-from services.router.answer_text import AnswerText
-from services.router.choice import Choice, Patience
+from services.router.turn import events as ev
+from services.router.turn.answer_text import AnswerText
+from services.router.turn.choice import Choice, Patience
 
 PROMPT = [5, 6, 7]
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvcommons.errors import CapacityExhausted, InvalidInput, Unavailable
 from kvcommons.model.tokenizer import Tokenizer
-from services.router import events as ev
+from services.router.turn import events as ev
 from tests.unit.router.choices import (
     PROMPT,
     choice_of,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvcommons.model.tokenizer import Tokenizer
-from services.router import events as ev
-from services.router.choice import Choice
+from services.router.turn import events as ev
+from services.router.turn.choice import Choice
 from tests.unit.router.choices import (
     PROMPT,
     choice_of,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from services.router.companions import Companions
+from services.router.admission.companions import Companions
 
 PROMPTS = st.lists(st.text("ab", max_size=5), max_size=12)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.router.connections import ConnectionTable, client_address
+from services.router.http.connections import ConnectionTable, client_address
 
 
 def table(connections_max: int = 4, per_address_max: int = 3) -> ConnectionTable[int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvcommons.errors import InvalidInput
-from services.router.conversation import Message, new_messages
+from services.router.sessions.conversation import Message, new_messages
 
 
 def said(*pairs: tuple[str, str]) -> list[Message]:

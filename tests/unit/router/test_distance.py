@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from kvcommons.pb.kvstore_pb2 import TIER_DISK, TIER_DRAM
-from services.router.distance import DeviceBlocks, common, distance_of
-from services.router.scheduling import ABSENT, DEVICE, DISK, DRAM
+from services.router.admission.distance import DeviceBlocks, common, distance_of
+from services.router.admission.scheduling import ABSENT, DEVICE, DISK, DRAM
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import pytest
 from demo import MODEL_DIR
 from kvcommons.model.chat import ChatTemplate
 from kvcommons.model.tokenizer import Tokenizer
-from services.router.conversation import Message
-from services.router.plan import Text
+from services.router.sessions.conversation import Message
+from services.router.turn.plan import Text
 
 TOKENIZER = Tokenizer.read(MODEL_DIR)
 TEXT = Text(tokenizer=TOKENIZER, template=ChatTemplate.read(MODEL_DIR, TOKENIZER))

@@ -6,8 +6,8 @@ from kvcommons.pb import kvstore_pb2 as pb
 from services.kvstore.expected import ExpectedUse
 from services.kvstore.hinted import HintedJobs
 from services.kvstore.hints import BLOCKS_MAX, Hints
-from services.router.hints import NEW_BLOCKS_MAX, StoreHints, WaitingJob
-from services.router.queue import Prefix
+from services.router.admission.hints import NEW_BLOCKS_MAX, StoreHints, WaitingJob
+from services.router.admission.queue import Prefix
 
 BLOCKS = 192  # of a prompt of 12,000 tokens
 

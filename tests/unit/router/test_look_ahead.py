@@ -7,9 +7,9 @@ from typing import Any
 
 from kvcommons.pb import kvstore_pb2 as pb
 from kvcommons.pb import ledger_pb2
-from services.router.look_ahead import LookAhead
-from services.router.queue import Job, JobQueue, Prefix
-from services.router.scheduling import ABSENT, DEVICE, DISK, DRAM, scheduling
+from services.router.admission.look_ahead import LookAhead
+from services.router.admission.queue import Job, JobQueue, Prefix
+from services.router.admission.scheduling import ABSENT, DEVICE, DISK, DRAM, scheduling
 
 STORE = ledger_pb2.Instance(id="kvstore", service="kvstore")
 DEVICE_BLOCKS = 10

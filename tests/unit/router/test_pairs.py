@@ -10,8 +10,8 @@ import pytest
 from kvcommons.errors import ContextLengthExceeded
 from kvcommons.pb.common_pb2 import ModelInfo
 from kvcommons.pb.ledger_pb2 import HeadPart, Instance, Load
-from services.router.fleet import Fleet
-from services.router.placement import Pair, choose_pair, room_blocks, served_models, unfit_pools
+from services.router.fleet.fleet import Fleet
+from services.router.fleet.placement import Pair, choose_pair, room_blocks, served_models, unfit_pools
 
 MODEL = b"m" * 32
 

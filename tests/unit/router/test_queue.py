@@ -7,7 +7,7 @@ import random
 import pytest
 
 from kvcommons.errors import Overloaded
-from services.router.queue import Job, JobQueue
+from services.router.admission.queue import Job, JobQueue
 
 
 def submit(queue: JobQueue, now_s: float = 0.0, cost: int = 1, deadline_s: float = 100.0) -> Job:

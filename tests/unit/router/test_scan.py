@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcommons.errors import KVCommonsError
+from services.router.api.schemas import scan
+from services.router.api.schemas.requests import ChatRequest, CompletionRequest
+from services.router.api.schemas.scan import CONTAINERS_MAX, NAMES_MAX, VALUES_MAX, check_counts
+from services.router.api.schemas.validation import parse_json, validate
 from services.router.config import RouterConfig
-from services.router.plan import messages_of
-from services.router.schemas import scan
-from services.router.schemas.requests import ChatRequest, CompletionRequest
-from services.router.schemas.scan import CONTAINERS_MAX, NAMES_MAX, VALUES_MAX, check_counts
-from services.router.schemas.validation import parse_json, validate
+from services.router.turn.plan import messages_of
 
 BYTES = RouterConfig.__dataclass_fields__["max_body_bytes"].default
 CPU_S_MAX = 0.05

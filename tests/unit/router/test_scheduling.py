@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcommons.errors import InvalidInput
-from services.router.queue import Job, JobQueue, Prefix
-from services.router.scheduling import ABSENT, DEVICE, DISK, DRAM, scheduling
+from services.router.admission.queue import Job, JobQueue, Prefix
+from services.router.admission.scheduling import ABSENT, DEVICE, DISK, DRAM, scheduling
 
 
 def queued(queue: JobQueue, distance: float, now_s: float, prefix: bytes = b"") -> Job:

@@ -9,9 +9,9 @@ import pytest
 from openai.types.chat import ChatCompletionMessage
 
 from kvcommons.errors import InvalidInput, UnsupportedParameter
-from services.router.sampling import sampling_of, stops_of
-from services.router.schemas.requests import ChatRequest, CompletionRequest, SessionCreate
-from services.router.schemas.validation import parse_json, validate
+from services.router.api.schemas.requests import ChatRequest, CompletionRequest, SessionCreate
+from services.router.api.schemas.validation import parse_json, validate
+from services.router.turn.sampling import sampling_of, stops_of
 
 HI: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from services.router import sse
+from services.router.api import sse
 
 
 def test_an_event_is_one_line_whatever_the_text() -> None:

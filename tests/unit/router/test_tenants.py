@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvcommons.errors import InvalidInput, Unauthenticated
-from services.router.tenants import Tenants, parse_keys
+from services.router.http.tenants import Tenants, parse_keys
 
 KEYS = {"key-of-ann": "ann", "key-of-bob": "bob", "other-of-ann": "ann"}
 

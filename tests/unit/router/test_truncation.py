@@ -8,7 +8,7 @@ import pytest
 
 from kvcommons.pb.common_pb2 import ModelInfo
 from kvcommons.rblock.identity import IdentityChain
-from services.router.truncation import (
+from services.router.sessions.truncation import (
     Context,
     Truncation,
     recomputed,

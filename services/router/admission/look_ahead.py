@@ -1,0 +1,206 @@
+"""The shell around what the queue looks ahead to: where the prefixes of waiting jobs lie, asked of the store,
+and what the queue will need next, told to the store.
+
+Neither holds up the queue: both run beside it, bounded in number, size and time, and jobs start in the order
+that the last answers give. A store that does not answer costs the order its knowledge, never a request.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Callable, Sequence
+
+from kvcommons.errors import KVCommonsError
+from kvcommons.pb import kvstore_pb2 as pb
+from kvcommons.pb.ledger_pb2 import Instance
+from services.router.admission.distance import DeviceBlocks, common, distance_of
+from services.router.admission.hints import StoreHints, WaitingJob
+from services.router.admission.queue import Job, JobQueue
+from services.router.fleet.fleet import Fleet
+
+log = logging.getLogger(__name__)
+
+_ROUND_S = 0.1
+_LOOKS_MAX = 8  # calls of a round, at once
+_FRESH_S = 1.0  # how long an answer counts before it is asked again
+_HINT_S = 0.5
+_HINT_TTL_S = 5.0
+_CALL_S = 1.0
+_AWAY_S = 1.0  # after a call failed
+
+
+class _Look:
+    """What the store said of a job's blocks, and when."""
+
+    __slots__ = ("at_s", "number", "tiers")
+
+    def __init__(self, number: int) -> None:
+        self.number = number  # of the job, for hints
+        self.at_s = float("-inf")
+        self.tiers: Sequence[int] = ()
+
+    def learn(self, own: Sequence[bytes], ids: Sequence[bytes], tiers: Sequence[int], at_s: float) -> None:
+        """From what the store said of a prompt that begins alike."""
+        alike = common(own, ids)
+        rest = self.tiers[alike:] if len(tiers) >= alike else ()
+        self.tiers = (*tiers[:alike], *rest)
+        if _answers(ids, own):
+            self.at_s = at_s
+
+
+def _answers(asked: Sequence[bytes], own: Sequence[bytes]) -> bool:
+    """What the store says of one prompt is as good as an answer of another's own where most blocks are the
+    same."""
+    return asked[0] == own[0] and 2 * common(asked, own) >= len(own)
+
+
+class LookAhead:
+    """Told of jobs by `Admission`; `run` does the rest. All of it on the event loop's thread."""
+
+    def __init__(
+        self,
+        queue: JobQueue,
+        fleet: Fleet,
+        *,
+        router: str,
+        jobs_max: int,
+        asks_distance: bool,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`jobs_max`: of the next jobs the store is told; 0: none."""
+        self.asks_distance = asks_distance
+        self._queue = queue
+        self._fleet = fleet
+        self._router = router
+        self._jobs_max = jobs_max
+        self._clock = clock
+        self._device = DeviceBlocks()
+        self._looks: dict[Job, _Look] = {}  # of the jobs that wait
+        self._wake = asyncio.Event()
+        self._hinted_s = float("-inf")
+        self._hinted: set[str] = set()  # stores that remember something of ours
+        self._stores: dict[str, StoreHints] = {}
+        # A router that restarts under its name does not use a number again that a store remembers.
+        self._numbers = itertools.count(time.time_ns())
+
+    def waits(self, job: Job) -> None:
+        """The job waits from now on."""
+        ids = job.prefix.block_ids
+        if not ids:
+            return
+        look = _Look(next(self._numbers))
+        known = (other for other in self._looks if other.prefix.block_ids[0] == ids[0])
+        like = next(known, None)
+        if like is not None:
+            look.learn(ids, like.prefix.block_ids, self._looks[like].tiers, self._looks[like].at_s)
+        self._looks[job] = look
+        self._measure(job)
+        self._wake.set()
+
+    def started(self, job: Job) -> None:
+        """Its prefix will be on the device: others that begin alike come nearer, and those whose blocks go
+        for it are farther away."""
+        self._looks.pop(job, None)
+        ids = job.prefix.block_ids
+        if not self.asks_distance or not ids:
+            return
+        prefills = self._fleet.instances("prefill")
+        changed = self._device.used(ids, sum(instance.load.total_blocks for instance in prefills))
+        for other in self._looks:
+            if other.prefix.block_ids[0] in changed:
+                self._measure(other)
+
+    def left(self, job: Job) -> None:
+        """The job waits no longer."""
+        self._looks.pop(job, None)
+
+    async def run(self) -> None:
+        """Until it is cancelled."""
+        while True:
+            await self._wake.wait()
+            if not self._looks and not self._hinted:
+                self._wake.clear()
+                continue
+            pause_s = _ROUND_S
+            try:
+                await self._look()
+                await self._hint()
+            except KVCommonsError as error:
+                log.debug("the store heard nothing of the queue, which is tried again: %s", error)
+                if not self._looks:
+                    self._hinted.clear()  # what they remember runs out by itself
+                pause_s = _AWAY_S
+            except Exception:
+                log.exception("looking ahead failed")
+                pause_s = _AWAY_S
+            await asyncio.sleep(pause_s)
+
+    async def _look(self) -> None:
+        if not self.asks_distance:
+            return
+        before_s = self._clock() - _FRESH_S
+        stale = [job for job, look in self._looks.items() if look.at_s < before_s]
+        stale.sort(key=lambda job: self._looks[job].at_s)
+        asked: list[Job] = []
+        for job in stale:
+            if len(asked) == _LOOKS_MAX:
+                break
+            if not any(_answers(other.prefix.block_ids, job.prefix.block_ids) for other in asked):
+                asked.append(job)
+        await asyncio.gather(*(self._match(job) for job in asked))
+
+    async def _match(self, job: Job) -> None:
+        store = self._fleet.homed(job.prefix.home).store()
+        if store is None:
+            return
+        request = pb.MatchRequest(model=job.prefix.model, block_ids=job.prefix.block_ids, peek=True)
+        reply = await self._fleet.blocks(store).Match(request, timeout=_CALL_S)
+        self._told(job.prefix.block_ids, reply.tiers)
+
+    def _told(self, ids: Sequence[bytes], tiers: Sequence[int]) -> None:
+        """An answer holds for all jobs that begin alike, as far as they do: one look serves many."""
+        now_s = self._clock()
+        for job, look in self._looks.items():
+            if job.prefix.block_ids[0] == ids[0]:
+                look.learn(job.prefix.block_ids, ids, tiers, now_s)
+                self._measure(job)
+
+    async def _hint(self) -> None:
+        """Each store of what it has; those that have nothing of it any more, of that."""
+        now_s = self._clock()
+        if not self._jobs_max or (self._looks and now_s - self._hinted_s < _HINT_S):
+            return
+        stores = {store.id: store for store in self._fleet.stores()}
+        waiting: dict[str, list[WaitingJob]] = {store_id: [] for store_id in stores}
+        for job, starts_in_s in self._queue.look_ahead(self._jobs_max, now_s):
+            store = self._fleet.homed(job.prefix.home).store()
+            look = self._looks.get(job)
+            if look is not None and store is not None and store.id in waiting:
+                waiting[store.id].append(WaitingJob(look.number, job.prefix, starts_in_s))
+        self._hinted_s = now_s
+        told = {store_id for store_id, jobs in waiting.items() if jobs} | (stores.keys() & self._hinted)
+        self._stores = {store_id: self._stores.get(store_id) or StoreHints() for store_id in told}
+        calls = (self._tell(stores[store_id], waiting[store_id]) for store_id in told)
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        self._hinted = {store_id for store_id, jobs in waiting.items() if jobs}
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+
+    async def _tell(self, store: Instance, jobs: Sequence[WaitingJob]) -> None:
+        hints = self._stores[store.id]
+        request = hints.request(self._router, jobs, _HINT_TTL_S)
+        try:
+            reply = await self._fleet.blocks(store).Hint(request, timeout=_CALL_S)
+        except BaseException:
+            hints.failed()
+            raise
+        hints.answered(request, reply)
+
+    def _measure(self, job: Job) -> None:
+        ids = job.prefix.block_ids
+        job.on_device = self._device.leading(ids)
+        job.distance = distance_of(len(ids), job.on_device, self._looks[job].tiers)

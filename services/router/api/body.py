@@ -1,0 +1,61 @@
+"""From an HTTP request to its validated body and its session id."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TypeVar
+
+from aiohttp import web
+
+from kvcommons.errors import DeadlineExceeded, InvalidInput, UnsupportedParameter
+from services.router.api.schemas.requests import Body
+from services.router.api.schemas.validation import parse_json, validate
+from services.router.http.middleware import SERVING
+from services.router.sessions.session_id import check_session_id
+
+B = TypeVar("B", bound=Body)
+
+SESSION_HEADERS = ("X-Session-ID", "session-id", "x-claude-code-session-id")
+
+
+async def read_body(request: web.Request, schema: type[B], *, may_be_empty: bool = False) -> B:
+    """Raises InvalidInput, HTTPRequestEntityTooLarge, and DeadlineExceeded when it does not come in
+    time."""
+    if "Idempotency-Key" in request.headers:
+        raise UnsupportedParameter(
+            "the header Idempotency-Key is not built yet: leave it out", param="Idempotency-Key"
+        )
+    config = request.app[SERVING].config
+    limit = config.max_body_bytes
+    announced = request.content_length or 0
+    if announced > limit:  # no need to wait for it
+        raise web.HTTPRequestEntityTooLarge(limit, announced)
+    try:
+        async with asyncio.timeout(config.body_s):
+            body = await request.read()
+    except TimeoutError:
+        raise DeadlineExceeded(f"the body did not come within {config.body_s:g} s") from None
+    except web.RequestPayloadError:
+        raise InvalidInput(
+            "the body cannot be read: it is not what Content-Encoding says, or its chunks are broken"
+        ) from None
+    if may_be_empty and not body:
+        return validate(schema, {})
+    return validate(schema, parse_json(body))
+
+
+def session_id_of(request: web.Request, in_body: str | None) -> str | None:
+    """The one session id of a request, from its body or a header. Raises InvalidInput where several
+    differ."""
+    found = {in_body} if in_body is not None else set()
+    for header in SESSION_HEADERS:
+        for value in request.headers.getall(header, ()):
+            try:
+                found.add(check_session_id(value))
+            except ValueError as error:
+                raise InvalidInput(f"{header}: {error}", param=header) from None
+    if len(found) > 1:
+        raise InvalidInput(
+            "the request names several sessions, in its body or in headers: send one id", param="session_id"
+        )
+    return found.pop() if found else None

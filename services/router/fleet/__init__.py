@@ -1,0 +1,1 @@
+"""The instances that this router knows, and which of them serve a turn."""

@@ -1,0 +1,105 @@
+"""The HTTP server: routes behind the gate, bound to its address, drained when the router stops."""
+
+from __future__ import annotations
+
+import json
+import logging
+import resource
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from aiohttp import web
+
+from kvcommons.errors import Unavailable
+from services.router.api.openapi import describe
+from services.router.api.routes import routes
+from services.router.api.unbuilt import unbuilt
+from services.router.config import RouterConfig
+from services.router.http.connections import ConnectionTable
+from services.router.http.middleware import SERVING, add_request_id, gate
+from services.router.http.protocol import Runner
+from services.router.serving import Serving
+
+log = logging.getLogger(__name__)
+
+# What the process opens besides clients' connections: channels, logs, libraries.
+_OTHER_FILES = 256
+# A flood fills the kernel's queue of connections before the event loop gets to it.
+_BACKLOG = 1024
+_UNBUILT = ("/v1/responses", "/v1/conversations")
+
+
+def application(serving: Serving) -> web.Application:
+    app = web.Application(middlewares=[gate], client_max_size=serving.config.max_body_bytes)
+    app[SERVING] = serving
+    app.on_response_prepare.append(add_request_id)
+    table = routes()
+    document = json.dumps(describe(table, version=_version())).encode()
+
+    async def openapi(request: web.Request) -> web.Response:
+        return web.Response(body=document, content_type="application/json")
+
+    app.router.add_get("/openapi.json", openapi)
+    for route in table:
+        # A session's id may have any character but a slash; aiohttp's own pattern excludes braces too.
+        app.router.add_route(route.method, route.path.replace("{id}", "{id:[^/]+}"), route.handler)
+    for path in _UNBUILT:
+        app.router.add_route("*", path, unbuilt)
+        app.router.add_route("*", path + "/{rest:.*}", unbuilt)
+    return app
+
+
+def connection_table(config: RouterConfig) -> ConnectionTable[Any]:
+    """As many connections as the settings say, or as the process may have. Raises its limit of open files
+    (each connection is one) as far as it may."""
+    allowed, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = config.max_connections + _OTHER_FILES
+    if allowed != resource.RLIM_INFINITY and allowed < wanted:
+        allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    connections_max = config.max_connections
+    if allowed != resource.RLIM_INFINITY and allowed < wanted:
+        connections_max = max(1, allowed - _OTHER_FILES)
+        log.warning(
+            "the limit of open files (%d) has room for %d connections, not for max_connections = %d",
+            hard,
+            connections_max,
+            config.max_connections,
+        )
+    return ConnectionTable(
+        connections_max=connections_max,
+        per_address_max=min(connections_max, config.max_connections_per_address),
+    )
+
+
+class HttpServer:
+    def __init__(self, serving: Serving) -> None:
+        self._runner = Runner(application(serving), shutdown_timeout=serving.config.node.drain_s / 2)
+        self._bind = serving.config.bind
+        self._port = serving.config.port
+        self.port = 0  # what was bound, once started
+
+    async def start(self) -> None:
+        """Raises Unavailable when the address cannot be bound."""
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, self._bind, self._port, backlog=_BACKLOG)
+        try:
+            await site.start()
+        except OSError as error:
+            await self._runner.cleanup()
+            raise Unavailable(
+                f"{self._bind}:{self._port} cannot be bound ({error.strerror}): is another router using it?"
+            ) from error
+        self.port = self._runner.addresses[0][1]
+        log.info("serving", extra={"address": f"http://{self._bind}:{self.port}"})
+
+    async def drain(self) -> None:
+        """No new requests; those under way get half of the drain's time to end, then they are cancelled."""
+        await self._runner.cleanup()
+
+
+def _version() -> str:
+    try:
+        return version("kvcommons")
+    except PackageNotFoundError:  # run from a checkout
+        return "0"

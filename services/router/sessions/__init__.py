@@ -1,0 +1,1 @@
+"""Sessions as the router sees them: the store's calls, messages, context and truncation."""

@@ -1,0 +1,94 @@
+"""KV that was lost behind a truncation, made again: stage by stage, each a prefill without a decode.
+
+What a stage computes stays in that prefill's memory and goes to the kvstore, where the next one finds it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from kvcommons.errors import KVCommonsError
+from kvcommons.pb import common_pb2, kvstore_pb2, prefill_pb2
+from kvcommons.pb.common_pb2 import ModelInfo
+from kvcommons.pb.ledger_pb2 import Instance
+from services.router.fleet.fleet import Fleet
+from services.router.sessions.truncation import Context, Stage, replay_costs
+
+log = logging.getLogger(__name__)
+
+# A store that is slow to say what it has costs more than computing does.
+MATCH_S = 2.0
+
+
+async def stored_blocks(
+    fleet: Fleet, model: ModelInfo, ids: Sequence[bytes], *, timeout_s: float, peek: bool = False
+) -> int | None:
+    """How many leading ones the kvstore has; None where it cannot say."""
+    store = fleet.store()
+    if store is None:
+        return None
+    if not ids:
+        return 0
+    request = kvstore_pb2.MatchRequest(model=model.fingerprint, block_ids=ids, peek=peek)
+    try:
+        reply = await fleet.blocks(store).Match(request, timeout=min(MATCH_S, timeout_s))
+    except KVCommonsError as error:
+        log.info("nothing is known of stored blocks, so they are computed: %s", error)
+        return None
+    return min(len(reply.tiers), len(ids))
+
+
+async def stored_of_stages(
+    fleet: Fleet, model: ModelInfo, stages: Sequence[Stage], *, timeout_s: float
+) -> list[int] | None:
+    """Leading blocks of each that are stored; those of stages before the last that suffices are not asked
+    for. None where the kvstore cannot say."""
+    found = [0] * len(stages)
+    for number in range(len(stages) - 1, -1, -1):
+        stage = stages[number]
+        stored = await stored_blocks(fleet, model, stage.ids, timeout_s=timeout_s, peek=True)
+        if stored is None:
+            return None
+        found[number] = stored
+        if found[number] >= stage.since_block:
+            break
+    return found
+
+
+async def replay(
+    fleet: Fleet, prefill: Instance, turn: common_pb2.Job, context: Context, model: ModelInfo,
+    *, timeout_s: float,
+) -> None:  # fmt: skip
+    """Computes the stages before the last, from the first one on that lacks KV. `turn` is the job
+    whose history is made. Raises what prefill raises."""
+    known = await stored_of_stages(fleet, model, context.stages, timeout_s=timeout_s)
+    found = known or [0] * len(context.stages)
+    first, tokens = replay_costs(context.stages, found)
+    context.kv = "replayed"
+    log.info(
+        "a truncated session is replayed", extra={"stages": len(context.stages) - first, "tokens": tokens}
+    )
+    for number in range(first, len(context.stages) - 1):
+        stage = context.stages[number]
+        job = common_pb2.Job(
+            request_id=f"{turn.request_id}-stage-{number}",
+            session_id=turn.session_id,
+            tenant=turn.tenant,
+            salt=turn.salt,
+            model=turn.model,
+            tokens=stage.tokens,
+            prompt_tokens=len(stage.tokens),
+            sampling=common_pb2.Sampling(temperature=0.0, top_p=1.0),
+            history=turn.history,
+            truncated=stage.message(),
+        )
+        job.history.matched_blocks = found[number]
+        request = prefill_pb2.PrefillRequest(job=job)
+        call = fleet.prefill(prefill).Compute(request, timeout=timeout_s)
+        try:
+            async for event in call:
+                if event.WhichOneof("event") == "first":
+                    break
+        finally:
+            call.cancel()

@@ -1,0 +1,148 @@
+"""A session's turn at the store: its lease, kept while the turn runs, and its end: committed or abandoned."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from kvcommons.errors import Conflict, KVCommonsError, NotFound
+from kvcommons.pb import kvstore_pb2 as pb
+from kvcommons.pb.common_pb2 import ModelInfo
+from services.router.sessions.conversation import Message
+from services.router.sessions.store import CALL_S, SessionStore
+from services.router.sessions.truncation import Truncation
+
+log = logging.getLogger(__name__)
+
+# A new turn waits for a store that restarts, for the client has seen nothing yet.
+_BEGIN_PATIENCE_S = 5.0
+_ABANDON_PATIENCE_S = 5.0
+
+
+class SessionTurn:
+    """Begin it, then `commit` or `abandon`; either ends the lease. `lost` is set when another turn took it
+    over."""
+
+    def __init__(self, store: SessionStore, begin: pb.BeginTurnRequest, reply: pb.BeginTurnReply) -> None:
+        self.record = reply.record
+        self.lost: KVCommonsError | None = None
+        self._store = store
+        self._begin = begin
+        self._fencing = reply.fencing
+        self._renewal = asyncio.create_task(self._renew(), name=f"lease of {begin.session_id}")
+
+    @classmethod
+    async def begin(
+        cls, store: SessionStore, *, tenant: str, session_id: str, turn_id: str, owner: str, lease_ms: int
+    ) -> SessionTurn:
+        """Raises TurnInProgress while another turn has the session, StoreUnavailable."""
+        request = pb.BeginTurnRequest(
+            tenant=tenant, session_id=session_id, turn_id=turn_id, owner=owner, lease_ms=lease_ms
+        )
+        reply = await store.call(
+            lambda stub, timeout_s: stub.BeginTurn(request, timeout=timeout_s),
+            tenant=tenant,
+            session_id=session_id,
+            patience_s=_BEGIN_PATIENCE_S,
+        )
+        return cls(store, request, reply)
+
+    @property
+    def messages(self) -> list[Message]:
+        """The stored ones."""
+        return [Message(role=m.role, content=m.content, name=m.name) for m in self.record.messages]
+
+    @property
+    def truncations(self) -> list[Truncation]:
+        """The stored ones."""
+        return [Truncation.of(one) for one in self.record.truncations]
+
+    async def commit(
+        self,
+        *,
+        model: ModelInfo,
+        new_tokens: Sequence[int],
+        new_messages: Sequence[Message],
+        block_ids: Sequence[bytes],
+        new_truncations: Sequence[Truncation],
+        durable_wait_ms: int,
+        patience_s: float,
+    ) -> pb.CommitTurnReply:
+        """Durable when it returns. Tried again for `patience_s` while the store is away (idempotent by turn
+        id).
+
+        Raises StoreUnavailable, or Conflict where the lease was lost.
+        """
+        apart = await self._store.await_durable(
+            pb.AwaitDurableRequest(model=model.fingerprint, block_ids=block_ids, wait_ms=durable_wait_ms),
+            tenant=self._begin.tenant,
+            session_id=self._begin.session_id,
+            root=self.record.root,
+        )
+        durable_wait_ms = 0 if apart else durable_wait_ms
+        request = pb.CommitTurnRequest(
+            tenant=self._begin.tenant,
+            session_id=self._begin.session_id,
+            turn_id=self._begin.turn_id,
+            fencing=self._fencing,
+            expected_version=self.record.version,
+            model=model.fingerprint,
+            model_name=model.name,
+            new_tokens=new_tokens,
+            new_messages=[pb.Message(role=m.role, content=m.content, name=m.name) for m in new_messages],
+            block_ids=block_ids,
+            new_truncations=[one.record() for one in new_truncations],
+            durable_wait_ms=durable_wait_ms,
+        )
+        reply = await self._store.call(
+            lambda stub, timeout_s: stub.CommitTurn(request, timeout=timeout_s),
+            tenant=request.tenant,
+            session_id=request.session_id,
+            patience_s=patience_s,
+            call_s=CALL_S + durable_wait_ms / 1000,
+        )
+        self._renewal.cancel()
+        return reply
+
+    async def abandon(self) -> None:
+        """Frees the session for its next turn. What fails is logged: the lease runs out by itself."""
+        self._renewal.cancel()
+        request = pb.AbandonTurnRequest(
+            tenant=self._begin.tenant,
+            session_id=self._begin.session_id,
+            turn_id=self._begin.turn_id,
+            fencing=self._fencing,
+        )
+        try:
+            await self._store.call(
+                lambda stub, timeout_s: stub.AbandonTurn(request, timeout=timeout_s),
+                tenant=request.tenant,
+                session_id=request.session_id,
+                patience_s=_ABANDON_PATIENCE_S,
+            )
+        except KVCommonsError as error:
+            log.warning("a turn could not be abandoned; its lease runs out by itself: %s", error)
+
+    async def _renew(self) -> None:
+        interval_s = self._begin.lease_ms / 3000
+        request = pb.RenewTurnRequest(
+            tenant=self._begin.tenant,
+            session_id=self._begin.session_id,
+            turn_id=self._begin.turn_id,
+            fencing=self._fencing,
+            lease_ms=self._begin.lease_ms,
+        )
+        while True:
+            await asyncio.sleep(interval_s)
+            try:
+                await self._store.call(
+                    lambda stub, timeout_s: stub.RenewTurn(request, timeout=timeout_s),
+                    tenant=request.tenant,
+                    session_id=request.session_id,
+                )
+            except (Conflict, NotFound) as error:
+                self.lost = error
+                return
+            except KVCommonsError as error:
+                log.info("the lease was not renewed, which is tried again: %s", error)

@@ -1,0 +1,325 @@
+"""One attempt of a choice: a decode stream and a prefill call on a pair of instances, heard as events."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc.aio
+
+from kvcommons.errors import METADATA_KEY, Internal, KVCommonsError, Overloaded, Unavailable
+from kvcommons.pb import common_pb2, decode_pb2, prefill_pb2
+from kvcommons.pb.common_pb2 import ModelInfo
+from kvcommons.rblock.identity import IdentityChain, reusable_blocks
+from services.router.capacity.occupancy import Taken
+from services.router.capacity.queue import Ticket
+from services.router.capacity.queues import RoomLines
+from services.router.fleet.fleet import Fleet, blocks_of
+from services.router.fleet.placement import Pair
+from services.router.sessions.replay import replay, stored_blocks
+from services.router.sessions.truncation import Context
+from services.router.turn import events as ev
+from services.router.turn.choice import Choice
+
+log = logging.getLogger(__name__)
+
+_LINGER_S = 2.0
+_CALL_S_MIN = 0.001
+_MATCHED_S = 1.0  # after so long in the line more may be stored than there was
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobContext:
+    """What all attempts of a request have in common. `deadline_s` is on the clock."""
+
+    turn_id: str
+    session_id: str
+    tenant: str
+    salt: bytes
+    model: ModelInfo
+    affinity: str
+    home: bytes  # the key whose home has the blocks; empty: that of the first block
+    reuse: bool
+    deadline_s: float
+    context: Context | None = None  # of a session
+
+    def chain(self) -> IdentityChain:
+        """To be extended with a choice's tokens."""
+        if self.context is not None:
+            return self.context.chain()
+        return IdentityChain(self.salt, self.model.fingerprint, self.model.block_tokens)
+
+
+class Attempt:
+    """Runs until `close`. Events go to `hear`, on the event loop."""
+
+    def __init__(
+        self,
+        *,
+        job: JobContext,
+        choice: Choice,
+        block_ids: Sequence[bytes],
+        fleet: Fleet,
+        lines: RoomLines,
+        ticket: Ticket,
+        failed: Collection[str],
+        hear: Callable[[ev.Event], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`block_ids`: of the full blocks of `choice.tokens`; `ticket`: the choice's, in `lines`; `failed`:
+        instances better avoided."""
+        self.failed_ids: set[str] = set()  # instances on which this attempt failed
+        self.refused = False  # decode had no room; the ticket waits for the next attempt
+        self._pair: Pair | None = None
+        self._job = job
+        self._number = choice.attempt
+        self._id = f"{job.turn_id}-{choice.index}-{choice.attempt}"  # unique: of this attempt alone
+        self._choice = choice
+        self._tokens = choice.tokens
+        self._block_ids = block_ids[: reusable_blocks(len(self._tokens), job.model.block_tokens)]
+        self._prefix = self._block_ids if job.reuse else ()  # what it may share with others
+        self._fleet = fleet.homed(job.home or (block_ids[0] if block_ids else job.turn_id.encode()))
+        self._lines = lines
+        self._ticket = ticket
+        self._failed = failed
+        self._hear = hear
+        self._clock = clock
+        self._history = common_pb2.History()
+        self._truncated = job.context.now.message() if job.context is not None else None
+        self._targets: Sequence[common_pb2.Placement] = ()
+        self._closed = False
+        self._decoding = asyncio.create_task(self._decode())
+        self._prefilling: asyncio.Task[None] | None = None
+
+    def compute(self, push_from_block: int) -> None:
+        """Calls prefill. An earlier call has given its token already."""
+        self._prefilling = asyncio.create_task(self._prefill(push_from_block))
+
+    def close(self) -> None:
+        """Cancels both calls; nothing is heard from them any more."""
+        self._closed = True
+        self._decoding.cancel()
+        if self._prefilling is not None:
+            self._prefilling.cancel()
+
+    async def linger(self) -> None:
+        """Waits, for a short while, until decode has ended its stream by itself, then closes."""
+        self._closed = True
+        if self._prefilling is not None:
+            self._prefilling.cancel()
+        try:
+            await asyncio.wait((self._decoding,), timeout=_LINGER_S)
+        finally:
+            self.close()
+
+    async def _decode(self) -> None:
+        at = {"choice": self._choice.index, "attempt": self._number}
+        try:
+            self._fleet.check(self._job.model, len(self._tokens))
+            self._history = await self._match()
+            await self._make_history()
+            await self._take_turn(at)
+        except KVCommonsError as error:
+            if isinstance(error, Overloaded) and self._pair is not None and not self._ticket.has_place:
+                self.refused = True
+                self._tell(ev.Refused(error=error, **at))
+                return
+            if self._pair is not None:
+                self._blame(self._pair.decode.id, error)
+            self._tell(ev.DecodeFailed(error=error, **at))
+        except Exception:
+            log.exception("an attempt failed unexpectedly")
+            self._tell(
+                ev.DecodeFailed(error=Internal("the router failed unexpectedly; its log says why"), **at)
+            )
+
+    async def _take_turn(self, at: dict[str, int]) -> None:
+        """Waits until there is room, and streams to the end."""
+        model, tokens = self._job.model, len(self._tokens)
+
+        def waits(error: KVCommonsError) -> None:
+            self._tell(ev.Waits(error=error, **at))
+
+        async with self._lines.turn(self._ticket, model, tokens, waits, self._prefix) as waited_s:
+            self._pair = pair = self._place()
+            with self._fleet.engaged(pair, blocks_of(model, tokens), self._prefix) as taken:
+                if waited_s > _MATCHED_S:
+                    found = await self._match()
+                    if found.matched_blocks > self._history.matched_blocks:
+                        self._history = found
+                finished = await self._stream(pair, taken, at)
+        if not finished:
+            raise Unavailable("decode ended its stream without a reason")
+
+    def _place(self) -> Pair:
+        pair = self._fleet.place(
+            self._job.model,
+            affinity=self._job.affinity,
+            tokens=len(self._tokens),
+            failed=self._failed,
+            prefix=self._prefix,
+        )
+        if pair is None:
+            raise Unavailable(
+                f"no prefill and decode are ready for the model {self._job.model.name!r}; "
+                "see `kvcommons status`",
+                retry_after_ms=2000,
+            )
+        return pair
+
+    async def _stream(self, pair: Pair, taken: Taken, at: dict[str, int]) -> bool:
+        """Whether the stream came to its Finished."""
+        length = len(self._tokens)
+        request = decode_pb2.GenerateRequest(job=self._message(), start_wait_ms=int(self._left_s() * 1000))
+        call = self._fleet.decode(pair.decode).Generate(request, timeout=self._left_s())
+        try:
+            async for event in call:
+                match event.WhichOneof("event"):
+                    case "tokens":
+                        length += len(event.tokens.tokens)
+                        self._fleet.rooms.grown(taken, blocks_of(self._job.model, length))
+                        self._tell(ev.Tokens(tokens=tuple(event.tokens.tokens), **at))
+                    case "reserved":
+                        self._targets = event.reserved.placements
+                        self._reserved(taken, event.reserved)
+                        reserved = event.reserved
+                        self._tell(
+                            ev.Reserved(
+                                push_from_block=reserved.push_from_block, computes=reserved.computes, **at
+                            )
+                        )
+                    case "prefilled":
+                        self._tell(_first(event.prefilled, at))
+                    case "missing":
+                        self._tell(ev.Missing(push_from_block=event.missing.push_from_block, **at))
+                    case "finished":
+                        taken.finished = event.finished.change
+                        self._tell(ev.Finished(reason=event.finished.reason, **at))
+                        return True
+        finally:
+            call.cancel()
+        return False
+
+    def _reserved(self, taken: Taken, reserved: decode_pb2.Reserved) -> None:
+        blocks = [placement.blocks for placement in reserved.placements]  # its own first
+        self._fleet.rooms.reserved(
+            taken,
+            change=reserved.change,
+            here=sum(blocks[:1]),
+            away=sum(blocks[1:]),
+            epoch=reserved.placements[0].epoch if reserved.placements else 0,
+        )
+        self._lines.placed(self._ticket, self._job.model)
+
+    async def _prefill(self, push_from_block: int) -> None:
+        at = {"choice": self._choice.index, "attempt": self._number}
+        assert self._pair is not None, "decode has reserved before prefill is called"
+        request = prefill_pb2.PrefillRequest(
+            job=self._message(), targets=self._targets, push_from_block=push_from_block
+        )
+        try:
+            call = self._fleet.prefill(self._pair.prefill).Compute(request, timeout=self._left_s())
+            try:
+                async for event in call:
+                    if event.WhichOneof("event") == "started":
+                        self._tell(ev.PrefillStarted(**at))
+                    elif event.WhichOneof("event") == "first":
+                        self._tell(_first(event.first, at))
+                        return
+            finally:
+                call.cancel()
+            raise Unavailable("prefill ended its stream without a token")
+        except KVCommonsError as error:
+            self._blame(self._pair.prefill.id, error)
+            self._tell(ev.PrefillFailed(error=error, **at))
+        except Exception:
+            log.exception("an attempt failed unexpectedly")
+            self._tell(
+                ev.PrefillFailed(error=Internal("the router failed unexpectedly; its log says why"), **at)
+            )
+
+    def _message(self) -> common_pb2.Job:
+        """The same for decode and for prefill."""
+        return common_pb2.Job(
+            request_id=self._id,
+            session_id=self._job.session_id,
+            tenant=self._job.tenant,
+            salt=self._job.salt,
+            model=self._job.model.fingerprint,
+            tokens=self._tokens,
+            prompt_tokens=len(self._choice.prompt),
+            max_position=self._choice.max_position,
+            sampling=self._choice.sampling,
+            history=self._history,
+            no_reuse=not self._job.reuse,
+            truncated=self._truncated,
+        )
+
+    async def _match(self) -> common_pb2.History:
+        """What of the history is stored; nothing where the store is away, for it can be computed."""
+        store = self._fleet.store()
+        if store is None:
+            return common_pb2.History()
+        matched = 0
+        if self._job.reuse:
+            stored = await stored_blocks(
+                self._fleet, self._job.model, self._block_ids, timeout_s=self._left_s()
+            )
+            matched = stored or 0
+        return common_pb2.History(
+            control_address=store.control_address, data_address=store.data_address, matched_blocks=matched
+        )
+
+    async def _make_history(self) -> None:
+        """Behind a truncation, what was computed before it can only be found, or made by a replay."""
+        context = self._job.context
+        if context is None or self._history.matched_blocks >= context.now.since_block:
+            return
+        pair = self._place()
+        try:
+            await replay(
+                self._fleet,
+                pair.prefill,
+                self._message(),
+                context,
+                self._job.model,
+                timeout_s=self._left_s(),
+            )
+        except KVCommonsError as error:
+            self._blame(pair.prefill.id, error)
+            raise
+        self._history = await self._match()
+
+    def _tell(self, event: ev.Event) -> None:
+        if not self._closed:
+            self._hear(event)
+
+    def _blame(self, instance_id: str, error: KVCommonsError) -> None:
+        """An instance that cannot be reached is left out by all requests, until its next heartbeat."""
+        self.failed_ids.add(instance_id)
+        if isinstance(error, Unavailable) and _unreached(error):
+            self._fleet.suspect(instance_id)
+
+    def _left_s(self) -> float:
+        return max(self._job.deadline_s - self._clock(), _CALL_S_MIN)
+
+
+def _unreached(error: KVCommonsError) -> bool:
+    """The peer itself said nothing: gRPC says that it is away."""
+    cause = error.__cause__
+    if not isinstance(cause, grpc.aio.AioRpcError):
+        return False
+    metadata: Any = cause.trailing_metadata()  # pairs, though its stub says otherwise
+    return all(key != METADATA_KEY for key, _ in metadata or ())
+
+
+def _first(first: prefill_pb2.PrefillFirst, at: dict[str, int]) -> ev.First:
+    figures: dict[str, Any] = {
+        name: getattr(first, name)
+        for name in ("cached_tokens", "device_tokens", "queue_us", "compute_us", "load_wait_us")
+    }
+    return ev.First(token=first.token, **figures, **at)

@@ -1,0 +1,372 @@
+"""One choice of a turn: a state machine without I/O, from its prompt to its finish reason over any failures.
+
+    idle -> opening -> computing -> streaming -> done
+              ^_____________|___________|         (an attempt fails: the next one begins with prompt +
+              generated)
+
+Tokens are known by their position, so that one heard twice (from prefill and from decode, or after a
+resumption) counts once, and one that comes early waits for those before it. Decode's stream may overtake
+prefill's: what decode sends waits a moment until prefill has told what it reused, and the end of the answer
+as long as a silent stream is waited for, for it would else come without that account."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvcommons.errors import (
+    Conflict,
+    DeadlineExceeded,
+    InvalidInput,
+    KVCommonsError,
+    NotFound,
+    Overloaded,
+    PermissionDenied,
+    TooLarge,
+    Unauthenticated,
+    Unavailable,
+    Unprocessable,
+)
+from kvcommons.pb import common_pb2 as pb
+from services.router.turn import events as ev
+from services.router.turn.answer_text import AnswerText, Piece, Shown
+
+# Errors that any instance would give: trying another one is of no use.
+_FINAL = (
+    InvalidInput, NotFound, Conflict, PermissionDenied, TooLarge, Unauthenticated, Unprocessable,
+)  # fmt: skip
+
+_RETRY_DELAY_S_MIN = 0.05
+_RETRY_DELAY_S_MAX = 1.0
+# Decode starts when prefill tells it to, and prefill's own word comes within milliseconds of that. Where it
+# does not (a call was lost, and is made again), text is worth more than the account, and only the end waits.
+_ACCOUNT_S = 2.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Patience:
+    """`resume_s`: how long without a new token while attempts fail. `stall_s`: how long a decode stream may
+    be silent. `strikes`: how many attempts in a row may fail after prefill began to compute, for a request
+    that kills its instances must not go through all of them. For room in memory a choice waits as long as its
+    request may."""
+
+    resume_s: float
+    stall_s: float
+    strikes: int = 4
+
+
+@dataclass(slots=True, kw_only=True)
+class Reuse:
+    """Where the prompt's KV came from in the first prefill that finished (tokens), and what that took."""
+
+    cached_tokens: int
+    device_tokens: int
+    queue_us: int
+    compute_us: int
+    load_wait_us: int
+
+
+class Choice:
+    """Events in (`start`, `handle`, `tick`), actions out. Ended when `finish_reason` or `error` is set; done
+    when it has finished and prefill's account is there, or lost."""
+
+    def __init__(
+        self,
+        *,
+        index: int,
+        prompt: Sequence[int],
+        max_position: int,
+        sampling: pb.Sampling,
+        text: AnswerText,
+        patience: Patience,
+    ) -> None:
+        """`max_position`: the sequence's length in tokens, prompt included, at which it ends with
+        "length"."""
+        self.index = index
+        self.prompt = prompt
+        self.max_position = max_position
+        self.sampling = sampling
+        self.answer = text
+        self.finish_reason: str | None = None
+        self.error: KVCommonsError | None = None
+        self.reuse: Reuse | None = None
+        self.first_token_s: float | None = None
+        self.resumptions = 0  # how often tokens came again after a failure
+        self.waits_for: KVCommonsError | None = None  # what its last attempt failed of, until the next token
+        self._patience = patience
+        self._attempt = 0
+        self._streaming = False  # decode has sent a token in this attempt
+        self._computing = False  # prefill has begun in this attempt
+        self._prefilled = False  # prefill has given its token in this attempt
+        self._decode_computes = False  # its prompt, in this attempt
+        self._missing: int | None = None  # what prefill has to push from, once it is done with this job
+        self._waiting = False  # this attempt was given up, the next one has not begun
+        self._early: dict[int, pb.SampledToken] = {}
+        self._holds = False  # until prefill's account: what decode sends is kept, and not given out
+        self._held_s: float | None = None  # since when there is something that is held
+        self._end: str | None = None  # decode's reason, held like its tokens
+        self._account_lost = False  # prefill's call of this attempt failed, or hangs
+        self._finished_s: float | None = None
+        self._heard_s: float | None = None  # the last word of decode, or prefill's token, in this attempt
+        self._stuck_s: float | None = None  # since when attempts fail without a new token
+        self._failures = 0
+        self._strikes = 0
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and what was generated: what the next attempt computes."""
+        return [*self.prompt, *self.answer.tokens]
+
+    @property
+    def ended(self) -> bool:
+        return self.finish_reason is not None or self.error is not None
+
+    @property
+    def done(self) -> bool:
+        """There is nothing more to wait for."""
+        return self.finish_reason is not None and (self.reuse is not None or self._account_lost)
+
+    @property
+    def attempt(self) -> int:
+        """Number of the attempt under way, from 1; 0 before the first."""
+        return self._attempt
+
+    @property
+    def _runs(self) -> bool:
+        """The attempt under way goes on."""
+        return not self.ended and not self._waiting
+
+    def start(self) -> list[ev.Action]:
+        """Begins the next attempt."""
+        self._attempt += 1
+        self._streaming = False
+        self._computing = False
+        self._prefilled = False
+        self._decode_computes = False
+        self._missing = None
+        self._waiting = False
+        self._early.clear()
+        self._holds = self.reuse is None
+        self._held_s = None
+        self._end = None
+        self._account_lost = False
+        self._heard_s = None
+        return [ev.Start(choice=self.index, attempt=self._attempt)]
+
+    def handle(self, event: ev.Event, now_s: float) -> list[ev.Action]:
+        """What follows from an event; nothing if it comes from an attempt that was given up."""
+        if event.attempt != self._attempt or self._waiting != isinstance(event, ev.RetryDue):
+            return []
+        if self.ended:
+            return self._accounted(event)
+        match event:
+            case ev.Reserved():
+                self._decode_computes = event.computes
+                return [] if event.computes else [self._compute(event.push_from_block)]
+            case ev.Missing():
+                return self._lacks(event.push_from_block)
+            case ev.PrefillStarted():
+                self._computing = True
+                return []
+            case ev.First():
+                return self._first(event, now_s)
+            case ev.Tokens():
+                self._streaming = True
+                self._keep(event.tokens, now_s)
+                return [] if self._holds else self._give_out(now_s)
+            case ev.Finished():
+                self._keep((), now_s)
+                self._end = event.reason
+                return [] if self._holds else self._give_out(now_s)
+            case ev.PrefillFailed():
+                return self._prefill_failed(event.error, now_s)
+            case ev.DecodeFailed():
+                # What it has sent before is as good as what is sent later: the next attempt goes on after it.
+                actions = self._give_out(now_s)
+                return actions + self._failed(event.error, now_s) if self._runs else actions
+            case ev.Waits():
+                # A refusal of its own says more.
+                self.waits_for = self.waits_for if isinstance(self.waits_for, Overloaded) else event.error
+                return []
+            case ev.Refused():
+                return self._refused(event.error)
+            case ev.RetryDue():
+                return self.start()
+            case _:
+                raise AssertionError(f"no such event: {event!r}")
+
+    def tick(self, now_s: float) -> list[ev.Action]:
+        """Call it about once a second: finds a stream that is silent though its sequence runs, and a prefill
+        that does not say what it reused."""
+        if self._finished_s is not None and not self.done:
+            self._account_lost = now_s - self._finished_s >= self._patience.stall_s
+            return self._leave()
+        if self.ended or self._heard_s is None:
+            return []
+        actions: list[ev.Action] = []
+        if self._holds and self._held_s is not None and now_s - self._held_s >= _ACCOUNT_S:
+            actions = self._give_out(now_s)
+        decodes = self._runs and self._end is None
+        if not decodes or now_s - self._heard_s < self._patience.stall_s:
+            return actions
+        silent = Unavailable(f"decode sent no token for {self._patience.stall_s:g} s")
+        return actions + self._failed(silent, now_s)
+
+    def fail(self, error: KVCommonsError) -> list[ev.Action]:
+        """Ends the choice with an error, from outside (a deadline, a sibling's failure)."""
+        if self.ended:
+            return []
+        self.error = error
+        return [ev.Release(choice=self.index, attempt=self._attempt)]
+
+    def _compute(self, push_from_block: int) -> ev.Action:
+        return ev.Compute(choice=self.index, attempt=self._attempt, push_from_block=push_from_block)
+
+    def _lacks(self, push_from_block: int) -> list[ev.Action]:
+        """Prefill pushes the rest in a second job, which costs it little, for the KV is in its memory by
+        then; the first one still gives its token, and a true account of what was cached."""
+        if self._prefilled or self._decode_computes:
+            self._decode_computes = False
+            return [self._compute(push_from_block)]
+        self._missing = push_from_block
+        return []
+
+    def _first(self, event: ev.First, now_s: float) -> list[ev.Action]:
+        self._prefilled = True
+        self._account(event)
+        self._keep((event.token,), now_s)
+        actions = self._give_out(now_s)
+        if self._missing is not None and self._runs:
+            actions.append(self._compute(self._missing))
+            self._missing = None
+        return actions
+
+    def _account(self, event: ev.First) -> None:
+        if self.reuse is None:
+            self.reuse = Reuse(
+                # The last token of a prompt is always computed, whatever was found.
+                cached_tokens=min(event.cached_tokens, len(self.prompt) - 1),
+                device_tokens=event.device_tokens,
+                queue_us=event.queue_us,
+                compute_us=event.compute_us,
+                load_wait_us=event.load_wait_us,
+            )
+
+    def _accounted(self, event: ev.Event) -> list[ev.Action]:
+        """The answer is whole, and only prefill's word may be missing."""
+        if self.finish_reason is None or self.done:
+            return []
+        if isinstance(event, ev.First):
+            self._account(event)
+        elif isinstance(event, ev.PrefillFailed):
+            self._account_lost = True
+        return self._leave()
+
+    def _prefill_failed(self, error: KVCommonsError, now_s: float) -> list[ev.Action]:
+        """Once decode streams without a gap, the end of prefill's call is of no interest."""
+        self._account_lost = True
+        actions = self._give_out(now_s)
+        streams = self._streaming and not self._early
+        return actions + self._failed(error, now_s) if self._runs and not streams else actions
+
+    def _keep(self, tokens: Sequence[pb.SampledToken], now_s: float) -> None:
+        self._heard_s = now_s
+        if self._held_s is None:
+            self._held_s = now_s
+        for token in tokens:
+            if token.position >= len(self.prompt) + len(self.answer.tokens):
+                self._early[token.position] = token
+
+    def _give_out(self, now_s: float) -> list[ev.Action]:
+        """What was kept, and from here on whatever comes in this attempt."""
+        self._holds = False
+        actions = self._take(now_s)
+        if self._end is not None and not self.ended:
+            actions += self._finished(self._end, now_s)
+        return actions
+
+    def _take(self, now_s: float) -> list[ev.Action]:
+        """The tokens that were kept, as far as there is no gap."""
+        text: list[str] = []
+        shown: list[Shown] = []
+        while not self.ended:
+            position = len(self.prompt) + len(self.answer.tokens)
+            following = self._early.pop(position, None)
+            if following is None:
+                break
+            self._progress(now_s)
+            piece = self.answer.push(following)
+            if piece.reason is None and position + 1 >= self.max_position:
+                piece = _joined(piece, self.answer.end("length"))
+            text.append(piece.text)
+            shown.extend(piece.tokens)
+            self.finish_reason = piece.reason
+        actions = self._delta("".join(text), shown)
+        if self.finish_reason is not None:
+            self._finished_s = now_s
+            actions += self._leave()
+        return actions
+
+    def _finished(self, reason: str, now_s: float) -> list[ev.Action]:
+        if reason not in ("stop", "length") or self._early or not self.answer.tokens:
+            return self._failed(
+                Unavailable(f"decode ended with {reason!r} before all of its tokens came"), now_s
+            )
+        piece = self.answer.end(reason)
+        self.finish_reason = piece.reason
+        self._finished_s = now_s
+        return self._delta(piece.text, piece.tokens)
+
+    def _leave(self) -> list[ev.Action]:
+        """The end of the attempt, once it is done."""
+        if not self.done:
+            return []
+        if len(self.answer.kept) == len(self.answer.tokens):
+            return [ev.Linger(choice=self.index, attempt=self._attempt)]
+        return [ev.Release(choice=self.index, attempt=self._attempt)]  # a stop string: decode goes on
+
+    def _delta(self, text: str, tokens: Sequence[Shown]) -> list[ev.Action]:
+        if not text and not tokens:
+            return []
+        return [ev.Delta(choice=self.index, attempt=self._attempt, text=text, tokens=tuple(tokens))]
+
+    def _progress(self, now_s: float) -> None:
+        self.waits_for = None
+        self.resumptions += self._failures > 0
+        if self.first_token_s is None:
+            self.first_token_s = now_s
+        self._stuck_s = None
+        self._failures = 0
+        self._strikes = 0
+
+    def _refused(self, error: KVCommonsError) -> list[ev.Action]:
+        """The next attempt waits in the line: that is no failure, and takes as long as the request may."""
+        self.waits_for = error
+        return self._again(0.0)
+
+    def _failed(self, error: KVCommonsError, now_s: float) -> list[ev.Action]:
+        self._stuck_s = now_s if self._stuck_s is None else self._stuck_s
+        self._strikes += self._computing
+        if not isinstance(error, DeadlineExceeded):  # which says nothing of why
+            self.waits_for = error
+        full = isinstance(error, Overloaded)
+        stuck = now_s - self._stuck_s >= self._patience.resume_s and not full
+        spent = stuck or self._strikes >= self._patience.strikes
+        if spent or isinstance(error, _FINAL):
+            self.error = error
+            return [ev.Release(choice=self.index, attempt=self._attempt)]
+        delay_s = 0.0
+        if self._failures > 0 or full:
+            delay_s = min(_RETRY_DELAY_S_MIN * 2.0**self._failures, _RETRY_DELAY_S_MAX)
+        self._failures += 1
+        return self._again(delay_s)
+
+    def _again(self, delay_s: float) -> list[ev.Action]:
+        self._waiting = True
+        self._heard_s = None
+        at = {"choice": self.index, "attempt": self._attempt}
+        return [ev.Release(**at), ev.Retry(**at, delay_s=delay_s)]
+
+
+def _joined(before: Piece, after: Piece) -> Piece:
+    return Piece(text=before.text + after.text, tokens=before.tokens + after.tokens, reason=after.reason)

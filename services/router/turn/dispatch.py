@@ -1,0 +1,204 @@
+"""Carries a turn's actions out, over gRPC, and brings it what comes back, until it ends or its deadline
+passes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Callable
+from itertools import count
+
+from kvcommons.errors import DeadlineExceeded, KVCommonsError
+from kvcommons.rblock.identity import IdentityChain
+from services.router.capacity.queue import Ticket
+from services.router.capacity.queues import RoomLines
+from services.router.fleet.fleet import Fleet
+from services.router.turn import events as ev
+from services.router.turn.attempt import Attempt, JobContext
+from services.router.turn.turn import Turn
+
+_TICK_S = 1.0
+# How long an instance that failed this turn is passed over by it, if there is another.
+_AVOID_S = 3.0
+
+
+class Dispatch:
+    def __init__(self, fleet: Fleet, clock: Callable[[], float] = time.monotonic) -> None:
+        self.lines = RoomLines(fleet, clock)
+        self._fleet = fleet
+        self._clock = clock
+        self._requests = count()  # as they come
+        self._lingering: set[asyncio.Task[None]] = set()
+
+    async def run(
+        self, turn: Turn, job: JobContext, *, lost: Callable[[], KVCommonsError | None]
+    ) -> AsyncGenerator[list[ev.Delta], None]:
+        """Yields what the client may see, as it comes; returns when all choices have finished.
+
+        `lost` says why the turn may not go on (its session's lease was lost). Close the generator to cancel
+        the turn: both calls of each attempt end. Raises the turn's error, or DeadlineExceeded.
+        """
+        run = _Run(turn, job, self._fleet, self.lines, next(self._requests), self._clock)
+        try:
+            run.carry_out(turn.begin())
+            while not turn.done:
+                deltas = await run.advance()
+                if deltas:
+                    yield deltas
+                if turn.error is not None:
+                    raise turn.error
+                if (reason := lost()) is not None:
+                    raise reason
+        finally:
+            self._keep(run.close())
+
+    async def close(self) -> None:
+        """Ends what still lingers."""
+        for task in self._lingering:
+            task.cancel()
+        await asyncio.gather(*self._lingering, return_exceptions=True)
+
+    def _keep(self, lingering: list[Attempt]) -> None:
+        for attempt in lingering:
+            task = asyncio.create_task(attempt.linger())
+            self._lingering.add(task)
+            task.add_done_callback(self._lingering.discard)
+
+
+class _Run:
+    def __init__(
+        self,
+        turn: Turn,
+        job: JobContext,
+        fleet: Fleet,
+        lines: RoomLines,
+        number: int,
+        clock: Callable[[], float],
+    ) -> None:
+        """`number`: of requests as they come, which is their order where they wait for room."""
+        self._turn = turn
+        self._job = job
+        self._fleet = fleet
+        self._lines = lines
+        self._number = number
+        self._tickets: dict[int, Ticket] = {}  # of each choice
+        self._clock = clock
+        self._heard: list[ev.Event] = []
+        self._wake = asyncio.Event()
+        self._attempts: dict[int, Attempt] = {}  # of each choice
+        self._lingering: list[Attempt] = []
+        self._chains: dict[int, IdentityChain] = {}
+        self._avoid: dict[str, float] = {}  # instance id to when it is forgiven
+        self._timers: dict[int, asyncio.TimerHandle] = {}
+        self._tick_s = clock() + _TICK_S
+
+    async def advance(self) -> list[ev.Delta]:
+        """Waits for events, or for the next tick, and gives what they let the client see, one delta a
+        choice."""
+        now_s = self._clock()
+        if now_s >= self._job.deadline_s:
+            late = DeadlineExceeded("the request's deadline passed before its answer was complete")
+            raise self._turn.waits_for or late
+        if not self._heard:
+            try:
+                async with asyncio.timeout(max(0.0, min(self._tick_s, self._job.deadline_s) - now_s)):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+        self._wake.clear()
+        heard, self._heard = self._heard, []
+        now_s = self._clock()
+        found: list[ev.Delta] = []
+        for event in heard:
+            found += self.carry_out(self._turn.handle(event, now_s))
+        if now_s >= self._tick_s:
+            self._tick_s = now_s + _TICK_S
+            found += self.carry_out(self._turn.tick(now_s))
+        deltas: dict[int, ev.Delta] = {}
+        for delta in found:
+            before = deltas.get(delta.choice)
+            deltas[delta.choice] = _joined(before, delta) if before else delta
+        return list(deltas.values())
+
+    def carry_out(self, actions: list[ev.Action]) -> list[ev.Delta]:
+        deltas: list[ev.Delta] = []
+        for action in actions:
+            match action:
+                case ev.Delta():
+                    deltas.append(action)
+                case ev.Start():
+                    self._start(action.choice)
+                case ev.Compute():
+                    self._attempts[action.choice].compute(action.push_from_block)
+                case ev.Release():
+                    self._release(action)
+                case ev.Linger():
+                    self._lingering.append(self._attempts.pop(action.choice))
+                case ev.Retry():
+                    self._retry(action)
+                case _:
+                    raise AssertionError(f"no such action: {action!r}")
+        return deltas
+
+    def close(self) -> list[Attempt]:
+        """Cancels what is under way; gives the attempts that may end by themselves."""
+        for timer in self._timers.values():
+            timer.cancel()
+        for attempt in self._attempts.values():
+            attempt.close()
+        self._attempts.clear()
+        for ticket in self._tickets.values():
+            self._lines.leave(ticket, self._job.model)
+        lingering, self._lingering = self._lingering, []
+        return lingering
+
+    def _start(self, index: int) -> None:
+        choice = self._turn.choices[index]
+        tokens = choice.tokens
+        chain = self._chains.get(index)
+        if chain is None:
+            chain = self._chains[index] = self._job.chain()
+        chain.extend(tokens[chain.tokens :])
+        now_s = self._clock()
+        ticket = self._tickets.setdefault(index, Ticket(order=(self._number, index)))
+        self._avoid = {instance: until for instance, until in self._avoid.items() if until > now_s}
+        self._attempts[index] = Attempt(
+            job=self._job,
+            choice=choice,
+            block_ids=chain.ids,
+            fleet=self._fleet,
+            lines=self._lines,
+            ticket=ticket,
+            failed=frozenset(self._avoid),
+            hear=self._hear,
+            clock=self._clock,
+        )
+
+    def _release(self, action: ev.Release) -> None:
+        attempt = self._attempts.pop(action.choice, None)
+        if attempt is None:
+            return
+        attempt.close()
+        if not attempt.refused:
+            # Not used again: the attempt that had it may still be about to end.
+            self._lines.leave(self._tickets.pop(action.choice), self._job.model)
+        until_s = self._clock() + _AVOID_S
+        self._avoid.update(dict.fromkeys(attempt.failed_ids, until_s))
+
+    def _retry(self, action: ev.Retry) -> None:
+        due = ev.RetryDue(choice=action.choice, attempt=action.attempt)
+        loop = asyncio.get_running_loop()
+        self._timers[action.choice] = loop.call_later(action.delay_s, self._hear, due)
+
+    def _hear(self, event: ev.Event) -> None:
+        self._heard.append(event)
+        self._wake.set()
+
+
+def _joined(before: ev.Delta, after: ev.Delta) -> ev.Delta:
+    return ev.Delta(
+        choice=before.choice,
+        attempt=after.attempt,
+        text=before.text + after.text,
+        tokens=before.tokens + after.tokens,
+    )

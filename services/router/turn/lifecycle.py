@@ -1,0 +1,384 @@
+"""One request from its validated body to its last token: session, plan, queue, dispatch, commit."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from kvcommons.errors import InvalidInput, KVCommonsError
+from kvcommons.pb.common_pb2 import ModelInfo
+from kvcommons.rblock.identity import IdentityChain, reusable_blocks
+from kvcommons.shards import session_key
+from kvcommons.telemetry.trace import (
+    CONVERSATION_ID,
+    OPERATION_NAME,
+    PROVIDER_NAME,
+    REQUEST_MAX_TOKENS,
+    REQUEST_MODEL,
+    REQUEST_SEED,
+    REQUEST_TEMPERATURE,
+    RESPONSE_ID,
+    RESPONSE_MODEL,
+    Value,
+)
+from services.router.admission.queue import NO_PREFIX, Prefix
+from services.router.api.schemas.requests import ChatRequest, CompletionRequest
+from services.router.http.tenants import Tenant
+from services.router.serving import Serving
+from services.router.sessions.conversation import Message, new_messages
+from services.router.sessions.replay import stored_of_stages
+from services.router.sessions.truncation import (
+    Context,
+    Truncation,
+    recomputed,
+    replay_costs,
+    room_for_answer,
+    truncation_for,
+)
+from services.router.sessions.turn import SessionTurn
+from services.router.turn import events as ev
+from services.router.turn.answer_text import Shown
+from services.router.turn.attempt import JobContext
+from services.router.turn.choice import Patience
+from services.router.turn.plan import max_tokens_of, messages_of, plan_turn, prompts_of
+from services.router.turn.turn import Turn
+
+
+@dataclass(slots=True, kw_only=True)
+class _Times:
+    """On the clock."""
+
+    received_s: float
+    queued_s: float = 0.0  # how long
+    last_token_s: float | None = None
+    committed_s: float | None = None
+    of_choice_s: dict[int, float] = field(default_factory=dict)  # the last delta
+
+
+class Generation:
+    """Use it as a context manager: leaving it without a commit abandons the session's turn.
+
+    `plan_chat` or `plan_completion`, then iterate over `deltas`; when that ends, the turn is committed and
+    `turn` has all there is to tell.
+    """
+
+    def __init__(self, serving: Serving, *, tenant: Tenant) -> None:
+        self.model: ModelInfo
+        self.turn: Turn
+        self.shown: list[list[Shown]] = []  # the tokens of each choice whose text was released
+        self.created_s = int(time.time())
+        # Not the request's id: clients choose that one, and may send it twice.
+        self.turn_id = secrets.token_hex(12)
+        self._serving = serving
+        self._tenant = tenant
+        self._request: ChatRequest | CompletionRequest
+        self._session: SessionTurn | None = None
+        self._session_id = ""
+        self._new: list[Message] = []
+        self.context: Context | None = None  # of a session
+        self._truncation: Truncation | None = None  # with which this turn begins
+        self._times = _Times(received_s=serving.clock())
+
+    async def __aenter__(self) -> Generation:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # Not awaited: whoever waits for the answer need not wait for this, and may be gone.
+        if self._session is not None and self._times.committed_s is None:
+            self._serving.in_background(self._session.abandon())
+
+    async def plan_chat(self, request: ChatRequest, session_id: str | None) -> None:
+        """Begins the session's turn where there is a session, and renders what is new."""
+        if session_id is not None and (request.n or 1) > 1:
+            raise InvalidInput("n has to be 1 in a session: it goes on with one answer", param="n")
+        given = messages_of(request)
+        self.model = self._serving.fleet.model(request.model)
+        history: list[Message] = []
+        tokens: list[int] = []
+        self._new = given
+        if session_id is not None:
+            self._session_id = session_id
+            self._session = await self._begin(session_id)
+            self._check_model(request)
+            history = self._session.messages
+            tokens = list(self._session.record.tokens)
+            self._new = new_messages(history, given)
+        elif request.truncation == "auto":
+            raise InvalidInput(
+                "truncation is of sessions: send session_id, or shorten messages", param="truncation"
+            )
+        new = await self._serving.text.chat(history, tokens, self._new, window=self.model.context_window)
+        if self._session is not None:
+            self.context = await self._context(self._session, request, tokens, new)
+            self._plan(request, [list(self.context.now.tokens)])
+        else:
+            self._plan(request, [[*tokens, *new]])
+
+    async def plan_completion(self, request: CompletionRequest) -> None:
+        self.model = self._serving.fleet.model(request.model)
+        prompts = await prompts_of(
+            request, self._serving.text, self.model, choices_max=self._serving.config.max_choices
+        )
+        self._plan(request, prompts)
+
+    async def deltas(self) -> AsyncGenerator[list[ev.Delta], None]:
+        """What the client may see, as it comes. When it ends, all is durable that has to be."""
+        config, clock = self._serving.config, self._serving.clock
+        deadline_s = self._times.received_s + config.request_deadline_s
+        async with self._serving.admission.slot(
+            cost=len(self.turn.choices), deadline_s=deadline_s, prefix=self._prefix
+        ) as waited_s:
+            self._times.queued_s = waited_s
+            running = self._serving.dispatch.run(self.turn, self._job(deadline_s), lost=self._lost)
+            async with aclosing(running):
+                async for deltas in running:
+                    self._observe(deltas, clock())
+                    yield deltas
+        self._times.last_token_s = clock()
+        if self._session is not None:
+            await self._commit(self._session)
+        self._times.committed_s = clock()
+        self._count()
+
+    @property
+    def operation(self) -> str:
+        """As OpenTelemetry calls it."""
+        return "chat" if isinstance(self._request, ChatRequest) else "text_completion"
+
+    def attributes(self) -> dict[str, Value]:
+        """Of the request's span."""
+        choice = self.turn.choices[0]
+        sampling = choice.sampling
+        found: dict[str, Value] = {
+            OPERATION_NAME: self.operation,
+            PROVIDER_NAME: "kvcommons",
+            REQUEST_MODEL: self._request.model or self.model.name,
+            RESPONSE_MODEL: self.model.name,
+            RESPONSE_ID: self.turn_id,
+            REQUEST_MAX_TOKENS: choice.max_position - len(choice.prompt),
+            REQUEST_TEMPERATURE: sampling.temperature,
+            REQUEST_SEED: str(sampling.seed),  # does not fit the 64 bits with a sign of an attribute
+        }
+        return found | {CONVERSATION_ID: self._session_id} if self._session_id else found
+
+    def timings(self) -> dict[str, Any]:
+        """Milliseconds; of the first choice where there are several."""
+        times, reuse = self._times, self.turn.choices[0].reuse
+        first_s = self.turn.first_token_s or times.received_s
+        last_s = times.last_token_s or first_s
+        end_s = times.committed_s or last_s
+        return {
+            "queue_ms": _ms(times.queued_s),
+            "ttft_ms": _ms(first_s - times.received_s),
+            "prefill_queue_ms": _ms(reuse.queue_us / 1e6) if reuse else 0.0,
+            "prefill_ms": _ms(reuse.compute_us / 1e6) if reuse else 0.0,
+            "load_wait_ms": _ms(reuse.load_wait_us / 1e6) if reuse else 0.0,
+            "decode_ms": _ms(last_s - first_s),
+            "commit_ms": _ms(end_s - last_s),
+            "total_ms": _ms(end_s - times.received_s),
+            "device_tokens": reuse.device_tokens if reuse else 0,
+            "resumptions": self.turn.resumptions,
+        }
+
+    async def _begin(self, session_id: str) -> SessionTurn:
+        begin = SessionTurn.begin(
+            self._serving.store,
+            tenant=self._tenant.name,
+            session_id=session_id,
+            turn_id=self.turn_id,
+            owner=self._serving.instance_id,
+            lease_ms=self._serving.config.lease_ms,
+        )
+        # Not cancelled with the request: the store may have given the lease already, and nobody would know of
+        # it, so that the session would be taken until the lease runs out.
+        beginning = asyncio.create_task(begin)
+        try:
+            return await asyncio.shield(beginning)
+        except asyncio.CancelledError:
+            self._serving.in_background(_give_back(beginning))
+            raise
+
+    async def _context(
+        self, session: SessionTurn, request: ChatRequest, tokens: list[int], new: list[int]
+    ) -> Context:
+        """What the turn sees; a truncation with which it begins stays in `_truncation`."""
+        model, config = self.model, self._serving.config
+        stored = session.truncations
+        if request.truncation == "auto" and tokens:
+            dropped = sum(one.dropped_tokens for one in stored)
+            head = stored[-1].head_tokens if stored else None
+            if head is None:
+                head = await self._serving.text.head_tokens(session.messages, tokens, model.block_tokens)
+            self._truncation = truncation_for(
+                kept_tokens=len(tokens) - dropped,
+                dropped_tokens=dropped,
+                head_tokens=head,
+                new_tokens=len(new),
+                room=room_for_answer(max_tokens_of(request), model.context_window),
+                window=model.context_window,
+                ratio=config.truncation_ratio,
+                block_tokens=model.block_tokens,
+            )
+        context = self._context_with(session, [*tokens, *new])
+        if len(context.stages) == 1:
+            return context
+        if request.reuse is False:
+            raise InvalidInput(
+                "reuse false cannot be had behind a truncation: the session's KV was computed with tokens "
+                "that are not in its context any more",
+                param="reuse",
+            )
+        fleet = self._serving.fleet.homed(self._home())
+        found = await stored_of_stages(fleet, model, context.stages, timeout_s=config.request_deadline_s)
+        if found is None:  # nothing is given up for a store that is slow to answer
+            return context
+        first, cost = replay_costs(context.stages, found)
+        last = len(context.stages) - 1
+        if first < last and cost > config.replay_max * len(context.now.tokens):
+            self._truncation = recomputed(stored, self._truncation)
+            context = self._context_with(session, [*tokens, *new])
+            context.kv = "recomputed"
+        return context
+
+    def _context_with(self, session: SessionTurn, tokens: list[int]) -> Context:
+        added = [self._truncation] if self._truncation is not None else []
+        return Context(
+            salt=self._tenant.salt,
+            model=self.model,
+            tokens=tokens,
+            truncations=[*session.truncations, *added],
+        )
+
+    def _check_model(self, request: ChatRequest) -> None:
+        assert self._session is not None
+        name = self._session.record.model_name
+        if not name or name == self.model.name:
+            return
+        if request.model is not None:
+            raise InvalidInput(
+                f"the session was held with the model {name!r}: its tokens are of no use to "
+                f"{self.model.name!r}; begin another session",
+                param="model",
+            )
+        self.model = self._serving.fleet.model(name)
+
+    def _plan(self, request: ChatRequest | CompletionRequest, prompts: list[list[int]]) -> None:
+        config = self._serving.config
+        self._request = request
+        self.turn = plan_turn(
+            request,
+            prompts,
+            model=self.model,
+            text=self._serving.text,
+            seed=self._serving.seed(),
+            patience=Patience(resume_s=config.resume_deadline_s, stall_s=config.stall_s),
+            choices_max=config.max_choices,
+        )
+        self.shown = [[] for _ in self.turn.choices]
+
+    def _job(self, deadline_s: float) -> JobContext:
+        # Choices of one request, and turns of one session, are best served where their KV lies already.
+        together = self.turn_id if len(self.turn.choices) > 1 else ""
+        return JobContext(
+            turn_id=self.turn_id,
+            session_id=self._session_id,
+            tenant=self._tenant.name,
+            salt=self._tenant.salt,
+            model=self.model,
+            home=self._home(),
+            affinity=f"{self._tenant.name}/{self._session_id}" if self._session_id else together,
+            reuse=self._request.reuse is not False,
+            deadline_s=deadline_s,
+            context=self.context,
+        )
+
+    def _prefix(self) -> Prefix:
+        """Of the first prompt, where there are several."""
+        if self._request.reuse is False:
+            return NO_PREFIX
+        prompt, model = self.turn.choices[0].prompt, self.model
+        reusable = reusable_blocks(len(prompt), model.block_tokens)
+        if self.context is not None:
+            ids = self.context.now.ids[:reusable]
+            return Prefix(model=model.fingerprint, block_ids=ids, home=self._home())
+        chain = IdentityChain(self._tenant.salt, model.fingerprint, model.block_tokens)
+        chain.extend(prompt[: reusable * model.block_tokens])
+        home = self._home() or b"".join(chain.ids[:1])
+        return Prefix(model=model.fingerprint, block_ids=chain.ids, home=home)
+
+    def _home(self) -> bytes:
+        """A session's blocks, and its forks', lie where that of its root is; without a session it is up to
+        the prompt."""
+        if self._session is None:
+            return b""
+        return session_key(self._tenant.name, self._session.record.root)
+
+    def _lost(self) -> KVCommonsError | None:
+        return self._session.lost if self._session is not None else None
+
+    async def _commit(self, session: SessionTurn) -> None:
+        assert self.context is not None
+        choice = self.turn.choices[0]
+        tokens = [*choice.prompt, *choice.answer.kept]  # of the context
+        kept = len(session.record.tokens) - self.context.dropped_tokens
+        chain = self.context.chain()
+        chain.extend(choice.answer.kept)
+        config, clock = self._serving.config, self._serving.clock
+        begun_s = clock()
+        await session.commit(
+            model=self.model,
+            new_tokens=tokens[kept:],
+            new_messages=[*self._new, Message(role="assistant", content=choice.answer.text)],
+            block_ids=chain.ids[: reusable_blocks(len(tokens), self.model.block_tokens)],
+            new_truncations=[self._truncation] if self._truncation is not None else [],
+            # Without reuse nothing is saved either: there is nothing to wait for.
+            durable_wait_ms=0 if self._request.reuse is False else config.durable_wait_ms,
+            patience_s=config.commit_deadline_s,
+        )
+        self._serving.metrics.commit_s.observe(clock() - begun_s)
+
+    def _observe(self, deltas: list[ev.Delta], now_s: float) -> None:
+        metrics = self._serving.metrics.requests(self.model.name)
+        if not self._times.of_choice_s:
+            metrics.time_to_first_token_s.observe(now_s - self._times.received_s)
+        for delta in deltas:
+            before_s = self._times.of_choice_s.get(delta.choice)
+            if before_s is not None:
+                metrics.inter_token_latency_s.observe((now_s - before_s) / max(1, len(delta.tokens)))
+            self._times.of_choice_s[delta.choice] = now_s
+            self.shown[delta.choice].extend(delta.tokens)
+
+    def _count(self) -> None:
+        metrics, usage = self._serving.metrics.requests(self.model.name), self.turn.usage
+        metrics.e2e_request_latency_s.observe(self._serving.clock() - self._times.received_s)
+        metrics.request_queue_time_s.observe(self._times.queued_s)
+        metrics.request_prompt_tokens.observe(usage.prompt_tokens)
+        metrics.prompt_tokens.inc(usage.prompt_tokens)
+        metrics.prefix_cache_queries.inc(usage.prompt_tokens)
+        metrics.prefix_cache_hits.inc(usage.cached_tokens)
+        metrics.generation_tokens.inc(usage.completion_tokens)
+        self._serving.metrics.resumptions.inc(self.turn.resumptions)
+        for choice in self.turn.choices:
+            metrics.request_generation_tokens.observe(len(choice.answer.tokens))
+            metrics.succeeded(choice.finish_reason or "")
+
+
+async def _give_back(beginning: asyncio.Task[SessionTurn]) -> None:
+    """The lease of a turn whose client went away before it had begun."""
+    try:
+        turn = await beginning
+    except KVCommonsError:
+        return  # there is no lease
+    await turn.abandon()
+
+
+def _ms(seconds: float) -> float:
+    return round(seconds * 1000, 3)
