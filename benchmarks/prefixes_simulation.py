@@ -167,7 +167,7 @@ class Simulation:
 
     def _submit(self, prefix: int, now_s: float) -> Job:
         job = self._queue.submit(cost=1, now_s=now_s, deadline_s=float("inf"))
-        self._queue.knows(job, Prefix(model=_MODEL, block_ids=(prefix.to_bytes(4, "little"),)))
+        self._queue.set_prefix(job, Prefix(model=_MODEL, block_ids=(prefix.to_bytes(4, "little"),)))
         job.distance = self._distance(prefix)
         job.on_device = int(job.distance == DEVICE)
         if job.started_s is None:

@@ -19,7 +19,7 @@ from kvcommons.rpc.directory import Directory, Heartbeat
 from kvcommons.rpc.process import Process, run
 from kvcommons.rpc.server import RpcServer
 from services.router.admission.admission import Admission
-from services.router.admission.look_ahead import LookAhead
+from services.router.admission.look_ahead import QueueLookAhead
 from services.router.admission.queue import JobQueue
 from services.router.admission.scheduling import scheduling
 from services.router.api.health import health_of
@@ -89,7 +89,7 @@ async def _serving(config: RouterConfig, process: Process) -> Serving:
     fleet = Fleet(directory, open_channel)
     policy = scheduling(config.policy, overtakes_max=config.overtakes_max)
     queue = JobQueue(max_running=config.max_running, max_waiting=config.max_queue, policy=policy)
-    look_ahead = LookAhead(
+    look_ahead = QueueLookAhead(
         queue,
         fleet,
         router=process.instance_id,
@@ -103,7 +103,7 @@ async def _serving(config: RouterConfig, process: Process) -> Serving:
         process.telemetry.registry,
         running=lambda: admission.running,
         waiting=lambda: admission.waiting,
-        room_waiting=lambda: dispatch.lines.waiting,
+        capacity_waiting=lambda: dispatch.queues.waiting,
         connections=lambda: len(connections),
     )
     return Serving(
@@ -156,7 +156,7 @@ async def _watch(serving: Serving, rpc: RpcServer, heartbeat: Heartbeat) -> None
     pruned_s = time.monotonic()
     unfit: dict[str, str] = {}
     while True:
-        serving.dispatch.lines.look()
+        serving.dispatch.queues.update()
         before, unfit = unfit, serving.fleet.unfit_pools()
         for pool in unfit.keys() - before.keys():
             log.warning("%s can lend to no decode instance: %s", pool, unfit[pool])

@@ -16,7 +16,7 @@ class RouterMetrics:
         *,
         running: Callable[[], int],
         waiting: Callable[[], int],
-        room_waiting: Callable[[], int],
+        capacity_waiting: Callable[[], int],
         connections: Callable[[], int],
     ) -> None:
         """They give choices when they are asked for: those of the job queue, and of its running ones those
@@ -40,7 +40,7 @@ class RouterMetrics:
             "kvcommons_room_waiting",
             "Choices that wait until decode has room for them.",
             registry=registry,
-        ).set_function(room_waiting)
+        ).set_function(capacity_waiting)
         Gauge("kvcommons_http_connections", "Open connections of clients.", registry=registry).set_function(
             connections
         )

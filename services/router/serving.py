@@ -12,7 +12,7 @@ from typing import Any
 from kvcommons.rpc.directory import Directory
 from kvcommons.telemetry.trace import Tracer
 from services.router.admission.admission import Admission
-from services.router.admission.look_ahead import LookAhead
+from services.router.admission.look_ahead import QueueLookAhead
 from services.router.config import RouterConfig
 from services.router.fleet.fleet import Fleet
 from services.router.http.connections import ConnectionTable
@@ -38,7 +38,7 @@ class Serving:
     fleet: Fleet
     store: SessionStore
     admission: Admission
-    look_ahead: LookAhead
+    look_ahead: QueueLookAhead
     dispatch: Dispatch
     connections: ConnectionTable[Any]  # of the HTTP server's protocols
     metrics: RouterMetrics

@@ -21,7 +21,7 @@ from kvcommons.telemetry.telemetry import Telemetry
 from kvcommons.telemetry.trace import Tracer
 from services.router.__main__ import serve
 from services.router.capacity.queue import Ticket
-from services.router.capacity.queues import RoomLines
+from services.router.capacity.queues import CapacityQueues
 from services.router.config import RouterConfig
 from tests.contract.engine_stack import BLOCK, Stack
 from tests.contract.engine_turns import Reference
@@ -46,11 +46,11 @@ async def engines(socket_folder: Path, reference: Reference) -> AsyncIterator[St
 
 
 class Router:
-    """Completions of token ids; `placed` has their numbers in the order in which they got room."""
+    """Completions of token ids; `reserved` has their numbers in the order in which they got room."""
 
-    def __init__(self, http: aiohttp.ClientSession, placed: list[int]) -> None:
+    def __init__(self, http: aiohttp.ClientSession, reserved: list[int]) -> None:
         self.http = http
-        self.placed = placed
+        self.reserved = reserved
         self.answered: list[int] = []
         self._tokenizer = Tokenizer.read(MODEL_FOLDER)
 
@@ -62,8 +62,8 @@ class Router:
         tokens: list[str] = []
         async with self.http.post("/v1/completions", json=body) as response:
             assert response.status == 200, await response.text()
-            async for line in response.content:
-                for got in _tokens(line):
+            async for queue in response.content:
+                for got in _tokens(queue):
                     tokens.append(got)
         self.answered.append(number)
         assert tokens == [self._tokenizer.token_text(token) for token in expected]
@@ -85,8 +85,8 @@ class Router:
         return asked
 
 
-def _tokens(line: bytes) -> list[str]:
-    text = line.decode().removeprefix("data:").strip()
+def _tokens(queue: bytes) -> list[str]:
+    text = queue.decode().removeprefix("data:").strip()
     if not text or text == "[DONE]":
         return []
     event = json.loads(text)
@@ -100,14 +100,14 @@ def _tokens(line: bytes) -> list[str]:
 
 @contextlib.asynccontextmanager
 async def router(engines: Stack, monkeypatch: pytest.MonkeyPatch, *, decodes: int) -> AsyncIterator[Router]:
-    placed: list[int] = []
-    place = RoomLines.placed
+    reserved: list[int] = []
+    original = CapacityQueues.reserved
 
-    def spy(lines: RoomLines, ticket: Ticket, model: ModelInfo) -> None:
-        placed.append(ticket.order[0])
-        place(lines, ticket, model)
+    def spy(queues: CapacityQueues, ticket: Ticket, model: ModelInfo) -> None:
+        reserved.append(ticket.order[0])
+        original(queues, ticket, model)
 
-    monkeypatch.setattr(RoomLines, "placed", spy)
+    monkeypatch.setattr(CapacityQueues, "reserved", spy)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
@@ -136,7 +136,7 @@ async def router(engines: Stack, monkeypatch: pytest.MonkeyPatch, *, decodes: in
                 return False
 
             await eventually(ready)
-            yield Router(http, placed)
+            yield Router(http, reserved)
     finally:
         process.stop.set()
         await asyncio.wait_for(serving, scaled(15))
@@ -175,7 +175,7 @@ async def test_of_many_at_once_each_waits_for_its_turn(
     wanted = prompts(reference, *[5 * BLOCK + 8] * 12)  # seven blocks at last: three at a time
     async with router(engines, monkeypatch, decodes=1) as it:
         await asyncio.gather(*await it.at_once(wanted))
-        assert in_order(it.placed)
+        assert in_order(it.reserved)
     calls, refused = asked(engines, "decode")
     assert calls == 12 + refused
     assert refused <= 4, "not each that waits, at each poll"
@@ -197,8 +197,8 @@ async def test_a_large_one_among_small_ones_where_memory_is_shared(
     wanted = prompts(reference, *lengths)
     async with router(engines, monkeypatch, decodes=2) as it:
         await asyncio.gather(*await it.at_once(wanted))
-        assert in_order([number for number in it.placed if number != 6])
-        before = it.placed[: it.placed.index(6)]
+        assert in_order([number for number in it.reserved if number != 6])
+        before = it.reserved[: it.reserved.index(6)]
         assert len([number for number in before if number > 6]) <= 5, "6 blocks each, and it has 31"
     calls, refused = asked(engines, "d1", "d2")
     assert calls == 12 + refused
@@ -216,7 +216,7 @@ async def test_a_client_that_goes_away_leaves_the_line(
         first, second, third = await it.at_once(wanted)
         second.cancel()
         await asyncio.gather(first, third)
-        assert it.placed == [0, 2]
+        assert it.reserved == [0, 2]
 
         async def empty() -> bool:
             return await it.running() == 0

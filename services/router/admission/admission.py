@@ -1,4 +1,4 @@
-"""The shell around the job queue: a request waits here for its turn to run."""
+"""The shell around the job queue: a request waits here until it may run."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 from kvcommons.errors import DeadlineExceeded
-from services.router.admission.look_ahead import LookAhead
+from services.router.admission.look_ahead import QueueLookAhead
 from services.router.admission.queue import Job, JobQueue, Prefix
 
 
 class Admission:
     def __init__(
-        self, queue: JobQueue, look_ahead: LookAhead, clock: Callable[[], float] = time.monotonic
+        self, queue: JobQueue, look_ahead: QueueLookAhead, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._queue = queue
         self._look_ahead = look_ahead
         self._clock = clock
-        self._wake: dict[Job, asyncio.Future[None]] = {}
+        self._permits: dict[Job, asyncio.Future[None]] = {}
 
     @property
     def waiting(self) -> int:
@@ -33,44 +33,44 @@ class Admission:
     async def slot(
         self, *, cost: int, deadline_s: float, prefix: Callable[[], Prefix]
     ) -> AsyncIterator[float]:
-        """Yields, once the job may run, the seconds it waited. `deadline_s` is on the clock; `prefix` is
-        asked for where it matters.
+        """Yields, once the job may run, the seconds it waited. `deadline_s` is by the clock; `prefix` is
+        called where the order of the queue depends on it.
 
         Raises Overloaded when too many wait, DeadlineExceeded when its deadline passed in the queue.
         """
         job = self._queue.submit(cost=cost, now_s=self._clock(), deadline_s=deadline_s)
         try:
             if job.started_s is None or self._look_ahead.asks_distance:
-                self._queue.knows(job, prefix())
+                self._queue.set_prefix(job, prefix())
             if job.started_s is None:
-                self._look_ahead.waits(job)
+                self._look_ahead.enqueued(job)
                 await self._started(job)
             else:
                 self._look_ahead.started(job)
             yield self._clock() - job.queued_s
         finally:
-            self._look_ahead.left(job)
+            self._look_ahead.dequeued(job)
             self._queue.leave(job, self._clock())
-            self._wake_next()
+            self._start_next()
 
     async def _started(self, job: Job) -> None:
         loop = asyncio.get_running_loop()
-        self._wake[job] = loop.create_future()
-        # Only this job's own deadline needs a timer: whatever else moves the queue calls `_wake_next`.
-        timer = loop.call_later(max(0.0, job.deadline_s - self._clock()) + 0.001, self._wake_next)
+        self._permits[job] = loop.create_future()
+        # Only this job's own deadline needs a timer: whatever else moves the queue calls `_start_next`.
+        timer = loop.call_later(max(0.0, job.deadline_s - self._clock()) + 0.001, self._start_next)
         try:
-            await self._wake[job]
+            await self._permits[job]
         finally:
             timer.cancel()
-            del self._wake[job]
+            del self._permits[job]
 
-    def _wake_next(self) -> None:
+    def _start_next(self) -> None:
         started, expired = self._queue.advance(self._clock())
         for job in started:
             self._look_ahead.started(job)
-            _settle(self._wake[job], None)
+            _settle(self._permits[job], None)
         for job in expired:
-            _settle(self._wake[job], DeadlineExceeded("the request's deadline passed in the queue"))
+            _settle(self._permits[job], DeadlineExceeded("the request's deadline passed in the queue"))
 
 
 def _settle(future: asyncio.Future[None], error: Exception | None) -> None:

@@ -1,4 +1,4 @@
-"""What a store has been told of the queue, so that each hint tells only what is new. Pure."""
+"""What a store knows of the queue already, so that each hint has only what is new. Pure."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import NamedTuple
 from kvcommons.pb import kvstore_pb2 as pb
 from services.router.admission.queue import Prefix
 
-# Of jobs that a hint tells for the first time: half a megabyte. Those behind them are told with the next
-# ones.
+# Blocks of the jobs that are new in a hint: half a megabyte. The jobs behind them come with the next hints.
 NEW_BLOCKS_MAX = 16_384
-# A store that took fewer jobs than it was told is told so many more the next time.
+# A store that accepted fewer jobs than a hint had gets so many more than that the next time.
 _MORE_JOBS = 16
 
 
@@ -24,14 +23,14 @@ class WaitingJob(NamedTuple):
 
 
 class StoreHints:
-    """Of one store."""
+    """The hints for one store."""
 
     def __init__(self) -> None:
-        self._known: set[int] = set()  # jobs that it was told of with their blocks
+        self._known: set[int] = set()  # jobs whose blocks it has been sent
         self._jobs_max: int | None = None
 
     def request(self, router: str, jobs: Iterable[WaitingJob], ttl_s: float) -> pb.HintRequest:
-        """All that it has to know of `jobs`, soonest first."""
+        """The next hint for `jobs`, soonest first: blocks only of the jobs that are new to the store."""
         request = pb.HintRequest(router=router, ttl_ms=int(ttl_s * 1000))
         new_blocks = 0
         for job in jobs:
@@ -56,5 +55,5 @@ class StoreHints:
         self._jobs_max = reply.accepted_uses + _MORE_JOBS if bounded else None
 
     def failed(self) -> None:
-        """Nobody knows what the store has heard."""
+        """The call failed: the store may have the hint or not."""
         self._known.clear()

@@ -1,5 +1,5 @@
-"""The shell around what the queue looks ahead to: where the prefixes of waiting jobs lie, asked of the store,
-and what the queue will need next, told to the store.
+"""The shell around what the queue looks ahead to. It asks the store where the prefixes of waiting jobs lie,
+and sends the store hints of what the queue will need next.
 
 Neither holds up the queue: both run beside it, bounded in number, size and time, and jobs start in the order
 that the last answers give. A store that does not answer costs the order its knowledge, never a request.
@@ -16,23 +16,23 @@ from collections.abc import Callable, Sequence
 from kvcommons.errors import KVCommonsError
 from kvcommons.pb import kvstore_pb2 as pb
 from kvcommons.pb.ledger_pb2 import Instance
-from services.router.admission.distance import DeviceBlocks, common, distance_of
 from services.router.admission.hints import StoreHints, WaitingJob
+from services.router.admission.prefixes import DeviceBlocks, common, distance_of
 from services.router.admission.queue import Job, JobQueue
 from services.router.fleet.fleet import Fleet
 
 log = logging.getLogger(__name__)
 
-_ROUND_S = 0.1
-_LOOKS_MAX = 8  # calls of a round, at once
+_INTERVAL_S = 0.1
+_MATCHES_MAX = 8  # calls at once
 _FRESH_S = 1.0  # how long an answer counts before it is asked again
 _HINT_S = 0.5
 _HINT_TTL_S = 5.0
 _CALL_S = 1.0
-_AWAY_S = 1.0  # after a call failed
+_BACKOFF_S = 1.0  # after a call failed
 
 
-class _Look:
+class _Lookup:
     """What the store said of a job's blocks, and when."""
 
     __slots__ = ("at_s", "number", "tiers")
@@ -57,8 +57,8 @@ def _answers(asked: Sequence[bytes], own: Sequence[bytes]) -> bool:
     return asked[0] == own[0] and 2 * common(asked, own) >= len(own)
 
 
-class LookAhead:
-    """Told of jobs by `Admission`; `run` does the rest. All of it on the event loop's thread."""
+class QueueLookAhead:
+    """`Admission` reports jobs to it, and `run` does the rest. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class LookAhead:
         self._jobs_max = jobs_max
         self._clock = clock
         self._device = DeviceBlocks()
-        self._looks: dict[Job, _Look] = {}  # of the jobs that wait
+        self._lookups: dict[Job, _Lookup] = {}  # of the jobs that wait
         self._wake = asyncio.Event()
         self._hinted_s = float("-inf")
         self._hinted: set[str] = set()  # stores that remember something of ours
@@ -86,67 +86,67 @@ class LookAhead:
         # A router that restarts under its name does not use a number again that a store remembers.
         self._numbers = itertools.count(time.time_ns())
 
-    def waits(self, job: Job) -> None:
+    def enqueued(self, job: Job) -> None:
         """The job waits from now on."""
         ids = job.prefix.block_ids
         if not ids:
             return
-        look = _Look(next(self._numbers))
-        known = (other for other in self._looks if other.prefix.block_ids[0] == ids[0])
+        lookup = _Lookup(next(self._numbers))
+        known = (other for other in self._lookups if other.prefix.block_ids[0] == ids[0])
         like = next(known, None)
         if like is not None:
-            look.learn(ids, like.prefix.block_ids, self._looks[like].tiers, self._looks[like].at_s)
-        self._looks[job] = look
+            lookup.learn(ids, like.prefix.block_ids, self._lookups[like].tiers, self._lookups[like].at_s)
+        self._lookups[job] = lookup
         self._measure(job)
         self._wake.set()
 
     def started(self, job: Job) -> None:
         """Its prefix will be on the device: others that begin alike come nearer, and those whose blocks go
         for it are farther away."""
-        self._looks.pop(job, None)
+        self._lookups.pop(job, None)
         ids = job.prefix.block_ids
         if not self.asks_distance or not ids:
             return
         prefills = self._fleet.instances("prefill")
         changed = self._device.used(ids, sum(instance.load.total_blocks for instance in prefills))
-        for other in self._looks:
+        for other in self._lookups:
             if other.prefix.block_ids[0] in changed:
                 self._measure(other)
 
-    def left(self, job: Job) -> None:
+    def dequeued(self, job: Job) -> None:
         """The job waits no longer."""
-        self._looks.pop(job, None)
+        self._lookups.pop(job, None)
 
     async def run(self) -> None:
         """Until it is cancelled."""
         while True:
             await self._wake.wait()
-            if not self._looks and not self._hinted:
+            if not self._lookups and not self._hinted:
                 self._wake.clear()
                 continue
-            pause_s = _ROUND_S
+            pause_s = _INTERVAL_S
             try:
-                await self._look()
-                await self._hint()
+                await self._refresh()
+                await self._send_hints()
             except KVCommonsError as error:
                 log.debug("the store heard nothing of the queue, which is tried again: %s", error)
-                if not self._looks:
+                if not self._lookups:
                     self._hinted.clear()  # what they remember runs out by itself
-                pause_s = _AWAY_S
+                pause_s = _BACKOFF_S
             except Exception:
                 log.exception("looking ahead failed")
-                pause_s = _AWAY_S
+                pause_s = _BACKOFF_S
             await asyncio.sleep(pause_s)
 
-    async def _look(self) -> None:
+    async def _refresh(self) -> None:
         if not self.asks_distance:
             return
         before_s = self._clock() - _FRESH_S
-        stale = [job for job, look in self._looks.items() if look.at_s < before_s]
-        stale.sort(key=lambda job: self._looks[job].at_s)
+        stale = [job for job, lookup in self._lookups.items() if lookup.at_s < before_s]
+        stale.sort(key=lambda job: self._lookups[job].at_s)
         asked: list[Job] = []
         for job in stale:
-            if len(asked) == _LOOKS_MAX:
+            if len(asked) == _MATCHES_MAX:
                 break
             if not any(_answers(other.prefix.block_ids, job.prefix.block_ids) for other in asked):
                 asked.append(job)
@@ -158,39 +158,40 @@ class LookAhead:
             return
         request = pb.MatchRequest(model=job.prefix.model, block_ids=job.prefix.block_ids, peek=True)
         reply = await self._fleet.blocks(store).Match(request, timeout=_CALL_S)
-        self._told(job.prefix.block_ids, reply.tiers)
+        self._learn(job.prefix.block_ids, reply.tiers)
 
-    def _told(self, ids: Sequence[bytes], tiers: Sequence[int]) -> None:
-        """An answer holds for all jobs that begin alike, as far as they do: one look serves many."""
+    def _learn(self, ids: Sequence[bytes], tiers: Sequence[int]) -> None:
+        """An answer holds for all jobs that begin alike, as far as they do: one lookup serves many."""
         now_s = self._clock()
-        for job, look in self._looks.items():
+        for job, lookup in self._lookups.items():
             if job.prefix.block_ids[0] == ids[0]:
-                look.learn(job.prefix.block_ids, ids, tiers, now_s)
+                lookup.learn(job.prefix.block_ids, ids, tiers, now_s)
                 self._measure(job)
 
-    async def _hint(self) -> None:
-        """Each store of what it has; those that have nothing of it any more, of that."""
+    async def _send_hints(self) -> None:
+        """Sends each store a hint of the jobs whose blocks it has. A store that was sent one before and has
+        none of them any more gets an empty one."""
         now_s = self._clock()
-        if not self._jobs_max or (self._looks and now_s - self._hinted_s < _HINT_S):
+        if not self._jobs_max or (self._lookups and now_s - self._hinted_s < _HINT_S):
             return
         stores = {store.id: store for store in self._fleet.stores()}
         waiting: dict[str, list[WaitingJob]] = {store_id: [] for store_id in stores}
         for job, starts_in_s in self._queue.look_ahead(self._jobs_max, now_s):
             store = self._fleet.homed(job.prefix.home).store()
-            look = self._looks.get(job)
-            if look is not None and store is not None and store.id in waiting:
-                waiting[store.id].append(WaitingJob(look.number, job.prefix, starts_in_s))
+            lookup = self._lookups.get(job)
+            if lookup is not None and store is not None and store.id in waiting:
+                waiting[store.id].append(WaitingJob(lookup.number, job.prefix, starts_in_s))
         self._hinted_s = now_s
-        told = {store_id for store_id, jobs in waiting.items() if jobs} | (stores.keys() & self._hinted)
-        self._stores = {store_id: self._stores.get(store_id) or StoreHints() for store_id in told}
-        calls = (self._tell(stores[store_id], waiting[store_id]) for store_id in told)
+        recipients = {store_id for store_id, jobs in waiting.items() if jobs} | (stores.keys() & self._hinted)
+        self._stores = {store_id: self._stores.get(store_id) or StoreHints() for store_id in recipients}
+        calls = (self._send_hint(stores[store_id], waiting[store_id]) for store_id in recipients)
         results = await asyncio.gather(*calls, return_exceptions=True)
         self._hinted = {store_id for store_id, jobs in waiting.items() if jobs}
         for result in results:
             if isinstance(result, BaseException):
                 raise result
 
-    async def _tell(self, store: Instance, jobs: Sequence[WaitingJob]) -> None:
+    async def _send_hint(self, store: Instance, jobs: Sequence[WaitingJob]) -> None:
         hints = self._stores[store.id]
         request = hints.request(self._router, jobs, _HINT_TTL_S)
         try:
@@ -203,4 +204,4 @@ class LookAhead:
     def _measure(self, job: Job) -> None:
         ids = job.prefix.block_ids
         job.on_device = self._device.leading(ids)
-        job.distance = distance_of(len(ids), job.on_device, self._looks[job].tiers)
+        job.distance = distance_of(len(ids), job.on_device, self._lookups[job].tiers)

@@ -9,7 +9,7 @@ from heapq import nsmallest
 from itertools import count
 
 from kvcommons.errors import Overloaded
-from services.router.admission.companions import Companions
+from services.router.admission.prefixes import PrefixSharers
 from services.router.admission.scheduling import ABSENT, FirstCome, Rank, Scheduling
 
 _RETRY_AFTER_MS_MIN = 1000
@@ -54,7 +54,7 @@ class JobQueue:
         self._max_waiting = max_waiting
         self._policy = policy or FirstCome()
         self._waiting: dict[Job, None] = {}  # in the order in which they came
-        self._companions = Companions()
+        self._sharers = PrefixSharers()
         self._running: set[Job] = set()
         self._numbers = count()
         self._service_s = 1.0  # how long a job runs, smoothed
@@ -96,11 +96,11 @@ class JobQueue:
         self._waiting[job] = None
         return job
 
-    def knows(self, job: Job, prefix: Prefix) -> None:
+    def set_prefix(self, job: Job, prefix: Prefix) -> None:
         """What a job could reuse; told once, before it waits for long."""
         job.prefix = prefix
         if job in self._waiting:
-            self._companions.join(prefix.block_ids)
+            self._sharers.join(prefix.block_ids)
 
     def advance(self, now_s: float) -> tuple[list[Job], list[Job]]:
         """Jobs that start now, and jobs whose deadline passed while they waited (they leave the queue)."""
@@ -142,12 +142,12 @@ class JobQueue:
         return int(min(max(turnover_s * 1000, _RETRY_AFTER_MS_MIN), _RETRY_AFTER_MS_MAX))
 
     def _rank(self, job: Job, now_s: float) -> Rank:
-        companions = self._companions.of(job.prefix.block_ids, job.on_device)
+        companions = self._sharers.of(job.prefix.block_ids, job.on_device)
         return self._policy.rank(job, companions, now_s)
 
     def _drop(self, job: Job) -> None:
         del self._waiting[job]
-        self._companions.leave(job.prefix.block_ids)
+        self._sharers.leave(job.prefix.block_ids)
 
     def _fits(self, job: Job) -> bool:
         return self.running + job.cost <= self._max_running

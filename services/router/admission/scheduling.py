@@ -21,7 +21,7 @@ _TIER_COST = 1000.0  # a tier farther away weighs as much as waiting about 30 ti
 Rank = tuple[float, ...]
 
 
-class Waiting(Protocol):
+class QueuedJob(Protocol):
     """What is asked of a job that waits. `number` counts jobs as they come; `overtaken` counts the jobs that
     came later and started earlier."""
 
@@ -46,8 +46,8 @@ class Scheduling(Protocol):
 
     asks_distance: bool
 
-    def rank(self, job: Waiting, companions: int, now_s: float) -> Rank:
-        """`companions`: the waiting jobs, this one among them, that need the next block which it lacks."""
+    def rank(self, job: QueuedJob, sharers: int, now_s: float) -> Rank:
+        """`sharers`: the waiting jobs, this one among them, that need the next block which it lacks."""
 
 
 class FirstCome:
@@ -55,7 +55,7 @@ class FirstCome:
 
     asks_distance = False
 
-    def rank(self, job: Waiting, companions: int, now_s: float) -> Rank:
+    def rank(self, job: QueuedJob, sharers: int, now_s: float) -> Rank:
         return (job.number,)
 
 
@@ -68,7 +68,7 @@ class FastestPrefixFirst:
 
     asks_distance = True
 
-    def rank(self, job: Waiting, companions: int, now_s: float) -> Rank:
+    def rank(self, job: QueuedJob, sharers: int, now_s: float) -> Rank:
         return (job.distance, job.number)
 
 
@@ -82,7 +82,7 @@ class RelaxedFastestPrefixFirst:
 
     asks_distance = True
 
-    def rank(self, job: Waiting, companions: int, now_s: float) -> Rank:
+    def rank(self, job: QueuedJob, sharers: int, now_s: float) -> Rank:
         return (-(now_s - job.queued_s) * (4.0 - job.distance), job.number)
 
 
@@ -92,13 +92,13 @@ class BoundedFastestPrefixFirst:
     1. Jobs that were overtaken so often start before all others, in the order in which they came.
     2. Then, as with FPF, those whose prefix is on the device.
     3. When there are none, some prefix has to be brought there, and all that wait for it follow at the price
-       of the device. Next is the job with the greatest companions * waited^2 / 1000^distance.
+       of the device. Next is the job with the greatest sharers * waited^2 / 1000^distance.
 
     Why 3: what brings a prefix near is paid once a group. A queue that is kept full of W jobs, and prefixes
     wanted with probabilities p, are given; a prefix whose turn comes every T starts has p * T / 2 jobs in the
     queue, which together are W. The sum of the costs c / T is smallest where p * T^2 / c is the same for all
-    (Lagrange), and at its turn a prefix has p * T companions, the first of which has waited for T: so
-    companions * waited / c is equal at the turns of the best plan, as in the R x W rule for broadcasts
+    (Lagrange), and at its turn a prefix has p * T sharers, the first of which has waited for T: so
+    sharers * waited / c is equal at the turns of the best plan, as in the R x W rule for broadcasts
     (Aksoy and Franklin, "RxW", 1999). FPF takes the oldest instead, which is worse by Cauchy and Schwarz
     wherever prefixes are not alike. Waiting counts twice over here, which costs little of that and shortens
     the longest waits.
@@ -121,13 +121,13 @@ class BoundedFastestPrefixFirst:
     def __init__(self, overtakes_max: int = OVERTAKES_MAX) -> None:
         self._overtakes_max = overtakes_max
 
-    def rank(self, job: Waiting, companions: int, now_s: float) -> Rank:
+    def rank(self, job: QueuedJob, sharers: int, now_s: float) -> Rank:
         if job.overtaken >= self._overtakes_max:
             return (0.0, 0.0, job.number)
         if job.distance < _ON_DEVICE:
             return (1.0, 0.0, job.number)
         waited_s = now_s - job.queued_s
-        return (2.0, -companions * waited_s**2 / _TIER_COST**job.distance, job.number)
+        return (2.0, -sharers * waited_s**2 / _TIER_COST**job.distance, job.number)
 
 
 def scheduling(name: str, *, overtakes_max: int = OVERTAKES_MAX) -> Scheduling:

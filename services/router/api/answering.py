@@ -21,7 +21,7 @@ from services.router.api import sse
 from services.router.api.shapes import Shape, error_body
 from services.router.http.middleware import FAILED, SERVING, known_error
 from services.router.turn import events as ev
-from services.router.turn.lifecycle import Generation
+from services.router.turn.lifecycle import RequestLifecycle
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ _GRACE_S = 1.0
 
 
 async def answer(
-    request: web.Request, generation: Generation, shape: Shape, *, stream: bool
+    request: web.Request, generation: RequestLifecycle, shape: Shape, *, stream: bool
 ) -> web.StreamResponse:
     """Bounded by the request's deadline, slow clients included. One span, and one line in the log."""
     serving = request.app[SERVING]
@@ -56,7 +56,7 @@ async def answer(
         return response
 
 
-async def _whole(generation: Generation, shape: Shape, deadline_s: float) -> web.Response:
+async def _whole(generation: RequestLifecycle, shape: Shape, deadline_s: float) -> web.Response:
     async with asyncio.timeout(deadline_s):
         async with aclosing(generation.deltas()) as deltas:
             async for _ in deltas:
@@ -69,7 +69,7 @@ async def _whole(generation: Generation, shape: Shape, deadline_s: float) -> web
 class _Stream:
     """Headers go out with the first token, so that what fails before it has a status of its own."""
 
-    def __init__(self, request: web.Request, generation: Generation, shape: Shape) -> None:
+    def __init__(self, request: web.Request, generation: RequestLifecycle, shape: Shape) -> None:
         self._request = request
         self._generation = generation
         self._shape = shape

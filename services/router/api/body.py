@@ -8,10 +8,9 @@ from typing import TypeVar
 from aiohttp import web
 
 from kvcommons.errors import DeadlineExceeded, InvalidInput, UnsupportedParameter
-from services.router.api.schemas.requests import Body
+from services.router.api.schemas.requests import Body, check_session_id
 from services.router.api.schemas.validation import parse_json, validate
 from services.router.http.middleware import SERVING
-from services.router.sessions.session_id import check_session_id
 
 B = TypeVar("B", bound=Body)
 

@@ -10,7 +10,7 @@ from services.router.api.body import read_body, session_id_of
 from services.router.api.schemas.requests import ChatRequest
 from services.router.api.shapes import ChatShape
 from services.router.http.middleware import SERVING, TENANT
-from services.router.turn.lifecycle import Generation
+from services.router.turn.lifecycle import RequestLifecycle
 from services.router.turn.sampling import logprobs_of
 
 
@@ -19,7 +19,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     session_id = session_id_of(request, body.session_id)
     serving = request.app[SERVING]
     with logs.bound(session_id=session_id or ""):
-        async with Generation(serving, tenant=request[TENANT]) as generation:
+        async with RequestLifecycle(serving, tenant=request[TENANT]) as generation:
             await generation.plan_chat(body, session_id)
             shape = ChatShape(
                 id=generation.turn_id,

@@ -10,7 +10,7 @@ from services.router.api.body import read_body, session_id_of
 from services.router.api.schemas.requests import CompletionRequest
 from services.router.api.shapes import CompletionShape
 from services.router.http.middleware import SERVING, TENANT
-from services.router.turn.lifecycle import Generation
+from services.router.turn.lifecycle import RequestLifecycle
 from services.router.turn.sampling import logprobs_of
 
 
@@ -22,7 +22,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
             param="session_id",
         )
     serving = request.app[SERVING]
-    async with Generation(serving, tenant=request[TENANT]) as generation:
+    async with RequestLifecycle(serving, tenant=request[TENANT]) as generation:
         await generation.plan_completion(body)
         shape = CompletionShape(
             id=generation.turn_id,

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from aiohttp import web
 from pydantic import BaseModel
 
+from kvcommons.errors import UnsupportedParameter
 from services.router.api import chat, completions, health, models, sessions
 from services.router.api.schemas import answers, requests
 from services.router.http.middleware import Handler
@@ -67,7 +69,7 @@ def _generation() -> list[Route]:
             path="/v1/models/{id}",
             handler=models.get_model,
             summary="One model.",
-            answers={200: answers.Model},
+            answers={200: answers.ModelCard},
             errors=(401, 404),
         ),
     ]
@@ -145,3 +147,12 @@ def _operation() -> list[Route]:
             answers={200: answers.Status},
         ),
     ]
+
+
+async def unbuilt(request: web.Request) -> web.Response:
+    """Answers paths that OpenAI's API has and this server has not built: a clear error instead of a 404."""
+    path = request.path[:80]
+    raise UnsupportedParameter(
+        f"{path} is not built yet: use /v1/chat/completions with session_id, which keeps the conversation",
+        param=path,
+    )

@@ -10,11 +10,10 @@ from kvcommons.errors import InvalidInput, KVCommonsError
 from kvcommons.pb import kvstore_pb2 as pb
 from kvcommons.shards import session_key
 from services.router.api.body import read_body
-from services.router.api.schemas.requests import SessionCreate, SessionFork
+from services.router.api.schemas.requests import SessionCreate, SessionFork, check_session_id
 from services.router.api.shapes import Json
 from services.router.http.middleware import SERVING, TENANT
 from services.router.serving import Serving
-from services.router.sessions.session_id import check_session_id
 
 # Reading waits for a store that restarts; what changes something is for the client to repeat.
 _READ_PATIENCE_S = 5.0

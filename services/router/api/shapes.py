@@ -12,7 +12,7 @@ from kvcommons.pb.common_pb2 import ModelInfo, SampledToken
 from services.router.sessions.truncation import Context
 from services.router.turn.answer_text import Shown
 from services.router.turn.choice import Choice
-from services.router.turn.turn import Usage
+from services.router.turn.turn import TokenUsage
 
 Json = dict[str, Any]
 
@@ -24,7 +24,7 @@ def error_body(error: KVCommonsError) -> Json:
     return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
 
 
-def usage_body(usage: Usage) -> Json:
+def usage_body(usage: TokenUsage) -> Json:
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
@@ -46,7 +46,7 @@ class ChatShape:
     session_id: str | None
     context: Context | None = None
 
-    def answer(self, choices: Sequence[Choice], shown: Sequence[Sequence[Shown]], usage: Usage) -> Json:
+    def answer(self, choices: Sequence[Choice], shown: Sequence[Sequence[Shown]], usage: TokenUsage) -> Json:
         """`shown`: the tokens of each choice whose text was released."""
         return self._body("chat.completion") | {
             "choices": [
@@ -70,7 +70,7 @@ class ChatShape:
     def finish(self, choice: int, reason: str) -> Json:
         return self._chunk(choice, {}, None, reason)
 
-    def usage(self, usage: Usage, timings: Json) -> Json:
+    def usage(self, usage: TokenUsage, timings: Json) -> Json:
         return self._body("chat.completion.chunk") | {
             "choices": [],
             "usage": usage_body(usage),
@@ -126,7 +126,7 @@ class CompletionShape:
     logprobs: bool
     include_usage: bool
 
-    def answer(self, choices: Sequence[Choice], shown: Sequence[Sequence[Shown]], usage: Usage) -> Json:
+    def answer(self, choices: Sequence[Choice], shown: Sequence[Sequence[Shown]], usage: TokenUsage) -> Json:
         body = self._body()
         body["choices"] = [
             self._choice(choice.index, choice.answer.text, tokens, choice.finish_reason)
@@ -143,7 +143,7 @@ class CompletionShape:
     def finish(self, choice: int, reason: str) -> Json:
         return self._chunk(self._choice(choice, "", (), reason))
 
-    def usage(self, usage: Usage, timings: Json) -> Json:
+    def usage(self, usage: TokenUsage, timings: Json) -> Json:
         return self._body() | {"choices": [], "usage": usage_body(usage), "timings": timings}
 
     def _chunk(self, choice: Json) -> Json:

@@ -1,21 +1,21 @@
-"""Choices that wait for room at decode, of one model: who may ask for it next. Pure: the clock is an
-argument.
+"""The choices of one model that wait for room at decode, and which of them may ask next. Pure: the clock is
+an argument.
 
-A choice asks decode for room when there likely is some (see `rooms`); where decode refuses, it waits here, in
-the order in which requests came. Nobody asks on its own: when room comes, the first in the line asks, and
-the next one if there is room for both, or the first has its answer. So a refusal costs one question, however
-many wait.
+A choice asks decode for room when decode likely has some (see `occupancy`). Where decode refuses, the choice
+waits in this queue, in the order in which requests came, and no choice asks by itself: when blocks come free,
+the first in the queue asks, and the next one follows if there is room for both, or as soon as the first has
+its answer. So a refusal costs one call, however many choices wait.
 
-- Who comes when nobody waits asks at once, whatever is known of room: that may be wrong.
-- A smaller one passes those for which there is no room yet, if together with all that passed one of them
-  before it is not larger than that one. So what comes free for a large sequence is at most as much again as
-  it needs itself: it waits for it about twice as long at most, and room is used meanwhile.
-- Other routers' streams end, too, and what is known of room may be wrong for long: the first in the line asks
-  once in a while though nobody told of room. Where that succeeds, the next one asks at once.
-- One that was refused asks again after a pause that doubles, whatever is known of room: that was wrong.
-- A question without an answer holds the line up for a bounded time, and so does one that was refused and is
-  not back.
-"""
+- A choice that comes while the queue is empty asks at once, whatever is known of room: that may be wrong.
+- A smaller choice passes those for which there is no room yet, as long as the blocks of all that passed one
+  of them are no more than its own. So a large sequence waits until at most twice its blocks have come free,
+  and room is used meanwhile.
+- Other routers' streams end as well, and what is known of room may be wrong for long. So the first in the
+  queue asks once in a while though no blocks are known to have come free (it *probes*). Where that succeeds,
+  the next one probes at once.
+- A choice that was refused asks again after a pause that doubles with each refusal in a row.
+- A call without an answer holds the queue up for a bounded time, and so does a choice that was refused and
+  has not come back."""
 
 from __future__ import annotations
 
@@ -23,131 +23,132 @@ from bisect import insort
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-TRY_S = 2.0  # after so long the next one asks, whether there is an answer or not
-BACK_S = 0.25  # after so long nobody waits for one that was refused to come back
-# After a refusal; twice as long after each further one.
-_AGAIN_S, _AGAIN_S_MAX = 0.05, 0.8
+ANSWER_TIMEOUT_S = 2.0  # for an answer: the next choice asks then, whether it came or not
+RETURN_TIMEOUT_S = 0.25  # for a choice that was refused to come back
+# After a refusal; it doubles with each further one.
+_BACKOFF_S, _BACKOFF_S_MAX = 0.05, 0.8
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Ticket:
-    """A choice in the line. `order`: number of its request as they came, and of the choice in it."""
+    """A choice in the queue. `order` is the number of its request, as they came, and of the choice in it."""
 
     order: tuple[int, int]
     blocks: int = 0  # of the sequence
-    passed_blocks: int = 0  # of those that came later, and got their place earlier or ask for it
+    passed_blocks: int = 0  # of those that came later, and have their room already or ask for it
     passes: list[Ticket] = field(default_factory=list)
-    probes: bool = False  # it asks though there seems to be no room
-    ready: bool = False  # it would ask at once; else it is back from a refusal in a moment
-    refusals: int = 0  # one after another
-    back_s: float = 0.0  # until then it is waited for, where it is not ready
-    again_s: float = 0.0  # not before
-    has_place: bool = False
+    probes: bool = False  # it asks though no room is known
+    ready: bool = False  # it can ask at once; else it was refused, and will join again in a moment
+    refusals: int = 0  # in a row
+    expected_until_s: float = 0.0  # others wait for it until then, where it is not ready
+    retry_at_s: float = 0.0  # it does not ask before
+    has_reservation: bool = False
 
 
-class Line:
-    """`join`, `placed`, `refused` and `leave` tell what happened; call `advance` after each, and when room
-    may have come."""
+class CapacityQueue:
+    """The shell reports what happened by `join`, `reserved`, `refused` and `leave`, and calls `advance` after
+    each of them and whenever blocks may have come free."""
 
     def __init__(self, *, pause_s: Callable[[], float]) -> None:
-        """`pause_s` draws how long the first in the line waits until it asks without word of room."""
+        """`pause_s` draws how long the first in the queue waits before it probes."""
         self._pause_s = pause_s
-        self._line: list[Ticket] = []  # in order
-        self._trying: dict[Ticket, float] = {}  # since when
-        self._fresh: Ticket | None = None  # joined since the last `advance`
-        self._head: Ticket | None = None  # of the line, for which the pause runs
+        self._waiting: list[Ticket] = []  # in order
+        self._in_flight: dict[Ticket, float] = {}  # and when they asked
+        self._newcomer: Ticket | None = None  # joined since the last `advance`
+        self._head: Ticket | None = None  # of the queue, for which the pause runs
         self._probe_s = 0.0  # when the pause ends
-        self._lucky = False  # one that asked though there seemed to be no room got its place
+        self._probe_succeeded = False  # the last probe got its room
         self._now_s = 0.0  # at the last `advance`
 
     def __len__(self) -> int:
-        """Choices that wait, those that are asking not among them."""
-        return len(self._line)
+        """Choices that wait, without those whose call is under way."""
+        return len(self._waiting)
 
     @property
     def due_s(self) -> float | None:
         """When to call `advance` if nothing happens until then."""
-        dues_s = [self._probe_s, *(since_s + TRY_S for since_s in self._trying.values())]
-        dues_s += [one.again_s if one.ready else one.back_s for one in self._line]
-        return min((at_s for at_s in dues_s if self._line and at_s > self._now_s), default=None)
+        dues_s = [self._probe_s, *(since_s + ANSWER_TIMEOUT_S for since_s in self._in_flight.values())]
+        dues_s += [one.retry_at_s if one.ready else one.expected_until_s for one in self._waiting]
+        return min((at_s for at_s in dues_s if self._waiting and at_s > self._now_s), default=None)
 
     def join(self, ticket: Ticket, blocks: int) -> None:
-        """A choice wants room for a sequence of `blocks`; one that was refused is back."""
-        ticket.blocks, ticket.ready, ticket.has_place = blocks, True, False
-        if ticket not in self._line:
-            insort(self._line, ticket, key=lambda one: one.order)
-            self._fresh = ticket
+        """A choice wants room for a sequence of `blocks`, for the first time or after a refusal."""
+        ticket.blocks, ticket.ready, ticket.has_reservation = blocks, True, False
+        if ticket not in self._waiting:
+            insort(self._waiting, ticket, key=lambda one: one.order)
+            self._newcomer = ticket
 
-    def advance(self, room: int | None, now_s: float) -> Ticket | None:
-        """Who asks next; call it again until there is nobody. `room`: blocks of the largest sequence that has
-        room as far as is known, beside those that are asking; None: there is nobody to ask, and all may hear
-        that at once."""
-        fresh, self._fresh = self._fresh, None
+    def advance(self, free_blocks: int | None, now_s: float) -> Ticket | None:
+        """The choice that may ask next; call it again until it returns None. `free_blocks`: blocks of the
+        largest sequence that fits as far as is known, beside those whose calls are under way. None: no
+        instance is there, and all choices may find that out at once."""
+        newcomer, self._newcomer = self._newcomer, None
         self._now_s = now_s
-        head = self._line[0] if self._line else None
+        head = self._waiting[0] if self._waiting else None
         if head is not self._head:
-            self._head, self._probe_s = head, now_s + (0.0 if self._lucky else self._pause_s())
-            self._lucky = False
-        found = self._next(room, fresh, now_s)
+            self._head, self._probe_s = head, now_s + (0.0 if self._probe_succeeded else self._pause_s())
+            self._probe_succeeded = False
+        found = self._next(free_blocks, newcomer, now_s)
         if found is not None:
             found.passes = self._before(found)
             for one in found.passes:
                 one.passed_blocks += found.blocks
-            self._line.remove(found)
-            self._trying[found] = now_s
+            self._waiting.remove(found)
+            self._in_flight[found] = now_s
         return found
 
-    def placed(self, ticket: Ticket) -> None:
-        """It has got room."""
-        ticket.has_place, ticket.passed_blocks, ticket.refusals = True, 0, 0
+    def reserved(self, ticket: Ticket) -> None:
+        """Decode granted the ticket's reservation."""
+        ticket.has_reservation, ticket.passed_blocks, ticket.refusals = True, 0, 0
         ticket.passes.clear()
-        if self._out(ticket) and ticket.probes:
-            self._lucky, self._head = True, None
+        if self._stop_asking(ticket) and ticket.probes:
+            self._probe_succeeded, self._head = True, None
 
     def refused(self, ticket: Ticket, now_s: float) -> None:
-        """It keeps its place in the line, and comes back (`join`) or leaves."""
-        if self._out(ticket):
-            ticket.ready, ticket.back_s = False, now_s + BACK_S
-            ticket.again_s = now_s + min(_AGAIN_S * 2**ticket.refusals, _AGAIN_S_MAX)
+        """Decode refused: the ticket keeps its place in the queue until the choice joins again or leaves."""
+        if self._stop_asking(ticket):
+            ticket.ready, ticket.expected_until_s = False, now_s + RETURN_TIMEOUT_S
+            ticket.retry_at_s = now_s + min(_BACKOFF_S * 2**ticket.refusals, _BACKOFF_S_MAX)
             ticket.refusals += 1
-            insort(self._line, ticket, key=lambda one: one.order)
-            self._head, self._probe_s = self._line[0], now_s + self._pause_s()
+            insort(self._waiting, ticket, key=lambda one: one.order)
+            self._head, self._probe_s = self._waiting[0], now_s + self._pause_s()
 
     def leave(self, ticket: Ticket) -> None:
-        """It wants nothing any more, wherever it was."""
-        if not self._out(ticket) and ticket in self._line:
-            self._line.remove(ticket)
+        """The choice wants no room any more, whether it waits or asks."""
+        if not self._stop_asking(ticket) and ticket in self._waiting:
+            self._waiting.remove(ticket)
 
-    def _next(self, room: int | None, fresh: Ticket | None, now_s: float) -> Ticket | None:
-        busy = any(now_s < since_s + TRY_S for since_s in self._trying.values())
-        first = next((one for one in self._line if one.ready or now_s < one.back_s), None)
-        for ticket in self._line:
+    def _next(self, free_blocks: int | None, newcomer: Ticket | None, now_s: float) -> Ticket | None:
+        busy = any(now_s < since_s + ANSWER_TIMEOUT_S for since_s in self._in_flight.values())
+        first = next((one for one in self._waiting if one.ready or now_s < one.expected_until_s), None)
+        for ticket in self._waiting:
             if not ticket.ready:
                 continue
-            if room is None:
+            if free_blocks is None:
                 ticket.probes = False
                 return ticket
-            if now_s < ticket.again_s:
+            if now_s < ticket.retry_at_s:
                 continue
-            fits = ticket.blocks <= room
-            alone = ticket is fresh and len(self._line) == 1
+            fits = ticket.blocks <= free_blocks
+            alone = ticket is newcomer and len(self._waiting) == 1
             probes = not busy and (alone or (ticket is first and now_s >= self._probe_s))
             if not fits and not probes:
                 continue
-            ahead = [one for one in self._before(ticket) if one.ready or now_s < one.back_s]
+            ahead = [one for one in self._before(ticket) if one.ready or now_s < one.expected_until_s]
             if all(one.passed_blocks + ticket.blocks <= one.blocks for one in ahead):
                 ticket.probes = not fits
                 return ticket
         return None
 
     def _before(self, ticket: Ticket) -> list[Ticket]:
-        """Those that came earlier and have no place; who asks though there seemed to be no room has none."""
-        probing = [one for one in self._trying if one.probes and one.order < ticket.order]
-        return probing + self._line[: self._line.index(ticket)]
+        """The tickets that came earlier and have no room yet. One that probes is among them."""
+        probing = [one for one in self._in_flight if one.probes and one.order < ticket.order]
+        return probing + self._waiting[: self._waiting.index(ticket)]
 
-    def _out(self, ticket: Ticket) -> bool:
-        """Whether it was asking. Where it got no place it has passed nobody."""
+    def _stop_asking(self, ticket: Ticket) -> bool:
+        """Ends the ticket's call, and returns whether there was one. What it passed without getting room is
+        undone."""
         for one in ticket.passes:
             one.passed_blocks -= ticket.blocks
         ticket.passes.clear()
-        return self._trying.pop(ticket, None) is not None
+        return self._in_flight.pop(ticket, None) is not None

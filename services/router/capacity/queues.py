@@ -1,4 +1,4 @@
-"""The shell around the lines of choices that wait for room: one a model."""
+"""The shell around the capacity queues: one for each model."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from contextlib import asynccontextmanager
 
 from kvcommons.errors import CapacityExhausted, KVCommonsError, Overloaded
 from kvcommons.pb.common_pb2 import ModelInfo
-from services.router.capacity.queue import Line, Ticket
+from services.router.capacity.queue import CapacityQueue, Ticket
 from services.router.fleet.fleet import Fleet, blocks_of
 
-# The first in the line asks so often though nobody told of room; drawn, for routers are not to ask together.
+# How long the first in a queue waits before it probes. It is drawn at random, so that routers do not probe
+# together.
 _PAUSE_S_MIN = 0.5
 _PAUSE_S_MAX = 1.0
 _RETRY_AFTER_MS = 1000
@@ -23,8 +24,8 @@ def _pause_s() -> float:
     return random.uniform(_PAUSE_S_MIN, _PAUSE_S_MAX)
 
 
-class RoomLines:
-    """All of it on the event loop's thread."""
+class CapacityQueues:
+    """Belongs to the event loop."""
 
     def __init__(
         self,
@@ -35,18 +36,18 @@ class RoomLines:
         self._fleet = fleet
         self._clock = clock
         self._pause_s = pause_s
-        self._lines: dict[bytes, tuple[ModelInfo, Line]] = {}
-        self._wake: dict[Ticket, asyncio.Future[None]] = {}
-        self._starting: set[Ticket] = set()  # those that are about to ask
+        self._queues: dict[bytes, tuple[ModelInfo, CapacityQueue]] = {}
+        self._permits: dict[Ticket, asyncio.Future[None]] = {}
+        self._about_to_ask: set[Ticket] = set()  # have a permit, and have not used it yet
         self._timers: dict[bytes, asyncio.TimerHandle] = {}
 
     @property
     def waiting(self) -> int:
-        """Choices."""
-        return sum(len(line) for _, line in self._lines.values())
+        """How many choices wait."""
+        return sum(len(queue) for _, queue in self._queues.values())
 
     @asynccontextmanager
-    async def turn(
+    async def permit(
         self,
         ticket: Ticket,
         model: ModelInfo,
@@ -54,80 +55,82 @@ class RoomLines:
         waits: Callable[[KVCommonsError], None],
         prefix: Sequence[bytes] = (),
     ) -> AsyncIterator[float]:
-        """Yields once the ticket's choice may ask decode for room for `tokens` and one more, less what
-        running sequences have of its `prefix`; the seconds it waited. Have `Fleet.engaged` take the room at
-        once, and call `placed` when decode has given it; leaving with Overloaded before that is a refusal,
-        after which the ticket stays in the line until its next turn, or `leave`.
+        """A permit to ask decode for room for `tokens` and one more token, less what running sequences have
+        of the `prefix`. Yields the seconds that the ticket's choice waited for it. The caller reserves the
+        blocks at once (`Fleet.reserve`), and calls `reserved` when decode has granted them. Leaving with
+        Overloaded before that is a refusal: the ticket then stays in the queue until its next permit, or
+        `leave`.
 
-        `waits` is told, where it has to wait, of what the client is told if its time runs out meanwhile.
+        Where the choice has to wait, `waits` is called with the error that the client gets if the request's
+        time runs out meanwhile.
         """
-        since_s, line = self._clock(), self._line(model)
-        line.join(ticket, blocks_of(model, tokens) - self._fleet.shared(model, prefix))
-        future = self._wake[ticket] = asyncio.get_running_loop().create_future()
+        since_s, queue = self._clock(), self._queue(model)
+        queue.join(ticket, blocks_of(model, tokens) - self._fleet.shared_blocks(model, prefix))
+        future = self._permits[ticket] = asyncio.get_running_loop().create_future()
         refused = False
         try:
             self._advance(model)
             if not future.done():
-                waits(_no_room(ticket.blocks, len(line) - 1))
+                waits(_no_capacity(ticket.blocks, len(queue) - 1))
             await future
-            self._starting.discard(ticket)
+            self._about_to_ask.discard(ticket)
             yield self._clock() - since_s
         except Overloaded:
-            refused = not ticket.has_place
+            refused = not ticket.has_reservation
             raise
         finally:
-            del self._wake[ticket]
-            self._starting.discard(ticket)
+            del self._permits[ticket]
+            self._about_to_ask.discard(ticket)
             if refused:
-                line.refused(ticket, self._clock())
+                queue.refused(ticket, self._clock())
             else:
-                line.leave(ticket)
-            self._advance(model)  # what it held is free, or the next one may ask
+                queue.leave(ticket)
+            self._advance(model)  # what the choice held is free, or the next one may ask
 
-    def placed(self, ticket: Ticket, model: ModelInfo) -> None:
-        self._line(model).placed(ticket)
+    def reserved(self, ticket: Ticket, model: ModelInfo) -> None:
+        self._queue(model).reserved(ticket)
         self._advance(model)
 
     def leave(self, ticket: Ticket, model: ModelInfo) -> None:
-        """It does not come back after its refusal. Nothing where it is not in the line."""
-        self._line(model).leave(ticket)
+        """The choice does not come back after its refusal. Without effect where it is not in the queue."""
+        self._queue(model).leave(ticket)
         self._advance(model)
 
-    def look(self) -> None:
-        """Heartbeats came: there may be room."""
-        self._fleet.look()
-        for model, _ in list(self._lines.values()):
+    def update(self) -> None:
+        """Heartbeats came: blocks may have come free."""
+        self._fleet.update()
+        for model, _ in list(self._queues.values()):
             self._advance(model)
 
-    def _line(self, model: ModelInfo) -> Line:
-        known = self._lines.get(model.fingerprint)
+    def _queue(self, model: ModelInfo) -> CapacityQueue:
+        known = self._queues.get(model.fingerprint)
         if known is None:
-            known = self._lines[model.fingerprint] = (model, Line(pause_s=self._pause_s))
+            known = self._queues[model.fingerprint] = (model, CapacityQueue(pause_s=self._pause_s))
         return known[1]
 
     def _advance(self, model: ModelInfo) -> None:
-        line = self._line(model)
-        while len(line):
-            room = self._fleet.room_now(model)
-            if room is not None:
-                room -= sum(one.blocks for one in self._starting)
-            ticket = line.advance(room, self._clock())
+        queue = self._queue(model)
+        while len(queue):
+            free_blocks = self._fleet.largest_free(model)
+            if free_blocks is not None:
+                free_blocks -= sum(one.blocks for one in self._about_to_ask)
+            ticket = queue.advance(free_blocks, self._clock())
             if ticket is None:
                 break
-            self._starting.add(ticket)
-            future = self._wake[ticket]
+            self._about_to_ask.add(ticket)
+            future = self._permits[ticket]
             if not future.done():
                 future.set_result(None)
         timer = self._timers.pop(model.fingerprint, None)
         if timer is not None:
             timer.cancel()
-        if line.due_s is not None:
-            delay_s = max(line.due_s - self._clock(), 0.001)
+        if queue.due_s is not None:
+            delay_s = max(queue.due_s - self._clock(), 0.001)
             loop = asyncio.get_running_loop()
             self._timers[model.fingerprint] = loop.call_later(delay_s, self._advance, model)
 
 
-def _no_room(blocks: int, others: int) -> KVCommonsError:
+def _no_capacity(blocks: int, others: int) -> KVCommonsError:
     return CapacityExhausted(
         f"decode has no room just now for a sequence of {blocks} blocks, and {others} others wait for it: "
         "retry later, raise capacity_tokens, or add a decode or attention_pool instance",

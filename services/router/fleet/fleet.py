@@ -1,4 +1,4 @@
-"""The instances this router knows, the channels to them, and what it has under way on each."""
+"""The instances that this router knows, the channels to them, and what it has under way on each."""
 
 from __future__ import annotations
 
@@ -18,16 +18,17 @@ from kvcommons.pb.kvstore_pb2_grpc import BlocksStub, SessionsStub
 from kvcommons.pb.ledger_pb2 import Instance
 from kvcommons.pb.prefill_pb2_grpc import PrefillStub
 from kvcommons.shards import ShardView
-from services.router.capacity.occupancy import Rooms, Taken
+from services.router.capacity.occupancy import Occupancy, Reservation
 from services.router.fleet.placement import (
     Pair,
+    capacity_blocks,
     choose_pair,
+    home_of,
     of_model,
-    room_blocks,
     served_models,
+    shard_of,
     unfit_pools,
 )
-from services.router.shards import home_of, shard_of
 
 if TYPE_CHECKING:
     from kvcommons.pb.decode_pb2_grpc import DecodeAsyncStub
@@ -36,8 +37,8 @@ if TYPE_CHECKING:
 
 # A channel to an address that is in nobody's view any more is closed after so long.
 _CHANNEL_IDLE_S = 120.0
-# Room that is gone for no longer may come back: an instance that died is started again.
-_ROOM_S = 60.0
+# Capacity that has been gone for no longer may come back: an instance that died is started again.
+_CAPACITY_KEPT_S = 60.0
 
 
 class View(Protocol):
@@ -65,10 +66,10 @@ class Fleet:
         self._clock = clock
         self._channels: dict[str, tuple[grpc.aio.Channel, float]] = {}  # and when it was used last
         self._known: dict[str, ModelInfo] = {}
-        self._own: Counter[str] = Counter()
-        self.rooms = Rooms()
+        self._under_way: Counter[str] = Counter()
+        self.occupancy = Occupancy()
         self._home = b""  # the key whose home is `store`
-        self._rooms: dict[bytes, tuple[int, float]] = {}  # the largest of late by model, and when it was seen
+        self._largest_capacity: dict[bytes, tuple[int, float]] = {}  # by model, and when it was seen
 
     def models(self) -> list[ModelInfo]:
         """Those that a prefill and a decode are ready to serve; most instances first, a name once."""
@@ -106,34 +107,36 @@ class Fleet:
         failed: Collection[str],
         prefix: Sequence[bytes] = (),
     ) -> Pair | None:
-        """The pair to try next for a sequence of `tokens`, and one more. `prefix`: identities of its full
-        blocks. Raises what `check` does."""
+        """The pair to try next for a sequence of `tokens` and one more token. `prefix` has the identities of
+        its full blocks. Raises what `check` raises."""
         self.check(model, tokens)
-        decodes = of_model(self.look(), model.fingerprint)
+        decodes = of_model(self.update(), model.fingerprint)
         pools = of_model(self._view.instances("attention_pool"), model.fingerprint)
-        shared = {instance.id: self.rooms.shared(instance.id, prefix) for instance in decodes}
-        rooms = self.rooms.each(decodes, pools)
+        shared_blocks = {
+            instance.id: self.occupancy.shared_blocks(instance.id, prefix) for instance in decodes
+        }
+        free_blocks = self.occupancy.free_blocks(decodes, pools)
         return choose_pair(
             prefills=self._view.instances("prefill"),
-            decodes=[self.rooms.now(instance) for instance in decodes],
-            rooms={instance_id: room + shared[instance_id] for instance_id, room in rooms.items()},
-            shared=shared,
+            decodes=[self.occupancy.projected(instance) for instance in decodes],
+            free_blocks={name: blocks + shared_blocks[name] for name, blocks in free_blocks.items()},
+            shared_blocks=shared_blocks,
             model=model.fingerprint,
-            own=self._own,
+            under_way=self._under_way,
             affinity=affinity,
             blocks=blocks_of(model, tokens),
             failed=failed,
         )
 
     def check(self, model: ModelInfo, tokens: int) -> None:
-        """Raises ContextLengthExceeded for a sequence that has room nowhere, however long it waits."""
+        """Raises ContextLengthExceeded for a sequence that no instance can hold, however long it waits."""
         blocks = blocks_of(model, tokens)
-        room = self._room(model.fingerprint)
-        if room is not None and blocks > room:
+        capacity = self._capacity(model.fingerprint)
+        if capacity is not None and blocks > capacity:
             unfit = "".join(f"; {pool} lends nothing, for {why}" for pool, why in self.unfit_pools().items())
             raise ContextLengthExceeded(
-                f"a sequence of {tokens} tokens needs {blocks} blocks of KV, and decode has {room} in all: "
-                f"shorten the prompt, or raise capacity_tokens{unfit}",
+                f"a sequence of {tokens} tokens needs {blocks} blocks of KV, and decode has {capacity} "
+                f"in all: shorten the prompt, or raise capacity_tokens{unfit}",
                 param="messages",
             )
 
@@ -141,32 +144,40 @@ class Fleet:
         """Attention pools that can lend to no decode instance, by id: why not."""
         return unfit_pools(self._view.instances("decode"), self._view.instances("attention_pool"))
 
-    def look(self) -> list[Instance]:
-        """Hears what the last heartbeats say; the decode instances. Call it when some have come."""
+    def update(self) -> list[Instance]:
+        """Takes in what the last heartbeats say, and returns the decode instances. Call it when some came."""
         decodes = self._view.instances("decode")
-        self.rooms.hear(decodes, self._view.instances("attention_pool"))
+        self.occupancy.update(decodes, self._view.instances("attention_pool"))
         return decodes
 
-    def shared(self, model: ModelInfo, prefix: Sequence[bytes]) -> int:
-        """Leading blocks of `prefix` that running sequences have, at the instance that has most of them."""
+    def shared_blocks(self, model: ModelInfo, prefix: Sequence[bytes]) -> int:
+        """How many leading blocks of `prefix` running sequences have, at the instance that has most of
+        them."""
         decodes = of_model(self._view.instances("decode"), model.fingerprint)
-        return max((self.rooms.shared(instance.id, prefix) for instance in decodes), default=0)
+        return max((self.occupancy.shared_blocks(instance.id, prefix) for instance in decodes), default=0)
 
-    def room_now(self, model: ModelInfo) -> int | None:
-        """Blocks of the largest sequence that likely has room now; None where no decode is ready."""
-        decodes = of_model(self.look(), model.fingerprint)
+    def largest_free(self, model: ModelInfo) -> int | None:
+        """Blocks of the largest sequence that likely fits now; None where no decode instance is ready."""
+        decodes = of_model(self.update(), model.fingerprint)
         pools = of_model(self._view.instances("attention_pool"), model.fingerprint)
-        return self.rooms.largest(decodes, pools)
+        return self.occupancy.largest_free(decodes, pools)
 
-    def _room(self, model: bytes) -> int | None:
-        """Of late: None where nobody has said yet."""
-        now_s, known = self._clock(), self._rooms.get(model)
-        room = room_blocks(self._view.instances("decode"), self._view.instances("attention_pool"), model)
-        if known is not None and now_s - known[1] < _ROOM_S and (room is None or room < known[0]):
+    def _capacity(self, model: bytes) -> int | None:
+        """Blocks of the largest sequence that fitted at any time of the last minute; None where no heartbeat
+        has come yet."""
+        now_s, known = self._clock(), self._largest_capacity.get(model)
+        capacity = capacity_blocks(
+            self._view.instances("decode"), self._view.instances("attention_pool"), model
+        )
+        if (
+            known is not None
+            and now_s - known[1] < _CAPACITY_KEPT_S
+            and (capacity is None or capacity < known[0])
+        ):
             return known[0]
-        if room is not None:
-            self._rooms[model] = room, now_s
-        return room
+        if capacity is not None:
+            self._largest_capacity[model] = capacity, now_s
+        return capacity
 
     def instances(self, service: str, *, ready: bool = True) -> list[Instance]:
         return self._view.instances(service, ready=ready)
@@ -227,24 +238,24 @@ class Fleet:
         return SessionsStub(self._channel(store.control_address))
 
     @contextmanager
-    def engaged(self, pair: Pair, blocks: int, prefix: Sequence[bytes] = ()) -> Iterator[Taken]:
-        """Counts a choice as under way on both instances, and its blocks as taken: tell `rooms` of what
-        becomes of them."""
+    def reserve(self, pair: Pair, blocks: int, prefix: Sequence[bytes] = ()) -> Iterator[Reservation]:
+        """Counts a choice as under way on both instances, and its blocks as reserved, until it is left. The
+        caller reports to `occupancy` what becomes of the reservation meanwhile."""
         ids = (pair.prefill.id, pair.decode.id)
-        self._own.update(ids)
-        taken = self.rooms.take(pair.decode.id, blocks, prefix)
+        self._under_way.update(ids)
+        reservation = self.occupancy.reserve(pair.decode.id, blocks, prefix)
         try:
-            yield taken
+            yield reservation
         except Overloaded:
-            if taken.change is None:
-                self.rooms.refused(taken, taken.here)
+            if reservation.change is None:
+                self.occupancy.refuse(reservation, reservation.local)
             raise
         finally:
-            self.rooms.ended(taken)
-            self._own.subtract(ids)
+            self.occupancy.end(reservation)
+            self._under_way.subtract(ids)
             for instance_id in ids:
-                if self._own[instance_id] <= 0:
-                    del self._own[instance_id]
+                if self._under_way[instance_id] <= 0:
+                    del self._under_way[instance_id]
 
     async def close(self) -> None:
         channels = [channel for channel, _ in self._channels.values()]

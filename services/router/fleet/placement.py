@@ -1,4 +1,5 @@
-"""Which instances serve a turn: pure decisions over the directory's view and the router's own counts."""
+"""Which instances serve a turn, and which kvstore has a session or a prompt's blocks: pure decisions over the
+directory's view and the router's own counts."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 
 from kvcommons.pb import ledger_pb2
 from kvcommons.pb.common_pb2 import ModelInfo
+from kvcommons.shards import ShardView
 
 # How much busier than the idlest instance a session's own instance may be and still be preferred: what its
 # device tier saves is worth about that many sequences' share of an iteration.
@@ -38,33 +40,36 @@ def choose_pair(
     prefills: Sequence[ledger_pb2.Instance],
     decodes: Sequence[ledger_pb2.Instance],
     model: bytes,
-    own: Mapping[str, int],
+    under_way: Mapping[str, int],
     affinity: str,
     blocks: int,
     failed: Collection[str] = (),
-    rooms: Mapping[str, int] | None = None,
-    shared: Mapping[str, int] | None = None,
+    free_blocks: Mapping[str, int] | None = None,
+    shared_blocks: Mapping[str, int] | None = None,
 ) -> Pair | None:
     """The pair to try next; None when the model has no ready prefill or no ready decode.
 
-    `model`: fingerprint. `own`: choices that this router has under way, by instance id. `affinity`: what goes
-    to the same instances while they are about as busy as others: a session id, so that its device tier is
-    hit. `blocks`: room the sequence needs at the start. `failed`: ids that failed this turn lately; they are
-    taken only when there is no other. `rooms`: blocks of the largest sequence that a decode instance has room
-    for, borrowed ones included, by its id. `shared`: of its blocks, those that are there already."""
-    rooms, shared = rooms or {}, shared or {}
-    prefill = _choose(of_model(prefills, model), own, affinity, 0, failed, rooms, shared)
-    decode = _choose(of_model(decodes, model), own, affinity, blocks, failed, rooms, shared)
+    `model`: fingerprint. `under_way`: choices that this router has under way, by instance id. `affinity`:
+    what goes to the same instances while they are about as busy as others: a session id, so that its device
+    tier is hit. `blocks`: what the sequence needs at the start. `failed`: ids that failed this turn lately;
+    they are taken only when there is no other. `free_blocks`: blocks of the largest sequence that fits a
+    decode instance, borrowed ones included, by its id. `shared_blocks`: how many of the sequence's blocks
+    each has already."""
+    free_blocks, shared_blocks = free_blocks or {}, shared_blocks or {}
+    prefill = _choose(of_model(prefills, model), under_way, affinity, 0, failed, free_blocks, shared_blocks)
+    decode = _choose(
+        of_model(decodes, model), under_way, affinity, blocks, failed, free_blocks, shared_blocks
+    )
     if prefill is None or decode is None:
         return None
     return Pair(prefill=prefill, decode=decode)
 
 
-def room_blocks(
+def capacity_blocks(
     decodes: Sequence[ledger_pb2.Instance], pools: Sequence[ledger_pb2.Instance], model: bytes
 ) -> int | None:
-    """What the largest sequence may take at most, in blocks: all of one decode and, where it borrows, of
-    all others that lend. None where nobody has said yet."""
+    """Blocks that the largest sequence may take at most: all of one decode instance and, where it borrows,
+    all of those that lend. None where no heartbeat has said yet."""
     loads = [instance.load for instance in of_model(decodes, model)]
     if not any(load.total_blocks for load in loads):
         return None
@@ -119,41 +124,43 @@ def served_models(
 
 def _choose(
     candidates: Sequence[ledger_pb2.Instance],
-    own: Mapping[str, int],
+    under_way: Mapping[str, int],
     affinity: str,
     blocks: int,
     failed: Collection[str],
-    rooms: Mapping[str, int],
-    shared: Mapping[str, int],
+    free_blocks: Mapping[str, int],
+    shared_blocks: Mapping[str, int],
 ) -> ledger_pb2.Instance | None:
     if not candidates:
         return None
     fresh = [instance for instance in candidates if instance.id not in failed] or candidates
-    roomy = _with_room(fresh, blocks, rooms, shared) or fresh
-    least = min(_busy(instance, own) for instance in roomy)
+    with_room = _with_free_blocks(fresh, blocks, free_blocks, shared_blocks) or fresh
+    least = min(_busy(instance, under_way) for instance in with_room)
     near = [
-        instance for instance in roomy if _busy(instance, own) <= least + (_AFFINITY_SLACK if affinity else 0)
+        instance
+        for instance in with_room
+        if _busy(instance, under_way) <= least + (_AFFINITY_SLACK if affinity else 0)
     ]
     # Rendezvous hashing: every replica of the router prefers the same instance, with nothing to remember.
     return max(near, key=lambda instance: _weight(affinity, instance.id))
 
 
-def _with_room(
+def _with_free_blocks(
     candidates: Sequence[ledger_pb2.Instance],
     blocks: int,
-    rooms: Mapping[str, int],
-    shared: Mapping[str, int],
+    free_blocks: Mapping[str, int],
+    shared_blocks: Mapping[str, int],
 ) -> list[ledger_pb2.Instance]:
     """Those that have it themselves; else those that have it with what others lend."""
-    here = [one for one in candidates if one.load.free_blocks + shared.get(one.id, 0) >= blocks]
-    return here or [instance for instance in candidates if rooms.get(instance.id, 0) >= blocks]
+    here = [one for one in candidates if one.load.free_blocks + shared_blocks.get(one.id, 0) >= blocks]
+    return here or [instance for instance in candidates if free_blocks.get(instance.id, 0) >= blocks]
 
 
-def _busy(instance: ledger_pb2.Instance, own: Mapping[str, int]) -> float:
+def _busy(instance: ledger_pb2.Instance, under_way: Mapping[str, int]) -> float:
     """Sequences of each of its batches. The heartbeat's count is some seconds old and the own count is of
     this router alone: the larger is nearer."""
     load = instance.load
-    return max(load.running + load.queued, own.get(instance.id, 0)) / max(load.batches, 1)
+    return max(load.running + load.queued, under_way.get(instance.id, 0)) / max(load.batches, 1)
 
 
 def _weight(affinity: str, instance_id: str) -> bytes:
@@ -163,3 +170,22 @@ def _weight(affinity: str, instance_id: str) -> bytes:
 def of_model(instances: Sequence[ledger_pb2.Instance], model: bytes) -> list[ledger_pb2.Instance]:
     """Those that have the model of this fingerprint."""
     return [instance for instance in instances if instance.model.fingerprint == model]
+
+
+def home_of(
+    view: ShardView | None, stores: Sequence[ledger_pb2.Instance], home: bytes
+) -> ledger_pb2.Instance | None:
+    """The kvstore that a view gives a key to; None while it is away, or while no view is known.
+
+    A kvstore that is no shard stands alone, and is asked whatever it is about.
+    """
+    return shard_of(stores, view.home(home) if view is not None else "")
+
+
+def shard_of(stores: Sequence[ledger_pb2.Instance], name: str) -> ledger_pb2.Instance | None:
+    """Of `stores`, the best first, the process that has the shard: those that died stay in the registry for
+    some seconds."""
+    lives = [store for store in stores if store.shard.name == name]
+    if not name:
+        return lives[0] if lives else None
+    return max(lives, key=lambda store: store.started_ms, default=None)

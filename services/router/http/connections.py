@@ -34,7 +34,7 @@ class ConnectionTable(Generic[C]):
     def open(self, connection: C, address: str) -> tuple[bool, C | None]:
         """Whether a new connection is taken, and the connection that has to be closed for it.
 
-        The latter is out of the table at once. A connection that is not taken is not in the table.
+        The latter is out of the table at once. A connection that is not admitted is not in the table.
         """
         victim: C | None = None
         if self._of_address[address] >= self._per_address_max:

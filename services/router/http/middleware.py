@@ -1,4 +1,4 @@
-"""The one gate of all paths: request id, authentication, and every failure in OpenAI's shape."""
+"""The middleware that all paths pass: request id, authentication, and every failure in OpenAI's shape."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @web.middleware
-async def gate(request: web.Request, handler: Handler) -> web.StreamResponse:
+async def request_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
     serving = request.app[SERVING]
     request[REQUEST_ID] = request_id_of(request.headers.get("X-Request-Id"))
     route = request.match_info.route.resource

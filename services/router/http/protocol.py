@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 _KEEPALIVE_S = 75.0
 # Of the request line, and of a header: enough that what is merely too long (a session id, a path) comes as
-# far as to the gate, which says what is; past it the parser breaks off.
+# far as the middleware, which says what it is; beyond it the parser breaks off.
 _LINE_BYTES_MAX = 64 * 1024
 _HEAD_BYTES_MAX = 4 * _LINE_BYTES_MAX  # of all headers
 _HEADERS_TOO_LARGE = 431
@@ -78,8 +78,8 @@ class _Protocol(web.RequestHandler):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         connection = cast(asyncio.Transport, transport)
         host = (connection.get_extra_info("peername") or ("",))[0]
-        taken, closed = self._serving.connections.open(self, client_address(host))
-        if not taken:
+        admitted, closed = self._serving.connections.open(self, client_address(host))
+        if not admitted:
             self._count("refused")
             connection.write(_REFUSAL)
             connection.close()
@@ -208,7 +208,8 @@ def _malformed(error: HttpProcessingError) -> KVCommonsError:
 
 
 def _last(error: KVCommonsError, status: int) -> web.Response:
-    """The last answer of a connection, with an id: the gate was not reached, which gives ids otherwise."""
+    """The last answer of a connection. It gets its request id here, for the request did not reach the
+    middleware."""
     response = error_response(error)
     response.set_status(status)
     response.headers["X-Request-Id"] = request_id_of(None)

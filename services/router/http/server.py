@@ -1,4 +1,4 @@
-"""The HTTP server: routes behind the gate, bound to its address, drained when the router stops."""
+"""The HTTP server: routes behind the middleware, bound to its address, drained when the router stops."""
 
 from __future__ import annotations
 
@@ -12,11 +12,10 @@ from aiohttp import web
 
 from kvcommons.errors import Unavailable
 from services.router.api.openapi import describe
-from services.router.api.routes import routes
-from services.router.api.unbuilt import unbuilt
+from services.router.api.routes import routes, unbuilt
 from services.router.config import RouterConfig
 from services.router.http.connections import ConnectionTable
-from services.router.http.middleware import SERVING, add_request_id, gate
+from services.router.http.middleware import SERVING, add_request_id, request_middleware
 from services.router.http.protocol import Runner
 from services.router.serving import Serving
 
@@ -30,7 +29,7 @@ _UNBUILT = ("/v1/responses", "/v1/conversations")
 
 
 def application(serving: Serving) -> web.Application:
-    app = web.Application(middlewares=[gate], client_max_size=serving.config.max_body_bytes)
+    app = web.Application(middlewares=[request_middleware], client_max_size=serving.config.max_body_bytes)
     app[SERVING] = serving
     app.on_response_prepare.append(add_request_id)
     table = routes()

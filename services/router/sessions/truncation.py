@@ -146,7 +146,7 @@ class Context:
         return chain
 
 
-def room_for_answer(max_tokens: int | None, window: int) -> int:
+def answer_tokens_of(max_tokens: int | None, window: int) -> int:
     """Tokens that an answer wants."""
     return window // _ANSWER_SHARE if max_tokens is None else max_tokens
 
@@ -157,7 +157,7 @@ def truncation_for(
     dropped_tokens: int,
     head_tokens: int,
     new_tokens: int,
-    room: int,
+    answer_tokens: int,
     window: int,
     ratio: float,
     block_tokens: int,
@@ -168,7 +168,7 @@ def truncation_for(
     window, or as much as the turn needs, of the blocks after the head whose KV is complete. Whether the turn
     fits then is for the caller to see.
     """
-    short = kept_tokens + new_tokens + room - window
+    short = kept_tokens + new_tokens + answer_tokens - window
     if short <= 0:
         return None
     complete = reusable_blocks(kept_tokens, block_tokens) * block_tokens

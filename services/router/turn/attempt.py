@@ -15,9 +15,9 @@ from kvcommons.errors import METADATA_KEY, Internal, KVCommonsError, Overloaded,
 from kvcommons.pb import common_pb2, decode_pb2, prefill_pb2
 from kvcommons.pb.common_pb2 import ModelInfo
 from kvcommons.rblock.identity import IdentityChain, reusable_blocks
-from services.router.capacity.occupancy import Taken
+from services.router.capacity.occupancy import Reservation
 from services.router.capacity.queue import Ticket
-from services.router.capacity.queues import RoomLines
+from services.router.capacity.queues import CapacityQueues
 from services.router.fleet.fleet import Fleet, blocks_of
 from services.router.fleet.placement import Pair
 from services.router.sessions.replay import replay, stored_blocks
@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 _LINGER_S = 2.0
 _CALL_S_MIN = 0.001
-_MATCHED_S = 1.0  # after so long in the line more may be stored than there was
+_MATCHED_S = 1.0  # after so long in the capacity queue more may be stored than before
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +55,7 @@ class JobContext:
 
 
 class Attempt:
-    """Runs until `close`. Events go to `hear`, on the event loop."""
+    """Runs until `close`. Events go to `emit`, on the event loop."""
 
     def __init__(
         self,
@@ -64,13 +64,13 @@ class Attempt:
         choice: Choice,
         block_ids: Sequence[bytes],
         fleet: Fleet,
-        lines: RoomLines,
+        queues: CapacityQueues,
         ticket: Ticket,
         failed: Collection[str],
-        hear: Callable[[ev.Event], None],
+        emit: Callable[[ev.Event], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`block_ids`: of the full blocks of `choice.tokens`; `ticket`: the choice's, in `lines`; `failed`:
+        """`block_ids`: of the full blocks of `choice.tokens`; `ticket`: the choice's, in `queues`; `failed`:
         instances better avoided."""
         self.failed_ids: set[str] = set()  # instances on which this attempt failed
         self.refused = False  # decode had no room; the ticket waits for the next attempt
@@ -83,10 +83,10 @@ class Attempt:
         self._block_ids = block_ids[: reusable_blocks(len(self._tokens), job.model.block_tokens)]
         self._prefix = self._block_ids if job.reuse else ()  # what it may share with others
         self._fleet = fleet.homed(job.home or (block_ids[0] if block_ids else job.turn_id.encode()))
-        self._lines = lines
+        self._queues = queues
         self._ticket = ticket
         self._failed = failed
-        self._hear = hear
+        self._deliver = emit
         self._clock = clock
         self._history = common_pb2.History()
         self._truncated = job.context.now.message() if job.context is not None else None
@@ -122,36 +122,36 @@ class Attempt:
             self._fleet.check(self._job.model, len(self._tokens))
             self._history = await self._match()
             await self._make_history()
-            await self._take_turn(at)
+            await self._wait_and_stream(at)
         except KVCommonsError as error:
-            if isinstance(error, Overloaded) and self._pair is not None and not self._ticket.has_place:
+            if isinstance(error, Overloaded) and self._pair is not None and not self._ticket.has_reservation:
                 self.refused = True
-                self._tell(ev.Refused(error=error, **at))
+                self._emit(ev.Refused(error=error, **at))
                 return
             if self._pair is not None:
                 self._blame(self._pair.decode.id, error)
-            self._tell(ev.DecodeFailed(error=error, **at))
+            self._emit(ev.DecodeFailed(error=error, **at))
         except Exception:
             log.exception("an attempt failed unexpectedly")
-            self._tell(
+            self._emit(
                 ev.DecodeFailed(error=Internal("the router failed unexpectedly; its log says why"), **at)
             )
 
-    async def _take_turn(self, at: dict[str, int]) -> None:
-        """Waits until there is room, and streams to the end."""
+    async def _wait_and_stream(self, at: dict[str, int]) -> None:
+        """Waits for a permit to ask for room, then streams to the end."""
         model, tokens = self._job.model, len(self._tokens)
 
         def waits(error: KVCommonsError) -> None:
-            self._tell(ev.Waits(error=error, **at))
+            self._emit(ev.Waits(error=error, **at))
 
-        async with self._lines.turn(self._ticket, model, tokens, waits, self._prefix) as waited_s:
+        async with self._queues.permit(self._ticket, model, tokens, waits, self._prefix) as waited_s:
             self._pair = pair = self._place()
-            with self._fleet.engaged(pair, blocks_of(model, tokens), self._prefix) as taken:
+            with self._fleet.reserve(pair, blocks_of(model, tokens), self._prefix) as reservation:
                 if waited_s > _MATCHED_S:
                     found = await self._match()
                     if found.matched_blocks > self._history.matched_blocks:
                         self._history = found
-                finished = await self._stream(pair, taken, at)
+                finished = await self._stream(pair, reservation, at)
         if not finished:
             raise Unavailable("decode ended its stream without a reason")
 
@@ -171,49 +171,51 @@ class Attempt:
             )
         return pair
 
-    async def _stream(self, pair: Pair, taken: Taken, at: dict[str, int]) -> bool:
+    async def _stream(self, pair: Pair, reservation: Reservation, at: dict[str, int]) -> bool:
         """Whether the stream came to its Finished."""
         length = len(self._tokens)
-        request = decode_pb2.GenerateRequest(job=self._message(), start_wait_ms=int(self._left_s() * 1000))
-        call = self._fleet.decode(pair.decode).Generate(request, timeout=self._left_s())
+        request = decode_pb2.GenerateRequest(
+            job=self._message(), start_wait_ms=int(self._remaining_s() * 1000)
+        )
+        call = self._fleet.decode(pair.decode).Generate(request, timeout=self._remaining_s())
         try:
             async for event in call:
                 match event.WhichOneof("event"):
                     case "tokens":
                         length += len(event.tokens.tokens)
-                        self._fleet.rooms.grown(taken, blocks_of(self._job.model, length))
-                        self._tell(ev.Tokens(tokens=tuple(event.tokens.tokens), **at))
+                        self._fleet.occupancy.grow(reservation, blocks_of(self._job.model, length))
+                        self._emit(ev.Tokens(tokens=tuple(event.tokens.tokens), **at))
                     case "reserved":
                         self._targets = event.reserved.placements
-                        self._reserved(taken, event.reserved)
+                        self._reserved(reservation, event.reserved)
                         reserved = event.reserved
-                        self._tell(
+                        self._emit(
                             ev.Reserved(
                                 push_from_block=reserved.push_from_block, computes=reserved.computes, **at
                             )
                         )
                     case "prefilled":
-                        self._tell(_first(event.prefilled, at))
+                        self._emit(_first(event.prefilled, at))
                     case "missing":
-                        self._tell(ev.Missing(push_from_block=event.missing.push_from_block, **at))
+                        self._emit(ev.Missing(push_from_block=event.missing.push_from_block, **at))
                     case "finished":
-                        taken.finished = event.finished.change
-                        self._tell(ev.Finished(reason=event.finished.reason, **at))
+                        reservation.reported_end = event.finished.change
+                        self._emit(ev.Finished(reason=event.finished.reason, **at))
                         return True
         finally:
             call.cancel()
         return False
 
-    def _reserved(self, taken: Taken, reserved: decode_pb2.Reserved) -> None:
+    def _reserved(self, reservation: Reservation, reserved: decode_pb2.Reserved) -> None:
         blocks = [placement.blocks for placement in reserved.placements]  # its own first
-        self._fleet.rooms.reserved(
-            taken,
+        self._fleet.occupancy.confirm(
+            reservation,
             change=reserved.change,
-            here=sum(blocks[:1]),
-            away=sum(blocks[1:]),
+            local=sum(blocks[:1]),
+            remote=sum(blocks[1:]),
             epoch=reserved.placements[0].epoch if reserved.placements else 0,
         )
-        self._lines.placed(self._ticket, self._job.model)
+        self._queues.reserved(self._ticket, self._job.model)
 
     async def _prefill(self, push_from_block: int) -> None:
         at = {"choice": self._choice.index, "attempt": self._number}
@@ -222,23 +224,23 @@ class Attempt:
             job=self._message(), targets=self._targets, push_from_block=push_from_block
         )
         try:
-            call = self._fleet.prefill(self._pair.prefill).Compute(request, timeout=self._left_s())
+            call = self._fleet.prefill(self._pair.prefill).Compute(request, timeout=self._remaining_s())
             try:
                 async for event in call:
                     if event.WhichOneof("event") == "started":
-                        self._tell(ev.PrefillStarted(**at))
+                        self._emit(ev.PrefillStarted(**at))
                     elif event.WhichOneof("event") == "first":
-                        self._tell(_first(event.first, at))
+                        self._emit(_first(event.first, at))
                         return
             finally:
                 call.cancel()
             raise Unavailable("prefill ended its stream without a token")
         except KVCommonsError as error:
             self._blame(self._pair.prefill.id, error)
-            self._tell(ev.PrefillFailed(error=error, **at))
+            self._emit(ev.PrefillFailed(error=error, **at))
         except Exception:
             log.exception("an attempt failed unexpectedly")
-            self._tell(
+            self._emit(
                 ev.PrefillFailed(error=Internal("the router failed unexpectedly; its log says why"), **at)
             )
 
@@ -267,7 +269,7 @@ class Attempt:
         matched = 0
         if self._job.reuse:
             stored = await stored_blocks(
-                self._fleet, self._job.model, self._block_ids, timeout_s=self._left_s()
+                self._fleet, self._job.model, self._block_ids, timeout_s=self._remaining_s()
             )
             matched = stored or 0
         return common_pb2.History(
@@ -287,16 +289,16 @@ class Attempt:
                 self._message(),
                 context,
                 self._job.model,
-                timeout_s=self._left_s(),
+                timeout_s=self._remaining_s(),
             )
         except KVCommonsError as error:
             self._blame(pair.prefill.id, error)
             raise
         self._history = await self._match()
 
-    def _tell(self, event: ev.Event) -> None:
+    def _emit(self, event: ev.Event) -> None:
         if not self._closed:
-            self._hear(event)
+            self._deliver(event)
 
     def _blame(self, instance_id: str, error: KVCommonsError) -> None:
         """An instance that cannot be reached is left out by all requests, until its next heartbeat."""
@@ -304,7 +306,7 @@ class Attempt:
         if isinstance(error, Unavailable) and _unreached(error):
             self._fleet.suspect(instance_id)
 
-    def _left_s(self) -> float:
+    def _remaining_s(self) -> float:
         return max(self._job.deadline_s - self._clock(), _CALL_S_MIN)
 
 

@@ -6,8 +6,8 @@
 
 Tokens are known by their position, so that one heard twice (from prefill and from decode, or after a
 resumption) counts once, and one that comes early waits for those before it. Decode's stream may overtake
-prefill's: what decode sends waits a moment until prefill has told what it reused, and the end of the answer
-as long as a silent stream is waited for, for it would else come without that account."""
+prefill's: what decode sends is held for a moment until prefill has said what it reused. The end of the answer
+is held as long as a silent stream is waited for, for it would otherwise come without that account."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ _ACCOUNT_S = 2.0
 class Patience:
     """`resume_s`: how long without a new token while attempts fail. `stall_s`: how long a decode stream may
     be silent. `strikes`: how many attempts in a row may fail after prefill began to compute, for a request
-    that kills its instances must not go through all of them. For room in memory a choice waits as long as its
-    request may."""
+    that kills its instances must not go through all of them. A choice waits for room in memory
+    as long as its request may."""
 
     resume_s: float
     stall_s: float
@@ -291,11 +291,11 @@ class Choice:
         shown: list[Shown] = []
         while not self.ended:
             position = len(self.prompt) + len(self.answer.tokens)
-            following = self._early.pop(position, None)
-            if following is None:
+            token = self._early.pop(position, None)
+            if token is None:
                 break
             self._progress(now_s)
-            piece = self.answer.push(following)
+            piece = self.answer.push(token)
             if piece.reason is None and position + 1 >= self.max_position:
                 piece = _joined(piece, self.answer.end("length"))
             text.append(piece.text)
@@ -351,8 +351,8 @@ class Choice:
             self.waits_for = error
         full = isinstance(error, Overloaded)
         stuck = now_s - self._stuck_s >= self._patience.resume_s and not full
-        spent = stuck or self._strikes >= self._patience.strikes
-        if spent or isinstance(error, _FINAL):
+        exhausted = stuck or self._strikes >= self._patience.strikes
+        if exhausted or isinstance(error, _FINAL):
             self.error = error
             return [ev.Release(choice=self.index, attempt=self._attempt)]
         delay_s = 0.0

@@ -11,7 +11,7 @@ from itertools import count
 from kvcommons.errors import DeadlineExceeded, KVCommonsError
 from kvcommons.rblock.identity import IdentityChain
 from services.router.capacity.queue import Ticket
-from services.router.capacity.queues import RoomLines
+from services.router.capacity.queues import CapacityQueues
 from services.router.fleet.fleet import Fleet
 from services.router.turn import events as ev
 from services.router.turn.attempt import Attempt, JobContext
@@ -24,7 +24,7 @@ _AVOID_S = 3.0
 
 class Dispatch:
     def __init__(self, fleet: Fleet, clock: Callable[[], float] = time.monotonic) -> None:
-        self.lines = RoomLines(fleet, clock)
+        self.queues = CapacityQueues(fleet, clock)
         self._fleet = fleet
         self._clock = clock
         self._requests = count()  # as they come
@@ -38,7 +38,7 @@ class Dispatch:
         `lost` says why the turn may not go on (its session's lease was lost). Close the generator to cancel
         the turn: both calls of each attempt end. Raises the turn's error, or DeadlineExceeded.
         """
-        run = _Run(turn, job, self._fleet, self.lines, next(self._requests), self._clock)
+        run = _Run(turn, job, self._fleet, self.queues, next(self._requests), self._clock)
         try:
             run.carry_out(turn.begin())
             while not turn.done:
@@ -71,7 +71,7 @@ class _Run:
         turn: Turn,
         job: JobContext,
         fleet: Fleet,
-        lines: RoomLines,
+        queues: CapacityQueues,
         number: int,
         clock: Callable[[], float],
     ) -> None:
@@ -79,11 +79,11 @@ class _Run:
         self._turn = turn
         self._job = job
         self._fleet = fleet
-        self._lines = lines
+        self._queues = queues
         self._number = number
         self._tickets: dict[int, Ticket] = {}  # of each choice
         self._clock = clock
-        self._heard: list[ev.Event] = []
+        self._events: list[ev.Event] = []
         self._wake = asyncio.Event()
         self._attempts: dict[int, Attempt] = {}  # of each choice
         self._lingering: list[Attempt] = []
@@ -99,14 +99,14 @@ class _Run:
         if now_s >= self._job.deadline_s:
             late = DeadlineExceeded("the request's deadline passed before its answer was complete")
             raise self._turn.waits_for or late
-        if not self._heard:
+        if not self._events:
             try:
                 async with asyncio.timeout(max(0.0, min(self._tick_s, self._job.deadline_s) - now_s)):
                     await self._wake.wait()
             except TimeoutError:
                 pass
         self._wake.clear()
-        heard, self._heard = self._heard, []
+        heard, self._events = self._events, []
         now_s = self._clock()
         found: list[ev.Delta] = []
         for event in heard:
@@ -148,7 +148,7 @@ class _Run:
             attempt.close()
         self._attempts.clear()
         for ticket in self._tickets.values():
-            self._lines.leave(ticket, self._job.model)
+            self._queues.leave(ticket, self._job.model)
         lingering, self._lingering = self._lingering, []
         return lingering
 
@@ -167,10 +167,10 @@ class _Run:
             choice=choice,
             block_ids=chain.ids,
             fleet=self._fleet,
-            lines=self._lines,
+            queues=self._queues,
             ticket=ticket,
             failed=frozenset(self._avoid),
-            hear=self._hear,
+            emit=self._deliver,
             clock=self._clock,
         )
 
@@ -181,17 +181,17 @@ class _Run:
         attempt.close()
         if not attempt.refused:
             # Not used again: the attempt that had it may still be about to end.
-            self._lines.leave(self._tickets.pop(action.choice), self._job.model)
+            self._queues.leave(self._tickets.pop(action.choice), self._job.model)
         until_s = self._clock() + _AVOID_S
         self._avoid.update(dict.fromkeys(attempt.failed_ids, until_s))
 
     def _retry(self, action: ev.Retry) -> None:
         due = ev.RetryDue(choice=action.choice, attempt=action.attempt)
         loop = asyncio.get_running_loop()
-        self._timers[action.choice] = loop.call_later(action.delay_s, self._hear, due)
+        self._timers[action.choice] = loop.call_later(action.delay_s, self._deliver, due)
 
-    def _hear(self, event: ev.Event) -> None:
-        self._heard.append(event)
+    def _deliver(self, event: ev.Event) -> None:
+        self._events.append(event)
         self._wake.set()
 
 

@@ -36,9 +36,9 @@ from services.router.sessions.replay import stored_of_stages
 from services.router.sessions.truncation import (
     Context,
     Truncation,
+    answer_tokens_of,
     recomputed,
     replay_costs,
-    room_for_answer,
     truncation_for,
 )
 from services.router.sessions.turn import SessionTurn
@@ -51,22 +51,21 @@ from services.router.turn.turn import Turn
 
 
 @dataclass(slots=True, kw_only=True)
-class _Times:
-    """On the clock."""
+class _Timestamps:
+    """When things happened, by the clock."""
 
     received_s: float
-    queued_s: float = 0.0  # how long
+    queued_s: float = 0.0  # a duration
     last_token_s: float | None = None
     committed_s: float | None = None
-    of_choice_s: dict[int, float] = field(default_factory=dict)  # the last delta
+    of_choice_s: dict[int, float] = field(default_factory=dict)  # of each choice's last delta
 
 
-class Generation:
+class RequestLifecycle:
     """Use it as a context manager: leaving it without a commit abandons the session's turn.
 
-    `plan_chat` or `plan_completion`, then iterate over `deltas`; when that ends, the turn is committed and
-    `turn` has all there is to tell.
-    """
+    Call `plan_chat` or `plan_completion`, then iterate over `deltas`: when that ends, the turn is committed,
+    and `turn` has its result."""
 
     def __init__(self, serving: Serving, *, tenant: Tenant) -> None:
         self.model: ModelInfo
@@ -83,9 +82,9 @@ class Generation:
         self._new: list[Message] = []
         self.context: Context | None = None  # of a session
         self._truncation: Truncation | None = None  # with which this turn begins
-        self._times = _Times(received_s=serving.clock())
+        self._times = _Timestamps(received_s=serving.clock())
 
-    async def __aenter__(self) -> Generation:
+    async def __aenter__(self) -> RequestLifecycle:
         return self
 
     async def __aexit__(
@@ -198,12 +197,12 @@ class Generation:
             lease_ms=self._serving.config.lease_ms,
         )
         # Not cancelled with the request: the store may have given the lease already, and nobody would know of
-        # it, so that the session would be taken until the lease runs out.
+        # it, so that the session would be locked until the lease runs out.
         beginning = asyncio.create_task(begin)
         try:
             return await asyncio.shield(beginning)
         except asyncio.CancelledError:
-            self._serving.in_background(_give_back(beginning))
+            self._serving.in_background(_abandon_when_begun(beginning))
             raise
 
     async def _context(
@@ -222,7 +221,7 @@ class Generation:
                 dropped_tokens=dropped,
                 head_tokens=head,
                 new_tokens=len(new),
-                room=room_for_answer(max_tokens_of(request), model.context_window),
+                answer_tokens=answer_tokens_of(max_tokens_of(request), model.context_window),
                 window=model.context_window,
                 ratio=config.truncation_ratio,
                 block_tokens=model.block_tokens,
@@ -371,7 +370,7 @@ class Generation:
             metrics.succeeded(choice.finish_reason or "")
 
 
-async def _give_back(beginning: asyncio.Task[SessionTurn]) -> None:
+async def _abandon_when_begun(beginning: asyncio.Task[SessionTurn]) -> None:
     """The lease of a turn whose client went away before it had begun."""
     try:
         turn = await beginning

@@ -12,7 +12,7 @@ from services.router.turn.choice import Choice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Usage:
+class TokenUsage:
     """In tokens. `cached_tokens` of `prompt_tokens` were not computed."""
 
     prompt_tokens: int
@@ -59,9 +59,9 @@ class Turn:
         return min(times, default=None)
 
     @property
-    def usage(self) -> Usage:
+    def usage(self) -> TokenUsage:
         leaders = [choices[0] for choices in self._prompts]
-        return Usage(
+        return TokenUsage(
             prompt_tokens=sum(len(choice.prompt) for choice in leaders),
             completion_tokens=sum(len(choice.answer.tokens) for choice in self.choices),
             cached_tokens=sum(choice.reuse.cached_tokens for choice in leaders if choice.reuse is not None),

@@ -7,7 +7,7 @@ from typing import Any
 
 from kvcommons.pb import kvstore_pb2 as pb
 from kvcommons.pb import ledger_pb2
-from services.router.admission.look_ahead import LookAhead
+from services.router.admission.look_ahead import QueueLookAhead
 from services.router.admission.queue import Job, JobQueue, Prefix
 from services.router.admission.scheduling import ABSENT, DEVICE, DISK, DRAM, scheduling
 
@@ -49,17 +49,19 @@ def chained(text: str) -> list[bytes]:
     return [text[: end + 1].encode() for end in range(len(text))]
 
 
-def queue_of(fleet: Fleet) -> tuple[JobQueue, LookAhead]:
+def queue_of(fleet: Fleet) -> tuple[JobQueue, QueueLookAhead]:
     queue = JobQueue(max_running=1, max_waiting=100, policy=scheduling("fpf"))
     queue.submit(cost=1, now_s=0.0, deadline_s=1e9)
     anything: Any = fleet
-    return queue, LookAhead(queue, anything, router="r", jobs_max=0, asks_distance=True, clock=lambda: 5.0)
+    return queue, QueueLookAhead(
+        queue, anything, router="r", jobs_max=0, asks_distance=True, clock=lambda: 5.0
+    )
 
 
-def wait(queue: JobQueue, look_ahead: LookAhead, ids: Sequence[bytes]) -> Job:
+def wait(queue: JobQueue, look_ahead: QueueLookAhead, ids: Sequence[bytes]) -> Job:
     job = queue.submit(cost=1, now_s=0.0, deadline_s=1e9)
-    queue.knows(job, Prefix(model=b"m", block_ids=ids))
-    look_ahead.waits(job)
+    queue.set_prefix(job, Prefix(model=b"m", block_ids=ids))
+    look_ahead.enqueued(job)
     return job
 
 
@@ -72,14 +74,14 @@ async def test_one_answer_serves_all_that_begin_alike() -> None:
     alike = [wait(queue, look_ahead, chained("a" * 9 + chr(0x100 + n))) for n in range(30)]
     other = wait(queue, look_ahead, chained("b" * 9 + "x"))
     same = wait(queue, look_ahead, chained("b" * 9 + "x"))
-    await look_ahead._look()
+    await look_ahead._refresh()
     assert fleet.asked == 2
     assert {job.distance for job in alike} == {(9 * DRAM + ABSENT) / 10}
     assert other.distance == same.distance == (9 * DISK + ABSENT) / 10
     late = wait(queue, look_ahead, chained("a" * 9 + "late"))
     assert late.distance == (9 * DRAM + 4 * ABSENT) / 13  # known before anybody asked
     asked = fleet.asked
-    await look_ahead._look()
+    await look_ahead._refresh()
     assert fleet.asked == asked  # all of it is fresh
 
 
@@ -94,7 +96,7 @@ async def test_a_round_asks_of_as_many_prefixes_as_it_may() -> None:
         for own in range(1, 5)
     ]
     for asked in (8, 16, 20, 20):
-        await look_ahead._look()
+        await look_ahead._refresh()
         assert fleet.asked == asked
     assert all(job.distance < ABSENT for job in jobs)
 
@@ -103,7 +105,7 @@ async def test_what_starts_comes_near_and_drives_others_away() -> None:
     fleet = Fleet(dict.fromkeys(chained("a" * 8), pb.TIER_DISK))
     queue, look_ahead = queue_of(fleet)
     first, second = (wait(queue, look_ahead, chained("a" * 8)) for _ in range(2))
-    await look_ahead._look()
+    await look_ahead._refresh()
     assert second.distance == DISK
     look_ahead.started(first)
     assert (second.distance, second.on_device) == (DEVICE, 8)

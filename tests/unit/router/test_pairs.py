@@ -11,7 +11,7 @@ from kvcommons.errors import ContextLengthExceeded
 from kvcommons.pb.common_pb2 import ModelInfo
 from kvcommons.pb.ledger_pb2 import HeadPart, Instance, Load
 from services.router.fleet.fleet import Fleet
-from services.router.fleet.placement import Pair, choose_pair, room_blocks, served_models, unfit_pools
+from services.router.fleet.placement import Pair, capacity_blocks, choose_pair, served_models, unfit_pools
 
 MODEL = b"m" * 32
 
@@ -30,7 +30,7 @@ def choose(
     prefills: list[Instance],
     decodes: list[Instance],
     *,
-    own: dict[str, int] | None = None,
+    under_way: dict[str, int] | None = None,
     affinity: str = "",
     failed: tuple[str, ...] = (),
 ) -> Pair | None:
@@ -38,7 +38,7 @@ def choose(
         prefills=prefills,
         decodes=decodes,
         model=MODEL,
-        own=own or {},
+        under_way=under_way or {},
         affinity=affinity,
         blocks=10,
         failed=failed,
@@ -57,7 +57,7 @@ def test_the_least_busy_counting_what_is_under_way_here() -> None:
     pair = choose(
         [instance("p1", queued=3), instance("p2", running=1)],
         [instance("d1"), instance("d2")],
-        own={"d1": 2},
+        under_way={"d1": 2},
     )
     assert pair is not None
     assert (pair.prefill.id, pair.decode.id) == ("p2", "d2")
@@ -67,12 +67,12 @@ def test_a_decode_with_two_batches_gets_twice_the_sequences() -> None:
     """The first of a group that rotates: its batches and those of the others are to be alike."""
     first, second = instance("d1"), instance("d2")
     first.load.batches = 2
-    own = {"d1": 0, "d2": 0}
+    under_way = {"d1": 0, "d2": 0}
     for _ in range(30):
-        pair = choose([instance("p")], [first, second], own=own)
+        pair = choose([instance("p")], [first, second], under_way=under_way)
         assert pair is not None
-        own[pair.decode.id] += 1
-    assert own == {"d1": 20, "d2": 10}
+        under_way[pair.decode.id] += 1
+    assert under_way == {"d1": 20, "d2": 10}
 
 
 def test_decode_with_room_goes_first_and_none_at_all_is_no_reason_to_refuse() -> None:
@@ -88,10 +88,10 @@ def test_who_has_room_with_what_others_lend_goes_before_who_has_none() -> None:
         prefills=[instance("p")],
         decodes=decodes,
         model=MODEL,
-        own={},
+        under_way={},
         affinity="",
         blocks=10,
-        rooms={"d1": 8, "d2": 12},
+        free_blocks={"d1": 8, "d2": 12},
     )
     assert pair is not None
     assert pair.decode.id == "d2"
@@ -104,10 +104,12 @@ def test_sessions_stay_where_they_were_until_it_is_much_busier() -> None:
         pair = choose([instance("p")], decodes, affinity=session)
         assert pair is not None
         home[session] = pair.decode.id
-        again = choose([instance("p")], list(reversed(decodes)), affinity=session, own={pair.decode.id: 3})
+        again = choose(
+            [instance("p")], list(reversed(decodes)), affinity=session, under_way={pair.decode.id: 3}
+        )
         assert again is not None
         assert again.decode.id == home[session]
-        busy = choose([instance("p")], decodes, affinity=session, own={pair.decode.id: 9})
+        busy = choose([instance("p")], decodes, affinity=session, under_way={pair.decode.id: 9})
         assert busy is not None
         assert busy.decode.id != home[session]
     assert len(set(home.values())) == 4
@@ -125,20 +127,20 @@ def test_room_is_all_of_one_decode_and_of_all_others_that_lend() -> None:
     pools = [instance("a1"), instance("a2", model=b"x" * 32)]
     for pool in pools:
         pool.load.total_blocks = 100
-    assert room_blocks(decodes, pools, MODEL) == 130
-    assert room_blocks([instance("d3")], pools, MODEL) is None
+    assert capacity_blocks(decodes, pools, MODEL) == 130
+    assert capacity_blocks([instance("d3")], pools, MODEL) is None
     decodes[0].load.lendable_blocks = 5
-    assert room_blocks(decodes, pools, MODEL) == 140
+    assert capacity_blocks(decodes, pools, MODEL) == 140
     decodes[1].load.loans["d1"] = 1
-    assert room_blocks(decodes, pools, MODEL) == 140
+    assert capacity_blocks(decodes, pools, MODEL) == 140
     heads = [instance(f"h{number}") for number in range(2)]
     for number, pool in enumerate(heads):  # the same blocks, half of the heads each
         pool.load.total_blocks = 50
         pool.heads.CopyFrom(HeadPart(group="g", number=number, parts=2))
-    assert room_blocks(decodes, [*pools, *heads], MODEL) == 190
+    assert capacity_blocks(decodes, [*pools, *heads], MODEL) == 190
     for decode in decodes:  # which borrow nothing, whoever lends
         decode.load.only_here = True
-    assert room_blocks(decodes, [*pools, *heads], MODEL) == 30
+    assert capacity_blocks(decodes, [*pools, *heads], MODEL) == 30
 
 
 def test_models_need_both_services() -> None:

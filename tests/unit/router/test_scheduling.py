@@ -16,7 +16,7 @@ from services.router.admission.scheduling import ABSENT, DEVICE, DISK, DRAM, sch
 def queued(queue: JobQueue, distance: float, now_s: float, prefix: bytes = b"") -> Job:
     """`prefix`: its blocks, of one letter each; none of them is on the device."""
     job = queue.submit(cost=1, now_s=now_s, deadline_s=1e9)
-    queue.knows(job, Prefix(model=b"model", block_ids=[prefix[: end + 1] for end in range(len(prefix))]))
+    queue.set_prefix(job, Prefix(model=b"model", block_ids=[prefix[: end + 1] for end in range(len(prefix))]))
     job.distance = distance
     return job
 
@@ -88,7 +88,7 @@ def test_companions_share_the_next_block_that_is_missing_on_the_device() -> None
     for job in jobs[1:]:
         job.on_device = len(b"sys-")  # "-a" is wanted by one now, "-b" by two
     assert [job for job, _ in queue.look_ahead(9, 10.0)] == [jobs[2], jobs[3], jobs[0], jobs[1]]
-    queue.leave(jobs[3], 10.0)  # who leaves is no companion
+    queue.leave(jobs[3], 10.0)  # who leaves is no sharer
     assert [job for job, _ in queue.look_ahead(9, 10.0)] == [jobs[0], jobs[1], jobs[2]]
 
 
@@ -115,7 +115,7 @@ def test_bounded_never_passes_its_bound(seed: int, overtakes_max: int, max_runni
         for _ in range(rng.randint(0, 2)):
             ahead = len(queue.jobs)
             job = queue.submit(cost=rng.randint(1, max_running), now_s=now_s, deadline_s=1e9)
-            queue.knows(job, Prefix(model=b"model", block_ids=[b"%d" % rng.randrange(5)]))
+            queue.set_prefix(job, Prefix(model=b"model", block_ids=[b"%d" % rng.randrange(5)]))
             job.distance = rng.choice((DEVICE, DRAM, DISK, ABSENT))
             if job.started_s is None:
                 came[job] = (starts, ahead)

@@ -11,9 +11,9 @@ from kvcommons.rblock.identity import IdentityChain
 from services.router.sessions.truncation import (
     Context,
     Truncation,
+    answer_tokens_of,
     recomputed,
     replay_costs,
-    room_for_answer,
     truncation_for,
 )
 
@@ -66,8 +66,8 @@ def test_the_second_one_counts_from_where_the_session_is() -> None:
 
 
 def test_an_answer_without_a_bound_wants_a_share_of_the_window() -> None:
-    assert room_for_answer(None, 4096) == 512
-    assert room_for_answer(7, 4096) == 7
+    assert answer_tokens_of(None, 4096) == 512
+    assert answer_tokens_of(7, 4096) == 7
 
 
 def test_without_truncations_a_context_is_the_plain_prompt() -> None:
@@ -147,7 +147,7 @@ def test_sessions_of_any_course_are_told_alike_by_all_who_chain() -> None:
         for _ in range(6):
             new = draw.randrange(1, 40)
             one = truncation_for(
-                kept_tokens=kept, dropped_tokens=dropped, head_tokens=head, new_tokens=new, room=4, window=64,
+                kept_tokens=kept, dropped_tokens=dropped, head_tokens=head, new_tokens=new, answer_tokens=4, window=64,
                 ratio=draw.choice([0.1, 0.5, 0.9]), block_tokens=BLOCK,
             )  # fmt: skip
             if one is not None:

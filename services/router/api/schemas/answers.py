@@ -8,33 +8,33 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 
-class Answer(BaseModel):
+class AnswerBody(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class ErrorBody(Answer):
+class ErrorBody(AnswerBody):
     message: str = Field(description="What is wrong and what to do.")
     type: str
     param: str | None = Field(description="The field at fault, as a path: messages[0].content")
     code: str | None
 
 
-class Error(Answer):
+class Error(AnswerBody):
     error: ErrorBody
 
 
-class PromptTokensDetails(Answer):
+class PromptTokensDetails(AnswerBody):
     cached_tokens: int = Field(description="Of the prompt: their KV was found and not computed.")
 
 
-class Usage(Answer):
+class UsageInfo(AnswerBody):
     prompt_tokens: int = Field(description="The session so far included.")
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
 
 
-class TopLogprob(Answer):
+class TopLogprob(AnswerBody):
     token: str
     logprob: float
     bytes: list[int]
@@ -44,25 +44,25 @@ class TokenLogprob(TopLogprob):
     top_logprobs: list[TopLogprob]
 
 
-class ChatLogprobs(Answer):
+class ChatLogprobs(AnswerBody):
     content: list[TokenLogprob]
     refusal: None
 
 
-class AssistantMessage(Answer):
+class AssistantMessage(AnswerBody):
     role: Literal["assistant"]
     content: str
     refusal: None
 
 
-class ChatChoice(Answer):
+class ChatChoice(AnswerBody):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length"]
 
 
-class SessionTruncation(Answer):
+class SessionTruncation(AnswerBody):
     dropped_tokens: int = Field(description="Of the session so far: the model does not see them any more.")
     kv: Literal["kept", "replayed", "recomputed"] = Field(
         description="The KV of what is left: in use as it was; lost, and made again from all tokens; or "
@@ -70,31 +70,31 @@ class SessionTruncation(Answer):
     )
 
 
-class ChatCompletion(Answer):
+class ChatCompletion(AnswerBody):
     id: str
     object: Literal["chat.completion"]
     created: int
     model: str
     choices: list[ChatChoice]
-    usage: Usage
+    usage: UsageInfo
     system_fingerprint: str
     session_id: str | None = Field(None, description="Where the call had one.")
     truncation: SessionTruncation | None = Field(None, description="Of a session that was truncated.")
 
 
-class ChatDelta(Answer):
+class ChatDelta(AnswerBody):
     role: Literal["assistant"] | None = None
     content: str | None = None
 
 
-class ChatChunkChoice(Answer):
+class ChatChunkChoice(AnswerBody):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
     finish_reason: Literal["stop", "length"] | None
 
 
-class Timings(Answer):
+class Timings(AnswerBody):
     queue_ms: float
     ttft_ms: float = Field(description="From the request's arrival to its first token.")
     prefill_queue_ms: float
@@ -107,34 +107,34 @@ class Timings(Answer):
     resumptions: int = Field(description="How often the turn went on on other instances.")
 
 
-class ChatCompletionChunk(Answer):
+class ChatCompletionChunk(AnswerBody):
     id: str
     object: Literal["chat.completion.chunk"]
     created: int
     model: str
     choices: list[ChatChunkChoice]
     system_fingerprint: str
-    usage: Usage | None = None
+    usage: UsageInfo | None = None
     timings: Timings | None = Field(None, description="In the chunk that has the usage.")
     session_id: str | None = None
     truncation: SessionTruncation | None = None
 
 
-class CompletionLogprobs(Answer):
+class CompletionLogprobs(AnswerBody):
     tokens: list[str]
     token_logprobs: list[float]
     top_logprobs: list[dict[str, float]]
     text_offset: list[int]
 
 
-class CompletionChoice(Answer):
+class CompletionChoice(AnswerBody):
     index: int
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"] | None
 
 
-class Completion(Answer):
+class Completion(AnswerBody):
     """Also each chunk of a stream, where `finish_reason` is null until the last one of a choice."""
 
     id: str
@@ -143,11 +143,11 @@ class Completion(Answer):
     model: str
     choices: list[CompletionChoice]
     system_fingerprint: str
-    usage: Usage | None = None
+    usage: UsageInfo | None = None
     timings: Timings | None = None
 
 
-class Model(Answer):
+class ModelCard(AnswerBody):
     id: str
     object: Literal["model"]
     created: int
@@ -155,12 +155,12 @@ class Model(Answer):
     max_model_len: int = Field(description="The context window, in tokens.")
 
 
-class ModelList(Answer):
+class ModelList(AnswerBody):
     object: Literal["list"]
-    data: list[Model]
+    data: list[ModelCard]
 
 
-class Session(Answer):
+class Session(AnswerBody):
     id: str
     object: Literal["session"]
     created_at: int
@@ -171,13 +171,13 @@ class Session(Answer):
     parent: str | None = Field(description="The session it was forked from.")
 
 
-class SessionMessage(Answer):
+class SessionMessage(AnswerBody):
     role: str
     content: str
     name: str | None = None
 
 
-class Tiers(Answer):
+class Tiers(AnswerBody):
     dram: int
     disk: int
     absent: int
@@ -194,7 +194,7 @@ class SessionDetail(Session):
     )
 
 
-class SessionList(Answer):
+class SessionList(AnswerBody):
     object: Literal["list"]
     data: list[Session]
     first_id: str | None
@@ -202,30 +202,30 @@ class SessionList(Answer):
     has_more: bool
 
 
-class SessionDeleted(Answer):
+class SessionDeleted(AnswerBody):
     id: str
     object: Literal["session.deleted"]
     deleted: Literal[True]
 
 
-class Component(Answer):
+class Component(AnswerBody):
     ready: int
     known: int
 
 
-class Health(Answer):
+class Health(AnswerBody):
     status: Literal["ok", "degraded", "loading"]
     components: dict[str, Component]
     message: str
 
 
-class HeadPart(Answer):
+class HeadShare(AnswerBody):
     group: str
     number: int
     parts: int
 
 
-class InstanceStatus(Answer):
+class InstanceStatus(AnswerBody):
     id: str
     service: str
     host: str
@@ -241,11 +241,11 @@ class InstanceStatus(Answer):
     queued: int
     debts: dict[str, int]
     shard: str | None
-    heads: HeadPart | None
+    heads: HeadShare | None
     unfit: str | None = Field(description="Of an attention_pool: why it can lend to no decode instance.")
 
 
-class StoreStatus(Answer):
+class StoreStatus(AnswerBody):
     dram_blocks: int
     dram_capacity_blocks: int
     disk_blocks: int
@@ -257,12 +257,12 @@ class StoreStatus(Answer):
     corrupt_blocks: int
 
 
-class QueueStatus(Answer):
+class QueueStatus(AnswerBody):
     running: int
     waiting: int
 
 
-class Status(Answer):
+class Status(AnswerBody):
     instances: list[InstanceStatus]
     store: StoreStatus | None
     queue: QueueStatus

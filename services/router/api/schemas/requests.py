@@ -11,8 +11,6 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from services.router.sessions.session_id import check_session_id
-
 SEED_MIN = -(1 << 63)
 SEED_MAX = (1 << 64) - 1
 TOP_LOGPROBS_MAX = 20
@@ -23,8 +21,22 @@ BIAS_MAX = 100
 ENTRIES_MAX = 1024  # of logit_bias and metadata; OpenAI takes 300 and 16
 CHOICES_MAX = 128  # OpenAI's; the setting max_choices may be lower
 TTL_S_MAX = 10 * 365 * 24 * 3600
+SESSION_ID_CHARS_MAX = 128
 
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
+
+
+def check_session_id(value: str) -> str:
+    """The id as it is. Raises ValueError where it cannot stand in a path, a header and a log line."""
+    if not value:
+        raise ValueError("a session id is not empty")
+    if len(value) > SESSION_ID_CHARS_MAX:
+        raise ValueError(f"a session id has at most {SESSION_ID_CHARS_MAX} characters")
+    if not value.isprintable() or "/" in value or "\\" in value:
+        raise ValueError("a session id has printable characters only, and no slash")
+    if value != value.strip() or value in (".", ".."):
+        raise ValueError("a session id does not begin or end with a space, and is not '.' or '..'")
+    return value
 
 
 def _check_bias(value: dict[str, float]) -> dict[str, float]:
@@ -65,7 +77,7 @@ class StreamOptions(Body):
     include_obfuscation: bool | None = Field(None, description="Accepted; no padding is sent.")
 
 
-class Generation(Body):
+class GenerationBody(Body):
     """What chat and completions have in common."""
 
     model: str | None = Field(
@@ -118,7 +130,7 @@ class ChatMessage(Body):
         return "".join(part.text for part in self.content)
 
 
-class ChatRequest(Generation):
+class ChatRequest(GenerationBody):
     """POST /v1/chat/completions"""
 
     NOT_BUILT: ClassVar[NotBuilt] = {
@@ -157,7 +169,7 @@ class ChatRequest(Generation):
     parallel_tool_calls: bool | None = Field(None, description="Accepted, no effect.")
 
 
-class CompletionRequest(Generation):
+class CompletionRequest(GenerationBody):
     """POST /v1/completions"""
 
     NOT_BUILT: ClassVar[NotBuilt] = {

@@ -1,11 +1,14 @@
-"""How far a prompt's KV lies, from what the store says and what was started last."""
+"""How far a prompt's KV lies, from what the store says and what was started last; and how many waiting
+prompts share a prefix, counted by identity, as a radix tree would say."""
 
 from __future__ import annotations
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvcommons.pb.kvstore_pb2 import TIER_DISK, TIER_DRAM
-from services.router.admission.distance import DeviceBlocks, common, distance_of
+from services.router.admission.prefixes import DeviceBlocks, PrefixSharers, common, distance_of
 from services.router.admission.scheduling import ABSENT, DEVICE, DISK, DRAM
 
 
@@ -48,3 +51,33 @@ def test_chained_prompts_part_once(first: str, second: str) -> None:
     ids = [[text[: end + 1].encode() for end in range(len(text))] for text in (first, second)]
     alike = sum(a == b for a, b in zip(*ids, strict=False))
     assert common(*ids) == common(*reversed(ids)) == alike
+
+
+PROMPTS = st.lists(st.text("ab", max_size=5), max_size=12)
+
+
+def ids_of(prompt: str) -> list[bytes]:
+    """Chained, as identities are: each says all that comes before it."""
+    return [prompt[: end + 1].encode() for end in range(len(prompt))]
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    prompts=PROMPTS, gone=st.lists(st.integers(0, 11), max_size=6, unique=True), own=st.text("ab", max_size=5)
+)
+def test_it_counts_those_that_begin_alike(prompts: list[str], gone: list[int], own: str) -> None:
+    companions = PrefixSharers()
+    for prompt in prompts:
+        companions.join(ids_of(prompt))
+    for number in gone:
+        if number < len(prompts):
+            companions.leave(ids_of(prompts[number]))
+    left = [prompt for number, prompt in enumerate(prompts) if number not in gone] + [own]
+    companions.join(ids_of(own))
+    for on_device in range(len(own)):
+        wanted = own[: on_device + 1]
+        assert companions.of(ids_of(own), on_device) == sum(prompt.startswith(wanted) for prompt in left)
+    assert companions.of(ids_of(own), len(own)) == 1
+    for prompt in left:
+        companions.leave(ids_of(prompt))
+    assert len(companions) == 0
