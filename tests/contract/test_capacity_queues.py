@@ -62,8 +62,8 @@ class Router:
         tokens: list[str] = []
         async with self.http.post("/v1/completions", json=body) as response:
             assert response.status == 200, await response.text()
-            async for queue in response.content:
-                for got in _tokens(queue):
+            async for line in response.content:
+                for got in _tokens(line):
                     tokens.append(got)
         self.answered.append(number)
         assert tokens == [self._tokenizer.token_text(token) for token in expected]
@@ -85,8 +85,8 @@ class Router:
         return asked
 
 
-def _tokens(queue: bytes) -> list[str]:
-    text = queue.decode().removeprefix("data:").strip()
+def _tokens(line: bytes) -> list[str]:
+    text = line.decode().removeprefix("data:").strip()
     if not text or text == "[DONE]":
         return []
     event = json.loads(text)

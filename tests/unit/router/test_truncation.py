@@ -36,7 +36,7 @@ def plain(tokens: list[int]) -> list[bytes]:
 
 def ask(**changes: int | float) -> Truncation | None:
     known = {
-        "kept_tokens": 100, "dropped_tokens": 0, "head_tokens": 8, "new_tokens": 10, "room": 10,
+        "kept_tokens": 100, "dropped_tokens": 0, "head_tokens": 8, "new_tokens": 10, "answer_tokens": 10,
         "window": 128, "ratio": 0.5, "block_tokens": BLOCK,
     }  # fmt: skip
     return truncation_for(**{**known, **changes})  # type: ignore[arg-type]
@@ -147,7 +147,8 @@ def test_sessions_of_any_course_are_told_alike_by_all_who_chain() -> None:
         for _ in range(6):
             new = draw.randrange(1, 40)
             one = truncation_for(
-                kept_tokens=kept, dropped_tokens=dropped, head_tokens=head, new_tokens=new, answer_tokens=4, window=64,
+                kept_tokens=kept, dropped_tokens=dropped, head_tokens=head, new_tokens=new, answer_tokens=4,
+                window=64,
                 ratio=draw.choice([0.1, 0.5, 0.9]), block_tokens=BLOCK,
             )  # fmt: skip
             if one is not None:
