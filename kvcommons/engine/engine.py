@@ -196,9 +196,18 @@ class Engine:
             answer.set_result(time.monotonic() - began_s)
         self._switches.clear()
 
+    def between_layers(self, iteration: Iteration) -> None:
+        """Attention for others that waits is computed while a chunk pauses: a layer of it takes long."""
+        computes_prompts = any(isinstance(group, PromptSpan) for group in iteration.groups)
+        self._budget.between_layers(gives_way=computes_prompts)
+
     def settle(self, iteration: Iteration, tokens: Sequence[Sequence[pb.SampledToken]] | None) -> None:
         sampled = tokens or [()] * len(iteration.groups)
-        seconds = iteration.timing.seconds
+        spans = [group for group in iteration.groups if isinstance(group, PromptSpan)]
+        seconds = iteration.timing.own_s
+        computed_s = seconds - sum(span.waited_s for span in spans)
+        if tokens is not None:
+            self._budget.iterated(computed_s)
         for number, group in enumerate(iteration.groups):
             failure = iteration.failures.get(number)
             if isinstance(group, TokenRows):
@@ -207,7 +216,6 @@ class Engine:
                 else:
                     group.observe()
                     self._generated(group, sampled[number])
-                    self._budget.iterated(seconds)
                     self._metrics.iteration(len(group.batch.sequences), iteration.timing)
             elif isinstance(group, PromptSpan):
                 if tokens is None:
@@ -215,14 +223,12 @@ class Engine:
                 self._advanced(group, failure, sampled[number], seconds)
         if self._prompts is None or tokens is None or iteration.failures:
             return
-        spans = [group for group in iteration.groups if isinstance(group, PromptSpan)]
         if not spans:
             self._prompts.generated(seconds)
             return
-        waited_s = sum(span.waited_s for span in spans)
         self._prompts.computed(
             sum(len(span.chunk) for span in spans),
-            seconds - waited_s,
+            computed_s,
             beside=len(spans) < len(iteration.groups),
         )
 

@@ -38,6 +38,10 @@ class Work(Protocol):
     def begins(self) -> None:
         """Batches are composed of what sequences are now."""
 
+    def between_layers(self, iteration: Iteration) -> None:
+        """An iteration on the engine's thread stands between two of its layers: what cannot wait for its end
+        goes first."""
+
     def settle(self, iteration: Iteration, tokens: Sequence[Sequence[pb.SampledToken]] | None) -> None:
         """An iteration has ended; without tokens where it failed as a whole."""
 
@@ -106,8 +110,12 @@ class Inline:
         iteration = self.compose(work)
         if iteration is None:
             return False
-        work.settle(iteration, iteration.run_or_fail())
+        work.settle(iteration, self.run(work, iteration))
         return True
+
+    def run(self, work: Work, iteration: Iteration) -> list[list[pb.SampledToken]] | None:
+        """As `Iteration.run_or_fail`, on the engine's thread."""
+        return iteration.run_or_fail(lambda: work.between_layers(iteration))
 
     def compose(self, work: Work, slices: Callable[[bool], Slices] | None = None) -> Iteration | None:
         """None where there is nothing to compute. `slices`: where they are computed, by whether queries are

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Protocol
 
@@ -65,30 +65,33 @@ class Iteration:
         self.failures: dict[int, Exception] = {}  # by the group's number
         self.timing = IterationTiming()
 
-    def run(self) -> list[list[pb.SampledToken]]:
-        """The tokens sampled for each group; none for a group that failed or goes on."""
+    def run(self, between_layers: Callable[[], None] | None = None) -> list[list[pb.SampledToken]]:
+        """The tokens sampled for each group; none for a group that failed or goes on. `between_layers` is
+        called before each layer but the first."""
         began_s = time.monotonic()
         opened: list[Rows] = []
         try:
             for group in self.groups:
                 group.open(self.timing)
                 opened.append(group)
-            tokens = self._run()
+            tokens = self._run(between_layers)
         finally:
             for group in opened:
                 group.close()
         self.timing.seconds = time.monotonic() - began_s
         return tokens
 
-    def run_or_fail(self) -> list[list[pb.SampledToken]] | None:
+    def run_or_fail(
+        self, between_layers: Callable[[], None] | None = None
+    ) -> list[list[pb.SampledToken]] | None:
         """As `run`; None, and a line in the log, where it fails as a whole."""
         try:
-            return self.run()
+            return self.run(between_layers)
         except Exception:
             log.exception("an iteration failed", extra={"rows": self.rows})
             return None
 
-    def _run(self) -> list[list[pb.SampledToken]]:
+    def _run(self, between_layers: Callable[[], None] | None) -> list[list[pb.SampledToken]]:
         timing, slices = self.timing, self._slices
         state = slices.begin(
             timing,
@@ -100,6 +103,10 @@ class Iteration:
             if attention is None:
                 return [[] for _ in self.groups]
             state = slices.advance(timing, layer, state, attention)
+            if between_layers is not None:
+                began_s = time.monotonic()
+                between_layers()
+                timing.between_layers_s += time.monotonic() - began_s
         return self._sample(state)
 
     def _attend(self, layer: int, state: State) -> Tensor | None:

@@ -21,6 +21,7 @@ class IterationTiming:
     waiting_s: float = 0.0  # for its turn at the model, or at a holder
     pool_s: float = 0.0  # that the slowest holder computed, waited for or not
     away_s: float = 0.0  # slices that other replicas computed
+    between_layers_s: float = 0.0  # what it gave way to between two of its layers
     moved_s: float = 0.0  # activations on their way there and back
     away: int = 0  # those slices
     native_layers: int = 0  # whose creditors were asked on the native path
@@ -43,7 +44,12 @@ class IterationTiming:
     def computed_s(self) -> float:
         """In this process."""
         elsewhere_s = self.there_s + self.network_s + self.waiting_s + self.away_s + self.moved_s
-        return max(self.seconds - elsewhere_s, 0.0)
+        return max(self.own_s - elsewhere_s, 0.0)
+
+    @property
+    def own_s(self) -> float:
+        """Without what it gave way to."""
+        return self.seconds - self.between_layers_s
 
     def waited(self, blocked_s: float, *, computed_s: float, queued_s: float) -> None:
         """For holders, of which the slowest computed and had queued so long in the meantime."""

@@ -36,6 +36,10 @@ class Allowance(Protocol):
     def exhausted(self) -> bool:
         """Whether no computation may begin."""
 
+    @property
+    def asking(self) -> int:
+        """Computations that wait to begin, or are under way."""
+
     def grant(self, until_s: float | None, *, counts: bool) -> None:
         """Computations may begin while less than `until_s` is spent; None: always. Those that begin from now
         on are counted, or are not."""
@@ -47,6 +51,9 @@ class Allowance(Protocol):
     def give(self, taken: int) -> None:
         """The computation has ended."""
 
+    def give_way(self, timeout_s: float) -> None:
+        """Waits until no computation is under way and none that may begin waits, so long at most."""
+
 
 class PlainAllowance:
     """Without the compiled kernel, where Python computes everything."""
@@ -55,6 +62,7 @@ class PlainAllowance:
         self._clock = clock
         self._changed = threading.Condition()
         self._taken = False
+        self._asking = 0
         self._counts = False
         self._granted_s: float | None = None
         self._spent_s = 0.0
@@ -69,6 +77,10 @@ class PlainAllowance:
     def exhausted(self) -> bool:
         return self._granted_s is not None and self._spent_s >= self._granted_s
 
+    @property
+    def asking(self) -> int:
+        return self._asking
+
     def grant(self, until_s: float | None, *, counts: bool) -> None:
         with self._changed:
             self._granted_s, self._counts = until_s, counts
@@ -78,9 +90,12 @@ class PlainAllowance:
         until = Deadline.after(timeout_s)
         with self._changed:
             asked_s = self._clock()
+            self._asking += 1
             while self._taken or self.exhausted:
                 was_exhausted = self.exhausted
                 if not self._changed.wait(until.left()) and until.passed():
+                    self._asking -= 1
+                    self._changed.notify_all()
                     return 0
                 if was_exhausted:
                     asked_s = self._clock()
@@ -95,7 +110,14 @@ class PlainAllowance:
             if began_s is not None:
                 self._spent_s += self._clock() - began_s
             self._taken = False
+            self._asking -= 1
             self._changed.notify_all()
+
+    def give_way(self, timeout_s: float) -> None:
+        with self._changed:
+            self._changed.wait_for(
+                lambda: not self._asking or (self.exhausted and not self._taken), timeout_s
+            )
 
 
 def new_allowance() -> Allowance:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import Any
 
 import pytest
 
@@ -26,9 +27,9 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
     run = Iteration.run
 
-    def counted(self: Iteration) -> list[list[common_pb2.SampledToken]]:
+    def counted(self: Iteration, *between_layers: Any) -> list[list[common_pb2.SampledToken]]:
         seen.append(len(self.groups))
-        return run(self)
+        return run(self, *between_layers)
 
     monkeypatch.setattr(Iteration, "run", counted)
     return seen
@@ -151,9 +152,9 @@ async def test_a_cancelled_prompt_gives_its_blocks_back(engines: Stack) -> None:
 async def test_a_prompt_has_a_deadline(engines: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Iteration.run
 
-    def slowly(self: Iteration) -> list[list[common_pb2.SampledToken]]:
+    def slowly(self: Iteration, *between_layers: Any) -> list[list[common_pb2.SampledToken]]:
         time.sleep(0.2)
-        return run(self)
+        return run(self, *between_layers)
 
     monkeypatch.setattr(Iteration, "run", slowly)
     decode = await engines.decode(max_local_prefill_tokens=ALL, chunk_tokens=16)

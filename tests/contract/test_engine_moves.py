@@ -147,9 +147,9 @@ def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sequences outlast what is done to them meanwhile, on a quick machine too."""
     run = Iteration.run
 
-    def slowly(self: Iteration) -> list[list[common_pb2.SampledToken]]:
+    def slowly(self: Iteration, *between_layers: Any) -> list[list[common_pb2.SampledToken]]:
         time.sleep(0.01)
-        return run(self)
+        return run(self, *between_layers)
 
     monkeypatch.setattr(Iteration, "run", slowly)
 

@@ -27,6 +27,9 @@ constexpr int32_t FREE = 0, TAKEN = 1, WANTED = 2;
 // What a wait for the rest of a head takes at most: longer ones are Python's, which sleeps meanwhile.
 constexpr int64_t HEAD_NS = 200000;
 
+// Between looks whether computations have ended, of who gives way to them.
+constexpr int64_t NAP_NS = 50000;
+
 // Sleeps while `word` is `value`, until it is woken or the time has come; false where it had come before.
 bool sleep_on(int32_t* word, int32_t value, int64_t until_ns) {
     int64_t left = until_ns - now_ns();
@@ -155,7 +158,7 @@ Outcome failed(kvc_serving& serving, Outcome outcome, Stage stage, int64_t began
 
 // For the turn to compute, with time left of what was granted: when it came, 0 where it has not in time, negative where
 // the computation does not count.
-int64_t take(kvc_allowance* allowance, int64_t until_ns) {
+int64_t wait_to_begin(kvc_allowance* allowance, int64_t until_ns) {
     for (;;) {
         int64_t began_ns = now_ns();
         int32_t grants = __atomic_load_n(&allowance->grants, __ATOMIC_SEQ_CST);
@@ -172,9 +175,17 @@ int64_t take(kvc_allowance* allowance, int64_t until_ns) {
     }
 }
 
+int64_t take(kvc_allowance* allowance, int64_t until_ns) {
+    __atomic_add_fetch(&allowance->asking, 1, __ATOMIC_SEQ_CST);
+    int64_t taken_ns = wait_to_begin(allowance, until_ns);
+    if (!taken_ns) __atomic_sub_fetch(&allowance->asking, 1, __ATOMIC_SEQ_CST);
+    return taken_ns;
+}
+
 void give(kvc_allowance* allowance, int64_t taken_ns) {
     if (taken_ns > 0) __atomic_add_fetch(&allowance->spent_ns, now_ns() - taken_ns, __ATOMIC_SEQ_CST);
     give_turn(&allowance->turn);
+    __atomic_sub_fetch(&allowance->asking, 1, __ATOMIC_SEQ_CST);
 }
 
 // A layer whose frame is there, or begins to be.
@@ -228,6 +239,18 @@ EXPORTED void kvc_grant(kvc_allowance* allowance, int64_t granted_ns, int32_t co
     __atomic_add_fetch(&allowance->grants, 1, __ATOMIC_SEQ_CST);
     if (__atomic_load_n(&allowance->sleepers, __ATOMIC_SEQ_CST))
         syscall(SYS_futex, &allowance->grants, FUTEX_WAKE_PRIVATE, 1 << 30, nullptr, nullptr, 0);
+}
+
+// Until no computation is under way and none that may begin waits, or the time has come. It looks again and again: who
+// gives way has a layer of a chunk to compute next, of milliseconds, and computations pay for no call to wake it.
+EXPORTED void kvc_give_way(kvc_allowance* allowance, int64_t until_ns) {
+    while (__atomic_load_n(&allowance->asking, __ATOMIC_SEQ_CST) && now_ns() < until_ns) {
+        bool exhausted = __atomic_load_n(&allowance->spent_ns, __ATOMIC_SEQ_CST) >=
+                         __atomic_load_n(&allowance->granted_ns, __ATOMIC_SEQ_CST);
+        if (exhausted && __atomic_load_n(&allowance->turn, __ATOMIC_SEQ_CST) == FREE) return;
+        timespec nap{0, NAP_NS};
+        nanosleep(&nap, nullptr);
+    }
 }
 
 // From now on no layer is begun; whether none is under way.

@@ -17,6 +17,7 @@ struct kvc_allowance {
     int32_t turn;        // one computation at a time: FREE, TAKEN or WANTED
     int32_t grants;      // changes with each grant
     int32_t sleepers;    // that wait for one
+    int32_t asking;      // computations that wait to begin, or are under way
 };
 
 // A plan whose rows are one query each: what its layers attend over, whatever the step.

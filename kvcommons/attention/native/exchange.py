@@ -46,6 +46,7 @@ class Library:
         self.try_take: Any = at_once.kvc_take
         self.give: Any = at_once.kvc_give
         self.grant: Any = at_once.kvc_grant  # kvc_allowance, granted_ns, counts
+        self.give_way: Any = whole.kvc_give_way  # kvc_allowance, until_ns
         self.end_access: Any = at_once.kvc_end_access  # kvc_plan.access -> whether no layer is under way
         self.send: Any = whole.kvc_send  # kvc_layer, first -> the first that could not be sent, or -1
         self.receive: Any = whole.kvc_receive  # kvc_layer, first -> the first that failed, or -1
@@ -53,7 +54,8 @@ class Library:
             call.argtypes, call.restype = (c_void_p, c_int64), c_int64
         for call in (self.serve, self.end_access):
             call.argtypes, call.restype = (c_void_p,), c_int32
-        self.give.argtypes, self.give.restype = (c_void_p, c_int64), None
+        for call in (self.give, self.give_way):
+            call.argtypes, call.restype = (c_void_p, c_int64), None
         self.grant.argtypes, self.grant.restype = (c_void_p, c_int64, c_int32), None
 
 
@@ -84,6 +86,10 @@ class NativeAllowance:
     def exhausted(self) -> bool:
         return bool(self._struct.spent_ns >= self._struct.granted_ns)
 
+    @property
+    def asking(self) -> int:
+        return int(self._struct.asking)
+
     def grant(self, until_s: float | None, *, counts: bool) -> None:
         granted_ns = _NS_MAX if until_s is None else int(until_s * 1e9)
         self._library.grant(self.address, granted_ns, counts)
@@ -96,6 +102,9 @@ class NativeAllowance:
 
     def give(self, taken: int) -> None:
         self._library.give(self.address, taken)
+
+    def give_way(self, timeout_s: float) -> None:
+        self._library.give_way(self.address, time.monotonic_ns() + int(timeout_s * 1e9))
 
 
 _NS_MAX = (1 << 63) - 1

@@ -103,7 +103,7 @@ class Staggered:
         iteration = self._inline.compose(work, self._slices(self._lanes.all[0]))
         if iteration is None:
             return False
-        tokens = iteration.run_or_fail()
+        tokens = self._inline.run(work, iteration)
         if tokens is not None and not iteration.failures and not work.prompts():
             self._policy.ended(*work.load(), iteration.timing, batch=iteration.rows, alone=True)
         work.settle(iteration, tokens)

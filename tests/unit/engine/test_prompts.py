@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -131,9 +131,9 @@ def groups(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     seen: list[int] = []
     run = Iteration.run
 
-    def counted(self: Iteration) -> object:
+    def counted(self: Iteration, between_layers: Callable[[], None] | None = None) -> object:
         seen.append(len(self.groups))
-        return run(self)
+        return run(self, between_layers)
 
     monkeypatch.setattr(Iteration, "run", counted)
     return seen

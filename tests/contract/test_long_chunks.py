@@ -1,0 +1,226 @@
+"""What an engine does between two layers of a chunk that takes long, by the test's clock half a second a
+layer."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from kvcommons.attention.native import library
+from kvcommons.blockstore.loader import BlockLoader
+from kvcommons.blockstore.saver import BlockSaver
+from kvcommons.engine.callbacks import SequenceUpdate
+from kvcommons.engine.core import Core
+from kvcommons.engine.engine import Engine
+from kvcommons.engine.history import Histories
+from kvcommons.engine.iteration_timing import IterationTiming
+from kvcommons.engine.keeper import BlockKeeper
+from kvcommons.engine.load_or_compute import LoadOrCompute
+from kvcommons.engine.preloading import Preloading
+from kvcommons.engine.prompt import FirstToken, Prompt
+from kvcommons.engine.prompt_memory import WholePrompt
+from kvcommons.engine.prompts import Prompts
+from kvcommons.engine.read_buffer import ReadBuffer
+from kvcommons.engine.request import Request
+from kvcommons.engine.scheduler import Scheduler
+from kvcommons.engine.sequence import RemoteRun, Sequence
+from kvcommons.errors import KVCommonsError
+from kvcommons.holder.budget import AttentionBudget
+from kvcommons.holder.data import HolderData
+from kvcommons.holder.holder import HeldModel, Holder
+from kvcommons.model.sampling import SamplingParams
+from kvcommons.placement.auto import Rates
+from kvcommons.telemetry.trace import Tracer
+from kvcommons.transport.server import DataServer
+from services.decode.config import DecodeConfig
+from services.decode.decode_engine import decode_engine
+from tests.contract.plan_cases import Peer, eventually, row
+from tests.machine import scaled
+from tests.unit.engine.tiny import tiny_core
+
+LAYERS = 8
+LAYER_S = 0.5
+LONG_S = scaled(20.0)
+PROMPT = [7 * i % 97 + 1 for i in range(40)]
+
+
+@dataclass(slots=True)
+class Chunk:
+    """A prompt's sink: `pace` is called within each layer, on the engine's thread."""
+
+    pace: Callable[[int], None]
+    goes_on: bool = False
+    failure: KVCommonsError | None = None
+    layers: list[int] = field(default_factory=list)
+    first: FirstToken | None = None
+    error: KVCommonsError | None = None
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    def began(self, prompt: Prompt, queued_us: int) -> None:
+        """Its layers say so."""
+
+    def computed(self, prompt: Prompt, layer: int, blocks: range) -> None:
+        self.layers.append(layer)
+        self.pace(layer)
+
+    def finished(self, prompt: Prompt, first: FirstToken) -> None:
+        self.first = first
+        self.ended.set()
+
+    def refused(self, error: KVCommonsError) -> None:
+        self.failed(error)
+
+    def failed(self, error: KVCommonsError) -> None:
+        self.error = error
+        self.ended.set()
+
+    def cancelled(self) -> None:
+        self.ended.set()
+
+
+@dataclass(slots=True)
+class Around:
+    """What surrounds the engine."""
+
+    updates: list[SequenceUpdate] = field(default_factory=list)
+    given_back: list[RemoteRun] = field(default_factory=list)
+
+    def deliver(self, steps: list[SequenceUpdate]) -> None:
+        self.updates += steps
+
+    def borrow(self, sequence: Sequence) -> None:
+        raise AssertionError("there is room")
+
+    def give_back(self, runs: list[RemoteRun]) -> None:
+        self.given_back += runs
+
+    def save_remote(self, run: RemoteRun, sequence: Sequence, index: int) -> None:
+        raise AssertionError("nothing is saved")
+
+    def iteration(self, batch: int, timing: IterationTiming) -> None:
+        """Nobody counts."""
+
+    def ended(self, step: SequenceUpdate) -> None:
+        """Nobody counts."""
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+class Creditor:
+    """A decode engine that computes prompts, its holder, and a budget with the test's clock."""
+
+    def __init__(self, core: Core, engine: Engine, prompts: Prompts, budget: AttentionBudget) -> None:
+        self.core = core
+        self.engine = engine
+        self.around = Around()
+        self.budget = budget
+        self._prompts = prompts
+
+    def submit(self, sink: Chunk) -> int:
+        key, now_s = self.engine.new_key(), time.monotonic()
+        self.engine.submit(
+            Prompt(
+                sequence=self.sequence(key, PROMPT), sink=sink, memory=WholePrompt(self.core, self._prompts),
+                deadline_s=now_s + LONG_S, submitted_s=now_s,
+            )
+        )  # fmt: skip
+        return key
+
+    def sequence(self, key: int, tokens: list[int]) -> Sequence:
+        request = Request(
+            request_id="r", session_id="", tenant="t", salt=bytes(32), tokens=tuple(tokens),
+            prompt_tokens=len(tokens), sampling=SamplingParams(), store_control="", store_data="",
+            matched_blocks=0, no_reuse=False,
+        )  # fmt: skip
+        return Sequence(
+            key=key, request=request, block_tokens=self.core.block_tokens, chain=request.chain(self.core.info)
+        )
+
+
+@contextmanager
+def creditor(clock: Clock, tbt_s: float = 0.2) -> Iterator[Creditor]:
+    """Not started yet."""
+    core, around = tiny_core(layers=LAYERS), Around()
+    loader, cost = BlockLoader(lambda _: None), LoadOrCompute()
+    keeper = BlockKeeper(core, BlockSaver("engine", buffer_bytes=1 << 20))
+    loading = Preloading(core, Histories(core, loader), cost, ReadBuffer(layers=LAYERS, bytes_max=0))
+    scheduler = Scheduler(max_batch=4, max_queue=4, max_prompts=4)
+    prompts = Prompts(
+        core, scheduler, chunk_tokens=len(PROMPT), keeper=keeper, cost=cost, preloading=loading,
+        tracer=Tracer.off(),
+    )  # fmt: skip
+    budget = AttentionBudget(tbt_s, clock=clock)
+    engine = decode_engine(
+        core, scheduler=scheduler, may_borrow=False, attend_deadline_s=LONG_S, rates=Rates(), budget=budget,
+        keeper=keeper, callbacks=around, metrics=around, prompts=prompts,
+    )  # fmt: skip
+    made = Creditor(core, engine, prompts, budget)
+    made.around = around
+    try:
+        yield made
+    finally:
+        engine.stop(LONG_S)
+        keeper.close()
+        loader.close()
+    assert core.allocator.free == core.allocator.total, "no block is left with anybody"
+
+
+@pytest.mark.skipif(library.chosen() is None, reason="there is no compiled kernel")
+def test_a_debtor_gets_its_partials_while_its_creditor_computes_a_chunk(socket_folder: Path) -> None:
+    """Not one for each of the creditor's iterations: this one takes longer than a layer's deadline."""
+    deadline_s = next(
+        one.default for one in DecodeConfig.__dataclass_fields__.values() if one.name == "attend_deadline_s"
+    )
+    assert deadline_s < LAYERS * LAYER_S
+    clock, answered_s = Clock(), list[float]()
+    with creditor(clock, tbt_s=1e-6) as made:  # so little that each partial uses up what has come in
+        core, model = made.core, made.core.model
+        windows = tuple(model.window(layer) for layer in range(LAYERS))
+        held = HeldModel(fingerprint=core.info.fingerprint, scale=model.scale, windows=windows)
+        holder = Holder(core.memory, core.allocator, held, instance_id="creditor")
+        data = HolderData(holder, budget=made.budget)
+        server = DataServer(
+            f"unix:{socket_folder}/data", data, name="creditor", session=data.attention.session
+        )
+        server.start()
+        peer = Peer(server.address, core.layout)
+        lent = holder.lend("debtor", "s", 1, first_position=0, lease_s=10)
+        peer.open([row(lent)])
+        made.budget.iterated(1.0)  # an own iteration has ended: others are bounded
+        peer.ask(peer.layer(0))
+
+        def pace(layer: int) -> None:
+            clock.now_s += LAYER_S
+            eventually(lambda: len(answered_s) >= layer)
+
+        def debtor() -> None:
+            for layer in range(LAYERS):
+                asked_s = clock.now_s
+                peer.ask(peer.layer(layer, step=1))
+                answered_s.append(clock.now_s - asked_s)
+
+        asks = threading.Thread(target=debtor)
+        asks.start()
+        chunk = Chunk(pace)
+        made.submit(chunk)
+        made.engine.start()
+        assert chunk.ended.wait(LONG_S)
+        assert chunk.first is not None, chunk.error
+        asks.join(LONG_S)
+        assert len(answered_s) == LAYERS
+        assert max(answered_s) <= deadline_s
+        peer.socket.close()
+        assert server.stop(LONG_S)
+        holder.release([lent])
