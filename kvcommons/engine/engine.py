@@ -2,10 +2,10 @@
 generate here.
 
 Sequences are touched on this thread only, from the moment they are handed in until their end. What others
-have to say comes as a command between two iterations; what an iteration made goes out in one call of
-`EngineCallbacks.deliver`, or to a prompt's sink. Prefill and decode differ in what is plugged in: where new
-KV goes and what becomes of a finished prompt (`Sink`), who lends (`EngineCallbacks`), how iterations are
-carried out (`Executor`).
+have to say comes as a command between two iterations, or between two layers of one; what an iteration made
+goes out in one call of `EngineCallbacks.deliver`, or to a prompt's sink. Prefill and decode differ in what is
+plugged in: where new KV goes and what becomes of a finished prompt (`Sink`), who lends (`EngineCallbacks`),
+how iterations are carried out (`Executor`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import itertools
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 
@@ -25,7 +26,7 @@ from kvcommons.engine.core import Core
 from kvcommons.engine.executor import Executor
 from kvcommons.engine.iteration import Iteration
 from kvcommons.engine.keeper import BlockKeeper
-from kvcommons.engine.mailbox import Mailbox
+from kvcommons.engine.mailbox import Command, Mailbox
 from kvcommons.engine.prompt import Prompt
 from kvcommons.engine.prompts import Prompts, PromptSpan
 from kvcommons.engine.scheduler import Plan, Scheduler, freed_by, plan_for
@@ -84,7 +85,8 @@ class Engine:
         self._thread.start()
 
     def stop(self, timeout_s: float) -> None:
-        """Ends after the iteration under way; sequences that are left fail with Unavailable."""
+        """Ends after the iteration under way, or between two layers of one that computes prompts only;
+        sequences that are left fail with Unavailable."""
         self._mailbox.close()
         if self._thread.is_alive():
             self._thread.join(timeout_s)
@@ -128,7 +130,8 @@ class Engine:
         self.post(lambda: self._begin(key, first))
 
     def cancel(self, key: int) -> None:
-        """Frees the sequence within one iteration; nothing more is heard of it."""
+        """Frees the sequence at the end of an iteration in which it generates, else between two layers;
+        nothing more is heard of it."""
         self.post(lambda: self._cancel(key))
 
     def fail(self, key: int, error: KVCommonsError) -> None:
@@ -150,15 +153,15 @@ class Engine:
         return answer
 
     def switch(self, move: Movable, moved: Run, ref: SegmentRef) -> Future[float | None]:
-        """From the next iteration on, the leading blocks of the run lie in `moved`, which has copies of them,
-        and its other blocks are reached by `ref`. The seconds that the iteration waited for it, once it
-        begins; None where the sequence has ended: `moved` is still the caller's then."""
+        """From its next iteration on, the leading blocks of the run lie in `moved`, which has copies of them,
+        and its other blocks are reached by `ref`. The seconds that the iteration waited for it, once none
+        uses the blocks before; None where the sequence has ended: `moved` is still the caller's then."""
         answer: Future[float | None] = Future()
         self.post(lambda: self._switch(move, moved, ref, answer))
         return answer
 
     def post(self, command: Callable[[], None]) -> None:
-        """To be done on the engine's thread, between two iterations."""
+        """To be done on the engine's thread, between two iterations or two layers of one."""
         self._mailbox.post(command)
 
     # Below: the engine's thread. First what executors use (`Work`).
@@ -197,9 +200,20 @@ class Engine:
         self._switches.clear()
 
     def between_layers(self, iteration: Iteration) -> None:
-        """Attention for others that waits is computed while a chunk pauses: a layer of it takes long."""
+        """Attention for others that waits is computed while a chunk pauses, whose layers take long; commands
+        are carried out, but for those about sequences that generate in this iteration."""
         computes_prompts = any(isinstance(group, PromptSpan) for group in iteration.groups)
         self._budget.between_layers(gives_way=computes_prompts)
+        if not self._mailbox.posted:
+            return
+        commands = self._mailbox.take(0)
+        if commands is None:
+            for key in [key for key in self._sequences if self._prompt(key) is not None]:
+                self._fail(key, Unavailable("this instance is stopping"))
+            return
+        self._serve(commands)
+        self.begins()  # those that were switched are in no iteration
+        self._flush()
 
     def settle(self, iteration: Iteration, tokens: Sequence[Sequence[pb.SampledToken]] | None) -> None:
         sampled = tokens or [()] * len(iteration.groups)
@@ -239,16 +253,12 @@ class Engine:
         with torch.inference_mode():
             wait_s: float | None = None
             while (commands := self._mailbox.take(wait_s)) is not None:
+                self._serve(commands)
                 try:
-                    while commands:
-                        commands.popleft()()
                     wait_s = self._advance()
                 except Exception:
-                    log.exception("the engine's loop failed")
+                    self._fail_all()
                     wait_s = None  # until something is posted: what fails for ever does not take a core
-                    for key in list(self._sequences):
-                        self._fail(key, Internal("the engine failed unexpectedly; its log says why"))
-                    self._mailbox.put_back(commands)  # somebody may wait for those behind the one that failed
                 self._flush()
         self._executor.close()
         for command in self._mailbox.rest():  # somebody may wait for what it answers
@@ -261,6 +271,19 @@ class Engine:
         self._flush()
         for answer, _ in self._switches:
             answer.set_result(0.0)
+
+    def _serve(self, commands: deque[Command]) -> None:
+        try:
+            while commands:
+                commands.popleft()()
+        except Exception:
+            self._fail_all()
+            self._mailbox.put_back(commands)  # somebody may wait for those behind the one that failed
+
+    def _fail_all(self) -> None:
+        log.exception("the engine's loop failed")
+        for key in list(self._sequences):
+            self._fail(key, Internal("the engine failed unexpectedly; its log says why"))
 
     def _advance(self) -> float | None:
         """Computes what there is to compute. How long to wait for commands then; None: until one comes."""

@@ -56,13 +56,13 @@ class Executor(Protocol):
         """Begins what can begin. False where nothing more can until something is posted."""
 
     def defer(self, key: int, command: Callable[[], None]) -> bool:
-        """Whether the sequence is in an iteration under way: the command waits for its end."""
+        """Whether the sequence generates in an iteration under way: the command waits for its end."""
 
     def changed(self) -> None:
         """Blocks of some sequence are others now."""
 
     def leave(self, key: int) -> None:
-        """The sequence has ended."""
+        """The sequence has ended, maybe while a chunk of its prompt is computed."""
 
     def close(self) -> None:
         """Waits for iterations under way, a bounded time."""
@@ -105,6 +105,8 @@ class Inline:
     def __init__(self, composer: Composer) -> None:
         self._composer = composer
         self._batch: Batch | None = None
+        self._iteration: Iteration | None = None  # under way
+        self._deferred: list[Callable[[], None]] = []  # for after it
 
     def advance(self, work: Work) -> bool:
         iteration = self.compose(work)
@@ -115,7 +117,13 @@ class Inline:
 
     def run(self, work: Work, iteration: Iteration) -> list[list[pb.SampledToken]] | None:
         """As `Iteration.run_or_fail`, on the engine's thread."""
-        return iteration.run_or_fail(lambda: work.between_layers(iteration))
+        self._iteration = iteration
+        tokens = iteration.run_or_fail(lambda: work.between_layers(iteration))
+        self._iteration = None
+        deferred, self._deferred = self._deferred, []
+        for command in deferred:
+            work.post(command)
+        return tokens
 
     def compose(self, work: Work, slices: Callable[[bool], Slices] | None = None) -> Iteration | None:
         """None where there is nothing to compute. `slices`: where they are computed, by whether queries are
@@ -131,13 +139,22 @@ class Inline:
         return self._composer.iteration(self._batch, spans, slices(has_heads) if slices else None)
 
     def defer(self, key: int, command: Callable[[], None]) -> bool:
+        groups = [] if self._iteration is None else self._iteration.groups
+        for group in groups:
+            if isinstance(group, TokenRows) and any(one.key == key for one in group.batch.sequences):
+                self._deferred.append(command)
+                return True
         return False
 
     def changed(self) -> None:
         self._batch = None
 
     def leave(self, key: int) -> None:
-        """A batch that lacks it is composed anew."""
+        """A batch that lacks it is composed anew; a chunk of its prompt ends where it is."""
+        iteration = self._iteration
+        for group in [] if iteration is None else iteration.groups:
+            if iteration is not None and isinstance(group, PromptSpan) and group.prompt.key == key:
+                iteration.withdraw(group)
 
     def close(self) -> None:
         """Nothing is under way between two calls."""

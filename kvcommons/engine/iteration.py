@@ -52,6 +52,10 @@ class Rows(Protocol):
         """The iteration has ended, whether it went well or not."""
 
 
+class Withdrawn(Exception):
+    """Why a group has no tokens: its sequence has ended while it was computed."""
+
+
 class Iteration:
     """Use once. What fails for some rows ends theirs alone (`failures`)."""
 
@@ -80,6 +84,11 @@ class Iteration:
                 group.close()
         self.timing.seconds = time.monotonic() - began_s
         return tokens
+
+    def withdraw(self, group: Rows) -> None:
+        """Nothing more is stored or sampled for its rows. Between two layers; with its last group the
+        iteration ends."""
+        self.failures.setdefault(self.groups.index(group), Withdrawn())
 
     def run_or_fail(
         self, between_layers: Callable[[], None] | None = None

@@ -17,6 +17,11 @@ class Mailbox:
         self._changed = threading.Condition()
         self._closed = False
 
+    @property
+    def posted(self) -> bool:
+        """Whether `take` has something to give, or was closed."""
+        return bool(self._commands) or self._closed
+
     def post(self, command: Command) -> None:
         with self._changed:
             self._commands.append(command)
@@ -33,7 +38,7 @@ class Mailbox:
         closed."""
         with self._changed:
             if wait_s != 0:
-                self._changed.wait_for(lambda: self._commands or self._closed, wait_s)
+                self._changed.wait_for(lambda: self.posted, wait_s)
             if self._closed:
                 return None
             commands, self._commands = self._commands, deque()

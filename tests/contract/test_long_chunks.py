@@ -3,12 +3,15 @@ layer."""
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,12 +32,14 @@ from kvcommons.engine.prompts import Prompts
 from kvcommons.engine.read_buffer import ReadBuffer
 from kvcommons.engine.request import Request
 from kvcommons.engine.scheduler import Scheduler
-from kvcommons.engine.sequence import RemoteRun, Sequence
-from kvcommons.errors import KVCommonsError
+from kvcommons.engine.sequence import LocalRun, RemoteRun, Sequence
+from kvcommons.errors import Internal, InvalidInput, KVCommonsError
 from kvcommons.holder.budget import AttentionBudget
 from kvcommons.holder.data import HolderData
 from kvcommons.holder.holder import HeldModel, Holder
+from kvcommons.holder.segments import SegmentRef
 from kvcommons.model.sampling import SamplingParams
+from kvcommons.pb import common_pb2
 from kvcommons.placement.auto import Rates
 from kvcommons.telemetry.trace import Tracer
 from kvcommons.transport.server import DataServer
@@ -121,18 +126,20 @@ class Clock:
 class Creditor:
     """A decode engine that computes prompts, its holder, and a budget with the test's clock."""
 
-    def __init__(self, core: Core, engine: Engine, prompts: Prompts, budget: AttentionBudget) -> None:
+    def __init__(
+        self, core: Core, engine: Engine, prompts: Prompts, budget: AttentionBudget, around: Around
+    ) -> None:
         self.core = core
         self.engine = engine
-        self.around = Around()
+        self.around = around
         self.budget = budget
         self._prompts = prompts
 
-    def submit(self, sink: Chunk) -> int:
+    def submit(self, sink: Chunk, tokens: list[int] = PROMPT) -> int:
         key, now_s = self.engine.new_key(), time.monotonic()
         self.engine.submit(
             Prompt(
-                sequence=self.sequence(key, PROMPT), sink=sink, memory=WholePrompt(self.core, self._prompts),
+                sequence=self.sequence(key, tokens), sink=sink, memory=WholePrompt(self.core, self._prompts),
                 deadline_s=now_s + LONG_S, submitted_s=now_s,
             )
         )  # fmt: skip
@@ -142,7 +149,7 @@ class Creditor:
         request = Request(
             request_id="r", session_id="", tenant="t", salt=bytes(32), tokens=tuple(tokens),
             prompt_tokens=len(tokens), sampling=SamplingParams(), store_control="", store_data="",
-            matched_blocks=0, no_reuse=False,
+            matched_blocks=0, no_reuse=False, max_position=16,
         )  # fmt: skip
         return Sequence(
             key=key, request=request, block_tokens=self.core.block_tokens, chain=request.chain(self.core.info)
@@ -166,10 +173,8 @@ def creditor(clock: Clock, tbt_s: float = 0.2) -> Iterator[Creditor]:
         core, scheduler=scheduler, may_borrow=False, attend_deadline_s=LONG_S, rates=Rates(), budget=budget,
         keeper=keeper, callbacks=around, metrics=around, prompts=prompts,
     )  # fmt: skip
-    made = Creditor(core, engine, prompts, budget)
-    made.around = around
     try:
-        yield made
+        yield Creditor(core, engine, prompts, budget, around)
     finally:
         engine.stop(LONG_S)
         keeper.close()
@@ -224,3 +229,138 @@ def test_a_debtor_gets_its_partials_while_its_creditor_computes_a_chunk(socket_f
         peer.socket.close()
         assert server.stop(LONG_S)
         holder.release([lent])
+
+
+def alone() -> tuple[int, list[int]]:
+    """The prompt's token, and its layers."""
+    with creditor(Clock()) as made:
+        chunk = Chunk(lambda layer: None)
+        made.submit(chunk)
+        made.engine.start()
+        assert chunk.ended.wait(LONG_S)
+        assert chunk.first is not None, chunk.error
+        return chunk.first.token.token, chunk.layers
+
+
+def test_a_prompt_is_cancelled_between_two_layers_of_its_chunk() -> None:
+    with creditor(Clock()) as made:
+
+        def pace(layer: int) -> None:
+            if layer == 2:
+                made.engine.cancel(key)
+
+        chunk = Chunk(pace)
+        key = made.submit(chunk)
+        made.engine.start()
+        assert chunk.ended.wait(LONG_S)
+        eventually(lambda: made.core.allocator.in_use == 0)
+    assert chunk.layers == [0, 1, 2]
+    assert chunk.first is None
+
+
+def test_of_two_prompts_in_one_iteration_the_other_goes_on() -> None:
+    short = PROMPT[:7]
+    expected = []
+    for prompts in ([short], [short, PROMPT[:9]]):
+        with creditor(Clock()) as made:
+            keys = list[int]()
+
+            def pace(layer: int, made: Creditor = made, keys: list[int] = keys) -> None:
+                if layer == 2 and len(keys) > 1:
+                    made.engine.cancel(keys[1])
+
+            chunks = [Chunk(pace) for _ in prompts]
+            keys += [made.submit(chunk, one) for chunk, one in zip(chunks, prompts, strict=True)]
+            made.engine.start()
+            for chunk in chunks:
+                assert chunk.ended.wait(LONG_S)
+            assert chunks[0].first is not None
+            expected.append(chunks[0].first.token.token)
+            assert chunks[-1].layers == list(range(3 if len(prompts) > 1 else LAYERS))
+    assert expected[0] == expected[1]
+
+
+def test_what_is_asked_about_other_sequences_is_answered_between_two_layers() -> None:
+    """A move of borrowed KV: what could move is asked for, and the sequence switches to the copies."""
+    with creditor(Clock()) as made:
+        core, engine = made.core, made.engine
+        sequence = made.sequence(engine.new_key(), PROMPT[:33])
+        sequence.computed = 33
+        lender: Any = object()
+        ref = SegmentRef(handle=1, epoch=1)
+        sequence.append_run(RemoteRun(first_block=0, count=3, holder=lender, ref=ref))
+        engine.add(sequence)
+        answers: dict[str, Future[Any]] = {}
+        copies = core.allocator.allocate(1)
+
+        def pace(layer: int) -> None:
+            if layer == 1:
+                answers["survey"] = engine.survey(lender)
+            elif layer == 2:
+                (move,) = answers["survey"].result(0)
+                moved = LocalRun(first_block=0, blocks=copies)
+                answers["switch"] = engine.switch(move, moved, SegmentRef(handle=1, epoch=1, generation=1))
+            elif layer == 3:
+                assert answers["switch"].result(0) is not None
+                assert sequence.local_blocks() == copies
+                engine.cancel(sequence.key)
+            elif layer == 4:
+                assert made.around.given_back == sequence.remote_runs()
+
+        chunk = Chunk(pace)
+        made.submit(chunk)
+        engine.start()
+        assert chunk.ended.wait(LONG_S)
+    assert chunk.first is not None, chunk.error
+    assert (chunk.first.token.token, chunk.layers) == alone()
+
+
+def test_a_sequence_that_generates_beside_a_chunk_keeps_its_blocks_until_the_iteration_ends() -> None:
+    with creditor(Clock()) as made:
+        core, engine = made.core, made.engine
+        sequence = made.sequence(engine.new_key(), PROMPT[:5])
+        sequence.computed = 5
+        sequence.append_run(LocalRun(first_block=0, blocks=core.allocator.allocate(1)))
+        engine.add(sequence)
+        engine.begin(sequence.key, common_pb2.SampledToken(token=3))
+        in_use = list[int]()
+
+        def pace(layer: int) -> None:
+            in_use.append(core.allocator.in_use)
+            if len(in_use) == 2:
+                engine.cancel(sequence.key)
+
+        chunk = Chunk(pace)
+        made.submit(chunk)
+        engine.start()
+        assert chunk.ended.wait(LONG_S)
+    assert chunk.first is not None, chunk.error
+    assert len(in_use) > LAYERS, "the first chunk was short, for the sequence's sake"
+    assert in_use == [4] * LAYERS + [3] * (len(in_use) - LAYERS)
+    assert chunk.first.token.token == alone()[0]
+
+
+def test_a_command_that_fails_between_two_layers_drops_none_of_those_behind_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    answers = list[Future[Any]]()
+    with creditor(Clock()) as made, caplog.at_level(logging.ERROR):
+
+        def pace(layer: int) -> None:
+            if layer == 1:
+                made.engine.post(_fails)
+                answers.append(made.engine.survey())
+
+        chunk = Chunk(pace)
+        made.submit(chunk)
+        made.engine.start()
+        assert chunk.ended.wait(LONG_S)
+        assert answers[0].result(LONG_S) == []
+        eventually(lambda: made.core.allocator.in_use == 0)
+    assert isinstance(chunk.error, Internal)
+    assert chunk.layers == [0, 1]
+    assert "the engine's loop failed" in caplog.text
+
+
+def _fails() -> None:
+    raise InvalidInput("as a mistake in the engine would")

@@ -80,13 +80,14 @@ class Staggered:
             command()
 
     def defer(self, key: int, command: Callable[[], None]) -> bool:
-        return self._lanes.defer(key, command)
+        return self._inline.defer(key, command) or self._lanes.defer(key, command)
 
     def changed(self) -> None:
         self._inline.changed()
         self._lanes.changed()
 
     def leave(self, key: int) -> None:
+        self._inline.leave(key)
         self._division.leave(key)
 
     def close(self) -> None:
