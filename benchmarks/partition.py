@@ -191,7 +191,7 @@ async def _compare(layout: Layout, kinds: dict[str, list[_Asked]], setting: Sett
                 shares[kind].append(await _placed(layout, one.holder, one.lengths))
         for round_ in range(setting.rounds + 1):
             for kind, some in shares.items():
-                seconds, computed = await asyncio.to_thread(_iterate, layout.layers, some)
+                seconds, computed = await asyncio.to_thread(_iterate, layout, some)
                 if round_:  # the first one warms up
                     taken_s[kind].append(seconds / layout.layers)
                     computed_s[kind].append(computed / layout.layers)
@@ -229,18 +229,21 @@ async def _placed(layout: Layout, holder: Creditor, lengths: Sequence[int]) -> _
     )
 
 
-def _iterate(layers: int, shares: Sequence[_Share]) -> tuple[float, float]:
+def _iterate(layout: Layout, shares: Sequence[_Share]) -> tuple[float, float]:
     """Seconds, and of these what the slowest of each layer computed."""
+    from kvcommons.holder.attend_call import begin_attend
     from kvcommons.transport.deadline import Deadline
 
     began_s, computed_us = time.monotonic(), 0
-    for layer in range(layers):
+    for layer in range(layout.layers):
         deadline = Deadline.after(CALL_S)
         asked = [
-            share.holder.begin_attend(layer, share.rows, share.queries, [share.appended], deadline)
+            begin_attend(
+                layout, share.holder.recipients(share.rows), layer, share.queries, share.appended, deadline
+            )
             for share in shares
         ]
-        computed_us += max(call.finish_told()[1].computed_us for call in asked)
+        computed_us += max(call.finish()[1].computed_us for call in asked)
     return time.monotonic() - began_s, computed_us / 1e6
 
 

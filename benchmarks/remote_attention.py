@@ -243,6 +243,7 @@ def _one_layer(
     import torch
 
     from kvcommons.attention.partial import attend_batch
+    from kvcommons.holder.attend_call import begin_attend
     from kvcommons.holder.plan import PlanRow
     from kvcommons.holder.segments import SegmentRef
     from kvcommons.transport.deadline import Deadline
@@ -260,7 +261,8 @@ def _one_layer(
             for round_ in range(setting.rounds + 1):
                 layer = round_ % layout.layers
                 began_s = time.monotonic()
-                holder.begin_attend(layer, [part], q, [], Deadline.after(CALL_S)).finish()
+                asked = holder.recipients([part])
+                begin_attend(layout, asked, layer, q, None, Deadline.after(CALL_S)).finish()
                 asked_s.append(time.monotonic() - began_s)
                 began_s = time.monotonic()
                 for first in range(0, len(blocks), 64):

@@ -13,10 +13,7 @@ from contextvars import Context
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from torch import Tensor
-
 from kvcommons.errors import KVCommonsError
-from kvcommons.holder.attend_call import PendingPartial, begin_attend
 from kvcommons.holder.copying import read_blocks
 from kvcommons.holder.exchange import Recipient
 from kvcommons.holder.plan import PlanRow
@@ -273,16 +270,6 @@ class RemoteHolder:
     ) -> None:
         """The other way: one writable buffer an object."""
         read_blocks(self._data, ref, layer, first_block, into, deadline)
-
-    def begin_attend(
-        self, layer: int, rows: Sequence[PlanRow], q: Tensor, appended: Sequence[Tensor], deadline: Deadline
-    ) -> PendingPartial:
-        """Sends queries, so that local attention can be computed meanwhile.
-
-        q [sum of queries, query_heads, head_dim], rotated; appended, for rows with `append`, in order: K and
-        V [queries, 2, kv_heads, head_dim] in the KV dtype, in as many tensors as it likes.
-        """
-        return begin_attend(self._plans, layer, rows, q, appended, deadline)
 
     def recipients(self, rows: Sequence[PlanRow]) -> list[Recipient]:
         """This one alone."""

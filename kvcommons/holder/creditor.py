@@ -6,25 +6,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from torch import Tensor
-
-from kvcommons.attention.partial import Partial
 from kvcommons.holder.exchange import Recipient
-from kvcommons.holder.layer_head import LayerReply
 from kvcommons.holder.plan import PlanRow
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.transport.deadline import Deadline
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
-
-
-class PendingAttention(Protocol):
-    """Asked for; `finish` or `cancel` it."""
-
-    def finish_told(self) -> tuple[Partial, LayerReply]: ...
-
-    def cancel(self) -> None: ...
 
 
 class Creditor(Protocol):
@@ -105,10 +93,6 @@ class Creditor(Protocol):
     def read_blocks(
         self, ref: SegmentRef, layer: int, first_block: int, into: Sequence[Buffer], deadline: Deadline
     ) -> None: ...
-
-    def begin_attend(
-        self, layer: int, rows: Sequence[PlanRow], q: Tensor, appended: Sequence[Tensor], deadline: Deadline
-    ) -> PendingAttention: ...
 
     def recipients(self, rows: Sequence[PlanRow]) -> Sequence[Recipient]:
         """Who attends over such rows: for a LayerExchange."""

@@ -239,11 +239,12 @@ class LayerExchange:
         whole: Partial,
         *,
         device: torch.device,
+        native: bool = True,
     ) -> None:
         """A layer's attention is in `whole` [B, query_heads, head_dim], merged from `sources`; without them
-        the answers go there themselves. Only where it is `native`: else whoever asks puts answers
-        together."""
-        self._library = find_library(layout, device)
+        the answers go there themselves. Only where it is `native`, which queries of the KV's dtype may be:
+        else whoever asks puts answers together."""
+        self._library = find_library(layout, device) if native else None
         self.whole = whole
         self.failures: dict[int, KVCommonsError] = {}  # by share
         self._shares = [share for share, _ in shares]

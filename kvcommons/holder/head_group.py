@@ -16,12 +16,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from torch import Tensor
-
 from kvcommons.errors import CapacityExhausted, KVCommonsError, StaleEpoch, UnsupportedParameter
 from kvcommons.holder.client import RemoteHolder
 from kvcommons.holder.exchange import Recipient
-from kvcommons.holder.head_attention import PendingHeads, begin_heads
 from kvcommons.holder.head_store import WholeStore
 from kvcommons.holder.plan import PlanRow
 from kvcommons.holder.segments import SegmentRef
@@ -279,35 +276,19 @@ class HeadGroup:
             for share, call in zip(self._shares, calls, strict=True):
                 call.finish(share.pieces(self._layout, into))
 
-    def begin_attend(
-        self, layer: int, rows: Sequence[PlanRow], q: Tensor, appended: Sequence[Tensor], deadline: Deadline
-    ) -> PendingHeads:
-        """Each part is sent its query heads, and its heads of K and V. Raises StaleEpoch."""
-        asks = [part.begin_attend for part in self._parts]
-        for row in rows:
-            self._refs(row.ref)
-        return begin_heads(
-            self._layout, self._shares, asks, layer, self._divided(rows), q, appended, deadline
-        )
-
     def recipients(self, rows: Sequence[PlanRow]) -> list[Recipient]:
         """Each part, for its heads. A row whose segment is gone is lost at the parts."""
-        whole = self._layout
-        return [
-            replace(one, query_heads=share.query_heads(whole), kv_heads=share.kv_heads(whole))
-            for part, share, own in zip(self._parts, self._shares, self._divided(rows), strict=True)
-            for one in part.recipients(own)
-        ]
-
-    def _divided(self, rows: Sequence[PlanRow]) -> list[list[PlanRow]]:
-        """Each part's own rows."""
-        made: list[list[PlanRow]] = [[] for _ in self._parts]
+        whole, own = self._layout, [list[PlanRow]() for _ in self._parts]
         for row in rows:
             segment = self._segments.get(row.ref)
             refs = segment.generations.get(row.generation) if segment is not None else None
-            for part, own in zip(made, refs or [_GONE] * len(made), strict=True):
-                part.append(row.at(own))
-        return made
+            for part_rows, ref in zip(own, refs or [_GONE] * len(own), strict=True):
+                part_rows.append(row.at(ref))
+        return [
+            replace(one, query_heads=share.query_heads(whole), kv_heads=share.kv_heads(whole))
+            for part, share, part_rows in zip(self._parts, self._shares, own, strict=True)
+            for one in part.recipients(part_rows)
+        ]
 
     def _segment(self, ref: SegmentRef) -> _Segment:
         segment = self._segments.get(ref)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
-from functools import partial
+from dataclasses import replace
 
 from torch import Tensor
 
@@ -21,9 +21,8 @@ from kvcommons.engine.keeper import BlockKeeper
 from kvcommons.engine.prompt import NOT_HERE, Prompt
 from kvcommons.engine.request import Request
 from kvcommons.errors import CapacityExhausted, KVCommonsError, Unavailable
-from kvcommons.holder.attend_call import begin_attend
-from kvcommons.holder.creditor import PendingAttention
-from kvcommons.holder.head_attention import begin_heads
+from kvcommons.holder.attend_call import PendingPartial, begin_attend
+from kvcommons.holder.exchange import Recipient
 from kvcommons.holder.plan import PlanRow
 from kvcommons.holder.plan_connection import PlanPool
 from kvcommons.holder.segments import SegmentRef
@@ -58,10 +57,10 @@ class Holders:
 
     def ask(
         self, targets: tuple[Target, ...], block_tokens: int, layer: int, before: int, q: Tensor
-    ) -> list[PendingAttention]:
+    ) -> list[PendingPartial]:
         """Partials of queries q [T, H, D], at positions from `before` on, over the tokens before that."""
         deadline = Deadline.after(self._attend_deadline_s)
-        asked: list[PendingAttention] = []
+        asked: list[PendingPartial] = []
         try:
             for target in targets:
                 length = min((target.first_block + target.blocks) * block_tokens, before)
@@ -76,16 +75,27 @@ class Holders:
 
     def _ask(
         self, target: Target, layer: int, before: int, length: int, q: Tensor, deadline: Deadline
-    ) -> PendingAttention:
-        asks, rows = [], []
-        for place in target.places:
-            ref = SegmentRef(handle=place.handle, epoch=place.epoch)
-            row = PlanRow.of(ref, queries=q.shape[0], position=before, length=length)
-            asks.append(partial(begin_attend, self._plans_at(place.data_address)))
-            rows.append([row])
-        if len(asks) == 1:
-            return asks[0](layer, rows[0], q, [], deadline)
-        return begin_heads(self._layout, divided(len(asks)), asks, layer, rows, q, [], deadline)
+    ) -> PendingPartial:
+        recipients = [
+            Recipient(
+                plans=self._plans_at(place.data_address),
+                rows=[
+                    PlanRow.of(
+                        SegmentRef(handle=place.handle, epoch=place.epoch),
+                        queries=q.shape[0], position=before, length=length,
+                    )
+                ],
+            )
+            for place in target.places
+        ]  # fmt: skip
+        if len(recipients) > 1:
+            recipients = [
+                replace(
+                    one, query_heads=share.query_heads(self._layout), kv_heads=share.kv_heads(self._layout)
+                )
+                for one, share in zip(recipients, divided(len(recipients)), strict=True)
+            ]
+        return begin_attend(self._layout, recipients, layer, q, None, deadline)
 
     def _plans_at(self, address: str) -> PlanPool:
         """An address that many prompts used keeps its connections; there are as many as holders."""
@@ -111,7 +121,7 @@ class SpreadRows(ChunkRows):
     def attend(self, layer: int, state: State) -> Tensor:
         """The holders compute while this instance does."""
         try:
-            asked: list[PendingAttention] = []
+            asked: list[PendingPartial] = []
             if self._before:
                 asked = self._holders.ask(self._targets, self._block_tokens, layer, self._before, state.q)
             here = self.partial(layer, range(self._before, self._length), state.q)
@@ -119,8 +129,8 @@ class SpreadRows(ChunkRows):
         except KVCommonsError as error:
             raise Unavailable(f"a holder did not attend over the prompt's blocks: {error.message}") from error
 
-    def _finish(self, call: PendingAttention, like: Tensor) -> Partial:
-        there, _ = call.finish_told()
+    def _finish(self, call: PendingPartial, like: Tensor) -> Partial:
+        there, _ = call.finish()
         return Partial(out=there.out.to(like.device), lse=there.lse.to(like.device))
 
 

@@ -21,9 +21,12 @@ from kvcommons.attention.partial import Partial, attend_chunk
 from kvcommons.blockstore.loader import BlockLoader, CorruptObject
 from kvcommons.blockstore.saver import BlockSaver
 from kvcommons.errors import KVCommonsError
+from kvcommons.holder import attend_call
 from kvcommons.holder.client import RemoteHolder
+from kvcommons.holder.creditor import Creditor
 from kvcommons.holder.data import HolderData, StartHook
 from kvcommons.holder.holder import HeldModel, Holder
+from kvcommons.holder.plan import PlanRow
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.holder.server import HolderService
 from kvcommons.model.spec import ModelSpec, fingerprint
@@ -226,6 +229,18 @@ class PoolProcess:
     async def exit_code(self) -> int:
         await eventually(lambda: self.process.poll() is not None)
         return int(self.process.returncode)
+
+
+def begin_attend(
+    creditor: Creditor,
+    layer: int,
+    rows: Sequence[PlanRow],
+    q: Tensor,
+    appended: Sequence[Tensor],
+    deadline: Deadline,
+) -> attend_call.PendingPartial:
+    kv = torch.cat(list(appended)) if appended else None
+    return attend_call.begin_attend(LAYOUT, creditor.recipients(rows), layer, q, kv, deadline)
 
 
 class Tokens:

@@ -43,6 +43,7 @@ from tests.contract.holder_cases import (
     PoolProcess,
     Served,
     Tokens,
+    begin_attend,
     embedded,
     eventually,
     soon,
@@ -172,7 +173,7 @@ async def test_rows_and_chunks_attend_as_over_one_holder(parts: list[Served]) ->
         ref = await written(group, tokens)
         for rows in ([29], [3], list(range(9, 30))):
             part = PlanRow.of(ref, queries=len(rows), position=rows[0], length=rows[-1] + 1)
-            partial = group.begin_attend(1, [part], tokens.q[rows], [], soon()).finish()
+            partial = begin_attend(group, 1, [part], tokens.q[rows], [], soon()).finish()[0]
             torch.testing.assert_close(partial.out, tokens.whole(rows).out, **CLOSE)
             torch.testing.assert_close(partial.lse, tokens.whole(rows).lse, **CLOSE)
 
@@ -191,7 +192,7 @@ async def test_sequences_grow_token_by_token(parts: list[Served]) -> None:
             q = torch.stack([one.q[row] for one in tokens])
             new = torch.cat([one.appended(row, row + 1) for one in tokens])
             for layer in range(LAYOUT.layers):
-                partial, told = group.begin_attend(layer, rows, q, [new], soon()).finish_told()
+                partial, told = begin_attend(group, layer, rows, q, [new], soon()).finish()
                 took_us += told.computed_us
                 for index, one in enumerate(tokens):
                     whole = one.whole([row])
@@ -260,10 +261,10 @@ async def test_blocks_are_read_home_while_the_rest_is_attended_over(parts: list[
         assert await group.trim(frozen, timeout_s=5) == 0
         assert await lent(parts) == [4, 4]
         rest = PlanRow.of(frozen, position=29, first_block=4, length=TOKENS - 16)
-        partial = group.begin_attend(1, [rest], tokens.q[29:], [], soon()).finish()
+        partial = begin_attend(group, 1, [rest], tokens.q[29:], [], soon()).finish()[0]
         assert partial.lse.isfinite().all()
-        with pytest.raises(StaleEpoch, match="have moved"):
-            group.begin_attend(1, [asked(ref, 29)], tokens.q[29:], [], soon())
+        with pytest.raises(StaleEpoch):
+            begin_attend(group, 1, [asked(ref, 29)], tokens.q[29:], [], soon()).finish()
         with pytest.raises(UnsupportedParameter, match="bring them home"):
             await group.copy_in(
                 ref, parts[0].data, frozen, first_block=0, source_block=4, blocks=1, timeout_s=5
@@ -299,7 +300,7 @@ async def test_a_part_that_is_killed(socket_folder: Path) -> None:
             ref = await written(group, tokens)
             pools[1].kill()
             with pytest.raises(Unavailable):
-                group.begin_attend(0, [asked(ref, 29)], tokens.q[29:], [], soon()).finish()
+                begin_attend(group, 0, [asked(ref, 29)], tokens.q[29:], [], soon()).finish()[0]
             with pytest.raises(Unavailable):
                 await group.reserve("another", 2, first_position=0, timeout_s=5)
             with pytest.raises(Unavailable):

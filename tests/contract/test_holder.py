@@ -27,6 +27,7 @@ from tests.contract.holder_cases import (
     PoolProcess,
     Served,
     Tokens,
+    begin_attend,
     embedded,
     local_partial,
     soon,
@@ -95,7 +96,7 @@ async def test_what_is_sent_for_a_token_does_not_grow_with_the_context(socket_fo
         for row in (1, 80):
             part = PlanRow.of(ref, position=row, length=row + 1, append=True)
             appended = [tokens.appended(row, row + 1)]
-            client.begin_attend(0, [part], tokens.q[row : row + 1], appended, soon()).finish()
+            begin_attend(client, 0, [part], tokens.q[row : row + 1], appended, soon()).finish()[0]
         await client.release([ref], timeout_s=5)
         await client.close()
     small, large = (one.sent_bytes for one in seen if one.op == "attend_layer")
@@ -111,9 +112,9 @@ async def test_a_sequence_over_two_holders_is_exact(served: Served, split: int) 
         client.write_blocks(ref, 0, 0, tokens.objects(0, split), soon())
         for rows in ([29], list(range(split, 30))):
             part = PlanRow.of(ref, queries=len(rows), position=rows[0], length=split)
-            pending = client.begin_attend(0, [part], tokens.q[rows], [], soon())
+            pending = begin_attend(client, 0, [part], tokens.q[rows], [], soon())
             local = local_partial(tokens, rows, split, 30)
-            merged = merge([pending.finish(), local])
+            merged = merge([pending.finish()[0], local])
             whole = tokens.whole(rows)
             torch.testing.assert_close(merged.out, whole.out, **CLOSE)
             torch.testing.assert_close(merged.lse, whole.lse, **CLOSE)
@@ -135,7 +136,7 @@ async def test_a_batch_that_appends_and_one_that_does_not(served: Served) -> Non
             ]
             q = torch.stack((tokens[0].q[row], tokens[1].q[row - 3], tokens[2].q[row]))
             new = tokens[1].appended(row - 3, row - 2)
-            partial = client.begin_attend(0, parts, q, [new], soon()).finish()
+            partial = begin_attend(client, 0, parts, q, [new], soon()).finish()[0]
             others = [
                 local_partial(tokens[0], [row], 6, row + 1),
                 local_partial(tokens[1], [row - 3], 0, 3),
@@ -157,8 +158,8 @@ async def test_a_chunk_is_appended_and_masked(served: Served) -> None:
         client.write_blocks(ref, 0, 0, tokens.objects(0, 4), soon())
         part = PlanRow.of(ref, queries=10, position=4, length=14, append=True)
         for _ in range(2):
-            pending = client.begin_attend(0, [part], tokens.q[4:], [tokens.appended(4, 14)], soon())
-            torch.testing.assert_close(pending.finish().out, tokens.whole(range(4, 14)).out, **CLOSE)
+            pending = begin_attend(client, 0, [part], tokens.q[4:], [tokens.appended(4, 14)], soon())
+            torch.testing.assert_close(pending.finish()[0].out, tokens.whole(range(4, 14)).out, **CLOSE)
 
 
 async def test_what_is_released_or_of_another_life_is_stale(served: Served) -> None:
@@ -179,7 +180,7 @@ async def test_what_is_released_or_of_another_life_is_stale(served: Served) -> N
             good = PlanRow.of(ref, position=5, length=0)
             part = PlanRow.of(bad, position=5, length=4)
             with pytest.raises(StaleEpoch):
-                client.begin_attend(0, [good, part], torch.zeros(2, 4, 16), [], soon()).finish()
+                begin_attend(client, 0, [good, part], torch.zeros(2, 4, 16), [], soon()).finish()[0]
         client.write_blocks(ref, 0, 0, objects, soon())
 
 
@@ -218,10 +219,10 @@ async def test_another_model_and_senseless_requests_are_refused(served: Served) 
             PlanRow.of(ref, queries=2, position=0, length=1, append=True),
         ):
             with pytest.raises(InvalidInput):
-                client.begin_attend(0, [part], torch.zeros(1, 4, 16), [], soon()).finish()
+                begin_attend(client, 0, [part], torch.zeros(1, 4, 16), [], soon()).finish()[0]
         part = PlanRow.of(ref, position=0, length=4)
         with pytest.raises(InvalidInput, match="bytes where"):
-            client.begin_attend(0, [part], torch.zeros(2, 4, 16), [], soon()).finish()
+            begin_attend(client, 0, [part], torch.zeros(2, 4, 16), [], soon()).finish()[0]
 
 
 async def test_calls_for_several_holders_overlap_and_many_threads_agree(served: Served) -> None:
@@ -232,8 +233,8 @@ async def test_calls_for_several_holders_overlap_and_many_threads_agree(served: 
         part = PlanRow.of(ref, position=19, length=20)
 
         def ask() -> torch.Tensor:
-            pending = [client.begin_attend(0, [part], tokens.q[19:], [], soon()) for _ in range(4)]
-            return torch.cat([one.finish().out for one in pending])
+            pending = [begin_attend(client, 0, [part], tokens.q[19:], [], soon()) for _ in range(4)]
+            return torch.cat([one.finish()[0].out for one in pending])
 
         answers = await asyncio.gather(*(asyncio.to_thread(ask) for _ in range(4)))
         for answer in answers:
@@ -247,7 +248,7 @@ async def test_a_sliding_window_is_masked_at_the_holder(socket_folder: Path) -> 
         client.write_blocks(ref, 0, 0, tokens.objects(0, 12), soon())
         for rows in ([14], list(range(12, 20))):
             part = PlanRow.of(ref, queries=len(rows), position=rows[0], length=12)
-            remote = client.begin_attend(0, [part], tokens.q[rows], [], soon()).finish()
+            remote = begin_attend(client, 0, [part], tokens.q[rows], [], soon()).finish()[0]
             merged = merge([remote, local_partial(tokens, rows, 12, 20, window=6)])
             torch.testing.assert_close(merged.out, tokens.whole(rows, window=6).out, **CLOSE)
 

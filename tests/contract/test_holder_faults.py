@@ -21,7 +21,16 @@ from kvcommons.pb import data_pb2 as pb
 from kvcommons.transport.base import Limits
 from kvcommons.transport.deadline import Deadline
 from kvcommons.transport.frame import pack
-from tests.contract.holder_cases import BLOCKS, LAYOUT, PoolProcess, Tokens, embedded, eventually, soon
+from tests.contract.holder_cases import (
+    BLOCKS,
+    LAYOUT,
+    PoolProcess,
+    Tokens,
+    begin_attend,
+    embedded,
+    eventually,
+    soon,
+)
 
 
 @pytest.fixture
@@ -116,25 +125,25 @@ async def test_a_killed_pool_is_noticed_and_its_next_life_refuses_the_old_handle
     async with served.debtor(lease_s=1.5, lost=lost) as client:
         ref = await client.reserve("s", 2, first_position=0, timeout_s=5)
         part = PlanRow.of(ref, position=9, length=0)
-        client.begin_attend(0, [part], torch.zeros(1, 4, 16), [], soon()).finish()
+        begin_attend(client, 0, [part], torch.zeros(1, 4, 16), [], soon()).finish()[0]
         pool.process.send_signal(signal.SIGSTOP)
         await eventually(lambda: stopped(pool.process.pid))
         started = Deadline.after(0.3)
-        pending = client.begin_attend(0, [part], torch.zeros(1, 4, 16), [], started)
+        pending = begin_attend(client, 0, [part], torch.zeros(1, 4, 16), [], started)
         with pytest.raises(DeadlineExceeded):
             await asyncio.to_thread(pending.finish)
-        pending = client.begin_attend(0, [part], torch.zeros(1, 4, 16), [], soon())
+        pending = begin_attend(client, 0, [part], torch.zeros(1, 4, 16), [], soon())
         pool.kill()
         with pytest.raises(Unavailable):
             await asyncio.to_thread(pending.finish)
         with pytest.raises(Unavailable):
-            client.begin_attend(0, [part], torch.zeros(1, 4, 16), [], soon())
+            begin_attend(client, 0, [part], torch.zeros(1, 4, 16), [], soon()).finish()
         await eventually(lambda: lost == [ref])
         heir = PoolProcess(pool.folder)
         try:
             await heir.ready()
             with pytest.raises(StaleEpoch, match="another life"):
-                client.begin_attend(0, [part], torch.zeros(1, 4, 16), [], soon()).finish()
+                begin_attend(client, 0, [part], torch.zeros(1, 4, 16), [], soon()).finish()[0]
             again = await client.reserve("s", 2, first_position=0, timeout_s=10)
             assert again.epoch > ref.epoch
             reply = await client.inspect(timeout_s=5)

@@ -27,6 +27,7 @@ from tests.contract.holder_cases import (
     PoolProcess,
     Served,
     Tokens,
+    begin_attend,
     embedded,
     eventually,
     soon,
@@ -96,7 +97,7 @@ def ask(
         first_block=first_block,
         length=TOKENS - first_block * BLOCK_TOKENS if length is None else length,
     )
-    return client.begin_attend(layer, [part], tokens.q[TOKENS - 1 :], [], soon()).finish()
+    return begin_attend(client, layer, [part], tokens.q[TOKENS - 1 :], [], soon()).finish()[0]
 
 
 async def test_a_run_moves_to_another_holder_while_it_is_attended_over(pair: list[Served]) -> None:
@@ -147,11 +148,11 @@ async def test_frozen_blocks_are_not_written(pair: list[Served]) -> None:
         appended = [tokens.appended(27, 28)]
         part = PlanRow.of(ref, position=27, length=28, append=True)
         with pytest.raises(InvalidInput, match="takes no tokens"):
-            client.begin_attend(0, [part], tokens.q[27:28], appended, soon()).finish()
+            begin_attend(client, 0, [part], tokens.q[27:28], appended, soon()).finish()[0]
         for row in (28, 29):
             part = PlanRow.of(ref, position=row, length=row + 1, append=True)
-            got = client.begin_attend(0, [part], tokens.q[row : row + 1],
-                                      [tokens.appended(row, row + 1)], soon()).finish()  # fmt: skip
+            got = begin_attend(client, 0, [part], tokens.q[row : row + 1],
+                                      [tokens.appended(row, row + 1)], soon()).finish()[0]  # fmt: skip
             torch.testing.assert_close(got.out, tokens.whole([row]).out, **CLOSE)
         await client.thaw(frozen, timeout_s=5)
         client.write_blocks(ref, 0, 6, tokens.objects(24, 28), soon())
@@ -187,7 +188,7 @@ async def test_a_fork_shares_what_is_full_and_goes_on_by_itself(pair: list[Serve
         for row in range(20, 24):
             part = PlanRow.of(fork, position=row, length=row + 1, append=True)
             appended = [other.appended(row, row + 1)]
-            got = client.begin_attend(0, [part], other.q[row : row + 1], appended, soon()).finish()
+            got = begin_attend(client, 0, [part], other.q[row : row + 1], appended, soon()).finish()[0]
             torch.testing.assert_close(got.out, other.whole([row]).out, **CLOSE)
         assert (await client.inspect(timeout_s=5)).lent_blocks == 6
 
