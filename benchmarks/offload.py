@@ -266,7 +266,7 @@ class _Load(Replacing):
         from kvcommons.engine.scheduler import Scheduler
         from kvcommons.holder.budget import AttentionBudget
         from kvcommons.placement.auto import Rates
-        from services.decode.decode_engine import decode_engine
+        from services.decode.batching.engine import decode_engine
 
         core, setting = self._core, self._setting
         saver = BlockSaver("bench", buffer_bytes=1 << 20)

@@ -29,7 +29,7 @@ from kvcommons.pb import common_pb2, data_pb2
 from kvcommons.placement.auto import Rates
 from kvcommons.transport.base import Observation
 from kvcommons.transport.server import DataServer, Exchange, Handler
-from services.decode.decode_engine import decode_engine
+from services.decode.batching.engine import decode_engine
 from services.decode.staggering.lanes import Mode
 from services.decode.staggering.rotation import Rotation
 

@@ -20,7 +20,7 @@ from kvcommons.errors import (
 )
 from kvcommons.pb import decode_pb2 as pb
 from kvcommons.pb import decode_pb2_grpc
-from services.decode.arrival import Arrivals
+from services.decode.arrival.arrivals import Arrivals
 
 log = logging.getLogger(__name__)
 

@@ -35,21 +35,21 @@ from kvcommons.telemetry.metrics import LoadMetrics
 from kvcommons.transport.deadline import Deadline
 from kvcommons.transport.metrics import DataMetrics
 from kvcommons.transport.server import DataServer
-from services.decode.arrival import Arrivals
+from services.decode.arrival.arrivals import Arrivals
+from services.decode.arrival.local_prefill import LocalPrefill
+from services.decode.batching.callbacks import LoopCallbacks
+from services.decode.batching.engine import decode_engine
+from services.decode.borrowing.creditors import Debtor
+from services.decode.borrowing.ledgers import Ledgers
+from services.decode.borrowing.loans import Lenders
+from services.decode.borrowing.slowness import Slowness
 from services.decode.config import DecodeConfig
-from services.decode.creditors import Debtor
-from services.decode.decode_engine import decode_engine
-from services.decode.draining import Draining
-from services.decode.engine_callbacks import LoopCallbacks
-from services.decode.ledgers import Ledgers
-from services.decode.lenders import Lenders
 from services.decode.lending import Lending
-from services.decode.local_prefill import LocalPrefill
 from services.decode.metrics import DecodeMetrics
-from services.decode.moving import Homecoming, Mover
+from services.decode.moving.evacuation import Draining
+from services.decode.moving.mover import Homecoming, Mover
 from services.decode.server import DecodeService
-from services.decode.settling import DebtorService, Settling
-from services.decode.slowness import Slowness
+from services.decode.settlement.participant import DebtorService, Settling
 from services.decode.staggering.rotation import Rotation
 
 LOCAL_PROMPTS_MAX = 256  # that wait to be computed here; more go to prefill

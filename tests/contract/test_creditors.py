@@ -17,7 +17,7 @@ from kvcommons.holder.head_store import WholeStore
 from kvcommons.pb import ledger_pb2
 from kvcommons.rblock.heads import divided
 from kvcommons.transport.deadline import Deadline
-from services.decode.creditors import FORGET_S, QUIET_S, Creditors, Debtor
+from services.decode.borrowing.creditors import FORGET_S, QUIET_S, Creditors, Debtor
 from tests.contract.holder_cases import BLOCK_TOKENS, FINGERPRINT, LAYOUT, embedded, eventually
 
 
@@ -102,7 +102,7 @@ async def test_one_that_nobody_names_is_forgotten_later() -> None:
 async def test_one_where_something_lies_is_kept_until_it_was_given_back(
     socket_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.decode.creditors.LOOK_S", 0.01)
+    monkeypatch.setattr("services.decode.borrowing.creditors.LOOK_S", 0.01)
     async with AsyncExitStack() as stack:
         served = [await stack.enter_async_context(embedded(socket_folder, part=part)) for part in divided(2)]
         known = await stack.enter_async_context(knowing())

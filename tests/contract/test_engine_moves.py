@@ -24,7 +24,7 @@ LEASE_MS = 20_000
 
 @pytest.fixture(autouse=True)
 def none_comes_home_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.decode.moving.HOMECOMING_S", 3600)
+    monkeypatch.setattr("services.decode.moving.mover.HOMECOMING_S", 3600)
 
 
 def debtor(engines: Stack, name: str = "decode") -> Any:
@@ -83,7 +83,7 @@ async def test_kv_comes_home_when_its_creditor_calls_it_back(engines: Stack) -> 
 
 
 async def test_kv_comes_home_when_there_is_room(engines: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.decode.moving.HOMECOMING_S", 0.05)
+    monkeypatch.setattr("services.decode.moving.mover.HOMECOMING_S", 0.05)
     await engines.lenders(24)
     prefill = await engines.prefill()
     decode = await engines.decode(placement="overflow", engine={"capacity_tokens": 40 * BLOCK})

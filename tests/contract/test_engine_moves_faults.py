@@ -29,7 +29,7 @@ ROUND: dict[str, Any] = {"settlement": "s", "term": 1, "lease_ms": 20_000, "roun
 
 @pytest.fixture(autouse=True)
 def none_comes_home_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.decode.moving.HOMECOMING_S", 3600)
+    monkeypatch.setattr("services.decode.moving.mover.HOMECOMING_S", 3600)
 
 
 class Interruption:

@@ -43,8 +43,8 @@ from kvcommons.pb import common_pb2
 from kvcommons.placement.auto import Rates
 from kvcommons.telemetry.trace import Tracer
 from kvcommons.transport.server import DataServer
+from services.decode.batching.engine import decode_engine
 from services.decode.config import DecodeConfig
-from services.decode.decode_engine import decode_engine
 from tests.contract.plan_cases import Peer, eventually, row
 from tests.machine import scaled
 from tests.unit.engine.tiny import tiny_core

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.decode.slowness import ANSWERS_MIN, LOOKS, PROBATION_S, Slowness
+from services.decode.borrowing.slowness import ANSWERS_MIN, LOOKS, PROBATION_S, Slowness
 
 
 class Watched:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from kvcommons.pb import common_pb2 as pb
-from services.decode.start_barrier import Go, PushFrom, StartBarrier
+from services.decode.arrival.start_barrier import Go, PushFrom, StartBarrier
 
 FIRST = pb.SampledToken(token=7, position=40)
 OTHER = pb.SampledToken(token=8, position=40)

@@ -7,7 +7,7 @@ import pytest
 from kvcommons.engine.callbacks import SequenceUpdate
 from kvcommons.errors import DataLoss
 from kvcommons.pb import common_pb2 as pb
-from services.decode.stream import EventStream
+from services.decode.batching.stream import EventStream
 
 
 def sampled(*positions: int) -> list[pb.SampledToken]:

@@ -26,7 +26,7 @@ from kvcommons.errors import InvalidInput
 from kvcommons.holder.budget import AttentionBudget
 from kvcommons.placement.auto import Rates
 from kvcommons.telemetry.trace import Tracer
-from services.decode.decode_engine import decode_engine
+from services.decode.batching.engine import decode_engine
 from tests.unit.engine.tiny import tiny_core
 
 LONG_S = 10.0

@@ -11,7 +11,7 @@ from kvcommons.holder.client import RemoteHolder
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.model.sampling import SamplingParams
 from kvcommons.rblock.identity import IdentityChain
-from services.decode.arrival import split
+from services.decode.arrival.arrivals import split
 
 BLOCK = 4
 HOLDER = cast(RemoteHolder, "never called here")

@@ -21,8 +21,8 @@ from kvcommons.holder.holder import Holder
 from kvcommons.holder.pledges import check_lease
 from kvcommons.pb import holder_pb2 as pb
 from kvcommons.pb import holder_pb2_grpc
-from services.decode.lenders import Lenders
-from services.decode.moving import Move, Mover
+from services.decode.borrowing.loans import Lenders
+from services.decode.moving.mover import Move, Mover
 
 log = logging.getLogger(__name__)
 

@@ -9,8 +9,8 @@ from prometheus_client import CollectorRegistry, Gauge
 from kvcommons.engine.core import Core
 from kvcommons.errors import KVCommonsError
 from kvcommons.holder.creditor import Creditor
-from services.decode.lenders import Lenders
-from services.decode.moving import SPARE_SHARE, Mover
+from services.decode.borrowing.loans import Lenders
+from services.decode.moving.mover import SPARE_SHARE, Mover
 from services.decode.periodic import PeriodicTask
 
 log = logging.getLogger(__name__)

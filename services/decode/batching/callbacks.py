@@ -13,9 +13,9 @@ from kvcommons.engine.sequence import RemoteRun, Sequence
 from kvcommons.errors import KVCommonsError
 from kvcommons.holder.creditor import Creditor
 from kvcommons.placement.base import Next
-from services.decode.arrival import Arrivals
-from services.decode.lenders import Lenders
-from services.decode.saves import BlockSave
+from services.decode.arrival.arrivals import Arrivals
+from services.decode.borrowing.loans import Lenders
+from services.decode.borrowing.saves import BlockSave
 
 
 class LoopCallbacks:

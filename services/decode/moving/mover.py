@@ -23,7 +23,7 @@ from kvcommons.holder.creditor import Creditor
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.placement.auto import Costs, Rates
 from kvcommons.transport.deadline import Deadline
-from services.decode.lenders import Lenders
+from services.decode.borrowing.loans import Lenders
 from services.decode.metrics import DecodeMetrics
 from services.decode.periodic import PeriodicTask
 

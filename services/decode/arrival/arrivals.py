@@ -26,11 +26,11 @@ from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import common_pb2 as pb
 from kvcommons.placement.base import FreeRoom, Placement, SequenceLayout
 from kvcommons.transport.deadline import Deadline
-from services.decode.creditors import place_of
-from services.decode.lenders import Lenders
-from services.decode.local_prefill import GoOn, LocalPrefill
-from services.decode.start_barrier import Go, PushFrom, StartBarrier
-from services.decode.stream import EventStream
+from services.decode.arrival.local_prefill import GoOn, LocalPrefill
+from services.decode.arrival.start_barrier import Go, PushFrom, StartBarrier
+from services.decode.batching.stream import EventStream
+from services.decode.borrowing.creditors import place_of
+from services.decode.borrowing.loans import Lenders
 
 log = logging.getLogger(__name__)
 

@@ -21,10 +21,10 @@ from kvcommons.pb import holder_pb2, holder_pb2_grpc, ledger_pb2, ledger_pb2_grp
 from kvcommons.rpc.server import RpcServer
 from kvcommons.telemetry.telemetry import Telemetry
 from kvcommons.transport.deadline import Deadline
-from services.decode.creditors import Debtor
-from services.decode.ledgers import Ledgers
-from services.decode.lenders import GROW_TRIES, Lenders
-from services.decode.slowness import Slowness
+from services.decode.borrowing.creditors import Debtor
+from services.decode.borrowing.ledgers import Ledgers
+from services.decode.borrowing.loans import GROW_TRIES, Lenders
+from services.decode.borrowing.slowness import Slowness
 from tests.contract.holder_cases import BLOCK_TOKENS, BLOCKS, FINGERPRINT, NoStores, embedded, eventually
 
 _Context = grpc.aio.ServicerContext[Any, Any]
@@ -131,9 +131,9 @@ async def test_blocks_that_came_unheard_are_the_next_ones(socket_folder: Path) -
 async def test_a_creditor_that_did_not_hear_of_a_trim_is_told_again(
     socket_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.decode.lenders.TRIM_S", 0.1)
-    monkeypatch.setattr("services.decode.lenders.TRIM_PAUSE_S", 0.01)
-    monkeypatch.setattr("services.decode.lenders.CALL_S", 0.5)
+    monkeypatch.setattr("services.decode.borrowing.loans.TRIM_S", 0.1)
+    monkeypatch.setattr("services.decode.borrowing.loans.TRIM_PAUSE_S", 0.01)
+    monkeypatch.setattr("services.decode.borrowing.loans.CALL_S", 0.5)
     async with lending(socket_folder) as (lenders, holder, service):
         (run,) = await lenders.borrow(1, "sequence", blocks=5, first_block=0)
         frozen = await run.holder.freeze(run.ref, 2, timeout_s=5)

@@ -22,10 +22,10 @@ from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import ledger_pb2
 from kvcommons.telemetry.events import Observe, unobserved
 from kvcommons.transport.base import Observer
-from services.decode.creditors import Creditors, Debtor, devices
-from services.decode.ledgers import Ledgers
-from services.decode.saves import BlockSave, Saves
-from services.decode.slowness import Slowness
+from services.decode.borrowing.creditors import Creditors, Debtor, devices
+from services.decode.borrowing.ledgers import Ledgers
+from services.decode.borrowing.saves import BlockSave, Saves
+from services.decode.borrowing.slowness import Slowness
 
 log = logging.getLogger(__name__)
 

@@ -1,0 +1,1 @@
+"""From a reservation to the first token."""

@@ -1,0 +1,1 @@
+"""KV that moves between holders while its sequence decodes."""

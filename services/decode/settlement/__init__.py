@@ -1,0 +1,1 @@
+"""Settlements of circular debts: this instance as a participant."""
