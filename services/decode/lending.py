@@ -1,4 +1,4 @@
-"""Decode's own holder contract: what it answers for others, once its memory is there."""
+"""The holder contract of a decode instance: what it does for debtors, once its memory is there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvcommons.pb import holder_pb2_grpc
 _Context = grpc.aio.ServicerContext[Any, Any]
 
 
-class Lending(holder_pb2_grpc.HolderServicer):
+class LendingService(holder_pb2_grpc.HolderServicer):
     """Answers Loading until the model is loaded: the block memory is made for it."""
 
     def __init__(self) -> None:

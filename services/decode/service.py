@@ -40,16 +40,16 @@ from services.decode.arrival.local_prefill import LocalPrefill
 from services.decode.batching.callbacks import LoopCallbacks
 from services.decode.batching.engine import decode_engine
 from services.decode.borrowing.creditors import Debtor
-from services.decode.borrowing.ledgers import Ledgers
-from services.decode.borrowing.loans import Lenders
+from services.decode.borrowing.ledger_client import LedgerClient
+from services.decode.borrowing.loans import Loans
 from services.decode.borrowing.slowness import Slowness
 from services.decode.config import DecodeConfig
-from services.decode.lending import Lending
+from services.decode.lending import LendingService
 from services.decode.metrics import DecodeMetrics
-from services.decode.moving.evacuation import Draining
+from services.decode.moving.evacuation import Evacuation
 from services.decode.moving.mover import Homecoming, Mover
 from services.decode.server import DecodeService
-from services.decode.settlement.participant import DebtorService, Settling
+from services.decode.settlement.participant import DebtorService, SettlementParticipant
 from services.decode.staggering.rotation import Rotation
 
 LOCAL_PROMPTS_MAX = 256  # that wait to be computed here; more go to prefill
@@ -67,9 +67,9 @@ class DecodeParts:
         instance_id, registry = process.instance_id, process.telemetry.registry
         core.allocator.observe = process.telemetry.observe
         self.condemner = Condemner()
-        asking = DataMetrics(registry, "client")
-        self.loader = BlockLoader(self.condemner, name="decode-load", observer=asking)
-        self.saver = BlockSaver(instance_id, buffer_bytes=config.save_buffer_bytes, observer=asking)
+        client_metrics = DataMetrics(registry, "client")
+        self.loader = BlockLoader(self.condemner, name="decode-load", observer=client_metrics)
+        self.saver = BlockSaver(instance_id, buffer_bytes=config.save_buffer_bytes, observer=client_metrics)
         registry.register(SaverCollector(self.saver))
         self.keeper = BlockKeeper(core, self.saver)
         model = core.model
@@ -102,7 +102,7 @@ class DecodeParts:
                 budget,
                 metrics,
                 deadline_s=config.slice_deadline_s,
-                observer=asking,
+                observer=client_metrics,
             )
         scheduler = Scheduler(
             max_batch=config.max_batch, max_queue=LOCAL_PROMPTS_MAX, max_prompts=config.max_batch
@@ -160,29 +160,29 @@ class DecodeParts:
             layout=core.layout,
             condemn=self.condemner,
             saver=self.saver,
-            observer=asking,
+            observer=client_metrics,
         )
-        self.lenders = Lenders(
+        self.loans = Loans(
             Debtor(
                 instance_id=instance_id,
                 model=core.info.fingerprint,
                 block_tokens=core.block_tokens,
                 store=self.whole_store,
             ),
-            Ledgers(config.ledger, debtor=instance_id, host=process.host, model=core.info.fingerprint),
+            LedgerClient(config.ledger, debtor=instance_id, host=process.host, model=core.info.fingerprint),
             lease_ms=config.lease_ms,
             lost=self.engine.fail,
             slowness=Slowness(
                 layers=core.layout.layers, deadline_s=config.attend_deadline_s, clock=time.monotonic
             ),
-            observer=asking,
+            observer=client_metrics,
             observe=process.telemetry.observe,
         )
-        self.mover = Mover(core, self.engine, self.lenders, metrics, rates)
-        self.tasks = [Draining(core, self.mover, self.lenders, registry).task]
+        self.mover = Mover(core, self.engine, self.loans, metrics, rates)
+        self.tasks = [Evacuation(core, self.mover, self.loans, registry).task]
         if config.homecoming and placement.comes_home():
             self.tasks.append(Homecoming(core, self.mover, costs).task)
-        self.settling = Settling(self.holder, self.mover, self.lenders)
+        self.participant = SettlementParticipant(self.holder, self.mover, self.loans)
         if self.rotation:
             metrics.group(self.rotation.peers_well)
         local: LocalPrefill | None = None
@@ -198,7 +198,7 @@ class DecodeParts:
                 condemner=self.condemner,
                 chunk_tokens=config.chunk_tokens,
                 push_deadline_s=config.push_deadline_s,
-                observer=asking,
+                observer=client_metrics,
             )
         self.arrivals = Arrivals(
             core,
@@ -209,10 +209,10 @@ class DecodeParts:
             engine=self.engine,
             holder=self.holder,
             histories=histories,
-            lenders=self.lenders,
+            loans=self.loans,
             local=local,
         )
-        self.callbacks.connect(self.engine, self.arrivals, self.lenders)
+        self.callbacks.connect(self.engine, self.arrivals, self.loans)
         self._loop = asyncio.get_running_loop()
         LoadMetrics(
             registry,
@@ -237,12 +237,12 @@ class DecodeParts:
         """Saves that are pending get a moment to reach the store."""
         for task in self.tasks:
             await task.close()
-        await self.settling.close()
+        await self.participant.close()
         await asyncio.to_thread(self.engine.stop, STOP_S)
         if self.rotation:
             await asyncio.to_thread(self.rotation.close, STOP_S)
         await asyncio.to_thread(self.data.stop, STOP_S)
-        await self.lenders.close()
+        await self.loans.close()
         await self.holder_service.close()
         await asyncio.to_thread(self._close)
         await self.condemner.close()
@@ -266,7 +266,7 @@ class DecodeParts:
         load.batches = self.rotation.shares if self.rotation else 1
         load.changes = self.arrivals.changes
         load.epoch = self.holder.epoch
-        load.debts.update(self.lenders.debts())
+        load.debts.update(self.loans.debts())
         load.loans.update(self.holder.loans())
 
     def _started(self, start: data_pb2.StartSequence) -> None:
@@ -291,7 +291,7 @@ async def serve(config: DecodeConfig, process: Process) -> None:
     server = RpcServer(config.node.listen, process.telemetry, call_deadline_s=config.node.call_deadline_s)
     service = DecodeService(max_sequences=config.max_sequences)
     server.add(decode_pb2_grpc.add_DecodeServicer_to_server, service)
-    lending = Lending()
+    lending = LendingService()
     server.add(holder_pb2_grpc.add_HolderServicer_to_server, lending)
     debtor = DebtorService()
     server.add(holder_pb2_grpc.add_DebtorServicer_to_server, debtor)
@@ -338,7 +338,7 @@ async def serve(config: DecodeConfig, process: Process) -> None:
         parts.start()
         service.open(core, parts.arrivals, parts.condemner)
         lending.open(parts.holder_service)
-        debtor.open(parts.settling)
+        debtor.open(parts.participant)
         if prefill is not None and parts.prefill is not None:
             prefill.open(parts.prefill.intake)
         await server.set_ready(True)

@@ -44,7 +44,7 @@ class Session:
         if drop_blocks:
             truncation = truncation_for(
                 kept_tokens=len(before), dropped_tokens=dropped, head_tokens=head_blocks * BLOCK,
-                new_tokens=count, room=0, window=len(before) + count - drop_blocks * BLOCK,
+                new_tokens=count, answer_tokens=0, window=len(before) + count - drop_blocks * BLOCK,
                 ratio=0.01, block_tokens=BLOCK,
             )  # fmt: skip
             assert truncation is not None

@@ -22,8 +22,8 @@ from kvcommons.rpc.server import RpcServer
 from kvcommons.telemetry.telemetry import Telemetry
 from kvcommons.transport.deadline import Deadline
 from services.decode.borrowing.creditors import Debtor
-from services.decode.borrowing.ledgers import Ledgers
-from services.decode.borrowing.loans import GROW_TRIES, Lenders
+from services.decode.borrowing.ledger_client import LedgerClient
+from services.decode.borrowing.loans import GROW_TRIES, Loans
 from services.decode.borrowing.slowness import Slowness
 from tests.contract.holder_cases import BLOCK_TOKENS, BLOCKS, FINGERPRINT, NoStores, embedded, eventually
 
@@ -69,7 +69,7 @@ class OneCreditor(ledger_pb2_grpc.LedgerServicer):
 
 
 @asynccontextmanager
-async def lending(folder: Path) -> AsyncIterator[tuple[Lenders, Holder, Unheard]]:
+async def lending(folder: Path) -> AsyncIterator[tuple[Loans, Holder, Unheard]]:
     async with embedded(folder) as served:
         assert served.holder is not None
         saver = BlockSaver("holder-1", hold_s=1)
@@ -86,9 +86,9 @@ async def lending(folder: Path) -> AsyncIterator[tuple[Lenders, Holder, Unheard]
         await server.start()
         await ledger.start()
         debtor = Debtor(instance_id="d", model=FINGERPRINT, block_tokens=BLOCK_TOKENS)
-        ledgers = Ledgers([ledger.address], debtor="d", host="here", model=FINGERPRINT)
+        ledgers = LedgerClient([ledger.address], debtor="d", host="here", model=FINGERPRINT)
         slowness = Slowness(layers=2, deadline_s=2.0, clock=time.monotonic)
-        lenders = Lenders(debtor, ledgers, lease_ms=10_000, lost=lambda key, error: None, slowness=slowness)
+        lenders = Loans(debtor, ledgers, lease_ms=10_000, lost=lambda key, error: None, slowness=slowness)
         try:
             yield lenders, served.holder, service
         finally:

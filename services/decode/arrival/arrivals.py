@@ -1,5 +1,5 @@
-"""A sequence from its reservation to its first token: room here and elsewhere, its part of the history, its
-start."""
+"""Sequences from their reservation to their first token: blocks here and elsewhere, the history that decode
+loads, and the start."""
 
 from __future__ import annotations
 
@@ -26,18 +26,19 @@ from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import common_pb2 as pb
 from kvcommons.placement.base import FreeRoom, Placement, SequenceLayout
 from kvcommons.transport.deadline import Deadline
-from services.decode.arrival.local_prefill import GoOn, LocalPrefill
-from services.decode.arrival.start_barrier import Go, PushFrom, StartBarrier
+from services.decode.arrival.local_prefill import LocalPrefill, LocalSink
+from services.decode.arrival.start_barrier import PushFrom, StartBarrier, StartGeneration
 from services.decode.batching.stream import EventStream
 from services.decode.borrowing.creditors import place_of
-from services.decode.borrowing.loans import Lenders
+from services.decode.borrowing.loans import Loans
 
 log = logging.getLogger(__name__)
 
 P = ParamSpec("P")
 
-FETCHES_MAX = 16  # that wait for a kvstore at the same time
-PATIENCE_S_MIN = 0.1  # with a fetch, once prefill has delivered: pauses as short as this say nothing
+FETCHES_MAX = 16  # fetches that wait for a kvstore at the same time
+# How long a fetch may go on once prefill has delivered: a shorter pause does not mean that it hangs.
+PATIENCE_S_MIN = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +50,7 @@ class FetchedPiece:
     ids: tuple[bytes, ...]
 
 
-def pieces(runs: list[Run], ids: list[bytes], begin: int, end: int) -> list[FetchedPiece]:
+def pieces_of(runs: list[Run], ids: list[bytes], begin: int, end: int) -> list[FetchedPiece]:
     """Blocks [begin, end) of a sequence, by the run that they lie in, in order."""
     found = []
     for run in runs:
@@ -60,13 +61,13 @@ def pieces(runs: list[Run], ids: list[bytes], begin: int, end: int) -> list[Fetc
 
 
 def split(blocks: range, at: int) -> list[range]:
-    """What lies before block `at`, and what lies after; not what is empty."""
+    """The parts of `blocks` before and after block `at`, without empty ones."""
     parts = (range(blocks.start, min(at, blocks.stop)), range(max(at, blocks.start), blocks.stop))
     return [part for part in parts if part]
 
 
 class Arrival:
-    """One sequence's. Belongs to the event loop."""
+    """One sequence that is reserved or runs. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -79,26 +80,26 @@ class Arrival:
         computes: bool = False,
     ) -> None:
         self.sequence = sequence
-        self.computes = computes  # its prompt is computed here
+        self.computes = computes  # whether its prompt is computed here
         self.start_wait_s = start_wait_s
-        self.ref = ref  # of the local segment that prefill writes to, until the start
+        self.ref = ref  # the local segment that prefill writes to until the start
         self.placements = placements
         self.push_from_block = push_from
         self.stream = EventStream()
         self.barrier: StartBarrier
-        # Leading blocks, once all that are fetched have come; None where the sequence ends before.
+        # The number of leading blocks that are here once the fetch has ended; None where the sequence ends
+        # before.
         self.present: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
         self.timer: asyncio.TimerHandle | None = None
         self.fetch: asyncio.Task[None] | None = None
         self.loads: list[Load] = []  # of the fetch, to this instance
         self.opened_s = time.monotonic()
-        self.change = 0  # its reservation's number, of all changes here
+        self.change = 0  # the number of its reservation among the changes of this instance
         self.end_change: int | None = None
 
 
 class Arrivals:
-    """Makes room for sequences, sees them to their start, and frees what they held. Belongs to the event
-    loop."""
+    """Reserves blocks for sequences, starts them, and frees what they held. Belongs to the event loop."""
 
     def __init__(
         self,
@@ -111,10 +112,10 @@ class Arrivals:
         engine: Engine,
         holder: Holder,
         histories: Histories,
-        lenders: Lenders,
+        loans: Loans,
         local: LocalPrefill | None = None,
     ) -> None:
-        """`local`: for prompts that are computed here."""
+        """`local` computes prompts here; None where prefill computes all."""
         self._core = core
         self._local = local
         self._loop = asyncio.get_running_loop()
@@ -125,7 +126,7 @@ class Arrivals:
         self._engine = engine
         self._holder = holder
         self._histories = histories
-        self._lenders = lenders
+        self._loans = loans
         self._threads = ThreadPoolExecutor(FETCHES_MAX, thread_name_prefix="decode-fetch")
         self._by_key: dict[int, Arrival] = {}
         self._by_handle: dict[int, Arrival] = {}
@@ -141,8 +142,8 @@ class Arrivals:
         return self._by_key.get(key)
 
     async def open(self, request: Request, *, start_wait_s: float) -> Arrival:
-        """Reserves room and begins to fetch history; prefill is waited for so long at most. Raises
-        CapacityExhausted, with nothing held then."""
+        """Reserves blocks and begins to fetch the history. Prefill has `start_wait_s` to deliver. Raises
+        CapacityExhausted, and holds nothing then."""
         core, key = self._core, self._engine.new_key()
         chain = request.chain(core.info)
         ids = list(chain.ids)
@@ -163,14 +164,14 @@ class Arrivals:
         push_from = matched if matched - found >= self._fetch_min_blocks else found
         local = self._local is not None and self._local.takes(sequence, max(found, matched))
         if local:
-            push_from = found  # what else there is of it, the engine loads
+            push_from = found  # the engine loads the rest of the history
         arrival = Arrival(sequence, ref, placements, push_from, start_wait_s, computes=local)
         arrival.barrier = StartBarrier(push_from_block=push_from, fetching=push_from > found)
         self._by_key[key] = self._by_handle[ref.handle] = arrival
         self.changes += 1
         arrival.change = self.changes
         if self._local is not None and local:
-            sink = GoOn(sequence, self._in_loop(self._prefilled), self._in_loop(self._fall_back))
+            sink = LocalSink(sequence, self._in_loop(self._prefilled), self._in_loop(self._fall_back))
             self._local.submit(sequence, sink, wait_s=start_wait_s)
         else:
             self._engine.add(sequence)
@@ -188,7 +189,8 @@ class Arrivals:
             return
         self._act(arrival, arrival.barrier.started(first, pushed_from_block))
         if arrival.loads and not arrival.present.done():
-            # As long again as it has had: then prefill pushes what it has anyway, which costs it little.
+            # The fetch gets as long again as it had. After that prefill pushes those blocks: it has them
+            # anyway, so that costs it little.
             patience_s = max(time.monotonic() - arrival.opened_s, PATIENCE_S_MIN)
             asyncio.get_running_loop().call_later(patience_s, self._cut_short, arrival)
 
@@ -202,7 +204,7 @@ class Arrivals:
         return call
 
     def _prefilled(self, key: int, result: FirstToken | KVCommonsError) -> None:
-        """What became of a prompt that was computed here."""
+        """The result of a prompt that was computed here."""
         arrival = self._by_key.get(key)
         if arrival is None:
             return
@@ -215,7 +217,7 @@ class Arrivals:
             arrival.stream.step(SequenceUpdate(key=key, error=result))
 
     def _fall_back(self, sequence: Sequence) -> None:
-        """A prompt that was to be computed here is not: prefill does it."""
+        """The engine does not take a prompt that was to be computed here: prefill computes it."""
         self._engine.add(sequence)
         arrival = self._by_key.get(sequence.key)
         if arrival is None:  # the call has ended meanwhile
@@ -280,7 +282,7 @@ class Arrivals:
         try:
             placement, layout = self._place(policy, needed, found)
             if found and any(piece.away for piece in layout.pieces):
-                # Prefill may have to attend over all of it, and so has to be told of all of it.
+                # Prefill may have to attend over all of it, so its addresses name all of it.
                 allocator.release(held)
                 held, found, runs = [], 0, []
                 placement, layout = self._place(policy, needed, found)
@@ -296,7 +298,7 @@ class Arrivals:
                     runs.append(LocalRun(first_block=at, blocks=local))
                 at += piece.blocks
         except BaseException:
-            self._lenders.give_back(remote)
+            self._loans.give_back(remote)
             allocator.release(held)
             raise
         return runs, found, placement
@@ -315,7 +317,7 @@ class Arrivals:
         runs: list[RemoteRun] = []
         try:
             for part in split(blocks, head):
-                runs += await self._lenders.borrow(
+                runs += await self._loans.borrow(
                     key,
                     request.request_id,
                     blocks=len(part),
@@ -324,7 +326,7 @@ class Arrivals:
                     balance=layout.balance,
                 )
         except BaseException:
-            self._lenders.give_back(runs)
+            self._loans.give_back(runs)
             raise
         return runs
 
@@ -358,7 +360,7 @@ class Arrivals:
 
     async def _fetch(self, arrival: Arrival, ids: list[bytes], found: int) -> None:
         """History that lies before `push_from_block`, each holder its part, all at once."""
-        wanted = pieces(arrival.sequence.runs, ids, found, arrival.push_from_block)
+        wanted = pieces_of(arrival.sequence.runs, ids, found, arrival.push_from_block)
         counts = await asyncio.gather(*(self._fetch_piece(arrival, piece) for piece in wanted))
         present = found
         for piece, count in zip(wanted, counts, strict=True):
@@ -418,11 +420,11 @@ class Arrivals:
             load.cancel()  # wakes the thread
             raise
 
-    def _act(self, arrival: Arrival, action: PushFrom | Go | None) -> None:
+    def _act(self, arrival: Arrival, action: PushFrom | StartGeneration | None) -> None:
         if isinstance(action, PushFrom):
             self._expect(arrival)
             arrival.stream.missing(action.push_from_block)
-        elif isinstance(action, Go):
+        elif isinstance(action, StartGeneration):
             self._close_barrier(arrival)
             self._engine.begin(arrival.sequence.key, action.first)
 

@@ -17,46 +17,47 @@ from kvcommons.engine.sequence import Sequence
 from kvcommons.errors import KVCommonsError
 from kvcommons.prefill.metrics import PrefillMetrics
 
-Tell = Callable[[int, FirstToken | KVCommonsError], None]
-"""Told, by the sequence's key, what became of its prompt; from any thread."""
+Report = Callable[[int, FirstToken | KVCommonsError], None]
+"""Called with the sequence's key and the result of its prompt, from any thread."""
 
 
-class GoOn:
-    """A prompt's `PromptSink` where the sequence generates on the instance that has computed it."""
+class LocalSink:
+    """The `PromptSink` of a prompt whose sequence generates on the instance that computed it."""
 
     goes_on = True
     failure = None
 
-    def __init__(self, sequence: Sequence, tell: Tell, fall_back: Callable[[Sequence], None]) -> None:
-        """`fall_back`: the prompt was not taken, and its sequence holds its blocks as before."""
+    def __init__(self, sequence: Sequence, report: Report, fall_back: Callable[[Sequence], None]) -> None:
+        """`fall_back` is called where the engine refused the prompt; the sequence then holds its blocks as
+        before."""
         self._sequence = sequence
-        self._tell = tell
+        self._report = report
         self._fall_back = fall_back
 
     def began(self, prompt: Prompt, queued_us: int) -> None:
-        """Its result says how long it was queued."""
+        """Nothing to do: the result says how long the prompt was queued."""
 
     def computed(self, prompt: Prompt, layer: int, blocks: range) -> None:
-        """They are where they belong."""
+        """Nothing to do: the blocks are where they belong."""
 
     def finished(self, prompt: Prompt, first: FirstToken) -> None:
-        self._tell(self._sequence.key, first)
+        self._report(self._sequence.key, first)
 
     def refused(self, error: KVCommonsError) -> None:
         self._fall_back(self._sequence)
 
     def failed(self, error: KVCommonsError) -> None:
-        self._tell(self._sequence.key, error)
+        self._report(self._sequence.key, error)
 
     def cancelled(self) -> None:
-        """Whoever cancels knows."""
+        """Nothing to do: the caller that cancels knows."""
 
 
 class ReservedPrompt(WholePrompt):
-    """Blocks that were reserved when the sequence arrived."""
+    """A prompt whose blocks were reserved when the sequence arrived."""
 
     def check(self, prompt: Prompt) -> None:
-        """They are there."""
+        """Nothing to do: the blocks are there."""
 
     def take(self, prompt: Prompt) -> bool:
         """What others have published since the reservation is shared, and the blocks that were reserved for
@@ -93,7 +94,7 @@ class LocalPrefill:
         """A prompt that was computed here has its first token."""
         self._metrics.ended(len(sequence.request.tokens), first)
 
-    def submit(self, sequence: Sequence, sink: GoOn, *, wait_s: float) -> None:
+    def submit(self, sequence: Sequence, sink: LocalSink, *, wait_s: float) -> None:
         """It ends with an error where its first token takes longer than that."""
         now_s = time.monotonic()
         self._engine.submit(

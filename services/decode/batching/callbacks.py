@@ -1,4 +1,4 @@
-"""From the engine's thread to the event loop: one hand-over an iteration, whatever the batch."""
+"""The way from the engine's thread to the event loop: one call an iteration, whatever the batch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvcommons.errors import KVCommonsError
 from kvcommons.holder.creditor import Creditor
 from kvcommons.placement.base import Next
 from services.decode.arrival.arrivals import Arrivals
-from services.decode.borrowing.loans import Lenders
+from services.decode.borrowing.loans import Loans
 from services.decode.borrowing.saves import BlockSave
 
 
@@ -28,13 +28,13 @@ class LoopCallbacks:
         self._tasks: set[asyncio.Task[None]] = set()
         self._engine: Engine
         self._arrivals: Arrivals
-        self._lenders: Lenders
+        self._loans: Loans
 
-    def connect(self, engine: Engine, arrivals: Arrivals, lenders: Lenders) -> None:
-        self._engine, self._arrivals, self._lenders = engine, arrivals, lenders
+    def connect(self, engine: Engine, arrivals: Arrivals, loans: Loans) -> None:
+        self._engine, self._arrivals, self._loans = engine, arrivals, loans
 
     def deliver(self, steps: list[SequenceUpdate]) -> None:
-        self._cross(self._deliver, steps)
+        self._on_loop(self._deliver, steps)
 
     def borrow(self, sequence: Sequence) -> None:
         tail = sequence.tail if isinstance(sequence.tail, RemoteRun) else None
@@ -42,10 +42,10 @@ class LoopCallbacks:
         if sequence.next_block() is Next.NEW_HOLDER:
             tail, avoid = None, [run.holder for run in sequence.remote_runs()]
         request_id, blocks = sequence.request.request_id, sequence.blocks
-        self._cross(self._borrow, sequence.key, request_id, tail, avoid, blocks)
+        self._on_loop(self._borrow, sequence.key, request_id, tail, avoid, blocks)
 
     def give_back(self, runs: list[RemoteRun]) -> None:
-        self._cross(self._give_back, list(runs))
+        self._on_loop(self._give_back, list(runs))
 
     def save_remote(self, run: RemoteRun, sequence: Sequence, index: int) -> None:
         request, ids = sequence.request, sequence.chain.ids
@@ -57,11 +57,11 @@ class LoopCallbacks:
             first_block=run.segment_block + index - run.first_block,
             first_index=index,
         )
-        self._cross(self._save, run, block)
+        self._on_loop(self._save, run, block)
 
-    # Below: the event loop.
+    # From here on everything runs on the event loop.
 
-    def _cross(self, work: Callable[..., None], *arguments: Any) -> None:
+    def _on_loop(self, work: Callable[..., None], *arguments: Any) -> None:
         with suppress(RuntimeError):  # the loop is closed: the process is ending
             self._loop.call_soon_threadsafe(work, *arguments)
 
@@ -82,7 +82,7 @@ class LoopCallbacks:
         self, key: int, request_id: str, tail: RemoteRun | None, avoid: list[Creditor], blocks: int
     ) -> None:
         try:
-            run = await self._lenders.extend(
+            run = await self._loans.extend(
                 key, request_id, tail=tail, avoid=avoid, blocks=self._borrow_blocks, first_block=blocks
             )
         except KVCommonsError:
@@ -91,7 +91,7 @@ class LoopCallbacks:
             self._engine.grown(key, run)
 
     def _give_back(self, runs: list[RemoteRun]) -> None:
-        self._lenders.give_back(runs)
+        self._loans.give_back(runs)
 
     def _save(self, run: RemoteRun, block: BlockSave) -> None:
-        self._lenders.save(run, block)
+        self._loans.save(run, block)

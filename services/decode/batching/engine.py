@@ -33,10 +33,10 @@ def decode_engine(
     rotation: Rotation | None = None,
     prompts: Prompts | None = None,
 ) -> Engine:
-    """Not started yet. `attend_deadline_s` bounds what a layer waits for other holders. `rates` is told what
-    was measured, `budget` of iterations. `pipelining`: whether two batches take turns; by itself where that
-    pays. With `rotation` they, or the one of this instance, take turns with those of other instances
-    instead. `prompts`: of `scheduler`, where some are computed here."""
+    """Not started yet. `attend_deadline_s` bounds what a layer waits for other holders. `rates` takes what
+    was measured, `budget` the length of iterations. `pipelining` says whether two batches alternate; "auto"
+    does it where it pays. With `rotation` the batches of several instances alternate instead. `prompts` are
+    those of `scheduler`, where some are computed here."""
     remote = RemoteAttention(core.layout, core.model.device, rates, budget, mini_batches)
     return Engine(
         core,

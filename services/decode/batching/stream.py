@@ -1,4 +1,4 @@
-"""One call's way back to the router: what is to be told, in order, until the end."""
+"""The events of one Generate call for the router, in order, until the end."""
 
 from __future__ import annotations
 

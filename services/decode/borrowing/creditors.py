@@ -28,17 +28,17 @@ Lost = Callable[[Creditor, Sequence[SegmentRef]], None]
 LOOK_S = 15.0  # how often it is seen who is not needed any more
 # Longer by a look than any call to a creditor takes: nothing is under way there any more.
 QUIET_S = 30.0
-FORGET_S = 300.0  # not named by a ledger for so long
+FORGET_S = 300.0  # since a ledger named the creditor last
 
 
 @dataclass(slots=True, kw_only=True)
-class _Known:
+class _KnownCreditor:
     holder: Creditor
     instance_id: str
     control_addresses: frozenset[str]
     members: list[str] = field(default_factory=list)  # of a head group, instance ids
-    named_s: float = 0.0  # by a ledger, last
-    needed_s: float = 0.0  # when something was seen to lie there, last
+    named_s: float = 0.0  # when a ledger named it last
+    needed_s: float = 0.0  # when it was last seen to have a segment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,9 +65,9 @@ class Creditors:
         observer: Observer | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`lost` is told of segments that a creditor has no more, `waited` how long iterations waited for
-        which creditor (its data address), and whether it answered. Those that are `used` are kept, and those
-        where segments are borrowed."""
+        """`lost` is called with the segments that a creditor has no more, `waited` with a creditor's data
+        address, how long an iteration waited for it, and whether it answered. Creditors that `used` returns
+        are kept, and those from which segments are borrowed."""
         self._debtor = debtor
         self._lease_s = lease_s
         self._lost = lost
@@ -75,11 +75,11 @@ class Creditors:
         self._used = used
         self._observer = observer
         self._clock = clock
-        self._rounds = PeriodicTask("creditors", LOOK_S, self.forget)
-        self._known: dict[tuple[tuple[str, str], ...], _Known] = {}  # by control and data addresses
+        self._task = PeriodicTask("creditors", LOOK_S, self.forget)
+        self._known: dict[tuple[tuple[str, str], ...], _KnownCreditor] = {}  # by control and data addresses
 
     async def close(self) -> None:
-        await self._rounds.close()
+        await self._task.close()
         await asyncio.gather(*(known.holder.close() for known in self._known.values()))
 
     def of(self, instance: ledger_pb2.Instance) -> Creditor:
@@ -92,9 +92,9 @@ class Creditors:
             holder.waited = partial(self._waited, holder.data_address)
             holder.start()
             controls = frozenset(control for control, _ in places)
-            known = _Known(holder=holder, instance_id=instance.id, control_addresses=controls)
+            known = _KnownCreditor(holder=holder, instance_id=instance.id, control_addresses=controls)
             self._known[places] = known
-            self._rounds.start()
+            self._task.start()
         known.named_s = self._clock()
         known.instance_id = instance.id  # another life of it, maybe
         known.members = [one.id for one in instance.members]
@@ -127,7 +127,7 @@ class Creditors:
             log.info("a creditor is forgotten", extra={"creditor": known.instance_id})
         await asyncio.gather(*(known.holder.close() for known in gone))
 
-    def _succeeded(self, known: _Known) -> bool:
+    def _succeeded(self, known: _KnownCreditor) -> bool:
         return any(
             other.named_s > known.named_s and other.control_addresses & known.control_addresses
             for other in self._known.values()

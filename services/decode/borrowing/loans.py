@@ -1,4 +1,4 @@
-"""Borrowed memory, from the debtor's side: found through the ledger, leased, given back.
+"""Loans of memory, from the debtor's side: found through the ledger, leased, given back.
 
 The contract protocol of Infinite-LLM, section 4.4: up to three candidates, asked in turn; a refusal is
 reported. Leases are renewed with the creditors themselves, so that loans outlive an outage of ledger and
@@ -23,18 +23,18 @@ from kvcommons.pb import ledger_pb2
 from kvcommons.telemetry.events import Observe, unobserved
 from kvcommons.transport.base import Observer
 from services.decode.borrowing.creditors import Creditors, Debtor, devices
-from services.decode.borrowing.ledgers import Ledgers
-from services.decode.borrowing.saves import BlockSave, Saves
+from services.decode.borrowing.ledger_client import LedgerClient
+from services.decode.borrowing.saves import BlockSave, RemoteSaves
 from services.decode.borrowing.slowness import Slowness
 
 log = logging.getLogger(__name__)
 
-CALL_S = 1.0  # one question to a holder
-TRIM_S = 5.0  # a creditor waits as long for what reads the blocks
-TRIM_PAUSE_S = 0.5  # before it is told again
-GROW_TRIES = 2  # of a growth without an answer: it may have happened
-ROUNDS = 2  # times that the ledger is asked for candidates in vain
-PAUSE_S = 0.25  # before a sequence asks again: heartbeats may tell of other room
+CALL_S = 1.0  # a call to a holder
+TRIM_S = 5.0  # a trim: the creditor waits until nobody reads the blocks
+TRIM_PAUSE_S = 0.5  # between trims that are not answered
+GROW_TRIES = 2  # calls without an answer: the segment may have grown
+ATTEMPTS = 2  # answers of the ledger that lead to no loan, until the loan is given up
+PAUSE_S = 0.25  # between attempts: heartbeats may bring other candidates
 
 
 @dataclass(slots=True, kw_only=True)
@@ -42,17 +42,17 @@ class _Loan:
     """A segment borrowed for one sequence."""
 
     key: int  # the sequence's
-    blocks: int  # that are owed
-    size: int  # those included that were trimmed: where the next one lies in the segment
+    blocks: int  # owed
+    size: int  # with trimmed ones: where the next block lies in the segment
 
 
-class Lenders:
+class Loans:
     """Belongs to the event loop."""
 
     def __init__(
         self,
         debtor: Debtor,
-        ledgers: Ledgers,
+        ledger: LedgerClient,
         *,
         lease_ms: int,
         lost: Callable[[int, KVCommonsError], None],
@@ -60,14 +60,14 @@ class Lenders:
         observer: Observer | None = None,
         observe: Observe = unobserved,
     ) -> None:
-        """`lost` is told of a sequence (its key) whose borrowed blocks a creditor does not have any more,
-        `slowness` how long creditors were waited for, `observe` of all that is borrowed and given back.
-        Creditors that are slow are asked when nobody else lends."""
+        """`lost` is called with the key of a sequence whose borrowed blocks a creditor has no more.
+        `slowness` takes how long iterations waited for each creditor; slow creditors are asked when nobody
+        else lends. `observe` records all that is borrowed and given back."""
         self._debtor = debtor
         self._slowness = slowness
         self._observe = observe
         self._lost = lost
-        self._ledgers = ledgers
+        self._ledger = ledger
         self._creditors = Creditors(
             debtor,
             lease_s=lease_ms / 1000,
@@ -77,19 +77,19 @@ class Lenders:
             observer=observer,
         )
         self._loans: dict[tuple[Creditor, SegmentRef], _Loan] = {}
-        self._reported: set[str] = set()  # as slow, by data address
+        self._reported: set[str] = set()  # the slow ones, by data address
         self._tasks: set[asyncio.Task[None]] = set()
-        self._saves = Saves(timeout_s=CALL_S)
+        self._saves = RemoteSaves(timeout_s=CALL_S)
 
     async def close(self) -> None:
         """Gives back what is left, for a bounded time."""
         left: dict[Creditor, list[SegmentRef]] = {}
         for holder, ref in self._loans:
             left.setdefault(holder, []).append(ref)
-            self._tell("give_back", ref)
+            self._record("give_back", ref)
         await asyncio.gather(*self._tasks, *(self._release(holder, refs) for holder, refs in left.items()))
         await self._creditors.close()
-        await self._ledgers.close()
+        await self._ledger.close()
 
     def debts(self) -> dict[str, int]:
         """Blocks borrowed, by creditor."""
@@ -114,19 +114,19 @@ class Lenders:
         has least. Raises CapacityExhausted, and keeps nothing then."""
         runs: list[RemoteRun] = []
         left = blocks
-        taken: dict[str, int] = {}  # blocks by creditor, of which the ledger has not heard yet
+        lent_blocks: dict[str, int] = {}  # by creditor, those that the ledger does not know of yet
         fruitless = 0
         try:
-            while fruitless < ROUNDS:
+            while fruitless < ATTEMPTS:
                 if fruitless:
                     await asyncio.sleep(PAUSE_S)
                 fruitless += 1
-                for instance in self._ranked(await self._ledgers.candidates(left), left, avoid, balance):
+                for instance in self._ranked(await self._ledger.candidates(left), left, avoid, balance):
                     lendable = instance.load.lendable_blocks
-                    if 0 < lendable <= taken.get(instance.id, 0):
-                        # It lent all that it had, to this sequence: others' turn, until it says otherwise.
+                    if 0 < lendable <= lent_blocks.get(instance.id, 0):
+                        # It has lent all its blocks to this sequence: others are asked until it reports more.
                         await self._report(instance.id, CapacityExhausted("it has lent all that it had"))
-                        taken[instance.id], fruitless = 0, 0
+                        lent_blocks[instance.id], fruitless = 0, 0
                         continue
                     # What the ledger knows is a heartbeat old: blocks may have come free since.
                     want = left if fruitless > 1 else min(left, max(lendable, 1))
@@ -134,7 +134,7 @@ class Lenders:
                     if run is not None:
                         runs.append(run)
                         left -= run.count
-                        taken[instance.id] = taken.get(instance.id, 0) + run.count
+                        lent_blocks[instance.id] = lent_blocks.get(instance.id, 0) + run.count
                         fruitless = 0
                     if not left:
                         return runs
@@ -144,7 +144,7 @@ class Lenders:
         self.give_back(runs)
         raise CapacityExhausted(
             f"{blocks} blocks do not fit here and nobody lends them: retry later, or add an attention_pool "
-            f"instance{self._ledgers.shortfall}",
+            f"instance{self._ledger.shortfall}",
             retry_after_ms=500,
         )
 
@@ -162,33 +162,34 @@ class Lenders:
         to `avoid` only where there is no other. Raises CapacityExhausted."""
         if tail is not None and not self._is_slow(tail.holder):
             for want in dict.fromkeys((blocks, 1)):
-                place = await self._grow(tail, want)
-                if place is not None:
+                segment_block = await self._grow(tail, want)
+                if segment_block is not None:
                     return RemoteRun(
                         first_block=first_block,
                         count=want,
                         holder=tail.holder,
                         ref=tail.ref,
-                        segment_block=place,
+                        segment_block=segment_block,
                     )
-        for asked_before in range(ROUNDS):
+        for asked_before in range(ATTEMPTS):
             if asked_before:
                 await asyncio.sleep(PAUSE_S)
-            for instance in self._ranked(await self._ledgers.candidates(blocks), blocks, avoid, False):
+            for instance in self._ranked(await self._ledger.candidates(blocks), blocks, avoid, False):
                 want = min(blocks, max(instance.load.lendable_blocks, 1))
                 run = await self._reserve(key, name, instance, want, first_block)
                 if run is not None:
                     return run
         raise CapacityExhausted(
-            f"nobody lends the sequence another block{self._ledgers.shortfall}", retry_after_ms=500
+            f"nobody lends the sequence another block{self._ledger.shortfall}", retry_after_ms=500
         )
 
     def give_back(self, runs: Sequence[RemoteRun]) -> None:
-        """In the background; what a creditor does not hear of, it reclaims when the lease runs out."""
+        """Gives the runs' blocks back, in the background. A creditor that the call does not reach reclaims
+        them when the lease runs out."""
         by_holder: dict[Creditor, list[SegmentRef]] = {}
         for run in runs:
             if self._loans.pop((run.holder, run.ref), None) is not None:
-                self._tell("give_back", run.ref)
+                self._record("give_back", run.ref)
                 by_holder.setdefault(run.holder, []).append(run.ref)
         for holder, refs in by_holder.items():
             self._spawn(self._release(holder, refs))
@@ -198,8 +199,8 @@ class Lenders:
         return self._creditors.find(instance_id)
 
     async def look_for_slow(self) -> list[Creditor]:
-        """Those that owe their slowness an explanation: slow, and blocks of this instance lie there. The
-        ledger is told."""
+        """The creditors that are slow and have blocks of this instance. Reports all slow ones to the
+        ledger."""
         owed: Counter[str] = Counter()
         for (holder, _), loan in self._loans.items():
             owed[holder.data_address] += loan.blocks
@@ -208,7 +209,7 @@ class Lenders:
         for creditor, name in found.items():
             if creditor.data_address not in self._reported:
                 log.warning("a creditor is slow", extra={"creditor": name})
-            await self._ledgers.refused(name, slow=True)
+            await self._ledger.refused(name, slow=True)
         self._reported = {one.data_address for one in found}
         return [one for one in found if owed[one.data_address]]
 
@@ -217,7 +218,7 @@ class Lenders:
     ) -> RemoteRun | None:
         """One run of `blocks` on another holder than `but`, and on none that is slow; None where none has so
         much. What lies on a head group goes to no other, nor does anything go there: nobody copies it."""
-        for instance in [] if isinstance(but, HeadGroup) else await self._ledgers.candidates(blocks):
+        for instance in [] if isinstance(but, HeadGroup) else await self._ledger.candidates(blocks):
             holder = self._creditors.of(instance)
             if holder is but or isinstance(holder, HeadGroup):
                 continue
@@ -232,13 +233,13 @@ class Lenders:
 
     async def trim(self, run_holder: Creditor, ref: SegmentRef, blocks: int, settlement: str = "") -> None:
         """`blocks` frozen ones have moved and nobody reads them here any more. A creditor that does not
-        answer is told again for as long as the segment is borrowed: these blocks are owed by nobody."""
+        answer is called again for as long as the segment is borrowed: these blocks are owed by nobody."""
         loan = self._loans.get((run_holder, ref))
         if loan is not None:
             loan.blocks -= blocks
             if loan.blocks <= 0:
                 self._loans.pop((run_holder, ref))
-                self._tell("give_back", ref)
+                self._record("give_back", ref)
         try:
             await run_holder.trim(ref, settlement=settlement, timeout_s=TRIM_S)
         except (Unavailable, DeadlineExceeded):
@@ -258,7 +259,7 @@ class Lenders:
 
     def save(self, run: RemoteRun, block: BlockSave) -> None:
         """Has the holder write a full block to a kvstore, in the background. The run may be given back at
-        once: it is released when the holder has heard of its saves."""
+        once: it is released when the holder has taken its saves."""
         self._saves.begin(run, block)
 
     def _ranked(
@@ -296,7 +297,7 @@ class Lenders:
                     return None
                 blocks //= 2
         self._loans[holder, ref] = _Loan(key=key, blocks=blocks, size=blocks)
-        self._tell("borrow", ref, count=blocks)
+        self._record("borrow", ref, count=blocks)
         return RemoteRun(first_block=first_block, count=blocks, holder=holder, ref=ref)
 
     async def _grow(self, tail: RemoteRun, blocks: int) -> int | None:
@@ -306,25 +307,25 @@ class Lenders:
         loan = self._loans.get((tail.holder, tail.ref))
         if loan is None:
             return None
-        place = loan.size
+        segment_block = loan.size
         for _ in range(GROW_TRIES):
             try:
-                await tail.holder.grow(tail.ref, place + blocks, timeout_s=CALL_S)
+                await tail.holder.grow(tail.ref, segment_block + blocks, timeout_s=CALL_S)
             except (Unavailable, DeadlineExceeded):
                 continue
             except KVCommonsError:
                 return None
-            loan.size = place + blocks
+            loan.size = segment_block + blocks
             loan.blocks += blocks
-            self._tell("borrow_more", tail.ref, count=blocks)
-            return place
+            self._record("borrow_more", tail.ref, count=blocks)
+            return segment_block
         return None
 
     async def _report(self, creditor: str, reason: KVCommonsError) -> None:
         log.info("a creditor refused: %s", reason.message, extra={"creditor": creditor})
-        await self._ledgers.refused(creditor)
+        await self._ledger.refused(creditor)
 
-    def _tell(self, event: str, ref: SegmentRef, **facts: object) -> None:
+    def _record(self, event: str, ref: SegmentRef, **facts: object) -> None:
         self._observe(event, handle=ref.handle, epoch=ref.epoch, **facts)
 
     async def _release(self, holder: Creditor, refs: Sequence[SegmentRef]) -> None:
@@ -342,7 +343,7 @@ class Lenders:
         for ref in refs:
             loan = self._loans.pop((holder, ref), None)
             if loan is not None:
-                self._tell("lose", ref)
+                self._record("lose", ref)
                 error = DataLoss(
                     f"the holder at {holder.control_address} has the sequence's blocks no more: "
                     "compute them again"

@@ -29,30 +29,30 @@ class BlockSave:
     first_index: int  # within the sequence
 
 
-class Saves:
-    """Asked of holders, in the background. Belongs to the event loop."""
+class RemoteSaves:
+    """Calls to holders to save blocks, in the background. Belongs to the event loop."""
 
     def __init__(self, *, timeout_s: float) -> None:
-        """Of one question; the holder then saves by itself."""
+        """`timeout_s` is of one call; the holder then saves by itself."""
         self._timeout_s = timeout_s
-        self._asking: dict[_Place, set[asyncio.Task[None]]] = {}
+        self._pending: dict[_Place, set[asyncio.Task[None]]] = {}
 
     def begin(self, run: RemoteRun, block: BlockSave) -> None:
         place = (run.holder, run.ref)
         task = asyncio.get_running_loop().create_task(self._save(run, block))
-        self._asking.setdefault(place, set()).add(task)
+        self._pending.setdefault(place, set()).add(task)
         task.add_done_callback(lambda done: self._ended(place, done))
 
     async def ended(self, holder: Creditor, refs: Sequence[SegmentRef], wait_s: float) -> None:
-        """Once the holder has heard of all saves of these segments, or so long has passed."""
-        asking = [task for ref in refs for task in self._asking.get((holder, ref), ())]
-        if asking:
-            await asyncio.wait(asking, timeout=wait_s)
+        """Waits, for at most `wait_s`, until the calls for these segments have ended."""
+        pending = [task for ref in refs for task in self._pending.get((holder, ref), ())]
+        if pending:
+            await asyncio.wait(pending, timeout=wait_s)
 
     def _ended(self, place: _Place, task: asyncio.Task[None]) -> None:
-        self._asking[place].discard(task)
-        if not self._asking[place]:
-            del self._asking[place]
+        self._pending[place].discard(task)
+        if not self._pending[place]:
+            del self._pending[place]
 
     async def _save(self, run: RemoteRun, block: BlockSave) -> None:
         try:

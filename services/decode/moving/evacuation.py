@@ -1,4 +1,4 @@
-"""KV leaves holders that are slow: home as far as there is room, else to others."""
+"""Evacuates KV from slow holders: home as far as there is room, otherwise to other holders."""
 
 from __future__ import annotations
 
@@ -9,32 +9,32 @@ from prometheus_client import CollectorRegistry, Gauge
 from kvcommons.engine.core import Core
 from kvcommons.errors import KVCommonsError
 from kvcommons.holder.creditor import Creditor
-from services.decode.borrowing.loans import Lenders
+from services.decode.borrowing.loans import Loans
 from services.decode.moving.mover import SPARE_SHARE, Mover
 from services.decode.periodic import PeriodicTask
 
 log = logging.getLogger(__name__)
 
 LOOK_S = 1.0
-BLOCKS = 16  # at once, of each: what moves is in the way of partials
+BLOCKS = 16  # moved at once, of each holder: copying competes with attention for the link
 
 
-class Draining:
-    """Looks for slow creditors, tells the ledger, and moves away what lies there; the block that a sequence
-    grows from stays until it has grown elsewhere."""
+class Evacuation:
+    """Finds slow creditors, reports them to the ledger, and moves the KV there to other places. The block
+    that a sequence grows in stays until the sequence grows elsewhere."""
 
-    def __init__(self, core: Core, mover: Mover, lenders: Lenders, registry: CollectorRegistry) -> None:
+    def __init__(self, core: Core, mover: Mover, loans: Loans, registry: CollectorRegistry) -> None:
         self._spare = max(2, int(core.allocator.total * SPARE_SHARE))
         self._mover = mover
-        self._lenders = lenders
+        self._loans = loans
         self._slow = Gauge(
             "kvcommons_slow_creditors", "Holders of this instance's KV that answer far too late.",
             registry=registry,
         )  # fmt: skip
-        self.task = PeriodicTask("draining", LOOK_S, self._look)
+        self.task = PeriodicTask("evacuation", LOOK_S, self._look)
 
     async def _look(self) -> None:
-        slow = await self._lenders.look_for_slow()
+        slow = await self._loans.look_for_slow()
         self._slow.set(len(slow))
         for holder in slow:
             try:

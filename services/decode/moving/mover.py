@@ -23,7 +23,7 @@ from kvcommons.holder.creditor import Creditor
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.placement.auto import Costs, Rates
 from kvcommons.transport.deadline import Deadline
-from services.decode.borrowing.loans import Lenders
+from services.decode.borrowing.loans import Loans
 from services.decode.metrics import DecodeMetrics
 from services.decode.periodic import PeriodicTask
 
@@ -31,10 +31,10 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-CALL_S = 1.0  # one question to a holder
+CALL_S = 1.0  # a call to a holder
 COPY_S = 20.0  # all layers of one move
-HOMECOMING_S = 1.0  # between looks for room here
-HOMECOMING_BLOCKS = 16  # at once: what moves is in the way of partials
+HOMECOMING_S = 1.0  # between attempts to bring blocks home
+HOMECOMING_BLOCKS = 16  # at once: copying competes with attention for the link
 SPARE_SHARE = 0.25  # of all blocks, kept free for sequences that arrive and grow
 
 
@@ -56,13 +56,13 @@ class Mover:
     """Belongs to the event loop. A run has one move at a time."""
 
     def __init__(
-        self, core: Core, engine: Engine, lenders: Lenders, metrics: DecodeMetrics, rates: Rates
+        self, core: Core, engine: Engine, loans: Loans, metrics: DecodeMetrics, rates: Rates
     ) -> None:
-        """`rates` is told what was measured."""
+        """`rates` takes what was measured."""
         self._rates = rates
         self._core = core
         self._engine = engine
-        self._lenders = lenders
+        self._loans = loans
         self._metrics = metrics
         self._observe = core.allocator.observe
         self._moving: set[tuple[Creditor, SegmentRef]] = set()
@@ -116,7 +116,7 @@ class Mover:
             if run.ref in run.holder.borrowed:
                 raise
             return False
-        self._tell("copy", move, home=blocks)
+        self._record("copy", move, home=blocks)
         self._rates.copied(len(blocks) * self._core.layout.block_bytes, time.monotonic() - began_s)
         return True
 
@@ -126,7 +126,7 @@ class Mover:
         paused_s = await asyncio.wrap_future(self._engine.switch(move.of, moved, move.frozen))
         if paused_s is not None:
             move.switched = True
-            self._tell("switch", move, count=move.blocks)
+            self._record("switch", move, count=move.blocks)
             self._metrics.moved(move.blocks, paused_s, home=isinstance(moved, LocalRun))
         return paused_s
 
@@ -134,7 +134,7 @@ class Mover:
         """Gives the blocks back that were switched from. What the creditor does not answer, its lease
         ends."""
         try:
-            await self._lenders.trim(move.holder, move.frozen, move.blocks, settlement)
+            await self._loans.trim(move.holder, move.frozen, move.blocks, settlement)
         except KVCommonsError as error:
             log.info("moved blocks come free with their segment: %s", error.message)
         finally:
@@ -178,7 +178,7 @@ class Mover:
             away += await self._send_away(one, count)
         return away
 
-    def _tell(self, event: str, move: Move, **facts: object) -> None:
+    def _record(self, event: str, move: Move, **facts: object) -> None:
         ref = move.frozen
         self._observe(event, handle=ref.handle, epoch=ref.epoch, generation=ref.generation, **facts)
 
@@ -206,7 +206,7 @@ class Mover:
 
     async def _send_away(self, one: Movable, count: int) -> int:
         run = one.run
-        target = await self._lenders.elsewhere(
+        target = await self._loans.elsewhere(
             one.key, one.request_id, blocks=count, first_block=run.first_block, but=run.holder
         )
         if target is None:
@@ -224,11 +224,11 @@ class Mover:
                     blocks=count,
                     timeout_s=COPY_S,
                 )
-                self._tell("copy", move, home=[])
+                self._record("copy", move, home=[])
                 await self.switch(move, target)
         finally:
             if move is None or not move.switched:
-                self._lenders.give_back([target])
+                self._loans.give_back([target])
                 if move is not None:
                     await self.thaw(move)
         if move is None or not move.switched:

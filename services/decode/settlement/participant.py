@@ -1,8 +1,9 @@
-"""What this instance does when its debts are settled or called back (DGFM: Infinite-LLM, section 4.5).
+"""This instance as a participant of settlements: its debts are settled or called back (DGFM: Infinite-LLM,
+section 4.5).
 
-The ledger's leader drives a settlement in rounds; see the service Debtor in holder.proto. A leader that is
-heard of no more leaves nothing half done: when the lease runs out, a round that was not switched is undone,
-one that was is finished.
+The ledger's leader drives a settlement in rounds; see the service Debtor in holder.proto. A leader that
+stops calling leaves nothing half done: when the lease runs out, a round that was not switched yet is undone,
+and one that was is finished.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from kvcommons.holder.holder import Holder
 from kvcommons.holder.pledges import check_lease
 from kvcommons.pb import holder_pb2 as pb
 from kvcommons.pb import holder_pb2_grpc
-from services.decode.borrowing.loans import Lenders
+from services.decode.borrowing.loans import Loans
 from services.decode.moving.mover import Move, Mover
 
 log = logging.getLogger(__name__)
@@ -30,19 +31,21 @@ _Context = grpc.aio.ServicerContext[Any, Any]
 
 
 @dataclass(slots=True, kw_only=True)
-class _Part:
+class _RoundMove:
     """One sequence's blocks in a round."""
 
     move: Move
-    home: list[int] = field(default_factory=list)  # physical, once copied to
-    ended: bool = False  # its sequence is over: settled without a move
+    home: list[int] = field(
+        default_factory=list
+    )  # physical blocks here, once they are allocated for the copy
+    ended: bool = False  # its sequence has ended: settled without a move
     released: bool = False
 
 
 @dataclass(slots=True, kw_only=True)
 class _Round:
     number: int
-    parts: list[_Part]
+    parts: list[_RoundMove]
     copied: bool = False
     switched: bool = False
     released: bool = False
@@ -66,14 +69,14 @@ class _Settlement:
     busy: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
-class Settling:
+class SettlementParticipant:
     """The instance's part in settlements. Belongs to the event loop."""
 
-    def __init__(self, holder: Holder, mover: Mover, lenders: Lenders) -> None:
+    def __init__(self, holder: Holder, mover: Mover, loans: Loans) -> None:
         self._holder = holder
         self._mover = mover
-        self.to_the_end = mover.to_the_end  # what a call began goes on without its caller
-        self._lenders = lenders
+        self.to_the_end = mover.to_the_end  # what a call began goes on when its caller is gone
+        self._loans = loans
         self._settlements: dict[str, _Settlement] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -86,13 +89,13 @@ class Settling:
             task.cancel()
 
     async def prepare(self, name: str, term: int, blocks: int, lease_s: float) -> int:
-        """Sets blocks aside; how many."""
+        """Pledges up to `blocks` for the settlement, and returns how many."""
         if not name:
             raise InvalidInput("a settlement has a name", param="settlement")
         known = self._settlements.get(name)
         if known is None:
             known = self._settlements[name] = _Settlement(name=name, term=term)
-        self._heard(known, term, lease_s)
+        self._renew_lease(known, term, lease_s)
         return self._holder.pledge(name, blocks, lease_s=_longer(lease_s))
 
     async def freeze_debt(
@@ -107,7 +110,7 @@ class Settling:
             if last is not None and not last.released:
                 raise Conflict(f"round {last.number} of settlement {name} is not released yet")
             settlement.round = _Round(number=number, parts=[])
-            holder = self._lenders.creditor(creditor)
+            holder = self._loans.creditor(creditor)
             if holder is None:
                 return 0
             left = min(blocks, self._holder.pledged(name))
@@ -116,7 +119,7 @@ class Settling:
                     break
                 move = await self._mover.freeze(one, min(one.blocks, left))
                 if move is not None:
-                    settlement.round.parts.append(_Part(move=move))
+                    settlement.round.parts.append(_RoundMove(move=move))
                     left -= move.blocks
             return sum(part.move.blocks for part in settlement.round.parts)
 
@@ -177,7 +180,7 @@ class Settling:
     async def call_back(self, creditor: str, blocks: int) -> tuple[int, int]:
         """Blocks at the creditor move home, as far as there is room, then to other holders; how many
         each."""
-        holder = self._lenders.creditor(creditor)
+        holder = self._loans.creditor(creditor)
         if holder is None:
             return 0, 0
         home = await self._mover.bring_home(blocks, holder=holder)
@@ -232,11 +235,11 @@ class Settling:
         settlement = self._settlements.get(name)
         if settlement is None:
             raise NotFound(f"settlement {name} is not known here (any more): begin it with Prepare")
-        self._heard(settlement, term, lease_s)
+        self._renew_lease(settlement, term, lease_s)
         self._holder.pledge(name, 0, lease_s=_longer(lease_s))
         return settlement
 
-    def _heard(self, settlement: _Settlement, term: int, lease_s: float) -> None:
+    def _renew_lease(self, settlement: _Settlement, term: int, lease_s: float) -> None:
         _check_term(settlement, term)
         check_lease(lease_s)
         settlement.term = term
@@ -261,22 +264,22 @@ class DebtorService(holder_pb2_grpc.DebtorServicer):
     """The gRPC face. Answers Loading until it is opened."""
 
     def __init__(self) -> None:
-        self._settling: Settling | None = None
+        self._participant: SettlementParticipant | None = None
 
-    def open(self, settling: Settling) -> None:
-        self._settling = settling
+    def open(self, participant: SettlementParticipant) -> None:
+        self._participant = participant
 
     async def Prepare(self, request: pb.PrepareRequest, context: _Context) -> pb.PrepareReply:
-        settling = self._ready()
-        blocks = await settling.to_the_end(
-            settling.prepare(request.settlement, request.term, request.blocks, request.lease_ms / 1000)
+        participant = self._ready()
+        blocks = await participant.to_the_end(
+            participant.prepare(request.settlement, request.term, request.blocks, request.lease_ms / 1000)
         )
         return pb.PrepareReply(blocks=blocks)
 
     async def FreezeDebt(self, request: pb.FreezeDebtRequest, context: _Context) -> pb.FreezeDebtReply:
-        settling = self._ready()
-        blocks = await settling.to_the_end(
-            settling.freeze_debt(
+        participant = self._ready()
+        blocks = await participant.to_the_end(
+            participant.freeze_debt(
                 request.settlement,
                 request.term,
                 request.lease_ms / 1000,
@@ -288,31 +291,31 @@ class DebtorService(holder_pb2_grpc.DebtorServicer):
         return pb.FreezeDebtReply(blocks=blocks)
 
     async def CopyHome(self, request: pb.RoundRequest, context: _Context) -> pb.RoundReply:
-        settling = self._ready()
-        return await settling.to_the_end(settling.copy_home(*_round(request)))
+        participant = self._ready()
+        return await participant.to_the_end(participant.copy_home(*_round(request)))
 
     async def SwitchHome(self, request: pb.RoundRequest, context: _Context) -> pb.RoundReply:
-        settling = self._ready()
-        return await settling.to_the_end(settling.switch_home(*_round(request)))
+        participant = self._ready()
+        return await participant.to_the_end(participant.switch_home(*_round(request)))
 
     async def ReleaseDebt(self, request: pb.RoundRequest, context: _Context) -> pb.RoundReply:
-        settling = self._ready()
-        return await settling.to_the_end(settling.release_debt(*_round(request)))
+        participant = self._ready()
+        return await participant.to_the_end(participant.release_debt(*_round(request)))
 
     async def End(self, request: pb.EndRequest, context: _Context) -> pb.EndReply:
-        settling = self._ready()
-        await settling.to_the_end(settling.end(request.settlement, request.term))
+        participant = self._ready()
+        await participant.to_the_end(participant.end(request.settlement, request.term))
         return pb.EndReply()
 
     async def CallBack(self, request: pb.CallBackRequest, context: _Context) -> pb.CallBackReply:
-        settling = self._ready()
-        home, moved = await settling.to_the_end(settling.call_back(request.creditor, request.blocks))
+        participant = self._ready()
+        home, moved = await participant.to_the_end(participant.call_back(request.creditor, request.blocks))
         return pb.CallBackReply(home_blocks=home, moved_blocks=moved)
 
-    def _ready(self) -> Settling:
-        if self._settling is None:
+    def _ready(self) -> SettlementParticipant:
+        if self._participant is None:
             raise Loading("this decode instance is still loading its model", retry_after_ms=500)
-        return self._settling
+        return self._participant
 
 
 def _round(request: pb.RoundRequest) -> tuple[str, int, float, int]:

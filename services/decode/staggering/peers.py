@@ -77,7 +77,7 @@ class Peer:
         self._thread = threading.Thread(target=self._meet_for_ever, name="decode-peer", daemon=True)
 
     def start(self, own_address: str, *, rotate: bool) -> None:
-        """`rotate`: what it is told until `tell`."""
+        """`rotate` goes with each meeting, until `announce` changes it."""
         self._message.address, self._message.rotate = own_address, rotate
         self._thread.start()
 
@@ -93,8 +93,8 @@ class Peer:
         with self._lock:
             return self._health.well(time.monotonic())
 
-    def tell(self, rotate: bool) -> None:
-        """At once, and from then on each time."""
+    def announce(self, rotate: bool) -> None:
+        """Meets the peer at once, with a new `rotate`, which goes with each meeting from then on."""
         self._message = pb.MeetReplica(
             model=self._message.model, address=self._message.address, rotate=rotate
         )

@@ -69,9 +69,11 @@ class Rotated:
                 )
             blocked_s = time.monotonic() - asked_s
             if answer is not None:
-                following, told = answer
-                timing.slice_away(blocked_s, computed_s=told.computed_us / 1e6, queued_s=told.queued_us / 1e6)
-                return following
+                residual, reply = answer
+                timing.slice_away(
+                    blocked_s, computed_s=reply.computed_us / 1e6, queued_s=reply.queued_us / 1e6
+                )
+                return residual
             timing.waiting_s += blocked_s
         timing.stood_in += 1
         return self._here.advance(timing, layer, state, attention)
@@ -117,7 +119,7 @@ class Rotation:
         self._load = data_pb2.MetReplica()
         self._told = False
         self._told_s = 0.0
-        self._lock = threading.Lock()  # of what the first has told
+        self._lock = threading.Lock()  # guards what the group's first instance announced
 
     def join(self, own_address: str) -> None:
         """Finds this instance in the group. Raises InvalidInput where it is not there, or alone. Call it
@@ -236,7 +238,7 @@ class Rotation:
             self._staggering.give_up()
         if self._staggering.on != before:
             for peer in self._peers.values():
-                peer.tell(self._staggering.on)
+                peer.announce(self._staggering.on)
 
     def _group_load(self) -> data_pb2.MetReplica:
         loads = [self._load, *(peer.load for peer in self._peers.values() if peer.well)]

@@ -77,11 +77,11 @@ class SliceServer:
             if asked.unrotated:
                 tensors.append(state.unrotated_q.contiguous())
             payload = [byte_view(tensor.cpu()) for tensor in tensors]
-        told = pb.ComputedSlice(
+        reply = pb.ComputedSlice(
             queued_us=int((began_s - asked_s) * 1e6), computed_us=int((time.monotonic() - began_s) * 1e6)
         )
         self._metrics.for_peer()
-        exchange.reply(pb.DataReply(computed_slice=told), payload)
+        exchange.reply(pb.DataReply(computed_slice=reply), payload)
 
     def _rotation(self, positions: tuple[int, ...]) -> tuple[Tensor, RotaryAngles]:
         with self._lock:

@@ -1,4 +1,4 @@
-"""What a debtor asks the ledger's replicas: who may lend, and what became of it."""
+"""Calls of a debtor to the ledger's replicas: who may lend, and who refused."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ from kvcommons.rpc.channel import open_channel
 
 log = logging.getLogger(__name__)
 
-CALL_S = 1.0  # one question
+CALL_S = 1.0  # a call
 
 
-class Ledgers:
-    """Asks the replica that answered last, then the others: one that is paused costs its deadline once, not
-    at each question."""
+class LedgerClient:
+    """Calls the replica that answered last, then the others: one that is paused costs its deadline once, not
+    with each call."""
 
     def __init__(self, addresses: Sequence[str], *, debtor: str, host: str, model: bytes) -> None:
         self._channels = {address: open_channel(address) for address in addresses}
         self._debtor = debtor
         self._host = host
         self._model = model
-        self.shortfall = ""  # of head groups, as the last answer had it; to be put behind a sentence
+        self.shortfall = ""  # of head groups, from the last answer; it is appended to error messages
 
     async def close(self) -> None:
         for channel in self._channels.values():
             await channel.close(None)
 
     async def candidates(self, blocks: int) -> list[pb.Instance]:
-        """Of the first replica that answers; empty when none does."""
+        """Creditors that may lend, from the first replica that answers; none where no replica does."""
         request = pb.CandidatesRequest(debtor=self._debtor, host=self._host, model=self._model, blocks=blocks)
         for address, channel in list(self._channels.items()):
             try:
@@ -53,9 +53,9 @@ class Ledgers:
             except KVCommonsError:
                 self._last(address)
                 continue
-            if not slow:  # of that, all replicas are told: it holds for a while
+            if not slow:  # slowness is reported to all replicas, for it lasts
                 return
 
     def _last(self, address: str) -> None:
-        """It is asked after the others, from now on."""
+        """Calls this replica after the others from now on."""
         self._channels[address] = self._channels.pop(address)
