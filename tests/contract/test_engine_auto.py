@@ -1,0 +1,121 @@
+"""Where `auto` places sequences, by rates that are given and by rates that it measures; the tokens are those
+of transformers wherever they lie."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+
+from kvcommons.config import DataPlane
+from kvcommons.placement.auto import Rates
+from services.attention_pool.config import AttentionPoolConfig
+from services.attention_pool.service import serve as serve_pool
+from services.decode import service as decode_service
+from tests.contract.engine_stack import BLOCK, Stack, settings
+from tests.contract.engine_turns import Turn, turn
+from tests.contract.rest_stack import free_port
+from tests.machine import scaled
+
+pytestmark = pytest.mark.asyncio
+pytest_plugins = ("tests.contract.engine_fixtures",)
+
+PROMPT, ANSWER = 260, 30
+BLOCKS = -(-(PROMPT + 1) // BLOCK)
+POOLS = ("pool-0", "pool-1", "pool-2")
+THIRDS = [(True, 6), (False, 6), (False, BLOCKS - 12)]
+SLOW_BYTES_S, FAST_BYTES_S = 1e6, 1e12
+
+
+def reserved(of: Turn, engines: Stack) -> list[tuple[bool, int]]:
+    """Whether each piece was placed at decode itself, and its blocks, in the sequence's order."""
+    assert of.reserved is not None
+    here = engines.data("decode")
+    return [
+        (placed.data_address == here, placed.blocks) for placed in of.reserved.placements if placed.blocks
+    ]
+
+
+@pytest.mark.parametrize(
+    ("capacity", "rates", "placed"),
+    [
+        (64, {"there_bytes_s": SLOW_BYTES_S}, [(True, BLOCKS)]),
+        (64, {"wait_s": 1.0}, [(True, BLOCKS)]),
+        (64, {"here_bytes_s": SLOW_BYTES_S, "there_bytes_s": FAST_BYTES_S, "wait_s": 0.0}, [(False, BLOCKS)]),
+        # It does not fit: three memories are read at once, each a third.
+        (8, {"there_bytes_s": SLOW_BYTES_S}, THIRDS),
+        (64, {"here_bytes_s": SLOW_BYTES_S, "there_bytes_s": SLOW_BYTES_S, "wait_s": 0.0}, THIRDS),
+    ],
+    ids=["slow holders", "slow network", "slow memory", "little memory", "all alike"],
+)
+async def test_a_sequence_goes_where_a_token_takes_least(
+    engines: Stack,
+    monkeypatch: pytest.MonkeyPatch,
+    capacity: int,
+    rates: dict[str, float],
+    placed: list[tuple[bool, int]],
+) -> None:
+    monkeypatch.setattr(decode_service, "Rates", partial(Rates, **rates))
+    await engines.lenders(24, 24, 24)
+    prefill = await engines.prefill()
+    decode = await engines.decode(
+        placement="auto", holder_tokens=6 * BLOCK, engine={"capacity_tokens": capacity * BLOCK}
+    )
+    tokens, expected = engines.reference.prompt(PROMPT, ANSWER)
+    one = turn(prefill, decode, engines.model, tokens, ANSWER)
+    assert (await one.run()).tokens == expected
+    assert reserved(one, engines) == placed
+    await engines.idle("decode", *POOLS)
+
+
+@contextmanager
+def slow_link(port: int) -> Iterator[int]:
+    """The port of a relay to this one that lets 20 kB a second through: a layer's query and answer take
+    some ten milliseconds."""
+    child = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.limited_link", f"127.0.0.1:{port}", "20000"],
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert child.stdout is not None
+        with child.stdout:
+            yield int(child.stdout.readline())
+    finally:
+        child.kill()
+        child.wait()
+
+
+async def test_a_network_that_turns_out_slow_is_not_gone_over_again(
+    engines: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first sequence goes to a pool that is taken for quick. What its tokens take is measured, and the
+    next one stays."""
+    monkeypatch.setattr(decode_service, "Rates", partial(Rates, here_bytes_s=3e7, wait_s=0.0))
+    await engines.lenders()
+    port = free_port()
+    with slow_link(port) as seen_port:
+        pool = AttentionPoolConfig(
+            node=engines.node("pool-0"),
+            data_plane=DataPlane(
+                data_listen=f"tcp:127.0.0.1:{port}", advertise_data=f"tcp:127.0.0.1:{seen_port}"
+            ),
+            engine=settings(engines.folder, capacity_tokens=40 * BLOCK),
+            ledger=engines.ledger,
+        )
+        engines.launch("pool-0", "attention_pool", serve_pool, pool)
+        await engines.lending("pool-0")
+        prefill = await engines.prefill()
+        decode = await engines.decode(placement="auto", holder_tokens=40 * BLOCK)
+        tokens, expected = engines.reference.prompt(PROMPT, ANSWER)
+        for placed in ([(False, BLOCKS)], [(True, BLOCKS)]):
+            one = turn(prefill, decode, engines.model, tokens, ANSWER)
+            assert (await one.run()).tokens == expected
+            assert reserved(one, engines) == placed
+        await engines.idle("decode", "pool-0")
+        await engines.stop("decode")
+        await engines.stop("prefill")
