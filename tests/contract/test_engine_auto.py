@@ -19,7 +19,6 @@ from services.decode import service as decode_service
 from tests.contract.engine_stack import BLOCK, Stack, settings
 from tests.contract.engine_turns import Turn, turn
 from tests.contract.rest_stack import free_port
-from tests.machine import scaled
 
 pytestmark = pytest.mark.asyncio
 pytest_plugins = ("tests.contract.engine_fixtures",)
