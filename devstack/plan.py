@@ -19,6 +19,7 @@ from kvcommons.errors import InvalidInput
 STOP_ORDER = ("router", "prefill", "decode", "attention_pool", "kvstore", "ledger", "etcd")
 # Those that compute share the machine's cores.
 MODEL_SERVICES = ("prefill", "decode", "attention_pool")
+ENGINES = ("prefill", "decode")
 # The attention pools together, where they divide the KV heads.
 HEAD_GROUP = "pools"
 # Small blocks, so that a prefix of the short demo conversation is already worth keeping.
@@ -58,6 +59,10 @@ class Place:
         return self.data / "secret"
 
     @property
+    def core_lock(self) -> Path:
+        return self.runtime / "cores"
+
+    @property
     def logs(self) -> Path:
         return self.data / "logs"
 
@@ -71,10 +76,23 @@ class Place:
         return f"unix:{self.runtime / name}.m"
 
 
-def threads_per_process(cores: int, settings: UpSettings) -> int:
-    """Cores divided by the processes that compute, at least 1: together they must not run more threads than
-    cores (three times slower)."""
-    return max(1, cores // (settings.prefill_processes + settings.decode + settings.attention_pool))
+def locks_cores(settings: UpSettings, user: Mapping[str, Any]) -> bool:
+    """Whether prefill and decode compute one after another, each with all cores. Not where decode's batches
+    are to be computed at the same time as others' attention or slices, which makes up what they are for."""
+    decode = user.get("decode", {})
+    at_once = decode.get("placement") == "offload" or decode.get("pipelining") == "on" or settings.rotate
+    return not at_once
+
+
+def threads_by_service(cores: int, settings: UpSettings, user: Mapping[str, Any]) -> dict[str, int]:
+    """Cores divided by the processes that compute at the same time, at least 1: together they must not run
+    more threads than cores (three times slower). Engines that lock the cores have all of them each; a pool
+    computes while the engine that holds the lock waits for it, or beside that one's own part."""
+    together = settings.prefill_processes + settings.decode + settings.attention_pool
+    threads = dict.fromkeys(MODEL_SERVICES, max(1, cores // together))
+    if locks_cores(settings, user):
+        threads |= dict.fromkeys(ENGINES, cores)
+    return threads
 
 
 def tables(
@@ -109,19 +127,22 @@ def tables(
         )
     ledgers = [place.control(name) for name in names("ledger", settings.ledger)]
     model: dict[str, Any] = {"ledger": ledgers, "model": settings.model_folder}
-    compute = {**model, "threads": threads_per_process(cores, settings)}
+    threads = threads_by_service(cores, settings, user)
+    compute = {service: {**model, "threads": threads[service]} for service in MODEL_SERVICES}
     if settings.model == DEMO_MODEL:
-        compute |= {"block_tokens": DEMO_BLOCK_TOKENS, "model_name": DEMO_NAME}
-    decode = dict(compute)
+        for table in compute.values():
+            table |= {"block_tokens": DEMO_BLOCK_TOKENS, "model_name": DEMO_NAME}
+    if locks_cores(settings, user):
+        for service in ENGINES:
+            compute[service]["core_lock"] = str(place.core_lock)
+    decode = compute["decode"]
     if settings.colocated:
         decode["colocated"] = True
     if settings.rotate:
         decode["replicas"] = [place.transport(name) for name in names("decode", settings.decode)]
     defaults: dict[str, dict[str, Any]] = {
         "router": {**model, "bind": settings.bind, "secret_file": str(place.secret_file)},
-        "prefill": compute,
-        "decode": decode,
-        "attention_pool": compute,
+        **compute,
         "kvstore": {"ledger": ledgers, "dram_bytes": KVSTORE_DRAM_BYTES},
         "ledger": {"etcd": [f"unix:{place.runtime / 'etcd'}"]},
     }
@@ -134,14 +155,21 @@ def names(service: str, count: int) -> list[str]:
 
 
 def processes(
-    settings: UpSettings, place: Place, cores: int, port: int, environ: Mapping[str, str], *, model_flag: bool
+    settings: UpSettings,
+    place: Place,
+    cores: int,
+    port: int,
+    environ: Mapping[str, str],
+    *,
+    user: Mapping[str, Any],
+    model_flag: bool,
 ) -> list[ProcessPlan]:
     """Every service process of the stack; etcd is planned beside it (`devstack.etcd`).
 
-    `port` is the router's. `model_flag`: the model was named on the command line, which beats file and
-    environment.
+    `port` is the router's. `user`: the user's tables, as in `tables`. `model_flag`: the model was named on
+    the command line, which beats file and environment.
     """
-    threads = threads_per_process(cores, settings)
+    threads = threads_by_service(cores, settings, user)
     plans = []
     for service, count in (
         ("ledger", settings.ledger),
@@ -166,7 +194,7 @@ def processes(
                     name=name,
                     service=service,
                     command=tuple(command),
-                    environment=_environment(environ, threads if service in MODEL_SERVICES else 1),
+                    environment=_environment(environ, threads.get(service, 1)),
                     sockets=tuple(Path(address.partition(":")[2]) for address in addresses),
                 )
             )

@@ -110,7 +110,9 @@ class _Up:
         place.settings_file.write_text(
             toml.dumps(tables(settings, place, cores, self._user), origin=self._config)
         )
-        plans = processes(settings, place, cores, port, os.environ, model_flag="model" in self._flags)
+        plans = processes(
+            settings, place, cores, port, os.environ, user=self._user, model_flag="model" in self._flags
+        )
         return [etcd.plan(place.data / "etcd", place.runtime, os.environ), *plans]
 
     def _interrupted(self) -> None:

@@ -15,14 +15,16 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import contextmanager
 
 import torch
 
 from kvcommons.engine.block_publisher import BlockPublisher
 from kvcommons.engine.callbacks import EngineCallbacks, EngineMetrics, Movable, SequenceUpdate
 from kvcommons.engine.core import Core
+from kvcommons.engine.core_lock import CoreLock
 from kvcommons.engine.executor import Executor
 from kvcommons.engine.iteration import Iteration
 from kvcommons.engine.keeper import BlockKeeper
@@ -61,9 +63,10 @@ class Engine:
         keeper: BlockKeeper,
         callbacks: EngineCallbacks,
         metrics: EngineMetrics,
+        cores: CoreLock | None = None,
     ) -> None:
         """`prompts`: None where none are computed here. `budget` is told of iterations: this process computes
-        attention for others beside them."""
+        attention for others beside them. `cores`: where other engines of the host share them."""
         self._core = core
         self._scheduler = scheduler
         self._executor = executor
@@ -73,6 +76,7 @@ class Engine:
         self._publisher = BlockPublisher(core, keeper, callbacks)
         self._callbacks = callbacks
         self._metrics = metrics
+        self._cores = cores
         self._sequences: dict[int, Generating] = {}
         self._steps: dict[int, SequenceUpdate] = {}
         self._preempted_s = -SETTLE_S
@@ -199,11 +203,27 @@ class Engine:
             answer.set_result(time.monotonic() - began_s)
         self._switches.clear()
 
+    @contextmanager
+    def cores(self, iteration: Iteration) -> Iterator[None]:
+        if self._cores is None:
+            yield
+            return
+        with self._budget.waiting():  # who has the cores may need attention computed here
+            self._cores.acquire(urgent=any(isinstance(group, TokenRows) for group in iteration.groups))
+        try:
+            yield
+        finally:
+            self._cores.release()
+
     def between_layers(self, iteration: Iteration) -> None:
         """Attention for others that waits is computed while a chunk pauses, whose layers take long; commands
-        are carried out, but for those about sequences that generate in this iteration."""
-        computes_prompts = any(isinstance(group, PromptSpan) for group in iteration.groups)
-        self._budget.between_layers(gives_way=computes_prompts)
+        are carried out, but for those about sequences that generate in this iteration; and chunks by
+        themselves let other engines have the cores."""
+        kinds = {type(group) for group in iteration.groups}
+        self._budget.between_layers(gives_way=PromptSpan in kinds)
+        if self._cores is not None and self._cores.held and TokenRows not in kinds and self._cores.wanted:
+            with self._budget.waiting(), self._cores.released():
+                pass  # whoever waits for them has them first
         if not self._mailbox.posted:
             return
         commands = self._mailbox.take(0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from kvcommons.engine.batch import Batch, by_holder
@@ -37,6 +38,9 @@ class Work(Protocol):
 
     def begins(self) -> None:
         """Batches are composed of what sequences are now."""
+
+    def cores(self, iteration: Iteration) -> AbstractContextManager[None]:
+        """An iteration on the engine's thread has the host's cores, where engines share them."""
 
     def between_layers(self, iteration: Iteration) -> None:
         """An iteration on the engine's thread stands between two of its layers: what cannot wait for its end
@@ -118,7 +122,8 @@ class Inline:
     def run(self, work: Work, iteration: Iteration) -> list[list[pb.SampledToken]] | None:
         """As `Iteration.run_or_fail`, on the engine's thread."""
         self._iteration = iteration
-        tokens = iteration.run_or_fail(lambda: work.between_layers(iteration))
+        with work.cores(iteration):
+            tokens = iteration.run_or_fail(lambda: work.between_layers(iteration))
         self._iteration = None
         deferred, self._deferred = self._deferred, []
         for command in deferred:

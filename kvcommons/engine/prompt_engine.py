@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvcommons.engine.callbacks import SequenceUpdate
 from kvcommons.engine.core import Core
+from kvcommons.engine.core_lock import CoreLock
 from kvcommons.engine.engine import Engine
 from kvcommons.engine.executor import Composer, Inline
 from kvcommons.engine.iteration_timing import IterationTiming
@@ -41,7 +42,13 @@ class _NoGeneration:
         raise AssertionError("no sequence generates here")
 
 
-def prompt_engine(core: Core, scheduler: Scheduler, prompts: Prompts, keeper: BlockKeeper) -> Engine:
+def prompt_engine(
+    core: Core,
+    scheduler: Scheduler,
+    prompts: Prompts,
+    keeper: BlockKeeper,
+    cores: CoreLock | None = None,
+) -> Engine:
     """Not started yet."""
     nobody, budget, rates = _NoGeneration(), AttentionBudget(_TBT_S), Rates()
     remote = RemoteAttention(core.layout, core.model.device, rates, budget)
@@ -55,4 +62,5 @@ def prompt_engine(core: Core, scheduler: Scheduler, prompts: Prompts, keeper: Bl
         keeper=keeper,
         callbacks=nobody,
         metrics=nobody,
+        cores=cores,
     )

@@ -7,12 +7,13 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor
 
 from kvcommons.engine.chunk_rows import ChunkRows
 from kvcommons.engine.core import Core
+from kvcommons.engine.core_lock import CoreLock
 from kvcommons.engine.iteration_timing import IterationTiming
 from kvcommons.engine.keeper import BlockKeeper, KeptRun
 from kvcommons.engine.load_or_compute import LoadOrCompute
@@ -51,9 +52,11 @@ class Prompts:
         tracer: Tracer,
         tbt_objective_s: float = math.inf,
         lends: Callable[[], bool] = lambda: False,
+        cores: CoreLock | None = None,
     ) -> None:
         """`chunk_tokens`: of one iteration, at most. `tbt_objective_s`: between two tokens of the sequences
-        that generate beside prompts. `lends`: whether others' attention waits for this process, too."""
+        that generate beside prompts. `lends`: whether others' attention waits for this process, too. `cores`:
+        where other engines of the host share them."""
         self._core = core
         self._scheduler = scheduler
         self._chunk_tokens = chunk_tokens
@@ -64,6 +67,7 @@ class Prompts:
         self._prompts: dict[int, Prompt] = {}
         self._tbt_objective_s = tbt_objective_s
         self._lends = lends
+        self._cores = cores
         self._tokens_s = 0.0  # of an iteration of tokens alone, on the average
         self._again = False  # something may be computed at once though the last look found nothing
         self.claims: dict[bytes, int] = {}  # blocks that a prompt is about to publish
@@ -208,7 +212,11 @@ class Prompts:
 
     def await_layer(self, prompt: Prompt, layer: int) -> None:
         """Until this layer of its history is there. Raises LoadFellShort."""
-        if prompt.load is not None and prompt.loaded_blocks:
+        load = prompt.load
+        if load is None or not prompt.loaded_blocks:
+            return
+        idle = nullcontext() if self._cores is None or load.arrived(layer) else self._cores.released()
+        with idle:
             self.preloading.await_layer(prompt, layer)
 
     def _budget(self, beside: int) -> int:

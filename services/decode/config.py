@@ -42,5 +42,8 @@ class DecodeConfig:
     borrow_blocks: Annotated[int, Ge(1)] = 8  # asked for at once when a sequence grows elsewhere
     tbt_objective_s: Annotated[float, Gt(0)] = 0.2  # between tokens; attention for others takes what is left
     lend_share: Annotated[float, Ge(0), Le(1)] = 0.5  # of all blocks, the most that others may hold here
+    # A file, the same for all engines of a host that share its cores: they compute one after another, an
+    # iteration each, and pipelining = "auto" is off then. Off by default: a service has cores of its own.
+    core_lock: str = ""
     homecoming: bool = True  # borrowed blocks come home by themselves where there is room
     save_buffer_bytes: Annotated[int, Gt(0)] = 256 << 20  # KV on its way to the kvstore; more is not saved

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 
 from kvcommons.blockstore.loader import BlockLoader
 from kvcommons.blockstore.metrics import SaverCollector
 from kvcommons.blockstore.saver import BlockSaver
 from kvcommons.engine.core import Core, load_core
+from kvcommons.engine.core_lock import CoreLock, CoreLockCollector
 from kvcommons.engine.history import Condemner, Histories
 from kvcommons.engine.keeper import BlockKeeper
 from kvcommons.engine.load_or_compute import LoadOrCompute
@@ -104,6 +106,8 @@ class DecodeParts:
                 deadline_s=config.slice_deadline_s,
                 observer=client_metrics,
             )
+        cores = self._cores = CoreLock(Path(config.core_lock)) if config.core_lock else None
+        registry.register(CoreLockCollector(cores))
         scheduler = Scheduler(
             max_batch=config.max_batch, max_queue=LOCAL_PROMPTS_MAX, max_prompts=config.max_batch
         )
@@ -122,6 +126,7 @@ class DecodeParts:
                 tracer=process.telemetry.tracer,
                 tbt_objective_s=config.tbt_objective_s,
                 lends=lambda: bool(self.holder.lent_blocks),
+                cores=cores,
             )
         self.engine = decode_engine(
             core,
@@ -134,9 +139,10 @@ class DecodeParts:
             keeper=self.keeper,
             callbacks=self.callbacks,
             metrics=metrics,
-            pipelining=config.pipelining,
+            pipelining="off" if cores and config.pipelining == "auto" else config.pipelining,
             mini_batches=config.mini_batches,
             rotation=self.rotation,
+            cores=cores,
         )
         # Before there are channels: an address that is taken ends the start here.
         held = HolderData(
@@ -248,6 +254,8 @@ class DecodeParts:
         await self.condemner.close()
 
     def _close(self) -> None:
+        if self._cores is not None:
+            self._cores.close()
         if self.prefill is not None:
             self.prefill.close()
         self.whole_store.close(Deadline.after(STOP_S))

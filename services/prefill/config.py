@@ -24,6 +24,7 @@ class PrefillConfig:
     push_deadline_s: Annotated[float, Gt(0)] = 5.0  # of one write; past it the decode side counts as lost
     read_buffer_bytes: Annotated[int, Ge(0)] = 256 << 20  # history loaded before its job's turn to compute
     save_buffer_bytes: Annotated[int, Gt(0)] = 256 << 20  # KV on its way to the kvstore; more is not saved
+    core_lock: str = ""  # a file: see decode's
     loads: str = "auto"  # of stored history: "auto" loads or computes by measured rates, "always" loads
 
     def __post_init__(self) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
+from pathlib import Path
 
 from kvcommons.blockstore.loader import BlockLoader
 from kvcommons.blockstore.metrics import SaverCollector
 from kvcommons.blockstore.saver import BlockSaver
 from kvcommons.engine.core import Core, load_core
+from kvcommons.engine.core_lock import CoreLock, CoreLockCollector
 from kvcommons.engine.history import Condemner, Histories
 from kvcommons.engine.keeper import BlockKeeper
 from kvcommons.engine.load_or_compute import AlwaysLoad, LoadOrCompute
@@ -48,6 +50,8 @@ class PrefillParts:
         read_buffer = ReadBuffer(layers=core.layout.layers, bytes_max=config.read_buffer_bytes)
         preloading = Preloading(core, Histories(core, self.loader), cost, read_buffer)
         scheduler = Scheduler(max_queue=config.max_queue, max_prompts=config.max_running)
+        cores = self._cores = CoreLock(Path(config.core_lock)) if config.core_lock else None
+        telemetry.registry.register(CoreLockCollector(cores))
         prompts = Prompts(
             core,
             scheduler,
@@ -56,8 +60,9 @@ class PrefillParts:
             cost=cost,
             preloading=preloading,
             tracer=telemetry.tracer,
+            cores=cores,
         )
-        self.engine = prompt_engine(core, scheduler, prompts, self.keeper)
+        self.engine = prompt_engine(core, scheduler, prompts, self.keeper, cores)
         self.role = PrefillRole(
             core,
             self.engine,
@@ -84,6 +89,8 @@ class PrefillParts:
 
     def _close(self) -> None:
         self.engine.stop(STOP_S)
+        if self._cores is not None:
+            self._cores.close()
         self.role.close()
         self.loader.close()
         self.keeper.close()

@@ -20,6 +20,7 @@ from kvcommons.blockstore.loader import BlockLoader
 from kvcommons.blockstore.saver import BlockSaver
 from kvcommons.engine.callbacks import SequenceUpdate
 from kvcommons.engine.core import Core
+from kvcommons.engine.core_lock import CoreLock
 from kvcommons.engine.engine import Engine
 from kvcommons.engine.history import Histories
 from kvcommons.engine.iteration_timing import IterationTiming
@@ -157,7 +158,7 @@ class Creditor:
 
 
 @contextmanager
-def creditor(clock: Clock, tbt_s: float = 0.2) -> Iterator[Creditor]:
+def creditor(clock: Clock, tbt_s: float = 0.2, cores: CoreLock | None = None) -> Iterator[Creditor]:
     """Not started yet."""
     core, around = tiny_core(layers=LAYERS), Around()
     loader, cost = BlockLoader(lambda _: None), LoadOrCompute()
@@ -166,12 +167,12 @@ def creditor(clock: Clock, tbt_s: float = 0.2) -> Iterator[Creditor]:
     scheduler = Scheduler(max_batch=4, max_queue=4, max_prompts=4)
     prompts = Prompts(
         core, scheduler, chunk_tokens=len(PROMPT), keeper=keeper, cost=cost, preloading=loading,
-        tracer=Tracer.off(),
+        tracer=Tracer.off(), cores=cores,
     )  # fmt: skip
     budget = AttentionBudget(tbt_s, clock=clock)
     engine = decode_engine(
         core, scheduler=scheduler, may_borrow=False, attend_deadline_s=LONG_S, rates=Rates(), budget=budget,
-        keeper=keeper, callbacks=around, metrics=around, prompts=prompts,
+        keeper=keeper, callbacks=around, metrics=around, prompts=prompts, cores=cores,
     )  # fmt: skip
     try:
         yield Creditor(core, engine, prompts, budget, around)

@@ -43,7 +43,7 @@ class ByHand:
         settings = UpSettings(data=folder, port=port)
         cores = len(os.sched_getaffinity(0))
         self.place.settings_file.write_text(toml.dumps(planned(settings, self.place, cores, tables or {})))
-        plans = processes(settings, self.place, cores, port, os.environ, model_flag=False)
+        plans = processes(settings, self.place, cores, port, os.environ, user=tables or {}, model_flag=False)
         store = etcd.plan(folder / "etcd", self.place.runtime, os.environ)
         self.plans = {plan.name: plan for plan in (*plans, store)}
         self.client = RestClient(f"http://127.0.0.1:{port}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvcommons.engine.callbacks import EngineCallbacks, EngineMetrics
 from kvcommons.engine.core import Core
+from kvcommons.engine.core_lock import CoreLock
 from kvcommons.engine.engine import Engine
 from kvcommons.engine.executor import Composer
 from kvcommons.engine.keeper import BlockKeeper
@@ -32,11 +33,13 @@ def decode_engine(
     mini_batches: int = 0,
     rotation: Rotation | None = None,
     prompts: Prompts | None = None,
+    cores: CoreLock | None = None,
 ) -> Engine:
     """Not started yet. `attend_deadline_s` bounds what a layer waits for other holders. `rates` takes what
     was measured, `budget` the length of iterations. `pipelining` says whether two batches alternate; "auto"
     does it where it pays. With `rotation` the batches of several instances alternate instead. `prompts` are
-    those of `scheduler`, where some are computed here."""
+    those of `scheduler`, where some are computed here. `cores` is given where other engines of the host
+    share them; staggered batches do not wait for it."""
     remote = RemoteAttention(core.layout, core.model.device, rates, budget, mini_batches)
     return Engine(
         core,
@@ -54,4 +57,5 @@ def decode_engine(
         keeper=keeper,
         callbacks=callbacks,
         metrics=metrics,
+        cores=cores,
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from devstack import toml
-from devstack.plan import Place, names, processes, tables, threads_per_process
+from devstack.plan import Place, names, processes, tables, threads_by_service
 from devstack.settings import UpSettings
 from devstack.supervisor import restart_delay_s
 from kvcommons.config import load
@@ -48,7 +48,7 @@ def test_a_group_of_one_is_refused(alone: UpSettings, field: str, wanted: str) -
 
 def test_processes_have_their_own_addresses_and_share_the_rest() -> None:
     settings = UpSettings(decode=2, ledger=2)
-    plans = {plan.name: plan for plan in processes(settings, PLACE, 8, 8123, {}, model_flag=False)}
+    plans = {plan.name: plan for plan in processes(settings, PLACE, 8, 8123, {}, user={}, model_flag=False)}
     expected = {
         "ledger-1",
         "ledger-2",
@@ -70,14 +70,14 @@ def test_processes_have_their_own_addresses_and_share_the_rest() -> None:
 
 def test_a_stack_that_gets_a_second_kvstore_keeps_the_first_one_s_folder() -> None:
     for count, folders in ((1, ["kvstore"]), (2, ["kvstore", "kvstore-2"])):
-        plans = processes(UpSettings(kvstore=count), PLACE, 8, 8123, {}, model_flag=False)
+        plans = processes(UpSettings(kvstore=count), PLACE, 8, 8123, {}, user={}, model_flag=False)
         found = [flags(plan.command) for plan in plans if plan.service == "kvstore"]
         assert [one["shard"] for one in found] == folders
         assert [one["data"] for one in found] == [f"/data/{folder}" for folder in folders]
 
 
 def test_only_the_router_has_a_port() -> None:
-    plans = processes(UpSettings(), PLACE, 8, 8000, {}, model_flag=False)
+    plans = processes(UpSettings(), PLACE, 8, 8000, {}, user={}, model_flag=False)
     for plan in plans:
         addresses = [value for name, value in flags(plan.command).items() if name.endswith("listen")]
         assert addresses
@@ -85,14 +85,37 @@ def test_only_the_router_has_a_port() -> None:
 
 
 @pytest.mark.parametrize(("cores", "decode", "threads"), [(2, 1, 1), (16, 1, 5), (16, 2, 4), (1, 8, 1)])
-def test_processes_together_run_no_more_threads_than_there_are_cores(
-    cores: int, decode: int, threads: int
+@pytest.mark.parametrize(
+    ("rotate", "user"),
+    [(True, {}), (False, {"placement": "offload"}), (False, {"pipelining": "on"})],
+    ids=["rotate", "offload", "pipelining"],
+)
+def test_processes_that_compute_at_the_same_time_run_no_more_threads_than_there_are_cores(
+    cores: int, decode: int, threads: int, rotate: bool, user: dict[str, str]
 ) -> None:
-    settings = UpSettings(decode=decode)
-    assert threads_per_process(cores, settings) == threads
-    plans = {plan.name: plan for plan in processes(settings, PLACE, cores, 1, {}, model_flag=False)}
-    assert plans["prefill"].environment["OMP_NUM_THREADS"] == str(threads)
-    assert plans["router"].environment["OMP_NUM_THREADS"] == "1"
+    settings = UpSettings(decode=max(decode, 2) if rotate else decode, rotate=rotate)
+    if rotate and decode == 1:
+        threads = max(1, cores // 4)
+    decodes = {"decode": user}
+    expected = {"prefill": threads, "decode": threads, "attention_pool": threads}
+    assert threads_by_service(cores, settings, decodes) == expected
+    made = tables(settings, PLACE, cores, decodes)
+    assert not [service for service, table in made.items() if "core_lock" in table]
+    plans = processes(settings, PLACE, cores, 1, {}, user=decodes, model_flag=False)
+    bounds = {plan.service: plan.environment["OMP_NUM_THREADS"] for plan in plans}
+    assert (bounds["prefill"], bounds["router"]) == (str(threads), "1")
+
+
+def test_engines_that_compute_one_after_another_have_all_cores_each() -> None:
+    settings = UpSettings(decode=2)
+    assert threads_by_service(16, settings, {}) == {"prefill": 16, "decode": 16, "attention_pool": 4}
+    made = tables(settings, PLACE, 16, {})
+    locks = {service: table["core_lock"] for service, table in made.items() if "core_lock" in table}
+    assert locks == {"prefill": "/tmp/kvc-x/cores", "decode": "/tmp/kvc-x/cores"}
+    plans = {plan.name: plan for plan in processes(settings, PLACE, 16, 1, {}, user={}, model_flag=False)}
+    threads = {name: plan.environment["OMP_NUM_THREADS"] for name, plan in plans.items()}
+    assert threads["prefill"] == threads["decode-2"] == "16"
+    assert (threads["attention_pool"], threads["router"]) == ("4", "1")
 
 
 def test_the_users_tables_beat_the_defaults_and_a_flag_beats_both() -> None:
@@ -105,11 +128,11 @@ def test_the_users_tables_beat_the_defaults_and_a_flag_beats_both() -> None:
     assert made["router"]["secret_file"] == "/own/secret"
     assert tables(UpSettings(), PLACE, 2, {})["router"]["secret_file"] == str(PLACE.secret_file)
     assert (made["decode"]["threads"], made["decode"]["dtype"]) == (3, "float32")
-    assert made["prefill"]["threads"] == 1
+    assert made["prefill"]["threads"] == 2
     assert made["kvstore"]["dram_bytes"] == 7
     settings = UpSettings(model="org/name")
     for named, expected in ((True, "org/name"), (False, None)):
-        plans = {p.name: p for p in processes(settings, PLACE, 2, 1, {}, model_flag=named)}
+        plans = {p.name: p for p in processes(settings, PLACE, 2, 1, {}, user={}, model_flag=named)}
         assert "secret_file" not in flags(plans["router"].command)
         assert flags(plans["decode"].command).get("model") == expected
         assert "model" not in flags(plans["kvstore"].command)
@@ -118,7 +141,7 @@ def test_the_users_tables_beat_the_defaults_and_a_flag_beats_both() -> None:
 def test_attention_pools_are_one_head_group_if_they_are_told_to() -> None:
     for heads, expected in ((False, [None, None]), (True, ["0/2", "1/2"])):
         settings = UpSettings(attention_pool=2, heads=heads)
-        plans = processes(settings, PLACE, 2, 1, {}, model_flag=False)
+        plans = processes(settings, PLACE, 2, 1, {}, user={}, model_flag=False)
         pools = [flags(plan.command) for plan in plans if plan.service == "attention_pool"]
         assert [pool.get("heads") for pool in pools] == expected
         assert len({pool.get("head_group") for pool in pools}) == 1
@@ -129,7 +152,7 @@ def test_decode_instances_rotate_if_they_are_told_to() -> None:
     assert "replicas" not in tables(UpSettings(decode=2), PLACE, 2, {})["decode"]
     settings = UpSettings(decode=2, rotate=True)
     replicas = tables(settings, PLACE, 2, {})["decode"]["replicas"]
-    plans = processes(settings, PLACE, 2, 1, {}, model_flag=False)
+    plans = processes(settings, PLACE, 2, 1, {}, user={}, model_flag=False)
     listening = [flags(plan.command)["data_listen"] for plan in plans if plan.service == "decode"]
     assert replicas == listening
     assert len(set(replicas)) == 2
@@ -178,9 +201,10 @@ def test_restarts_back_off() -> None:
 
 def test_colocated_instances_load_the_model_once() -> None:
     settings = UpSettings(colocated=True, decode=2, attention_pool=0)
-    plans = processes(settings, PLACE, 2, 8000, {}, model_flag=False)
+    plans = processes(settings, PLACE, 2, 8000, {}, user={}, model_flag=False)
     assert [plan.name for plan in plans if plan.service in ("prefill", "decode")] == ["decode-1", "decode-2"]
     assert tables(settings, PLACE, 2, {})["decode"]["colocated"] is True
-    assert threads_per_process(2, UpSettings(colocated=True, attention_pool=0)) == 2
+    alone = UpSettings(colocated=True, attention_pool=0)
+    assert threads_by_service(2, alone, {"decode": {"pipelining": "on"}})["decode"] == 2
     with pytest.raises(InvalidInput, match="leave one of them out"):
         tables(UpSettings(colocated=True, prefill=2), PLACE, 2, {})

@@ -1,0 +1,210 @@
+"""Processes that share the cores of their host one after another, and what becomes of the lock of one that
+dies."""
+
+from __future__ import annotations
+
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+
+import pytest
+
+from kvcommons.engine.core_lock import CoreLock
+from kvcommons.errors import InvalidInput
+from tests.contract.plan_cases import eventually
+from tests.contract.test_long_chunks import LAYERS, Chunk, Clock, alone, creditor
+from tests.machine import scaled
+
+LONG_S = scaled(20.0)
+
+
+class Child:
+    """A process that has an end of the lock."""
+
+    def __init__(self, path: Path, deadline_s: float = LONG_S) -> None:
+        command = [sys.executable, "-m", "tests.contract.core_lock_child", str(path), str(deadline_s)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._answers: queue.SimpleQueue[str] = queue.SimpleQueue()
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+        assert self.answer() == "ready"
+
+    def tell(self, command: str) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{command}\n")
+        self.process.stdin.flush()
+
+    def answer(self) -> str:
+        return self._answers.get(timeout=LONG_S)
+
+    def ask(self, command: str) -> str:
+        self.tell(command)
+        return self.answer()
+
+    @property
+    def answered(self) -> bool:
+        return not self._answers.empty()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(LONG_S)
+        self._reader.join(LONG_S)
+        for pipe in (self.process.stdin, self.process.stdout):
+            assert pipe is not None
+            with suppress(BrokenPipeError):
+                pipe.close()
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self._answers.put(line.strip())
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "cores"
+
+
+@pytest.fixture
+def seen(path: Path) -> Iterator[CoreLock]:
+    """The test's own end."""
+    with closing(CoreLock(path, deadline_s=LONG_S)) as lock:
+        yield lock
+
+
+@pytest.fixture
+def children(path: Path) -> Iterator[list[Child]]:
+    """Three."""
+    made = [Child(path) for _ in range(3)]
+    yield made
+    for child in made:
+        child.kill()
+
+
+def test_processes_compute_one_after_another(seen: CoreLock, children: list[Child]) -> None:
+    first, second, _ = children
+    for _ in range(3):
+        assert first.ask("acquire") == "True"
+        assert not seen.wanted
+        second.tell("acquire")
+        eventually(lambda: seen.wanted)
+        assert not second.answered
+        assert first.ask("release") == "released"
+        # It would be quicker than the one that waits, but does not go before it.
+        first.tell("acquire")
+        assert second.answer() == "True"
+        assert not first.answered
+        assert second.ask("release") == "released"
+        assert first.answer() == "True"
+        assert first.ask("release") == "released"
+
+
+@pytest.mark.parametrize("dies", ["holder", "waiter"])
+def test_one_that_dies_is_in_nobody_s_way(seen: CoreLock, children: list[Child], dies: str) -> None:
+    holds, waits, other = children
+    assert holds.ask("acquire") == "True"
+    waits.tell("acquire urgently")
+    eventually(lambda: seen.urgently_wanted)
+    if dies == "holder":
+        holds.kill()
+        assert waits.answer() == "True"
+        return
+    waits.kill()
+    eventually(lambda: not seen.wanted and not seen.urgently_wanted)
+    other.tell("acquire")
+    eventually(lambda: seen.wanted)
+    assert holds.ask("release") == "released"
+    assert other.answer() == "True"
+
+
+def test_who_generates_comes_before_chunks_and_overtakes_each_once(
+    seen: CoreLock, children: list[Child]
+) -> None:
+    first, chunk, tokens = children
+    assert first.ask("acquire") == "True"
+    chunk.tell("acquire")
+    eventually(lambda: seen.wanted)
+    tokens.tell("acquire urgently")
+    eventually(lambda: seen.urgently_wanted)
+    first.tell("release")
+    assert tokens.answer() == "True"
+    assert not chunk.answered
+    # Again: now the chunk comes first, once it has looked.
+    eventually(lambda: seen.wanted)
+    tokens.tell("release")
+    tokens.tell("acquire urgently")
+    assert tokens.answer() == "released"
+    assert chunk.answer() == "True"
+    assert not tokens.answered
+    chunk.tell("release")
+    assert tokens.answer() == "True"
+
+
+def test_who_does_not_get_it_in_time_goes_on_and_has_it_again_when_it_is_free(
+    path: Path, children: list[Child]
+) -> None:
+    stuck = children[0]
+    with closing(CoreLock(path, deadline_s=0.05)) as lock:
+        assert lock.acquire(urgent=True)
+        lock.release()
+        assert stuck.ask("acquire") == "True"
+        for _ in range(3):
+            assert not lock.acquire(urgent=True)
+            lock.release()
+        assert lock.timeouts == 3
+        assert lock.waited_s >= 0.05
+        assert stuck.ask("release") == "released"
+        assert lock.acquire(urgent=True)
+        assert (lock.timeouts, lock.held) == (3, True)
+        lock.release()
+
+
+def test_a_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="name a file that this process may write") as refused:
+        CoreLock(tmp_path / "missing" / "cores")
+    assert refused.value.param == "core_lock"
+
+
+def test_a_chunk_lets_others_have_the_cores_between_two_layers(seen: CoreLock, children: list[Child]) -> None:
+    """And its token is the same."""
+    lock, other, token = seen, children[0], alone()
+    with creditor(Clock(), cores=lock) as made:
+        answers = list[str]()
+
+        def pace(layer: int) -> None:
+            assert lock.held
+            if layer in (1, 3):
+                other.tell("acquire")
+                other.tell("release")
+                eventually(lambda: lock.wanted)
+            elif layer in (2, 4):
+                answers.extend([other.answer(), other.answer()])
+
+        chunk = Chunk(pace)
+        made.submit(chunk)
+        made.engine.start()
+        assert chunk.ended.wait(LONG_S)
+    assert chunk.first is not None, chunk.error
+    assert (chunk.first.token.token, chunk.layers) == token
+    assert chunk.layers == list(range(LAYERS))
+    assert answers == ["True", "released"] * 2
+    assert (lock.held, lock.timeouts) == (False, 0)
+
+
+def test_an_engine_that_does_not_get_the_cores_computes_all_the_same(
+    path: Path, children: list[Child]
+) -> None:
+    stuck, token = children[0], alone()
+    assert stuck.ask("acquire") == "True"
+    with closing(CoreLock(path, deadline_s=0.01)) as lock, creditor(Clock(), cores=lock) as made:
+        chunk = Chunk(lambda layer: None)
+        made.submit(chunk)
+        made.engine.start()
+        assert chunk.ended.wait(LONG_S)
+    assert chunk.first is not None, chunk.error
+    assert (chunk.first.token.token, chunk.layers) == token
+    assert lock.timeouts
