@@ -29,7 +29,7 @@ from kvcommons.pb import data_pb2, kvstore_pb2, kvstore_pb2_grpc
 from kvcommons.rblock.checksum import checksum
 from kvcommons.transport.client import DataClient
 from kvcommons.transport.deadline import Deadline
-from services.kvstore.policies.catalogue import CHOICES
+from services.kvstore.policies.catalogue import CATALOGUE
 from services.kvstore.tier import PAGE_BYTES
 from services.router.admission.hints import StoreHints, WaitingJob
 from services.router.admission.queue import Prefix
@@ -165,7 +165,7 @@ def add(
     parser = commands.add_parser(
         "live-hits", help="what a real kvstore finds by eviction policy, beside the replay"
     )
-    parser.add_argument("--policy", nargs="+", default=["lru", "scheduler-aware"], choices=list(CHOICES))
+    parser.add_argument("--policy", nargs="+", default=["lru", "scheduler-aware"], choices=list(CATALOGUE))
     parser.add_argument("--sessions", type=int, default=300, metavar="N")
     parser.add_argument("--warm-up", type=int, default=540, metavar="N", help="turns that are not counted")
     parser.add_argument("--dram-blocks", type=int, default=600, metavar="N")
@@ -224,7 +224,7 @@ def _live(options: argparse.Namespace, trace: Trace, policy: str, progress: Prog
             dram_buffer=0.0,
         )
         with store:
-            serving = Serving(store, jobs_max=options.look_ahead if CHOICES[policy].looks_ahead else 0)
+            serving = Serving(store, jobs_max=options.look_ahead if CATALOGUE[policy].looks_ahead else 0)
             try:
                 return serving.run(
                     trace,

@@ -11,10 +11,10 @@ from benchmarks.replay.hierarchy import Hierarchy, Room
 from benchmarks.replay.optimum import Belady
 from benchmarks.replay.trace import Job, Trace
 from services.kvstore.policies.base import Policy
-from services.kvstore.policies.catalogue import CHOICES, Choice, choice
+from services.kvstore.policies.catalogue import CATALOGUE, PolicyEntry, policy_entry
 
 OPTIMA = {"belady": False, "belady-prefix": True}
-POLICIES = (*CHOICES, *OPTIMA)
+POLICIES = (*CATALOGUE, *OPTIMA)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,15 +103,15 @@ def replay(trace: Trace, policy: str, setting: Setting) -> Outcome:
     )
 
 
-def _maker(trace: Trace, policy: str, setting: Setting) -> tuple[Choice, Callable[[], Policy[int]]]:
+def _maker(trace: Trace, policy: str, setting: Setting) -> tuple[PolicyEntry, Callable[[], Policy[int]]]:
     if policy in OPTIMA:
         uses: dict[int, list[int]] = {}
         for number, job in enumerate(trace.jobs):
             for block in job.run:
                 uses.setdefault(block, []).append(number)
         deepest_first = OPTIMA[policy]
-        return Choice(make=_unused, looks_ahead=True), lambda: Belady(uses, deepest_first=deepest_first)
-    chosen = choice(policy)
+        return PolicyEntry(make=_unused, looks_ahead=True), lambda: Belady(uses, deepest_first=deepest_first)
+    chosen = policy_entry(policy)
     source = random.Random(setting.seed)
     return chosen, lambda: chosen.make(source)
 

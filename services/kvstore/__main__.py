@@ -20,11 +20,12 @@ from kvcommons.transport.server import DataServer
 from services.kvstore.ballast import Ballast, DiskReserve, reserve_bytes
 from services.kvstore.blocks import BlockStore, BlockStoreSettings
 from services.kvstore.clock import SystemClock
-from services.kvstore.config import Config
+from services.kvstore.config import KVStoreConfig
 from services.kvstore.data import DataHandler
 from services.kvstore.database import DamagedDatabase
 from services.kvstore.families import META
 from services.kvstore.folder import DataFolder
+from services.kvstore.integrity import CHECKED_FAMILIES, open_integrity_table
 from services.kvstore.mark import Mark
 from services.kvstore.medium import Medium
 from services.kvstore.metrics import SessionMetrics, StoreCollector
@@ -33,7 +34,6 @@ from services.kvstore.server import BlocksServicer, SessionsServicer
 from services.kvstore.sessions import Sessions, open_sessions
 from services.kvstore.shard import ReplicasServicer, Shard, folder_name
 from services.kvstore.shard_sessions import ShardSessions
-from services.kvstore.witness import KEPT, witnessed
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ START_BYTES = 16 << 20
 RPC_THREADS = 4  # RocksDB holds the GIL: more would only wait for each other
 
 
-async def serve(config: Config, process: Process) -> None:
+async def serve(config: KVStoreConfig, process: Process) -> None:
     """Opens the data folder, serves until told to stop, and leaves everything on disk."""
     folder = await asyncio.to_thread(DataFolder, config.data)
     try:
@@ -69,7 +69,7 @@ async def serve(config: Config, process: Process) -> None:
         folder.close()
 
 
-async def _serve(config: Config, process: Process, store: BlockStore, sessions: ShardSessions) -> None:
+async def _serve(config: KVStoreConfig, process: Process, store: BlockStore, sessions: ShardSessions) -> None:
     process.telemetry.registry.register(StoreCollector(store, sessions))
     executor = ThreadPoolExecutor(RPC_THREADS, thread_name_prefix="kvstore-rpc")
     server = RpcServer(config.node.listen, process.telemetry, call_deadline_s=config.node.call_deadline_s)
@@ -112,7 +112,7 @@ async def _serve(config: Config, process: Process, store: BlockStore, sessions: 
         executor.shutdown(wait=True)
 
 
-def _open_blocks(folder: DataFolder, config: Config, reserve: DiskReserve) -> BlockStore:
+def _open_blocks(folder: DataFolder, config: KVStoreConfig, reserve: DiskReserve) -> BlockStore:
     """Without what an index that is damaged had named: KV is a cache, and is computed again."""
     try:
         return _blocks(folder, config, reserve)
@@ -122,7 +122,7 @@ def _open_blocks(folder: DataFolder, config: Config, reserve: DiskReserve) -> Bl
     return _blocks(folder, config, reserve)
 
 
-def _blocks(folder: DataFolder, config: Config, reserve: DiskReserve) -> BlockStore:
+def _blocks(folder: DataFolder, config: KVStoreConfig, reserve: DiskReserve) -> BlockStore:
     settings = BlockStoreSettings(
         dram_bytes=config.dram_bytes,
         disk_bytes=config.disk_bytes,
@@ -144,11 +144,13 @@ def _blocks(folder: DataFolder, config: Config, reserve: DiskReserve) -> BlockSt
 
 
 def _open_sessions(
-    folder: DataFolder, config: Config, store: BlockStore, mark: Mark, ballast: Ballast
+    folder: DataFolder, config: KVStoreConfig, store: BlockStore, mark: Mark, ballast: Ballast
 ) -> ShardSessions:
     """Raises DataLoss where what was committed is not all there."""
     name = folder_name(config.data, config.shard)
-    table = witnessed(open_sessions(folder.sessions, ballast), KEPT, meta=META, path=folder.sessions)
+    table = open_integrity_table(
+        open_sessions(folder.sessions, ballast), CHECKED_FAMILIES, meta=META, path=folder.sessions
+    )
     try:
         table.begin(mark)
         return ShardSessions(
@@ -164,7 +166,7 @@ def _open_sessions(
 
 
 def _describe(
-    config: Config,
+    config: KVStoreConfig,
     process: Process,
     server: RpcServer,
     data_address: str,
@@ -218,4 +220,4 @@ async def _sweep(sessions: Sessions, pause_s: float, executor: ThreadPoolExecuto
 
 
 if __name__ == "__main__":
-    sys.exit(run("kvstore", Config, serve))
+    sys.exit(run("kvstore", KVStoreConfig, serve))

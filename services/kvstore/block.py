@@ -13,7 +13,7 @@ from services.kvstore.policies.floors import Floors, TenantFloors
 from services.kvstore.tier import BlockShape, Slot
 
 if TYPE_CHECKING:
-    from services.kvstore.loader import Load
+    from services.kvstore.loader import BlockLoad
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,7 +114,7 @@ class Block:
         self.disk: Slot | None = None
         self.checksums: tuple[int, ...] | None = None  # known while it is in DRAM
         self.origin: BlockOrigin | None = None  # until it is on disk
-        self.load: Load | None = None  # while it comes from disk
+        self.load: BlockLoad | None = None  # while it comes from disk
         self.pins = 0
         self.disk_pins = 0
         self.detached = False

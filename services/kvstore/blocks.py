@@ -22,7 +22,7 @@ from services.kvstore.incoming import Incoming, LayerPut
 from services.kvstore.index import BlockIndex
 from services.kvstore.loader import READ_BYTES, Loader, Outcome
 from services.kvstore.medium import Medium
-from services.kvstore.policies.catalogue import DEFAULT, choice
+from services.kvstore.policies.catalogue import DEFAULT, policy_entry
 from services.kvstore.policies.floors import Floors
 from services.kvstore.prefetch import Prefetcher
 from services.kvstore.recovery import recover
@@ -73,7 +73,7 @@ class BlockStore:
         self.arena = Arena()
         self._settings = settings
         self._clock = clock or SystemClock()
-        chosen, source = choice(settings.policy), random.Random()
+        chosen, source = policy_entry(settings.policy), random.Random()
         self._slabs = SlabFiles(medium.disk)
         self._index = BlockIndex(medium.index)
         self._catalog = Catalog(
@@ -271,7 +271,7 @@ class BlockStore:
             for block_id in block_ids:
                 block = self._catalog.find(model, block_id)
                 if block is not None:
-                    self._catalog.room.detach(block)
+                    self._catalog.evictor.detach(block)
                     self._catalog.counters.forgotten += 1
             self._work.notify()
             self._freed.notify_all()
@@ -315,13 +315,13 @@ class BlockStore:
                 default=next((region.shape for region in catalog.dram.regions.values()), None),
             )
             return StoreStats(
-                dram_blocks=catalog.dram.taken,
+                dram_blocks=catalog.dram.occupied,
                 dram_capacity_blocks=catalog.dram.capacity_slots(shape) if shape else 0,
-                disk_blocks=catalog.disk.taken,
+                disk_blocks=catalog.disk.occupied,
                 disk_capacity_blocks=catalog.disk.capacity_slots(shape) if shape else 0,
-                dram_used_bytes=catalog.dram.taken_bytes,
+                dram_used_bytes=catalog.dram.occupied_bytes,
                 dram_capacity_bytes=catalog.dram.capacity_bytes,
-                disk_used_bytes=catalog.disk.taken_bytes,
+                disk_used_bytes=catalog.disk.occupied_bytes,
                 disk_capacity_bytes=catalog.disk.capacity_bytes,
                 pending_writes=len(catalog.pending) + catalog.writing,
                 staging=catalog.staging,
@@ -376,7 +376,7 @@ class BlockStore:
         with self._lock:
             now_s = self._clock.monotonic_s()
             freed = self._catalog.drop_stale(now_s - self._settings.staging_s)
-            freed += self._catalog.expire(now_s) + self._catalog.room.keep_buffer(_BUFFER_ROUND)
+            freed += self._catalog.expire(now_s) + self._catalog.evictor.keep_buffer(_BUFFER_ROUND)
             if freed:
                 self._freed.notify_all()
         return self._writer.cycle()

@@ -20,9 +20,9 @@ from collections.abc import Callable, Iterable, Sequence
 from kvcommons.errors import CapacityExhausted, InvalidInput, Overloaded
 from services.kvstore.ages import Ages
 from services.kvstore.block import Block, BlockOrigin, Doomed, Refusal, Space, Staging
+from services.kvstore.evictor import DramMemory, Evictor
 from services.kvstore.policies.base import Policy
 from services.kvstore.policies.floors import NO_FLOORS, Floors
-from services.kvstore.room import DiskRoom, Memory
 from services.kvstore.tier import BlockShape, Slot, Tier
 
 MODELS_MAX = 64
@@ -37,7 +37,7 @@ class Catalog:
         *,
         dram: Tier,
         disk: Tier,
-        memory: Memory,
+        memory: DramMemory,
         new_policy: Callable[[], Policy[bytes]],
         first_generation: int,
         looks_ahead: bool = True,
@@ -47,17 +47,17 @@ class Catalog:
         floors: Floors = NO_FLOORS,
     ) -> None:
         """`looks_ahead`: what the queue will use is fetched ahead. `ttl_s`: unused blocks go after it."""
-        self.room = DiskRoom(
+        self.evictor = Evictor(
             dram=dram, disk=disk, memory=memory, paper_window=paper_window, buffer_bytes=buffer_bytes
         )
         self.looks_ahead = looks_ahead
         self.dram, self.disk = dram, disk
-        self.counters = self.room.counters
+        self.counters = self.evictor.counters
         self.pending: deque[Block] = deque()  # whole, to be written
         self.writing = 0  # taken from `pending`, not settled yet
         self._new_policy, self._floors = new_policy, floors
         self._generation, self._tick = first_generation, 0
-        self._spaces = self.room.spaces
+        self._spaces = self.evictor.spaces
         self.ages = Ages(ttl_s)
 
     # ---- what is there
@@ -78,8 +78,8 @@ class Catalog:
         space = self._spaces.get(model)
         if space is None or not block_ids:
             return found
-        if begins and self.room.hints.jobs.serve(model, block_ids, len(found), now_s):
-            self.room.hints.served(len(block_ids) * space.shape.slot_bytes)
+        if begins and self.evictor.hints.jobs.serve(model, block_ids, len(found), now_s):
+            self.evictor.hints.served(len(block_ids) * space.shape.slot_bytes)
         self._use(found, now_s)
         return found
 
@@ -102,7 +102,7 @@ class Catalog:
         caller's.
         """
         if block.dram is None:
-            slot = self.room.dram_slot(block.space, sparing=sparing)
+            slot = self.evictor.dram_slot(block.space, sparing=sparing)
             if slot is None:
                 return False
             block.dram = slot
@@ -140,7 +140,7 @@ class Catalog:
 
     def unpin(self, block: Block) -> None:
         block.pins -= 1
-        self.room.give_dram(block)
+        self.evictor.give_dram(block)
 
     def unpin_disk(self, block: Block) -> None:
         """Whoever read the disk copy is done with it."""
@@ -156,7 +156,7 @@ class Catalog:
 
     def load_failed(self, block: Block) -> None:
         """Some layer did not come, or came wrong: this generation of the block is dropped."""
-        self.room.detach(block)
+        self.evictor.detach(block)
         self.loaded(block)
 
     # ---- what comes in
@@ -176,7 +176,7 @@ class Catalog:
             return Refusal.STORED
         staging = space.stagings.get(block_id, {}).get(writer)
         if staging is None:
-            slot = self.room.dram_slot(space)
+            slot = self.evictor.dram_slot(space)
             if slot is None:
                 return Refusal.NO_ROOM
             self.dram.used(slot, self._tick)
@@ -251,24 +251,24 @@ class Catalog:
     @property
     def work_waits(self) -> bool:
         """Whether there is something to write, or to delete from the index."""
-        return bool(self.pending or self.room.doomed)
+        return bool(self.pending or self.evictor.doomed)
 
     def take_pending(self, blocks_max: int, bytes_max: int) -> list[Block]:
         """The next blocks to write, all of one model; none that was condemned meanwhile."""
-        taken: list[Block] = []
+        batch: list[Block] = []
         size = 0
-        while self.pending and len(taken) < blocks_max:
+        while self.pending and len(batch) < blocks_max:
             block = self.pending[0]
             if block.detached:
                 self.writing += 1
                 self.not_wanted(self.pending.popleft())
                 continue
             size += block.space.shape.slot_bytes
-            if taken and (size > bytes_max or block.space is not taken[0].space):
+            if batch and (size > bytes_max or block.space is not batch[0].space):
                 break
-            taken.append(self.pending.popleft())
-        self.writing += len(taken)
-        return taken
+            batch.append(self.pending.popleft())
+        self.writing += len(batch)
+        return batch
 
     def durable(self, block: Block, slot: Slot) -> None:
         """The block's payload and index entry are on disk."""
@@ -277,7 +277,7 @@ class Catalog:
         block.disk = slot
         block.origin = None
         if block.detached:
-            self.room.doom(block)
+            self.evictor.doom(block)
         else:
             block.space.disk_policy.admit(block.block_id, parent or None)
             self.disk.used(slot, self._tick)
@@ -301,7 +301,7 @@ class Catalog:
         assert block.disk is not None
         assert block.dram is not None
         copy = Doomed(model=block.space.shape.model, block_id=block.block_id, slot=block.disk, block=None)
-        self.room.doomed.append(copy)
+        self.evictor.doomed.append(copy)
         block.space.disk_policy.remove(block.block_id)
         block.disk = None
         block.origin = origin
@@ -320,14 +320,14 @@ class Catalog:
         block = self.find(model, block_id)
         if block is None or block.generation != generation:
             return False
-        self.room.detach(block)
+        self.evictor.detach(block)
         return True
 
     def expire(self, now_s: float) -> int:
         """Drops what nobody has used for the time to live. How many blocks."""
         old = self.ages.take_old(now_s)
         for block in old:
-            self.room.detach(block)
+            self.evictor.detach(block)
         self.counters.expired += len(old)
         return len(old)
 
@@ -357,7 +357,7 @@ class Catalog:
             self._check_room(shape)
             space = Space(shape, self._new_policy, self._floors)
             self._spaces[shape.model] = space
-            self.room.hints.jobs.began(shape.model)
+            self.evictor.hints.jobs.began(shape.model)
         if space.shape != shape:
             raise InvalidInput(
                 f"blocks of this model have {space.shape.layers} layers of {space.shape.object_bytes} bytes, "

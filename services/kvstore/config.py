@@ -13,7 +13,7 @@ from services.kvstore.policies.catalogue import DEFAULT
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Config:
+class KVStoreConfig:
     node: Node
     data_plane: DataPlane
     ledger: Addresses

@@ -62,11 +62,12 @@ class Table(Protocol):
     def close(self) -> None: ...
 
 
-class Settling(Table, Protocol):
-    """A table which can say what became of a write that failed."""
+class RecoverableTable(Table, Protocol):
+    """A table that can find out whether a write that failed is there."""
 
     def settle(self) -> None:
-        """From now on what is read is what became of it. Raises StoreUnavailable while nobody knows."""
+        """Resolves the last write that failed: reads after this see whether it is there. Raises
+        StoreUnavailable while that cannot be known."""
 
 
 class Database:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from services.kvstore.ballast import Ballast
-from services.kvstore.database import Database, Put, Settling
+from services.kvstore.database import Database, Put, RecoverableTable
 from services.kvstore.folder import UnknownFormat
 from services.kvstore.tier import Slot
 
@@ -106,7 +106,7 @@ def open_index(path: Path, ballast: Ballast | None = None) -> Database:
 class BlockIndex:
     """The index of one data folder. Blocks; thread-safe. Raises StoreUnavailable where RocksDB fails."""
 
-    def __init__(self, table: Settling) -> None:
+    def __init__(self, table: RecoverableTable) -> None:
         self._table = table
         stored = self._table.get(_META, _EPOCH_KEY)
         epoch = (struct.unpack("<Q", stored)[0] if stored else 0) + 1

@@ -61,7 +61,7 @@ class Outcome(Enum):
     UNREADABLE = "unreadable"
 
 
-class Load:
+class BlockLoad:
     """Progress of one block's load. Layers become readable in order; any number of threads wait for them."""
 
     __slots__ = ("_condition", "_parts_left", "_ready", "outcome")
@@ -130,10 +130,10 @@ class Loader:
         self._pool = pool
         self._read_bytes = read_bytes
 
-    def begin(self, block: Block, condition: threading.Condition) -> Load:
+    def begin(self, block: Block, condition: threading.Condition) -> BlockLoad:
         """Gives the block a load that nothing has come for yet; `start` is to follow."""
         shape = block.space.shape
-        block.load = Load(shape.layers, len(read_parts(shape, self._read_bytes)), condition)
+        block.load = BlockLoad(shape.layers, len(read_parts(shape, self._read_bytes)), condition)
         return block.load
 
     def start(self, blocks: Sequence[Block], first_layer: int) -> None:

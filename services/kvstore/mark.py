@@ -3,10 +3,9 @@
 RocksDB cannot tell a log whose end was lost from one whose last write a crash cut off, nor a database that is
 gone from one that never was. Both would open, with committed turns missing and no word of it.
 
-<data>/sessions.mark has one line, `step` and 20 decimal digits: the latest step (see `Witness`) that was
-durable in the database when it was written. It is never ahead of the database. After the death of the process
-it is not behind either; after a loss of power it may be, by what `sync` had not seen yet.
-"""
+<data>/sessions.mark has one line, `step` and 20 decimal digits: the latest step (see `IntegrityTable`) that
+was durable in the database when it was written. It is never ahead of the database. After the death of the
+process it is not behind either; after a loss of power it may be, by what `sync` had not seen yet."""
 
 from __future__ import annotations
 
@@ -39,7 +38,7 @@ class Mark:
             return  # a new folder, or somebody wants to go on with what is left
         word, digits = line[: len(_WORD)], line[len(_WORD) : len(_WORD) + _DIGITS]
         if word != _WORD or not digits.isdigit():
-            return  # of before there was a witness
+            return  # of before there was an integrity table
         was = f"had come to step {int(digits)} and is at {step}" if step < int(digits) else "is not whole"
         if step < int(digits) or not whole:
             raise DataLoss(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from services.kvstore.ballast import DiskReserve
-from services.kvstore.database import Settling
+from services.kvstore.database import RecoverableTable
 from services.kvstore.disk import Disk, LocalDisk
 from services.kvstore.index import open_index
 
@@ -16,7 +16,7 @@ from services.kvstore.index import open_index
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Medium:
     disk: Disk
-    index: Settling
+    index: RecoverableTable
     executor: Callable[[int, str], Executor]  # threads, name
     reserve: DiskReserve = field(default_factory=DiskReserve)
 

@@ -16,7 +16,7 @@ from services.kvstore.block import Block
 from services.kvstore.catalog import Catalog
 from services.kvstore.clock import Clock
 from services.kvstore.expected import ExpectedUse
-from services.kvstore.loader import Load
+from services.kvstore.loader import BlockLoad
 
 log = logging.getLogger(__name__)
 
@@ -34,11 +34,11 @@ class Prefetcher:
         lock: threading.Lock,
         clock: Clock,
         *,
-        begin_load: Callable[[Block, threading.Condition], Load],
+        begin_load: Callable[[Block, threading.Condition], BlockLoad],
         start_loads: Callable[[bytes, list[Block], int], None],
     ) -> None:
         self._catalog = catalog
-        self._hints = catalog.room.hints
+        self._hints = catalog.evictor.hints
         self._lock = lock
         self._wake = threading.Condition(lock)
         self._clock = clock
@@ -78,7 +78,7 @@ class Prefetcher:
                     self._wake.wait(_POLL_S if len(self._hints) else None)
             self._await(loads)
 
-    def step(self) -> list[Load]:
+    def step(self) -> list[BlockLoad]:
         """Begins to fetch the next batch; empty where there is nothing to fetch, or no room for it."""
         with self._lock:
             self._hints.expire(self._clock.monotonic_s())
@@ -90,10 +90,10 @@ class Prefetcher:
                 log.exception("blocks could not be fetched ahead of use")
         return loads
 
-    def _begin(self) -> tuple[bytes, list[Block], list[Load]]:
+    def _begin(self) -> tuple[bytes, list[Block], list[BlockLoad]]:
         """Pins the next blocks to fetch, all of one model. The load of each keeps it pinned."""
         batch: list[Block] = []
-        loads: list[Load] = []
+        loads: list[BlockLoad] = []
         condition = threading.Condition()
         window = self._hints.window() if self._catalog.looks_ahead else {}
         size = 0
@@ -114,7 +114,7 @@ class Prefetcher:
                 self._catalog.counters.prefetched += 1
         return _model_of(batch), batch, loads
 
-    def _await(self, loads: Sequence[Load]) -> None:
+    def _await(self, loads: Sequence[BlockLoad]) -> None:
         give_up_s = time.monotonic() + _LOAD_S_MAX
         for load in loads:
             load.wait_over(max(0.0, give_up_s - time.monotonic()))

@@ -42,13 +42,13 @@ def recover(catalog: Catalog, slabs: SlabFiles, index: BlockIndex, now_s: float)
     for shape in set(shapes.values()):
         inside_shape = {number: inside for number, inside in found.items() if shapes[number] == shape}
         _restore(catalog, shape, inside_shape, now_s)
-    while (excess := catalog.room.excess_disk_region()) is not None:
+    while (excess := catalog.evictor.excess_disk_region()) is not None:
         region, doomed = excess
         if doomed:
             index.remove([(copy.model, copy.block_id) for copy in doomed])
         catalog.disk.remove(region.number)
         slabs.remove(region.number)
-    return catalog.disk.taken
+    return catalog.disk.occupied
 
 
 class _Placed(NamedTuple):

@@ -30,8 +30,8 @@ BATCH_KEYS = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Local:
-    """Something to do with the sessions, which blocks; its result is sent, or its error thrown."""
+class SessionWork:
+    """Work on the sessions, which may block. The driver sends its result, or throws its error."""
 
     work: Callable[[], Any]
 
@@ -44,11 +44,11 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pause:
+class Sleep:
     seconds: float
 
 
-Step = Local | Call | Pause
+Step = SessionWork | Call | Sleep
 Steps = Generator[Step, Any, T]
 
 
@@ -84,7 +84,7 @@ class Replica:
         since = self.view.epoch if self.view is not None else 0
         error: KVCommonsError | None = None
         try:
-            result = yield Local(work=work)
+            result = yield SessionWork(work=work)
         except WrongShard:
             raise
         except KVCommonsError as caught:
@@ -101,7 +101,7 @@ class Replica:
         """Reads of many sessions: true unless this shard was left out of the view before they were read."""
         while True:
             view = self.view
-            result = yield Local(work=work)
+            result = yield SessionWork(work=work)
             if view is None:
                 return result  # type: ignore[no-any-return]
             if self._sessions.name not in view.serving:
@@ -129,7 +129,7 @@ class Replica:
         sent: dict[str, list[tuple[bytes, Sent]]] = {}
         for name in others:
             wanted = [(key, self._known.get((name, key))) for key in keys]
-            states = yield Local(work=partial(self._sessions.export, view.epoch, wanted))
+            states = yield SessionWork(work=partial(self._sessions.export, view.epoch, wanted))
             if states is None:
                 return False
             requests.append((name, self._replicate(view, [state for state, _ in states])))
@@ -169,21 +169,21 @@ class Replica:
         if self._strict_epoch != view.epoch:
             silent -= set(view.joining)
         if silent:
-            yield Pause(seconds=RETRY_S)
+            yield Sleep(seconds=RETRY_S)
         return not silent
 
     # ---- what another shard asks
 
     def receive(self, request: pb.ReplicateRequest) -> Steps[pb.ReplicateReply]:
         yield from self._follow(request.view)
-        missing = yield Local(work=lambda: self._sessions.apply(request))
+        missing = yield SessionWork(work=lambda: self._sessions.apply(request))
         if missing is None:
             return pb.ReplicateReply(view=self._own_view())
         return pb.ReplicateReply(missing=missing)
 
     def compared(self, request: pb.CompareRequest) -> Steps[pb.CompareReply]:
         yield from self._follow(request.view)
-        wanted = yield Local(work=lambda: self._sessions.compare(request))
+        wanted = yield SessionWork(work=lambda: self._sessions.compare(request))
         if wanted is None:
             return pb.CompareReply(view=self._own_view())
         return pb.CompareReply(wanted=wanted)
@@ -201,7 +201,7 @@ class Replica:
             return
         if self._is_strange(view):
             return
-        adopted = yield Local(work=lambda: self._sessions.adopt(view))
+        adopted = yield SessionWork(work=lambda: self._sessions.adopt(view))
         if adopted and (self.view is None or view.epoch > self.view.epoch):
             self.view = view
             self._known.clear()
@@ -229,20 +229,20 @@ class Replica:
                     break
                 if self.view != view:
                     return
-                yield Pause(seconds=RETRY_S)
+                yield Sleep(seconds=RETRY_S)
         if self._failed or self.view != view:
             return
         # Before it is written down, and so before it is reported: nothing that a joiner misses from here on
         # is said to be done.
         self._strict_epoch = view.epoch
-        if (yield Local(work=lambda: self._sessions.mark_synced(view.epoch))):
+        if (yield SessionWork(work=lambda: self._sessions.mark_synced(view.epoch))):
             self._changed()
 
     def _bring_up(self, view: ShardView, name: str) -> Steps[bool]:
         """Goes through all of this shard's sessions with another one. Whether it came to the end."""
         start = b""
         while True:
-            page: Page = yield Local(work=partial(self._sessions.own_page, start))
+            page: Page = yield SessionWork(work=partial(self._sessions.own_page, start))
             held = [(key, stamp) for key, stamp in page.stamps if name in view.holders(key)]
             compare = pb.CompareRequest(
                 view=encode_view(view),
@@ -279,7 +279,7 @@ class Replica:
             view = self.view
             if view is None or not self._at_home(key):
                 continue
-            stamp = yield Local(work=partial(self._sessions.stamp, key))
+            stamp = yield SessionWork(work=partial(self._sessions.stamp, key))
             if not all(self._has(view, name, key, stamp) for name in self._others(view, key)):
                 try:
                     yield from self._confirm(key)

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 from services.kvstore.block import Block
-from services.kvstore.loader import Load
+from services.kvstore.loader import BlockLoad
 
 if TYPE_CHECKING:
     from services.kvstore.blocks import BlockStore
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class Run(AbstractContextManager["Run"]):
     """Leading blocks of a request, pinned in DRAM or on their way there, until it is closed."""
 
-    def __init__(self, store: BlockStore, blocks: list[Block], loads: list[Load | None]) -> None:
+    def __init__(self, store: BlockStore, blocks: list[Block], loads: list[BlockLoad | None]) -> None:
         self._store = store
         self._blocks = blocks
         self._loads = loads

@@ -78,7 +78,7 @@ class Scrub:
         if now_s < self._next_pass_s:
             return False
         with self._lock:
-            spaces = self._catalog.room.spaces.values()
+            spaces = self._catalog.evictor.spaces.values()
             blocks = [block for space in spaces for block in space.blocks.values()]
         placed = [(slot, block) for block in blocks if (slot := block.disk) is not None]
         self._left = sorted(placed, key=lambda pair: pair[0], reverse=True)
@@ -97,7 +97,7 @@ class Scrub:
             slot = block.dram if block.load is None else None
             if slot is None or entry is None:
                 log.error("block %s on disk is %s: dropped", block.block_id.hex(), outcome.value)
-                self._catalog.room.detach(block)
+                self._catalog.evictor.detach(block)
                 return
             block.pins += 1
         right = False
@@ -113,7 +113,7 @@ class Scrub:
                     )
                     self._catalog.rewrite(block, origin)
                 else:
-                    self._catalog.room.detach(block)
+                    self._catalog.evictor.detach(block)
                 self._catalog.unpin(block)
 
     def _check(self, slot: Slot, block: Block) -> tuple[Outcome, IndexEntry | None]:

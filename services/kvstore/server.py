@@ -16,7 +16,7 @@ from kvcommons.shards import session_key
 from services.kvstore.blocks import BlockStore
 from services.kvstore.hinted import HintedJobs
 from services.kvstore.metrics import SessionMetrics
-from services.kvstore.session import Turn, check_name
+from services.kvstore.session import TurnCommit, check_name
 from services.kvstore.sessions import LIST_MAX, Sessions, new_id
 from services.kvstore.shard import Shard
 from services.kvstore.shard_sessions import ShardSessions
@@ -185,7 +185,7 @@ class SessionsServicer(rpc.SessionsServicer):
             self._sessions.commit,
             request.tenant,
             request.session_id,
-            Turn(
+            TurnCommit(
                 turn_id=request.turn_id,
                 fencing=request.fencing,
                 expected_version=request.expected_version,

@@ -38,7 +38,7 @@ class TurnLease:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class TurnCommit:
     """What a turn adds to its session. `block_ids`: of all full blocks of the session's context after this
     turn."""
 
@@ -158,7 +158,7 @@ def renew(
 
 
 def commit(
-    record: pb.SessionRecord, lease: TurnLease | None, turn: Turn, now_ms: int, *, exists: bool
+    record: pb.SessionRecord, lease: TurnLease | None, turn: TurnCommit, now_ms: int, *, exists: bool
 ) -> pb.SessionRecord | None:
     """The record after the turn; None if the turn is committed already. `exists`: the record is stored.
 

@@ -21,7 +21,7 @@ from services.kvstore.ballast import Ballast
 from services.kvstore.clock import Clock
 from services.kvstore.database import DamagedDatabase, Database, Put, Table
 from services.kvstore.families import HEADS, LEASES, META, RECORDS, STAMPS
-from services.kvstore.session import Turn, TurnLease
+from services.kvstore.session import TurnCommit, TurnLease
 from services.kvstore.uses import USES, BlockUses
 
 LIST_MAX = 1000
@@ -175,7 +175,7 @@ class Sessions:
             # Survives kill -9 all the same; a lease that a power failure shortens can still be committed.
             self._table.write([(LEASES, key, rules.encode_lease(lease))], sync=False)
 
-    def commit(self, tenant: str, session_id: str, turn: Turn) -> Committed:
+    def commit(self, tenant: str, session_id: str, turn: TurnCommit) -> Committed:
         """Adds the turn and gives its lease back, in one step. See `session.commit` for what it raises."""
         with self._lock:
             now_ms = self._now_ms()

@@ -24,7 +24,7 @@ from kvcommons.pb import shards_pb2_grpc as rpc
 from kvcommons.pb.ledger_pb2 import Instance
 from kvcommons.rpc.channel import open_channel
 from kvcommons.rpc.directory import Directory
-from services.kvstore.replica import RETRY_S, Call, Local, Pause, Replica
+from services.kvstore.replica import RETRY_S, Call, Replica, SessionWork, Sleep
 from services.kvstore.shard_sessions import ShardSessions
 
 log = logging.getLogger(__name__)
@@ -115,7 +115,7 @@ class Shard:
                 step = steps.throw(error) if error is not None else steps.send(value)
                 value, error = None, None
                 match step:
-                    case Local(work=work):
+                    case SessionWork(work=work):
                         try:
                             value = await self._run(work)
                         except KVCommonsError as raised:
@@ -123,7 +123,7 @@ class Shard:
                     case Call(requests=requests):
                         calls = [self._call(name, request) for name, request in requests]
                         value = await asyncio.gather(*calls)
-                    case Pause(seconds=seconds):
+                    case Sleep(seconds=seconds):
                         await asyncio.sleep(seconds)
         except StopIteration as stop:
             return stop.value  # type: ignore[no-any-return]

@@ -47,11 +47,11 @@ class Region:
         "fresh",
         "last_used",
         "number",
+        "occupied",
         "recycled",
         "shape",
         "size_bytes",
         "slots",
-        "taken",
         "unwritten",
     )
 
@@ -63,8 +63,10 @@ class Region:
         self.fresh = 0  # slots from here on were never written: on disk they may have no room behind them
         self.recycled: list[int] = []
         self.unwritten: list[int] = []  # handed out once, but the medium had no room behind them
-        self.taken = 0
-        self.aside = 0  # of the taken: the medium failed in them, so they stay unused until it answers again
+        self.occupied = 0
+        self.aside = (
+            0  # of the occupied ones: the medium failed in them, so they stay unused until it answers again
+        )
         self.last_used = 0
 
 
@@ -87,14 +89,14 @@ class Tier:
         return sum(region.size_bytes for region in self.regions.values())
 
     @property
-    def taken(self) -> int:
+    def occupied(self) -> int:
         """Slots with a block in them."""
-        return sum(region.taken for region in self.regions.values())
+        return sum(region.occupied for region in self.regions.values())
 
     @property
-    def taken_bytes(self) -> int:
+    def occupied_bytes(self) -> int:
         """Of slots with a block in them."""
-        return sum(region.taken * region.shape.slot_bytes for region in self.regions.values())
+        return sum(region.occupied * region.shape.slot_bytes for region in self.regions.values())
 
     def capacity_slots(self, shape: BlockShape) -> int:
         """Slots that this model could have beside the regions of the others."""
@@ -112,14 +114,14 @@ class Tier:
             if region.shape != shape:
                 continue
             if region.recycled:
-                region.taken += 1
+                region.occupied += 1
                 return Slot(region.number, region.recycled.pop())
             if fresh is None and (region.unwritten or region.fresh < region.slots):
                 fresh = region
         if fresh is None or self.growth_bytes < shape.slot_bytes:
             return None
         self.growth_bytes -= shape.slot_bytes
-        fresh.taken += 1
+        fresh.occupied += 1
         if fresh.unwritten:
             return Slot(fresh.number, fresh.unwritten.pop())
         fresh.fresh += 1
@@ -129,14 +131,14 @@ class Tier:
         """The slot is free again."""
         region = self.regions.get(slot.region)
         if region is not None:
-            region.taken -= 1
+            region.occupied -= 1
             region.recycled.append(slot.place)
 
     def give_unwritten(self, slot: Slot) -> None:
         """The medium had no room for the slot: it is free, for when growth is possible again."""
         region = self.regions.get(slot.region)
         if region is not None:
-            region.taken -= 1
+            region.occupied -= 1
             region.unwritten.append(slot.place)
 
     def reclaim(self, count: int) -> list[Slot]:
@@ -145,12 +147,12 @@ class Tier:
         for region in self.regions.values():
             while region.recycled and len(slots) < count:
                 slots.append(Slot(region.number, region.recycled.pop()))
-                region.taken += 1
+                region.occupied += 1
         return slots
 
     def empty(self) -> list[int]:
         """Regions in which no slot is taken."""
-        return [region.number for region in self.regions.values() if not region.taken]
+        return [region.number for region in self.regions.values() if not region.occupied]
 
     def set_aside(self, slot: Slot) -> None:
         """The medium failed in this slot: it is not used again, and counts as taken."""
@@ -181,13 +183,13 @@ class Tier:
         self._next_number = max(self._next_number, number + 1)
         return region
 
-    def restore(self, number: int, taken: Iterable[int]) -> None:
+    def restore(self, number: int, occupied: Iterable[int]) -> None:
         """Rebuilds a region's free list from the slots that the index names."""
         region = self.regions[number]
-        used = set(taken)
+        used = set(occupied)
         region.fresh = max(used, default=-1) + 1
         region.recycled = [index for index in range(region.fresh - 1, -1, -1) if index not in used]
-        region.taken = len(used)
+        region.occupied = len(used)
 
     def remove(self, number: int) -> None:
         """Gives the region's capacity back; its blocks are gone already."""

@@ -65,7 +65,7 @@ class Writer:
         settled: Callable[[Sequence[Block], bool], None],
     ) -> None:
         self._catalog = catalog
-        self._room = catalog.room
+        self._evictor = catalog.evictor
         self._lock = lock
         self._slabs = slabs
         self._index = index
@@ -85,8 +85,8 @@ class Writer:
         growth_bytes = self._growth_bytes()
         with self._lock:
             if growth_bytes < 0 and self._reclaims:
-                self._room.doomed += self._room.evict_oldest(RECLAIM_SLOTS, -growth_bytes)
-            doomed, self._room.doomed = self._room.doomed, []
+                self._evictor.doomed += self._evictor.evict_oldest(RECLAIM_SLOTS, -growth_bytes)
+            doomed, self._evictor.doomed = self._evictor.doomed, []
             frozen = self._clock.monotonic_s() < self._frozen_until_s
             self._catalog.disk.growth_bytes = 0 if frozen else max(0, growth_bytes)
             # In the same breath: a block that is sent anew while its old entry goes must not be written now,
@@ -121,10 +121,10 @@ class Writer:
         except KVCommonsError as error:
             log.error("the block index cannot be written: %s", error.message)
             with self._lock:
-                self._room.doomed = doomed + self._room.doomed
+                self._evictor.doomed = doomed + self._evictor.doomed
             return False
         with self._lock:
-            self._room.unindexed(doomed)
+            self._evictor.unindexed(doomed)
         return True
 
     # ---- room
@@ -203,17 +203,17 @@ class Writer:
         while len(slots) < len(batch):
             with self._lock:
                 disk = self._catalog.disk
-                while len(slots) < len(batch) and disk.taken < self._blocks_max:
+                while len(slots) < len(batch) and disk.occupied < self._blocks_max:
                     slot = disk.take(space.shape)
                     if slot is None:
                         break
                     slots.append(slot)
                 lacking = len(batch) - len(slots)
-                may_grow = disk.taken < self._blocks_max
+                may_grow = disk.occupied < self._blocks_max
             if not lacking or (may_grow and self._grow(batch[0])):
                 continue
             with self._lock:
-                doomed = self._room.evict_disk(space, lacking)
+                doomed = self._evictor.evict_disk(space, lacking)
             if doomed:
                 if not self._unindex(doomed):
                     break
@@ -241,10 +241,10 @@ class Writer:
     def _take_over(self, block: Block) -> bool:
         """Empties and deletes a slab file of a model that is used less."""
         with self._lock:
-            taken = self._room.empty_disk_region(block.space)
-        if taken is None:
+            emptied = self._evictor.empty_disk_region(block.space)
+        if emptied is None:
             return False
-        region, doomed = taken
+        region, doomed = emptied
         if doomed and not self._unindex(doomed):
             return False
         with self._lock:

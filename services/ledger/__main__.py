@@ -15,7 +15,7 @@ from kvcommons.rpc.server import RpcServer
 from kvcommons.shards import encode_view
 from services.ledger.candidates import Candidates
 from services.ledger.commons import open_commons
-from services.ledger.config import Config
+from services.ledger.config import LedgerConfig
 from services.ledger.etcd import Etcd
 from services.ledger.feed import Feed
 from services.ledger.metrics import LedgerMetrics
@@ -29,7 +29,7 @@ from services.ledger.shards import ShardKeeper
 GRACE_S = 1.0  # its calls are short; its watches are ended
 
 
-async def serve(config: Config, process: Process) -> None:
+async def serve(config: LedgerConfig, process: Process) -> None:
     registry = Registry(lease_s=config.lease_s, heartbeat_s=config.heartbeat_ms / 1e3)
     etcd = Etcd(config.etcd, timeout_s=config.etcd_timeout_s)
     health_changed = asyncio.Event()
@@ -102,4 +102,4 @@ async def serve(config: Config, process: Process) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run("ledger", Config, serve))
+    sys.exit(run("ledger", LedgerConfig, serve))

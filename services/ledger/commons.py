@@ -6,7 +6,7 @@ from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
-from services.ledger.config import Config
+from services.ledger.config import LedgerConfig
 from services.ledger.debt_keeper import DebtKeeper
 from services.ledger.debtors import Debtors
 from services.ledger.debts import DebtLedger
@@ -36,7 +36,7 @@ class Commons:
         return [self.election.run(), self.keeper.run(), self.settler.run()]
 
 
-def open_commons(config: Config, instance_id: str, registry: Registry, mirror: Mirror) -> Commons:
+def open_commons(config: LedgerConfig, instance_id: str, registry: Registry, mirror: Mirror) -> Commons:
     """Connections of their own to etcd: none of these waits for another."""
 
     def etcd() -> Etcd:

@@ -11,7 +11,7 @@ from kvcommons.config import Address, Node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Config:
+class LedgerConfig:
     node: Node
     # "host:port" or "unix:DIR/name" of each member; on a socket etcd listens as `unix://name:0` in DIR.
     etcd: Annotated[tuple[Address, ...], MinLen(1)]

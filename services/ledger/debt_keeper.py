@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection
 from google.protobuf.message import DecodeError
 
 from kvcommons.pb import ledger_pb2 as pb
-from services.ledger.debts import DebtLedger, Swap
+from services.ledger.debts import CompareAndSwap, DebtLedger
 from services.ledger.etcd import Etcd, Listing, Record
 from services.ledger.keeping import keep
 
@@ -69,7 +69,7 @@ class DebtKeeper:
                 await self._write(swap)
             await asyncio.sleep(ROUND_S)
 
-    async def _write(self, swap: Swap) -> None:
+    async def _write(self, swap: CompareAndSwap) -> None:
         key = self._prefix + swap.creditor.encode()
         if swap.loans is None:
             revision = await self._etcd.delete(key, swap.revision)

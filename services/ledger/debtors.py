@@ -14,7 +14,7 @@ from kvcommons.pb import holder_pb2 as pb
 from kvcommons.pb import holder_pb2_grpc as rpc
 from kvcommons.pb import ledger_pb2
 from kvcommons.rpc.channel import open_channel
-from services.ledger.saga import Answer, Request, Step
+from services.ledger.saga import DebtorAnswer, DebtorRequest, Step
 
 if TYPE_CHECKING:
     from kvcommons.pb.holder_pb2_grpc import DebtorAsyncStub  # known to type checkers only
@@ -43,7 +43,7 @@ class Debtors:
         for address in self._channels.keys() - addresses:
             await self._channels.pop(address).close(None)
 
-    async def ask(self, requests: Mapping[str, Request]) -> dict[str, Answer]:
+    async def ask(self, requests: Mapping[str, DebtorRequest]) -> dict[str, DebtorAnswer]:
         """All at once; by debtor."""
         answers = await asyncio.gather(*(self._ask(name, request) for name, request in requests.items()))
         return dict(zip(requests, answers, strict=True))
@@ -63,24 +63,24 @@ class Debtors:
             extra={"peer": debtor, "home_blocks": reply.home_blocks, "moved_blocks": reply.moved_blocks},
         )
 
-    async def _ask(self, debtor: str, request: Request) -> Answer:
+    async def _ask(self, debtor: str, request: DebtorRequest) -> DebtorAnswer:
         stub = self._stub(debtor)
         if stub is None:
-            return Answer(refused=True)  # its leases and ours have run out
+            return DebtorAnswer(refused=True)  # its leases and ours have run out
         try:
-            return Answer(blocks=await self._take(stub, request))
+            return DebtorAnswer(blocks=await self._take(stub, request))
         except (Unavailable, DeadlineExceeded, Loading) as error:
             log.info("a debtor does not answer: %s", error.message, extra={"peer": debtor})
-            return Answer()
+            return DebtorAnswer()
         except KVCommonsError as error:
             log.info(
                 "a debtor refuses to go on: %s",
                 error.message,
                 extra={"peer": debtor, "settlement": request.settlement, "step": request.step.name},
             )
-            return Answer(refused=True)
+            return DebtorAnswer(refused=True)
 
-    async def _take(self, stub: DebtorAsyncStub, request: Request) -> int:
+    async def _take(self, stub: DebtorAsyncStub, request: DebtorRequest) -> int:
         """The blocks that took the step, those included whose sequence has ended."""
         name, term, lease_ms = request.settlement, request.term, self._lease_ms
         round_request = pb.RoundRequest(settlement=name, term=term, lease_ms=lease_ms, round=request.round)

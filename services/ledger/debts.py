@@ -15,7 +15,7 @@ WRITE_OFF_S = 5.0  # after a creditor has left the registry: one that was paused
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Swap:
+class CompareAndSwap:
     """Write these loans of a creditor if its record was last changed at `revision` (0: there is none);
     None: delete the record."""
 
@@ -79,16 +79,16 @@ class DebtLedger:
         if told is not None and told.loans == (loans or {}):
             del self._told[creditor]
 
-    def writes(self) -> list[Swap]:
+    def writes(self) -> list[CompareAndSwap]:
         """What etcd needs to be told; each is asked for until etcd holds it."""
         due = []
         for creditor, told in self._told.items():
             record = self._records.get(creditor)
             revision = record.revision if record is not None else 0
-            due.append(Swap(creditor=creditor, loans=told.loans, revision=revision))
+            due.append(CompareAndSwap(creditor=creditor, loans=told.loans, revision=revision))
         return due
 
-    def write_offs(self, living: Collection[str], now: float) -> list[Swap]:
+    def write_offs(self, living: Collection[str], now: float) -> list[CompareAndSwap]:
         """Records of creditors that have been gone for a while; the leader's to delete. What the dead owe is
         written off by their creditors, when leases run out."""
         for name in (*self._records, *self._told):
@@ -105,7 +105,7 @@ class DebtLedger:
             if name in self._records or name in self._told
         }
         return [
-            Swap(creditor=name, loans=None, revision=self._records[name].revision)
+            CompareAndSwap(creditor=name, loans=None, revision=self._records[name].revision)
             for name in over
             if name in self._records
         ]

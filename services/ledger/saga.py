@@ -9,8 +9,9 @@ it is undone, after it finished.
 
 `settle` and `take_over` are generators; the shell carries out what they yield and sends the result back:
 
-- `Write`: True if it was written, False if another leader has written meanwhile (then the saga is theirs)
-- `Ask`: by debtor its `Answer`
+- `WriteSettlement`: True if it was written, False if another leader has written meanwhile (then the saga is
+  theirs)
+- `AskDebtors`: by debtor its `DebtorAnswer`
 - `Pause`: None
 """
 
@@ -64,15 +65,15 @@ class Settlement:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Write:
-    """None: the record goes."""
+class WriteSettlement:
+    """Writes the settlement's record; None deletes it."""
 
     settlement: Settlement | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What one debtor is to do; which fields count depends on the step."""
+class DebtorRequest:
+    """The request of one step to one debtor. The step says which fields count."""
 
     step: Step
     settlement: str
@@ -83,17 +84,17 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """`refused`: it does not know of the settlement (any more), it has undone it, or it is no more; asking
-    again is of no use. Neither blocks nor refused: nothing was heard."""
+class DebtorAnswer:
+    """A debtor's answer. `refused`: the debtor does not know the settlement, has undone it, or is gone;
+    asking again is of no use. Neither blocks nor refused: no answer came."""
 
     blocks: int | None = None
     refused: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
-    requests: Mapping[str, Request]  # by debtor
+class AskDebtors:
+    requests: Mapping[str, DebtorRequest]  # by debtor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,22 +102,22 @@ class Pause:
     pass
 
 
-Effect: TypeAlias = Write | Ask | Pause
+Effect: TypeAlias = WriteSettlement | AskDebtors | Pause
 Steps: TypeAlias = Generator[Effect, object, Settlement | None]
 
 
 def settle(settlement: Settlement) -> Steps:
     """A new settlement; returns how it ended, None where another leader has taken it over."""
-    if not (yield Write(settlement=settlement)):
+    if not (yield WriteSettlement(settlement=settlement)):
         return None
     set_aside = yield from _ask(settlement, TRIES_BEFORE_SWITCH)
     if not _all_take(settlement, set_aside):
         return (yield from _end(settlement))
     while any(leg.left_blocks for leg in settlement.legs) and settlement.round < ROUNDS_MAX:
-        turned = yield from _turn(replace(settlement, round=settlement.round + 1))
-        if turned is None:
+        ran = yield from _round(replace(settlement, round=settlement.round + 1))
+        if ran is None:
             return None
-        settlement, went_on = turned
+        settlement, went_on = ran
         if not went_on:
             break
     return (yield from _end(settlement))
@@ -134,18 +135,18 @@ def take_over(record: Settlement, term: int) -> Steps:
     return (yield from _end(settlement))
 
 
-def _turn(
+def _round(
     settlement: Settlement,
 ) -> Generator[Effect, object, tuple[Settlement, bool] | None]:
     """One round; False with it where the circle does not go on."""
     settlement = replace(settlement, step=Step.FREEZE)
-    if not (yield Write(settlement=settlement)):
+    if not (yield WriteSettlement(settlement=settlement)):
         return None
     agreed = yield from _ask(settlement, TRIES_BEFORE_SWITCH)
     if not _all_take(settlement, agreed):
         return settlement, False
     settlement = replace(settlement, step=Step.COPY)
-    if not (yield Write(settlement=settlement)):
+    if not (yield WriteSettlement(settlement=settlement)):
         return None
     copied = yield from _ask(settlement, TRIES_BEFORE_SWITCH)
     if not _all_take(settlement, copied):
@@ -165,7 +166,7 @@ def _finish(settlement: Settlement) -> Steps:
         if step < settlement.step:
             continue
         settlement = replace(settlement, step=step)
-        if not (yield Write(settlement=settlement)):
+        if not (yield WriteSettlement(settlement=settlement)):
             return None
         yield from _ask(settlement, TRIES_AFTER_SWITCH)
     return settlement
@@ -174,10 +175,10 @@ def _finish(settlement: Settlement) -> Steps:
 def _end(settlement: Settlement) -> Steps:
     """Undoes what was not switched, and gives back what was set aside."""
     settlement = replace(settlement, step=Step.END)
-    if not (yield Write(settlement=settlement)):
+    if not (yield WriteSettlement(settlement=settlement)):
         return None
     yield from _ask(settlement, TRIES_AFTER_SWITCH)
-    if not (yield Write(settlement=None)):
+    if not (yield WriteSettlement(settlement=None)):
         return None
     return settlement
 
@@ -197,14 +198,14 @@ def _paid(leg: Leg, blocks: int) -> Leg:
 
 
 def _ask(settlement: Settlement, tries: int) -> Generator[Effect, object, dict[str, int]]:
-    """By debtor the blocks that it answered; those that refused or were not heard are left out."""
+    """The blocks that each debtor answered, without those that refused or did not answer."""
     waiting = {leg.debtor: leg for leg in settlement.legs}
     blocks: dict[str, int] = {}
     for attempt in range(tries):
         if attempt:
             yield Pause()
         requests = {name: _request(settlement, leg) for name, leg in waiting.items()}
-        answers = yield Ask(requests=requests)
+        answers = yield AskDebtors(requests=requests)
         assert isinstance(answers, Mapping)
         for name, answer in answers.items():
             if answer.blocks is not None:
@@ -217,8 +218,8 @@ def _ask(settlement: Settlement, tries: int) -> Generator[Effect, object, dict[s
     return blocks
 
 
-def _request(settlement: Settlement, leg: Leg) -> Request:
-    request = Request(step=settlement.step, settlement=settlement.id, term=settlement.term)
+def _request(settlement: Settlement, leg: Leg) -> DebtorRequest:
+    request = DebtorRequest(step=settlement.step, settlement=settlement.id, term=settlement.term)
     match settlement.step:
         case Step.PREPARE:
             return replace(request, blocks=min(settlement.round_blocks, leg.left_blocks))

@@ -18,15 +18,15 @@ SCARCE = 1 / 8  # of its memory: with less free, sequences that wait are taken t
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
-    """What an instance says of its memory."""
+class MemoryState:
+    """An instance's memory, by its last heartbeat."""
 
     total_blocks: int
     free_blocks: int
     waiting: int  # sequences that have no room
 
     @classmethod
-    def of(cls, load: pb.Load) -> Room:
+    def of(cls, load: pb.Load) -> MemoryState:
         """What a heartbeat says."""
         return cls(total_blocks=load.total_blocks, free_blocks=load.free_blocks, waiting=load.queued)
 
@@ -63,7 +63,7 @@ Plan = Swap | Recall
 
 
 def plan(
-    debts: Debts, rooms: Mapping[str, Room], *, threshold: int, busy: Collection[str] = ()
+    debts: Debts, rooms: Mapping[str, MemoryState], *, threshold: int, busy: Collection[str] = ()
 ) -> list[Plan]:
     """Plans that share no instance. `threshold`: the least blocks that are worth a settlement (the paper's
     empirical one). `busy` instances are left out: a settlement is under way there, or has just ended and
@@ -88,7 +88,7 @@ def plan(
     return plans
 
 
-def _needs(room: Room | None) -> bool:
+def _needs(room: MemoryState | None) -> bool:
     """Sequences wait, and it is for memory."""
     return room is not None and room.waiting > 0 and room.free_blocks < room.total_blocks * SCARCE
 

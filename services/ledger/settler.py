@@ -14,8 +14,8 @@ from kvcommons.pb import ledger_pb2 as pb
 from services.ledger.debtors import Debtors
 from services.ledger.debts import DebtLedger
 from services.ledger.etcd import Etcd, Listing
-from services.ledger.saga import Ask, Settlement, Steps, Write, busy, settle, take_over
-from services.ledger.settlement_plan import Recall, Room, plan
+from services.ledger.saga import AskDebtors, Settlement, Steps, WriteSettlement, busy, settle, take_over
+from services.ledger.settlement_plan import MemoryState, Recall, plan
 from services.ledger.settlement_records import decode, encode
 
 log = logging.getLogger(__name__)
@@ -109,7 +109,7 @@ class Settler:
         self._resting = {name: until for name, until in self._resting.items() if until > now}
         occupied = busy(found) | busy(self._driven.values()) | self._resting.keys()
         instances = self._instances()
-        rooms = {name: Room.of(one.load) for name, one in instances.items()}
+        rooms = {name: MemoryState.of(one.load) for name, one in instances.items()}
         debts = self._ledger.debts(instances.keys())
         for one in plan(debts, rooms, threshold=self._threshold_blocks, busy=occupied):
             if len(self._tasks) >= SETTLEMENTS_MAX:
@@ -136,11 +136,11 @@ class Settler:
                 except StopIteration as stop:
                     self._ended(stop.value)
                     return
-                if isinstance(effect, Write):
+                if isinstance(effect, WriteSettlement):
                     written = await self._write(settlement.id, effect.settlement, revision, term)
                     value = written is not None
                     revision = written or revision
-                elif isinstance(effect, Ask):
+                elif isinstance(effect, AskDebtors):
                     value = await self._debtors.ask(effect.requests)
                 else:
                     value = None

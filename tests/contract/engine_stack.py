@@ -41,9 +41,9 @@ from services.attention_pool.service import serve as serve_pool
 from services.decode.config import DecodeConfig
 from services.decode.service import serve as serve_decode
 from services.kvstore.__main__ import serve as serve_kvstore
-from services.kvstore.config import Config as KvstoreConfig
+from services.kvstore.config import KVStoreConfig
 from services.ledger.__main__ import serve as serve_ledger
-from services.ledger.config import Config as LedgerConfig
+from services.ledger.config import LedgerConfig
 from services.prefill.config import PrefillConfig
 from services.prefill.service import serve as serve_prefill
 from tests.contract.engine_turns import Reference
@@ -153,7 +153,7 @@ class Stack:
         return decode_pb2_grpc.DecodeStub(self.channel(name))
 
     async def kvstore(self, name: str = "kvstore") -> BlocksStub:
-        config = KvstoreConfig(
+        config = KVStoreConfig(
             node=self.node(name),
             data_plane=DataPlane(data_listen=self.data(name)),
             ledger=self.ledger,

@@ -17,7 +17,7 @@ from kvcommons.pb import kvstore_pb2_grpc as rpc
 from kvcommons.rblock.checksum import checksum
 from kvcommons.transport.client import DataClient
 from kvcommons.transport.deadline import Deadline
-from services.kvstore.config import Config
+from services.kvstore.config import KVStoreConfig
 from services.kvstore.tier import BlockShape
 from tests.machine import scaled, scaled_table
 from tests.unit.kvstore.samples import SHAPE, payload
@@ -53,7 +53,7 @@ class KvstoreProcess:
             "staging_s": 2,
             "drain_s": 20,
         } | settings
-        flags = scaled_table(Config, flags)
+        flags = scaled_table(KVStoreConfig, flags)
         command = [sys.executable, "-m", "services.kvstore"]
         for name, value in flags.items():
             command += ["--set", f"{name}={value}"]

@@ -19,7 +19,7 @@ from kvcommons.pb import common_pb2
 from kvcommons.pb import ledger_pb2 as pb
 from kvcommons.pb import ledger_pb2_grpc as rpc
 from kvcommons.rpc.channel import open_channel
-from services.ledger.config import Config
+from services.ledger.config import LedgerConfig
 from tests.machine import scaled, scaled_table
 
 LEASE_S = 6  # several times what a busy machine holds a heartbeat up
@@ -47,7 +47,7 @@ class LedgerProcess:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        settings = scaled_table(Config, self._settings)
+        settings = scaled_table(LedgerConfig, self._settings)
         sets = [f"--set={name}={value}" for name, value in settings.items()]
         command = [sys.executable, "-m", "services.ledger", f"--parent-pid={os.getpid()}", *sets]
         with self._log.open("ab") as log:

@@ -14,7 +14,7 @@ from typing import Any
 from kvcommons.errors import KVCommonsError
 from kvcommons.pb import shards_pb2 as pb
 from kvcommons.shards import ShardView
-from services.kvstore.replica import Call, Local, Pause, Replica
+from services.kvstore.replica import Call, Replica, SessionWork, Sleep
 from services.kvstore.shard_sessions import ShardSessions
 from services.ledger.shard_views import Report, ShardViews, known_view, report_of
 from tests.simulation.machine import Machine, Rocks
@@ -153,11 +153,11 @@ class Shard:
                 ended(None, raised)
                 return
             match step:
-                case Local(work=work):
+                case SessionWork(work=work):
                     self._local(process, work, advance)
                 case Call(requests=requests):
                     self._call(process, requests, advance)
-                case Pause(seconds=seconds):
+                case Sleep(seconds=seconds):
                     self.cluster.time.after(seconds, self.on(process, lambda: advance(None, None)))
 
         advance(None, None)

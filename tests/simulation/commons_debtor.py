@@ -8,14 +8,14 @@ from typing import Any
 
 from kvcommons.errors import CapacityExhausted
 from kvcommons.holder.segments import SegmentRef
-from services.ledger.saga import Answer, Request, Step
+from services.ledger.saga import DebtorAnswer, DebtorRequest, Step
 from tests.simulation.commons_instance import BLOCK_TOKENS, Instance, Run, Sequence
 from tests.simulation.commons_world import Call, Sleep, Wait, Work
 from tests.simulation.machine import require
 
 PART_S = 15.0  # that a participant waits for its leader
-REFUSED = Answer(refused=True)
-GONE = Answer(blocks=0)
+REFUSED = DebtorAnswer(refused=True)
+GONE = DebtorAnswer(blocks=0)
 STAGES = {Step.FREEZE: 1, Step.COPY: 2, Step.SWITCH: 3, Step.RELEASE: 4}
 
 
@@ -55,7 +55,7 @@ class Debtor(Instance):
 
     # ---- asked by the leader
 
-    def settle(self, request: Request) -> Work:
+    def settle(self, request: DebtorRequest) -> Work:
         part = self.parts.get(request.settlement)
         if part is not None and request.term < part.term:
             return REFUSED
@@ -65,13 +65,13 @@ class Debtor(Instance):
                 self.parts[request.settlement] = part
             blocks = self._pledge(part, request.blocks)
             self._renew_part(part, request)
-            return Answer(blocks=blocks)
+            return DebtorAnswer(blocks=blocks)
         if part is None:
             return GONE if request.step is Step.END else REFUSED
         self._renew_part(part, request)
         known = part.answers.get((request.step, request.round))
         if known is not None:
-            return Answer(blocks=known)
+            return DebtorAnswer(blocks=known)
         if part.working:
             return None  # it is at it: ask again
         part.working = True
@@ -83,7 +83,7 @@ class Debtor(Instance):
         if blocks is None:  # a trim that is not heard of yet is told again
             return REFUSED if request.step is not Step.RELEASE else None
         part.answers[request.step, request.round] = blocks
-        return Answer(blocks=blocks)
+        return DebtorAnswer(blocks=blocks)
 
     def call_back(self, creditor: str, blocks: int) -> Work:
         """A creditor needs its room: the same steps, with nobody else in it."""
@@ -92,7 +92,7 @@ class Debtor(Instance):
             return
         part = self.parts[name] = Part(name, 0, self.clock() + PART_S, working=True)
         self._pledge(part, blocks)
-        request = Request(
+        request = DebtorRequest(
             step=Step.FREEZE, settlement=name, term=0, round=1, creditor=creditor, blocks=blocks
         )
         for step in STAGES:
@@ -103,14 +103,14 @@ class Debtor(Instance):
     def _pledge(self, part: Part, blocks: int) -> int:
         return self.table.pledges.pledge(part.settlement, blocks, lease_s=PART_S, now_s=self.clock())
 
-    def _renew_part(self, part: Part, request: Request) -> None:
+    def _renew_part(self, part: Part, request: DebtorRequest) -> None:
         part.term = request.term
         part.until = self.clock() + PART_S
         self._pledge(part, 0)
 
     # ---- the steps; None: refused
 
-    def _step(self, part: Part, request: Request) -> Work:
+    def _step(self, part: Part, request: DebtorRequest) -> Work:
         if request.step is Step.FREEZE:
             if part.stage not in (0, 4) or request.round != part.round + 1:
                 return None
@@ -125,7 +125,7 @@ class Debtor(Instance):
             case _:
                 return (yield from self._trim(part))
 
-    def _freeze(self, part: Part, request: Request) -> Work:
+    def _freeze(self, part: Part, request: DebtorRequest) -> Work:
         part.round, part.stage, part.creditor = request.round, 1, request.creditor
         part.moves = []
         left = min(request.blocks, self.table.pledges.pledged(part.settlement))

@@ -9,8 +9,16 @@ from kvcommons.pb import ledger_pb2 as pb
 from services.ledger.candidates import Candidates
 from services.ledger.debts import DebtLedger
 from services.ledger.leadership import Campaign, Leadership
-from services.ledger.saga import Answer, Ask, Settlement, Write, busy, settle, take_over
-from services.ledger.settlement_plan import Recall, Room, plan
+from services.ledger.saga import (
+    AskDebtors,
+    DebtorAnswer,
+    Settlement,
+    WriteSettlement,
+    busy,
+    settle,
+    take_over,
+)
+from services.ledger.settlement_plan import MemoryState, Recall, plan
 from tests.simulation.commons_world import Call, Proc, Sleep, Work, World
 
 LEADER_LEASE_S = 6.0
@@ -117,7 +125,7 @@ class LedgerReplica(Proc):
             for name, at in self.rested_at.items()
             if name in self.beats and self.beats[name][0] <= at + 0.1
         }
-        rooms = {name: Room.of(one.load) for name, one in living.items()}
+        rooms = {name: MemoryState.of(one.load) for name, one in living.items()}
         debts = self.book.debts(living)
         for one in plan(debts, rooms, threshold=self.threshold, busy=occupied):
             if isinstance(one, Recall):
@@ -138,13 +146,13 @@ class LedgerReplica(Proc):
                 if stop.value is not None:
                     self.settled += sum(leg.settled_blocks for leg in stop.value.legs)
                 break
-            if isinstance(effect, Write):
+            if isinstance(effect, WriteSettlement):
                 written = yield from self._write(settlement.id, effect.settlement, revision, term)
                 if written is not None:
                     revision = written
                     self.driven[settlement.id] = effect.settlement or settlement
                 value = written is not None
-            elif isinstance(effect, Ask):
+            elif isinstance(effect, AskDebtors):
                 names = list(effect.requests)
                 replies = yield Call([(name, "settle", (effect.requests[name],)) for name in names], 3.0)
                 value = {
@@ -158,13 +166,13 @@ class LedgerReplica(Proc):
             self.rested_at[name] = self.clock()
         self.driven.pop(settlement.id, None)
 
-    def _answer(self, settlement: str, name: str, reply: Any) -> Answer:
-        if isinstance(reply, Answer):
+    def _answer(self, settlement: str, name: str, reply: Any) -> DebtorAnswer:
+        if isinstance(reply, DebtorAnswer):
             return reply
         if name not in self.living():  # for all that is known here it is dead
             self.world.excused.add((settlement, name))
-            return Answer(refused=True)
-        return Answer(refused=isinstance(reply, KVCommonsError))
+            return DebtorAnswer(refused=True)
+        return DebtorAnswer(refused=isinstance(reply, KVCommonsError))
 
     def _write(self, name: str, value: Settlement | None, revision: int, term: int) -> Work:
         """The new revision, also where the first answer was lost; None: somebody else has written, or this

@@ -8,7 +8,7 @@ from hashlib import shake_128
 
 from services.kvstore.policies.floors import TenantFloors
 from services.kvstore.policies.hit_density import HitDensity
-from services.kvstore.session import Turn
+from services.kvstore.session import TurnCommit
 from services.kvstore.sessions import Sessions
 from services.kvstore.writer import Round
 from tests.simulation.machine import Rocks, require
@@ -120,7 +120,7 @@ class Day(StoreSchedule):
         new = [_block(name, len(history) + n) for n in range(count)]
         if read < len(history) + len(new):
             self._send(SMALL, [*history, *new][read:])
-        turn = Turn(
+        turn = TurnCommit(
             turn_id=f"{number}",
             fencing=lease.fencing,
             expected_version=record.version,
@@ -160,12 +160,12 @@ class Day(StoreSchedule):
         stats = self.store.stats()
         require(self.sessions.count == 0, "a session outlived its time")
         require(not stats.dram_blocks and not stats.disk_blocks, "a block outlived its time")
-        require(not catalog.dram.taken and not catalog.disk.taken, "a slot was lost")
+        require(not catalog.dram.occupied and not catalog.disk.occupied, "a slot was lost")
         require(not stats.staging and not stats.pending_writes, "something was left behind")
         require(not any(f == "blocks" for f, _ in self.rocks.current), "the index names a block")
         left = {family for family, _ in self.session_rocks.current} - {"meta"}
         require(not left & {"records", "heads", "uses", "leases"}, f"rows were left in {left}")
-        require(not any(catalog.room.hints.jobs._all()), "a job is expected that nobody hints")
+        require(not any(catalog.evictor.hints.jobs._all()), "a job is expected that nobody hints")
         require(not len(catalog.ages), "the time to live counts blocks that are gone")
         for space in catalog._spaces.values():
             for policy in (space.dram_policy, space.disk_policy):

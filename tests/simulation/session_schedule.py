@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from kvcommons.errors import KVCommonsError, SessionNotFound, StoreUnavailable, TurnInProgress
 from kvcommons.pb import kvstore_pb2 as pb
 from services.kvstore.families import META
-from services.kvstore.session import Turn
+from services.kvstore.integrity import CHECKED_FAMILIES, IntegrityTable
+from services.kvstore.session import TurnCommit
 from services.kvstore.sessions import Sessions
-from services.kvstore.witness import KEPT, Witness
 from tests.simulation.machine import Killed, Machine, Rocks, require
 
 NAMES = ("a", "b", "c")
@@ -64,8 +64,8 @@ class SessionSchedule:
     def _open(self) -> None:
         while True:
             try:
-                table = Witness(self.rocks, KEPT, meta=META)
-                require(table.whole, "the witness misses something after a crash")
+                table = IntegrityTable(self.rocks, CHECKED_FAMILIES, meta=META)
+                require(table.whole, "the integrity table misses something after a crash")
                 self.sessions = Sessions(table, default_ttl_s=0, clock=self.machine)
                 return
             except StoreUnavailable:
@@ -180,7 +180,7 @@ class SessionSchedule:
             committed = self.sessions.commit(
                 "t",
                 turn.name,
-                Turn(
+                TurnCommit(
                     turn_id=f"{turn.number}",
                     fencing=turn.fencing,
                     expected_version=turn.version,

@@ -11,7 +11,7 @@ from kvcommons.errors import KVCommonsError, NotFound, WrongShard
 from kvcommons.pb import kvstore_pb2 as pb
 from kvcommons.shards import session_key
 from services.kvstore.families import LEASES, RECORDS
-from services.kvstore.session import Turn
+from services.kvstore.session import TurnCommit
 from services.kvstore.shard_sessions import ShardSessions
 from tests.simulation.cluster import Cluster, Process
 from tests.simulation.machine import require
@@ -65,7 +65,7 @@ class Client:
             if self.schedule.dice.random() < 0.15:
                 self.next()  # this router dies, or its client goes away
                 return
-            turn = Turn(
+            turn = TurnCommit(
                 turn_id=f"{number}",
                 fencing=lease.fencing,
                 expected_version=record.version,

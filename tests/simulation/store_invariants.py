@@ -67,7 +67,7 @@ def _check_dram(schedule: StoreSchedule, blocks: list[Block]) -> None:
 def _check_disk(schedule: StoreSchedule, blocks: list[Block], detached: list[Block]) -> None:
     catalog = schedule.store._catalog
     owners = [block.disk for block in blocks if block.disk is not None]
-    owners += [copy.slot for copy in catalog.room.doomed]
+    owners += [copy.slot for copy in catalog.evictor.doomed]
     owners += [b.disk for b in detached if b.disk is not None and b.unindexed and b.disk_pins]
     _check_tier(catalog.disk, owners, {r.number: r.aside for r in catalog.disk.regions.values()})
     size = sum(len(content.current) for content in schedule.platter.files.values())
@@ -83,17 +83,17 @@ def _check_tier(tier: Tier, owners: list[Slot], aside: dict[int, int]) -> None:
     for number, region in tier.regions.items():
         free = [*region.recycled, *region.unwritten, *range(region.fresh, region.slots)]
         require(len(set(free)) == len(free), "a slot is free twice")
-        require(len(free) + region.taken == region.slots, "free slots and used ones are not all slots")
+        require(len(free) + region.occupied == region.slots, "free slots and used ones are not all slots")
         used = {slot.place for slot in owners if slot.region == number}
         require(not used & set(free), "a slot is free and in use")
-        require(by_region[number] + aside.get(number, 0) == region.taken, "a slot has no owner")
+        require(by_region[number] + aside.get(number, 0) == region.occupied, "a slot has no owner")
 
 
 def _check_index(schedule: StoreSchedule, blocks: list[Block]) -> None:
     """The index names what the store has on disk, and what is about to be deleted."""
     catalog = schedule.store._catalog
     there = {(b.space.shape.model, b.block_id): b for b in blocks if b.disk is not None}
-    doomed = {(copy.model, copy.block_id) for copy in catalog.room.doomed}
+    doomed = {(copy.model, copy.block_id) for copy in catalog.evictor.doomed}
     for table in (schedule.rocks.current, schedule.rocks.durable):
         named = set()
         for (family, key), value in table.items():

@@ -12,7 +12,7 @@ from services.kvstore.block import Block
 from services.kvstore.blocks import BlockStore, BlockStoreSettings
 from services.kvstore.incoming import Incoming, LayerPut
 from services.kvstore.medium import Medium
-from services.kvstore.policies.catalogue import CHOICES, DEFAULT
+from services.kvstore.policies.catalogue import CATALOGUE, DEFAULT
 from services.kvstore.run import Run
 from services.kvstore.tier import PAGE_BYTES, BlockShape
 from services.kvstore.writer import Round
@@ -38,7 +38,7 @@ class StoreSchedule:
         self.platter.punches = self.machine.strikes(0.8)
         self._disk_pages = self.dice.randint(3, 24)
         self._dram_pages = self.dice.randint(4, 16)
-        self._policy = DEFAULT if self.machine.strikes(0.7) else self.dice.choice(list(CHOICES))
+        self._policy = DEFAULT if self.machine.strikes(0.7) else self.dice.choice(list(CATALOGUE))
         self._buffer = self.dice.choice((0.0, 0.0, 0.2))
         self._ttl_s = self.dice.choice((0.0, 0.0, 100.0, 4000.0))
         self._within = False  # a step is under way: what comes now is another thread
@@ -385,7 +385,7 @@ class StoreSchedule:
         require(not aside, "a slot stays aside though the disk answers again")
         require(not any(b.pins or b.disk_pins for b in blocks_of(self.store)), "a pin was left behind")
         require(not self.store.prefetcher.step(), "hints outlived their time")
-        require(not any(self.store._catalog.room.hints.jobs._all()), "a job is expected that nobody hints")
+        require(not any(self.store._catalog.evictor.hints.jobs._all()), "a job is expected that nobody hints")
         for shape, ids in SEQUENCES:
             run = self.store.open_run(shape.model, ids)
             self.runs.append((run, shape, ids))

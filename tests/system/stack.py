@@ -23,8 +23,8 @@ from devstack.settings import UpSettings
 from kvcommons.pb import holder_pb2, holder_pb2_grpc, prefill_pb2, prefill_pb2_grpc
 from services.attention_pool.config import AttentionPoolConfig
 from services.decode.config import DecodeConfig
-from services.kvstore.config import Config as KvstoreConfig
-from services.ledger.config import Config as LedgerConfig
+from services.kvstore.config import KVStoreConfig
+from services.ledger.config import LedgerConfig
 from services.prefill.config import PrefillConfig
 from services.router.config import RouterConfig
 from tests.machine import SLOWNESS, scaled, scaled_table
@@ -48,7 +48,7 @@ SCHEMAS: dict[str, type] = {
     "prefill": PrefillConfig,
     "decode": DecodeConfig,
     "attention_pool": AttentionPoolConfig,
-    "kvstore": KvstoreConfig,
+    "kvstore": KVStoreConfig,
     "ledger": LedgerConfig,
     "up": UpSettings,
 }

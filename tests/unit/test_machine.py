@@ -8,7 +8,7 @@ import pytest
 
 from kvcommons.config import DataPlane, Node
 from services.decode.config import DecodeConfig
-from services.kvstore.config import Config as KvstoreConfig
+from services.kvstore.config import KVStoreConfig as KvstoreConfig
 from tests import machine
 from tests.machine import SLOWNESS_MAX, scaled, scaled_settings, scaled_table
 

@@ -23,7 +23,7 @@ DEFAULT = "scheduler-aware"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class PolicyEntry:
     """A policy that can be chosen: what makes one for a tier, and what it does with the queue."""
 
     make: Callable[[random.Random], AnyPolicy]
@@ -31,20 +31,20 @@ class Choice:
     paper_window: bool = False  # it looks no further than AttentionStore's eviction window
 
 
-def _blind(make: Callable[[], AnyPolicy]) -> Choice:
-    return Choice(make=lambda _: make())
+def _blind(make: Callable[[], AnyPolicy]) -> PolicyEntry:
+    return PolicyEntry(make=lambda _: make())
 
 
-def _ahead(make: Callable[[], AnyPolicy], *, paper_window: bool = False) -> Choice:
-    return Choice(make=lambda _: LookAhead(make()), looks_ahead=True, paper_window=paper_window)
+def _ahead(make: Callable[[], AnyPolicy], *, paper_window: bool = False) -> PolicyEntry:
+    return PolicyEntry(make=lambda _: LookAhead(make()), looks_ahead=True, paper_window=paper_window)
 
 
-CHOICES: dict[str, Choice] = {
-    "scheduler-aware": Choice(make=lambda _: HitDensity[Hashable](), looks_ahead=True),
+CATALOGUE: dict[str, PolicyEntry] = {
+    "scheduler-aware": PolicyEntry(make=lambda _: HitDensity[Hashable](), looks_ahead=True),
     "attention-store": _ahead(Lru, paper_window=True),
     "lru": _blind(Lru),
     "fifo": _blind(Fifo),
-    "random": Choice(make=Chance),
+    "random": PolicyEntry(make=Chance),
     "slru": _blind(SegmentedLru),
     "s3-fifo": _blind(S3Fifo),
     "arc": _blind(Arc),
@@ -58,8 +58,8 @@ CHOICES: dict[str, Choice] = {
 }
 
 
-def choice(name: str) -> Choice:
+def policy_entry(name: str) -> PolicyEntry:
     """The policy of that name. Raises InvalidInput for an unknown one."""
-    if name not in CHOICES:
-        raise InvalidInput(f"policy {name!r} is not one of {', '.join(CHOICES)}", param="policy")
-    return CHOICES[name]
+    if name not in CATALOGUE:
+        raise InvalidInput(f"policy {name!r} is not one of {', '.join(CATALOGUE)}", param="policy")
+    return CATALOGUE[name]

@@ -19,8 +19,8 @@ SCHEMAS = {
     "prefill": "PrefillConfig",
     "decode": "DecodeConfig",
     "attention_pool": "AttentionPoolConfig",
-    "kvstore": "Config",
-    "ledger": "Config",
+    "kvstore": "KVStoreConfig",
+    "ledger": "LedgerConfig",
 }
 # What `kvcommons up` or a container's start adds for each instance.
 GIVEN = {

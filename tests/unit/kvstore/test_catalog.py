@@ -140,17 +140,17 @@ class CatalogMachine(RuleBasedStateMachine):
 
     @rule()
     def delete_doomed(self) -> None:
-        doomed, self.catalog.room.doomed = self.catalog.room.doomed, []
-        self.catalog.room.unindexed(doomed)
+        doomed, self.catalog.evictor.doomed = self.catalog.evictor.doomed, []
+        self.catalog.evictor.unindexed(doomed)
 
-    @precondition(lambda self: not self.writing and not self.catalog.room.doomed)
+    @precondition(lambda self: not self.writing and not self.catalog.evictor.doomed)
     @rule()
     def begin_write(self) -> None:
         for block in self.catalog.take_pending(4, 8 * PAGE_BYTES):
             self.writing.append((block, self.disk_slot(block)))
 
     def disk_slot(self, block: Block) -> Slot | None:
-        room, disk, shape = self.catalog.room, self.catalog.disk, block.space.shape
+        room, disk, shape = self.catalog.evictor, self.catalog.disk, block.space.shape
         slot = disk.take(shape)
         if slot is None and (slots := disk.growth_slots(shape)):
             disk.add(disk.next_number(), shape, slots)
@@ -203,15 +203,15 @@ class CatalogMachine(RuleBasedStateMachine):
     @invariant()
     def no_slot_has_two_owners(self) -> None:
         dram, disk = self.owned_slots()
-        assert len(dram) == len(set(dram)) == self.catalog.dram.taken
-        assert len(disk) == len(set(disk)) == self.catalog.disk.taken
+        assert len(dram) == len(set(dram)) == self.catalog.dram.occupied
+        assert len(disk) == len(set(disk)) == self.catalog.disk.occupied
         assert self.catalog.dram.used_bytes <= self.catalog.dram.capacity_bytes
         assert self.catalog.disk.used_bytes <= self.catalog.disk.capacity_bytes
         assert self.memory.regions == set(self.catalog.dram.regions)
 
     @invariant()
     def policies_know_what_is_there(self) -> None:
-        for space in self.catalog.room.spaces.values():
+        for space in self.catalog.evictor.spaces.values():
             blocks = space.blocks.values()
             assert all(block.dram or block.disk for block in blocks)
             dram, disk = space.dram_policy.policy, space.disk_policy.policy
@@ -232,11 +232,11 @@ class CatalogMachine(RuleBasedStateMachine):
 
     def owned_slots(self) -> tuple[list[Slot], list[Slot]]:
         """Every slot that somebody has, found from the owners' side."""
-        spaces = self.catalog.room.spaces.values()
+        spaces = self.catalog.evictor.spaces.values()
         blocks = {id(block): block for space in spaces for block in space.blocks.values()}
         held = [block for block, _ in self.pinned] + self.loading + list(self.catalog.pending)
         held += [block for block, _ in self.writing]
-        held += [copy.block for copy in self.catalog.room.doomed if copy.block]
+        held += [copy.block for copy in self.catalog.evictor.doomed if copy.block]
         blocks |= {id(block): block for block in held}
         writers = [each for space in spaces for each in space.stagings.values()]
         stagings = {id(staging): staging for each in writers for staging in each.values()}
@@ -248,7 +248,7 @@ class CatalogMachine(RuleBasedStateMachine):
             for block in blocks.values()
             if block.disk is not None and not (block.unindexed and not block.disk_pins)
         ]
-        disk += [copy.slot for copy in self.catalog.room.doomed if copy.block is None]
+        disk += [copy.slot for copy in self.catalog.evictor.doomed if copy.block is None]
         disk += [slot for _, slot in self.writing if slot is not None]
         return dram, disk
 
@@ -270,11 +270,11 @@ class CatalogMachine(RuleBasedStateMachine):
         while batch := self.catalog.take_pending(100, 1 << 30):
             for block in batch:
                 self.catalog.write_failed(block)
-        for space in list(self.catalog.room.spaces.values()):
+        for space in list(self.catalog.evictor.spaces.values()):
             for block in list(space.blocks.values()):
-                self.catalog.room.detach(block)
+                self.catalog.evictor.detach(block)
         self.delete_doomed()
-        assert self.catalog.dram.taken == self.catalog.disk.taken == 0
+        assert self.catalog.dram.occupied == self.catalog.disk.occupied == 0
 
 
 TestCatalog = CatalogMachine.TestCase
@@ -317,7 +317,7 @@ def test_a_run_makes_no_room_at_its_own_cost() -> None:
     run = catalog.leading(shape.model, IDS[:2], 0.0)
     assert catalog.pin_run(run) == ([first], [first])  # no longer: the second made room
     assert second.detached
-    policy = catalog.room.spaces[shape.model].dram_policy.policy
+    policy = catalog.evictor.spaces[shape.model].dram_policy.policy
     assert isinstance(policy, Recording)
     assert policy.held == {IDS[0], IDS[2]}
     assert (first.pins, second.pins, third.pins) == (2, 0, 1)  # one of the first's is for its load

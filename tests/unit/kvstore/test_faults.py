@@ -233,7 +233,7 @@ import resource, sys
 from pathlib import Path
 from kvcommons.errors import StoreUnavailable
 from services.kvstore.clock import SystemClock
-from services.kvstore.session import Turn
+from services.kvstore.session import TurnCommit
 from services.kvstore.sessions import Sessions, open_sessions
 from tests.unit.kvstore.samples import *
 
@@ -247,7 +247,7 @@ def limit(size):
 
 def turn(number, session="s"):
     record, lease = sessions.begin("t", session, turn_id=f"turn {number}", owner="o", lease_ms=60_000)
-    return lease, record, Turn(
+    return lease, record, TurnCommit(
         turn_id=f"turn {number}", fencing=lease.fencing, expected_version=record.version, model=b"m",
         model_name="m", new_tokens=list(range(number, number + 5000)), new_messages=[], block_ids=[])
 

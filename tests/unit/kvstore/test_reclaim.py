@@ -11,7 +11,7 @@ import pytest
 from services.kvstore.blocks import BlockStore
 from services.kvstore.clock import SystemClock
 from services.kvstore.disk import LocalFile
-from services.kvstore.session import Turn
+from services.kvstore.session import TurnCommit
 from services.kvstore.sessions import Sessions, open_sessions
 from tests.unit.kvstore.samples import (
     OTHER,
@@ -43,7 +43,7 @@ def open_both(folder: Path) -> tuple[BlockStore, Sessions]:
 
 def commit(sessions: Sessions, name: str, ids: Sequence[bytes]) -> None:
     record, lease = sessions.begin("t", name, turn_id=f"{name} {len(ids)}", owner="o", lease_ms=1000)
-    turn = Turn(
+    turn = TurnCommit(
         turn_id=lease.turn_id,
         fencing=lease.fencing,
         expected_version=record.version,

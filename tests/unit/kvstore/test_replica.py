@@ -11,8 +11,8 @@ import pytest
 from kvcommons.errors import SessionNotFound, StoreUnavailable, WrongShard
 from kvcommons.pb import shards_pb2 as pb
 from kvcommons.shards import ShardView, encode_view, session_key
-from services.kvstore.replica import Call, Local, Pause, Replica
-from services.kvstore.session import Turn
+from services.kvstore.replica import Call, Replica, SessionWork, Sleep
+from services.kvstore.session import TurnCommit
 from services.kvstore.sessions import open_sessions
 from services.kvstore.shard_sessions import ShardSessions
 from tests.unit.kvstore.test_stamps import StandingClock
@@ -53,14 +53,14 @@ class Bench:
                 return stop.value
             value, error = None, None
             match step:
-                case Local(work=work):
+                case SessionWork(work=work):
                     try:
                         value = work()
                     except Exception as raised:
                         error = raised
                 case Call(requests=requests):
                     value = [self._ask(name, request) for name, request in requests]
-                case Pause():
+                case Sleep():
                     pauses += 1
                     if pauses > self.pauses_max:
                         steps.close()
@@ -84,7 +84,7 @@ class Bench:
                 key, lambda: sessions.begin("t", name, turn_id=f"{number}", owner="o", lease_ms=1000)
             )
         )
-        turn = Turn(
+        turn = TurnCommit(
             turn_id=f"{number}",
             fencing=lease.fencing,
             expected_version=record.version,
@@ -182,7 +182,7 @@ def test_a_change_that_was_replaced_meanwhile_is_not_called_done(bench: Bench) -
     steps = replica.operate(session_key("t", name), lambda: sessions.create("t", name, 0))
     step = next(steps)
     while not isinstance(step, Call):
-        assert isinstance(step, Local)
+        assert isinstance(step, SessionWork)
         step = steps.send(step.work())
     bench.adopt(ShardView(epoch=4, serving=("b.1",)))
     bench.adopt(ShardView(epoch=5, serving=("b.1",), joining=("a.1",)))

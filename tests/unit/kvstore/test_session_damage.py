@@ -20,11 +20,11 @@ from kvcommons.shards import ShardView
 from services.kvstore.clock import SystemClock
 from services.kvstore.families import HEADS, META, RECORDS, STAMPS
 from services.kvstore.folder import UnknownFormat
+from services.kvstore.integrity import CHECKED_FAMILIES, open_integrity_table
 from services.kvstore.mark import Mark
-from services.kvstore.session import Turn
+from services.kvstore.session import TurnCommit
 from services.kvstore.sessions import Sessions, open_sessions
 from services.kvstore.stamps import StampedTable
-from services.kvstore.witness import KEPT, witnessed
 
 # RocksDB makes families in an order of its own, another each time: what a cut manifest forgets depends on it.
 ORDERS = {"records last": ("meta", "records"), "records first": ("records", "meta")}
@@ -37,7 +37,7 @@ class Store:
     def __init__(self, root: Path) -> None:
         self.mark = Mark(root / "sessions.mark")
         path = root / "sessions"
-        self.table = witnessed(open_sessions(path), KEPT, meta=META, path=path)
+        self.table = open_integrity_table(open_sessions(path), CHECKED_FAMILIES, meta=META, path=path)
         try:
             self.table.begin(self.mark)
             self.sessions = Sessions(self.table, default_ttl_s=0, clock=SystemClock())
@@ -48,7 +48,7 @@ class Store:
     def commit(self, session: str, number: int) -> None:
         turn_id = f"{session} {number}"
         record, lease = self.sessions.begin("t", session, turn_id=turn_id, owner="o", lease_ms=60_000)
-        turn = Turn(
+        turn = TurnCommit(
             turn_id=turn_id,
             fencing=lease.fencing,
             expected_version=record.version,

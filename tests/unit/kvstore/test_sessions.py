@@ -16,7 +16,7 @@ from kvcommons.errors import (
     VersionConflict,
 )
 from kvcommons.pb import kvstore_pb2 as pb
-from services.kvstore.session import Turn, TurnLease
+from services.kvstore.session import TurnCommit, TurnLease
 from services.kvstore.sessions import LEASE_KEPT_MS, Sessions, open_sessions
 
 MODEL = b"m" * 32
@@ -51,8 +51,8 @@ def begin(
     return sessions.begin("alice", session_id, turn_id=turn_id, owner=owner, lease_ms=lease_ms)
 
 
-def turn(lease: TurnLease, version: int, tokens: list[int]) -> Turn:
-    return Turn(
+def turn(lease: TurnLease, version: int, tokens: list[int]) -> TurnCommit:
+    return TurnCommit(
         turn_id=lease.turn_id,
         fencing=lease.fencing,
         expected_version=version,

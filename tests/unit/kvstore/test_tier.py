@@ -38,7 +38,7 @@ def test_growth_never_passes_the_capacity(
             assert tier.fits(shape)
         assert tier.used_bytes <= tier.capacity_bytes
     slots = take_all(tier, SMALL) + take_all(tier, LARGE)
-    assert len(set(slots)) == len(slots) == tier.taken
+    assert len(set(slots)) == len(slots) == tier.occupied
 
 
 def test_small_capacities_are_used_to_the_last_slot() -> None:
@@ -63,7 +63,7 @@ def test_the_free_list_is_rebuilt_from_what_is_taken() -> None:
     tier = Tier(8 * PAGE_BYTES, 8 * PAGE_BYTES)
     tier.add(7, SMALL, 8)
     tier.restore(7, [1, 4])
-    assert tier.taken == 2
+    assert tier.occupied == 2
     assert [slot.place for slot in take_all(tier, SMALL)] == [0, 2, 3, 5, 6, 7]
     assert tier.next_number() == 8
 

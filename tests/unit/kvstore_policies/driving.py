@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from benchmarks.replay.hierarchy import Hierarchy, Room
 from services.kvstore.policies.base import Policy
-from services.kvstore.policies.catalogue import CHOICES
+from services.kvstore.policies.catalogue import CATALOGUE
 
 Run = tuple[int, ...]
 
@@ -31,7 +31,7 @@ runs = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple), 
 
 def maker(name: str) -> Callable[[], Policy[Any]]:
     source = random.Random(7)
-    return lambda: CHOICES[name].make(source)
+    return lambda: CATALOGUE[name].make(source)
 
 
 def serve_all(hierarchy: Hierarchy[int], jobs: list[Run], look_ahead: int | None, room: Room) -> int:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.kvstore.policies.base import nothing_pinned
-from services.kvstore.policies.catalogue import CHOICES
+from services.kvstore.policies.catalogue import CATALOGUE
 from services.kvstore.policies.floors import NO_FLOORS, Floors, TenantFloors
 from services.kvstore.policies.recency import Lru
 from tests.unit.kvstore_policies.driving import maker
@@ -75,7 +75,7 @@ def flood(tier: Tier, tenant: str, count: int) -> None:
         tier.serve([block])
 
 
-@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("name", CATALOGUE)
 def test_a_flood_leaves_the_floor(name: str) -> None:
     tier = Tier(maker(name), Floors(share=0.5), 100)
     for start in range(0, 60, 6):
@@ -132,7 +132,7 @@ def test_a_tenant_that_is_gone_has_no_floor() -> None:
     assert len(tier.of("bob")) == 40
 
 
-@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("name", CATALOGUE)
 @given(
     steps=st.lists(
         st.tuples(st.sampled_from("abc"), st.integers(0, 20), st.integers(1, 6), st.booleans()), max_size=60

@@ -8,20 +8,20 @@ from benchmarks.replay.hierarchy import Hierarchy, Room
 from benchmarks.replay.optimum import Belady
 from kvcommons.errors import InvalidInput
 from services.kvstore.policies.base import nothing_pinned
-from services.kvstore.policies.catalogue import CHOICES, choice
+from services.kvstore.policies.catalogue import CATALOGUE, policy_entry
 from services.kvstore.policies.hit_density import HitDensity
 from services.kvstore.policies.look_ahead import LookAhead
 from services.kvstore.policies.recency import Fifo, Lru, SegmentedLru
 from tests.unit.kvstore_policies.driving import Run, maker, runs, serve_all
 
 
-@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("name", CATALOGUE)
 @given(jobs=runs, dram=st.integers(1, 8), disk=st.integers(0, 12), look_ahead=st.integers(0, 5))
 @settings(max_examples=25, deadline=None)
 def test_capacity_is_never_exceeded(
     name: str, jobs: list[Run], dram: int, disk: int, look_ahead: int
 ) -> None:
-    chosen = CHOICES[name]
+    chosen = CATALOGUE[name]
     room = Room(dram_blocks=dram, disk_blocks=disk, buffer_blocks=dram // 4)
     hierarchy: Hierarchy[int] = Hierarchy(
         room, maker(name), fetches=chosen.looks_ahead, paper_window=chosen.paper_window
@@ -29,7 +29,7 @@ def test_capacity_is_never_exceeded(
     serve_all(hierarchy, jobs, look_ahead if chosen.looks_ahead else None, room)
 
 
-@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("name", CATALOGUE)
 @given(jobs=runs, room=st.integers(1, 10))
 @settings(max_examples=25, deadline=None)
 def test_nothing_beats_the_optimum(name: str, jobs: list[Run], room: int) -> None:
@@ -40,11 +40,11 @@ def test_nothing_beats_the_optimum(name: str, jobs: list[Run], room: int) -> Non
     capacity = Room(dram_blocks=room)
     best: Hierarchy[int] = Hierarchy(capacity, lambda: Belady(uses, deepest_first=True), fetches=False)
     other: Hierarchy[int] = Hierarchy(capacity, maker(name), fetches=False)
-    ahead = 4 if CHOICES[name].looks_ahead else None
+    ahead = 4 if CATALOGUE[name].looks_ahead else None
     assert serve_all(other, jobs, ahead, capacity) <= serve_all(best, jobs, None, capacity)
 
 
-@pytest.mark.parametrize("name", CHOICES)
+@pytest.mark.parametrize("name", CATALOGUE)
 @given(jobs=runs, pinned=st.sets(st.integers(0, 30)), look_ahead=st.booleans())
 @settings(max_examples=25, deadline=None)
 def test_a_pinned_block_is_never_the_victim_and_all_others_are(
@@ -172,7 +172,7 @@ def test_exempt_blocks_come_back_to_the_policy_beneath() -> None:
 
 def test_an_unknown_policy_names_the_known_ones() -> None:
     with pytest.raises(InvalidInput, match="scheduler-aware"):
-        choice("clairvoyant")
+        policy_entry("clairvoyant")
 
 
 def _order(policy: object) -> list[int]:

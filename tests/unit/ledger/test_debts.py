@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-from services.ledger.debts import WRITE_OFF_S, DebtLedger, Swap
+from services.ledger.debts import WRITE_OFF_S, CompareAndSwap, DebtLedger
 
 ALL = {"a", "b", "c"}
 
 
-def swap(creditor: str, loans: dict[str, int] | None, revision: int) -> Swap:
-    return Swap(creditor=creditor, loans=loans, revision=revision)
+def swap(creditor: str, loans: dict[str, int] | None, revision: int) -> CompareAndSwap:
+    return CompareAndSwap(creditor=creditor, loans=loans, revision=revision)
 
 
 def test_what_is_heard_counts_at_once_and_is_written_until_etcd_has_it() -> None:

@@ -6,21 +6,21 @@ from dataclasses import replace
 from services.ledger.saga import (
     TRIES_AFTER_SWITCH,
     TRIES_BEFORE_SWITCH,
-    Answer,
-    Ask,
+    AskDebtors,
+    DebtorAnswer,
+    DebtorRequest,
     Leg,
     Pause,
-    Request,
     Settlement,
     Step,
     Steps,
-    Write,
+    WriteSettlement,
     settle,
     take_over,
 )
 
-GONE = Answer(refused=True)
-SILENT = Answer()
+GONE = DebtorAnswer(refused=True)
+SILENT = DebtorAnswer()
 
 
 def circle(*blocks: int, round_blocks: int = 2) -> Settlement:
@@ -32,8 +32,8 @@ def circle(*blocks: int, round_blocks: int = 2) -> Settlement:
     return Settlement(id="s", term=3, legs=legs, round_blocks=round_blocks)
 
 
-def obey(request: Request) -> Answer:
-    return Answer(blocks=request.blocks if request.step <= Step.FREEZE else 1)
+def obey(request: DebtorRequest) -> DebtorAnswer:
+    return DebtorAnswer(blocks=request.blocks if request.step <= Step.FREEZE else 1)
 
 
 class Play:
@@ -42,7 +42,7 @@ class Play:
     def __init__(
         self,
         steps: Steps,
-        answer: Callable[[str, Request], Answer],
+        answer: Callable[[str, DebtorRequest], DebtorAnswer],
         writes_max: int | None = None,
     ) -> None:
         self.written: list[Settlement | None] = []
@@ -57,12 +57,12 @@ class Play:
                 self.result = stop.value
                 return
             match effect:
-                case Write(settlement=settlement):
+                case WriteSettlement(settlement=settlement):
                     value = writes_max is None or len(self.written) < writes_max
                     if value:
                         self.written.append(settlement)
                         self.told.append(f"wrote {settlement.step.name if settlement else 'nothing'}")
-                case Ask(requests=requests):
+                case AskDebtors(requests=requests):
                     for name, request in requests.items():
                         self.asked.append((request.step, request.round, name))
                         self.told.append(f"asked {request.step.name}")
@@ -98,9 +98,9 @@ def test_each_step_is_written_before_it_is_taken() -> None:
 
 
 def test_amounts_are_those_that_were_agreed_when_frozen() -> None:
-    def answer(name: str, request: Request) -> Answer:
+    def answer(name: str, request: DebtorRequest) -> DebtorAnswer:
         if request.step is Step.FREEZE and name == "b":
-            return Answer(blocks=1 if request.round == 1 else 0)
+            return DebtorAnswer(blocks=1 if request.round == 1 else 0)
         return obey(request)
 
     play = Play(settle(circle(4, 4)), answer)
@@ -113,9 +113,9 @@ def test_before_the_switch_it_is_given_up_when_one_does_not_follow() -> None:
         for refusal in (GONE, SILENT):
 
             def answer(
-                name: str, request: Request, stubborn: Step = stubborn, refusal: Answer = refusal
-            ) -> Answer:
-                return refusal if (name, request.step) == ("b", stubborn) else Answer(blocks=1)
+                name: str, request: DebtorRequest, stubborn: Step = stubborn, refusal: DebtorAnswer = refusal
+            ) -> DebtorAnswer:
+                return refusal if (name, request.step) == ("b", stubborn) else DebtorAnswer(blocks=1)
 
             play = Play(settle(circle(4, 4)), answer)
             assert Step.SWITCH not in [step for step, _, _ in play.asked]
@@ -126,8 +126,8 @@ def test_before_the_switch_it_is_given_up_when_one_does_not_follow() -> None:
 
 
 def test_after_the_switch_it_is_finished_and_nobody_waits_for_ever() -> None:
-    def answer(name: str, request: Request) -> Answer:
-        return SILENT if name == "b" and request.step >= Step.SWITCH else Answer(blocks=1)
+    def answer(name: str, request: DebtorRequest) -> DebtorAnswer:
+        return SILENT if name == "b" and request.step >= Step.SWITCH else DebtorAnswer(blocks=1)
 
     play = Play(settle(circle(1, 1)), answer)
     assert play.steps("b").count((Step.SWITCH, 1)) == TRIES_AFTER_SWITCH
@@ -136,17 +136,17 @@ def test_after_the_switch_it_is_finished_and_nobody_waits_for_ever() -> None:
 
 
 def test_without_any_room_nothing_begins() -> None:
-    play = Play(settle(circle(3, 3)), lambda _, request: Answer(blocks=0))
+    play = Play(settle(circle(3, 3)), lambda _, request: DebtorAnswer(blocks=0))
     assert [step for step, _ in play.steps("a")] == [Step.PREPARE, Step.END]
 
 
 def test_one_without_room_waits_for_what_the_others_clear() -> None:
     """b has nothing set aside until a has brought its first block home from it."""
 
-    def answer(name: str, request: Request) -> Answer:
+    def answer(name: str, request: DebtorRequest) -> DebtorAnswer:
         if name == "b" and (request.step is Step.PREPARE or request.round == 1):
-            return Answer(blocks=0)
-        return Answer(blocks=min(request.blocks, 1) if request.step is Step.FREEZE else 1)
+            return DebtorAnswer(blocks=0)
+        return DebtorAnswer(blocks=min(request.blocks, 1) if request.step is Step.FREEZE else 1)
 
     play = Play(settle(circle(2, 2)), answer)
     assert play.result is not None

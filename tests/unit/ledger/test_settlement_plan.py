@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-from services.ledger.settlement_plan import Recall, Room, Swap, plan
+from services.ledger.settlement_plan import MemoryState, Recall, Swap, plan
 
 
-def room(free: int = 0, waiting: int = 0, total: int = 80) -> Room:
-    return Room(total_blocks=total, free_blocks=free, waiting=waiting)
+def room(free: int = 0, waiting: int = 0, total: int = 80) -> MemoryState:
+    return MemoryState(total_blocks=total, free_blocks=free, waiting=waiting)
 
 
 FULL = {name: room() for name in "abcdef"}

@@ -1,12 +1,12 @@
-"""Under the sessions: a table that can tell at its start whether anything that was written is missing.
+"""The integrity table: a table under the sessions that finds out at its start whether anything that was
+written is missing.
 
-RocksDB checks each record and each block that it reads, and still opens without a word where the end of its
-manifest or of one of its logs is gone: column families, files or batches that were named there are not, and
-it goes on with the rest. So every batch carries a step number and a digest of all that the families hold
-after it: the sum, by exclusive or, of the hashes of (family, key, value). At the start all of it is read once
-and held against the digest, which also finds blocks that went bad at rest; and the step is held against the
-mark, which lies outside the database.
-"""
+RocksDB checks each record and each block that it reads. It still opens silently where the end of its manifest
+or of one of its logs is gone, and goes on without the column families, files or batches that were named
+there. So every batch carries a step number and a digest of all that the families hold after it: the exclusive
+or of the hashes of (family, key, value). At the start everything is read once and compared with the digest,
+which also finds blocks that went bad at rest. The step is compared with the mark, which lies outside the
+database."""
 
 from __future__ import annotations
 
@@ -20,43 +20,43 @@ from pathlib import Path
 
 import xxhash
 
-from services.kvstore.database import DamagedDatabase, Put, Settling
+from services.kvstore.database import DamagedDatabase, Put, RecoverableTable
 from services.kvstore.families import HEADS, META, RECORDS, STAMPS
 from services.kvstore.folder import UnknownFormat
 from services.kvstore.mark import Mark
 
 log = logging.getLogger(__name__)
 
-# Of the sessions' families: what was committed, how far they had come, and what other shards know of them.
-KEPT = (RECORDS, HEADS, META, STAMPS)
-_KEY = b"witness"
+# The families of the sessions: what was committed, how far it had come, and what other shards know of it.
+CHECKED_FAMILIES = (RECORDS, HEADS, META, STAMPS)
+_KEY = b"witness"  # bytes on disk keep the former name
 _FORMAT = 2
 _VALUE = struct.Struct("<BQ16s")  # format, step, digest
-_VALUE_1 = struct.Struct("<Q16s")  # of format 1, which had no such byte and did not watch the stamps
+_VALUE_1 = struct.Struct("<Q16s")  # format 1 had no format byte and left the stamps out
 
 
-class Witness:
+class IntegrityTable:
     """A `Table` over one whose `families` have to stay whole; its own entry is in the family `meta`.
 
-    Raises DamagedDatabase, StoreUnavailable, UnknownFormat. `begin` is to be called before the first write.
+    Raises DamagedDatabase, StoreUnavailable, UnknownFormat. Call `begin` before the first write.
     """
 
-    def __init__(self, table: Settling, families: Sequence[str], *, meta: str) -> None:
+    def __init__(self, table: RecoverableTable, families: Sequence[str], *, meta: str) -> None:
         self._table = table
         self._families = frozenset(families)
         self._meta = meta
         self._lock = threading.Lock()
         self._mark: Mark | None = None
-        self._unsure = False  # the last write failed: it may be there or not
+        self._uncertain = False  # the last write failed: it may be there or not
         stored = table.get(meta, _KEY)
         found = {family: self._survey(family) for family in self._families}
-        self._digest = _together(found.values())
+        self._digest = _combined(found.values())
         self._step, recorded, format_1 = _decode(stored) if stored else (0, None, False)
         self._recorded = recorded == self._digest and not format_1
         if format_1:
             found.pop(STAMPS, None)
-        # None: new, or of before there was a witness
-        self.whole = recorded is None or recorded == _together(found.values())
+        # None: a new database, or one from before there was an integrity table
+        self.whole = recorded is None or recorded == _combined(found.values())
 
     @property
     def step(self) -> int:
@@ -64,7 +64,7 @@ class Witness:
         return self._step
 
     def begin(self, mark: Mark) -> None:
-        """Holds the table against its mark. Raises DataLoss where something is missing, OSError."""
+        """Compares the table with its mark. Raises DataLoss where something is missing, and OSError."""
         mark.check(self._step, whole=self.whole)
         if not self.whole:
             log.error("the sessions are not whole; going on with what is left, as there is no mark")
@@ -88,12 +88,12 @@ class Witness:
     def write(self, puts: Sequence[Put], *, sync: bool = True) -> None:
         """No key twice in one batch."""
         with self._lock:
-            if self._unsure:
-                self._ask()
+            if self._uncertain:
+                self._resolve()
             step, digest = self._step + 1, self._digest ^ self._change(puts)
-            self._unsure = True
+            self._uncertain = True
             self._table.write([*puts, self._entry(step, digest)], sync=sync)
-            self._unsure = False
+            self._uncertain = False
             self._step, self._digest = step, digest
             if sync and self._mark is not None:  # a mark must not be ahead of what a loss of power leaves
                 self._mark.note(step)
@@ -103,12 +103,12 @@ class Witness:
 
     # ---- within
 
-    def _ask(self) -> None:
-        """What became of the write that failed."""
+    def _resolve(self) -> None:
+        """Finds out whether the write that failed is there."""
         self._table.settle()
         stored = self._table.get(self._meta, _KEY)
         self._step, self._digest, _ = _decode(stored) if stored else (0, 0, False)
-        self._unsure = False
+        self._uncertain = False
 
     def _change(self, puts: Sequence[Put]) -> int:
         change = 0
@@ -122,7 +122,7 @@ class Witness:
         return change
 
     def _survey(self, family: str) -> int:
-        return _together(
+        return _combined(
             _hash(family, key, value)
             for key, value in self._table.items(family)
             if (family, key) != (self._meta, _KEY)
@@ -132,10 +132,12 @@ class Witness:
         return self._meta, _KEY, _VALUE.pack(_FORMAT, step, digest.to_bytes(16, "little"))
 
 
-def witnessed(table: Settling, families: Sequence[str], *, meta: str, path: Path) -> Witness:
+def open_integrity_table(
+    table: RecoverableTable, families: Sequence[str], *, meta: str, path: Path
+) -> IntegrityTable:
     """The table of the database at `path`; it is closed where it is damaged."""
     try:
-        return Witness(table, families, meta=meta)
+        return IntegrityTable(table, families, meta=meta)
     except UnknownFormat:
         table.close()
         raise
@@ -151,12 +153,14 @@ def _decode(value: bytes) -> tuple[int, int, bool]:
     """Step, digest, and whether it is of format 1. Raises UnknownFormat."""
     format_1 = len(value) == _VALUE_1.size
     if not format_1 and (len(value) != _VALUE.size or value[0] != _FORMAT):
-        raise UnknownFormat(f"witness of an unknown format; this version of kvcommons reads 1 and {_FORMAT}")
+        raise UnknownFormat(
+            f"integrity entry of an unknown format; this version of kvcommons reads 1 and {_FORMAT}"
+        )
     step, digest = _VALUE_1.unpack(value) if format_1 else _VALUE.unpack(value)[1:]
     return step, int.from_bytes(digest, "little"), format_1
 
 
-def _together(digests: Iterable[int]) -> int:
+def _combined(digests: Iterable[int]) -> int:
     return reduce(xor, digests, 0)
 
 

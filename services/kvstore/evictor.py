@@ -1,4 +1,4 @@
-"""Making room: which blocks go, from which tier, when a new one needs a slot. Decisions, as in `catalog`.
+"""Eviction: which blocks go, from which tier, when a new one needs a slot. Decisions only, as in `catalog`.
 
 A block that is condemned, or evicted from its last tier, is detached: nobody finds it any more, and its slots
 are free once nobody has them pinned and, on disk, its index entry is deleted.
@@ -15,7 +15,7 @@ from services.kvstore.policies.base import Policy
 from services.kvstore.tier import BlockShape, Region, Slot, Tier
 
 
-class Memory(Protocol):
+class DramMemory(Protocol):
     """What lies behind the regions of the DRAM tier."""
 
     def create(self, number: int, shape: BlockShape, slots: int) -> None: ...
@@ -23,12 +23,12 @@ class Memory(Protocol):
     def remove(self, number: int) -> None: ...
 
 
-class DiskRoom:
-    """The two tiers, and the blocks in them by model. `buffer_bytes` of DRAM are kept free, so that what
-    comes need not wait (AttentionStore, section 3.3.1)."""
+class Evictor:
+    """The two tiers, and the blocks in them by model. `buffer_bytes` of DRAM are kept free, so that new
+    blocks need not wait (AttentionStore, section 3.3.1)."""
 
     def __init__(
-        self, *, dram: Tier, disk: Tier, memory: Memory, paper_window: bool = False, buffer_bytes: int = 0
+        self, *, dram: Tier, disk: Tier, memory: DramMemory, paper_window: bool = False, buffer_bytes: int = 0
     ) -> None:
         self.dram = dram
         self.disk = disk
@@ -68,7 +68,7 @@ class DiskRoom:
         The model whose blocks take most gives them.
         """
         freed = 0
-        while freed < blocks_max and self.dram.capacity_bytes - self.dram.taken_bytes < self._buffer_bytes:
+        while freed < blocks_max and self.dram.capacity_bytes - self.dram.occupied_bytes < self._buffer_bytes:
             space = max(self.spaces.values(), key=self._dram_bytes, default=None)
             victim = self._victim(space, disk=False, stored=True) if space else None
             if victim is None or self._is_next(victim):
@@ -181,7 +181,7 @@ class DiskRoom:
                 if block.disk_pins if disk else block.pins:
                     return None
                 inside.append(block)
-        return inside if len(inside) == region.taken else None
+        return inside if len(inside) == region.occupied else None
 
     def _evict_dram_copy(self, block: Block) -> None:
         assert block.dram is not None
@@ -224,7 +224,7 @@ class DiskRoom:
 
     def _dram_bytes(self, space: Space) -> int:
         regions = self.dram.regions.values()
-        return sum(r.taken * r.shape.slot_bytes for r in regions if r.shape == space.shape)
+        return sum(r.occupied * r.shape.slot_bytes for r in regions if r.shape == space.shape)
 
     def _policies(self, model: bytes) -> Sequence[Policy[bytes]]:
         space = self.spaces.get(model)
