@@ -249,11 +249,11 @@ class Chat:
 def chat(client: RestClient, load: Chat, write: Writer, progress: Progress) -> list[Turn]:
     """The turns that count."""
     turns = load.turns()
-    taken = []
+    samples = []
     for number, (session, tokens) in enumerate(turns):
         progress(f"turn {number + 1} of {len(turns)}")
         message = write(number, tokens - load.answer_tokens)
-        taken.append(
+        samples.append(
             client.say(
                 message,
                 f"chat-{session}",
@@ -262,14 +262,14 @@ def chat(client: RestClient, load: Chat, write: Writer, progress: Progress) -> l
                 temperature=0.0,
             )
         )
-    return taken[load.warm_up :]
+    return samples[load.warm_up :]
 
 
 def measured_mediums(title: str, by_medium: Mapping[str, Sequence[Turn]]) -> Report:
     """§4.3.6 on real stacks. Ratios are prefill times over the first medium's."""
     rows: list[Row] = []
-    spent = {medium: sum(map(_prefill_ms, turns)) / 1000 for medium, turns in by_medium.items()}
-    alone = next(iter(spent))
+    prefill_s = {medium: sum(map(_prefill_ms, turns)) / 1000 for medium, turns in by_medium.items()}
+    alone = next(iter(prefill_s))
     for medium, turns in by_medium.items():
         prompt = sum(turn.prompt_tokens for turn in turns)
         cached = sum(turn.cached_tokens for turn in turns)
@@ -281,14 +281,17 @@ def measured_mediums(title: str, by_medium: Mapping[str, Sequence[Turn]]) -> Rep
                 "turns": len(turns),
                 "tokens from cache %": 100 * cached / prompt,
                 "of them the device's %": 100 * device / cached if cached else 0.0,
-                "prefill s": spent[medium],
-                "prefill tokens/s": prompt / spent[medium],
+                "prefill s": prefill_s[medium],
+                "prefill tokens/s": prompt / prefill_s[medium],
                 "TTFT p50 ms": p50(ttft_ms),
                 "TTFT p99 ms": p99(ttft_ms),
             }
         )
     return Report(
         title=title,
-        ratios={f"prefill_{medium.removeprefix('+ ')}": spent[medium] / spent[alone] for medium in spent},
+        ratios={
+            f"prefill_{medium.removeprefix('+ ')}": prefill_s[medium] / prefill_s[alone]
+            for medium in prefill_s
+        },
         rows=rows,
     )

@@ -111,9 +111,9 @@ async def measure(count: int, *, seconds: float, asked_per_s: float, seed: int) 
 
     background = [asyncio.create_task(feed.run()), asyncio.create_task(beat())]
     await asyncio.sleep(0.5)  # the first view is made
-    asking = threading.Thread(target=ask)
-    asking.start()
-    await asyncio.to_thread(asking.join)
+    thread = threading.Thread(target=ask)
+    thread.start()
+    await asyncio.to_thread(thread.join)
     stop.set()
     for task in background:
         task.cancel()

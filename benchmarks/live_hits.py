@@ -62,7 +62,7 @@ class Serving:
     """One kvstore under one policy, and the queue in front of it."""
 
     def __init__(self, store: KvstoreChild, *, jobs_max: int) -> None:
-        """`jobs_max`: of the next jobs the store is told; 0: none."""
+        """`jobs_max`: of how many of the next jobs the store gets hints; 0: none."""
         self._jobs_max = jobs_max
         self._channel = grpc.insecure_channel(store.control_address)
         self._blocks = kvstore_pb2_grpc.BlocksStub(self._channel)

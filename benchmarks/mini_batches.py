@@ -125,9 +125,9 @@ async def _measure(folder: Path, model: Path, setting: Setting, progress: Progre
                 far = RemoteHolder(
                     holder.control_address, address, owner="bench", model=identity, lost=lambda refs: None
                 )
-                taken = await asyncio.to_thread(_layers, core, far, refs, setting)
+                samples = await asyncio.to_thread(_layers, core, far, refs, setting)
                 await far.close()
-            rows += _rows(mbytes_s, taken, setting)
+            rows += _rows(mbytes_s, samples, setting)
     return rows
 
 
@@ -151,7 +151,7 @@ def _link(data: str, mbytes_s: float) -> Iterator[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Taken:
+class _Sample:
     """By a layer, in all and by the holder's attention; in so many mini-batches."""
 
     seconds: float
@@ -161,7 +161,7 @@ class _Taken:
 
 def _layers(
     core: Core, holder: RemoteHolder, refs: list[SegmentRef], setting: Setting
-) -> dict[int, list[_Taken]]:
+) -> dict[int, list[_Sample]]:
     """By what was asked for: AUTO, or a number of mini-batches. The first round warms up."""
     import torch
 
@@ -184,7 +184,7 @@ def _layers(
         number: RemoteAttention(layout, cpu, Rates(), AttentionBudget(1.0), number)
         for number in (*setting.mini_batches, AUTO)
     }
-    taken: dict[int, list[_Taken]] = {number: [] for number in kinds}
+    samples: dict[int, list[_Sample]] = {number: [] for number in kinds}
     q = torch.randn(setting.batch, layout.query_heads, layout.head_dim, dtype=torch.bfloat16)
     k, v = torch.randn(2, setting.batch, layout.kv_heads, layout.head_dim, dtype=torch.bfloat16)
     with torch.inference_mode():
@@ -202,25 +202,25 @@ def _layers(
                     for error in step.lost.values():
                         raise error
                     if round_:
-                        taken[number].append(_Taken(seconds, step.timing.pool_s, batch.mini_batches))
+                        samples[number].append(_Sample(seconds, step.timing.pool_s, batch.mini_batches))
                 remote.end(step)
                 for sequence in sequences:
                     sequence.append(1)
                 batch.step()
-    return taken
+    return samples
 
 
-def _rows(mbytes_s: float, taken: dict[int, list[_Taken]], setting: Setting) -> list[Row]:
+def _rows(mbytes_s: float, samples: dict[int, list[_Sample]], setting: Setting) -> list[Row]:
     """Hidden: of what messages of one mini-batch take beside attention, what several save."""
-    layer_s = {number: p50([one.seconds for one in some]) for number, some in taken.items()}
-    attention_s = p50([one.attention_s for one in taken[1]])
+    layer_s = {number: p50([one.seconds for one in some]) for number, some in samples.items()}
+    attention_s = p50([one.attention_s for one in samples[1]])
     messages_s = max(layer_s[1] - attention_s, 1e-9)
     return [
         {
             "MB/s": f"{mbytes_s:g}" if mbytes_s else "TCP",
-            "mini-batches": f"auto: {taken[AUTO][-1].mini_batches}" if number == AUTO else str(number),
+            "mini-batches": f"auto: {samples[AUTO][-1].mini_batches}" if number == AUTO else str(number),
             "a layer": seconds * 1e3,
-            "attention": p50([one.attention_s for one in taken[number]]) * 1e3,
+            "attention": p50([one.attention_s for one in samples[number]]) * 1e3,
             "messages, one mini-batch": messages_s * 1e3,
             "hidden %": 100 * (layer_s[1] - seconds) / messages_s,
         }

@@ -251,7 +251,7 @@ class OffloadSimulation:
         taken_s = self._in[end].take(sent_s - seconds, seconds)
         self._at(max(sent_s, taken_s) + deployment.round_trip_s / 2, come)
 
-    def _to_pool(self, flight: _Flight, replica: int, following: int) -> None:
+    def _to_pool(self, flight: _Flight, replica: int, next_replica: int) -> None:
         """From one replica, the answers to the other."""
         deployment = self._deployment
         minis = deployment.mini_batches
@@ -259,15 +259,15 @@ class OffloadSimulation:
         flight.attending_s += max(tokens for _, _, tokens in flight.shares) * self._layer_kv_s
         for _ in range(minis):
             for device, rows, tokens in flight.shares:
-                self._send(flight, replica, following, device, rows / minis, tokens / minis)
-        if following != replica:  # its context goes along, behind what the pool needs
+                self._send(flight, replica, next_replica, device, rows / minis, tokens / minis)
+        if next_replica != replica:  # its context goes along, behind what the pool needs
             flight.missing += 1
             size = len(flight.members) * deployment.model.returned_bytes
             sent_s = self._out[replica].take(self.now_s, size / deployment.connection_bytes_s)
             self._at(sent_s + deployment.round_trip_s / 2, lambda: self._answered(flight))
 
     def _send(
-        self, flight: _Flight, replica: int, following: int, device: int, rows: float, tokens: float
+        self, flight: _Flight, replica: int, next_replica: int, device: int, rows: float, tokens: float
     ) -> None:
         """A mini-batch, to a device. The slower of both ends is waited for."""
         deployment = self._deployment
@@ -276,19 +276,19 @@ class OffloadSimulation:
         begun_s = sent_s - size / deployment.connection_bytes_s
         taken_s = self._device_in[device].take(begun_s, size / deployment.network_bytes_s)
         come_s = max(sent_s, taken_s) + deployment.round_trip_s / 2
-        self._at(come_s, lambda: self._attend(flight, following, device, rows, tokens))
+        self._at(come_s, lambda: self._attend(flight, next_replica, device, rows, tokens))
 
-    def _attend(self, flight: _Flight, following: int, device: int, rows: float, tokens: float) -> None:
+    def _attend(self, flight: _Flight, next_replica: int, device: int, rows: float, tokens: float) -> None:
         done_s = self._devices[device].take(self.now_s, tokens * self._layer_kv_s)
-        self._at(done_s, lambda: self._answer(flight, following, device, rows))
+        self._at(done_s, lambda: self._answer(flight, next_replica, device, rows))
 
-    def _answer(self, flight: _Flight, following: int, device: int, rows: float) -> None:
+    def _answer(self, flight: _Flight, next_replica: int, device: int, rows: float) -> None:
         """To the replica of the next slice."""
         deployment = self._deployment
         size = rows * deployment.model.returned_bytes
         sent_s = self._device_out[device].take(self.now_s, size / deployment.network_bytes_s)
         begun_s = sent_s - size / deployment.network_bytes_s
-        taken_s = self._in[following].take(begun_s, size / deployment.connection_bytes_s)
+        taken_s = self._in[next_replica].take(begun_s, size / deployment.connection_bytes_s)
         self._at(max(sent_s, taken_s) + deployment.round_trip_s / 2, lambda: self._answered(flight))
 
     def _answered(self, flight: _Flight) -> None:
@@ -298,8 +298,8 @@ class OffloadSimulation:
         if not self._deployment.contexts_come_home:
             self._attended(flight)
             return
-        following, size = self._turns.replica(flight.batch), 2 * self._deployment.model.returned_bytes
-        self._move(flight, self._home(flight), following, size, lambda: self._attended(flight))
+        next_replica, size = self._turns.replica(flight.batch), 2 * self._deployment.model.returned_bytes
+        self._move(flight, self._home(flight), next_replica, size, lambda: self._attended(flight))
 
     def _attended(self, flight: _Flight) -> None:
         """Whoever computes its next slice has what it takes."""

@@ -27,7 +27,7 @@ from benchmarks.report import Report, Row
 Progress = Callable[[str], None]
 BLOCK_TOKENS = 64
 WARM_S = 1.0
-ANSWER_S = 120.0  # of a replica that is told something
+ANSWER_S = 120.0  # for a replica's answer to a command
 KINDS = {"one batch": "off", "fixed": "off", "rotational": "on", "auto": "auto"}
 PARTS = ("slices", "slices elsewhere", "activations", "attention", "network", "waiting", "rest")
 
@@ -158,7 +158,7 @@ class _Kind:
         self.name = name
         self.shares = shares(name, options.sequences, options.replicas)
         self._batches = options.replicas + 1 if name == "rotational" else sum(map(bool, self.shares))
-        self._told: Counter[str] = Counter()
+        self._counts: Counter[str] = Counter()
 
     async def take(self, processes: Sequence[_Process], seconds: float) -> None:
         """One turn."""
@@ -166,24 +166,24 @@ class _Kind:
         both = zip(processes, self.shares, strict=True)
         await asyncio.gather(*(one.tell(do="begin", mode=mode, sequences=share) for one, share in both))
         await asyncio.sleep(WARM_S)
-        for told in await asyncio.gather(*(one.tell(do="count", seconds=seconds) for one in processes)):
-            self._told.update(told)
+        for counts in await asyncio.gather(*(one.tell(do="count", seconds=seconds) for one in processes)):
+            self._counts.update(counts)
         await asyncio.gather(*(one.tell(do="end") for one in processes))
 
     def row(self) -> dict[str, str | float | int]:
-        told, replicas = self._told, len(self.shares)
-        iterations, tokens = max(told["iterations"], 1), max(told["tokens"], 1)
+        counts, replicas = self._counts, len(self.shares)
+        iterations, tokens = max(counts["iterations"], 1), max(counts["tokens"], 1)
         return {
             "how": self.name,
             "batches": self._batches,
             "sequences": sum(self.shares),
-            "tokens/s": tokens / (told["seconds"] / replicas),
-            **{f"{part} ms": told[part] / iterations * 1e3 for part in PARTS},
-            "slices elsewhere": told["away"] / iterations,
-            "stood in": told["stood_in"] / iterations,
-            "activations KiB/token": told["compute_slice bytes"] / tokens / 1024,
-            "attention KiB/token": told["attend_layer bytes"] / tokens / 1024,
-            "decode CPU ms/token": told["cpu_s"] / tokens * 1e3,
+            "tokens/s": tokens / (counts["seconds"] / replicas),
+            **{f"{part} ms": counts[part] / iterations * 1e3 for part in PARTS},
+            "slices elsewhere": counts["away"] / iterations,
+            "stood in": counts["stood_in"] / iterations,
+            "activations KiB/token": counts["compute_slice bytes"] / tokens / 1024,
+            "attention KiB/token": counts["attend_layer bytes"] / tokens / 1024,
+            "decode CPU ms/token": counts["cpu_s"] / tokens * 1e3,
         }
 
 

@@ -1,5 +1,5 @@
 """One replica of `kvcommons bench rotation`, a process: an engine whose sequences' KV lies on pools, and the
-data plane on which its peers ask for slices. It is told what to do by lines of JSON, and answers by them."""
+data plane on which its peers ask for slices. Commands and answers are lines of JSON."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ class Replica(Replacing):
         self._core = core
         self._runs = runs
         self._keys = itertools.count(1)
-        self._told: defaultdict[str, float] = defaultdict(float)
-        self._lock = threading.Lock()  # of `_told`
+        self._counts: defaultdict[str, float] = defaultdict(float)
+        self._lock = threading.Lock()  # of `_counts`
         self._handler: Handler = _refuse
         self._server = DataServer(child.replicas[child.number], self._handle, name="bench")
         self._server.start()
@@ -79,7 +79,7 @@ class Replica(Replacing):
         """Of holders' and peers' answers."""
         if self._counting:
             with self._lock:
-                self._told[f"{seen.op} bytes"] += seen.sent_bytes + seen.received_bytes
+                self._counts[f"{seen.op} bytes"] += seen.sent_bytes + seen.received_bytes
 
     def begin(self, mode: Mode, sequences: int) -> None:
         child, core = self._child, self._core
@@ -103,15 +103,15 @@ class Replica(Replacing):
         self._engine.start()
 
     def count(self, seconds: float) -> dict[str, float]:
-        self._told.clear()
+        self._counts.clear()
         self._tokens = 0
         began_s, cpu_s, self._counting = time.monotonic(), time.process_time(), True
         time.sleep(seconds)
         self._counting = False
-        self._told["tokens"] = self._tokens
-        self._told["seconds"] = time.monotonic() - began_s
-        self._told["cpu_s"] = time.process_time() - cpu_s
-        return dict(self._told)
+        self._counts["tokens"] = self._tokens
+        self._counts["seconds"] = time.monotonic() - began_s
+        self._counts["cpu_s"] = time.process_time() - cpu_s
+        return dict(self._counts)
 
     def end(self) -> None:
         self._stopping = True
@@ -134,9 +134,9 @@ class Replica(Replacing):
     def iteration(self, batch: int, timing: IterationTiming) -> None:
         if self._counting:
             with self._lock:
-                self._told["iterations"] += 1
+                self._counts["iterations"] += 1
                 for name, value in {**timing.parts, "away": timing.away, "stood_in": timing.stood_in}.items():
-                    self._told[name] += value
+                    self._counts[name] += value
 
     def ended(self, step: SequenceUpdate) -> None:
         """Its sequence is replaced."""
@@ -210,5 +210,5 @@ def arguments(child: Child) -> list[str]:
 
 
 if __name__ == "__main__":
-    told = json.loads(sys.argv[1])
-    asyncio.run(_serve(Child(**told)))
+    counts = json.loads(sys.argv[1])
+    asyncio.run(_serve(Child(**counts)))

@@ -159,26 +159,26 @@ class Commons:
         """Here, then with creditors that the ledger names; all or nothing."""
         instance = self.instances[number]
         local = min(blocks, instance.free)
-        taken: dict[int, int] = {}
+        lent: dict[int, int] = {}
         missing = blocks - local
         while missing:
             request = pb.CandidatesRequest(debtor=str(number), host=str(number), model=MODEL, blocks=missing)
-            self.candidates.follow(self._heartbeats(taken))
+            self.candidates.follow(self._heartbeats(lent))
             found = self.candidates.choose(request, self.now)
             if not found:
                 return False
             creditor = int(found[0].id)
             count = min(missing, found[0].load.lendable_blocks)
-            taken[creditor] = taken.get(creditor, 0) + count
+            lent[creditor] = lent.get(creditor, 0) + count
             missing -= count
         instance.free -= local
         sequence.local += local
-        for creditor, count in taken.items():
+        for creditor, count in lent.items():
             self.instances[creditor].free -= count
             sequence.remote[creditor] = sequence.remote.get(creditor, 0) + count
         return True
 
-    def _heartbeats(self, taken: Mapping[int, int]) -> dict[str, pb.Instance]:
+    def _heartbeats(self, lent: Mapping[int, int]) -> dict[str, pb.Instance]:
         return {
             str(number): pb.Instance(
                 id=str(number),
@@ -186,7 +186,7 @@ class Commons:
                 host=str(number),
                 model=common_pb2.ModelInfo(fingerprint=MODEL),
                 load=pb.Load(
-                    lendable_blocks=instance.free - taken.get(number, 0),
+                    lendable_blocks=instance.free - lent.get(number, 0),
                     debts={str(creditor): blocks for creditor, blocks in instance.owed().items()}
                     if self.lends_last
                     else {},

@@ -32,7 +32,7 @@ Progress = Callable[[str], None]
 BLOCK_TOKENS = 16
 CALL_S = 5.0
 NEVER = 1_000_000  # blocks: no circle is so large
-# What the ledger and decode are told.
+# The settings of the ledger and of decode.
 MODES: Mapping[str, tuple[int, bool]] = {
     "no settlement": (NEVER, False),
     "circles": (8, False),

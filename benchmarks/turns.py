@@ -45,5 +45,5 @@ class Turns:
         """The batch's slice is computed, its attention begins. The slice that the replica computes next."""
         replica = self.replica(batch)
         self._turns[batch] += 1
-        following = self._queues[replica].ended()
-        return None if following is None else SliceStart(following, replica)
+        successor = self._queues[replica].ended()
+        return None if successor is None else SliceStart(successor, replica)

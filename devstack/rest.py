@@ -153,10 +153,10 @@ class RestClient:
         """A completion of token ids, waited for: its usage and its timings."""
         options = {"include_usage": True}
         body = {"prompt": list(prompt), "stream": True, "stream_options": options, **parameters}
-        told: dict[str, Any] = {}
+        found: dict[str, Any] = {}
         for event in self._events("/v1/completions", body):
-            told |= {name: event[name] for name in ("usage", "timings") if event.get(name)}
-        return told["usage"], told["timings"]
+            found |= {name: event[name] for name in ("usage", "timings") if event.get(name)}
+        return found["usage"], found["timings"]
 
     def tokens(self, prompt: Sequence[int], **parameters: Any) -> Iterator[dict[str, Any]]:
         """A completion of token ids, event by event as they come."""
@@ -223,11 +223,11 @@ class RestClient:
 
 
 def _error(status: int, data: bytes) -> KVCommonsError:
-    """The error that the server told in OpenAI's shape; otherwise its status, in words."""
+    """The error that the server sent in OpenAI's shape; otherwise its status, in words."""
     try:
-        told = json.loads(data)["error"]
+        found = json.loads(data)["error"]
         detail = pb.ErrorDetail(
-            code=told.get("code") or "", message=told.get("message") or "", param=told.get("param") or ""
+            code=found.get("code") or "", message=found.get("message") or "", param=found.get("param") or ""
         )
     except (ValueError, KeyError, TypeError, AttributeError):
         text = data.decode(errors="replace").strip()[:200]

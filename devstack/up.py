@@ -180,7 +180,7 @@ class _Up:
         return ", ".join(f"{count} {name}" for name, count in short.items())
 
     async def _welcome(self, client: RestClient) -> None:
-        """A failure of the conversation is told and leaves the stack up: people can look at it."""
+        """A failure of the conversation is printed and leaves the stack up, so that people can look at it."""
         if not self._settings.demo:
             return
         try:

@@ -73,7 +73,7 @@ class _Tier(Generic[K]):
 class Hierarchy(Generic[K]):
     """`policy` makes one for each tier. With `fetches`, the queue's head is fetched ahead.
 
-    `paper_window` bounds what the policies are told of the queue to AttentionStore's eviction window.
+    `paper_window` bounds what the policies see of the queue to AttentionStore's eviction window.
     `ttl_s`: None is for ever.
 
     What is pinned must be in a tier already; it stays where it is.

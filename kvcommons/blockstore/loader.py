@@ -232,7 +232,7 @@ class BlockLoader:
         loads_max: int = 4,
         observer: Observer | None = None,
     ) -> None:
-        """`condemn` is told of each corrupt object, on a loading thread: it must not block."""
+        """`condemn` is called for each corrupt object, on a loading thread: it must not block."""
         self._condemn = condemn
         self._observer = observer
         self._pool = ThreadPoolExecutor(loads_max, thread_name_prefix=name)

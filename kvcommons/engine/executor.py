@@ -78,7 +78,7 @@ class Composer:
     def __init__(
         self, core: Core, remote: RemoteAttention, *, attend_deadline_s: float, rates: Rates
     ) -> None:
-        """A layer waits so long for other holders; `rates` is told what was measured."""
+        """A layer waits so long for other holders; `rates` takes what was measured."""
         self._core = core
         self._remote = remote
         self._attend_deadline_s = attend_deadline_s

@@ -113,12 +113,12 @@ class Prompts:
             for key in self._scheduler.admissible():
                 prompt = self._prompts[key]
                 try:
-                    taken = prompt.memory.take(prompt)
+                    reserved = prompt.memory.take(prompt)
                 except CapacityExhausted:
                     if self._keeper.make_room():
                         progress = True  # what waited to be saved is in the way of no prompt
                     break  # the first in line has the next claim on memory
-                if taken:
+                if reserved:
                     prompt.sequence.on_behalf(self._begin, prompt)
                     progress = True
                     break

@@ -42,9 +42,9 @@ class Turn:
             yield
         finally:
             with self._lock:
-                following = self._queue.ended()
-            if following is not None:
-                following.set()
+                successor = self._queue.ended()
+            if successor is not None:
+                successor.set()
 
 
 class Slices(Protocol):

@@ -27,7 +27,7 @@ class TokenRows:
     def __init__(
         self, core: Core, remote: RemoteAttention, batch: Batch, attend_deadline_s: float, rates: Rates
     ) -> None:
-        """A layer waits so long for other holders; `rates` is told what was measured."""
+        """A layer waits so long for other holders; `rates` takes what was measured."""
         self._core = core
         self._remote = remote
         self.batch = batch

@@ -48,7 +48,7 @@ class Allowance(Protocol):
         """Waits until the cores are free and something of what was granted is left; what `give` takes. 0: it
         has not come in time."""
 
-    def give(self, taken: int) -> None:
+    def give(self, permit: int) -> None:
         """The computation has ended."""
 
     def give_way(self, timeout_s: float) -> None:
@@ -104,9 +104,9 @@ class PlainAllowance:
             self._began_s[self._number] = asked_s if self._counts else None
             return self._number
 
-    def give(self, taken: int) -> None:
+    def give(self, permit: int) -> None:
         with self._changed:
-            began_s = self._began_s.pop(taken)
+            began_s = self._began_s.pop(permit)
             if began_s is not None:
                 self._spent_s += self._clock() - began_s
             self._taken = False
@@ -128,13 +128,13 @@ def new_allowance() -> Allowance:
 @contextmanager
 def computing(allowance: Allowance, deadline: Deadline) -> Iterator[None]:
     """A computation for others. Raises DeadlineExceeded."""
-    taken = allowance.take(deadline.left())
-    if not taken:
+    permit = allowance.take(deadline.left())
+    if not permit:
         raise DeadlineExceeded(refusal(allowance))
     try:
         yield
     finally:
-        allowance.give(taken)
+        allowance.give(permit)
 
 
 def refusal(allowance: Allowance) -> str:

@@ -128,11 +128,11 @@ class HeadGroup:
             self._segments[refs[0]] = _Segment({0: refs})
             return refs[0]
 
-        asking = self._spawn(ask())
+        call = self._spawn(ask())
         try:
-            return await asyncio.shield(asking)
+            return await asyncio.shield(call)
         except asyncio.CancelledError:
-            asking.add_done_callback(self._unwanted)
+            call.add_done_callback(self._unwanted)
             raise
 
     async def grow(self, ref: SegmentRef, blocks: int, *, timeout_s: float) -> None:
@@ -329,10 +329,10 @@ class HeadGroup:
         if gone:
             self._lost(gone)
 
-    def _unwanted(self, asking: asyncio.Task[SegmentRef]) -> None:
+    def _unwanted(self, call: asyncio.Task[SegmentRef]) -> None:
         """Whoever asked has gone away."""
-        if not asking.cancelled() and asking.exception() is None:
-            self._spawn(self._quietly(self.release([asking.result()], timeout_s=_UNDO_S)))
+        if not call.cancelled() and call.exception() is None:
+            self._spawn(self._quietly(self.release([call.result()], timeout_s=_UNDO_S)))
 
     async def _take_back(self, refs: Sequence[SegmentRef | None]) -> None:
         """At each part what it gave, if it did. A part that does not hear of it reclaims it when the lease

@@ -32,7 +32,7 @@ BACKOFF_S_MIN = 0.1
 BACKOFF_S_MAX = 1.0
 BEAT_S = 1.0  # until a ledger says how often
 BEAT_TIMEOUT_S = 1.0
-TOLD_S = 5.0  # services start in any order: a ledger that is away for less is nothing to worry about
+WARN_AFTER_S = 5.0  # services start in any order, so a ledger may be away for a moment
 
 
 class Directory:
@@ -196,20 +196,20 @@ class Heartbeat:
     async def _beat(self) -> None:
         backoff = _Backoff(len(self._ledgers))
         failing_since: float | None = None
-        told = False
+        warned = False
         while True:
             self._now.clear()
             try:
                 period_s = (await self._send()).heartbeat_ms / 1e3 or BEAT_S
                 backoff.reset()
-                if told:
+                if warned:
                     log.info("registered again", extra={"ledger": self._ledgers.address})
-                failing_since, told = None, False
+                failing_since, warned = None, False
             except KVCommonsError as error:
                 now = time.monotonic()
                 failing_since = now if failing_since is None else failing_since
-                if not told and now - failing_since >= TOLD_S:
-                    told = True
+                if not warned and now - failing_since >= WARN_AFTER_S:
+                    warned = True
                     log.warning("no heartbeat: %s", error.message, extra={"ledger": self._ledgers.address})
                 self._ledgers.advance()
                 period_s = backoff.next_s()

@@ -1,5 +1,5 @@
-"""What happens to blocks, told at the moment at which it happens: a log for programs, which says afterwards
-whether every block had one owner at any time (docs/commons.md has the events)."""
+"""What happens to blocks, written at the moment at which it happens: a log for programs, which says
+afterwards whether every block had one owner at any time (docs/commons.md has the events)."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def unobserved(event: str, **facts: object) -> None:
 
 
 class EventFile:
-    """A line of JSON for each event, written at once: what a process has told outlives kill -9. Clocks of one
-    machine's processes agree, so that their files can be merged by `at_ns`."""
+    """A line of JSON for each event, written at once: what a process has written outlives kill -9. Clocks of
+    one machine's processes agree, so that their files can be merged by `at_ns`."""
 
     def __init__(self, folder: str, instance_id: str) -> None:
         """Raises InvalidInput where `folder` cannot be written to."""

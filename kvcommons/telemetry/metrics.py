@@ -116,7 +116,7 @@ class RequestMetrics:
         self._model_name = model_name
 
     def succeeded(self, finished_reason: str) -> None:
-        """`finished_reason` as the client is told it: "stop", "length"."""
+        """`finished_reason` as the client sees it: "stop", "length"."""
         self._success.labels(self._model_name, finished_reason).inc()
 
 

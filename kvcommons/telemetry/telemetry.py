@@ -17,7 +17,7 @@ class Telemetry:
     instance_id: str
     registry: CollectorRegistry
     tracer: Tracer
-    observe: Observe = unobserved  # is told what happens to blocks
+    observe: Observe = unobserved  # called with what happens to blocks
 
     @classmethod
     def off(cls, service: str, instance_id: str = "") -> Telemetry:

@@ -30,7 +30,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observation:
-    """One finished exchange, told to an Observer at either end."""
+    """One finished exchange, for the Observer at either end."""
 
     op: str  # the request's field in DataRequest; "attend_layer" for a layer
     sent_bytes: int  # payload

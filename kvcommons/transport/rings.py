@@ -97,7 +97,7 @@ class RingStream:
         self._in = memory.ring(1 if connecting else 0)
         self._in_at = 0
         self._in_ready = 0
-        self._in_taken = 0  # that the peer has not been told of
+        self._in_unacknowledged = 0  # that the peer has not been told of
         self._piece = min(_PIECE_BYTES, self._size // 4)
         self._ended = False
         self._failure: KVCommonsError | None = None
@@ -135,9 +135,9 @@ class RingStream:
             if count == room:
                 break
         self._in_ready -= count
-        self._in_taken += count
+        self._in_unacknowledged += count
         # Less than that the peer can do without: as long as nothing is ready here, more than half is free.
-        if self._in_taken >= self._size // 2:
+        if self._in_unacknowledged >= self._size // 2:
             try:
                 self._ring(0, deadline)
             except Unavailable:
@@ -195,10 +195,10 @@ class RingStream:
         return size
 
     def _ring(self, written: int, deadline: Deadline) -> None:
-        sent = self._bell.send_some((_BELL.pack(written, self._in_taken),), deadline)
+        sent = self._bell.send_some((_BELL.pack(written, self._in_unacknowledged),), deadline)
         if sent != _BELL.size:
             raise Unavailable(f"{self._bell.peer} took half a doorbell")  # no Unix socket splits so little
-        self._in_taken = 0
+        self._in_unacknowledged = 0
 
     def _listen(self, deadline: Deadline, why: str) -> None:
         while not self._hear():
@@ -231,7 +231,7 @@ class RingStream:
             written &= ~_FROM_START
         self._in_ready += written
         self._out_free += taken
-        if self._in_ready + self._in_taken > self._size or self._out_free > self._size:
+        if self._in_ready + self._in_unacknowledged > self._size or self._out_free > self._size:
             raise DataLoss(f"{self._bell.peer} rang for more than a ring of {self._size} bytes holds")
 
 

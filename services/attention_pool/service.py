@@ -85,7 +85,8 @@ class PoolParts:
 
 
 async def serve(config: AttentionPoolConfig, process: Process) -> None:
-    """Serves once its memory is there; when told to stop, gives what is lent time to come back."""
+    """Serves once its memory is there; at a signal to stop, waits a bounded time for lent blocks to come
+    back."""
     part = head_part(config.heads, config.head_group)
     server = RpcServer(config.node.listen, process.telemetry, call_deadline_s=config.node.call_deadline_s)
     started_ms = int(time.time() * 1000)

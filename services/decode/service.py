@@ -294,7 +294,7 @@ class DecodeParts:
 
 
 async def serve(config: DecodeConfig, process: Process) -> None:
-    """Answers health at once, is ready when the model is loaded, drains when told to stop."""
+    """Answers health at once, is ready when the model is loaded, drains at a signal to stop."""
     check_policy(config.placement)
     server = RpcServer(config.node.listen, process.telemetry, call_deadline_s=config.node.call_deadline_s)
     service = DecodeService(max_sequences=config.max_sequences)

@@ -44,7 +44,7 @@ RPC_THREADS = 4  # RocksDB holds the GIL: more would only wait for each other
 
 
 async def serve(config: KVStoreConfig, process: Process) -> None:
-    """Opens the data folder, serves until told to stop, and leaves everything on disk."""
+    """Opens the data folder, serves until a signal to stop, and leaves everything on disk."""
     folder = await asyncio.to_thread(DataFolder, config.data)
     try:
         size_bytes = reserve_bytes(config.data, config.disk_reserve_bytes)

@@ -1,10 +1,9 @@
-"""The routers' queues as eviction policies are told of them. Decisions only: no I/O, no clock, no lock.
+"""The routers' queues as eviction policies see them. Decisions only: no I/O, no clock, no lock.
 
 A hint names prompts and when they will likely start. Here each becomes a job with a number that grows along
 the merged queue, which joins, moves, is served, or leaves. Routers give their jobs no names that a store
-would know, so a job is told by its router and the last block of its prompt (identities are chained: an equal
-end is an equal prompt).
-"""
+would know, so a job is identified by its router and the last block of its prompt (identities are chained: an
+equal end is an equal prompt)."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ _Name = tuple[bytes, bytes, int]  # model, last block, how many alike are before
 
 
 class ExpectedJobs:
-    """`policies`: of a model, none for one without blocks. `window`: so many jobs are told of; None: all."""
+    """`policies`: of a model, none for one without blocks. `window`: policies see so many jobs; None: all."""
 
     def __init__(
         self, policies: Callable[[bytes], Iterable[Policy[bytes]]], window: Callable[[], int] | None = None

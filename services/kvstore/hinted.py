@@ -1,4 +1,4 @@
-"""Jobs that routers have told of once, so that each hint need only name them. Pure: the clock is an
+"""Jobs whose blocks routers have sent once, so that later hints need only name them. Pure: the clock is an
 argument."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Router:
 
 
 class HintedJobs:
-    """What each router has told of the jobs that it named last."""
+    """What is known of the jobs that each router named last."""
 
     def __init__(self) -> None:
         self._routers: dict[str, _Router] = {}
@@ -36,19 +36,19 @@ class HintedJobs:
     def complete(self, request: pb.HintRequest, now_s: float) -> tuple[list[Hinted], list[int]]:
         """The uses of a hint with their blocks, and the jobs whose blocks are not known."""
         self._routers = {name: one for name, one in self._routers.items() if one.until_s > now_s}
-        told: tuple[bytes, Sequence[bytes]]
+        named: tuple[bytes, Sequence[bytes]]
         known = self._routers[request.router].jobs if request.router in self._routers else {}
         uses: list[Hinted] = []
         unknown: list[int] = []
         for use in request.uses:
             if use.block_ids or not use.job:
-                told = use.model, list(use.block_ids)
+                named = use.model, list(use.block_ids)
             elif use.job in known:
-                told = known[use.job]
+                named = known[use.job]
             else:
                 unknown.append(use.job)
                 continue
-            uses.append(Hinted(*told, use.starts_in_ms / 1000, use.job))
+            uses.append(Hinted(*named, use.starts_in_ms / 1000, use.job))
         return uses, unknown
 
     def keep(self, request: pb.HintRequest, uses: Sequence[Hinted], now_s: float) -> None:

@@ -3,7 +3,7 @@
 Decisions only: no I/O, no clock, no lock.
 
 Each router sends the look-ahead of its queue with expected starts and repeats it while jobs wait; a newer
-hint replaces the older one of the same router. Merged, soonest first, they are told to the eviction policies
+hint replaces the older one of the same router. Merged, soonest first, they go to the eviction policies
 (`expected.py`), and give the fetch window of Gao et al., "AttentionStore", section 3.3.1: the next C_mem /
 S_kv jobs, as far as what they want fits into DRAM together; their blocks are fetched from disk.
 """
@@ -34,7 +34,7 @@ class _Hint:
 class Hints:
     """The hints of all routers. `slot_bytes`: what a block of a model takes, 0 for an unknown model.
 
-    `policies`: of a model. With `paper_window` they are told of AttentionStore's eviction window only.
+    `policies`: of a model. With `paper_window` they see AttentionStore's eviction window only.
     """
 
     def __init__(

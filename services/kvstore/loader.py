@@ -113,7 +113,7 @@ class BlockLoad:
 class Loader:
     """Reads blocks into the DRAM slots that they have, on the threads of `pool`.
 
-    `done` is told how each load ended.
+    `done` is called with the end of each load.
     """
 
     def __init__(

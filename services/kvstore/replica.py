@@ -272,7 +272,8 @@ class Replica:
             start = page.end
 
     def settle(self) -> Steps[None]:
-        """Tells the others of changes that nobody waits for: expiry, and what a call did not get told."""
+        """Sends the others the changes that nobody waits for: expiry, and what an earlier call did not bring
+        over."""
         if self.alone:
             return
         for key in self._sessions.touched():

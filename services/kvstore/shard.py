@@ -68,7 +68,7 @@ class Shard:
         self._sessions = sessions
         self._executor = executor
         self._directory = directory
-        self._told = changed
+        self._notify_ledger = changed
         self._replica = Replica(sessions, self._changed)
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._tasks: list[asyncio.Task[None]] = []
@@ -163,18 +163,18 @@ class Shard:
             if self._sessions.name not in view.members:
                 log.info("this shard is not in it yet", extra={"shard": self._sessions.name})
         self._moved.set()
-        self._told()
+        self._notify_ledger()
 
     async def _follow(self) -> None:
-        told = False
+        warned = False
         while True:
             view = self._directory.shards
             if view is not None:
                 with suppress(KVCommonsError):  # the disk; tried again
                     await self._drive(self._replica.adopt(view))
                 mine = self._replica.view
-                if (mine is None or mine.stack != view.stack) and not told:
-                    told = True
+                if (mine is None or mine.stack != view.stack) and not warned:
+                    warned = True
                     log.error(
                         "this folder has sessions of another stack, so it stays out of this one: start it "
                         "with its own ledger, or give this kvstore an empty folder"

@@ -125,7 +125,7 @@ class ShardSessions(Sessions):
             has_sessions=self.count > 0,
         )
 
-    # ---- what the others are told
+    # ---- what goes to the others
 
     def stamp(self, key: bytes) -> Stamp | None:
         with self._lock:

@@ -53,7 +53,7 @@ class StampedTable:
         self.synced_epoch = self._number(_SYNCED_KEY)
         self.revision = self._number(_REVISION_KEY)
         self.removals: Counter[bytes] = Counter()  # of records, for as long as their tombstones stay
-        self.touched: set[bytes] = set()  # changed here, and perhaps not told to the others yet
+        self.touched: set[bytes] = set()  # changed here; the others may not know of it yet
         self._stamping = table.get(META, _STAMPING_KEY) is not None
 
     def adopt(self, view: ShardView) -> None:

@@ -18,7 +18,8 @@ _BATCH_MAX = 10_000
 
 
 class BlockUses:
-    """`unnamed` is told of blocks of a model that no session names any more. Raises StoreUnavailable."""
+    """`unnamed` is called with the blocks of a model that no session names any more. Raises
+    StoreUnavailable."""
 
     def __init__(self, table: Table, unnamed: Callable[[bytes, Sequence[bytes]], None]) -> None:
         self._table = table

@@ -47,7 +47,7 @@ class Round(Enum):
 class Writer:
     """Carries out what the catalog decides about the disk.
 
-    `settled` is told of blocks that became durable, or for which that was given up.
+    `settled` is called with blocks that became durable, or that the writer gave up.
     """
 
     def __init__(

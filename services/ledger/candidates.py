@@ -71,7 +71,7 @@ class Candidates:
             self._slow.pop(name, None)
             self._leave(known.pop(name))
 
-    def heard(self, instance: pb.Instance) -> None:
+    def heartbeat(self, instance: pb.Instance) -> None:
         """A heartbeat: what the creditor says now counts again."""
         self._refused.pop(instance.id, None)
         self._take(instance)

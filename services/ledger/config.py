@@ -18,7 +18,7 @@ class LedgerConfig:
     etcd_prefix: str = "/kvcommons/"  # stacks that share an etcd have different ones
     etcd_timeout_s: Annotated[float, Gt(0)] = 1.5  # of one call: a paused etcd is noticed in this time
     lease_s: Annotated[int, Ge(2), Le(60)] = 5  # a silent instance is gone after it; etcd's least is 2 or so
-    heartbeat_ms: Annotated[int, Ge(100)] = 1_000  # what instances are told
+    heartbeat_ms: Annotated[int, Ge(100)] = 1_000  # how often instances send heartbeats
 
     # Debts are settled where the smallest one on a circle reaches the threshold: fewer blocks are not worth
     # freezing for (Infinite-LLM, section 4.5). Each participant sets a round's blocks aside, if it has them.

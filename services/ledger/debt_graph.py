@@ -53,7 +53,7 @@ def find_circle(debts: Debts, threshold: int) -> Circle | None:
     if best is None:
         return None
     circle = _shortest(best)
-    # It starts at its least name: the same circle is always told in the same words.
+    # It starts at its least name: the same circle always has the same form.
     first = circle.index(min(circle))
     circle = circle[first:] + circle[:first]
     return Circle(

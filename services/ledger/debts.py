@@ -31,7 +31,7 @@ class _Record:
 
 
 @dataclass(slots=True)
-class _Told:
+class _Reported:
     """By a heartbeat here, and not in etcd yet."""
 
     loans: dict[str, int]
@@ -39,21 +39,21 @@ class _Told:
 
 @dataclass(slots=True)
 class DebtLedger:
-    """One replica's."""
+    """The debts, as one replica of the ledger keeps them."""
 
     _records: dict[str, _Record] = field(default_factory=dict)
     _deleted_at: dict[str, int] = field(default_factory=dict)  # revisions
-    _told: dict[str, _Told] = field(default_factory=dict)
+    _reported: dict[str, _Reported] = field(default_factory=dict)
     _gone_since: dict[str, float] = field(default_factory=dict)
 
-    def heard(self, creditor: str, loans: Mapping[str, int]) -> None:
+    def heartbeat(self, creditor: str, loans: Mapping[str, int]) -> None:
         """A heartbeat that came in here."""
         now = {debtor: blocks for debtor, blocks in loans.items() if blocks}
         record = self._records.get(creditor)
         if now != (record.loans if record is not None else {}):
-            self._told[creditor] = _Told(now)
+            self._reported[creditor] = _Reported(now)
         else:
-            self._told.pop(creditor, None)
+            self._reported.pop(creditor, None)
 
     def listed(self, revision: int, records: Mapping[str, tuple[int, Mapping[str, int]]]) -> None:
         """All that etcd held at `revision`: by creditor the record's revision and its loans."""
@@ -66,7 +66,7 @@ class DebtLedger:
         self._deleted_at = {name: at for name, at in self._deleted_at.items() if at > revision}
 
     def stored(self, creditor: str, revision: int, loans: Mapping[str, int] | None) -> None:
-        """etcd has this record: it told, or this replica wrote it. None: deleted."""
+        """etcd has this record: a watch reported it, or this replica wrote it. None: deleted."""
         known = self._records.get(creditor)
         if revision <= max(known.revision if known else 0, self._deleted_at.get(creditor, 0)):
             return
@@ -75,34 +75,34 @@ class DebtLedger:
             self._deleted_at[creditor] = revision
         else:
             self._records[creditor] = _Record(dict(loans), revision)
-        told = self._told.get(creditor)
-        if told is not None and told.loans == (loans or {}):
-            del self._told[creditor]
+        reported = self._reported.get(creditor)
+        if reported is not None and reported.loans == (loans or {}):
+            del self._reported[creditor]
 
     def writes(self) -> list[CompareAndSwap]:
-        """What etcd needs to be told; each is asked for until etcd holds it."""
+        """The writes that etcd still needs; each is returned until etcd holds it."""
         due = []
-        for creditor, told in self._told.items():
+        for creditor, reported in self._reported.items():
             record = self._records.get(creditor)
             revision = record.revision if record is not None else 0
-            due.append(CompareAndSwap(creditor=creditor, loans=told.loans, revision=revision))
+            due.append(CompareAndSwap(creditor=creditor, loans=reported.loans, revision=revision))
         return due
 
     def write_offs(self, living: Collection[str], now: float) -> list[CompareAndSwap]:
         """Records of creditors that have been gone for a while; the leader's to delete. What the dead owe is
         written off by their creditors, when leases run out."""
-        for name in (*self._records, *self._told):
+        for name in (*self._records, *self._reported):
             if name in living:
                 self._gone_since.pop(name, None)
             else:
                 self._gone_since.setdefault(name, now)
         over = [name for name, since in self._gone_since.items() if now - since >= WRITE_OFF_S]
         for name in over:
-            self._told.pop(name, None)
+            self._reported.pop(name, None)
         self._gone_since = {
             name: since
             for name, since in self._gone_since.items()
-            if name in self._records or name in self._told
+            if name in self._records or name in self._reported
         }
         return [
             CompareAndSwap(creditor=name, loans=None, revision=self._records[name].revision)
@@ -113,7 +113,7 @@ class DebtLedger:
     def debts(self, living: Collection[str]) -> dict[str, dict[str, int]]:
         """The debt graph: debtor to creditor to blocks, of the living, with what was heard here last."""
         owed: dict[str, dict[str, int]] = {}
-        for creditor in self._records.keys() | self._told.keys():
+        for creditor in self._records.keys() | self._reported.keys():
             if creditor in living:
                 for debtor, blocks in self.loans(creditor).items():
                     if debtor in living:
@@ -122,5 +122,5 @@ class DebtLedger:
 
     def loans(self, creditor: str) -> Mapping[str, int]:
         """By debtor."""
-        known = self._told.get(creditor) or self._records.get(creditor)
+        known = self._reported.get(creditor) or self._records.get(creditor)
         return known.loans if known is not None else {}

@@ -63,12 +63,14 @@ def _shortfall(name: str, pools: Mapping[str, pb.Instance]) -> str:
         by_part.setdefault(_part(pool), []).append(pool.id)
     counts = {pool.heads.parts for pool in pools.values()}
     if len(counts) > 1:
-        told = ", ".join(f"{pool.id} {_part(pool)}" for pool in _in_order(pools))
-        return f"head group {name!r} has parts of different numbers ({told}): divide it into as many for all"
-    if len({pool.model.fingerprint for pool in pools.values()}) > 1:
-        told = ", ".join(f"{pool.id} {pool.model.fingerprint.hex()[:12]}" for pool in _in_order(pools))
+        listed = ", ".join(f"{pool.id} {_part(pool)}" for pool in _in_order(pools))
         return (
-            f"head group {name!r} has parts of different models ({told}): start all with one model, dtype "
+            f"head group {name!r} has parts of different numbers ({listed}): divide it into as many for all"
+        )
+    if len({pool.model.fingerprint for pool in pools.values()}) > 1:
+        listed = ", ".join(f"{pool.id} {pool.model.fingerprint.hex()[:12]}" for pool in _in_order(pools))
+        return (
+            f"head group {name!r} has parts of different models ({listed}): start all with one model, dtype "
             "and block size"
         )
     for part, ids in sorted(by_part.items()):

@@ -29,7 +29,7 @@ async def keep(
 ) -> None:
     """Lists the records under `prefix` and watches them, while `write` writes what is due, until cancelled;
     `etcd` is closed then. It lists again now and then, and where `write` has ended. Where etcd is out of
-    reach, `away` is told, and all of it begins anew."""
+    reach, `away` is called, and all of it begins anew."""
     try:
         while True:
             try:

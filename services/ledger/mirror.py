@@ -22,7 +22,7 @@ WRITE_PAUSE_S = 0.1  # what changes within it is written once
 IDLE_S = 0.5  # how often renewals are looked for
 RELIST_S = 60.0  # a watch that lost something without a word costs no more than this
 BACKOFF_S = (0.1, 0.2, 0.5, 1.0)
-# etcd may start after its ledgers: only one that stays away for some seconds is told of.
+# etcd may start after its ledgers: it is logged only where it stays away for some seconds.
 FAILURES_TOLD = 5
 
 

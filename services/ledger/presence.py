@@ -36,7 +36,7 @@ class Presence:
     async def run(self) -> None:
         """Until cancelled."""
         while True:
-            self._registry.heard(self._describe(), time.monotonic())
+            self._registry.heartbeat(self._describe(), time.monotonic())
             self._feed.touch()
             self._mirror.wake()
             await asyncio.sleep(self._heartbeat_ms / 1e3)

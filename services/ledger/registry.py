@@ -46,7 +46,7 @@ Write = Put | KeepAlive | Remove
 
 
 @dataclass(slots=True)
-class _Heard:
+class _Heartbeat:
     instance: pb.Instance
     at: float
     renewed_at: float | None = None  # when the lease was last kept alive
@@ -76,7 +76,7 @@ class Registry:
         self._lease_s = lease_s
         # An instance that has missed a heartbeat here may have moved to another replica.
         self._fresh_s = 1.5 * heartbeat_s
-        self._heard: dict[str, _Heard] = {}
+        self._heartbeats: dict[str, _Heartbeat] = {}
         self._stored: dict[str, _Stored] = {}
         self._left: dict[str, _Left] = {}
         self._lost_at: float | None = None  # since when etcd has been out of reach
@@ -86,21 +86,21 @@ class Registry:
 
     # What happened
 
-    def heard(self, instance: pb.Instance, now: float) -> None:
+    def heartbeat(self, instance: pb.Instance, now: float) -> None:
         """A heartbeat came in here. One that was under way while its instance left is late, and ignored."""
         left = self._left.get(instance.id)
         if left is not None:
             if instance.started_ms <= left.started_ms:
                 return
             del self._left[instance.id]
-        known = self._heard.get(instance.id)
+        known = self._heartbeats.get(instance.id)
         if known is None:
-            self._heard[instance.id] = _Heard(instance, now)
+            self._heartbeats[instance.id] = _Heartbeat(instance, now)
         else:
             known.instance, known.at = instance, now
 
     def left(self, instance: pb.Instance, now: float) -> None:
-        self._heard.pop(instance.id, None)
+        self._heartbeats.pop(instance.id, None)
         self._left[instance.id] = _Left(instance.started_ms, now)
 
     def listed(self, revision: int, instances: Mapping[str, tuple[int, pb.Instance]], now: float) -> None:
@@ -121,7 +121,7 @@ class Registry:
         self._lost_at = None
 
     def put(self, revision: int, instance: pb.Instance) -> None:
-        """etcd holds this record: it told, or this replica wrote it."""
+        """etcd holds this record: a watch reported it, or this replica wrote it."""
         known = self._stored.get(instance.id)
         if known is None or known.revision < revision:
             self._stored[instance.id] = _Stored(revision, instance)
@@ -138,13 +138,13 @@ class Registry:
 
     def renewed(self, instance_id: str, now: float) -> None:
         """The lease was granted or kept alive."""
-        if (known := self._heard.get(instance_id)) is not None:
+        if (known := self._heartbeats.get(instance_id)) is not None:
             known.renewed_at = now
 
     def lapsed(self, instance_id: str, now: float) -> None:
         """etcd does not know the lease any more: the record is gone, too."""
         self._stored.pop(instance_id, None)
-        if (known := self._heard.get(instance_id)) is not None:
+        if (known := self._heartbeats.get(instance_id)) is not None:
             known.renewed_at, known.gone_at = None, now
 
     def removed(self, instance_id: str) -> None:
@@ -156,15 +156,15 @@ class Registry:
     # What follows
 
     def writes(self, now: float) -> list[Write]:
-        """What etcd needs to be told. Each is asked for again until it is reported as done."""
+        """The writes that etcd still needs. Each is returned again until it is reported as done."""
         due: list[Write] = [Remove(instance_id=name) for name, left in self._left.items() if not left.removed]
-        for name, heard in self._heard.items():
-            if now - heard.at >= self._fresh_s or not heard.counts:
+        for name, heartbeat in self._heartbeats.items():
+            if now - heartbeat.at >= self._fresh_s or not heartbeat.counts:
                 continue  # silent: it may be dead, or another replica may know something newer
             stored = self._stored.get(name)
-            if stored is None or stored.instance != heard.instance:
-                due.append(Put(instance=heard.instance))
-            if stored is not None and self._is_due(heard, now):  # a put does not renew a lease
+            if stored is None or stored.instance != heartbeat.instance:
+                due.append(Put(instance=heartbeat.instance))
+            if stored is not None and self._is_due(heartbeat, now):  # a put does not renew a lease
                 due.append(KeepAlive(instance_id=name))
         return due
 
@@ -177,13 +177,13 @@ class Registry:
         self._forget(now)
         view = {name: instance for name, (instance, _) in self._doubtful.items()}
         view.update((name, stored.instance) for name, stored in self._stored.items())
-        for name, heard in self._heard.items():
-            silent_s = now - heard.at
-            if not heard.counts:
+        for name, heartbeat in self._heartbeats.items():
+            silent_s = now - heartbeat.at
+            if not heartbeat.counts:
                 continue
             if silent_s < self._fresh_s or (name not in view and silent_s < self._lease_s):
-                view[name] = heard.instance
-            elif self._lost_at is not None and silent_s >= self._lease_s and heard.at > self._lost_at:
+                view[name] = heartbeat.instance
+            elif self._lost_at is not None and silent_s >= self._lease_s and heartbeat.at > self._lost_at:
                 # It came here while etcd was away, and then no more; etcd cannot tell that its lease ran out.
                 view.pop(name, None)
         for name, left in self._left.items():
@@ -205,17 +205,19 @@ class Registry:
         """As of the last refresh."""
         return self._view.get(instance_id)
 
-    def _is_due(self, heard: _Heard, now: float) -> bool:
+    def _is_due(self, heartbeat: _Heartbeat, now: float) -> bool:
         """Whether to renew: early enough, and for a heartbeat that has come since the last time."""
-        if heard.renewed_at is None:
+        if heartbeat.renewed_at is None:
             return True
-        return now - heard.renewed_at >= self._lease_s / 4 and heard.at > heard.renewed_at
+        return now - heartbeat.renewed_at >= self._lease_s / 4 and heartbeat.at > heartbeat.renewed_at
 
     def _forget(self, now: float) -> None:
         if self._lost_at is None:
-            gone = [name for name, heard in self._heard.items() if now - heard.at >= self._lease_s]
+            gone = [
+                name for name, heartbeat in self._heartbeats.items() if now - heartbeat.at >= self._lease_s
+            ]
             for name in gone:
-                del self._heard[name]
+                del self._heartbeats[name]
         self._doubtful = {
             name: (instance, until)
             for name, (instance, until) in self._doubtful.items()

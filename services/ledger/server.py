@@ -54,10 +54,10 @@ class LedgerService(rpc.LedgerServicer):
             log.info("left", extra={"peer": instance.id})
             self._registry.left(instance, now)
         else:
-            self._registry.heard(instance, now)
-            self._candidates.heard(instance)
+            self._registry.heartbeat(instance, now)
+            self._candidates.heartbeat(instance)
             if instance.service in LENDERS:
-                self._debts.heard(instance.id, instance.load.loans)
+                self._debts.heartbeat(instance.id, instance.load.loans)
         self._feed.touch()
         self._mirror.wake()
         return pb.HeartbeatReply(heartbeat_ms=self._heartbeat_ms)

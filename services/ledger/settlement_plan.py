@@ -67,7 +67,7 @@ def plan(
 ) -> list[Plan]:
     """Plans that share no instance. `threshold`: the least blocks that are worth a settlement (the paper's
     empirical one). `busy` instances are left out: a settlement is under way there, or has just ended and
-    heartbeats have not told of it yet."""
+    no heartbeat counts it yet."""
     taken = set(busy)
     plans: list[Plan] = []
     while (circle := find_circle(_without(debts, taken), threshold)) is not None:

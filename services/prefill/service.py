@@ -98,7 +98,7 @@ class PrefillParts:
 
 
 async def serve(config: PrefillConfig, process: Process) -> None:
-    """Answers health at once, is ready when the model is loaded, drains when told to stop."""
+    """Answers health at once, is ready when the model is loaded, drains at a signal to stop."""
     server = RpcServer(config.node.listen, process.telemetry, call_deadline_s=config.node.call_deadline_s)
     service = PrefillService(PrefillMetrics(process.telemetry.registry))
     server.add(prefill_pb2_grpc.add_PrefillServicer_to_server, service)

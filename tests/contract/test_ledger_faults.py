@@ -307,7 +307,7 @@ async def test_a_write_under_way_does_not_bring_back_who_leaves(etcd: RealEtcd) 
     running = asyncio.create_task(mirror.run())
     try:
         await eventually("listed", lambda: mirror.connected, within_s=WITHIN_S)
-        registry.heard(instance("decode-1"), time.monotonic())
+        registry.heartbeat(instance("decode-1"), time.monotonic())
         mirror.wake()
         async with asyncio.timeout(scaled(20)):
             await client.waiting.wait()
@@ -330,7 +330,7 @@ async def test_last_words_are_tried_again(etcd: RealEtcd) -> None:
     mirror = Mirror(client, registry, prefix="/kvcommons/", lease_s=30, changed=lambda: None)
     running = asyncio.create_task(mirror.run())
     try:
-        registry.heard(instance("decode-1"), time.monotonic())
+        registry.heartbeat(instance("decode-1"), time.monotonic())
         await eventually("written", lambda: registry.is_stored("decode-1"), within_s=WITHIN_S)
         etcd.pause()
         registry.left(instance("decode-1"), time.monotonic())

@@ -46,8 +46,8 @@ class LedgerReplica(Proc):
 
     def beat(self, instance: pb.Instance) -> None:
         self.beats[instance.id] = (self.clock(), instance)
-        self.index.heard(instance)
-        self.book.heard(instance.id, instance.load.loans)
+        self.index.heartbeat(instance)
+        self.book.heartbeat(instance.id, instance.load.loans)
 
     def candidates(self, request: pb.CandidatesRequest) -> list[str]:
         return [one.id for one in self.index.choose(request, self.clock())]

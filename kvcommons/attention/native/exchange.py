@@ -95,13 +95,13 @@ class NativeAllowance:
         self._library.grant(self.address, granted_ns, counts)
 
     def take(self, timeout_s: float) -> int:
-        taken = self._library.try_take(self.address, 0)
-        if not taken:
-            taken = self._library.take(self.address, time.monotonic_ns() + int(timeout_s * 1e9))
-        return int(taken)
+        permit = self._library.try_take(self.address, 0)
+        if not permit:
+            permit = self._library.take(self.address, time.monotonic_ns() + int(timeout_s * 1e9))
+        return int(permit)
 
-    def give(self, taken: int) -> None:
-        self._library.give(self.address, taken)
+    def give(self, permit: int) -> None:
+        self._library.give(self.address, permit)
 
     def give_way(self, timeout_s: float) -> None:
         self._library.give_way(self.address, time.monotonic_ns() + int(timeout_s * 1e9))

@@ -53,7 +53,7 @@ class RemoteAttention:
         budget: AttentionBudget,
         mini_batches: int = 0,
     ) -> None:
-        """`rates` is told what was measured, `budget` when this process has nothing to do but wait. A holder
+        """`rates` takes what was measured, `budget` when this process has nothing to do but wait. A holder
         is sent its share of a batch in so many `mini_batches`; 0: in as many as pays by what was measured."""
         self._budget = budget
         self._device = device

@@ -221,12 +221,12 @@ def _over(one_s: float, other_s: float) -> float:
 class Staggering:
     """Whether the same sequences make more tokens as the scheme's batches than as one on each replica.
 
-    Without pipelining it is told what the parts of an iteration take, and computes what pipelining would
-    bring. With it, it is told what iterations take, and that is what counts then: batches that run at the
-    same time may disturb each other (replicas and pool on the same cores). Pipelining that does not keep what
-    it promised is given up, and tried again where the batch is another, or after `retry_after` iterations.
-    A trial is short, so the unknown is taken at its best: slices of half a batch take half as long.
-    """
+    Without pipelining it observes what the parts of an iteration take, and computes what pipelining would
+    bring. With pipelining it observes what iterations take, and that is what counts then: batches that run at
+    the same time may disturb each other (replicas and pool on the same cores). Pipelining that does not keep
+    what it promised is given up, and tried again where the batch is another, or after `retry_after`
+    iterations. A trial is short, so the unknown is taken at its best: slices of half a batch take half as
+    long."""
 
     _ON, _OFF = 1.1, 1.0  # gains
     _ALIKE = 1.5  # tokens of batches over tokens of those measured, either way

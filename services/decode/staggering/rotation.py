@@ -117,8 +117,8 @@ class Rotation:
         }
         self._number = -1
         self._load = data_pb2.MetReplica()
-        self._told = False
-        self._told_s = 0.0
+        self._announced = False
+        self._announced_s = 0.0
         self._lock = threading.Lock()  # guards what the group's first instance announced
 
     def join(self, own_address: str) -> None:
@@ -159,7 +159,7 @@ class Rotation:
         if self._first:
             return self._staggering.on
         with self._lock:
-            return self._told and time.monotonic() - self._told_s < _TOLD_S
+            return self._announced and time.monotonic() - self._announced_s < _TOLD_S
 
     @property
     def shares(self) -> int:
@@ -250,5 +250,5 @@ class Rotation:
         check_model(asked.model, self._core.info.fingerprint)
         if asked.address == self._replicas[0]:
             with self._lock:
-                self._told, self._told_s = asked.rotate, time.monotonic()
+                self._announced, self._announced_s = asked.rotate, time.monotonic()
         return self._load

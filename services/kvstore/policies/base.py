@@ -1,6 +1,6 @@
 """The interface of all eviction policies, and what those that do not look at the queue share.
 
-A policy orders the blocks of one tier. It is told what comes and goes and is asked for one victim at a time;
+A policy orders the blocks of one tier. It follows what comes and goes, and names one victim at a time;
 it never does anything itself. The live store and the trace replay drive the same classes; keys are block
 identities there and numbers here.
 

@@ -1,6 +1,6 @@
 """How likely a block is to be used again, learned from the jobs that come by.
 
-Blocks are told apart by a small class number. For each class the curve holds, by age, how many blocks
+Blocks are divided into classes by a small number. For each class the curve holds, by age, how many blocks
 were used again and how long blocks were at risk of it; their quotient is the hazard of reuse. From it
 follows the *hit density* of a block: hits to be had for each unit of time that it takes up room, at the
 best moment to stop waiting for it (the Gittins index of the block; hit density as in Beckmann, Chen and

@@ -1,1 +1,1 @@
-"""The job queue: which request runs next, and what the store is told of it in advance."""
+"""The job queue: which request runs next, and which hints the store gets of it."""

@@ -70,7 +70,7 @@ class QueueLookAhead:
         asks_distance: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`jobs_max`: of the next jobs the store is told; 0: none."""
+        """`jobs_max`: of how many of the next jobs the store gets hints; 0: none."""
         self.asks_distance = asks_distance
         self._queue = queue
         self._fleet = fleet

@@ -97,7 +97,7 @@ class JobQueue:
         return job
 
     def set_prefix(self, job: Job, prefix: Prefix) -> None:
-        """What a job could reuse; told once, before it waits for long."""
+        """Sets what a job could reuse; called once, before it waits for long."""
         job.prefix = prefix
         if job in self._waiting:
             self._sharers.join(prefix.block_ids)

@@ -91,7 +91,7 @@ def test_a_refusal_holds_until_the_creditors_next_heartbeat() -> None:
     def ids(now: float) -> list[str]:
         for one in instances.values():
             if one.id in {"a", "b"} - refused:
-                candidates.heard(one)  # what was promised before does not count in this test
+                candidates.heartbeat(one)  # what was promised before does not count in this test
         return [one.id for one in candidates.choose(request(), now)]
 
     refused = {"a"}
@@ -151,7 +151,7 @@ def test_a_promise_is_forgotten_with_the_next_heartbeat_or_after_a_while() -> No
 
     assert first(0.0) == "much"
     assert first(0.1) == "little"  # of the five that are left nobody knows for certain
-    candidates.heard(much)
+    candidates.heartbeat(much)
     assert first(0.2) == "much"
     assert first(0.2 + REFUSAL_S) == "much"
 
@@ -172,7 +172,7 @@ def test_the_index_chooses_what_sorting_all_would(
     for name, lendable, host, borrows in heartbeats:
         known[name] = lender(name, lendable, host=host, owes=int(borrows))
         if lendable % 2:
-            candidates.heard(known[name])
+            candidates.heartbeat(known[name])
         candidates.follow(dict(known))
     able = [one for one in known.values() if one.load.lendable_blocks]
     for group in (
@@ -200,7 +200,7 @@ def test_ten_thousand_instances_share_the_load_evenly() -> None:
     names = list(lendable)
     for name in names:
         for replica in replicas:
-            replica.heard(lender(name, lendable[name], host=hosts[name]))
+            replica.heartbeat(lender(name, lendable[name], host=hosts[name]))
     debtors = [f"d{number}" for number in range(5_000)]
     for _ in range(4):
         dice.shuffle(debtors)
@@ -215,7 +215,7 @@ def test_ten_thousand_instances_share_the_load_evenly() -> None:
             # A heartbeat, at whichever replica it goes to; the others hear of it, too.
             beating = names[number]
             for replica in replicas:
-                replica.heard(lender(beating, lendable[beating], host=hosts[beating]))
+                replica.heartbeat(lender(beating, lendable[beating], host=hosts[beating]))
     assert sum(lent.values()) == 4 * 5_000 * 2
     assert max(lent.values()) <= 2 * sum(lent.values()) / len(lent)
 
@@ -229,7 +229,7 @@ def test_who_is_slow_is_named_when_nobody_else_lends() -> None:
 
     candidates.slow("a", 0.0)
     assert ids(0.0) == ["c"]
-    candidates.heard(lender("a", 90))  # it beats, and is as slow as before
+    candidates.heartbeat(lender("a", 90))  # it beats, and is as slow as before
     assert ids(1.0) == ["c"]
     candidates.slow("c", 2.0)
     assert ids(2.0) == ["b"]

@@ -11,21 +11,21 @@ def swap(creditor: str, loans: dict[str, int] | None, revision: int) -> CompareA
 
 def test_what_is_heard_counts_at_once_and_is_written_until_etcd_has_it() -> None:
     ledger = DebtLedger()
-    ledger.heard("a", {"b": 3, "c": 0})
+    ledger.heartbeat("a", {"b": 3, "c": 0})
     assert ledger.debts(ALL) == {"b": {"a": 3}}
     assert ledger.writes() == ledger.writes() == [swap("a", {"b": 3}, 0)]
     ledger.stored("a", 5, {"b": 3})
     assert ledger.writes() == []
-    ledger.heard("a", {"b": 3})
+    ledger.heartbeat("a", {"b": 3})
     assert ledger.writes() == []
-    ledger.heard("a", {})
+    ledger.heartbeat("a", {})
     assert ledger.writes() == [swap("a", {}, 5)]
     assert ledger.debts(ALL) == {}
 
 
 def test_of_two_that_write_at_once_the_other_looks_again() -> None:
     ledger = DebtLedger()
-    ledger.heard("a", {"b": 3})
+    ledger.heartbeat("a", {"b": 3})
     ledger.stored("a", 8, {"b": 2})  # another replica heard something else
     assert ledger.writes() == [swap("a", {"b": 3}, 8)]
     ledger.stored("a", 7, {"b": 1})  # late
@@ -36,7 +36,7 @@ def test_of_two_that_write_at_once_the_other_looks_again() -> None:
 
 def test_nothing_to_say_makes_no_record() -> None:
     ledger = DebtLedger()
-    ledger.heard("a", {})
+    ledger.heartbeat("a", {})
     assert ledger.writes() == []
 
 
@@ -66,5 +66,5 @@ def test_debts_of_the_dead_do_not_count_and_are_written_off_within_a_bound() -> 
     ledger.stored("a", 6, None)
     assert ledger.write_offs({"b"}, 200.0) == []
     # It was written off, and lives: its next heartbeat is a new record.
-    ledger.heard("a", {"b": 1})
+    ledger.heartbeat("a", {"b": 1})
     assert ledger.writes() == [swap("a", {"b": 1}, 0)]

@@ -45,19 +45,19 @@ def test_groups_and_single_pools_stand_beside_each_other() -> None:
 def test_what_a_part_says_counts_and_a_part_that_goes_takes_the_group_with_it() -> None:
     parts = {one.id: one for one in (part("a", "0/2"), part("b", "1/2"))}
     candidates = knowing(list(parts.values()))
-    candidates.heard(part("b", "1/2", 3))
+    candidates.heartbeat(part("b", "1/2", 3))
     assert candidates.choose(request(), 0.0)[0].load.lendable_blocks == 3
-    candidates.heard(part("b", "1/2", 0))
+    candidates.heartbeat(part("b", "1/2", 0))
     assert named(candidates) == []
     candidates.follow(parts)
-    candidates.heard(part("b", "1/2", 2))
+    candidates.heartbeat(part("b", "1/2", 2))
     assert named(candidates) == ["a"]
     for gone in ("a", "b"):
         candidates.follow({name: one for name, one in parts.items() if name != gone})
         assert named(candidates) == []
         candidates.follow(parts)
         assert named(candidates) == ["a"]
-    candidates.heard(part("b", "1/2", ready=False))
+    candidates.heartbeat(part("b", "1/2", ready=False))
     assert named(candidates) == []
 
 
@@ -74,19 +74,19 @@ def test_a_part_that_was_killed_and_started_again_is_there_once() -> None:
 
 def test_one_that_lives_again_as_something_else() -> None:
     candidates = knowing([part("a", "0/2"), part("b", "1/2")])
-    candidates.heard(lender("b", 4))
+    candidates.heartbeat(lender("b", 4))
     assert named(candidates) == ["b"]
-    candidates.heard(lender("a", 4))
+    candidates.heartbeat(lender("a", 4))
     assert sorted(named(candidates)) == ["a", "b"]
-    candidates.heard(part("a", "1/2", group="other"))
-    candidates.heard(part("b", "0/2", group="other"))
+    candidates.heartbeat(part("a", "1/2", group="other"))
+    candidates.heartbeat(part("b", "0/2", group="other"))
     assert named(candidates) == ["b"]
 
 
 def test_a_refusal_and_slowness_are_the_groups() -> None:
     candidates = knowing([part("a", "0/2"), part("b", "1/2"), lender("single", 2)])
     candidates.refused("a", 0.0)
-    candidates.heard(part("b", "1/2"))
+    candidates.heartbeat(part("b", "1/2"))
     assert named(candidates, now=0.1) == ["single"]
     assert sorted(named(candidates, now=REFUSAL_S)) == ["a", "single"]
     candidates.slow("a", REFUSAL_S)
@@ -122,11 +122,11 @@ def test_what_a_group_was_named_for_counts_until_the_part_with_the_fewest_blocks
     small, large = part("a0", "0/2", 30), part("a1", "1/2", 40)
     candidates = knowing([small, large, part("b0", "0/2", 20, group="b"), part("b1", "1/2", 20, group="b")])
     assert named(candidates, 25) == ["a0"]
-    candidates.heard(large)
+    candidates.heartbeat(large)
     assert named(candidates, 15) == ["b0"]  # five are left of a
-    candidates.heard(small)
+    candidates.heartbeat(small)
     assert named(candidates, 25) == ["a0"]
-    candidates.heard(large)
+    candidates.heartbeat(large)
     assert named(candidates, 25, REFUSAL_S) == ["a0"]  # the same promise, run out
 
 
@@ -139,7 +139,7 @@ def test_parts_that_lend_the_same_do_not_each_forget_what_the_group_was_named_fo
     candidates = knowing(pools)
     assert named(candidates, 25) == ["a0"]
     for later in pools[1:3]:
-        candidates.heard(later)
+        candidates.heartbeat(later)
     assert named(candidates, 15) == ["b0"]
 
 
@@ -155,6 +155,6 @@ async def test_what_groups_lack_is_logged_once_for_each_model(caplog: pytest.Log
     assert len(caplog.records) == 2
     for number in range(2, 2 * MODELS_MAX):
         model = bytes([number]) * 32
-        candidates.heard(part(f"p{number}", "0/2", group=f"g{number}", model=model))
+        candidates.heartbeat(part(f"p{number}", "0/2", group=f"g{number}", model=model))
         await service.Candidates(pb.CandidatesRequest(debtor="d", model=model, blocks=1), None)
     assert len(service._shortfalls) == MODELS_MAX

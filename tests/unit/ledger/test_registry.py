@@ -34,29 +34,29 @@ def names(one: Registry, now: float) -> list[str]:
 def test_what_changed_is_told_apart() -> None:
     one = registry()
     assert one.refresh(0.0) is Change.NOTHING
-    one.heard(instance(free=1), 0.0)
+    one.heartbeat(instance(free=1), 0.0)
     assert one.refresh(0.0) is Change.MEMBERS
-    one.heard(instance(free=1), 1.0)
+    one.heartbeat(instance(free=1), 1.0)
     assert one.refresh(1.0) is Change.NOTHING
-    one.heard(instance(free=2), 2.0)
+    one.heartbeat(instance(free=2), 2.0)
     assert one.refresh(2.0) is Change.LOAD
-    one.heard(instance(free=2, ready=False), 3.0)
+    one.heartbeat(instance(free=2, ready=False), 3.0)
     assert one.refresh(3.0) is Change.MEMBERS
 
 
 def test_a_value_is_written_when_it_changed_and_else_the_lease_renewed() -> None:
     one = registry()
     one.listed(1, {}, 0.0)
-    one.heard(instance(free=1), 0.0)
+    one.heartbeat(instance(free=1), 0.0)
     assert one.writes(0.0) == [Put(instance=instance(free=1))]
     assert one.writes(0.0) == [Put(instance=instance(free=1))]  # until it is done
     one.put(2, instance(free=1))
     assert one.writes(0.1) == [KeepAlive(instance_id="a")]
     one.renewed("a", 0.1)
     assert one.writes(0.2) == []
-    one.heard(instance(free=1), 1.0)
+    one.heartbeat(instance(free=1), 1.0)
     assert one.writes(1.0) == []
-    one.heard(instance(free=2), 2.0)
+    one.heartbeat(instance(free=2), 2.0)
     assert one.writes(2.0) == [Put(instance=instance(free=2)), KeepAlive(instance_id="a")]
     one.put(3, instance(free=2))
     one.put(2, instance(free=1))  # etcd's own word of the first put comes late
@@ -67,11 +67,11 @@ def test_a_value_is_written_when_it_changed_and_else_the_lease_renewed() -> None
 def test_a_silent_instance_is_neither_written_nor_renewed() -> None:
     one = registry()
     one.listed(1, {"a": (1, instance(free=1))}, 0.0)
-    one.heard(instance(free=1), 0.0)
+    one.heartbeat(instance(free=1), 0.0)
     one.renewed("a", 0.0)
     assert one.writes(1.4) == []  # time to renew, and nothing has been heard since the last time
     assert one.writes(4.0) == []
-    one.heard(instance(free=1), 4.0)
+    one.heartbeat(instance(free=1), 4.0)
     assert one.writes(4.0) == [KeepAlive(instance_id="a")]
     assert one.writes(5.6) == []
     assert names(one, 6.0) == ["a"]  # etcd has it still
@@ -83,7 +83,7 @@ def test_a_silent_instance_is_neither_written_nor_renewed() -> None:
 def test_news_of_another_replica_beat_what_was_heard_here_before() -> None:
     one = registry()
     one.listed(1, {}, 0.0)
-    one.heard(instance(free=1), 0.0)
+    one.heartbeat(instance(free=1), 0.0)
     one.put(2, instance(free=9))
     one.refresh(1.0)
     assert one.view()[0].load.free_blocks == 1
@@ -94,18 +94,18 @@ def test_news_of_another_replica_beat_what_was_heard_here_before() -> None:
 def test_leaving() -> None:
     one = registry()
     one.listed(1, {"a": (1, instance())}, 0.0)
-    one.heard(instance(), 0.0)
+    one.heartbeat(instance(), 0.0)
     one.left(instance(), 1.0)
     assert names(one, 1.0) == []
     assert one.writes(1.0) == [Remove(instance_id="a")]
-    one.heard(instance(), 1.1)  # a heartbeat that was under way
+    one.heartbeat(instance(), 1.1)  # a heartbeat that was under way
     one.put(2, instance())  # a put that was under way
     assert names(one, 1.2) == []
     one.removed("a")
     assert one.writes(1.3) == []
     one.put(2, instance())  # etcd's word of it, before that of the removal
     assert names(one, 1.4) == []
-    one.heard(instance(started_ms=2), 1.5)
+    one.heartbeat(instance(started_ms=2), 1.5)
     assert names(one, 1.5) == ["a"]
     assert one.writes(1.5)[0] == Put(instance=instance(started_ms=2))
 
@@ -113,11 +113,11 @@ def test_leaving() -> None:
 def test_leaving_through_another_replica() -> None:
     one = registry()
     one.listed(1, {"a": (1, instance())}, 0.0)
-    one.heard(instance(), 0.0)
+    one.heartbeat(instance(), 0.0)
     one.deleted(2, "a", 0.5)
     assert names(one, 0.6) == []
     assert one.writes(0.6) == []
-    one.heard(instance(), 1.0)  # it lives after all: its lease ran out while etcd was paused
+    one.heartbeat(instance(), 1.0)  # it lives after all: its lease ran out while etcd was paused
     assert names(one, 1.0) == ["a"]
     assert one.writes(1.0) == [Put(instance=instance())]
 
@@ -125,16 +125,16 @@ def test_leaving_through_another_replica() -> None:
 def test_an_outage_of_etcd_costs_nothing_that_is_known() -> None:
     one = registry()
     one.listed(1, {name: (1, instance(name)) for name in ("here", "there", "quiet")}, 0.0)
-    one.heard(instance("here"), 0.0)
+    one.heartbeat(instance("here"), 0.0)
     one.lost(1.0)
     for now in (2.0, 4.0, 6.0):
-        one.heard(instance("here"), now)
-    one.heard(instance("quiet"), 2.0)
+        one.heartbeat(instance("here"), now)
+    one.heartbeat(instance("quiet"), 2.0)
     assert names(one, 6.9) == ["here", "quiet", "there"]
     # It beat here, and then no more: etcd is not needed to know.
     assert names(one, 7.0) == ["here", "there"]
     # etcd wakes to leases that have run out. The one that beats elsewhere gets time to be written again.
-    one.heard(instance("here"), 8.0)
+    one.heartbeat(instance("here"), 8.0)
     one.listed(9, {}, 8.0)
     assert names(one, 8.0) == ["here", "quiet", "there"]
     assert one.writes(8.0) == [Put(instance=instance("here"))]
@@ -179,7 +179,9 @@ class _World:
             self._surprise()
         for name, at in self.alive.items():
             if self.rng.random() < 0.4:
-                self.replicas[at].heard(instance(name, free=0 if quiet else self.rng.randrange(3)), self.now)
+                self.replicas[at].heartbeat(
+                    instance(name, free=0 if quiet else self.rng.randrange(3)), self.now
+                )
         if not self.up:
             return
         for name in [name for name, (_, _, ends) in self.held.items() if ends <= self.now]:

@@ -1,1 +1,1 @@
-"""Bodies of requests and answers, and how a body that does not fit is told to its sender."""
+"""Bodies of requests and answers, and the errors for bodies that do not fit."""

@@ -13,7 +13,7 @@ from kvcommons.errors import InvalidInput
 VALUES_MAX = 150_000
 NAMES_MAX = 20_000
 CONTAINERS_MAX = 10_000
-# Of a body in which strings have to be told from the rest: each costs some ten nanoseconds there.
+# Of a body in which strings have to be separated from the rest: each costs some ten nanoseconds there.
 ESCAPES_MAX = 1_000_000
 _STRINGS_MAX = VALUES_MAX + NAMES_MAX
 # A slice of the body and what is made of it stay in the processor's cache.
