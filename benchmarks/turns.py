@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvcommons.engine.turn_queue import TurnQueue
+from kvcommons.engine.fair_lock import FairQueue
 from services.decode.staggering.pipelines import Scheme
 
 
@@ -30,7 +30,7 @@ class Turns:
     def __init__(self, scheme: Scheme) -> None:
         self._scheme = scheme
         self._turns = [0] * scheme.batches
-        self._queues: list[TurnQueue[int]] = [TurnQueue() for _ in range(scheme.replicas)]
+        self._queues: list[FairQueue[int]] = [FairQueue() for _ in range(scheme.replicas)]
 
     def replica(self, batch: int) -> int:
         """Of the batch's slice that runs, waits or is next."""

@@ -192,7 +192,7 @@ class BatchPlan:
         self._columns = torch.stack((lengths, first_key_positions, query_positions))
         self._window = window
         self._kernel = library.chosen() if tables.device.type == "cpu" else None
-        self._native: library.Batch | None = None
+        self._native: library.PagedBatch | None = None
         self._waves: _Waves | None = None
 
     def attend(self, q: Tensor, kv: Tensor, scale: float, into: Partial | None = None) -> Partial:
@@ -200,7 +200,7 @@ class BatchPlan:
         and as the result then."""
         if self._kernel is not None and library.serves(q, kv):
             if self._native is None:
-                self._native = library.Batch(
+                self._native = library.PagedBatch(
                     self._kernel, self._kv_shape, self._tables.contiguous(), self._columns, self._window
                 )
             out, lse = self._native.attend(q, kv, scale, (into.out, into.lse) if into else None)

@@ -123,12 +123,6 @@ def test_packages_have_no_code_that_runs_on_import() -> None:
     assert problems == []
 
 
-# Public class names that still mean several things. It only ever gets shorter.
-STILL_SEVERAL = {
-    "Batch", "Turn",
-}  # fmt: skip
-
-
 def test_a_class_name_means_one_thing_in_the_whole_tree() -> None:
     """No public class of `kvcommons` or `services` is called as one of another module."""
     modules: dict[str, list[str]] = {}
@@ -139,6 +133,4 @@ def test_a_class_name_means_one_thing_in_the_whole_tree() -> None:
             for node in ast.parse(path.read_text(encoding="utf-8")).body:
                 if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                     modules.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
-    several = {name for name, places in modules.items() if len(places) > 1}
-    assert {name: modules[name] for name in several - STILL_SEVERAL} == {}
-    assert STILL_SEVERAL - several == set(), "these mean one thing now: take them out of the list"
+    assert {name: places for name, places in modules.items() if len(places) > 1} == {}

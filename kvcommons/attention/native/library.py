@@ -96,7 +96,7 @@ class Kernel:
         self._library.kvc_read(memory.data_ptr(), size, self._parallel, torch.get_num_threads(), self._index)
 
 
-class Batch:
+class PagedBatch:
     """Sequences of a batch over their blocks, for each layer; not for two threads at once.
 
     kv_shape [blocks, 2, kv_heads, block_tokens, D]; tables [B, nb]; columns [3, B]: lengths, positions of the

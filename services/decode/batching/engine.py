@@ -48,7 +48,7 @@ def decode_engine(
             core,
             Composer(core, remote, attend_deadline_s=attend_deadline_s, rates=rates),
             rotation or Pipelining(pipelining, core.layout.layers),
-            turn=rotation.turn if rotation else None,
+            model_lock=rotation.model_lock if rotation else None,
             close_s=2 * attend_deadline_s,
         ),
         prompts=prompts,

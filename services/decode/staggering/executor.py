@@ -8,8 +8,9 @@ from typing import Protocol
 
 from kvcommons.engine.core import Core
 from kvcommons.engine.executor import Composer, Inline, Work
+from kvcommons.engine.fair_lock import FairLock
 from kvcommons.engine.iteration_timing import IterationTiming
-from kvcommons.engine.slices import LocalSlices, Slices, Turn
+from kvcommons.engine.slices import LocalSlices, Slices
 from services.decode.staggering.lanes import LANES, BatchLane, Lanes, Tokens, share_of
 from services.decode.staggering.pipelines import Division
 
@@ -39,15 +40,15 @@ class Staggered:
         composer: Composer,
         policy: StaggeringPolicy,
         *,
-        turn: Turn | None = None,
+        model_lock: FairLock | None = None,
         close_s: float,
     ) -> None:
-        """`turn`: at the model, where others take turns at it too. `close_s`: for iterations under way, at
-        the end."""
+        """`model_lock` is of the model, where other batches compute on it too. `close_s` is how long
+        iterations under way may take at the end."""
         self._composer = composer
         self._policy = policy
-        self._lanes = Lanes(core.model.device, self._post, self._landed, turn)
-        self._here = LocalSlices(core.model, self._lanes.turn)
+        self._lanes = Lanes(core.model.device, self._post, self._landed, model_lock)
+        self._here = LocalSlices(core.model, self._lanes.model_lock)
         self._close_s = close_s
         self._inline = Inline(composer)
         self._division = Division()

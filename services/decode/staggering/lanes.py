@@ -12,10 +12,11 @@ from typing import Literal
 import torch
 
 from kvcommons.engine.batch import Batch, holder_of
+from kvcommons.engine.fair_lock import FairLock
 from kvcommons.engine.iteration import Iteration
 from kvcommons.engine.iteration_timing import IterationTiming
 from kvcommons.engine.sequence import Sequence
-from kvcommons.engine.slices import Slices, Turn
+from kvcommons.engine.slices import Slices
 from kvcommons.pb import common_pb2 as pb
 from services.decode.staggering.pipelines import Division, Rotational, Staggering, Timing
 
@@ -81,20 +82,20 @@ class Lanes:
         device: torch.device,
         post: Callable[[Callable[[], None]], None],
         land: Callable[[BatchLane, Tokens | None], None],
-        turn: Turn | None = None,
+        model_lock: FairLock | None = None,
     ) -> None:
         """Each with its share of the cores, where there are so many: they are replicas then, and need no
-        turns. Else they share one; so they do with others in `turn`. `land` is posted when an iteration has
-        ended."""
+        turns. Else they share one, and hold `model_lock` with other batches, one at a time. `land` is posted
+        when an iteration has ended."""
         threads = torch.get_num_threads()
-        apart = turn is None and device.type == "cpu" and threads >= LANES
+        apart = model_lock is None and device.type == "cpu" and threads >= LANES
         share = threads // LANES if apart else None
 
         def landed(lane: BatchLane, tokens: Tokens | None) -> None:
             post(lambda: land(lane, tokens))
 
         self.all = [BatchLane(number, landed, share) for number in range(LANES)]
-        self.turn = None if apart else turn or Turn()  # at the model
+        self.model_lock = None if apart else model_lock or FairLock()  # at the model
 
     @property
     def under_way(self) -> bool:

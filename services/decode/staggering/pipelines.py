@@ -1,10 +1,10 @@
 """Staggered pipelining (Lamina, section 5.1): several batches in turn, so that model replicas compute slices
 of some while the attention pool computes attention of others. Decisions only, without I/O or a clock.
 
-A batch alternates: a slice of the model on a replica, then that layer's attention in the pool. Slice `turn`
-of a batch stands before its attention number `turn`; where an iteration ends, the end of the last layer,
-sampling and the beginning of the next iteration are one slice. Sequences join and leave a batch there only.
-"""
+A batch alternates: a slice of the model on a replica, then that layer's attention in the pool. Slice
+`slice_index` of a batch stands before its attention number `slice_index`; where an iteration ends, the end of
+the last layer, sampling and the beginning of the next iteration are one slice. Sequences join and leave a
+batch there only."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Scheme(Protocol):
     @property
     def replicas(self) -> int: ...
 
-    def replica_of(self, batch: int, turn: int) -> int: ...
+    def replica_of(self, batch: int, slice_index: int) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class Fixed:
     def replicas(self) -> int:
         return self.batches
 
-    def replica_of(self, batch: int, turn: int) -> int:
+    def replica_of(self, batch: int, slice_index: int) -> int:
         return batch
 
 
@@ -76,8 +76,8 @@ class Rotational:
     def replicas(self) -> int:
         return self.batches - 1
 
-    def replica_of(self, batch: int, turn: int) -> int:
-        return (batch + turn) % self.replicas
+    def replica_of(self, batch: int, slice_index: int) -> int:
+        return (batch + slice_index) % self.replicas
 
 
 def period_s(scheme: Scheme, timing: Timing) -> float:

@@ -15,8 +15,9 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from kvcommons.engine.core import Core
+from kvcommons.engine.fair_lock import FairLock
 from kvcommons.engine.iteration_timing import IterationTiming
-from kvcommons.engine.slices import Slices, Turn
+from kvcommons.engine.slices import Slices
 from kvcommons.errors import InvalidInput
 from kvcommons.holder.budget import AttentionBudget
 from kvcommons.model.sampling import SamplingRow
@@ -101,8 +102,8 @@ class Rotation:
     ) -> None:
         """`replicas`: data addresses of the whole group, the same list in each of it. `deadline_s`: for a
         slice elsewhere."""
-        self.turn = Turn()
-        self._slices = SliceServer(core, self.turn, metrics)
+        self.model_lock = FairLock()
+        self._slices = SliceServer(core, self.model_lock, metrics)
         self._mode = mode
         self._replicas = tuple(replicas)
         self._core = core
@@ -197,8 +198,8 @@ class Rotation:
             return here
         batch = self._number if lane == 0 else self._scheme.replicas
 
-        def whose(turn: int) -> Peer | None:
-            return self._peers.get(self._scheme.replica_of(batch, turn))
+        def whose(slice_index: int) -> Peer | None:
+            return self._peers.get(self._scheme.replica_of(batch, slice_index))
 
         return Rotated(here, whose, self._budget, unrotated=unrotated)
 

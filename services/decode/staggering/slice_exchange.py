@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvcommons.attention.memory import byte_view
 from kvcommons.engine.core import Core
-from kvcommons.engine.slices import Turn
+from kvcommons.engine.fair_lock import FairLock
 from kvcommons.errors import InvalidInput
 from kvcommons.model.slices import Model, RotaryAngles, State
 from kvcommons.model.spec import ModelSpec
@@ -47,9 +47,9 @@ class SliceMetrics(Protocol):
 class SliceServer:
     """Computes slices for others, in turn with this instance's own. Thread-safe."""
 
-    def __init__(self, core: Core, turn: Turn, metrics: SliceMetrics) -> None:
+    def __init__(self, core: Core, model_lock: FairLock, metrics: SliceMetrics) -> None:
         self._model, self._identity = core.model, core.info.fingerprint
-        self._turn = turn
+        self._model_lock = model_lock
         self._metrics = metrics
         self._rotations: OrderedDict[tuple[int, ...], tuple[Tensor, RotaryAngles]] = OrderedDict()
         self._lock = threading.Lock()  # of `_rotations`
@@ -68,7 +68,7 @@ class SliceServer:
             raise InvalidInput(f"ComputeSlice came with {exchange.payload_bytes} bytes where {due} belong")
         exchange.receive_payload([byte_view(hidden), byte_view(attention)])
         asked_s = time.monotonic()
-        with self._turn.within(exchange.deadline), torch.inference_mode():
+        with self._model_lock.within(exchange.deadline), torch.inference_mode():
             began_s = time.monotonic()
             positions, rotation = self._rotation(tuple(asked.positions))
             device = model.device

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvcommons.engine.core import Core, make_core
-from kvcommons.engine.slices import Turn
+from kvcommons.engine.fair_lock import FairLock
 from kvcommons.errors import DeadlineExceeded, InvalidInput
 from kvcommons.model.slices import Model, State
 from kvcommons.model.spec import ModelSpec, model_info
@@ -42,7 +42,7 @@ class Pair:
     """A replica that serves, and a client of it with the same model."""
 
     core: Core
-    turn: Turn
+    turn: FairLock
     server: DataServer
     client: DataClient
     count: Count
@@ -83,7 +83,7 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pair]:
     )  # fmt: skip
     model = Model.random(spec, seed=1, init_range=0.08, dtype=request.param)
     info = model_info("random", spec, IDENTITY, request.param, 16)
-    core, turn, count = make_core(model, info, capacity_tokens=64), Turn(), Count()
+    core, turn, count = make_core(model, info, capacity_tokens=64), FairLock(), Count()
     slices = SliceServer(core, turn, count)
     address = f"unix:{tmp_path}/slices"
     server = DataServer(
@@ -141,7 +141,7 @@ def test_it_waits_for_its_turn_no_longer_than_it_may(pair: Pair) -> None:
 
 
 def test_a_turn_is_first_come_first_served() -> None:
-    turn, order = Turn(), list[int]()
+    turn, order = FairLock(), list[int]()
     gate = threading.Event()
 
     def take(number: int) -> None:
@@ -160,7 +160,7 @@ def test_a_turn_is_first_come_first_served() -> None:
 
 def test_many_that_wait_and_give_up_leave_nobody_out() -> None:
     """Granted in the moment in which it gives up, a turn is passed on."""
-    turn, served = Turn(), list[int]()
+    turn, served = FairLock(), list[int]()
 
     def take(number: int) -> None:
         try:
