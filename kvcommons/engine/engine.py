@@ -217,15 +217,21 @@ class Engine:
 
     def between_layers(self, iteration: Iteration) -> None:
         """Attention for others that waits is computed while a chunk pauses, whose layers take long; commands
-        are carried out, but for those about sequences that generate in this iteration; and chunks by
-        themselves let other engines have the cores."""
+        are carried out, but for those about sequences that generate in this iteration. Chunks by themselves
+        let other engines have the cores, and sequences that have begun meanwhile generate: they wait for a
+        layer instead of a chunk."""
         kinds = {type(group) for group in iteration.groups}
         self._budget.between_layers(gives_way=PromptSpan in kinds)
         if self._cores is not None and self._cores.held and TokenRows not in kinds and self._cores.wanted:
             with self._budget.waiting(), self._cores.released():
                 pass  # whoever waits for them has them first
-        if not self._mailbox.posted:
-            return
+        if self._mailbox.posted:
+            self._serve_between_layers()
+        if TokenRows not in kinds and self._scheduler.able:
+            self._executor.generate(self)
+            self._flush()
+
+    def _serve_between_layers(self) -> None:
         commands = self._mailbox.take(0)
         if commands is None:
             for key in [key for key in self._sequences if self._prompt(key) is not None]:

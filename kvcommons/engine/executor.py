@@ -59,6 +59,10 @@ class Executor(Protocol):
     def advance(self, work: Work) -> bool:
         """Begins what can begin. False where nothing more can until something is posted."""
 
+    def generate(self, work: Work) -> None:
+        """An iteration of all that can generate, between two layers of one on the engine's thread in which
+        none does."""
+
     def defer(self, key: int, command: Callable[[], None]) -> bool:
         """Whether the sequence generates in an iteration under way: the command waits for its end."""
 
@@ -129,6 +133,12 @@ class Inline:
         for command in deferred:
             work.post(command)
         return tokens
+
+    def generate(self, work: Work) -> None:
+        self._batch = self._composer.batch(self._batch, list(work.able().values()))
+        if self._batch is not None:
+            iteration = self._composer.iteration(self._batch)
+            work.settle(iteration, iteration.run_or_fail())
 
     def compose(self, work: Work, slices: Callable[[bool], Slices] | None = None) -> Iteration | None:
         """None where there is nothing to compute. `slices`: where they are computed, by whether queries are

@@ -319,10 +319,7 @@ def test_what_is_asked_about_other_sequences_is_answered_between_two_layers() ->
 def test_a_sequence_that_generates_beside_a_chunk_keeps_its_blocks_until_the_iteration_ends() -> None:
     with creditor(Clock()) as made:
         core, engine = made.core, made.engine
-        sequence = made.sequence(engine.new_key(), PROMPT[:5])
-        sequence.computed = 5
-        sequence.append_run(LocalRun(first_block=0, blocks=core.allocator.allocate(1)))
-        engine.add(sequence)
+        sequence = generating(made)
         engine.begin(sequence.key, common_pb2.SampledToken(token=3))
         in_use = list[int]()
 
@@ -339,6 +336,44 @@ def test_a_sequence_that_generates_beside_a_chunk_keeps_its_blocks_until_the_ite
     assert len(in_use) > LAYERS, "the first chunk was short, for the sequence's sake"
     assert in_use == [4] * LAYERS + [3] * (len(in_use) - LAYERS)
     assert chunk.first.token.token == alone()[0]
+
+
+def generating(made: Creditor) -> Sequence:
+    """A sequence whose prompt's KV is all zeros, about to begin."""
+    made.core.memory.tensor.zero_()
+    sequence = made.sequence(made.engine.new_key(), PROMPT[:5])
+    sequence.computed = 5
+    sequence.append_run(LocalRun(first_block=0, blocks=made.core.allocator.allocate(1)))
+    made.engine.add(sequence)
+    return sequence
+
+
+def test_a_sequence_that_begins_while_a_chunk_is_computed_generates_between_its_layers() -> None:
+    first = common_pb2.SampledToken(token=3)
+    with creditor(Clock()) as made:
+        sequence = generating(made)
+        made.engine.begin(sequence.key, first)
+        made.engine.start()
+        eventually(lambda: made.around.updates and made.around.updates[-1].reason == "length")
+        expected = list(sequence.tokens)
+    with creditor(Clock()) as made:
+        sequence = generating(made)
+        delivered = list[int]()
+
+        def pace(layer: int) -> None:
+            delivered.append(sum(len(update.tokens) for update in made.around.updates))
+            if layer == 1:
+                made.engine.begin(sequence.key, first)
+
+        chunk = Chunk(pace)
+        made.submit(chunk)
+        made.engine.start()
+        assert chunk.ended.wait(LONG_S)
+        assert chunk.first is not None, chunk.error
+        eventually(lambda: made.around.updates[-1].reason == "length")
+        assert sequence.tokens == expected
+    assert delivered == [0, 0, *range(2, LAYERS)]
+    assert (chunk.first.token.token, chunk.layers) == alone()
 
 
 def test_a_command_that_fails_between_two_layers_drops_none_of_those_behind_it(

@@ -80,6 +80,9 @@ class Staggered:
         for command in deferred:
             command()
 
+    def generate(self, work: Work) -> None:
+        self._inline.generate(work)
+
     def defer(self, key: int, command: Callable[[], None]) -> bool:
         return self._inline.defer(key, command) or self._lanes.defer(key, command)
 
