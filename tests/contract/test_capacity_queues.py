@@ -206,7 +206,7 @@ async def test_a_large_one_among_small_ones_where_memory_is_shared(
     await engines.idle("d1", "d2")
 
 
-async def test_a_client_that_goes_away_leaves_the_line(
+async def test_a_client_that_goes_away_leaves_the_queue(
     engines: Stack, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await engines.prefill()

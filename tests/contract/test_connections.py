@@ -143,7 +143,7 @@ async def test_idle_connections_give_way_and_streams_go_on(keyed: Stack) -> None
     assert await closed(keyed, "displaced") >= 30
 
 
-async def test_who_finds_no_place_is_told_so(socket_folder: Path, rest_store: KvStore) -> None:
+async def test_a_client_that_finds_no_place_gets_an_error(socket_folder: Path, rest_store: KvStore) -> None:
     async with stack(socket_folder, rest_store, settings={"max_connections": 2}) as served:
         await served.show()
         served.says("one two three four")

@@ -366,7 +366,7 @@ def test_a_row_may_lie_in_many_places(parts: int) -> None:
     assert torch.equal(whole.lse, expected.lse)
 
 
-def test_a_plan_is_told_of_what_changes(socket_folder: Path) -> None:
+def test_a_plan_learns_of_what_changes(socket_folder: Path) -> None:
     """From one batch to the next, and of nothing else: a change is as large as what it changes."""
     peer = Peer(socket_folder, [answered(OTHER)] * 20, at_once)
     plans = PlanPool(DataClient(peer.address))

@@ -152,7 +152,7 @@ async def test_a_killed_pool_is_noticed_and_its_next_life_refuses_the_old_handle
             heir.kill()
 
 
-async def test_a_pool_that_is_told_to_stop_waits_for_what_is_lent(pool: PoolProcess) -> None:
+async def test_a_pool_that_is_stopped_waits_for_what_is_lent(pool: PoolProcess) -> None:
     served = await pool.ready()
     async with served.debtor() as client:
         ref = await client.reserve("s", 2, first_position=0, timeout_s=5)

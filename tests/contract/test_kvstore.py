@@ -157,7 +157,7 @@ def test_a_commit_waits_for_blocks_on_their_way(store: KvstoreProcess) -> None:
     assert (reply.version, reply.durable_blocks) == (1, len(IDS))
 
 
-def test_a_commit_waits_no_longer_than_it_was_told(store: KvstoreProcess) -> None:
+def test_a_commit_waits_no_longer_than_its_request_says(store: KvstoreProcess) -> None:
     store.put_blocks(IDS[:4])
     durable(store, IDS[:4])
     reply = commit(store, "t1", begin(store, "t1"), IDS, 200)

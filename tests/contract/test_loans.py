@@ -128,7 +128,7 @@ async def test_blocks_that_came_unheard_are_the_next_ones(socket_folder: Path) -
         await eventually(lambda: holder.allocator.in_use == 0)
 
 
-async def test_a_creditor_that_did_not_hear_of_a_trim_is_told_again(
+async def test_a_trim_without_an_answer_is_sent_again(
     socket_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("services.decode.borrowing.loans.TRIM_S", 0.1)

@@ -130,7 +130,7 @@ MALFORMED: dict[str, tuple[bytes, int, str]] = {
 
 
 @pytest.mark.parametrize("name", MALFORMED)
-async def test_what_is_no_request_is_told_so_in_the_same_shape(
+async def test_what_is_no_request_gets_an_error_in_the_same_shape(
     served: Stack, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     sent, status, says = MALFORMED[name]

@@ -128,7 +128,7 @@ async def test_a_full_decode_is_waited_for_and_then_a_429(socket_folder: Path, r
             assert (await response.json())["error"]["code"] == "capacity_exhausted"
 
 
-async def test_who_waits_behind_others_is_told_the_same_at_its_deadline(
+async def test_who_waits_behind_others_gets_the_same_error_at_its_deadline(
     socket_folder: Path, rest_store: KvStore
 ) -> None:
     async with stack(socket_folder, rest_store, settings={"request_deadline_s": 2.0}) as served:
@@ -151,7 +151,7 @@ async def test_who_waits_behind_others_is_told_the_same_at_its_deadline(
         messages = await asyncio.gather(*(refused() for _ in range(min(scaled(7), 60))))
         assert await first == "no blocks"
         assert any("others wait" in message for message in messages)
-        assert len(served.engines[0].decode.jobs) <= scaled(6), "the first of the line asks, a pause apart"
+        assert len(served.engines[0].decode.jobs) <= scaled(6), "the first in the queue asks, a pause apart"
         assert served.calls == 0
 
 

@@ -30,7 +30,7 @@ async def test_chat(served: Stack) -> None:
 
 
 @pytest.mark.parametrize("max_tokens", [1, 4])
-async def test_what_was_cached_is_told_though_prefills_word_comes_last(
+async def test_what_was_cached_is_reported_though_prefills_result_comes_last(
     served: Stack, max_tokens: int
 ) -> None:
     served.says("one two three four five six")

@@ -172,7 +172,7 @@ def test_a_waiting_call_can_be_aborted_from_another_thread(address: str) -> None
     assert server.stop(5)
 
 
-def test_one_connection_too_many_is_told_so(address: str) -> None:
+def test_one_connection_too_many_gets_an_error(address: str) -> None:
     server = DataServer(address, peer.answer, name="peer", max_connections=2)
     server.start()
     clients = [DataClient(server.address) for _ in range(3)]

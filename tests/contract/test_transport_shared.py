@@ -173,7 +173,7 @@ def test_a_ring_of_an_odd_size_is_refused(address: str) -> None:
             listen(address, ring_bytes=size)
 
 
-def test_a_peer_that_speaks_without_greeting_is_told_so(address: str) -> None:
+def test_a_peer_that_speaks_without_greeting_gets_an_error(address: str) -> None:
     server = DataServer(address, peer.answer, name="peer")
     server.start()
     client = DataClient(address.replace("shm:", "unix:"))

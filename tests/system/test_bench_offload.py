@@ -11,7 +11,7 @@ from tests.system.bench import bench
 
 
 @pytest.mark.slow
-def test_every_kind_is_told(tmp_path: Path) -> None:
+def test_every_kind_is_reported(tmp_path: Path) -> None:
     picture = tmp_path / "offload.png"
     sizes = ("--contexts", "64", "512", "--batch", "2", "--answer", "20", "--rounds", "1", "--seconds", "1.5")
     report = bench(tmp_path / "offload.json", "offload", *sizes, "--picture", str(picture))

@@ -10,7 +10,7 @@ from tests.system.bench import bench
 
 
 @pytest.mark.slow
-def test_every_kind_of_trial_is_told(tmp_path: Path) -> None:
+def test_every_kind_of_trial_is_reported(tmp_path: Path) -> None:
     picture = tmp_path / "overlap.png"
     sizes = ("--history", "128", "--new", "20", "--prompts", "64", "128", "--rounds", "1")
     report = bench(tmp_path / "overlap.json", "overlap", *sizes, "--picture", str(picture))

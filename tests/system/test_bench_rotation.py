@@ -18,7 +18,7 @@ def test_batches_are_alike_and_the_first_has_two_in_rotation() -> None:
 
 
 @pytest.mark.slow
-def test_every_kind_is_told(tmp_path: Path) -> None:
+def test_every_kind_is_reported(tmp_path: Path) -> None:
     picture = tmp_path / "rotation.png"
     sizes = ("--replicas", "2", "--sequences", "6", "--context", "64", "--answer", "20", "--pools", "1")
     turns = ("--rounds", "1", "--seconds", "1.5", "--picture", str(picture))

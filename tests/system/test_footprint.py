@@ -136,7 +136,7 @@ def by_hand(tmp_path: Path) -> Iterator[ByHand]:
         stack.end()
 
 
-def test_services_start_in_any_order_and_drain_when_told_to_stop(by_hand: ByHand) -> None:
+def test_services_start_in_any_order_and_drain_at_a_signal(by_hand: ByHand) -> None:
     """The last one first: each comes up and waits for what it needs, which is there only later."""
     for name in ("router", "attention_pool", "decode", "prefill", "kvstore"):
         by_hand.start(name)

@@ -188,7 +188,7 @@ def test_a_request_can_be_followed_through_the_logs_of_all_services(observed: Ob
     assert sorted(outcomes) == ["cancelled", "length", "length", "length"]
 
 
-def test_the_routers_metrics_are_what_clients_were_told(observed: Observed) -> None:
+def test_the_routers_metrics_are_what_clients_saw(observed: Observed) -> None:
     router = observed.after["router"]
     usages = [answer.usage for answer in observed.answers.values()]
     prompt = sum(usage["prompt_tokens"] for usage in usages)

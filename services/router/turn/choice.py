@@ -340,7 +340,8 @@ class Choice:
         self._strikes = 0
 
     def _refused(self, error: KVCommonsError) -> list[ev.Action]:
-        """The next attempt waits in the line: that is no failure, and takes as long as the request may."""
+        """The next attempt waits in the capacity queue: that is no failure, and takes as long as the request
+        may."""
         self.waits_for = error
         return self._again(0.0)
 

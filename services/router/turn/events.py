@@ -79,14 +79,14 @@ class DecodeFailed(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waits(Event):
-    """The attempt waits in the line for room; `error` is what to tell the client if its time runs out."""
+    """The attempt waits in the capacity queue. The client gets `error` if its time runs out meanwhile."""
 
     error: KVCommonsError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refused(Event):
-    """Decode had no room. The choice keeps its place in the line, where the next attempt waits."""
+    """Decode had no room. The choice keeps its place in the capacity queue, where the next attempt waits."""
 
     error: KVCommonsError
 

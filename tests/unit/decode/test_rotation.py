@@ -169,7 +169,7 @@ def test_two_batches_at_each_are_taken_where_they_bring_as_much(start: Start) ->
         time.sleep(0.05)
 
 
-def test_activations_that_take_long_are_told_before_it_is_tried(start: Start) -> None:
+def test_activations_that_take_long_are_known_before_it_is_tried(start: Start) -> None:
     first, second = start("auto", "auto")
     until(lambda: first.rotation.peers_well() == 1)
     second.rotation.batches(16, 16_000)

@@ -136,7 +136,7 @@ def _short(pair: Pair) -> tuple[State, Tensor]:
 def test_it_waits_for_its_turn_no_longer_than_it_may(pair: Pair) -> None:
     with pair.turn.within(Deadline.after(1)), pytest.raises(DeadlineExceeded):
         pair.ask(wait_s=0.1).finish()
-    _, told = pair.ask().finish()  # who gave up has left the line
+    _, told = pair.ask().finish()  # who gave up has left the queue
     assert told.queued_us < 10e6
 
 

@@ -138,7 +138,7 @@ def test_the_users_tables_beat_the_defaults_and_a_flag_beats_both() -> None:
         assert "model" not in flags(plans["kvstore"].command)
 
 
-def test_attention_pools_are_one_head_group_if_they_are_told_to() -> None:
+def test_attention_pools_are_one_head_group_if_the_settings_say_so() -> None:
     for heads, expected in ((False, [None, None]), (True, ["0/2", "1/2"])):
         settings = UpSettings(attention_pool=2, heads=heads)
         plans = processes(settings, PLACE, 2, 1, {}, user={}, model_flag=False)
@@ -147,7 +147,7 @@ def test_attention_pools_are_one_head_group_if_they_are_told_to() -> None:
         assert len({pool.get("head_group") for pool in pools}) == 1
 
 
-def test_decode_instances_rotate_if_they_are_told_to() -> None:
+def test_decode_instances_rotate_if_the_settings_say_so() -> None:
     """Each finds its own address in the list that all of them have."""
     assert "replicas" not in tables(UpSettings(decode=2), PLACE, 2, {})["decode"]
     settings = UpSettings(decode=2, rotate=True)

@@ -110,7 +110,7 @@ def test_a_job_that_is_served_is_not_forgotten_again_and_not_served_twice() -> N
     assert policy.told() == [("use", B)]
 
 
-def test_only_the_window_is_told() -> None:
+def test_policies_see_the_window_only() -> None:
     jobs, policy = listening(window=2)
     jobs.replace("r", [use(1.0, A), use(2.0, B), use(3.0, C)])
     assert policy.order == [A, B]

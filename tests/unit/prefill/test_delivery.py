@@ -26,7 +26,7 @@ def test_is_done_at_once_where_nothing_is_pushed() -> None:
     assert heard == [None]
 
 
-def test_the_first_failure_is_the_one_that_is_told() -> None:
+def test_the_first_failure_is_the_one_that_is_reported() -> None:
     delivery, heard = make()
     first = Unavailable("first")
     for failure in (None, first, Unavailable("second")):

@@ -204,7 +204,7 @@ def test_where_there_is_nobody_to_ask_all_may_hear_that() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_all_get_their_places_and_few_are_refused(seed: int) -> None:
-    """A memory of 64 blocks that the line knows of only now and then, and which others use too. A step takes
+    """A memory of 64 blocks that the queue knows of only now and then, and which others use too. A step takes
     half of the pause."""
     dice, queue = random.Random(seed), CapacityQueue(pause_s=lambda: PAUSE_S)
     free, known, ends = 64, 64, {0: [0]}

@@ -51,7 +51,7 @@ def tell(hints: StoreHints, store: Store, jobs: list[WaitingJob], router: str = 
     return request
 
 
-def test_hundreds_of_long_prompts_are_known_and_each_is_told_once() -> None:
+def test_hundreds_of_long_prompts_are_known_and_each_is_sent_once() -> None:
     hints, store = StoreHints(), Store()
     numbers = list(range(1, 601))
     jobs = waiting(*numbers)
@@ -68,7 +68,7 @@ def test_hundreds_of_long_prompts_are_known_and_each_is_told_once() -> None:
     assert len(store.known) == len(jobs)
 
 
-def test_the_order_changes_without_a_blocks_being_told_again() -> None:
+def test_the_order_changes_without_a_block_being_sent_again() -> None:
     hints, store = StoreHints(), Store()
     tell(hints, store, waiting(1, 2, 3))
     request = tell(hints, store, waiting(4, 3, 1))
@@ -76,7 +76,7 @@ def test_the_order_changes_without_a_blocks_being_told_again() -> None:
     assert store.known == [ids(4), ids(3), ids(1)]
 
 
-def test_a_store_that_forgot_is_told_anew() -> None:
+def test_a_store_that_forgot_is_sent_all_again() -> None:
     hints, store = StoreHints(), Store()
     tell(hints, store, waiting(1, 2))
     tell(hints, Store(), waiting(1, 2))  # it restarted
@@ -91,7 +91,7 @@ def test_a_store_that_forgot_is_told_anew() -> None:
     assert all(use.block_ids for use in hints.request("r", waiting(1, 2), 5.0).uses)
 
 
-def test_a_store_that_takes_no_more_is_not_told_of_all_again_and_again() -> None:
+def test_a_store_that_takes_no_more_is_not_sent_all_again_and_again() -> None:
     hints, store = StoreHints(), Store(blocks_max=10 * BLOCKS)
     jobs = waiting(*range(1, 61))
     tell(hints, store, jobs)
