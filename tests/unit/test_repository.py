@@ -18,6 +18,7 @@ LINES_MAX = 400
 UNMEASURED = ("kvcommons/pb/", "demo/model/", "demo/phrases.py", "constraints.txt", "LICENSE")
 LINK = re.compile(r"\[[^\]\n]*\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)")
 HEADING = re.compile(r"^#{1,6}\s+(.*?)\s*#*$", re.MULTILINE)
+CODE = (".py", ".cpp", ".h", ".proto", ".md")
 FENCE = re.compile(r"^(```|~~~).*?^\1", re.MULTILINE | re.DOTALL)
 # Home directories and checkouts of whoever wrote a file; what a container has inside is no such thing.
 MACHINE_PATH = re.compile(r"(?<![\w.])/(?:home|Users|root|work)/\w+")
@@ -80,6 +81,22 @@ def test_a_dead_link_is_found() -> None:
         "no-such-file.md"
     ]
     assert anchors(page) == {"here"}
+
+
+def test_each_row_of_where_to_change_what_names_what_its_files_have() -> None:
+    """Links lead somewhere by the test above; here each name in `code` stands in one of the row's files."""
+    page = ROOT / "docs" / "changing.md"
+    rows = [line for line in page.read_text(encoding="utf-8").splitlines() if line.startswith("| ")][2:]
+    assert len(rows) >= 10, "the table is not where it was"
+    missing = []
+    for row in rows:
+        linked = [page.parent / target.partition("#")[0] for target in LINK.findall(row)]
+        files = [file for path in linked for file in (path.rglob("*") if path.is_dir() else (path,))]
+        text = "\n".join(file.read_text(encoding="utf-8") for file in files if file.suffix in CODE)
+        for name in re.findall(r"`([A-Za-z_.]+)`", row):
+            if not re.search(rf"\b{re.escape(name.split('.')[-1])}\b", text):
+                missing.append(f"{row.split(' | ')[0]}: {name}")
+    assert missing == []
 
 
 def test_no_path_of_a_developers_machine() -> None:
