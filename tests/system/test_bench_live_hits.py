@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_a_real_store_finds_what_the_replay_does(tmp_path: Path) -> None:
     path = tmp_path / "report.json"

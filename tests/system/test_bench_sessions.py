@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.system.bench import bench
+
+pytestmark = pytest.mark.slow
 
 
 def test_a_lone_session_is_read_from_the_store(tmp_path: Path) -> None:
