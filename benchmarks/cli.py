@@ -14,6 +14,7 @@ from benchmarks import (
     attention,
     attention_store_cli,
     borrow,
+    cores,
     first_token,
     live_hits,
     long_context,
@@ -101,6 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     transport.add(commands, _add_outputs)
     borrow.add(commands, _add_outputs)
     settlement_cli.add(commands, _add_outputs)
+    cores.add(commands, _add_outputs)
     attention_store_cli.add(commands, _add_outputs)
     remote_attention.add(commands, _add_outputs)
     partition.add(commands, _add_outputs)

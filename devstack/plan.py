@@ -77,11 +77,11 @@ class Place:
 
 
 def locks_cores(settings: UpSettings, user: Mapping[str, Any]) -> bool:
-    """Whether prefill and decode compute one after another, each with all cores. Not where decode's batches
-    are to be computed at the same time as others' attention or slices, which makes up what they are for."""
+    """Whether prefill and decode compute one after another, each with all cores. Never where decode's batches
+    are to be computed at the same time as others' attention or slices."""
     decode = user.get("decode", {})
     at_once = decode.get("placement") == "offload" or decode.get("pipelining") == "on" or settings.rotate
-    return not at_once
+    return settings.core_lock and not at_once
 
 
 def threads_by_service(cores: int, settings: UpSettings, user: Mapping[str, Any]) -> dict[str, int]:

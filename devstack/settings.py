@@ -24,6 +24,9 @@ class UpSettings:
     prefill: Annotated[int, Gt(0), Le(64)] = 1
     decode: Annotated[int, Gt(0), Le(64)] = 1
     colocated: bool = False  # decode instances are prefill instances, too: each loads the model once for both
+    core_lock: bool = (
+        True  # prefill and decode compute one after another, each with all cores; else they divide them
+    )
     rotate: bool = False  # the decode instances compute slices of each other's batches
     attention_pool: Count = 1
     heads: bool = False  # the attention pools are one head group: each has a share of the KV heads

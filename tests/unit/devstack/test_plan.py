@@ -87,13 +87,15 @@ def test_only_the_router_has_a_port() -> None:
 @pytest.mark.parametrize(("cores", "decode", "threads"), [(2, 1, 1), (16, 1, 5), (16, 2, 4), (1, 8, 1)])
 @pytest.mark.parametrize(
     ("rotate", "user"),
-    [(True, {}), (False, {"placement": "offload"}), (False, {"pipelining": "on"})],
-    ids=["rotate", "offload", "pipelining"],
+    [(True, {}), (False, {}), (False, {"placement": "offload"}), (False, {"pipelining": "on"})],
+    ids=["rotate", "no lock", "offload", "pipelining"],
 )
 def test_processes_that_compute_at_the_same_time_run_no_more_threads_than_there_are_cores(
     cores: int, decode: int, threads: int, rotate: bool, user: dict[str, str]
 ) -> None:
-    settings = UpSettings(decode=max(decode, 2) if rotate else decode, rotate=rotate)
+    settings = UpSettings(
+        decode=max(decode, 2) if rotate else decode, rotate=rotate, core_lock=bool(user or rotate)
+    )
     if rotate and decode == 1:
         threads = max(1, cores // 4)
     decodes = {"decode": user}
