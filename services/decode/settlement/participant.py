@@ -12,6 +12,7 @@ import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import Any
 
 import grpc.aio
@@ -42,13 +43,20 @@ class _RoundMove:
     released: bool = False
 
 
+class _RoundState(IntEnum):
+    """How far a round has come; each state includes those before it."""
+
+    FROZEN = 0  # the blocks at the creditor do not change any more
+    COPIED = 1  # they are here as well
+    SWITCHED = 2  # the sequences read them here
+    RELEASED = 3  # the creditor has them no more, or the round was undone
+
+
 @dataclass(slots=True, kw_only=True)
 class _Round:
     number: int
     parts: list[_RoundMove]
-    copied: bool = False
-    switched: bool = False
-    released: bool = False
+    state: _RoundState = _RoundState.FROZEN
     pause_us: int = 0
 
     def reply(self) -> pb.RoundReply:
@@ -107,7 +115,7 @@ class SettlementParticipant:
             last = settlement.round
             if last is not None and last.number == number:
                 return sum(part.move.blocks for part in last.parts)
-            if last is not None and not last.released:
+            if last is not None and last.state < _RoundState.RELEASED:
                 raise Conflict(f"round {last.number} of settlement {name} is not released yet")
             settlement.round = _Round(number=number, parts=[])
             holder = self._loans.creditor(creditor)
@@ -138,13 +146,13 @@ class SettlementParticipant:
                         part.home = drawn
                     else:
                         self._holder.refill(name, drawn)
-            round_.copied = True
+            round_.state = _RoundState.COPIED
 
-        return await self._step(name, term, lease_s, number, copy, lambda one: one.copied)
+        return await self._step(name, term, lease_s, number, copy, _RoundState.COPIED)
 
     async def switch_home(self, name: str, term: int, lease_s: float, number: int) -> pb.RoundReply:
         async def switch(settlement: _Settlement, round_: _Round) -> None:
-            if not round_.copied:
+            if round_.state < _RoundState.COPIED:
                 raise Conflict(f"round {number} of settlement {name} is not copied yet")
             for part in round_.parts:
                 if part.ended or part.move.switched:
@@ -156,17 +164,17 @@ class SettlementParticipant:
                     self._holder.refill(name, part.home)
                 else:
                     round_.pause_us = max(round_.pause_us, int(paused_s * 1e6))
-            round_.switched = True
+            round_.state = _RoundState.SWITCHED
 
-        return await self._step(name, term, lease_s, number, switch, lambda one: one.switched)
+        return await self._step(name, term, lease_s, number, switch, _RoundState.SWITCHED)
 
     async def release_debt(self, name: str, term: int, lease_s: float, number: int) -> pb.RoundReply:
         async def release(settlement: _Settlement, round_: _Round) -> None:
-            if not round_.switched:
+            if round_.state < _RoundState.SWITCHED:
                 raise Conflict(f"round {number} of settlement {name} is not switched yet")
             await self._finish(settlement)
 
-        return await self._step(name, term, lease_s, number, release, lambda one: one.released)
+        return await self._step(name, term, lease_s, number, release, _RoundState.RELEASED)
 
     async def end(self, name: str, term: int) -> None:
         """Undoes or finishes the round under way, and frees what is set aside."""
@@ -194,20 +202,20 @@ class SettlementParticipant:
         lease_s: float,
         number: int,
         work: Callable[[_Settlement, _Round], Awaitable[None]],
-        done: Callable[[_Round], bool],
+        until: _RoundState,
     ) -> pb.RoundReply:
         settlement = self._find(name, term, lease_s)
         async with settlement.busy:
             round_ = settlement.round
             if round_ is None or round_.number != number:
                 raise Conflict(f"settlement {name} has no round {number} here: begin it with FreezeDebt")
-            if not done(round_):
+            if round_.state < until:
                 await work(settlement, round_)
             return round_.reply()
 
     async def _finish(self, settlement: _Settlement) -> None:
         round_ = settlement.round
-        if round_ is None or round_.released:
+        if round_ is None or round_.state == _RoundState.RELEASED:
             return
         for part in round_.parts:
             if part.move.switched and not part.released:
@@ -215,11 +223,11 @@ class SettlementParticipant:
             elif part.ended and not part.released:
                 await self._mover.thaw(part.move)
             part.released = True
-        round_.released = True
+        round_.state = _RoundState.RELEASED
 
     async def _end(self, settlement: _Settlement) -> None:
         round_ = settlement.round
-        if round_ is not None and not round_.released:
+        if round_ is not None and round_.state < _RoundState.RELEASED:
             for part in round_.parts:
                 if part.move.switched or part.ended:
                     continue
