@@ -65,8 +65,8 @@ class Engine:
         metrics: EngineMetrics,
         cores: CoreLock | None = None,
     ) -> None:
-        """`prompts`: None where none are computed here. `budget` is told of iterations: this process computes
-        attention for others beside them. `cores`: where other engines of the host share them."""
+        """`prompts`: None where none are computed here. `budget` takes how long iterations are: this process
+        computes attention for others beside them. `cores`: where other engines of the host share them."""
         self._core = core
         self._scheduler = scheduler
         self._executor = executor

@@ -109,7 +109,7 @@ class Condemner:
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     def know(self, *, data_address: str, control_address: str) -> None:
-        """Where the store behind a data address is told about its blocks."""
+        """Sets where the store behind a data address takes calls about its blocks."""
         self._control[data_address] = control_address
 
     def __call__(self, corrupt: CorruptObject) -> None:

@@ -54,8 +54,9 @@ class RemoteHolder:
         lease_s: float = 10.0,
         observer: Observer | None = None,
     ) -> None:
-        """`owner` is this instance's id. `lost` is told, on the event loop, of segments that the holder does
-        not have any more, or that could not be renewed for as long as their lease; they need no release."""
+        """`owner` is this instance's id. `lost` is called, on the event loop, with segments that the holder
+        does not have any more, or that could not be renewed for as long as their lease; they need no
+        release."""
         self.control_address = control_address
         self.data_address = data_address
         self._owner = owner
@@ -136,7 +137,7 @@ class RemoteHolder:
         timeout_s: float,
     ) -> int:
         """Has the holder read blocks from a kvstore's data plane; how many leading ones are there and
-        verified. `store_control` is where the store is told about corrupt ones."""
+        verified. `store_control` is where the store takes calls about corrupt ones."""
         request = holder_pb2.LoadRequest(
             segment=_message(ref),
             data_address=store_address,

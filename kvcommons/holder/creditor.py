@@ -1,5 +1,5 @@
 """A creditor as its debtor sees it: one holder (`RemoteHolder`), or several that divide the KV heads between
-them (`HeadGroup`). What each method does and raises is told at RemoteHolder."""
+them (`HeadGroup`). RemoteHolder says what each method does and raises."""
 
 from __future__ import annotations
 

@@ -197,7 +197,8 @@ class _Call:
         self.plan.send(layer, len(share.rows), len(share.appended), [byte_view(self._payload)], deadline)
 
     def receive(self, layer: int, timing: Tensor, deadline: Deadline) -> None:
-        """In Python. A creditor that does not know the plan any more is told of it and asked again."""
+        """Receives in Python. Where the creditor does not know the plan any more, it is sent again, and then
+        the layer."""
         out, lse = self._out.contiguous(), self._lse.contiguous()
         into = [byte_view(out), byte_view(lse)]
         try:
@@ -362,7 +363,7 @@ class LayerExchange:
         return lost
 
     def take_timings(self) -> list[LayerTiming]:
-        """Of layers since this was last asked for; creditors' observers are told of them."""
+        """The timings of layers since the last call; they go to the creditors' observers as well."""
         taken, self._timings = self._timings, []
         instants, self._instants = self._instants, []
         columns = [call.timings[: len(instants)].tolist() for call in self._calls]

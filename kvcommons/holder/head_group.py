@@ -163,8 +163,8 @@ class HeadGroup:
         store_control: str = "",
         timeout_s: float,
     ) -> int:
-        """Through this process: a store's objects have all heads. The loader knows who is told of corrupt
-        ones."""
+        """Through this process: a store's objects have all heads. The loader knows which store to call about
+        corrupt ones."""
         deadline = Deadline.after(timeout_s)
 
         def write(layer: int, first: int, objects: Sequence[Buffer]) -> None:

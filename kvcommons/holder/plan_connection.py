@@ -37,7 +37,7 @@ _STEP_MAX = 1 << 31
 
 class PlanState(enum.Enum):
     CLOSED = "there is no connection, or its creditor does not know the plan as it is here"
-    OPEN = "the creditor was told of it as it is here, which it hears before any layer"
+    OPEN = "the creditor was sent it as it is here, ahead of any layer"
 
 
 class _Refused(Exception):

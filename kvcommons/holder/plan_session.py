@@ -37,10 +37,10 @@ from kvcommons.transport.server import Exchange
 OPERATION_S = 60.0
 # Of a connection. Those that were used last are kept: a debtor opens the others again.
 PLANS_MAX, _ENTRIES_MAX = 16, 8 << 20
-# After so long without a layer the observer is told of those that were served, and after so long in all the
+# After _REPORT_S without a layer those that were served are reported to the observer, and after _QUIET_S the
 # thread waits as between any two requests. A debtor computes for some milliseconds between two layers.
-_TOLD_S, _QUIET_S = 0.005, 0.1
-# Layers that the observer is told of at once, at most: it keeps the next one waiting for 0.4 ms.
+_REPORT_S, _QUIET_S = 0.005, 0.1
+# Layers that are reported to the observer at once, at most: that keeps the next one waiting for 0.4 ms.
 _TOOK_MAX = 64
 
 
@@ -141,13 +141,13 @@ class PlanSession:
         """A transport Follower: layers on the native path, until one comes that is not for it."""
         serving, quiet_s, looked_up = self._serving, 0.0, False
         serving.descriptor, serving.ask_ns = bare.descriptor, int(bare.ask_s * 1e9)
-        serving.quiet_ns = int(_TOLD_S * 1e9)
+        serving.quiet_ns = int(_REPORT_S * 1e9)
         while quiet_s < _QUIET_S:
             outcome = self._serve(tell)
             if outcome is None:
                 return None
             served = serving.took > 0
-            quiet_s = 0.0 if served else quiet_s + _TOLD_S
+            quiet_s = 0.0 if served else quiet_s + _REPORT_S
             if serving.stage != ServingStage.NONE:
                 return self._failure(outcome, tell)
             if outcome is TransferOutcome.CHANGED:

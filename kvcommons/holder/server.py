@@ -37,7 +37,7 @@ _T = TypeVar("_T")
 
 
 class Stores(Protocol):
-    """Learns where a kvstore is told about corrupt objects that `loader` finds."""
+    """Learns where a kvstore takes calls about corrupt objects that `loader` finds."""
 
     def know(self, *, data_address: str, control_address: str) -> None: ...
 

@@ -17,7 +17,7 @@ from kvcommons.attention.native.structures import STRUCTURES
 class TransferOutcome(enum.IntEnum):
     """How a transfer, or serving, has ended (frames.h)."""
 
-    DONE = 0  # all was moved; or so many layers were served that somebody should be told
+    DONE = 0  # all was moved; or so many layers were served that they are to be reported
     LATE = 1  # the wait's end came first; or no layer came for a while
     GONE = 2  # the peer's end, or a failure
     CHANGED = 3  # a segment of a plan was changed by somebody else

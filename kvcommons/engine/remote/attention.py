@@ -18,7 +18,7 @@ from kvcommons.engine.batch import Batch, Group, RemoteSegment
 from kvcommons.engine.iteration_timing import IterationTiming
 from kvcommons.engine.remote.mini_batches import MiniBatches
 from kvcommons.engine.remote.plans import BatchPlans, NewRows
-from kvcommons.engine.remote.timing import Answer, RemoteTiming
+from kvcommons.engine.remote.timing import RemoteTiming, ShareAnswer
 from kvcommons.errors import DataLoss, KVCommonsError
 from kvcommons.holder.budget import AttentionBudget
 from kvcommons.holder.exchange import LayerExchange, NewKV
@@ -121,7 +121,7 @@ class RemoteAttention:
             step.timing.network_s += layer.asked_s - layer.asks_s
             step.timing.native_layers += layer.native
             answers = [
-                Answer(
+                ShareAnswer(
                     holder=step.plans.shares[one.share].share.holder,
                     exchange=exchanges[one.share],
                     began_s=one.began_s,

@@ -1,4 +1,4 @@
-"""What a layer's exchanges with holders tell: how quick each is, what messages cost, and where the
+"""What is learned from a layer's exchanges with holders: how quick each is, what messages cost, and where the
 iteration's time went."""
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from kvcommons.placement.auto import Rates
 _WAITED_S = 50e-6
 
 
-class Answer(NamedTuple):
-    """A holder's to a share. One that was there before it was waited for took nobody knows how long."""
+class ShareAnswer(NamedTuple):
+    """A holder's answer to a share. How long it took is known only where it came while it was waited for."""
 
     holder: Creditor
     exchange: ExchangeSize
-    began_s: float  # to ask for it
+    began_s: float  # when it was asked for
     waited_s: float
     came_s: float
     queued_s: float = 0.0
@@ -30,20 +30,20 @@ class Answer(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Heard:
-    """Of one holder in a layer, all of its mini-batches together."""
+class _HolderTime:
+    """What one holder took in a layer, all of its mini-batches together."""
 
     waited_s: float = 0.0
     answered: bool = True
     computed_s: float = 0.0
     queued_s: float = 0.0
     read_bytes: int = 0
-    began_s: float = 0.0  # to ask for the first
-    last_s: float | None = None  # when the last answer came; None: before it was waited for
+    began_s: float = 0.0  # when the first one was asked for
+    last_s: float | None = None  # when the last answer came; None: it came before it was waited for
 
 
 class RemoteTiming:
-    """Tells `rates`, `mini_batches` and the holders."""
+    """Passes what was measured to `rates`, `mini_batches` and the holders."""
 
     def __init__(self, rates: Rates, mini_batches: MiniBatches) -> None:
         self._rates = rates
@@ -52,7 +52,7 @@ class RemoteTiming:
     def layer(
         self,
         timing: IterationTiming,
-        answers: Sequence[Answer],
+        answers: Sequence[ShareAnswer],
         blocked_s: float,
         came_s: float,
         *,
@@ -62,9 +62,9 @@ class RemoteTiming:
         """A layer whose answers were waited for so long, up to `came_s`. `whole`: the largest of the
         holders' exchanges, and in how many mini-batches it was; None where something is lost. `busy`: this
         instance computed attention of its own meanwhile."""
-        heard: dict[Creditor, _Heard] = {}
+        heard: dict[Creditor, _HolderTime] = {}
         for answer in answers:
-            self._hear(heard.setdefault(answer.holder, _Heard()), answer)
+            self._hear(heard.setdefault(answer.holder, _HolderTime()), answer)
             waited = answer.answered and answer.waited_s > _WAITED_S
             if waited and answer.alone:  # one of several took some of the others' time, too
                 took_s = answer.came_s - answer.began_s - answer.computed_s - answer.queued_s
@@ -77,10 +77,10 @@ class RemoteTiming:
             holder.waited(one.waited_s, one.answered)
             if one.last_s is not None and whole is not None:
                 self._rates.attended_there(one.read_bytes, one.last_s - one.began_s)
-        slowest = max(heard.values(), key=_computed_s, default=_Heard())
+        slowest = max(heard.values(), key=_computed_s, default=_HolderTime())
         timing.waited(blocked_s, computed_s=slowest.computed_s, queued_s=slowest.queued_s)
 
-    def _hear(self, heard: _Heard, answer: Answer) -> None:
+    def _hear(self, heard: _HolderTime, answer: ShareAnswer) -> None:
         heard.waited_s += answer.waited_s
         if not answer.answered:
             heard.answered = False
@@ -93,5 +93,5 @@ class RemoteTiming:
         heard.last_s = answer.came_s if answer.waited_s > _WAITED_S else None
 
 
-def _computed_s(heard: _Heard) -> float:
+def _computed_s(heard: _HolderTime) -> float:
     return heard.computed_s

@@ -32,7 +32,7 @@ from services.decode.staggering.pipelines import Rotational, Staggering
 from services.decode.staggering.slice_exchange import SliceMetrics, SliceServer, check_model
 
 # What the first has said holds for so long: it may be gone.
-_TOLD_S = 2 * (MEET_EVERY_S + MEET_S)
+_ANNOUNCEMENT_TTL_S = 2 * (MEET_EVERY_S + MEET_S)
 
 
 class Rotated:
@@ -160,7 +160,7 @@ class Rotation:
         if self._first:
             return self._staggering.on
         with self._lock:
-            return self._announced and time.monotonic() - self._announced_s < _TOLD_S
+            return self._announced and time.monotonic() - self._announced_s < _ANNOUNCEMENT_TTL_S
 
     @property
     def shares(self) -> int:
