@@ -151,10 +151,6 @@ async def test_etcd_dies_and_comes_back(
         assert fleet.missing == []
 
 
-async def _is_gone(ledger: Ledger, name: str) -> bool:
-    return not await ledger.has(name)
-
-
 async def _not_ready(ledger: Ledger) -> bool:
     return not await ledger.ready()
 
