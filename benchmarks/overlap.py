@@ -31,7 +31,6 @@ from kvcommons.engine.engine import Engine
 from kvcommons.engine.history import Histories
 from kvcommons.engine.keeper import BlockKeeper, KeptRun
 from kvcommons.engine.load_or_compute import AlwaysLoad
-from kvcommons.engine.preloading import Preloading
 from kvcommons.engine.prompt import FirstToken, Prompt
 from kvcommons.engine.prompt_engine import prompt_engine
 from kvcommons.engine.prompt_memory import WholePrompt
@@ -119,15 +118,15 @@ class Trials:
     def engine(self, core: Core, read_buffer: ReadBuffer) -> Iterator[Prefill]:
         """Not started yet: jobs that are submitted before it is begin together."""
         pusher = Pusher(core.memory, core.allocator, call_deadline_s=5.0)
-        preloading = Preloading(core, Histories(core, self.loader), self.cost, read_buffer)
         scheduler, keeper = Scheduler(max_queue=4, max_prompts=4), BlockKeeper(core, self.saver)
         prompts = Prompts(
             core,
             scheduler,
             chunk_tokens=-(-BEFORE_TOKENS // core.block_tokens) * core.block_tokens,
             keeper=keeper,
+            histories=Histories(core, self.loader),
+            read_buffer=read_buffer,
             cost=self.cost,
-            preloading=preloading,
             tracer=Tracer.off(),
         )
         engine = prompt_engine(core, scheduler, prompts, keeper)

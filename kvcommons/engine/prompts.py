@@ -14,11 +14,13 @@ from torch import Tensor
 from kvcommons.engine.chunk_rows import ChunkRows
 from kvcommons.engine.core import Core
 from kvcommons.engine.core_lock import CoreLock
+from kvcommons.engine.history import Histories
 from kvcommons.engine.iteration_timing import IterationTiming
 from kvcommons.engine.keeper import BlockKeeper, KeptRun
 from kvcommons.engine.load_or_compute import LoadOrCompute
 from kvcommons.engine.preloading import LoadFellShort, Preloading
 from kvcommons.engine.prompt import Prompt
+from kvcommons.engine.read_buffer import ReadBuffer
 from kvcommons.engine.scheduler import Scheduler
 from kvcommons.errors import CapacityExhausted, Internal, KVCommonsError
 from kvcommons.model.sampling import SamplingRow
@@ -47,22 +49,25 @@ class Prompts:
         *,
         chunk_tokens: int,
         keeper: BlockKeeper,
-        cost: LoadOrCompute,
-        preloading: Preloading,
+        histories: Histories,
+        read_buffer: ReadBuffer,
+        cost: LoadOrCompute | None = None,
         tracer: Tracer,
         tbt_objective_s: float = math.inf,
         lends: Callable[[], bool] = lambda: False,
         cores: CoreLock | None = None,
     ) -> None:
-        """`chunk_tokens`: of one iteration, at most. `tbt_objective_s`: between two tokens of the sequences
-        that generate beside prompts. `lends`: whether others' attention waits for this process, too. `cores`:
-        where other engines of the host share them."""
+        """`chunk_tokens`: of one iteration, at most. `histories` loads what the store has of prompts, as far
+        ahead as `read_buffer` allows, where `cost` finds that faster than to compute it.
+        `tbt_objective_s`: between two tokens of the sequences that generate beside prompts. `lends`: whether
+        others' attention waits for this process, too. `cores`: where other engines of the host share
+        them."""
         self._core = core
         self._scheduler = scheduler
         self._chunk_tokens = chunk_tokens
         self._keeper = keeper
-        self._cost = cost
-        self.preloading = preloading
+        self._cost = cost or LoadOrCompute()
+        self.preloading = Preloading(core, histories, self._cost, read_buffer)
         self._tracer = tracer
         self._prompts: dict[int, Prompt] = {}
         self._tbt_objective_s = tbt_objective_s

@@ -13,8 +13,6 @@ from kvcommons.engine.core import Core, load_core
 from kvcommons.engine.core_lock import CoreLock, CoreLockCollector
 from kvcommons.engine.history import Condemner, Histories
 from kvcommons.engine.keeper import BlockKeeper
-from kvcommons.engine.load_or_compute import LoadOrCompute
-from kvcommons.engine.preloading import Preloading
 from kvcommons.engine.prompts import Prompts
 from kvcommons.engine.read_buffer import ReadBuffer
 from kvcommons.engine.scheduler import Scheduler
@@ -114,15 +112,13 @@ class DecodeParts:
         histories, prompts = Histories(core, self.loader), None
         local_tokens = core.info.context_window if config.colocated else config.max_local_prefill_tokens
         if local_tokens:
-            cost = LoadOrCompute()
-            read_buffer = ReadBuffer(layers=core.layout.layers, bytes_max=READ_BUFFER_BYTES)
             prompts = Prompts(
                 core,
                 scheduler,
                 chunk_tokens=config.chunk_tokens,
                 keeper=self.keeper,
-                cost=cost,
-                preloading=Preloading(core, histories, cost, read_buffer),
+                histories=histories,
+                read_buffer=ReadBuffer(layers=core.layout.layers, bytes_max=READ_BUFFER_BYTES),
                 tracer=process.telemetry.tracer,
                 tbt_objective_s=config.tbt_objective_s,
                 lends=lambda: bool(self.holder.lent_blocks),

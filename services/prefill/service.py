@@ -13,8 +13,7 @@ from kvcommons.engine.core import Core, load_core
 from kvcommons.engine.core_lock import CoreLock, CoreLockCollector
 from kvcommons.engine.history import Condemner, Histories
 from kvcommons.engine.keeper import BlockKeeper
-from kvcommons.engine.load_or_compute import AlwaysLoad, LoadOrCompute
-from kvcommons.engine.preloading import Preloading
+from kvcommons.engine.load_or_compute import AlwaysLoad
 from kvcommons.engine.prompt_engine import prompt_engine
 from kvcommons.engine.prompts import Prompts
 from kvcommons.engine.read_buffer import ReadBuffer
@@ -46,9 +45,6 @@ class PrefillParts:
         self.saver = BlockSaver(telemetry.instance_id, buffer_bytes=config.save_buffer_bytes, observer=asking)
         telemetry.registry.register(SaverCollector(self.saver))
         self.keeper = BlockKeeper(core, self.saver)
-        cost = AlwaysLoad() if config.loads == "always" else LoadOrCompute()
-        read_buffer = ReadBuffer(layers=core.layout.layers, bytes_max=config.read_buffer_bytes)
-        preloading = Preloading(core, Histories(core, self.loader), cost, read_buffer)
         scheduler = Scheduler(max_queue=config.max_queue, max_prompts=config.max_running)
         cores = self._cores = CoreLock(Path(config.core_lock)) if config.core_lock else None
         telemetry.registry.register(CoreLockCollector(cores))
@@ -57,8 +53,9 @@ class PrefillParts:
             scheduler,
             chunk_tokens=config.chunk_tokens,
             keeper=self.keeper,
-            cost=cost,
-            preloading=preloading,
+            histories=Histories(core, self.loader),
+            read_buffer=ReadBuffer(layers=core.layout.layers, bytes_max=config.read_buffer_bytes),
+            cost=AlwaysLoad() if config.loads == "always" else None,
             tracer=telemetry.tracer,
             cores=cores,
         )

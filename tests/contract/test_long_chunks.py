@@ -25,8 +25,6 @@ from kvcommons.engine.engine import Engine
 from kvcommons.engine.history import Histories
 from kvcommons.engine.iteration_timing import IterationTiming
 from kvcommons.engine.keeper import BlockKeeper
-from kvcommons.engine.load_or_compute import LoadOrCompute
-from kvcommons.engine.preloading import Preloading
 from kvcommons.engine.prompt import FirstToken, Prompt
 from kvcommons.engine.prompt_memory import WholePrompt
 from kvcommons.engine.prompts import Prompts
@@ -161,12 +159,12 @@ class Creditor:
 def creditor(clock: Clock, tbt_s: float = 0.2, cores: CoreLock | None = None) -> Iterator[Creditor]:
     """Not started yet."""
     core, around = tiny_core(layers=LAYERS), Around()
-    loader, cost = BlockLoader(lambda _: None), LoadOrCompute()
+    loader = BlockLoader(lambda _: None)
     keeper = BlockKeeper(core, BlockSaver("engine", buffer_bytes=1 << 20))
-    loading = Preloading(core, Histories(core, loader), cost, ReadBuffer(layers=LAYERS, bytes_max=0))
     scheduler = Scheduler(max_batch=4, max_queue=4, max_prompts=4)
     prompts = Prompts(
-        core, scheduler, chunk_tokens=len(PROMPT), keeper=keeper, cost=cost, preloading=loading,
+        core, scheduler, chunk_tokens=len(PROMPT), keeper=keeper,
+        histories=Histories(core, loader), read_buffer=ReadBuffer(layers=LAYERS, bytes_max=0),
         tracer=Tracer.off(), cores=cores,
     )  # fmt: skip
     budget = AttentionBudget(tbt_s, clock=clock)

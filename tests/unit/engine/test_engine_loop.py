@@ -16,8 +16,6 @@ from kvcommons.engine.engine import Engine
 from kvcommons.engine.history import Histories
 from kvcommons.engine.iteration_timing import IterationTiming
 from kvcommons.engine.keeper import BlockKeeper
-from kvcommons.engine.load_or_compute import LoadOrCompute
-from kvcommons.engine.preloading import Preloading
 from kvcommons.engine.prompt_engine import prompt_engine
 from kvcommons.engine.prompts import Prompts
 from kvcommons.engine.read_buffer import ReadBuffer
@@ -49,13 +47,11 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     keeper = BlockKeeper(core, BlockSaver("engine", buffer_bytes=1 << 20))
     around = Around()
     if request.param == "prefill":
-        scheduler, cost = Scheduler(max_queue=1, max_prompts=1), LoadOrCompute()
-        loading = Preloading(
-            core, Histories(core, BlockLoader(lambda _: None)), cost, ReadBuffer(layers=2, bytes_max=0)
-        )
+        scheduler = Scheduler(max_queue=1, max_prompts=1)
         prompts = Prompts(
-            core, scheduler, chunk_tokens=16, keeper=keeper, cost=cost, preloading=loading,
-            tracer=Tracer.off(),
+            core, scheduler, chunk_tokens=16, keeper=keeper,
+            histories=Histories(core, BlockLoader(lambda _: None)),
+            read_buffer=ReadBuffer(layers=2, bytes_max=0), tracer=Tracer.off(),
         )  # fmt: skip
         engine = prompt_engine(core, scheduler, prompts, keeper)
     else:

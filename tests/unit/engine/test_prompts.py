@@ -18,8 +18,6 @@ from kvcommons.engine.engine import Engine
 from kvcommons.engine.history import Histories
 from kvcommons.engine.iteration import Iteration
 from kvcommons.engine.keeper import BlockKeeper
-from kvcommons.engine.load_or_compute import LoadOrCompute
-from kvcommons.engine.preloading import Preloading
 from kvcommons.engine.prompt import FirstToken, Prompt
 from kvcommons.engine.prompt_engine import prompt_engine
 from kvcommons.engine.prompt_memory import WholePrompt
@@ -110,11 +108,11 @@ class Running:
 def running(*, chunk_tokens: int = CHUNK) -> Iterator[Running]:
     core = tiny_core(layers=LAYERS)
     loader, saver = BlockLoader(lambda _: None), BlockSaver("engine", buffer_bytes=1 << 20)
-    keeper, cost = BlockKeeper(core, saver), LoadOrCompute()
-    loading = Preloading(core, Histories(core, loader), cost, ReadBuffer(layers=LAYERS, bytes_max=0))
+    keeper = BlockKeeper(core, saver)
     scheduler = Scheduler(max_queue=8, max_prompts=4)
     prompts = Prompts(
-        core, scheduler, chunk_tokens=chunk_tokens, keeper=keeper, cost=cost, preloading=loading,
+        core, scheduler, chunk_tokens=chunk_tokens, keeper=keeper,
+        histories=Histories(core, loader), read_buffer=ReadBuffer(layers=LAYERS, bytes_max=0),
         tracer=Tracer.off(),
     )  # fmt: skip
     engine = prompt_engine(core, scheduler, prompts, keeper)
