@@ -28,6 +28,7 @@ from benchmarks import (
     remote_attention,
     rotation,
     settlement_cli,
+    short_prompts,
     store_cli,
     transport,
 )
@@ -103,6 +104,7 @@ def _parser() -> argparse.ArgumentParser:
     borrow.add(commands, _add_outputs)
     settlement_cli.add(commands, _add_outputs)
     cores.add(commands, _add_outputs)
+    short_prompts.add(commands, _add_outputs)
     attention_store_cli.add(commands, _add_outputs)
     remote_attention.add(commands, _add_outputs)
     partition.add(commands, _add_outputs)

@@ -28,8 +28,8 @@ class DecodeConfig:
     slice_deadline_s: Annotated[float, Gt(0)] = 0.5  # for a slice elsewhere; then it is computed here
     # Messages to a holder for a layer, each on a connection of its own; 0: by what was measured.
     mini_batches: Annotated[int, Ge(0), Le(8)] = 0
-    # Prompts with at most so many tokens to compute are computed here instead of by prefill; 0: none.
     colocated: bool = False  # this process is a prefill instance, too; it computes all of its prompts itself
+    # Prompts with at most so many tokens to compute are computed here instead of by prefill; 0: none.
     max_local_prefill_tokens: Annotated[int, Ge(0)] = 0
     chunk_tokens: Annotated[int, Gt(0)] = 512  # of prompts, computed here in one iteration at most
     push_deadline_s: Annotated[float, Gt(0)] = 5.0  # of one write, of prompts for other instances (colocated)
