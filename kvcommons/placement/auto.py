@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from kvcommons.placement.base import FreeRoom, Next, Placement, SequenceLayout
+from kvcommons.placement.base import FreeBlocks, Next, Placement, SequenceLayout
 from kvcommons.placement.fixed import Grow, Offload, Overflow
 
 _KEPT = 0.9  # of an average, by the next observation
@@ -81,16 +81,16 @@ class Auto:
         self._holder_blocks = holder_blocks
         self._holders_max = holders_max
 
-    def of(self, *, blocks: int, found: int, room: FreeRoom) -> Placement:
+    def of(self, *, blocks: int, found: int, free: FreeBlocks) -> Placement:
         """The policy for a sequence of `blocks` more than the `found` ones."""
         total = blocks + found
         overflow = Overflow()
-        if blocks <= room.beside_others():
+        if blocks <= free.beside_others():
             here_s = self._costs.token_s(here_blocks=total, away_blocks=0, holders=1)
         else:
             here_s = self._costs.token_s(
-                here_blocks=room.beside_others() + found,
-                away_blocks=blocks - room.beside_others(),
+                here_blocks=free.beside_others() + found,
+                away_blocks=blocks - free.beside_others(),
                 holders=1,
             )
         best: Placement = overflow
@@ -110,8 +110,8 @@ class Auto:
     def otherwise(self) -> Placement:
         return Overflow()
 
-    def arrive(self, *, blocks: int, found: int, room: FreeRoom) -> SequenceLayout:
-        return self.of(blocks=blocks, found=found, room=room).arrive(blocks=blocks, found=found, room=room)
+    def arrive(self, *, blocks: int, found: int, free: FreeBlocks) -> SequenceLayout:
+        return self.of(blocks=blocks, found=found, free=free).arrive(blocks=blocks, found=found, free=free)
 
     def next_block(self, *, blocks: int, tail_blocks: int, tail_away: bool) -> Next:
         return Next.HERE_FIRST

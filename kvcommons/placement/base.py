@@ -10,7 +10,7 @@ from kvcommons.errors import CapacityExhausted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FreeRoom:
+class FreeBlocks:
     """Here, when a sequence arrives: `free_blocks` can be allocated, `sequences` are held already."""
 
     free_blocks: int
@@ -57,13 +57,13 @@ class Placement(Protocol):
     @property
     def name(self) -> str: ...
 
-    def of(self, *, blocks: int, found: int, room: FreeRoom) -> Placement:
+    def of(self, *, blocks: int, found: int, free: FreeBlocks) -> Placement:
         """The policy for this sequence, where it is not the same for all."""
 
     def otherwise(self) -> Placement | None:
         """The policy to try where nobody lends what this one asks for."""
 
-    def arrive(self, *, blocks: int, found: int, room: FreeRoom) -> SequenceLayout:
+    def arrive(self, *, blocks: int, found: int, free: FreeBlocks) -> SequenceLayout:
         """Where `blocks` more of a new sequence go, of which `found` are here already. Raises
         CapacityExhausted."""
 
@@ -79,7 +79,7 @@ def layout(*pieces: PlacedPiece, spread: bool = False, balance: bool = False) ->
     return SequenceLayout(pieces=tuple(one for one in pieces if one.blocks), spread=spread, balance=balance)
 
 
-def no_room(blocks: int, free_blocks: int) -> CapacityExhausted:
+def not_enough_blocks(blocks: int, free_blocks: int) -> CapacityExhausted:
     return CapacityExhausted(
         f"the sequence needs {blocks} blocks and this decode instance has {free_blocks} free: try "
         "another, retry later, raise capacity_tokens, or set placement to overflow",

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Self
 
-from kvcommons.placement.base import FreeRoom, Next, PlacedPiece, SequenceLayout, layout, no_room
+from kvcommons.placement.base import FreeBlocks, Next, PlacedPiece, SequenceLayout, layout, not_enough_blocks
 
 
 class _Fixed:
     """The same for all sequences."""
 
-    def of(self, *, blocks: int, found: int, room: FreeRoom) -> Self:
+    def of(self, *, blocks: int, found: int, free: FreeBlocks) -> Self:
         return self
 
     def otherwise(self) -> None:
@@ -22,9 +22,9 @@ class Local(_Fixed):
 
     name = "local"
 
-    def arrive(self, *, blocks: int, found: int, room: FreeRoom) -> SequenceLayout:
-        if blocks > room.free_blocks:
-            raise no_room(blocks, room.free_blocks)
+    def arrive(self, *, blocks: int, found: int, free: FreeBlocks) -> SequenceLayout:
+        if blocks > free.free_blocks:
+            raise not_enough_blocks(blocks, free.free_blocks)
         return layout(PlacedPiece(blocks=blocks, away=False))
 
     def next_block(self, *, blocks: int, tail_blocks: int, tail_away: bool) -> Next:
@@ -41,10 +41,10 @@ class Overflow(_Fixed):
 
     name = "overflow"
 
-    def arrive(self, *, blocks: int, found: int, room: FreeRoom) -> SequenceLayout:
-        if blocks <= room.free_blocks:
+    def arrive(self, *, blocks: int, found: int, free: FreeBlocks) -> SequenceLayout:
+        if blocks <= free.free_blocks:
             return layout(PlacedPiece(blocks=blocks, away=False))
-        here = room.beside_others()
+        here = free.beside_others()
         return layout(PlacedPiece(blocks=blocks - here, away=True), PlacedPiece(blocks=here, away=False))
 
     def next_block(self, *, blocks: int, tail_blocks: int, tail_away: bool) -> Next:
@@ -61,7 +61,7 @@ class Offload(_Fixed):
 
     name = "offload"
 
-    def arrive(self, *, blocks: int, found: int, room: FreeRoom) -> SequenceLayout:
+    def arrive(self, *, blocks: int, found: int, free: FreeBlocks) -> SequenceLayout:
         return layout(PlacedPiece(blocks=blocks, away=True), balance=True)
 
     def next_block(self, *, blocks: int, tail_blocks: int, tail_away: bool) -> Next:
@@ -82,9 +82,9 @@ class Grow(_Fixed):
         assert holder_blocks > 0
         self._most = holder_blocks
 
-    def arrive(self, *, blocks: int, found: int, room: FreeRoom) -> SequenceLayout:
+    def arrive(self, *, blocks: int, found: int, free: FreeBlocks) -> SequenceLayout:
         # What was found here is more than a share, maybe: it stays.
-        here = min(blocks, max(self._most - found, 0), room.beside_others())
+        here = min(blocks, max(self._most - found, 0), free.beside_others())
         pieces, left = [PlacedPiece(blocks=here, away=False)], blocks - here
         while left:
             pieces.append(PlacedPiece(blocks=min(left, self._most), away=True))

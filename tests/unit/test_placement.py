@@ -4,7 +4,7 @@ import pytest
 
 from kvcommons.errors import CapacityExhausted, InvalidInput
 from kvcommons.placement.auto import Auto, Costs, Rates
-from kvcommons.placement.base import FreeRoom, Next, PlacedPiece, Placement, SequenceLayout
+from kvcommons.placement.base import FreeBlocks, Next, PlacedPiece, Placement, SequenceLayout
 from kvcommons.placement.choice import check_policy, placement_of
 from kvcommons.placement.fixed import Grow
 
@@ -15,8 +15,8 @@ def policy(name: str, *, holder_blocks: int = 4) -> Placement:
     return placement_of(name, costs=COSTS, holder_blocks=holder_blocks)
 
 
-def room(free: int, sequences: int = 0) -> FreeRoom:
-    return FreeRoom(free_blocks=free, sequences=sequences)
+def memory(free: int, sequences: int = 0) -> FreeBlocks:
+    return FreeBlocks(free_blocks=free, sequences=sequences)
 
 
 def pieces(layout: SequenceLayout) -> list[tuple[int, str]]:
@@ -25,25 +25,25 @@ def pieces(layout: SequenceLayout) -> list[tuple[int, str]]:
 
 @pytest.mark.parametrize("name", ["local", "overflow"])
 def test_what_fits_stays_here(name: str) -> None:
-    placed = policy(name).arrive(blocks=8, found=0, room=room(8, 3))
+    placed = policy(name).arrive(blocks=8, found=0, free=memory(8, 3))
     assert placed == SequenceLayout(pieces=(PlacedPiece(blocks=8, away=False),))
 
 
 def test_local_refuses_what_does_not_fit() -> None:
     with pytest.raises(CapacityExhausted, match="needs 9 blocks and this decode instance has 8 free"):
-        policy("local").arrive(blocks=9, found=0, room=room(8))
+        policy("local").arrive(blocks=9, found=0, free=memory(8))
     assert policy("local").next_block(blocks=9, tail_blocks=9, tail_away=False) is Next.HERE
 
 
 def test_overflow_keeps_the_newest_blocks_and_leaves_the_others_a_block_each() -> None:
-    placed = policy("overflow").arrive(blocks=20, found=0, room=room(8, 3))
+    placed = policy("overflow").arrive(blocks=20, found=0, free=memory(8, 3))
     assert pieces(placed) == [(16, "away"), (4, "here")]
-    assert pieces(policy("overflow").arrive(blocks=20, found=0, room=room(2, 5))) == [(20, "away")]
+    assert pieces(policy("overflow").arrive(blocks=20, found=0, free=memory(2, 5))) == [(20, "away")]
     assert policy("overflow").next_block(blocks=9, tail_blocks=9, tail_away=True) is Next.HERE_FIRST
 
 
 def test_offload_puts_all_on_the_pool_and_goes_on_there() -> None:
-    placed = policy("offload").arrive(blocks=8, found=0, room=room(100))
+    placed = policy("offload").arrive(blocks=8, found=0, free=memory(100))
     assert (pieces(placed), placed.balance) == ([(8, "away")], True)
     assert policy("offload").next_block(blocks=8, tail_blocks=8, tail_away=True) is Next.AWAY
 
@@ -61,7 +61,7 @@ def test_offload_puts_all_on_the_pool_and_goes_on_there() -> None:
 def test_grow_takes_a_holder_for_each_share(
     blocks: int, found: int, free: int, expected: list[tuple[int, str]]
 ) -> None:
-    placed = policy("grow").arrive(blocks=blocks, found=found, room=room(free))
+    placed = policy("grow").arrive(blocks=blocks, found=found, free=memory(free))
     assert (pieces(placed), placed.spread) == (expected, True)
 
 
@@ -86,19 +86,19 @@ def auto(**rates: float) -> Auto:
 
 
 def test_auto_keeps_here_what_fits_where_rates_are_alike() -> None:
-    chosen = auto().of(blocks=200, found=0, room=room(1000))
+    chosen = auto().of(blocks=200, found=0, free=memory(1000))
     assert chosen.name == "overflow"
-    assert pieces(chosen.arrive(blocks=200, found=0, room=room(1000))) == [(200, "here")]
+    assert pieces(chosen.arrive(blocks=200, found=0, free=memory(1000))) == [(200, "here")]
 
 
 def test_auto_offloads_to_much_faster_memory_and_not_for_a_short_context() -> None:
     fast = auto(there_bytes_s=100e9, wait_s=50e-6)
-    assert fast.of(blocks=200, found=0, room=room(1000)).name == "offload"
-    assert fast.of(blocks=2, found=0, room=room(1000)).name == "overflow"
+    assert fast.of(blocks=200, found=0, free=memory(1000)).name == "offload"
+    assert fast.of(blocks=2, found=0, free=memory(1000)).name == "overflow"
 
 
 def test_auto_spreads_a_long_context_over_holders_that_compute_at_once() -> None:
-    chosen = auto().of(blocks=4096, found=0, room=room(256))
+    chosen = auto().of(blocks=4096, found=0, free=memory(256))
     assert isinstance(chosen, Grow)
 
 

@@ -24,7 +24,7 @@ from kvcommons.errors import CapacityExhausted, KVCommonsError, Unavailable
 from kvcommons.holder.holder import Holder
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import common_pb2 as pb
-from kvcommons.placement.base import FreeRoom, Placement, SequenceLayout
+from kvcommons.placement.base import FreeBlocks, Placement, SequenceLayout
 from kvcommons.transport.deadline import Deadline
 from services.decode.arrival.local_prefill import LocalPrefill, LocalSink
 from services.decode.arrival.start_barrier import PushFrom, StartBarrier, StartGeneration
@@ -304,10 +304,10 @@ class Arrivals:
         return runs, found, placement
 
     def _place(self, policy: Placement, needed: int, found: int) -> tuple[Placement, SequenceLayout]:
-        room = FreeRoom(free_blocks=self._core.allocator.free, sequences=len(self._by_key))
+        free = FreeBlocks(free_blocks=self._core.allocator.free, sequences=len(self._by_key))
         blocks = needed - found
-        placement = policy.of(blocks=blocks, found=found, room=room)
-        return placement, placement.arrive(blocks=blocks, found=found, room=room)
+        placement = policy.of(blocks=blocks, found=found, free=free)
+        return placement, placement.arrive(blocks=blocks, found=found, free=free)
 
     async def _borrow(
         self, key: int, request: Request, blocks: range, layout: SequenceLayout, so_far: list[RemoteRun]
