@@ -11,8 +11,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -24,7 +23,7 @@ from kvcommons.errors import Unavailable
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcommons.attention.partial import BatchPlan
+    from kvcommons.backend.interface import AttentionBackend, BatchPlan
 
 Progress = Callable[[str], None]
 ROUNDS_MIN = 3
@@ -112,11 +111,14 @@ class Pool:
     def __init__(self, heads: Heads, dtype: str, pool_bytes: int) -> None:
         import torch
 
-        from kvcommons.attention.memory import BlockMemory
-        from kvcommons.attention.native import library
+        from kvcommons.backend.choice import choose
+        from kvcommons.backend.memory import BlockMemory
+        from kvcommons.backend.native_attention import NativeAttention
         from kvcommons.rblock.layout import Layout
 
-        kernel = library.chosen()
+        self._attention = choose().attention
+        self._torch = NativeAttention(None)
+        kernel = self._attention.kernel if isinstance(self._attention, NativeAttention) else None
         if kernel is None:
             raise Unavailable(
                 "there is no attention kernel: it takes a C++ compiler, and KVCOMMONS_KERNEL unset"
@@ -140,10 +142,9 @@ class Pool:
 
         heads = self._heads
         q = torch.randn(case.batch, heads.query_heads, heads.head_dim).to(self._memory.tensor.dtype)
-        plans = self._plans(case)
-        with computing("torch"):
-            few = self._plans(case)[: max(int(len(plans) * TORCH_SHARE), 1)]
-            self._attend(few[:1], q)
+        plans = self._plans(case, self._attention)
+        few = self._plans(case, self._torch)[: max(int(len(plans) * TORCH_SHARE), 1)]
+        self._attend(few[:1], q)
         self._attend(plans, q)
         call_bytes = -(-case.context // heads.block_tokens) * case.batch * self._block_bytes
         rounds: list[Round] = []
@@ -151,8 +152,7 @@ class Pool:
         while len(rounds) < ROUNDS_MIN or time.perf_counter() < until:
             read_s = _seconds(lambda: self._kernel.read(self._memory.tensor))
             kernel_s = _seconds(lambda: self._attend(plans, q))
-            with computing("torch"):
-                torch_s = _seconds(lambda: self._attend(few, q))
+            torch_s = _seconds(lambda: self._attend(few, q))
             rounds.append(
                 Round(
                     read=self._memory.blocks * self._block_bytes / read_s,
@@ -162,11 +162,9 @@ class Pool:
             )
         return rounds
 
-    def _plans(self, case: Case) -> list[BatchPlan]:
+    def _plans(self, case: Case, attention: AttentionBackend) -> list[BatchPlan]:
         """Of as many calls as it takes to read all of the memory."""
         import torch
-
-        from kvcommons.attention.partial import BatchPlan
 
         width = -(-case.context // self._heads.block_tokens)
         blocks = torch.randperm(self._memory.blocks, generator=torch.Generator().manual_seed(1))
@@ -175,8 +173,8 @@ class Pool:
             index = torch.arange(width * case.batch) + call * width * case.batch
             lengths = torch.full((case.batch,), case.context)
             plans.append(
-                BatchPlan(
-                    self._memory.layer(0).shape,
+                attention.plan_batch(
+                    self._memory.layer(0),
                     blocks[index % len(blocks)].view(case.batch, width),
                     lengths,
                     first_key_positions=torch.zeros_like(lengths),
@@ -188,21 +186,6 @@ class Pool:
     def _attend(self, plans: Sequence[BatchPlan], q: Tensor) -> None:
         for plan in plans:
             plan.attend(q, self._memory.layer(0), self._heads.head_dim**-0.5)
-
-
-@contextmanager
-def computing(kernel: str) -> Iterator[None]:
-    """Plans that are made and used inside are computed by this kernel (see `native.library`)."""
-    from kvcommons.attention.native import library
-
-    before = os.environ.get(library.VARIABLE)
-    os.environ[library.VARIABLE] = kernel
-    try:
-        yield
-    finally:
-        del os.environ[library.VARIABLE]
-        if before is not None:
-            os.environ[library.VARIABLE] = before
 
 
 def _seconds(work: Callable[[], object]) -> float:

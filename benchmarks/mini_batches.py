@@ -173,15 +173,15 @@ def _layers(
     from kvcommons.holder.budget import AttentionBudget
     from kvcommons.placement.auto import Rates
 
-    layout, cpu = core.layout, torch.device("cpu")
+    layout, backend = core.layout, core.backend
     sequences = []
     for number, ref in enumerate(refs):
         run = RemoteRun(first_block=0, count=setting.blocks, holder=holder, ref=ref)
         sequences.append(decoded(core, number, setting.context, 1 << 30, [run]))
         sequences[-1].start(1)
-    batch = Batch(sequences, core.block_tokens, cpu)
+    batch = Batch(sequences, core.block_tokens, backend)
     kinds = {
-        number: RemoteAttention(layout, cpu, Rates(), AttentionBudget(1.0), number)
+        number: RemoteAttention(layout, backend, Rates(), AttentionBudget(1.0), number)
         for number in (*setting.mini_batches, AUTO)
     }
     samples: dict[int, list[_Sample]] = {number: [] for number in kinds}

@@ -194,17 +194,18 @@ def _least_s(core: Core, batch: int, tokens: int) -> float:
     """Seconds of a step at least: slices of `batch` rows, then `tokens` of KV read by all cores."""
     import torch
 
-    from kvcommons.attention.native import library
+    from kvcommons.backend.native_attention import NativeAttention
     from kvcommons.model.sampling import SamplingParams, SamplingRow, sample
 
-    model, layout, kernel = core.model, core.layout, library.chosen()
+    model, layout, attention = core.model, core.layout, core.backend.attention
+    kernel = attention.kernel if isinstance(attention, NativeAttention) else None
     row = SamplingRow(params=SamplingParams(), position=0, generated={})
 
     def slices() -> None:
-        state = model.begin(torch.ones(batch, dtype=torch.int64), core.positions(0, batch))
+        state = model.begin(torch.ones(batch, dtype=torch.int64), torch.arange(batch))
         for layer in range(layout.layers - 1):
             state = model.advance(layer, state, state.q)
-        sample(model.end(state, state.q, range(batch)), [row] * batch)
+        sample(model.end(state, state.q, range(batch)), [row] * batch, core.backend.device)
 
     def read() -> None:
         if kernel is not None:

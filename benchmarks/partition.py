@@ -207,7 +207,7 @@ async def _placed(layout: Layout, holder: Creditor, lengths: Sequence[int]) -> _
     """With KV of no value, but written: pages that never were read too quickly."""
     import torch
 
-    from kvcommons.attention.memory import TORCH_DTYPES
+    from kvcommons.backend.memory import TORCH_DTYPES
     from kvcommons.holder.plan import PlanRow
 
     content = bytes(byte & 0x3F for byte in os.urandom(layout.object_bytes))  # small numbers, none is NaN
@@ -231,15 +231,23 @@ async def _placed(layout: Layout, holder: Creditor, lengths: Sequence[int]) -> _
 
 def _iterate(layout: Layout, shares: Sequence[_Share]) -> tuple[float, float]:
     """Seconds, and of these what the slowest of each layer computed."""
+    from kvcommons.backend.choice import choose
     from kvcommons.holder.attend_call import begin_attend
     from kvcommons.transport.deadline import Deadline
 
+    backend = choose()
     began_s, computed_us = time.monotonic(), 0
     for layer in range(layout.layers):
         deadline = Deadline.after(CALL_S)
         asked = [
             begin_attend(
-                layout, share.holder.recipients(share.rows), layer, share.queries, share.appended, deadline
+                layout,
+                backend,
+                share.holder.recipients(share.rows),
+                layer,
+                share.queries,
+                share.appended,
+                deadline,
             )
             for share in shares
         ]

@@ -216,10 +216,10 @@ class _Stepper:
         self._core = core
         self._rates = Rates()
         budget = AttentionBudget(1.0)
-        self._remote = RemoteAttention(core.layout, core.model.device, self._rates, budget)
+        self._remote = RemoteAttention(core.layout, core.backend, self._rates, budget)
         self._sequence = decoded(core, 1, context, 1 << 30, runs)
         self._sequence.start(1)
-        self._batch = Batch([self._sequence], core.block_tokens, core.model.device)
+        self._batch = Batch([self._sequence], core.block_tokens, core.backend)
 
     def step(self) -> float:
         """Seconds."""
@@ -242,7 +242,6 @@ def _one_layer(
     """Medians: the query goes to the KV, or the KV comes and is attended over here."""
     import torch
 
-    from kvcommons.attention.partial import attend_batch
     from kvcommons.holder.attend_call import begin_attend
     from kvcommons.holder.plan import PlanRow
     from kvcommons.holder.segments import SegmentRef
@@ -262,17 +261,19 @@ def _one_layer(
                 layer = round_ % layout.layers
                 began_s = time.monotonic()
                 asked = holder.recipients([part])
-                begin_attend(layout, asked, layer, q, None, Deadline.after(CALL_S)).finish()
+                begin_attend(layout, core.backend, asked, layer, q, None, Deadline.after(CALL_S)).finish()
                 asked_s.append(time.monotonic() - began_s)
                 began_s = time.monotonic()
                 for first in range(0, len(blocks), 64):
                     some = blocks[first : first + 64]
                     with core.memory.write_buffers(layer, some) as buffers:
                         holder.read_blocks(ref, layer, first, buffers, Deadline.after(CALL_S))
-                attend_batch(
-                    q, core.memory.layer(layer), table, torch.tensor([context]), scale=model.scale,
+                kv = core.memory.layer(layer)
+                plan = core.backend.attention.plan_batch(
+                    kv, table, torch.tensor([context]),
                     first_key_positions=torch.tensor([0]), query_positions=torch.tensor([context]),
                 )  # fmt: skip
+                plan.attend(q, kv, model.scale)
                 fetched_s.append(time.monotonic() - began_s)
     finally:
         core.allocator.release(blocks)

@@ -23,6 +23,7 @@ from kvcommons.engine.keeper import BlockKeeper
 from kvcommons.engine.scheduler import Scheduler
 from kvcommons.engine.sequence import RemoteRun
 from kvcommons.errors import UnsupportedParameter
+from kvcommons.holder.allowance import new_allowance
 from kvcommons.holder.budget import AttentionBudget
 from kvcommons.holder.client import RemoteHolder
 from kvcommons.pb import common_pb2, data_pb2
@@ -83,7 +84,7 @@ class Replica(Replacing):
 
     def begin(self, mode: Mode, sequences: int) -> None:
         child, core = self._child, self._core
-        budget = AttentionBudget(CALL_S)
+        budget = AttentionBudget(CALL_S, new_allowance(core.backend.attention.native_exchange))
         self._rotation = Rotation(
             mode, child.replicas, core, budget, self, deadline_s=CALL_S, observer=self.observe
         )

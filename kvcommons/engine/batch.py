@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvcommons.attention.partial import Partial, merge
+from kvcommons.backend.interface import Backend, Partial
 from kvcommons.engine.sequence import LocalRun, RemoteRun, Sequence
 from kvcommons.holder.creditor import Creditor
 
@@ -26,21 +26,23 @@ if TYPE_CHECKING:
 class Group:
     """Of a source's partials: those at `index` belong to `rows` of the batch, no row twice."""
 
-    index: Tensor
-    rows: Tensor
+    index: Items[int]
+    rows: Items[int]
+    placed: tuple[Tensor, Tensor]  # both, as LongTensors on the device
     whole: bool = False  # the partials are the batch's rows as they are
 
 
 @dataclass(slots=True, kw_only=True)
 class Queries:
-    """An iteration's, [B, H, D]: for the keys behind a truncated sequence's head, and `shifted` for the
-    head's own (None where no sequence has such a head)."""
+    """An iteration's, [B, H, D] on the device: for the keys behind a truncated sequence's head, and `shifted`
+    for the head's own (None where no sequence has such a head)."""
 
     plain: Tensor
     shifted: Tensor | None = None
 
     def of(self, rows: Tensor, heads: Tensor) -> Tensor:
-        """[len(rows), H, D]: one for each part; those at `heads` lie in their sequence's head."""
+        """[len(rows), H, D]: one for each part; those at `heads` lie in their sequence's head. Both on the
+        device."""
         chosen = self.plain.index_select(0, rows)
         if self.shifted is not None and len(heads):
             chosen[heads] = self.shifted.index_select(0, rows[heads])
@@ -58,7 +60,8 @@ class RemoteSegment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HolderShare:
-    """What one other holder attends over for this batch, or a mini-batch of that."""
+    """What one other holder attends over for this batch, or a mini-batch of that. Tensors are in host
+    memory."""
 
     holder: Creditor
     segments: list[RemoteSegment]
@@ -92,14 +95,25 @@ def by_holder(sequences: Items[Sequence]) -> list[Sequence]:
     return sorted(sequences, key=holder_of)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowIndices:
+    """Of a batch, as LongTensors on the device: what picks rows of an iteration's tensors."""
+
+    parts: Tensor  # each part's row
+    heads: Tensor  # the batch's part_heads
+    appending: Tensor  # its append_rows
+
+
 @dataclass(slots=True)
 class Batch:
     """Rows are `sequences` in order. Local parts: rows of `tables` [P, nb]; most rows have one part, and then
-    parts and rows are the same and nothing is merged (`plain`)."""
+    parts and rows are the same and nothing is merged (`plain`). Tensors are in host memory: plans are made of
+    them."""
 
     sequences: list[Sequence]
     block_tokens: int
-    device: torch.device
+    backend: Backend
+    on_device: RowIndices = field(init=False)
     tokens: Tensor = field(init=False)
     positions: Tensor = field(init=False)
     tables: Tensor = field(init=False)
@@ -157,6 +171,10 @@ class Batch:
             [part for part, (row, run, _) in enumerate(parts) if self.sequences[row].in_head(run)]
         )
         self.apart = all(len(sequence.runs) == 1 for sequence in self.sequences)
+        upload = self.backend.device.upload
+        self.on_device = RowIndices(
+            parts=upload(self.part_rows), heads=upload(self.part_heads), appending=upload(self.append_rows)
+        )
         self._share_out(1)
         self.plain = not self.shares and len(parts) == len(self.sequences)
         self.part_groups = [] if self.plain else self._groups([row for row, _, _ in parts])
@@ -176,7 +194,7 @@ class Batch:
         self._share_out(mini_batches)
 
     def slots(self) -> Tensor:
-        """Where the K and V of `append_rows` go: block * block_tokens + offset."""
+        """Where the K and V of `append_rows` go: block * block_tokens + offset, in host memory."""
         size, slots = self.block_tokens, []
         for sequence, run in self._growing_runs:
             block, inside = divmod(sequence.computed - run.first_block * size, size)
@@ -198,12 +216,13 @@ class Batch:
                 heads, width = partial.out.shape[1:]
                 out = partial.out.new_zeros(len(self.sequences), heads, width)
                 lse = partial.lse.new_full((len(self.sequences), heads), -torch.inf)
-                out[group.rows] = partial.out[group.index]
-                lse[group.rows] = partial.lse[group.index]
+                index, rows = group.placed
+                out[rows] = partial.out[index]
+                lse[rows] = partial.lse[index]
                 layers.append(Partial(out=out, lse=lse))
         if not layers:  # all that these rows have lay on holders that are lost
             return Partial.empty(like)
-        return layers[0] if len(layers) == 1 else merge(layers)
+        return self.backend.attention.merge(layers)
 
     def _beside(self, contributions: Items[tuple[Items[Group], Partial]], like: Tensor) -> Partial:
         """No row has partials of two sources: nothing to merge. Rows of holders that are lost are empty."""
@@ -213,8 +232,9 @@ class Batch:
         whole = Partial.empty(like)
         for groups, partial in contributions:
             for group in groups:
-                whole.out.index_copy_(0, group.rows, partial.out)
-                whole.lse.index_copy_(0, group.rows, partial.lse)
+                _, rows = group.placed
+                whole.out.index_copy_(0, rows, partial.out)
+                whole.lse.index_copy_(0, rows, partial.lse)
         return whole
 
     def _share_out(self, mini_batches: int) -> None:
@@ -265,14 +285,16 @@ class Batch:
             if depth == len(layers):
                 layers.append([])
             layers[depth].append(index)
-        return [
-            Group(
-                index=self._longs(layer),
-                rows=self._longs([rows[index] for index in layer]),
-                whole=rows == list(range(len(self.sequences))),
-            )
-            for layer in layers
-        ]
+        return [self._group(layer, [rows[index] for index in layer], rows) for layer in layers]
+
+    def _group(self, index: list[int], rows: list[int], all_rows: list[int]) -> Group:
+        longs = self.backend.device.longs
+        return Group(
+            index=index,
+            rows=rows,
+            placed=(longs(index), longs(rows)),
+            whole=all_rows == list(range(len(self.sequences))),
+        )
 
     def _longs(self, values: list[int] | list[list[int]]) -> Tensor:
-        return torch.tensor(values, dtype=torch.long, device=self.device)
+        return torch.tensor(values, dtype=torch.long)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvcommons.attention.partial import ChunkPlan, Partial, merge
+from kvcommons.backend.interface import ChunkPlan, Partial
 from kvcommons.engine.core import Core
 from kvcommons.engine.truncated import WHOLE, Truncated
 from kvcommons.model.slices import State
@@ -27,21 +27,21 @@ class ChunkRows:
         """Behind a truncation, `positions` lie after its head."""
         self._core = core
         self._length = positions.stop
-        device, size = core.model.device, core.block_tokens
-        needed = -(-positions.stop // size)
-        self._table = torch.tensor(blocks[:needed], dtype=torch.long, device=device)
-        self._places = core.positions(positions.start, len(positions))
-        self._slots = self._table[self._places // size] * size + self._places % size
+        self._places = positions
+        size = core.block_tokens
+        self._table = torch.tensor(blocks[: -(-positions.stop // size)], dtype=torch.long)
+        places = torch.arange(positions.start, positions.stop)
+        self._rows = core.memory.rows_of(self._table[places // size] * size + places % size)
         self._head = truncated.shifted_head_tokens
         assert not self._head or positions.start >= self._head
         self._plans: dict[tuple[int | None, range], ChunkPlan] = {}
-        self.tokens = torch.tensor(tokens[positions.start : positions.stop], dtype=torch.long, device=device)
-        self.positions = self._places + truncated.dropped_tokens  # for which rows are rotated
-        self._head_rotation = core.model.rotation(self._places) if self._head else None
+        self.tokens = torch.tensor(tokens[positions.start : positions.stop], dtype=torch.long)
+        self.positions = places + truncated.dropped_tokens  # for which rows are rotated
+        self._head_rotation = core.model.rotation(core.backend.device.upload(places)) if self._head else None
 
     def write(self, layer: int, state: State) -> None:
         """K and V of this layer go to the blocks."""
-        self._core.memory.write_tokens(layer, self._slots, state.k, state.v)
+        self._core.memory.write_rows(layer, self._rows, torch.cat((state.k, state.v), dim=1))
 
     def attend(self, layer: int, state: State) -> Tensor:
         """Attention over the sequence up to each row, which is written: [T, query_heads, head_dim]
@@ -50,7 +50,7 @@ class ChunkRows:
         if self._head_rotation is None:
             return rest.out
         query = self._core.model.shifted_query(state, self._head_rotation)
-        return merge([self.partial(layer, range(self._head), query), rest]).out
+        return self._core.backend.attention.merge([self.partial(layer, range(self._head), query), rest]).out
 
     def partial(self, layer: int, keys: range, query: Tensor) -> Partial:
         """Over `keys`, which begin at a block's border."""
@@ -58,8 +58,8 @@ class ChunkRows:
         kv = core.memory.layer(layer)
         plan = self._plans.get((window, keys))
         if plan is None:
-            plan = self._plans[window, keys] = ChunkPlan(
-                kv.shape,
+            plan = self._plans[window, keys] = core.backend.attention.plan_chunk(
+                kv,
                 core.layout.query_heads,
                 self._table[keys.start // core.block_tokens : -(-keys.stop // core.block_tokens)],
                 len(keys),
@@ -72,7 +72,8 @@ class ChunkRows:
 
 def logits(core: Core, chunk: ChunkRows, rows: Sequence[int]) -> Tensor:
     """[len(rows), vocab]: of a chunk that is computed by itself, for some of its rows."""
-    state = core.model.begin(chunk.tokens, chunk.positions)
+    upload = core.backend.device.upload
+    state = core.model.begin(upload(chunk.tokens), upload(chunk.positions))
     for layer in range(core.layout.layers):
         chunk.write(layer, state)
         attention = chunk.attend(layer, state)

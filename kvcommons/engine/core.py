@@ -11,8 +11,9 @@ from typing import Annotated, Literal
 import torch
 from annotated_types import Ge, Gt
 
-from kvcommons.attention.memory import BlockMemory
-from kvcommons.attention.partial import BatchPlan, ChunkPlan
+from kvcommons.backend.choice import choose
+from kvcommons.backend.interface import Backend
+from kvcommons.backend.memory import BlockMemory
 from kvcommons.errors import InvalidInput
 from kvcommons.model.slices import Model
 from kvcommons.model.spec import ModelSpec, fingerprint, model_info, resolve_folder
@@ -50,9 +51,10 @@ class Core:
     def block_tokens(self) -> int:
         return self.layout.block_tokens
 
-    def positions(self, first: int, count: int) -> torch.Tensor:
-        """LongTensor [count] on the model's device."""
-        return torch.arange(first, first + count, device=self.model.device)
+    @property
+    def backend(self) -> Backend:
+        """What computes, for the model and over the memory."""
+        return self.model.backend
 
 
 def load_core(settings: EngineSettings) -> Core:
@@ -70,14 +72,14 @@ def load_core(settings: EngineSettings) -> Core:
 def _load(settings: EngineSettings) -> Core:
     started = time.monotonic()
     torch.set_num_threads(settings.threads)
-    device = _device(settings.device)
+    backend = choose(settings.device)
     folder = resolve_folder(settings.model)
     spec = ModelSpec.read(folder)
     identity = fingerprint(folder, spec, settings.dtype, settings.block_tokens)
     name = settings.model_name or (folder.name if settings.model == str(folder) else settings.model)
     info = model_info(name, spec, identity, settings.dtype, settings.block_tokens)
     core = make_core(
-        Model.load(folder, dtype=settings.dtype, device=device),
+        Model.load(folder, dtype=settings.dtype, backend=backend),
         info,
         capacity_tokens=settings.capacity_tokens,
     )
@@ -102,46 +104,38 @@ def make_core(model: Model, info: pb.ModelInfo, *, capacity_tokens: int) -> Core
             f"capacity_tokens = {capacity_tokens} is less than one block of {info.block_tokens} tokens",
             param="capacity_tokens",
         )
-    memory = BlockMemory(layout, blocks, str(model.device))
+    memory = BlockMemory(layout, blocks, model.backend)
     return Core(model=model, info=info, layout=layout, memory=memory, allocator=BlockAllocator(blocks))
-
-
-def _device(name: str) -> str:
-    try:
-        torch.empty(1, device=name)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).split("\n")[0]
-        raise InvalidInput(f"device {name!r} cannot be used: {reason}", param="device") from error
-    return name
 
 
 def _warm_up(core: Core) -> None:
     """One chunk and one decode step, so that the first request does not pay for what is made lazily."""
-    model, layout = core.model, core.layout
+    model, layout, attention, device = core.model, core.layout, core.backend.attention, core.backend.device
     blocks = core.allocator.allocate(1)
     rows = max(1, min(8, core.block_tokens - 1))
     try:
         with torch.inference_mode():
-            device = model.device
-            table = torch.tensor(blocks, device=device)
+            table = torch.tensor(blocks)
             for first, count in ((0, rows), (rows, 1)):
-                positions = core.positions(first, count)
-                state = model.begin(torch.zeros(count, dtype=torch.long, device=device), positions)
+                positions = torch.arange(first, first + count)
+                state = model.begin(
+                    device.upload(torch.zeros(count, dtype=torch.long)), device.upload(positions)
+                )
                 length = first + count
                 for layer in range(layout.layers):
                     slots = positions % core.block_tokens + blocks[0] * core.block_tokens
                     core.memory.write_tokens(layer, slots, state.k, state.v)
                     kv, window = core.memory.layer(layer), model.window(layer)
                     if count > 1:
-                        chunk = ChunkPlan(
-                            kv.shape, layout.query_heads, table, length,
-                            first_key_position=0, query_positions=positions, window=window,
+                        chunk = attention.plan_chunk(
+                            kv, layout.query_heads, table, length,
+                            first_key_position=0, query_positions=range(first, length), window=window,
                         )  # fmt: skip
                         out = chunk.attend(state.q, kv, model.scale).out
                     else:
-                        batch = BatchPlan(
-                            kv.shape, table.view(1, 1), torch.tensor([length], device=device),
-                            first_key_positions=torch.zeros(1, dtype=torch.long, device=device),
+                        batch = attention.plan_batch(
+                            kv, table.view(1, 1), torch.tensor([length]),
+                            first_key_positions=torch.zeros(1, dtype=torch.long),
                             query_positions=positions, window=window,
                         )  # fmt: skip
                         out = batch.attend(state.q, kv, model.scale).out

@@ -96,7 +96,7 @@ class Composer:
         if last is not None and last.sequences == ordered:
             last.step()
             return last
-        return Batch(ordered, self._core.block_tokens, self._core.model.device)
+        return Batch(ordered, self._core.block_tokens, self._core.backend)
 
     def iteration(
         self, batch: Batch | None, spans: Sequence[PromptSpan] = (), slices: Slices | None = None

@@ -32,11 +32,11 @@ class Rows(Protocol):
 
     @property
     def tokens(self) -> Tensor:
-        """LongTensor [rows]."""
+        """LongTensor [rows], in host memory."""
 
     @property
     def positions(self) -> Tensor:
-        """LongTensor [rows]: for which they are rotated."""
+        """LongTensor [rows], in host memory: for which they are rotated."""
 
     def open(self, timing: IterationTiming) -> None:
         """The iteration begins; what it takes is added to `timing`."""
@@ -102,10 +102,11 @@ class Iteration:
 
     def _run(self, between_layers: Callable[[], None] | None) -> list[list[pb.SampledToken]]:
         timing, slices = self.timing, self._slices
+        upload = self._core.backend.device.upload
         state = slices.begin(
             timing,
-            _joined([group.tokens for group in self.groups]),
-            _joined([group.positions for group in self.groups]),
+            upload(_joined([group.tokens for group in self.groups])),
+            upload(_joined([group.positions for group in self.groups])),
         )
         for layer in range(self._core.layout.layers - 1):
             attention = self._attend(layer, state)
@@ -161,7 +162,8 @@ class Iteration:
     def _nothing(self, number: int) -> Tensor:
         """In place of the attention of a group that has failed."""
         layout, rows = self._core.layout, len(self.groups[number].tokens)
-        return torch.zeros((rows, layout.query_heads, layout.head_dim), device=self._core.model.device)
+        nothing = torch.zeros((rows, layout.query_heads, layout.head_dim))
+        return self._core.backend.device.upload(nothing)
 
 
 def _joined(parts: Sequence[Tensor]) -> Tensor:

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
 from dataclasses import dataclass
 
+from kvcommons.backend.interface import DeviceEvent
 from kvcommons.blockstore.saver import BlockSaver
 from kvcommons.engine.core import Core
 
@@ -26,22 +27,22 @@ class KeptRun:
 
 
 class BlockKeeper:
-    """Hands blocks to the saver. Any thread; on the CPU nothing is copied, elsewhere a thread of its own
-    copies."""
+    """Hands blocks to the saver. Any thread; nothing is copied where blocks are in host memory, and elsewhere
+    a thread of its own waits until they are."""
 
     def __init__(self, core: Core, saver: BlockSaver) -> None:
         self._core = core
         self._saver = saver
-        on_cpu = core.memory.device.type == "cpu"
-        self._copier = None if on_cpu else ThreadPoolExecutor(1, thread_name_prefix="keep")
+        self._waiting = ThreadPoolExecutor(1, thread_name_prefix="keep")
 
     def save(self, run: KeptRun, layer: int) -> None:
         """One layer, whose content is final."""
         self._core.allocator.retain(run.blocks)
-        if self._copier is None:
-            self._hand_over(run, layer)
+        payload, event = self._core.memory.begin_read(layer, run.blocks)
+        if event.done:
+            self._hand_over(run, layer, payload, event)
         else:
-            self._copier.submit(copy_context().run, self._hand_over, run, layer)
+            self._waiting.submit(copy_context().run, self._hand_over, run, layer, payload, event)
 
     def save_all_layers(self, run: KeptRun) -> None:
         for layer in range(self._core.layout.layers):
@@ -54,10 +55,10 @@ class BlockKeeper:
 
     def close(self) -> None:
         """Before the saver is closed: what it was to be given, it has."""
-        if self._copier is not None:
-            self._copier.shutdown()
+        self._waiting.shutdown()
 
-    def _hand_over(self, run: KeptRun, layer: int) -> None:
+    def _hand_over(self, run: KeptRun, layer: int, payload: list[memoryview], event: DeviceEvent) -> None:
+        event.wait()
         core, blocks = self._core, run.blocks
         self._saver.save(
             address=run.store,
@@ -68,6 +69,6 @@ class BlockKeeper:
             first_index=run.first_index,
             block_ids=run.ids,
             layer=layer,
-            payload=core.memory.read_buffers(layer, blocks),
+            payload=payload,
             done=lambda: core.allocator.release(blocks),
         )

@@ -51,7 +51,7 @@ def prompt_engine(
 ) -> Engine:
     """Not started yet."""
     nobody, budget, rates = _NoGeneration(), AttentionBudget(_TBT_S), Rates()
-    remote = RemoteAttention(core.layout, core.model.device, rates, budget)
+    remote = RemoteAttention(core.layout, core.backend, rates, budget)
     return Engine(
         core,
         scheduler=scheduler,

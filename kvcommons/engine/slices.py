@@ -53,7 +53,8 @@ class LocalSlices:
         self, timing: IterationTiming, state: State, attention: Tensor, rows: Sequence[SamplingRow]
     ) -> list[pb.SampledToken]:
         with timing.slice(self._locked()):
-            return sample(self._model.end(state, attention, range(len(rows))), rows)
+            logits = self._model.end(state, attention, range(len(rows)))
+            return sample(logits, rows, self._model.backend.device)
 
     def _locked(self) -> AbstractContextManager[None]:
         return nullcontext() if self._model_lock is None else self._model_lock.within(Deadline.after(LOCK_S))

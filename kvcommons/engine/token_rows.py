@@ -7,7 +7,7 @@ import time
 import torch
 from torch import Tensor
 
-from kvcommons.attention.partial import BatchPlan, Partial
+from kvcommons.backend.interface import BatchPlan, Partial
 from kvcommons.engine.batch import Batch, Queries
 from kvcommons.engine.core import Core
 from kvcommons.engine.iteration_timing import IterationTiming
@@ -35,7 +35,9 @@ class TokenRows:
         self._rates = rates
         self._plans: dict[int | None, BatchPlan] = {}
         self._all_append = len(batch.append_rows) == len(batch.sequences)
-        self._head_rotation = core.model.rotation(batch.positions) if batch.has_heads else None
+        self._head_rotation = None
+        if batch.has_heads:
+            self._head_rotation = core.model.rotation(core.backend.device.upload(batch.positions))
         self._here_s = 0.0
         self._step: RemoteStep
         self._timing: IterationTiming
@@ -87,7 +89,7 @@ class TokenRows:
         here = None
         if len(batch.part_rows):
             whole = batch.part_groups[0].whole and not len(batch.part_heads)
-            q = state.q if whole else queries.of(batch.part_rows, batch.part_heads)
+            q = state.q if whole else queries.of(batch.on_device.parts, batch.on_device.heads)
             here = self._attend_here(layer, q, step.here)
         return self._remote.collect(step, new, here).out
 
@@ -103,7 +105,7 @@ class TokenRows:
 
     def _write(self, layer: int, state: State) -> None:
         """K and V of rows whose tail lies here."""
-        appending = self.batch.append_rows
+        appending = self.batch.on_device.appending
         if self._all_append:
             self._core.memory.write_rows(layer, self._slots, torch.cat((state.k, state.v), dim=1))
         elif len(appending):
@@ -113,8 +115,8 @@ class TokenRows:
     def _plan(self, window: int | None) -> BatchPlan:
         if window not in self._plans:
             batch = self.batch
-            self._plans[window] = BatchPlan(
-                self._core.memory.layer(0).shape,
+            self._plans[window] = self._core.backend.attention.plan_batch(
+                self._core.memory.layer(0),
                 batch.tables,
                 batch.lengths,
                 first_key_positions=batch.first_keys,

@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol
 
-from kvcommons.attention.native import exchange
-from kvcommons.attention.native.exchange import NativeAllowance
+from kvcommons.attention.native.exchange import Library, NativeAllowance
 from kvcommons.errors import DeadlineExceeded
 from kvcommons.transport.deadline import Deadline
 
@@ -120,8 +119,8 @@ class PlainAllowance:
             )
 
 
-def new_allowance() -> Allowance:
-    library = exchange.find()
+def new_allowance(library: Library | None) -> Allowance:
+    """`library`: an attention backend's `native_exchange`, whose layers spend it too."""
     return PlainAllowance() if library is None else NativeAllowance(library)
 
 

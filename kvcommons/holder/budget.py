@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from kvcommons.holder.allowance import Allowance, new_allowance
+from kvcommons.holder.allowance import Allowance, PlainAllowance
 
 _KEPT = 0.8  # of the average of own iterations, by the next one
 # Of the creditor's time, however long its own iterations are: less would let debtors run past their deadline,
@@ -54,8 +54,8 @@ class AttentionBudget:
         allowance: Allowance | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`tbt_s`: the objective."""
-        self.allowance = allowance or new_allowance()
+        """`tbt_s`: the objective. `allowance`: what is granted, to be spent where it is; None: by Python."""
+        self.allowance = allowance or PlainAllowance()
         self._tbt_s = tbt_s
         self._clock = clock
         self._lock = threading.Lock()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from kvcommons.attention.memory import BlockMemory
+from kvcommons.backend.memory import BlockMemory
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import data_pb2
 from kvcommons.telemetry.trace import current_traceparent

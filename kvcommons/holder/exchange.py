@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvcommons.attention.memory import TORCH_DTYPES, BlockMemory, byte_view
-from kvcommons.attention.native.exchange import Library, TransferOutcome, find
+from kvcommons.attention.native.exchange import TransferOutcome
 from kvcommons.attention.native.structures import STRUCTURES
-from kvcommons.attention.partial import Partial
+from kvcommons.backend.interface import Backend, Partial
+from kvcommons.backend.memory import TORCH_DTYPES, BlockMemory, byte_view
 from kvcommons.errors import DeadlineExceeded, KVCommonsError, UnknownPlan
 from kvcommons.holder.plan import PlanRow
 from kvcommons.holder.plan_connection import PLAN, PlanConnection, PlanPool
@@ -65,7 +65,8 @@ class PartialSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewKV:
-    """Where this instance's own K and V go: `places` (BlockMemory.rows_of) of `rows` of the batch."""
+    """Where this instance's own K and V go: `places` (BlockMemory.rows_of) of `rows` of the batch, both on
+    the device."""
 
     memory: BlockMemory
     places: Tensor
@@ -239,13 +240,14 @@ class LayerExchange:
         sources: Iterable[PartialSource],
         whole: Partial,
         *,
-        device: torch.device,
+        backend: Backend,
         native: bool = True,
     ) -> None:
         """A layer's attention is in `whole` [B, query_heads, head_dim], merged from `sources`; without them
         the answers go there themselves. Only where it is `native`, which queries of the KV's dtype may be:
         else whoever asks puts answers together."""
-        self._library = find_library(layout, device) if native else None
+        self._library = backend.attention.native_exchange if native else None
+        self._device = backend.device
         self.whole = whole
         self.failures: dict[int, KVCommonsError] = {}  # by share
         self._shares = [share for share, _ in shares]
@@ -308,7 +310,7 @@ class LayerExchange:
 
     def ask(self, layer: int, q: Tensor, k: Tensor, v: Tensor, shifted: Tensor | None) -> None:
         """Sends each creditor its part, and writes this instance's own K and V. q and `shifted`
-        [B, query_heads, head_dim], k and v [B, kv_heads, head_dim]."""
+        [B, query_heads, head_dim], k and v [B, kv_heads, head_dim], on the device."""
         if len(self._instants) == self._layers:
             self._timings = self.take_timings()
         asks_s, struct = time.monotonic(), self._struct
@@ -321,13 +323,14 @@ class LayerExchange:
             first = 0
             while (stopped := self._library.send(self._address, first)) >= 0:
                 first = stopped + (not self._may_send_again(self._calls[stopped]))
-        native = self._library is not None
+        native, fetched = self._library is not None, None
         for call in self._calls:
             if call.state is CallState.FAILED:
                 continue
             if not call.struct.native:
                 native = False
-                self._send(call, q, k, v, shifted)
+                fetched = fetched or [self._device.fetch(tensor) for tensor in (q, k, v, shifted)]
+                self._send(call, *fetched)
             else:
                 call.state = CallState.SENT
         self._write_own(k, v)
@@ -497,11 +500,6 @@ class LayerExchange:
         gather.outs, gather.lses, gather.starts, gather.sources, gather.indices = (
             tensor.data_ptr() for tensor in tensors
         )
-
-
-def find_library(layout: Layout, device: torch.device) -> Library | None:
-    """For a model that computes in the dtype that its KV has, on the CPU."""
-    return find() if device.type == "cpu" and layout.kv_dtype in TORCH_DTYPES else None
 
 
 def _slower(one: ShareTiming, other: ShareTiming) -> ShareTiming:

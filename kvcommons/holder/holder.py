@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from kvcommons.attention.memory import BlockMemory
+from kvcommons.backend.memory import BlockMemory
 from kvcommons.errors import InvalidInput, StaleEpoch
 from kvcommons.holder.segment import Pin, Segment
 from kvcommons.holder.segments import SegmentRef, SegmentTable, new_epoch

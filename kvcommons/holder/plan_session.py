@@ -17,10 +17,10 @@ from collections import OrderedDict
 import torch
 from torch import Tensor
 
-from kvcommons.attention.memory import TORCH_DTYPES, byte_view
-from kvcommons.attention.native.exchange import ServingStage, TransferOutcome, find
+from kvcommons.attention.native.exchange import NativeAllowance, ServingStage, TransferOutcome
 from kvcommons.attention.native.structures import STRUCTURES
-from kvcommons.attention.partial import Partial
+from kvcommons.backend.interface import Partial
+from kvcommons.backend.memory import TORCH_DTYPES, byte_view
 from kvcommons.errors import DeadlineExceeded, InvalidInput, KVCommonsError, Unavailable, UnknownPlan
 from kvcommons.holder.allowance import Allowance, computing, new_allowance, refusal
 from kvcommons.holder.holder import Holder
@@ -53,7 +53,7 @@ class Attention:
         """`allowance` bounds what is computed for others; None: nothing does. `tracer` makes a span of each
         layer of a plan that belongs to a trace."""
         self.holder = holder
-        self.allowance = allowance or new_allowance()
+        self.allowance = allowance or new_allowance(holder.memory.backend.attention.native_exchange)
         self.tracer = tracer or Tracer.off()
         self.served = 0  # layers on the native path, in all
         self._counting = threading.Lock()
@@ -76,10 +76,12 @@ class PlanSession:
         # A plan that was refused is there as its error, which is the answer to its layers.
         self._plans: OrderedDict[int, ServedPlan | KVCommonsError] = OrderedDict()
         self._buffer = torch.empty(0, dtype=torch.uint8)
-        self._library = find()
+        # Layers on the native path spend what is granted: without an allowance of its own there is none.
+        allowance, spends = attention.allowance, isinstance(attention.allowance, NativeAllowance)
+        self._library = attention.holder.memory.backend.attention.native_exchange if spends else None
         self._serving = STRUCTURES["kvc_serving"](
             took_max=_TOOK_MAX, operation_ns=int(OPERATION_S * 1e9), brief=True,
-            allowance=getattr(attention.allowance, "address", None),
+            allowance=allowance.address if isinstance(allowance, NativeAllowance) else None,
         )  # fmt: skip
         self._took_ns, self._took_plan = (ctypes.c_int64 * _TOOK_MAX)(), (ctypes.c_uint32 * _TOOK_MAX)()
         self._serving.took_ns = ctypes.addressof(self._took_ns)

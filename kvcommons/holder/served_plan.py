@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcommons.attention.native import exchange, library
+from kvcommons.attention.native.exchange import Library
 from kvcommons.attention.native.structures import STRUCTURES
-from kvcommons.attention.partial import BatchPlan, Partial, attend_chunk
+from kvcommons.backend.interface import BatchPlan, Partial
 from kvcommons.errors import InvalidInput, KVCommonsError
 from kvcommons.holder.holder import Holder
 from kvcommons.holder.plan import PlanRow, arrangement
@@ -59,13 +59,14 @@ class ServedPlan:
         self.trace = trace
         self._holder = holder
         self._memory = holder.memory
+        self._device, self._attention = self._memory.backend.device, self._memory.backend.attention
         self._rows: list[_Row] = []
         # Guards what others may do meanwhile: `_end`, with the holder's lock held.
         self._lock = threading.Lock()
         self._changed: list[_Row] = []  # whose pins were ended, or are to be given back
         self._busy = False
-        self._tables = torch.empty((0, 1), dtype=torch.int64, device=self._memory.device)
-        self._library = exchange.find() if self._memory.device.type == "cpu" else None
+        self._tables = torch.empty((0, 1), dtype=torch.int64)
+        self._library = self._attention.native_exchange
         self._struct: Any = None
         self._plans: dict[int | None, BatchPlan] = {}  # of `_step`, by window
         self._step: int | None = None
@@ -141,50 +142,53 @@ class ServedPlan:
             self._unpin(changed)
 
     def attend(self, layer: int, step: int, q: Tensor, kv: Tensor, answer: Partial) -> None:
-        """Between `begin` and `end`: q [queries, H, D] float32, kv [appended, 2, kv_heads, D], on the CPU."""
+        """Between `begin` and `end`: q [queries, H, D] float32, kv [appended, 2, kv_heads, D], in host
+        memory."""
         memory = self._memory
         window, scale = self._holder.model.windows[layer], self._holder.model.scale
         self._append(layer, step, kv)
         if not self._single:
             parts = [self._chunk(layer, step, index, q, window) for index in range(len(self._rows))]
-            answer.out.copy_(torch.cat([part.out for part in parts]))
-            answer.lse.copy_(torch.cat([part.lse for part in parts]))
+            self._answer(
+                answer,
+                Partial(
+                    out=torch.cat([part.out for part in parts]), lse=torch.cat([part.lse for part in parts])
+                ),
+            )
             return
         if step != self._step:
             self._plans, self._step = {}, step
         if window not in self._plans:
-            self._plans[window] = BatchPlan(
-                memory.layer(0).shape,
+            self._plans[window] = self._attention.plan_batch(
+                memory.layer(0),
                 self._tables,
                 self._first_lengths + step * self._grows,
                 first_key_positions=self._key_positions,
                 query_positions=self._first_positions + step,
                 window=window,
             )
-        plan = self._plans[window]
-        if memory.device.type == "cpu":
-            plan.attend(q, memory.layer(layer), scale, answer)
-            return
-        partial = plan.attend(q.to(memory.device), memory.layer(layer), scale)
-        answer.out.copy_(partial.out)
-        answer.lse.copy_(partial.lse)
+        plan, kv_here = self._plans[window], memory.layer(layer)
+        if self._device.host:
+            plan.attend(q, kv_here, scale, answer)
+        else:
+            self._answer(answer, plan.attend(self._device.upload(q), kv_here, scale))
 
     def native(self) -> int | None:
         """The address of its kvc_plan, for layers on the native path; None where there can be none: only
         torch can attend, a row has several queries, or its layers belong to a trace."""
-        kernel, kv = library.chosen(), self._memory.tensor
-        if self._library is None or kernel is None or not self._single or self.trace:
+        kv = self._memory.tensor
+        if self._library is None or not self._single or self.trace:
             return None
         if not self._resolved:
             self.look_up(self._looked_up_at)
             if not self._resolved:
                 return None
         if self._struct is None:
-            if not library.serves(torch.empty((0, 1, self._memory.layout.head_dim)), kv[0]):
+            if not self._library.serves(kv[0]):
                 self._library = None
                 return None
             self._struct = STRUCTURES["kvc_plan"]()
-            self._fill(self._struct, kernel, kv)
+            self._fill(self._struct, self._library, kv)
         return ctypes.addressof(self._struct)
 
     def _arrange(self, order: Sequence[int | None], placed: Sequence[_Row]) -> None:
@@ -198,7 +202,7 @@ class ServedPlan:
                 f"rows with "
                 f"{QUERIES_MAX} queries"
             )
-        kept = torch.tensor([index or 0 for index in order], device=self._tables.device)
+        kept = torch.tensor([index or 0 for index in order], dtype=torch.int64)
         if len(self._tables):
             self._tables = self._tables.index_select(0, kept)
         else:
@@ -279,11 +283,11 @@ class ServedPlan:
             raise InvalidInput(f"plan {self.number} has no step {step}: it goes from {self._first_step} on")
         self._plans, self._step = {}, None
         self._resolved = True
-        kernel = library.chosen()
-        if self._struct is not None and kernel is not None:
-            self._fill(self._struct, kernel, self._memory.tensor)
+        if self._struct is not None and self._library is not None:
+            self._fill(self._struct, self._library, self._memory.tensor)
 
-    def _fill(self, plan: Any, kernel: library.Kernel, kv: Tensor) -> None:
+    def _fill(self, plan: Any, library: Library, kv: Tensor) -> None:
+        kernel = library.kernel
         layout, rows, model = self._memory.layout, len(self._rows), self._holder.model
         self._lengths = self._first_lengths.clone()
         self._positions = self._first_positions.clone()
@@ -342,27 +346,35 @@ class ServedPlan:
                 brought += range(first, first + row.queries)
             first += row.queries
         if slots:
-            new = kv[brought].flatten(1, 2).to(self._memory.device)
+            new = self._device.upload(kv[brought].flatten(1, 2))
             self._memory.write_rows(layer, self._memory.rows_of(self._longs(slots)), new)
 
     def _chunk(self, layer: int, step: int, index: int, q: Tensor, window: int | None) -> Partial:
         one, memory = self._rows[index], self._memory
         first = sum(other.row.queries for other in self._rows[:index])
-        queries = q[first : first + one.row.queries].to(memory.device)
+        queries = self._device.upload(q[first : first + one.row.queries])
         if one.state is RowState.LOST:
             return Partial.empty(queries)
         row = one.row.moved(step)
-        partial = attend_chunk(
-            queries,
-            memory.layer(layer),
+        kv = memory.layer(layer)
+        plan = self._attention.plan_chunk(
+            kv,
+            queries.shape[1],
             self._tables[index, : one.blocks],
             row.length,
             first_key_position=one.key_position,
-            query_positions=torch.arange(row.queries, device=memory.device) + row.position,
-            scale=self._holder.model.scale,
+            query_positions=range(row.position, row.position + row.queries),
             window=window,
         )
-        return Partial(out=partial.out.cpu(), lse=partial.lse.cpu())
+        return plan.attend(queries, kv, self._holder.model.scale)
+
+    def _answer(self, answer: Partial, partial: Partial) -> None:
+        """What was computed goes to host memory."""
+        out, _ = self._device.download(partial.out)
+        lse, event = self._device.download(partial.lse)
+        event.wait()
+        answer.out.copy_(out)
+        answer.lse.copy_(lse)
 
     def _end(self, one: _Row) -> bool:
         """As Pin.end, of a row's."""
@@ -389,4 +401,4 @@ class ServedPlan:
             self._holder.unpin_all(pins)
 
     def _longs(self, values: Sequence[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._memory.device)
+        return torch.tensor(values, dtype=torch.int64)

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvcommons.backend.interface import Device
 from kvcommons.pb import common_pb2 as pb
 
 # top_p is looked for among this many most probable tokens first; few distributions need a full sort.
@@ -68,23 +69,23 @@ class SamplingRow:
     generated: Mapping[int, int]
 
 
-def sample(logits: Tensor, rows: Sequence[SamplingRow]) -> list[pb.SampledToken]:
-    """logits [B, vocab] float32 (left unchanged), a row each -> SampledToken with position, logprob and
-    top set.
+def sample(logits: Tensor, rows: Sequence[SamplingRow], device: Device) -> list[pb.SampledToken]:
+    """logits [B, vocab] float32 on the device (left unchanged), a row each -> SampledToken with position,
+    logprob and top set.
 
     logprob and top are of the unmodified distribution, and set only where `logprobs` asks for them.
     """
-    adjusted = _adjusted(logits, rows)
-    tokens = adjusted.argmax(-1).tolist()
+    adjusted = _adjusted(logits, rows, device)
+    best = adjusted.argmax(-1)
     drawn = [i for i, row in enumerate(rows) if row.params.temperature > 0]
     if drawn:
-        chosen = adjusted[torch.tensor(drawn, device=logits.device)]
-        for i, token in zip(drawn, _draw(chosen, [rows[i] for i in drawn]), strict=True):
-            tokens[i] = token
+        index = device.longs(drawn)
+        best[index] = _draw(adjusted[index], [rows[i] for i in drawn], device)
+    tokens = device.fetch(best).tolist()
     sampled = [
         pb.SampledToken(token=token, position=row.position) for token, row in zip(tokens, rows, strict=True)
     ]
-    _add_logprobs(sampled, logits, rows)
+    _add_logprobs(sampled, logits, rows, device)
     return sampled
 
 
@@ -95,7 +96,7 @@ def uniform(seed: int, choice: int, position: int) -> float:
     return float((int.from_bytes(digest, "little") >> 11) * 2.0**-53)
 
 
-def _adjusted(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
+def _adjusted(logits: Tensor, rows: Sequence[SamplingRow], device: Device) -> Tensor:
     """With logit_bias and penalties; `logits` itself where no row has any."""
     adjusted = logits
     for i, row in enumerate(rows):
@@ -110,16 +111,15 @@ def _adjusted(logits: Tensor, rows: Sequence[SamplingRow]) -> Tensor:
         if changes:
             if adjusted is logits:
                 adjusted = logits.clone()
-            tokens = torch.tensor(list(changes), device=logits.device)
-            adjusted[i, tokens] += torch.tensor(list(changes.values()), device=logits.device)
+            adjusted[i, device.longs(list(changes))] += device.upload(torch.tensor(list(changes.values())))
     return adjusted
 
 
-def _draw(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
-    """A token for each row of logits [R, vocab], all with a temperature above 0."""
+def _draw(logits: Tensor, rows: Sequence[SamplingRow], device: Device) -> Tensor:
+    """LongTensor [R]: a token for each row of logits [R, vocab], all with a temperature above 0."""
 
     def column(values: Sequence[float]) -> Tensor:
-        return torch.tensor(values, dtype=torch.float64, device=logits.device).unsqueeze(1)
+        return device.upload(torch.tensor(values, dtype=torch.float64)).unsqueeze(1)
 
     params = [row.params for row in rows]
     wide = logits.double()
@@ -127,30 +127,29 @@ def _draw(logits: Tensor, rows: Sequence[SamplingRow]) -> list[int]:
     shares = torch.exp((wide - wide.amax(-1, keepdim=True)) / column([p.temperature for p in params]))
     threshold = column([p.min_p for p in params])
     if any(p.top_k > 0 or p.top_p < 1 for p in params):
-        threshold = torch.maximum(threshold, _top_threshold(shares, params))
+        threshold = torch.maximum(threshold, _top_threshold(shares, params, device))
     cumulative = torch.cumsum(shares.masked_fill_(shares < threshold, 0.0), dim=-1)
     total = cumulative[:, -1:].contiguous()
     point = column([uniform(row.params.seed, row.params.choice, row.position) for row in rows]) * total
     token = torch.searchsorted(cumulative, point, right=True)
     # Rounding can bring the point to the total: the last token that is kept is meant then.
     last = torch.searchsorted(cumulative, total)
-    drawn: list[int] = torch.minimum(token, last).squeeze(1).tolist()
-    return drawn
+    return torch.minimum(token, last).squeeze(1)
 
 
-def _top_threshold(shares: Tensor, params: Sequence[SamplingParams]) -> Tensor:
+def _top_threshold(shares: Tensor, params: Sequence[SamplingParams], device: Device) -> Tensor:
     """[R, 1]: the share of the least probable token that top_k, then top_p (of what top_k kept), keep."""
     vocab = shares.shape[1]
-    most = torch.tensor([min(p.top_k or vocab, vocab) for p in params], device=shares.device).unsqueeze(1)
-    top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=shares.device).unsqueeze(1)
+    most = device.longs([min(p.top_k or vocab, vocab) for p in params]).unsqueeze(1)
+    top_p = device.upload(torch.tensor([p.top_p for p in params], dtype=torch.float64)).unsqueeze(1)
     looked_at = min(max([_LIKELY_TOKENS, *(p.top_k for p in params)]), vocab)
     while True:
         best = shares.topk(looked_at, dim=-1).values
-        within = torch.arange(looked_at, device=shares.device) < most
+        within = device.upload(torch.arange(looked_at)) < most
         reached = torch.cumsum(best * within, dim=-1)
         kept = torch.where(most < vocab, reached[:, -1:], shares.sum(-1, keepdim=True))
         target = top_p * kept
-        if looked_at == vocab or bool(((reached[:, -1:] >= target) | (top_p >= 1)).all()):
+        if looked_at == vocab or device.fetch(((reached[:, -1:] >= target) | (top_p >= 1)).all()):
             break
         looked_at = vocab
     count = torch.minimum((reached < target).sum(-1, keepdim=True) + 1, most)
@@ -158,16 +157,22 @@ def _top_threshold(shares: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     return threshold.masked_fill((top_p >= 1) & (most >= vocab), 0.0)
 
 
-def _add_logprobs(sampled: Sequence[pb.SampledToken], logits: Tensor, rows: Sequence[SamplingRow]) -> None:
+def _add_logprobs(
+    sampled: Sequence[pb.SampledToken], logits: Tensor, rows: Sequence[SamplingRow], device: Device
+) -> None:
     asked = [i for i, row in enumerate(rows) if row.params.logprobs]
     if not asked:
         return
-    logprobs = torch.log_softmax(logits[torch.tensor(asked, device=logits.device)].double(), dim=-1)
+    logprobs = torch.log_softmax(logits[device.longs(asked)].double(), dim=-1)
     most = max(rows[i].params.top_logprobs for i in asked)
     top = logprobs.topk(most, dim=-1)
-    values, tokens = top.values.tolist(), top.indices.tolist()
+    own = logprobs.gather(1, device.longs([sampled[i].token for i in asked]).unsqueeze(1))
+    found = (device.download(tensor) for tensor in (own, top.values, top.indices))
+    (own, _), (best, _), (index, event) = found
+    event.wait()
+    values, tokens = best.tolist(), index.tolist()
     for at, i in enumerate(asked):
-        sampled[i].logprob = float(logprobs[at, sampled[i].token])
+        sampled[i].logprob = float(own[at])
         for token, value in zip(tokens[at], values[at], strict=True):
             if len(sampled[i].top) < rows[i].params.top_logprobs:
                 sampled[i].top.add(token=token, logprob=value)

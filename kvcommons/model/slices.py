@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvcommons.attention.native import slices as native
-from kvcommons.errors import InvalidInput
+from kvcommons.backend.choice import choose
+from kvcommons.backend.interface import Backend
 from kvcommons.model.spec import ModelSpec
 from kvcommons.model.weights import LayerWeights, Weights, random_weights, read_weights, torch_dtype
 
@@ -66,28 +66,37 @@ class RotaryAngles:
 class Model:
     """Weights and slices. Thread-safe: nothing changes after loading."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, spec: ModelSpec, weights: Weights, dtype: torch.dtype, backend: Backend) -> None:
         self.spec = spec
         self.dtype = dtype
-        self.device = device
+        self.backend = backend
         self.scale = spec.head_dim**-0.5
         self._weights = weights
-        self._frequencies = torch.tensor(spec.rotary.frequencies, dtype=torch.float64, device=device)
+        self._operators = backend.operators
+        frequencies = torch.tensor(spec.rotary.frequencies, dtype=torch.float64)
+        self._frequencies = backend.device.upload(frequencies)
 
     @classmethod
-    def load(cls, folder: Path, *, dtype: str = "bfloat16", device: str = "cpu") -> Model:
-        """Raises InvalidInput for a folder, dtype or device that is not served; the message says why."""
-        spec, kind, place = ModelSpec.read(folder), torch_dtype(dtype), _device(device)
-        return cls(spec, read_weights(folder, spec, kind, place), kind, place)
+    def load(cls, folder: Path, *, dtype: str = "bfloat16", backend: Backend | None = None) -> Model:
+        """`backend`: what computes; None: the CPU. Raises InvalidInput for a folder or dtype that is not
+        served; the message says why."""
+        spec, kind, backend = ModelSpec.read(folder), torch_dtype(dtype), backend or choose()
+        return cls(spec, read_weights(folder, spec, kind, backend), kind, backend)
 
     @classmethod
     def random(
-        cls, spec: ModelSpec, *, seed: int, init_range: float, dtype: str = "bfloat16", device: str = "cpu"
+        cls,
+        spec: ModelSpec,
+        *,
+        seed: int,
+        init_range: float,
+        dtype: str = "bfloat16",
+        backend: Backend | None = None,
     ) -> Model:
         """The same weights for the same arguments; their identity is `spec.random_fingerprint`."""
-        kind, place = torch_dtype(dtype), _device(device)
-        weights = random_weights(spec, seed=seed, init_range=init_range, dtype=kind, device=place)
-        return cls(spec, weights, kind, place)
+        kind, backend = torch_dtype(dtype), backend or choose()
+        weights = random_weights(spec, seed=seed, init_range=init_range, dtype=kind, backend=backend)
+        return cls(spec, weights, kind, backend)
 
     def window(self, layer: int) -> int | None:
         """Sliding window of a layer in tokens, the query's own included; None where it sees all."""
@@ -114,7 +123,7 @@ class Model:
         """Finishes the last layer for `rows` only -> logits [len(rows), vocab] float32."""
         hidden = state.hidden
         if len(rows) != hidden.shape[0]:
-            chosen = torch.tensor(list(rows), dtype=torch.int64, device=hidden.device)
+            chosen = self.backend.device.longs(list(rows))
             hidden, attention = hidden[chosen], attention[chosen]
         hidden, added = self._close(self._weights.layers[-1], hidden, attention)
         _, normed = self._add_and_norm(hidden, added, self._weights.final_norm)
@@ -133,7 +142,7 @@ class Model:
 
         A segment's shift is what is added to its stored positions to give the logical ones.
         """
-        return _rotate(state.unrotated_q, rotation.cos, rotation.sin)
+        return self._operators.rotate(state.unrotated_q, rotation.cos, rotation.sin)
 
     def _open(
         self, layer: int, hidden: Tensor, added: Tensor | None, positions: Tensor, rotation: RotaryAngles
@@ -145,8 +154,8 @@ class Model:
         query_heads, rotated_heads = spec.query_heads, spec.query_heads + spec.kv_heads
         qk = qkv[:, :rotated_heads]
         if weights.qk_norm is not None:
-            qk = _norm(qk, weights.qk_norm, spec.norm_eps)
-        rotated = _rotate(qk, rotation.cos, rotation.sin)
+            qk = self._operators.norm(qk, weights.qk_norm, spec.norm_eps)
+        rotated = self._operators.rotate(qk, rotation.cos, rotation.sin)
         return State(
             hidden=hidden,
             q=rotated[:, :query_heads],
@@ -162,46 +171,8 @@ class Model:
         """A layer from its attention output on: the residual stream, and what is still to be added to it."""
         attended = attention.reshape(len(hidden), -1).to(self.dtype)
         hidden, normed = self._add_and_norm(hidden, weights.output(attended), weights.mlp_norm)
-        return hidden, weights.down(_gate(weights.gate_up(normed)))
+        return hidden, weights.down(self._operators.gate(weights.gate_up(normed)))
 
     def _add_and_norm(self, x: Tensor, added: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
         """x + added, and its RMSNorm over the last dimension."""
-        kernel = native.serving(x, x.shape[-1])
-        if kernel is not None:
-            return native.norm(kernel, x, added, weight, self.spec.norm_eps)
-        total = x if added is None else x + added
-        return total, _norm(total, weight, self.spec.norm_eps)
-
-
-def _norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """RMSNorm over the last dimension, in float32."""
-    wide = x.float()
-    scaled = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
-    return (scaled * weight).to(x.dtype)
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, heads, head_dim]; pairs lie half a head apart, as in Hugging Face's weights."""
-    kernel = native.serving(x, x.shape[-1] // 2)
-    if kernel is not None:
-        return native.rotate(kernel, x, cos, sin)
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
-
-
-def _gate(mixed: Tensor) -> Tensor:
-    """mixed [T, 2 * mlp], gate and up -> silu(gate) * up [T, mlp]."""
-    kernel = native.serving(mixed, mixed.shape[-1] // 2)
-    if kernel is not None:
-        return native.gate(kernel, mixed)
-    gate, up = mixed.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
-def _device(name: str) -> torch.device:
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise InvalidInput(f"the device {name!r} cannot be used: {error}", param="device") from error
-    return device
+        return self._operators.add_and_norm(x, added, weight, self.spec.norm_eps)

@@ -12,8 +12,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from kvcommons.attention.memory import TORCH_DTYPES
-from kvcommons.attention.products import Matrix
+from kvcommons.backend.interface import Backend, Matrix
+from kvcommons.backend.memory import TORCH_DTYPES
+from kvcommons.backend.torch_attention import TorchAttention
+from kvcommons.backend.torch_device import TorchDevice
+from kvcommons.backend.torch_operators import TorchOperators
 from kvcommons.errors import InvalidInput
 from kvcommons.model.folder import weight_files
 from kvcommons.model.spec import ModelSpec
@@ -51,7 +54,7 @@ def torch_dtype(name: str) -> torch.dtype:
     return TORCH_DTYPES[name]
 
 
-def read_weights(folder: Path, spec: ModelSpec, dtype: torch.dtype, device: torch.device) -> Weights:
+def read_weights(folder: Path, spec: ModelSpec, dtype: torch.dtype, backend: Backend) -> Weights:
     """Raises InvalidInput where tensors are missing, broken, or of other shapes than the config says."""
     holder: dict[str, Any] = {}
     try:
@@ -76,14 +79,14 @@ def read_weights(folder: Path, spec: ModelSpec, dtype: torch.dtype, device: torc
             )
         return tensor
 
-    return _assemble(spec, source, dtype, device)
+    return _assemble(spec, source, dtype, backend)
 
 
 def random_weights(
-    spec: ModelSpec, *, seed: int, init_range: float, dtype: torch.dtype, device: torch.device
+    spec: ModelSpec, *, seed: int, init_range: float, dtype: torch.dtype, backend: Backend
 ) -> Weights:
     """The same for the same arguments on every device: each tensor has a seed of its own."""
-    return _assemble(spec, random_source(seed, init_range), dtype, device)
+    return _assemble(spec, random_source(seed, init_range), dtype, backend)
 
 
 def random_source(seed: int, init_range: float) -> Source:
@@ -98,7 +101,9 @@ def random_source(seed: int, init_range: float) -> Source:
     return source
 
 
-def _assemble(spec: ModelSpec, source: Source, dtype: torch.dtype, device: torch.device) -> Weights:
+def _assemble(spec: ModelSpec, source: Source, dtype: torch.dtype, backend: Backend) -> Weights:
+    device, operators = backend.device, backend.operators
+
     def read(names: Sequence[str], rows: Sequence[int], columns: int | None) -> Tensor:
         """Tensors [rows, columns] (or [rows]) of several names, one below the other."""
         parts = [
@@ -106,15 +111,15 @@ def _assemble(spec: ModelSpec, source: Source, dtype: torch.dtype, device: torch
             for name, count in zip(names, rows, strict=True)
         ]
         # Always a copy: what stays mapped from a file would change with it.
-        return torch.cat(parts).to(device)
+        return device.upload(torch.cat(parts))
 
     def norm(name: str, size: int) -> Tensor:
-        return source(name, (size,)).to(device, torch.float32)
+        return device.upload(source(name, (size,)).to(torch.float32))
 
     def matrix(prefix: str, names: Sequence[str], rows: Sequence[int], columns: int, bias: bool) -> Matrix:
         weight = read([f"{prefix}.{name}.weight" for name in names], rows, columns)
         added = read([f"{prefix}.{name}.bias" for name in names], rows, None) if bias else None
-        return Matrix.packed(weight, added)
+        return operators.pack(weight, added)
 
     def layer(index: int) -> LayerWeights:
         prefix = f"model.layers.{index}"
@@ -143,7 +148,7 @@ def _assemble(spec: ModelSpec, source: Source, dtype: torch.dtype, device: torch
     embedding = read(["model.embed_tokens.weight"], [spec.vocab_size], spec.hidden)
     # Tied ones share memory only where the order of the one serves the other.
     tied = spec.tied_embeddings
-    head = Matrix.packed(embedding if tied else read(["lm_head.weight"], [spec.vocab_size], spec.hidden))
+    head = operators.pack(embedding if tied else read(["lm_head.weight"], [spec.vocab_size], spec.hidden))
     return Weights(
         embedding=embedding,
         layers=tuple(layer(index) for index in range(spec.layers)),
@@ -160,5 +165,7 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
         shapes[name] = shape
         return torch.empty(shape, device="meta")
 
-    _assemble(spec, note, torch.float32, torch.device("meta"))
+    nowhere = TorchDevice(torch.device("meta"))
+    backend = Backend(device=nowhere, operators=TorchOperators(), attention=TorchAttention(nowhere))
+    _assemble(spec, note, torch.float32, backend)
     return shapes

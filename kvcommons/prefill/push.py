@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvcommons.attention.memory import BlockMemory
+from kvcommons.backend.memory import BlockMemory
 from kvcommons.errors import DeadlineExceeded, KVCommonsError, Unavailable
 from kvcommons.pb import common_pb2 as pb
 from kvcommons.pb import data_pb2

@@ -30,7 +30,9 @@ class PrefillRole:
     ) -> None:
         """`push_deadline_s`: of one write, and of a layer's attention at holders of a spread prompt."""
         self._pusher = Pusher(core.memory, core.allocator, call_deadline_s=push_deadline_s, observer=observer)
-        self._holders = Holders(core.layout, attend_deadline_s=push_deadline_s, observer=observer)
+        self._holders = Holders(
+            core.layout, core.backend, attend_deadline_s=push_deadline_s, observer=observer
+        )
         self.intake = Intake(
             core,
             engine,

@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from kvcommons.attention.partial import Partial, merge
+from kvcommons.backend.interface import Backend, Partial
 from kvcommons.engine.chunk_rows import ChunkRows
 from kvcommons.engine.core import Core
 from kvcommons.engine.keeper import BlockKeeper
@@ -44,9 +44,16 @@ ROOM_POLL_S = 0.005  # while blocks are on their way out
 class Holders:
     """Connections to the holders of spread prompts. Used by the engine's thread."""
 
-    def __init__(self, layout: Layout, *, attend_deadline_s: float, observer: Observer | None = None) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        backend: Backend,
+        *,
+        attend_deadline_s: float,
+        observer: Observer | None = None,
+    ) -> None:
         """`attend_deadline_s`: what one layer of a chunk waits for them."""
-        self._layout = layout
+        self._layout, self._backend = layout, backend
         self._attend_deadline_s = attend_deadline_s
         self._observer = observer
         self._plans: dict[str, PlanPool] = {}
@@ -95,7 +102,7 @@ class Holders:
                 )
                 for one, share in zip(recipients, divided(len(recipients)), strict=True)
             ]
-        return begin_attend(self._layout, recipients, layer, q, None, deadline)
+        return begin_attend(self._layout, self._backend, recipients, layer, q, None, deadline)
 
     def _plans_at(self, address: str) -> PlanPool:
         """An address that many prompts used keeps its connections; there are as many as holders."""
@@ -113,6 +120,7 @@ class SpreadRows(ChunkRows):
     ) -> None:
         request = prompt.request
         super().__init__(core, request.tokens, positions, prompt.blocks, request.truncated)
+        self._device, self._attention = core.backend.device, core.backend.attention
         self._before = positions.start
         self._block_tokens = core.block_tokens
         self._targets = targets
@@ -125,13 +133,13 @@ class SpreadRows(ChunkRows):
             if self._before:
                 asked = self._holders.ask(self._targets, self._block_tokens, layer, self._before, state.q)
             here = self.partial(layer, range(self._before, self._length), state.q)
-            return merge([here, *(self._finish(call, state.q) for call in asked)]).out
+            return self._attention.merge([here, *(self._finish(call) for call in asked)]).out
         except KVCommonsError as error:
             raise Unavailable(f"a holder did not attend over the prompt's blocks: {error.message}") from error
 
-    def _finish(self, call: PendingPartial, like: Tensor) -> Partial:
+    def _finish(self, call: PendingPartial) -> Partial:
         there, _ = call.finish()
-        return Partial(out=there.out.to(like.device), lse=there.lse.to(like.device))
+        return Partial(out=self._device.upload(there.out), lse=self._device.upload(there.lse))
 
 
 class SpreadPrompt:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kvcommons.attention.memory import BlockMemory
-from kvcommons.attention.native import library
+from kvcommons.backend.choice import choose
+from kvcommons.backend.memory import BlockMemory
 from kvcommons.engine.core import EngineSettings
 from kvcommons.errors import InvalidInput
 from kvcommons.holder.holder import HeldModel, Holder
@@ -52,7 +52,7 @@ def open_pool(settings: EngineSettings, instance_id: str, part: HeadPart | None 
     be divided so.
     """
     torch.set_num_threads(settings.threads)
-    library.chosen()  # compiled, if it has to be, before anybody waits for attention
+    backend = choose(settings.device)
     folder = resolve_folder(settings.model)
     spec = ModelSpec.read(folder)
     identity = fingerprint(folder, spec, settings.dtype, settings.block_tokens)
@@ -68,7 +68,7 @@ def open_pool(settings: EngineSettings, instance_id: str, part: HeadPart | None 
     if part is not None:
         layout, held = part.layout(layout), part.model(identity)
     try:
-        memory = BlockMemory(layout, blocks, settings.device)
+        memory = BlockMemory(layout, blocks, backend)
     except (RuntimeError, AssertionError, OSError) as error:
         reason = str(error).split("\n")[0]
         raise InvalidInput(

@@ -17,6 +17,7 @@ from kvcommons.engine.prompts import Prompts
 from kvcommons.engine.read_buffer import ReadBuffer
 from kvcommons.engine.scheduler import Scheduler
 from kvcommons.errors import DeadlineExceeded
+from kvcommons.holder.allowance import new_allowance
 from kvcommons.holder.budget import AttentionBudget
 from kvcommons.holder.data import HolderData
 from kvcommons.holder.head_store import WholeStore
@@ -85,7 +86,9 @@ class DecodeParts:
             lend_blocks_max=int(core.allocator.total * config.lend_share),
         )
         self.holder_service = HolderService(self.holder, self.loader, self.saver, self.condemner)
-        budget = AttentionBudget(config.tbt_objective_s)
+        budget = AttentionBudget(
+            config.tbt_objective_s, new_allowance(core.backend.attention.native_exchange)
+        )
         rates = Rates()
         costs = Costs(rates=rates, layers=core.layout.layers, block_bytes=core.layout.block_bytes)
         placement = placement_of(

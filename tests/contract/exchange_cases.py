@@ -13,8 +13,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcommons.attention.memory import TORCH_DTYPES, BlockMemory, byte_view
-from kvcommons.attention.partial import BatchPlan
+from kvcommons.backend.choice import choose
+from kvcommons.backend.memory import TORCH_DTYPES, BlockMemory, byte_view
 from kvcommons.engine.batch import Batch, Queries
 from kvcommons.engine.iteration_timing import IterationTiming
 from kvcommons.engine.remote.attention import RemoteAttention
@@ -34,6 +34,7 @@ from kvcommons.placement.auto import Rates
 from kvcommons.rblock.identity import IdentityChain
 from kvcommons.rblock.layout import Layout
 from kvcommons.transport.base import Observer
+from tests.backends import asking_in_python
 from tests.contract.holder_cases import (
     BLOCK_TOKENS,
     FINGERPRINT,
@@ -147,9 +148,9 @@ class Debtor:
 
     def decode(self, sequences: list[Decoded], rates: Rates) -> None:
         """ITERATIONS of them, as kvcommons.engine.iteration has it."""
-        layout, memory = self.layout, self.memory
-        remote = RemoteAttention(layout, torch.device("cpu"), rates, AttentionBudget(1.0), self.mini_batches)
-        batch = Batch(sequences, BLOCK_TOKENS, torch.device("cpu"))
+        layout, memory, backend = self.layout, self.memory, choose()
+        remote = RemoteAttention(layout, backend, rates, AttentionBudget(1.0), self.mini_batches)
+        batch = Batch(sequences, BLOCK_TOKENS, backend)
         count = len(sequences)
         self.order = [sequence.key for sequence in batch.sequences]
         for name, holder in enumerate(self.holders):
@@ -157,8 +158,8 @@ class Debtor:
         for iteration in range(ITERATIONS):
             timing, places = IterationTiming(), memory.rows_of(batch.slots())
             step = remote.begin(batch, self.deadline_s, timing, (memory, places))
-            plan = BatchPlan(
-                memory.layer(0).shape, batch.tables, batch.lengths, first_key_positions=batch.first_keys,
+            plan = backend.attention.plan_batch(
+                memory.layer(0), batch.tables, batch.lengths, first_key_positions=batch.first_keys,
                 query_positions=batch.positions[batch.part_rows],
             )  # fmt: skip
             try:
@@ -202,7 +203,7 @@ async def run(debtor: Debtor, rows: Sequence[Row], rates: Rates | None = None) -
 def in_python() -> Iterator[None]:
     """Nobody is asked on the native path."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kvcommons.holder.exchange.find_library", lambda layout, device: None)
+        patch.setattr("tests.contract.exchange_cases.choose", asking_in_python)
         yield
 
 

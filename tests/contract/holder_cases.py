@@ -16,8 +16,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvcommons.attention.memory import BlockMemory, byte_view
-from kvcommons.attention.partial import Partial, attend_chunk
+from kvcommons.backend.choice import choose
+from kvcommons.backend.interface import Partial
+from kvcommons.backend.memory import BlockMemory, byte_view
 from kvcommons.blockstore.loader import BlockLoader, CorruptObject
 from kvcommons.blockstore.saver import BlockSaver
 from kvcommons.errors import KVCommonsError
@@ -40,6 +41,7 @@ from kvcommons.telemetry.telemetry import Telemetry
 from kvcommons.transport.base import Observer
 from kvcommons.transport.deadline import Deadline
 from kvcommons.transport.server import DataServer
+from tests.backends import attend_chunk
 from tests.machine import scaled
 from tests.pausing import pause
 
@@ -240,7 +242,7 @@ def begin_attend(
     deadline: Deadline,
 ) -> attend_call.PendingPartial:
     kv = torch.cat(list(appended)) if appended else None
-    return attend_call.begin_attend(LAYOUT, creditor.recipients(rows), layer, q, kv, deadline)
+    return attend_call.begin_attend(LAYOUT, choose(), creditor.recipients(rows), layer, q, kv, deadline)
 
 
 class Tokens:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from kvcommons.attention.memory import TORCH_DTYPES, BlockMemory, byte_view
+from kvcommons.backend.memory import TORCH_DTYPES, BlockMemory, byte_view
 from kvcommons.errors import Unavailable
 from kvcommons.holder.budget import AttentionBudget
 from kvcommons.holder.data import HolderData

@@ -7,9 +7,9 @@ import asyncio
 import pytest
 import torch
 
-from kvcommons.attention.native import exchange
 from kvcommons.errors import DataLoss
 from kvcommons.pb import common_pb2
+from tests.backends import COMPILED
 from tests.contract.engine_stack import Stack
 from tests.contract.engine_turns import turn
 
@@ -18,7 +18,7 @@ pytest_plugins = ("tests.contract.engine_fixtures",)
 
 
 def compiled() -> bool:
-    return exchange.find() is not None and not torch.cuda.is_available()
+    return COMPILED and not torch.cuda.is_available()
 
 
 @pytest.mark.parametrize("engines", ["llama", "qwen2-sliding"], indirect=True)

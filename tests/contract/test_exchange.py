@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvcommons.backend.choice import choose
 from kvcommons.engine.batch import Batch, Queries
 from kvcommons.engine.iteration_timing import IterationTiming
 from kvcommons.engine.remote.attention import RemoteAttention
@@ -190,8 +191,8 @@ async def test_what_was_asked_for_is_not_kept_where_the_iteration_fails(served: 
     async with served[0].debtor() as holder:
         debtor = Debtor([holder], LAYOUT)
         sequences = await debtor.sequences(rows_of((0, 2), count=2))
-        batch = Batch(sequences, BLOCK_TOKENS, torch.device("cpu"))
-        remote = RemoteAttention(LAYOUT, torch.device("cpu"), Rates(), AttentionBudget(1.0), 1)
+        batch = Batch(sequences, BLOCK_TOKENS, choose())
+        remote = RemoteAttention(LAYOUT, choose(), Rates(), AttentionBudget(1.0), 1)
         q = debtor.random(2, LAYOUT.query_heads, LAYOUT.head_dim)
         k = debtor.random(2, LAYOUT.kv_heads, LAYOUT.head_dim)
         answers = []

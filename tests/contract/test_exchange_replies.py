@@ -14,9 +14,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcommons.attention.memory import byte_view
-from kvcommons.attention.native import exchange as native
-from kvcommons.attention.partial import Partial, merge
+from kvcommons.backend.choice import choose
+from kvcommons.backend.interface import Partial
+from kvcommons.backend.memory import byte_view
 from kvcommons.errors import (
     DataLoss,
     DeadlineExceeded,
@@ -36,18 +36,19 @@ from kvcommons.transport.base import Limits, Observation
 from kvcommons.transport.client import DataClient
 from kvcommons.transport.deadline import Deadline
 from kvcommons.transport.frame import HEADER_BYTES, pack, unpack
+from tests.backends import COMPILED, asking_in_python, merge
 from tests.contract.exchange_cases import in_python
 from tests.contract.holder_cases import LAYOUT
 
 ROWS = 3
-CPU = torch.device("cpu")
+CPU = choose()
 TOLD = [(0, 0), (0, 7), (300, 40_000), (2**32 - 1, 2**32 - 1), (1, 0), (0, 0)]
 
 Send = Callable[[socket.socket, bytes], None]
 # What makes an answer of a layer's head.
 Reply = Callable[[LayerHead], bytes]
 
-pytestmark = pytest.mark.skipif(native.find() is None, reason="there is no compiled kernel")
+pytestmark = pytest.mark.skipif(not COMPILED, reason="there is no compiled kernel")
 
 
 class Peer:
@@ -159,7 +160,7 @@ def asking(
     whole = Partial(out=torch.zeros(ROWS, LAYOUT.query_heads, LAYOUT.head_dim),
                     lse=torch.zeros(ROWS, LAYOUT.query_heads))  # fmt: skip
     share = Share(rows=[2, 0, 3], shifted=[1], appended=[3, 0], answer=whole)
-    made = LayerExchange(LAYOUT, [(share, [Recipient(plans=plans, rows=PLAN)])], [], whole, device=CPU)
+    made = LayerExchange(LAYOUT, [(share, [Recipient(plans=plans, rows=PLAN)])], [], whole, backend=CPU)
     made.begin(0, deadline_s, None)
     try:
         yield peer, made, observed
@@ -183,7 +184,7 @@ def test_what_is_sent_and_what_comes_back(socket_folder: Path, send: Send) -> No
         folder.mkdir()
         with pytest.MonkeyPatch.context() as patch:
             if way == "python":
-                patch.setattr("kvcommons.holder.exchange.find_library", lambda layout, device: None)
+                patch.setattr("tests.contract.test_exchange_replies.CPU", asking_in_python())
             with asking(folder, replies, send) as (peer, made, observed):
                 told = []
                 for number, (one, (q, shifted, k, v)) in enumerate(zip(partials, tensors, strict=True)):
@@ -296,7 +297,7 @@ def test_what_was_sent_in_part_leaves_no_connection_behind(socket_folder: Path) 
     ]
     whole = Partial(out=torch.randn(many, heads, LAYOUT.head_dim), lse=torch.randn(many, heads))
     share = Share(rows=range(many), shifted=[], appended=[], answer=whole)
-    made = LayerExchange(LAYOUT, [(share, recipients)], [], whole, device=CPU)
+    made = LayerExchange(LAYOUT, [(share, recipients)], [], whole, backend=CPU)
     made.begin(0, 0.2, None)
     kv = torch.zeros(many, kv_heads, LAYOUT.head_dim)
     made.ask(0, torch.zeros(many, heads, LAYOUT.head_dim), kv, kv, None)
@@ -327,7 +328,7 @@ def test_one_that_is_late_makes_no_other_look_slow(socket_folder: Path) -> None:
         answer = Partial(out=torch.empty_like(one.out), lse=torch.empty_like(one.lse))
         share = Share(rows=[0], shifted=[], appended=[], answer=answer)
         shares.append((share, [Recipient(plans=plans, rows=PLAN[:1])]))
-    made = LayerExchange(LAYOUT, shares, [], shares[0][0].answer, device=CPU)
+    made = LayerExchange(LAYOUT, shares, [], shares[0][0].answer, backend=CPU)
     q = torch.zeros(1, LAYOUT.query_heads, LAYOUT.head_dim)
     kv = torch.zeros(1, LAYOUT.kv_heads, LAYOUT.head_dim)
     for step, well in enumerate((True, False)):
@@ -354,7 +355,7 @@ def test_a_row_may_lie_in_many_places(parts: int) -> None:
     pieces = Partial(out=torch.randn(parts, heads, LAYOUT.head_dim), lse=torch.randn(parts, heads))
     whole = Partial(out=torch.randn(1, heads, LAYOUT.head_dim), lse=torch.randn(1, heads))
     sources = [PartialSource(partial=pieces, index=[part], rows=[0]) for part in range(parts)]
-    made = LayerExchange(LAYOUT, [], sources, whole, device=CPU)
+    made = LayerExchange(LAYOUT, [], sources, whole, backend=CPU)
     made.begin(0, 1.0, None)
     kv = torch.zeros(1, LAYOUT.kv_heads, LAYOUT.head_dim)
     made.ask(0, torch.zeros(1, heads, LAYOUT.head_dim), kv, kv, None)
@@ -374,7 +375,9 @@ def test_a_plan_learns_of_what_changes(socket_folder: Path) -> None:
     def decode(wanted: Sequence[PlanRow], steps: int) -> None:
         answer = partial()
         share = Share(rows=range(len(wanted)), shifted=[], appended=[], answer=answer)
-        made = LayerExchange(LAYOUT, [(share, [Recipient(plans=plans, rows=wanted)])], [], answer, device=CPU)
+        made = LayerExchange(
+            LAYOUT, [(share, [Recipient(plans=plans, rows=wanted)])], [], answer, backend=CPU
+        )
         for step in range(steps):
             made.begin(step, 5.0, None)
             q, kv = (

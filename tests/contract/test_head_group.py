@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvcommons.attention.memory import BlockMemory
+from kvcommons.backend.memory import BlockMemory
 from kvcommons.blockstore.loader import CorruptObject
 from kvcommons.blockstore.saver import BlockSaver
 from kvcommons.errors import (

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvcommons.attention.partial import merge
 from kvcommons.errors import CapacityExhausted, InvalidInput, StaleEpoch, UnsupportedParameter
 from kvcommons.holder.client import RemoteHolder
 from kvcommons.holder.plan import PlanRow
@@ -20,6 +19,7 @@ from kvcommons.pb import data_pb2 as pb
 from kvcommons.pb.common_pb2 import SampledToken
 from kvcommons.transport.base import Observation
 from kvcommons.transport.client import DataClient
+from tests.backends import merge
 from tests.contract.holder_cases import (
     BLOCK_TOKENS,
     BLOCKS,

@@ -12,14 +12,15 @@ from typing import Any
 import pytest
 import torch
 
-from kvcommons.attention.memory import BlockMemory
-from kvcommons.attention.partial import Partial, merge
+from kvcommons.backend.interface import Partial
+from kvcommons.backend.memory import BlockMemory
 from kvcommons.errors import InvalidInput, StaleEpoch
 from kvcommons.holder.client import RemoteHolder
 from kvcommons.holder.copying import copy_blocks
 from kvcommons.holder.plan import PlanRow
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.transport.deadline import Deadline
+from tests.backends import merge
 from tests.contract.holder_cases import (
     BLOCK_TOKENS,
     BLOCKS,

@@ -16,16 +16,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvcommons.attention.native import library
 from kvcommons.holder import plan_session
 from kvcommons.holder.layer_head import LayerReply
 from kvcommons.holder.plan import PlanRow
 from kvcommons.pb import data_pb2 as pb
 from kvcommons.rblock.heads import HeadPart
 from kvcommons.transport.frame import HEADER_BYTES
+from tests.backends import COMPILED
 from tests.contract.plan_cases import LAYERS, LAYOUT, SIZE, TRACE, Peer, Rig, eventually, rig, row
 
-pytestmark = pytest.mark.skipif(library.chosen() is None, reason="there is no compiled kernel")
+pytestmark = pytest.mark.skipif(not COMPILED, reason="there is no compiled kernel")
 
 KINDS = {
     "float32": LAYOUT,

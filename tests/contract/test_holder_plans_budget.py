@@ -7,12 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from kvcommons.attention.native import library
+from kvcommons.backend.choice import choose
+from kvcommons.holder.allowance import Allowance, new_allowance
 from kvcommons.holder.budget import AttentionBudget
 from kvcommons.holder.layer_head import LayerReply
+from tests.backends import COMPILED
 from tests.contract.plan_cases import TRACE, eventually, rig, row
 
-pytestmark = pytest.mark.skipif(library.chosen() is None, reason="there is no compiled kernel")
+pytestmark = pytest.mark.skipif(not COMPILED, reason="there is no compiled kernel")
+
+
+def allowance() -> Allowance:
+    return new_allowance(choose().attention.native_exchange)
 
 
 class Clock:
@@ -24,7 +30,7 @@ class Clock:
 
 
 def test_what_is_served_natively_counts_for_the_budget(socket_folder: Path) -> None:
-    budget = AttentionBudget(10.0, clock=Clock())
+    budget = AttentionBudget(10.0, allowance(), clock=Clock())
     with rig(socket_folder, budget=budget) as made:
         peer = made.peer()
         peer.open([row(made.lend(30))])
@@ -52,7 +58,7 @@ def test_what_is_not_granted_waits(socket_folder: Path, trace: str) -> None:
     """For time to pass, which an iteration grants between its layers; all get through while the own
     iteration waits."""
     clock = Clock()
-    budget = AttentionBudget(1e-6, clock=clock)
+    budget = AttentionBudget(1e-6, allowance(), clock=clock)
     with rig(socket_folder, budget=budget) as made:
         peer = made.peer()
         peer.open([row(made.lend(30))], trace=trace)

@@ -33,6 +33,7 @@ from kvcommons.engine.request import Request
 from kvcommons.engine.scheduler import Scheduler
 from kvcommons.engine.sequence import LocalRun, RemoteRun, Sequence
 from kvcommons.errors import Internal, InvalidInput, KVCommonsError
+from kvcommons.holder.allowance import new_allowance
 from kvcommons.holder.budget import AttentionBudget
 from kvcommons.holder.data import HolderData
 from kvcommons.holder.holder import HeldModel, Holder
@@ -167,7 +168,7 @@ def creditor(clock: Clock, tbt_s: float = 0.2, cores: CoreLock | None = None) ->
         histories=Histories(core, loader), read_buffer=ReadBuffer(layers=LAYERS, bytes_max=0),
         tracer=Tracer.off(), cores=cores,
     )  # fmt: skip
-    budget = AttentionBudget(tbt_s, clock=clock)
+    budget = AttentionBudget(tbt_s, new_allowance(core.backend.attention.native_exchange), clock)
     engine = decode_engine(
         core, scheduler=scheduler, may_borrow=False, attend_deadline_s=LONG_S, rates=Rates(), budget=budget,
         keeper=keeper, callbacks=around, metrics=around, prompts=prompts, cores=cores,

@@ -9,8 +9,8 @@ import time
 from ctypes import c_int32, c_int64, c_void_p
 from typing import Any
 
-from kvcommons.attention.native import structures
-from kvcommons.attention.native.library import Kernel, chosen
+from kvcommons.attention.native import library, structures
+from kvcommons.attention.native.library import Kernel
 from kvcommons.attention.native.structures import STRUCTURES
 
 
@@ -39,6 +39,7 @@ class Library:
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
+        self.serves = library.serves  # whether layers over such KV can be the kernel's
         whole, at_once = kernel._library, ctypes.PyDLL(kernel._library._name)
         structures.check(whole)
         self.serve: Any = whole.kvc_serve  # kvc_serving -> TransferOutcome
@@ -59,14 +60,8 @@ class Library:
         self.grant.argtypes, self.grant.restype = (c_void_p, c_int64, c_int32), None
 
 
-def find() -> Library | None:
-    """None: there is no compiled kernel, or the environment asks for torch's operators."""
-    kernel = chosen()
-    return None if kernel is None else _library(kernel)
-
-
 @functools.cache
-def _library(kernel: Kernel) -> Library:
+def of(kernel: Kernel) -> Library:
     return Library(kernel)
 
 

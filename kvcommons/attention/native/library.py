@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from kvcommons.attention.native import build
+from kvcommons.backend.interface import Partial
 from kvcommons.errors import InvalidInput
 
 log = logging.getLogger(__name__)
@@ -76,9 +77,10 @@ class Kernel:
             names.append(name.decode())
         return names
 
-    def merge(self, outs: Sequence[Tensor], lses: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-        """outs [..., D] and lses [...], float32 and contiguous on the CPU, to one of each: exact online
-        softmax; -inf where all are."""
+    def merge(self, partials: Sequence[Partial]) -> Partial:
+        """To one: exact online softmax; -inf where all are."""
+        outs = [part.out.contiguous() for part in partials]
+        lses = [part.lse.contiguous() for part in partials]
         out, lse = torch.empty_like(outs[0]), torch.empty_like(lses[0])
         count = len(outs)
         out_pointers = (c_void_p * count)(*[part.data_ptr() for part in outs])
@@ -88,7 +90,7 @@ class Kernel:
             self._parallel, count, lse.numel(), out.shape[-1], torch.get_num_threads(), self._index,
         )  # fmt: skip
         self._library.kvc_merge_partials(byref(call))
-        return out, lse
+        return Partial(out=out, lse=lse)
 
     def read(self, memory: Tensor) -> None:
         """Reads all of a contiguous CPU tensor, on as many threads as torch has: for benchmarks."""
@@ -97,46 +99,43 @@ class Kernel:
 
 
 class PagedBatch:
-    """Sequences of a batch over their blocks, for each layer; not for two threads at once.
-
-    kv_shape [blocks, 2, kv_heads, block_tokens, D]; tables [B, nb]; columns [3, B]: lengths, positions of the
-    first keys, positions of the queries. Contiguous LongTensors on the CPU, kept and not to be changed.
-    """
+    """A BatchPlan (kvcommons.backend.interface) over KV that the kernel `serves`; not for two threads at
+    once."""
 
     def __init__(
         self,
         kernel: Kernel,
         kv_shape: Sequence[int],
         tables: Tensor,
-        columns: Tensor,
+        lengths: Tensor,
+        first_key_positions: Tensor,
+        query_positions: Tensor,
         window: int | None,
     ) -> None:
         self._kernel = kernel
-        self._kept = (tables, columns)
-        lengths, first_key_positions, query_positions = columns
+        # Copied: a batch moves its lengths on in place.
+        columns = torch.stack((lengths, first_key_positions, query_positions))
+        tables = tables.contiguous()
+        self._kept = tables, columns
+        first, row = columns.data_ptr(), columns.stride(0) * columns.element_size()
         _, _, kv_heads, block_tokens, dim = kv_shape
         self._call = _Batch(
-            tables=tables.data_ptr(), lengths=lengths.data_ptr(),
-            first_positions=first_key_positions.data_ptr(), query_positions=query_positions.data_ptr(),
-            parallel=kernel._parallel, batch=tables.shape[0], kv_heads=kv_heads, dim=dim,
-            block_tokens=block_tokens, table_width=tables.shape[1], window=window or 0,
-            variant=kernel._index,
+            tables=tables.data_ptr(), lengths=first, first_positions=first + row,
+            query_positions=first + 2 * row, parallel=kernel._parallel, batch=tables.shape[0],
+            kv_heads=kv_heads, dim=dim, block_tokens=block_tokens, table_width=tables.shape[1],
+            window=window or 0, variant=kernel._index,
         )  # fmt: skip
         self._scratch: Tensor | None = None
 
-    def attend(
-        self, q: Tensor, kv: Tensor, scale: float, into: tuple[Tensor, Tensor] | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """q [B, H, D], of any strides but the last; kv one layer's blocks. out [B, H, D] and lse [B, H],
-        float32; `into`, contiguous, where the caller has memory for them."""
+    def attend(self, q: Tensor, kv: Tensor, scale: float, into: Partial | None = None) -> Partial:
         rows, heads, dim = q.shape
         if q.stride(2) != 1:
             q = q.contiguous()
         if into is None:
-            into = torch.empty((rows, heads, dim)), torch.empty((rows, heads))
-        out, lse = into
+            into = Partial(out=torch.empty((rows, heads, dim)), lse=torch.empty((rows, heads)))
         call = self._call
-        call.q, call.kv, call.out, call.lse = q.data_ptr(), kv.data_ptr(), out.data_ptr(), lse.data_ptr()
+        call.q, call.kv = q.data_ptr(), kv.data_ptr()
+        call.out, call.lse = into.out.data_ptr(), into.lse.data_ptr()
         call.q_row, call.q_head, call.scale = q.stride(0), q.stride(1), scale
         call.q_is_bf16, call.kv_is_bf16 = q.dtype == torch.bfloat16, kv.dtype == torch.bfloat16
         threads = torch.get_num_threads()
@@ -146,16 +145,13 @@ class PagedBatch:
             self._scratch = torch.empty(size + 64, dtype=torch.uint8)
             call.scratch = (self._scratch.data_ptr() + 63) // 64 * 64
         self._kernel._library.kvc_attend(byref(call))
-        return out, lse
+        return into
 
 
-def serves(q: Tensor, kv: Tensor) -> bool:
-    """Whether a batch with such queries and KV can be the kernel's."""
+def serves(kv: Tensor) -> bool:
+    """Whether a batch over such KV, in host memory, can be the kernel's. Queries are bfloat16 or float32."""
     dim = kv.shape[-1]
-    return (
-        kv.device.type == "cpu" and q.device.type == "cpu" and kv.dtype in _DTYPES and q.dtype in _DTYPES
-        and dim % _DIM_STEP == 0 and dim <= _DIM_MAX and kv.is_contiguous()
-    )  # fmt: skip
+    return kv.dtype in _DTYPES and dim % _DIM_STEP == 0 and dim <= _DIM_MAX and kv.is_contiguous()
 
 
 def chosen() -> Kernel | None:

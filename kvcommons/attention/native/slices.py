@@ -10,11 +10,10 @@ from ctypes import byref, c_float, c_int32, c_int64, c_void_p
 import torch
 from torch import Tensor
 
-from kvcommons.attention.native.library import Kernel, chosen
+from kvcommons.attention.native.library import Kernel
 
 # Of a register of the plainest instruction set: rows are of whole ones, twice.
 _STEP = 8
-_DTYPES = (torch.bfloat16, torch.float32)
 
 
 class _Norm(ctypes.Structure):
@@ -56,11 +55,9 @@ class _Product(ctypes.Structure):
     )  # fmt: skip
 
 
-def serving(x: Tensor, size: int) -> Kernel | None:
-    """The kernel, where it can compute with rows of such a size; else torch's operators have to."""
-    if x.device.type != "cpu" or x.dtype not in _DTYPES or size % _STEP:
-        return None
-    return chosen()
+def has_whole_registers(size: int) -> bool:
+    """Whether the kernel can compute with rows of such a size; else torch's operators have to."""
+    return size % _STEP == 0
 
 
 def norm(

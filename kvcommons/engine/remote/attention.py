@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from kvcommons.attention.memory import BlockMemory
-from kvcommons.attention.partial import Partial
+from kvcommons.backend.interface import Backend, Partial
+from kvcommons.backend.memory import BlockMemory
 from kvcommons.engine.batch import Batch, Group, RemoteSegment
 from kvcommons.engine.iteration_timing import IterationTiming
 from kvcommons.engine.remote.mini_batches import MiniBatches
@@ -48,7 +48,7 @@ class RemoteAttention:
     def __init__(
         self,
         layout: Layout,
-        device: torch.device,
+        backend: Backend,
         rates: Rates,
         budget: AttentionBudget,
         mini_batches: int = 0,
@@ -56,7 +56,7 @@ class RemoteAttention:
         """`rates` takes what was measured, `budget` when this process has nothing to do but wait. A holder
         is sent its share of a batch in so many `mini_batches`; 0: in as many as pays by what was measured."""
         self._budget = budget
-        self._device = device
+        self._backend = backend
         self._layout = layout
         self._mini_batches = MiniBatches(mini_batches)
         self._timing = RemoteTiming(rates, self._mini_batches)
@@ -82,7 +82,7 @@ class RemoteAttention:
         if plans.shares:
             step.exchange = plans.exchange(batch)
             step.here = plans.here
-            new = None if own is None else NewKV(memory=own[0], places=own[1], rows=batch.append_rows)
+            new = None if own is None else NewKV(memory=own[0], places=own[1], rows=batch.on_device.appending)
             step.exchange.begin(plans.step(batch), deadline_s, new)
             self._lose_failed(step, step.exchange)
         return step
@@ -93,7 +93,7 @@ class RemoteAttention:
             step.exchange.ask(new.layer, new.q.plain, new.k, new.v, new.q.shifted)
         elif step.own is not None and len(step.batch.append_rows):
             memory, places = step.own
-            rows = torch.cat((new.k, new.v), dim=1)[step.batch.append_rows]
+            rows = torch.cat((new.k, new.v), dim=1)[step.batch.on_device.appending]
             memory.write_rows(new.layer, places, rows)
 
     def collect(self, step: RemoteStep, new: NewRows, here: Partial | None = None) -> Partial:
@@ -153,15 +153,16 @@ class RemoteAttention:
 
     def _plans(self, batch: Batch) -> BatchPlans:
         if batch.plans is None or not batch.plans.fit(batch):
-            batch.plans = BatchPlans(batch, self._layout, self._device)
+            batch.plans = BatchPlans(batch, self._layout, self._backend)
         return batch.plans
 
     def _answers(self, step: RemoteStep) -> list[tuple[list[Group], Partial]]:
         """Of shares that have not failed, in Python."""
         if step.exchange is None:
             return []
+        upload = self._backend.device.upload
         return [
-            (plan.share.groups, Partial(out=answer.out.to(self._device), lse=answer.lse.to(self._device)))
+            (plan.share.groups, Partial(out=upload(answer.out), lse=upload(answer.lse)))
             for number, (plan, answer) in enumerate(
                 zip(step.plans.shares, step.exchange.answers, strict=True)
             )

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvcommons.attention.memory import TORCH_DTYPES
-from kvcommons.attention.partial import Partial
+from kvcommons.backend.interface import Backend, Partial
+from kvcommons.backend.memory import TORCH_DTYPES
 from kvcommons.engine.batch import Batch, HolderShare, Queries, RemoteSegment
 from kvcommons.engine.remote.mini_batches import ExchangeSize
 from kvcommons.holder.creditor import Creditor
@@ -57,13 +57,13 @@ class SharePlan:
 class BatchPlans:
     """All of a batch's, for one division of it into shares."""
 
-    def __init__(self, batch: Batch, layout: Layout, device: torch.device) -> None:
+    def __init__(self, batch: Batch, layout: Layout, backend: Backend) -> None:
         self.shares = [SharePlan(batch, share, layout) for share in batch.shares]
         self.here: Partial | None = None  # memory for this instance's own parts, where they are put together
         self._layout = layout
         self._divided = batch.shares
         self._made_at = batch.steps
-        self._device = device
+        self._backend = backend
         self._exchange: LayerExchange | None = None
 
     def fit(self, batch: Batch) -> bool:
@@ -102,11 +102,11 @@ class BatchPlans:
             if len(batch.part_rows):
                 self.here = _room(len(batch.part_rows), layout)
                 sources += [
-                    PartialSource(partial=self.here, index=group.index.tolist(), rows=group.rows.tolist())
+                    PartialSource(partial=self.here, index=group.index, rows=group.rows)
                     for group in batch.part_groups
                 ]
             sources += [
-                PartialSource(partial=answer, index=group.index.tolist(), rows=group.rows.tolist())
+                PartialSource(partial=answer, index=group.index, rows=group.rows)
                 for plan, answer in zip(self.shares, answers, strict=True)
                 for group in plan.share.groups
             ]
@@ -120,7 +120,7 @@ class BatchPlans:
             for plan, answer in zip(self.shares, answers, strict=True)
         ]
         made = LayerExchange(
-            layout, list(zip(shares, recipients, strict=True)), sources, whole, device=self._device
+            layout, list(zip(shares, recipients, strict=True)), sources, whole, backend=self._backend
         )
         if not made.native:
             self.here = None

@@ -40,7 +40,7 @@ def decode_engine(
     does it where it pays. With `rotation` the batches of several instances alternate instead. `prompts` are
     those of `scheduler`, where some are computed here. `cores` is given where other engines of the host
     share them; staggered batches do not wait for it."""
-    remote = RemoteAttention(core.layout, core.model.device, rates, budget, mini_batches)
+    remote = RemoteAttention(core.layout, core.backend, rates, budget, mini_batches)
     return Engine(
         core,
         scheduler=scheduler,

@@ -47,7 +47,7 @@ class Staggered:
         iterations under way may take at the end."""
         self._composer = composer
         self._policy = policy
-        self._lanes = Lanes(core.model.device, self._post, self._landed, model_lock)
+        self._lanes = Lanes(core.backend.device, self._post, self._landed, model_lock)
         self._here = LocalSlices(core.model, self._lanes.model_lock)
         self._close_s = close_s
         self._inline = Inline(composer)

@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 
+from kvcommons.backend.interface import Device
 from kvcommons.engine.batch import Batch, holder_of
 from kvcommons.engine.fair_lock import FairLock
 from kvcommons.engine.iteration import Iteration
@@ -79,7 +80,7 @@ class Lanes:
 
     def __init__(
         self,
-        device: torch.device,
+        device: Device,
         post: Callable[[Callable[[], None]], None],
         land: Callable[[BatchLane, Tokens | None], None],
         model_lock: FairLock | None = None,
@@ -88,7 +89,7 @@ class Lanes:
         turns. Else they share one, and hold `model_lock` with other batches, one at a time. `land` is posted
         when an iteration has ended."""
         threads = torch.get_num_threads()
-        apart = model_lock is None and device.type == "cpu" and threads >= LANES
+        apart = model_lock is None and device.host and threads >= LANES
         share = threads // LANES if apart else None
 
         def landed(lane: BatchLane, tokens: Tokens | None) -> None:

@@ -15,12 +15,11 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvcommons.attention.memory import byte_view
+from kvcommons.backend.memory import byte_view
 from kvcommons.engine.core import Core
 from kvcommons.engine.fair_lock import FairLock
 from kvcommons.errors import InvalidInput
 from kvcommons.model.slices import Model, RotaryAngles, State
-from kvcommons.model.spec import ModelSpec
 from kvcommons.pb import data_pb2 as pb
 from kvcommons.transport.client import DataClient, PendingCall
 from kvcommons.transport.deadline import Deadline
@@ -71,12 +70,14 @@ class SliceServer:
         with self._model_lock.within(exchange.deadline), torch.inference_mode():
             began_s = time.monotonic()
             positions, rotation = self._rotation(tuple(asked.positions))
-            device = model.device
-            state = model.resume(asked.layer, hidden.to(device), attention.to(device), positions, rotation)
+            device = model.backend.device
+            state = model.resume(
+                asked.layer, device.upload(hidden), device.upload(attention), positions, rotation
+            )
             tensors = [state.hidden, torch.cat((state.q, state.k, state.v), dim=1)]
             if asked.unrotated:
                 tensors.append(state.unrotated_q.contiguous())
-            payload = [byte_view(tensor.cpu()) for tensor in tensors]
+            payload = [byte_view(device.fetch(tensor)) for tensor in tensors]
         reply = pb.ComputedSlice(
             queued_us=int((began_s - asked_s) * 1e6), computed_us=int((time.monotonic() - began_s) * 1e6)
         )
@@ -88,7 +89,7 @@ class SliceServer:
             if positions in self._rotations:
                 self._rotations.move_to_end(positions)
                 return self._rotations[positions]
-        longs = torch.tensor(positions, dtype=torch.long, device=self._model.device)
+        longs = self._model.backend.device.longs(positions)
         made = longs, self._model.rotation(longs)
         with self._lock:
             self._rotations[positions] = made
@@ -100,26 +101,26 @@ class SliceServer:
 class PendingSlice:
     """Another replica computes; `finish` it."""
 
-    def __init__(self, call: PendingCall, spec: ModelSpec, state: State, unrotated: bool) -> None:
+    def __init__(self, call: PendingCall, model: Model, state: State, unrotated: bool) -> None:
         self._call = call
-        self._spec = spec
+        self._model = model
         self._state = state
         self._unrotated = unrotated
 
     def finish(self) -> tuple[State, pb.ComputedSlice]:
         """The next state, and what the replica says that it took. Raises what the replica raised,
         Unavailable, DeadlineExceeded."""
-        spec, state = self._spec, self._state
-        device, dtype, rows = state.hidden.device, state.hidden.dtype, len(state.hidden)
+        spec, state, upload = self._model.spec, self._state, self._model.backend.device.upload
+        dtype, rows = self._model.dtype, len(state.hidden)
         hidden = torch.empty((rows, spec.hidden), dtype=dtype)
         qkv = torch.empty((rows, spec.query_heads + 2 * spec.kv_heads, spec.head_dim), dtype=dtype)
         into = [hidden, qkv]
         if self._unrotated:
             into.append(torch.empty((rows, spec.query_heads, spec.head_dim), dtype=dtype))
         reply = self._call.finish([byte_view(tensor) for tensor in into])
-        q, k, v = torch.split(qkv.to(device), [spec.query_heads, spec.kv_heads, spec.kv_heads], dim=1)
-        unrotated = into[2].to(device) if self._unrotated else state.unrotated_q
-        following = replace(state, hidden=hidden.to(device), q=q, k=k, v=v, unrotated_q=unrotated)
+        q, k, v = torch.split(upload(qkv), [spec.query_heads, spec.kv_heads, spec.kv_heads], dim=1)
+        unrotated = upload(into[2]) if self._unrotated else state.unrotated_q
+        following = replace(state, hidden=upload(hidden), q=q, k=k, v=v, unrotated_q=unrotated)
         return following, reply.computed_slice
 
 
@@ -141,5 +142,5 @@ def begin_slice(
         compute_slice=pb.ComputeSlice(model=identity, layer=layer, positions=positions, unrotated=unrotated)
     )
     moved = (state.hidden, attention.to(model.dtype))
-    payload = [byte_view(tensor.cpu().contiguous()) for tensor in moved]
-    return PendingSlice(client.begin(request, payload, deadline=deadline), model.spec, state, unrotated)
+    payload = [byte_view(model.backend.device.fetch(tensor).contiguous()) for tensor in moved]
+    return PendingSlice(client.begin(request, payload, deadline=deadline), model, state, unrotated)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from kvcommons.backend.choice import choose
 from kvcommons.engine.iteration_timing import IterationTiming
 from services.decode.staggering.lanes import LANES, BatchLane, Lanes, Pipelining
 
@@ -63,7 +64,7 @@ def test_one_sequence_is_one_batch_and_gains_nothing() -> None:
 
 def test_what_is_about_a_sequence_under_way_waits_for_it() -> None:
     posted: list[Any] = []
-    lanes = Lanes(torch.device("cpu"), posted.append, lambda lane, tokens: None)
+    lanes = Lanes(choose().device, posted.append, lambda lane, tokens: None)
     done: list[str] = []
     lane = lanes.all[1]
     ends = threading.Event()
@@ -82,7 +83,7 @@ def test_an_iteration_that_fails_ends_too() -> None:
     ended: list[tuple[BatchLane, Any]] = []
     posted: list[Any] = []
     threads = torch.get_num_threads()
-    lanes = Lanes(torch.device("cpu"), posted.append, lambda lane, tokens: ended.append((lane, tokens)))
+    lanes = Lanes(choose().device, posted.append, lambda lane, tokens: ended.append((lane, tokens)))
 
     failing: Any = SimpleNamespace(run_or_fail=lambda: None)
     lanes.all[0].launch(failing, [])

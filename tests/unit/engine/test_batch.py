@@ -6,8 +6,9 @@ from typing import cast
 
 import torch
 
-from kvcommons.attention.memory import BlockMemory
-from kvcommons.attention.partial import BatchPlan, Partial, attend_batch
+from kvcommons.backend.choice import choose
+from kvcommons.backend.interface import Partial
+from kvcommons.backend.memory import BlockMemory
 from kvcommons.engine.batch import Batch, by_holder
 from kvcommons.engine.request import Request
 from kvcommons.engine.sequence import LocalRun, RemoteRun, Run, Sequence
@@ -16,11 +17,12 @@ from kvcommons.holder.segments import SegmentRef
 from kvcommons.model.sampling import SamplingParams
 from kvcommons.rblock.identity import IdentityChain
 from kvcommons.rblock.layout import Layout
+from tests.backends import attend_batch
 
 BLOCK = 4
 HOLDER = cast(RemoteHolder, "never called here")
 LAYOUT = Layout(layers=1, kv_heads=2, block_tokens=BLOCK, head_dim=8, kv_dtype="float32", query_heads=4)
-CPU = torch.device("cpu")
+CPU = choose()
 
 
 def make(tokens: int, *runs: Run) -> Sequence:
@@ -50,8 +52,8 @@ def filled(blocks: int) -> BlockMemory:
 
 def local_part(batch: Batch, memory: BlockMemory, q: torch.Tensor) -> Partial:
     kv = memory.layer(0)
-    plan = BatchPlan(
-        kv.shape, batch.tables, batch.lengths,
+    plan = CPU.attention.plan_batch(
+        kv, batch.tables, batch.lengths,
         first_key_positions=batch.first_keys, query_positions=batch.positions[batch.part_rows],
     )  # fmt: skip
     return plan.attend(q[batch.part_rows], kv, 0.3)

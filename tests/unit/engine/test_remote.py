@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, cast
 import pytest
 import torch
 
+from kvcommons.backend.choice import choose
 from kvcommons.engine.batch import Batch, Queries
 from kvcommons.engine.core import Core
 from kvcommons.engine.iteration import Iteration
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 BLOCK, ROWS, LAYERS = 4, 4, 2
 ANSWER_S = 2e-3
-CPU = torch.device("cpu")
+CPU = choose()
 
 
 class Plan(PlanConnection):

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 
-from kvcommons.attention.native import exchange
 from kvcommons.attention.native.exchange import NativeAllowance
+from kvcommons.backend.choice import choose
 from kvcommons.errors import DeadlineExceeded
 from kvcommons.holder.allowance import Allowance, PlainAllowance, computing
 from kvcommons.holder.budget import AttentionBudget
@@ -170,7 +170,7 @@ def test_two_that_owe_each_other_do_not_wait_for_each_other() -> None:
 
 
 def native() -> Allowance:
-    library = exchange.find()
+    library = choose().attention.native_exchange
     if library is None:
         pytest.skip("there is no compiled kernel")
     return NativeAllowance(library)

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from kvcommons.attention.memory import BlockMemory
+from kvcommons.backend.memory import BlockMemory
 from kvcommons.holder.holder import HeldModel, Holder
 from kvcommons.rblock.allocator import BlockAllocator
 from kvcommons.rblock.layout import Layout

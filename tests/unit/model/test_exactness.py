@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvcommons.attention.partial import attend_chunk, merge
+from kvcommons.backend.choice import choose
 from kvcommons.model.slices import Model
+from tests.backends import attend_chunk, merge
 from tests.exactness import MARGIN, assert_greedy
 from tests.unit.model import reference_folders
 from tests.unit.model.paged_runner import BLOCK_TOKENS, PagedRunner, Sequence_
@@ -44,7 +45,7 @@ def run(model: Model, *, chunk_tokens: int, split: int | None) -> list[Sequence_
 @pytest.mark.parametrize("kind", sorted(reference_folders.KINDS))
 def test_every_family_equals_transformers(tmp_path: Path, kind: str, device: str) -> None:
     folder = reference_folders.write(tmp_path, kind)
-    model = Model.load(folder, dtype="float32", device=device)
+    model = Model.load(folder, dtype="float32", backend=choose(device))
     for chunk_tokens, split in ((512, None), (20, 3)):
         for sequence, prompt in zip(
             run(model, chunk_tokens=chunk_tokens, split=split), prompts(), strict=True

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from kvcommons.model.sampling import SamplingParams, SamplingRow, sample, uniform
+from kvcommons.backend.choice import choose
+from kvcommons.model.sampling import SamplingParams, SamplingRow, uniform
+from kvcommons.model.sampling import sample as sample_on
 from kvcommons.pb import common_pb2 as pb
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 NOISE = (0.721498101181894, 0.1666769848294164)  # of (0, 0, 0) and (2**64 - 1, 1, 123456)
+
+
+def sample(logits: Tensor, rows: Sequence[SamplingRow], device: str = "cpu") -> list[pb.SampledToken]:
+    """logits in host memory."""
+    place = choose(device).device
+    return sample_on(place.upload(logits), rows, place)
 
 
 def row(position: int = 0, generated: dict[int, int] | None = None, **params: Any) -> SamplingRow:
@@ -33,7 +42,7 @@ def draws(shares: list[float], count: int, **params: Any) -> Counter[int]:
 @pytest.mark.parametrize("device", DEVICES)
 def test_temperature_zero_is_the_argmax(device: str) -> None:
     logits = torch.randn(5, 40, generator=torch.Generator().manual_seed(0))
-    sampled = sample(logits.to(device), [row(position) for position in range(7, 12)])
+    sampled = sample(logits, [row(position) for position in range(7, 12)], device)
     assert [one.token for one in sampled] == logits.argmax(-1).tolist()
     assert [one.position for one in sampled] == list(range(7, 12))
     assert not any(one.logprob or one.top for one in sampled)
@@ -68,10 +77,10 @@ def test_a_draw_depends_on_nothing_but_its_row(device: str) -> None:
         row(8, temperature=0.7, top_k=3),
         row(8, {4: 2}, temperature=0.7, presence_penalty=1.0, min_p=0.1),
     ]
-    together = [one.token for one in sample(logits.to(device), rows)]
+    together = [one.token for one in sample(logits, rows, device)]
     alone = [sample(logits[i : i + 1], [rows[i]])[0].token for i in range(6)]
     assert together == alone
-    backwards = [one.token for one in sample(logits.flip(0).to(device), rows[::-1])]
+    backwards = [one.token for one in sample(logits.flip(0), rows[::-1], device)]
     assert together == backwards[::-1]
 
 

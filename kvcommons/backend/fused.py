@@ -1,13 +1,12 @@
-"""One dense attention call with its log-sum-exp, on any device."""
+"""One dense attention call on the CPU, with what torch has quickest there."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kvcommons.attention.products import multiply_transposed
+from kvcommons.backend.products import multiply_transposed
+from kvcommons.backend.torch_attention import Mask
 
 # Rows and keys from which on tiles beat the fused operator, and how many scores a tile has (2 MiB in float32:
 # written and read again while they are in the cache).
@@ -16,48 +15,18 @@ _TILE_SCORES = 1 << 19
 _TILE_ROWS_MIN = 32
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Mask:
-    """Which keys a row does not see, in the forms that the kernels take; made once and used for every layer.
-
-    hidden bool and scores float32 (0 or -inf) [N or 1, 1, R or 1, L]; blind bool [N or 1, 1, R or 1]: rows
-    that see nothing, None where there is no such row.
-    """
-
-    hidden: Tensor
-    scores: Tensor
-    blind: Tensor | None
-
-    @classmethod
-    def of(cls, hidden: Tensor) -> Mask:
-        blind = hidden.all(-1)
-        return cls(
-            hidden=hidden,
-            scores=torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, -torch.inf),
-            blind=blind if bool(blind.any()) else None,
-        )
-
-
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, scale: float) -> tuple[Tensor, Tensor]:
-    """q [N, kv_heads, R, D]; k, v [N, kv_heads, L, D], L > 0.
-
-    Query heads that share a KV head are folded into R. Returns out [N, kv_heads, R, D] in float32 and lse
-    [N, kv_heads, R] float32, which is -inf where a row sees nothing. Accumulates in float32.
-    """
-    if q.device.type == "cpu":
-        large = q.shape[2] >= _TILED_ROWS_MIN and k.shape[2] >= _TILED_KEYS_MIN
-        if large and q.shape[0] == 1 and (mask is None or mask.blind is None):
-            out, lse = tiled(q, k, v, mask, scale)
-        else:
-            out, lse = _flash_cpu(q.to(k.dtype), k, v, mask, scale)
-    else:
-        out, lse = dense(q, k, v, mask, scale)
+def fused(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, scale: float) -> tuple[Tensor, Tensor]:
+    """A Dense: by tiles for chunks of many rows, else by the fused operator."""
+    large = q.shape[2] >= _TILED_ROWS_MIN and k.shape[2] >= _TILED_KEYS_MIN
+    if large and q.shape[0] == 1 and (mask is None or mask.blind is None):
+        return tiled(q, k, v, mask, scale)
+    out, lse = _flash(q.to(k.dtype), k, v, mask, scale)
     if mask is not None and mask.blind is not None:
         lse = lse.masked_fill(mask.blind, -torch.inf)
     return out, lse
 
 
-def _flash_cpu(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, scale: float) -> tuple[Tensor, Tensor]:
+def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, scale: float) -> tuple[Tensor, Tensor]:
     # The one fused operator of torch on the CPU that gives the log-sum-exp: 2 to 10 times as fast as matmuls.
     # For a row that sees nothing it gives zeros, and a log-sum-exp of 0.
     out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -92,13 +61,3 @@ def tiled(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, scale: float) -> t
             torch.amax(weights, -1, out=top_weight[head, tile])
             out[head, tile] = multiply_transposed(weights, turned_v[head])
     return out.unsqueeze(0), (top - top_weight.log()).unsqueeze(0)
-
-
-def dense(q: Tensor, k: Tensor, v: Tensor, mask: Mask | None, scale: float) -> tuple[Tensor, Tensor]:
-    """The same by matmuls in float32: for devices without a fused operator, and what tests compare with."""
-    scores = torch.matmul(q.float(), k.float().transpose(-1, -2)) * scale
-    if mask is not None:
-        scores += mask.scores
-    lse = torch.logsumexp(scores, dim=-1)
-    weights = torch.exp(scores - lse.masked_fill(lse.isneginf(), 0.0).unsqueeze(-1))
-    return torch.matmul(weights, v.float()), lse

@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 
 from kvcommons.attention.native import build, library
-from kvcommons.attention.partial import BatchPlan, Partial, attend_batch, merge
+from kvcommons.backend.choice import choose
+from kvcommons.backend.interface import Partial
 from kvcommons.errors import InvalidInput
-from tests.unit.attention.kernels import needs_compiler, variants
+from tests.backends import attend_batch, merge
+from tests.unit.backend.kernels import needs_compiler, variants
 
 EXACT = 2e-6
 
@@ -165,8 +167,8 @@ def test_a_sequence_has_the_same_result_in_every_batch_and_on_any_number_of_thre
 def test_a_plan_serves_layer_after_layer(variant: str) -> None:
     cases = [make(seed, [400, 30], kv_heads=2, group=2) for seed in (3, 4)]
     one = cases[0]
-    plan = BatchPlan(
-        one.kv.shape, one.tables, one.lengths, first_key_positions=one.firsts, query_positions=one.positions
+    plan = choose().attention.plan_batch(
+        one.kv, one.tables, one.lengths, first_key_positions=one.firsts, query_positions=one.positions
     )
     one.lengths.add_(5)  # of the next iteration, for which another plan is made
     layers = [plan.attend(one.q, one.kv, one.scale), plan.attend(2 * one.q, one.kv, one.scale)]
@@ -249,7 +251,7 @@ def test_partials_are_merged_as_by_float64(variant: str, rows: int, heads: int, 
 
 def test_what_the_kernel_cannot_take_goes_to_torch() -> None:
     case = make(6, [50, 9], kv_heads=1, group=2, dim=12)
-    assert not library.serves(case.q, case.kv)
+    assert not library.serves(case.kv)
     part = case.part()
     torch.testing.assert_close(part.out[0].double(), case.expected(0)[0], rtol=2e-2, atol=2e-2)
 

@@ -12,9 +12,11 @@ import platform
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from kvcommons.attention.native import slices
+from kvcommons.attention.native.library import Kernel
+from kvcommons.backend.interface import Matrix
+from kvcommons.backend.torch_operators import PlainMatrix
 
 _NO_FUSION: tuple[str, list[object], str] = ("none", [], "")
 
@@ -34,33 +36,29 @@ def multiply_transposed(a: Tensor, b: Tensor) -> Tensor:
     return product
 
 
-class Matrix:
-    """A weight [out, in] and its bias [out], for rows to be multiplied with."""
+def packed(weight: Tensor, bias: Tensor | None, kernel: Kernel | None) -> Matrix:
+    """weight [out, in] and bias [out], in the form that is quickest on this processor. The kernel, if there
+    is one, multiplies few rows where the processor has no products of bfloat16."""
+    if not _AVAILABLE:
+        return PlainMatrix(weight, bias)
+    if weight.dtype == torch.bfloat16 and not multiplies_bfloat16():
+        return WidenedMatrix(weight, bias, kernel)
+    return ReorderedMatrix(weight, bias)
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None, *, reordered: bool = False) -> None:
-        self._weight = weight
+
+class ReorderedMatrix:
+    """In an order of oneDNN's, which is a copy."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
+        self._weight = torch.ops.mkldnn._reorder_linear_weight(weight)
         self._bias = bias
-        self._reordered = reordered
-
-    @classmethod
-    def packed(cls, weight: Tensor, bias: Tensor | None = None) -> Matrix:
-        """In the form that is quickest where it is. Where that is an order of oneDNN's it is a copy: let go
-        of `weight`."""
-        if weight.device.type != "cpu" or not _AVAILABLE:
-            return cls(weight, bias)
-        if weight.dtype == torch.bfloat16 and not multiplies_bfloat16():
-            return WidenedMatrix(weight, bias)
-        return cls(torch.ops.mkldnn._reorder_linear_weight(weight), bias, reordered=True)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """x [rows, in] -> [rows, out]."""
-        if not self._reordered:
-            return F.linear(x, self._weight, self._bias)
         product: Tensor = torch.ops.mkldnn._linear_pointwise(x, self._weight, self._bias, *_NO_FUSION)
         return product
 
 
-class WidenedMatrix(Matrix):
+class WidenedMatrix:
     """A bfloat16 matrix for a processor without instructions for products of bfloat16, which oneDNN would
     emulate: at 512 rows three times as slow as float32.
 
@@ -68,15 +66,16 @@ class WidenedMatrix(Matrix):
     them with float32 tiles that stay in the cache. The weights' memory is that of bfloat16, and one tile.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        super().__init__(weight, bias)
+    def __init__(self, weight: Tensor, bias: Tensor | None, kernel: Kernel | None) -> None:
+        self._weight = weight
+        self._bias = bias
         rows, columns = weight.shape
+        self._kernel = kernel if slices.has_whole_registers(columns) else None
         self._tile_rows = min(max(_TILE_ELEMENTS // columns, 1), rows)
 
     def __call__(self, x: Tensor) -> Tensor:
-        kernel = slices.serving(x, x.shape[-1]) if len(x) <= _FEW_ROWS else None
-        if kernel is not None and x.dtype == torch.bfloat16:
-            return slices.multiply(kernel, x, self._weight, self._bias)
+        if self._kernel is not None and len(x) <= _FEW_ROWS and x.dtype == torch.bfloat16:
+            return slices.multiply(self._kernel, x, self._weight, self._bias)
         wide = x.float()
         out = torch.empty((len(x), len(self._weight)))
         tile = torch.empty((self._tile_rows, x.shape[1]))

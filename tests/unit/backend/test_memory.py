@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvcommons.attention.memory import BlockMemory
+from kvcommons.backend.choice import choose
+from kvcommons.backend.memory import BlockMemory
 from kvcommons.rblock.layout import Layout
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
@@ -18,10 +19,10 @@ def layout(dtype: str = "bfloat16") -> Layout:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_tokens_are_found_in_the_objects_bytes(device: str, dtype: str) -> None:
-    memory = BlockMemory(layout(dtype), 5, device)
+    memory = BlockMemory(layout(dtype), 5, choose(device))
     k = torch.randn(3, 2, 8, device=device).to(memory.tensor.dtype)
     v = torch.randn(3, 2, 8, device=device).to(memory.tensor.dtype)
-    memory.write_tokens(1, torch.tensor([4 * 4 + 3, 2 * 4, 2 * 4 + 1], device=device), k, v)
+    memory.write_tokens(1, torch.tensor([4 * 4 + 3, 2 * 4, 2 * 4 + 1]), k, v)
     assert torch.equal(memory.layer(1)[4, 0, :, 3], k[0])
     assert torch.equal(memory.layer(1)[2, 1, :, 1], v[2])
     (buffer,) = memory.read_buffers(1, [2])
@@ -33,7 +34,7 @@ def test_tokens_are_found_in_the_objects_bytes(device: str, dtype: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_bytes_written_are_the_blocks(device: str) -> None:
-    source, target = BlockMemory(layout(), 4, device), BlockMemory(layout(), 6, device)
+    source, target = (BlockMemory(layout(), blocks, choose(device)) for blocks in (4, 6))
     source.tensor.copy_(torch.randn(source.tensor.shape))
     with target.write_buffers(2, [5, 0]) as buffers:
         for buffer, data in zip(buffers, source.read_buffers(2, [1, 3]), strict=True):
@@ -57,7 +58,7 @@ def test_a_block_outside_the_memory_is_refused() -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_copy_block_copies_every_layer(device: str) -> None:
-    memory = BlockMemory(layout(), 3, device)
+    memory = BlockMemory(layout(), 3, choose(device))
     memory.tensor[:, 0] = 2.0
     memory.copy_block(0, 2)
     assert (memory.tensor[:, 2] == 2.0).all()

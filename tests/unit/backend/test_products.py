@@ -3,9 +3,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvcommons.attention import products
 from kvcommons.attention.native import library
-from kvcommons.attention.products import Matrix, WidenedMatrix, multiply_transposed
+from kvcommons.backend import products
+from kvcommons.backend.products import WidenedMatrix, multiply_transposed, packed
+from kvcommons.backend.torch_operators import PlainMatrix
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -17,7 +18,7 @@ def test_a_packed_matrix_multiplies_as_the_plain_one(dtype: torch.dtype, rows: i
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     expected = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
     with torch.inference_mode():
-        for matrix in (Matrix(weight, bias), Matrix.packed(weight.clone(), bias)):
+        for matrix in (PlainMatrix(weight, bias), packed(weight.clone(), bias, None)):
             product = matrix(x)
             assert product.dtype == dtype
             torch.testing.assert_close(product.double(), expected, rtol=tolerance, atol=tolerance * 10)
@@ -45,7 +46,7 @@ def test_a_widened_matrix_multiplies_as_the_plain_one_and_rounds_once(
     x = torch.randn(rows, size, generator=generator).bfloat16()
     bias = torch.randn(out, generator=generator).bfloat16() if biased else None
     exact = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
-    product = WidenedMatrix(weight, bias)(x)
+    product = WidenedMatrix(weight, bias, library.chosen())(x)
     assert product.dtype == torch.bfloat16
     # Half a unit in the last place of bfloat16, and what float32 sums are off by.
     torch.testing.assert_close(product.double(), exact, rtol=2**-8, atol=1e-4)
@@ -54,7 +55,7 @@ def test_a_widened_matrix_multiplies_as_the_plain_one_and_rounds_once(
 def test_bfloat16_is_widened_where_the_processor_cannot_multiply_it(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(48, 96).bfloat16()
     monkeypatch.setattr(products, "multiplies_bfloat16", lambda: False)
-    assert isinstance(Matrix.packed(weight), WidenedMatrix)
-    assert not isinstance(Matrix.packed(weight.float()), WidenedMatrix)
+    assert isinstance(packed(weight, None, None), WidenedMatrix)
+    assert not isinstance(packed(weight.float(), None, None), WidenedMatrix)
     monkeypatch.setattr(products, "multiplies_bfloat16", lambda: True)
-    assert not isinstance(Matrix.packed(weight), WidenedMatrix)
+    assert not isinstance(packed(weight, None, None), WidenedMatrix)

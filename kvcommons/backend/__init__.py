@@ -1,0 +1,1 @@
+"""What computes: two interfaces for operators and attention, and their implementations."""

@@ -1,0 +1,34 @@
+"""Which backend a process computes with."""
+
+from __future__ import annotations
+
+import torch
+
+from kvcommons.attention.native import library
+from kvcommons.backend.host_device import HostDevice
+from kvcommons.backend.interface import Backend
+from kvcommons.backend.native_attention import NativeAttention
+from kvcommons.backend.native_operators import NativeOperators
+from kvcommons.backend.torch_attention import TorchAttention
+from kvcommons.backend.torch_device import TorchDevice
+from kvcommons.backend.torch_operators import TorchOperators
+from kvcommons.errors import InvalidInput
+
+
+def choose(device: str = "cpu") -> Backend:
+    """For a device as torch names it ("cpu", "cuda", "cuda:1"). On the CPU the kernel is compiled, if it has
+    to be, before anybody waits for it; KVCOMMONS_KERNEL says which of its variants is taken, if any. Raises
+    InvalidInput for a device that cannot be used."""
+    try:
+        place = torch.device(device)
+        torch.empty(1, device=place)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).split("\n")[0]
+        raise InvalidInput(f"device {device!r} cannot be used: {reason}", param="device") from error
+    if place.type == "cpu":
+        kernel = library.chosen()
+        return Backend(
+            device=HostDevice(), operators=NativeOperators(kernel), attention=NativeAttention(kernel)
+        )
+    far = TorchDevice(place)
+    return Backend(device=far, operators=TorchOperators(), attention=TorchAttention(far))

@@ -1,0 +1,40 @@
+"""Operators on the CPU: the compiled kernel between matrix products, where there is one, and oneDNN's
+products."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kvcommons.attention.native import slices
+from kvcommons.attention.native.library import Kernel
+from kvcommons.backend.interface import Matrix
+from kvcommons.backend.products import packed
+from kvcommons.backend.torch_operators import TorchOperators
+
+
+class NativeOperators(TorchOperators):
+    """What the kernel has no form for is torch's."""
+
+    def __init__(self, kernel: Kernel | None) -> None:
+        """None: it could not be compiled, or is not to be taken."""
+        self._kernel = kernel
+
+    def pack(self, weight: Tensor, bias: Tensor | None = None) -> Matrix:
+        return packed(weight, bias, self._kernel)
+
+    def add_and_norm(
+        self, x: Tensor, added: Tensor | None, weight: Tensor, epsilon: float
+    ) -> tuple[Tensor, Tensor]:
+        if self._kernel is None or not slices.has_whole_registers(x.shape[-1]):
+            return super().add_and_norm(x, added, weight, epsilon)
+        return slices.norm(self._kernel, x, added, weight, epsilon)
+
+    def rotate(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        if self._kernel is None or not slices.has_whole_registers(x.shape[-1] // 2):
+            return super().rotate(x, cos, sin)
+        return slices.rotate(self._kernel, x, cos, sin)
+
+    def gate(self, mixed: Tensor) -> Tensor:
+        if self._kernel is None or not slices.has_whole_registers(mixed.shape[-1] // 2):
+            return super().gate(mixed)
+        return slices.gate(self._kernel, mixed)
