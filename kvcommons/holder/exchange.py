@@ -302,7 +302,7 @@ class LayerExchange:
                 self._fail(call, error, asked=False)
         self._step = step
         self._struct.own_count = 0
-        if own is not None:
+        if self._library is not None and own is not None:
             struct, kv = self._struct, own.memory.tensor
             struct.own_count, struct.own = len(own.rows), own.rows.data_ptr()
             struct.own_places, struct.kv = own.places.data_ptr(), kv.data_ptr()

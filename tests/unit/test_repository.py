@@ -151,3 +151,52 @@ def test_a_class_name_means_one_thing_in_the_whole_tree() -> None:
                 if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                     modules.setdefault(node.name, []).append(str(path.relative_to(ROOT)))
     assert {name: places for name, places in modules.items() if len(places) > 1} == {}
+
+
+BACKEND = "kvcommons/backend/"
+KERNEL = "kvcommons.attention.native"
+# The native path of the attention exchange computes nothing of its own: holders may have its functions and
+# structures.
+EXCHANGE = {f"{KERNEL}.exchange", f"{KERNEL}.structures"}
+
+
+def asks_for_a_device(name: str, text: str) -> list[str]:
+    """Where a module outside of the backends asks what it computes on, or imports what computes."""
+    found = []
+    for node in ast.walk(ast.parse(text)):
+        names: list[str] = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module, *(f"{node.module}.{alias.name}" for alias in node.names)]
+        elif isinstance(node, ast.Attribute):
+            asked = ast.unparse(node)
+            if node.attr in ("is_cuda", "is_cpu") or asked.endswith("device.type") or asked == "torch.cuda":
+                found.append(f"{name}:{node.lineno}: {asked}")
+        allowed = EXCHANGE if name.startswith("kvcommons/holder/") else set()
+        if any(one.startswith(KERNEL) and not any(one.startswith(part) for part in allowed) for one in names):
+            found.append(f"{name}:{node.lineno}: imports {names[0]}")
+    return found
+
+
+def test_only_backends_ask_which_device_they_compute_on() -> None:
+    """Nor does anybody else reach the compiled kernel: a new device is one more implementation."""
+    problems = []
+    for package in ("kvcommons", "services", "benchmarks"):
+        for path in sorted((ROOT / package).rglob("*.py")):
+            name = str(path.relative_to(ROOT))
+            if not name.startswith((BACKEND, KERNEL.replace(".", "/"))):
+                problems += asks_for_a_device(name, path.read_text(encoding="utf-8"))
+    assert problems == []
+
+
+def test_who_asks_for_a_device_is_found() -> None:
+    """In all the ways in which it was done before."""
+    asking = (
+        "from kvcommons.attention.native import library\n"
+        "from kvcommons.attention.native.exchange import Library\n"
+        "import kvcommons.attention.native.slices\n"
+        "if memory.device.type == 'cpu' or q.is_cuda or torch.cuda.is_available():\n    pass\n"
+    )
+    assert len(asks_for_a_device("services/x.py", asking)) == 6
+    assert len(asks_for_a_device("kvcommons/holder/x.py", asking)) == 5
