@@ -7,11 +7,12 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import time
 from collections.abc import Callable, Iterable, Sequence
 from contextvars import Context
 from dataclasses import replace
 from typing import TYPE_CHECKING
+
+import grpc.aio
 
 from kvcommons.errors import KVCommonsError
 from kvcommons.holder.copying import read_blocks
@@ -53,6 +54,7 @@ class RemoteHolder:
         lost: Callable[[Sequence[SegmentRef]], None],
         lease_s: float = 10.0,
         observer: Observer | None = None,
+        connect: Callable[[str], grpc.aio.Channel] = open_channel,
     ) -> None:
         """`owner` is this instance's id. `lost` is called, on the event loop, with segments that the holder
         does not have any more, or that could not be renewed for as long as their lease; they need no
@@ -65,7 +67,7 @@ class RemoteHolder:
         self._lease_s = lease_s
         # Told how long an iteration waited for a partial from here, and whether it came in time.
         self.waited: Callable[[float, bool], None] = lambda seconds, answered: None
-        self._channel = open_channel(control_address)
+        self._channel = connect(control_address)
         self._stub = rpc.HolderStub(self._channel)
         self._data = DataClient(data_address, observer=observer)
         # Over sockets, which the native path takes; a layer's frames are small.
@@ -101,7 +103,7 @@ class RemoteHolder:
     ) -> SegmentRef:
         """A segment whose first token has `first_position`. Raises CapacityExhausted, InvalidInput for
         another model."""
-        asked_s = time.monotonic()
+        asked_s = asyncio.get_running_loop().time()
         request = self._reservation(blocks)
         request.sequence, request.first_position, request.shift = sequence, first_position, shift
         reply = await self._stub.Reserve(request, timeout=timeout_s)
@@ -229,7 +231,7 @@ class RemoteHolder:
     ) -> tuple[SegmentRef, int]:
         """A segment of another debtor (or of the holder itself) becomes this one's, under a new reference;
         with `shared_blocks` so many leading blocks become both's. And how many blocks it has."""
-        asked_s = time.monotonic()
+        asked_s = asyncio.get_running_loop().time()
         request = holder_pb2.AdoptRequest(
             owner=self._owner,
             former_owner=former_owner,
@@ -290,7 +292,7 @@ class RemoteHolder:
             try:
                 gone = await self._renew(list(self._borrowed))
             except KVCommonsError as error:
-                now_s = time.monotonic()
+                now_s = asyncio.get_running_loop().time()
                 gone = [ref for ref, until_s in self._borrowed.items() if until_s <= now_s]
                 _LOG.warning("leases at %s were not renewed: %s", self.control_address, error.message)
             gone = [ref for ref in gone if self._borrowed.pop(ref, None) is not None]
@@ -299,7 +301,7 @@ class RemoteHolder:
 
     async def _renew(self, refs: list[SegmentRef]) -> list[SegmentRef]:
         """Those that the holder does not have (any more)."""
-        asked_s = time.monotonic()
+        asked_s = asyncio.get_running_loop().time()
         request = holder_pb2.RenewRequest(
             owner=self._owner,
             segments=[_message(ref) for ref in refs],

@@ -43,9 +43,11 @@ class Holder:
         instance_id: str,
         lend_blocks_max: int | None = None,
         clock: Callable[[], float] = time.monotonic,
+        epoch: int | None = None,
     ) -> None:
         """`lend_blocks_max`: what others may have of it in all; all of it unless set. `allocator` may be used
-        by the owner process beside the holder."""
+        by the owner process beside the holder. `epoch` names this life of the process; new
+        unless set."""
         self.memory = memory
         self.allocator = allocator
         self.model = model
@@ -53,7 +55,7 @@ class Holder:
         self._clock = clock
         self._lock = threading.Lock()
         lend = allocator.total if lend_blocks_max is None else lend_blocks_max
-        self._table = SegmentTable(allocator, epoch=new_epoch(), lend_blocks_max=lend)
+        self._table = SegmentTable(allocator, epoch=epoch or new_epoch(), lend_blocks_max=lend)
 
     def check_model(self, fingerprint: bytes) -> None:
         if fingerprint != self.model.fingerprint:

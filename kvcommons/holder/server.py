@@ -131,7 +131,7 @@ class HolderService(rpc.HolderServicer):
     async def Trim(self, request: pb.TrimRequest, context: _Context) -> pb.TrimReply:
         ref = _ref(request.segment)
         blocks = self._holder.trim(ref, owner=request.owner, settlement=request.settlement)
-        await self._parted(ref, _deadline(context, _PART_S))
+        await self._parted(ref, _seconds(context, _PART_S))
         return pb.TrimReply(blocks=blocks)
 
     async def CopyIn(self, request: pb.CopyInRequest, context: _Context) -> pb.CopyInReply:
@@ -151,10 +151,12 @@ class HolderService(rpc.HolderServicer):
             blocks = len(segment.blocks)
         return pb.AdoptReply(segment=pb.SegmentRef(handle=ref.handle, epoch=ref.epoch), blocks=blocks)
 
-    async def _parted(self, ref: SegmentRef, deadline: Deadline) -> None:
+    async def _parted(self, ref: SegmentRef, wait_s: float) -> None:
         """Waits for what is under way on trimmed blocks."""
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + wait_s
         while self._holder.parting(ref):
-            if deadline.passed():
+            if loop.time() >= until_s:
                 raise DeadlineExceeded(
                     f"blocks of segment {ref.handle} are still read: they come free when that has ended"
                 )
@@ -239,5 +241,10 @@ def _ref(message: pb.SegmentRef) -> SegmentRef:
 
 
 def _deadline(context: _Context, most_s: float) -> Deadline:
+    return Deadline.after(_seconds(context, most_s))
+
+
+def _seconds(context: _Context, most_s: float) -> float:
+    """That the call has left."""
     left_s = context.time_remaining()
-    return Deadline.after(most_s if left_s is None else min(left_s, most_s))
+    return most_s if left_s is None else min(left_s, most_s)

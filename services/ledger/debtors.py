@@ -28,10 +28,17 @@ COPY_S = 20.0  # a round's blocks, all layers
 class Debtors:
     """`find` gives an instance of the registry by its id."""
 
-    def __init__(self, find: Callable[[str], ledger_pb2.Instance | None], *, lease_ms: int) -> None:
+    def __init__(
+        self,
+        find: Callable[[str], ledger_pb2.Instance | None],
+        *,
+        lease_ms: int,
+        connect: Callable[[str], grpc.aio.Channel] = open_channel,
+    ) -> None:
         """`lease_ms`: how long a participant waits for its leader before it undoes or finishes a round."""
         self._find = find
         self._lease_ms = lease_ms
+        self._connect = connect
         self._channels: dict[str, grpc.aio.Channel] = {}
 
     async def close(self) -> None:
@@ -117,5 +124,5 @@ class Debtors:
             return None
         address = instance.control_address
         if address not in self._channels:
-            self._channels[address] = open_channel(address)
+            self._channels[address] = self._connect(address)
         return rpc.DebtorStub(self._channels[address])

@@ -64,10 +64,11 @@ class Creditors:
         used: Callable[[], set[Creditor]] = set,
         observer: Observer | None = None,
         clock: Callable[[], float] = time.monotonic,
+        connect: Callable[..., RemoteHolder] = RemoteHolder,
     ) -> None:
         """`lost` is called with the segments that a creditor has no more, `waited` with a creditor's data
         address, how long an iteration waited for it, and whether it answered. Creditors that `used` returns
-        are kept, and those from which segments are borrowed."""
+        are kept, and those from which segments are borrowed. `connect` makes the client of a holder."""
         self._debtor = debtor
         self._lease_s = lease_s
         self._lost = lost
@@ -75,6 +76,7 @@ class Creditors:
         self._used = used
         self._observer = observer
         self._clock = clock
+        self._connect = connect
         self._task = PeriodicTask("creditors", LOOK_S, self.forget)
         self._known: dict[tuple[tuple[str, str], ...], _KnownCreditor] = {}  # by control and data addresses
 
@@ -134,7 +136,7 @@ class Creditors:
         )
 
     def _single(self, control_address: str, data_address: str) -> RemoteHolder:
-        holder = RemoteHolder(
+        holder: RemoteHolder = self._connect(
             control_address,
             data_address,
             owner=self._debtor.instance_id,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+import grpc.aio
 
 from kvcommons.errors import KVCommonsError
 from kvcommons.pb import ledger_pb2 as pb
@@ -19,8 +21,16 @@ class LedgerClient:
     """Calls the replica that answered last, then the others: one that is paused costs its deadline once, not
     with each call."""
 
-    def __init__(self, addresses: Sequence[str], *, debtor: str, host: str, model: bytes) -> None:
-        self._channels = {address: open_channel(address) for address in addresses}
+    def __init__(
+        self,
+        addresses: Sequence[str],
+        *,
+        debtor: str,
+        host: str,
+        model: bytes,
+        connect: Callable[[str], grpc.aio.Channel] = open_channel,
+    ) -> None:
+        self._channels = {address: connect(address) for address in addresses}
         self._debtor = debtor
         self._host = host
         self._model = model

@@ -16,6 +16,7 @@ from typing import Any
 
 from kvcommons.engine.sequence import RemoteRun
 from kvcommons.errors import CapacityExhausted, DataLoss, DeadlineExceeded, KVCommonsError, Unavailable
+from kvcommons.holder.client import RemoteHolder
 from kvcommons.holder.creditor import Creditor
 from kvcommons.holder.head_group import HeadGroup
 from kvcommons.holder.segments import SegmentRef
@@ -59,10 +60,12 @@ class Loans:
         slowness: Slowness,
         observer: Observer | None = None,
         observe: Observe = unobserved,
+        connect: Callable[..., RemoteHolder] = RemoteHolder,
     ) -> None:
         """`lost` is called with the key of a sequence whose borrowed blocks a creditor has no more.
         `slowness` takes how long iterations waited for each creditor; slow creditors are asked when nobody
-        else lends. `observe` records all that is borrowed and given back."""
+        else lends. `observe` records all that is borrowed and given back; `connect` makes the client of a
+        holder."""
         self._debtor = debtor
         self._slowness = slowness
         self._observe = observe
@@ -75,6 +78,7 @@ class Loans:
             waited=slowness.waited,
             used=lambda: {holder for holder, _ in self._loans},
             observer=observer,
+            connect=connect,
         )
         self._loans: dict[tuple[Creditor, SegmentRef], _Loan] = {}
         self._reported: set[str] = set()  # the slow ones, by data address

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -101,7 +100,8 @@ class Mover:
     async def copy_home(self, move: Move, blocks: list[int]) -> bool:
         """All layers into these physical blocks, which nobody else writes to; False where the sequence has
         ended meanwhile. Raises what the holder raises."""
-        run, began_s = move.of.run, time.monotonic()
+        loop = asyncio.get_running_loop()
+        run, began_s = move.of.run, loop.time()
         try:
             await asyncio.to_thread(
                 copy_blocks,
@@ -117,7 +117,7 @@ class Mover:
                 raise
             return False
         self._record("copy", move, home=blocks)
-        self._rates.copied(len(blocks) * self._core.layout.block_bytes, time.monotonic() - began_s)
+        self._rates.copied(len(blocks) * self._core.layout.block_bytes, loop.time() - began_s)
         return True
 
     async def switch(self, move: Move, moved: Run) -> float | None:
