@@ -1,380 +1,300 @@
-"""An instance of the simulated commons: the block table that serves (kvcommons.holder.segments), memory that
-says what was written to it, sequences whose KV lies here and with creditors, and leases."""
+"""An instance of the simulated commons: the classes that serve (the holder and its service, loans, moves and
+the part in settlements), put together as decode does it. Simulated are the channels between instances, the
+event loop and the engine."""
 
 from __future__ import annotations
 
+import asyncio
 import functools
-from collections import Counter
-from dataclasses import dataclass, field
-from typing import Any
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, cast
 
-from kvcommons.errors import CapacityExhausted, InvalidInput
-from kvcommons.holder.segment import Pin
-from kvcommons.holder.segments import SegmentRef, SegmentTable
-from kvcommons.pb import common_pb2
+from prometheus_client import CollectorRegistry
+
+from kvcommons.engine.core import Core
+from kvcommons.engine.sequence import LocalRun
+from kvcommons.errors import CapacityExhausted, DeadlineExceeded, InvalidInput, Unavailable
+from kvcommons.holder.client import RemoteHolder
+from kvcommons.holder.holder import HeldModel, Holder
+from kvcommons.holder.segment import Segment
+from kvcommons.holder.segments import SegmentRef
+from kvcommons.holder.server import HolderService
+from kvcommons.pb import common_pb2, holder_pb2
 from kvcommons.pb import ledger_pb2 as pb
+from kvcommons.placement.auto import Rates
 from kvcommons.rblock.allocator import BlockAllocator
-from tests.simulation.commons_world import Call, Proc, Sleep, Work, World
+from services.decode.borrowing.creditors import Debtor
+from services.decode.borrowing.ledger_client import LedgerClient
+from services.decode.borrowing.loans import Loans
+from services.decode.borrowing.slowness import Slowness
+from services.decode.metrics import DecodeMetrics
+from services.decode.moving.mover import Mover
+from services.decode.settlement.participant import DebtorService, SettlementParticipant
+from tests.simulation.commons_engine import (
+    BLOCK_TOKENS,
+    LAYOUT,
+    MODEL,
+    Buffer,
+    Content,
+    Memory,
+    SimulatedEngine,
+    Writes,
+)
+from tests.simulation.commons_world import Context, Proc, World
 from tests.simulation.machine import require
 
-BLOCK_TOKENS = 2
 LEASE_S = 10.0
-SWEEP_S = 2.0
-MODEL = b"m"
+READ_S = 5.0  # blocks of a move
 
-Content = tuple[int, int, int]  # sequence, index of the block in it, tokens
-
-
-@dataclass(slots=True, eq=False)
-class Run:
-    """Blocks `first` … of a sequence: here (`blocks`), or from block `offset` of a creditor's segment on."""
-
-    first: int
-    count: int
-    blocks: list[int] | None = None
-    creditor: str = ""
-    ref: SegmentRef = SegmentRef(handle=0, epoch=0)  # noqa: RUF009
-    offset: int = 0
-    moving: bool = False
+METRICS = DecodeMetrics(CollectorRegistry())
 
 
-@dataclass(slots=True, eq=False)
-class Sequence:
-    number: int
-    runs: list[Run] = field(default_factory=list)
-    tokens: int = 0  # that have KV, or get it in the iteration under way
-    written: int = 0  # that have it for certain
-    busy: bool = False  # an iteration is under way
-    ending: bool = False
-    over: bool = False
-    border: list[Any] = field(default_factory=list)  # called when the iteration has ended
+class SimulatedHolder(RemoteHolder):
+    """A creditor whose channel and data plane are the world's."""
 
-    @property
-    def blocks(self) -> int:
-        return self.runs[-1].first + self.runs[-1].count if self.runs else 0
+    def __init__(self, instance: Instance, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, connect=instance.connect, **kwargs)
+        self._instance = instance
 
-    def local(self) -> list[int]:
-        return [block for run in self.runs for block in run.blocks or ()]
+    async def grow(self, ref: SegmentRef, blocks: int, *, timeout_s: float) -> None:
+        """Takes down to which size the segment may have grown unheard."""
+        unheard = self._instance.unheard
+        try:
+            await super().grow(ref, blocks, timeout_s=timeout_s)
+        except (Unavailable, DeadlineExceeded):
+            unheard[ref] = max(blocks, unheard.get(ref, 0))
+            raise
+        if unheard.get(ref, 0) <= blocks:
+            unheard.pop(ref, None)
 
-    def content(self, index: int) -> Content:
-        return self.number, index, min(BLOCK_TOKENS, self.tokens - index * BLOCK_TOKENS)
+    def read_blocks(
+        self, ref: SegmentRef, layer: int, first_block: int, into: Sequence[Any], deadline: Any
+    ) -> None:
+        thread = self._instance.loop.thread
+        assert thread is not None, "blocks are read on a thread"
+        count = len(into)
+        contents = thread.ask(self.data_address, "ReadBlocks", ref, first_block, count, timeout_s=READ_S)
+        for buffer, content in zip(cast(Sequence[Buffer], into), contents, strict=True):
+            buffer.write(content)
+
+
+class SimulatedHolderService(HolderService):
+    """Copies blocks in over the world's data plane."""
+
+    def __init__(self, instance: Instance) -> None:
+        super().__init__(instance.holder, cast(Any, None), cast(Any, None), cast(Any, None))
+        self._instance = instance
+
+    async def CopyIn(self, request: holder_pb2.CopyInRequest, context: Any) -> holder_pb2.CopyInReply:
+        instance, into, source = self._instance, request.into, request.source
+        with instance.accessing(SegmentRef(handle=into.handle, epoch=into.epoch)) as segment:
+            if segment.owner != request.owner:
+                raise InvalidInput("it is not the debtor's", param="owner")
+            blocks = instance.holder.blocks(segment, request.first_block, request.blocks, write=True)
+            ref = SegmentRef(handle=source.handle, epoch=source.epoch, generation=source.generation)
+            asked = ref, request.source_block, request.blocks
+            contents = await instance.call(request.data_address, "ReadBlocks", *asked, timeout_s=READ_S)
+            for block, content in zip(blocks, contents, strict=True):
+                instance.memory.contents[block] = content
+        return holder_pb2.CopyInReply()
+
+
+class WatchedParticipant(SettlementParticipant):
+    """Tells the world what became of rounds."""
+
+    def __init__(self, instance: Instance) -> None:
+        super().__init__(instance.holder, instance.mover, instance.loans)
+        self._instance = instance
+
+    async def switch_home(self, name: str, term: int, lease_s: float, number: int) -> holder_pb2.RoundReply:
+        reply = await super().switch_home(name, term, lease_s, number)
+        self._instance.world.switched(name, number, self._instance.name)
+        return reply
+
+    def _run_out(self, settlement: Any) -> None:
+        self._instance.world.excuse(settlement.name, self._instance.name)
+        super()._run_out(settlement)
 
 
 class Instance(Proc):
-    def __init__(self, world: World, machine: str, life: int, *, blocks: int, lend: int) -> None:
+    def __init__(
+        self,
+        world: World,
+        machine: str,
+        life: int,
+        *,
+        blocks: int,
+        lend: int,
+        spare: int,
+        ledgers: Sequence[str],
+    ) -> None:
+        """`spare` blocks are left free by sequences, its own and others'."""
         super().__init__(world, f"{machine}.{life}")
         self.machine = machine
         self.life = life
+        self.spare = spare
+        self.unheard: dict[SegmentRef, int] = {}  # borrowed: to what size they have grown, or have not
+        self._accessed: dict[int, Segment] = {}
+        self._accesses = itertools.count()
         self.allocator = BlockAllocator(blocks)
-        self.tell = functools.partial(world.history.take, self.name)
-        self.allocator.observe = self.tell
-        epoch = life * 1000 + ord(machine)  # no two lives of any two have the same
-        self.table = SegmentTable(self.allocator, epoch=epoch, lend_blocks_max=lend)
-        self.contents: list[Content | None] = [None] * blocks
-        self.sequences: dict[int, Sequence] = {}
-        self.leases: dict[tuple[str, SegmentRef], float] = {}  # borrowed: to when they run out
-        self.pins: dict[int, Pin] = {}
-        self.recomputed = 0
-        self.waiting = 0  # sequences that found no room since the last heartbeat
-        self.ledgers: list[str] = []
-        self.spare = 0  # blocks that are left free by sequences, its own and others'
-        world.after(self, SWEEP_S, self._sweep)
+        self.allocator.observe = self._observe
+        self.memory = Memory(blocks, self._write_to)
+        self.holder = Holder(
+            cast(Any, self.memory),
+            self.allocator,
+            HeldModel(fingerprint=MODEL, scale=1.0, windows=(None,)),
+            instance_id=self.name,
+            lend_blocks_max=lend,
+            clock=self.clock,
+            epoch=life * 1000 + ord(machine),  # no two lives of any two have the same
+        )
+        self.engine = SimulatedEngine(self)
+        self.loans = Loans(
+            Debtor(instance_id=self.name, model=MODEL, block_tokens=BLOCK_TOKENS),
+            LedgerClient(ledgers, debtor=self.name, host=machine, model=MODEL, connect=self.connect),
+            lease_ms=int(1000 * LEASE_S),
+            lost=self.engine.fail,
+            slowness=Slowness(layers=1, deadline_s=5.0, clock=self.clock),
+            observe=self._observe,
+            connect=functools.partial(SimulatedHolder, self),
+        )
+        core = Core(
+            model=cast(Any, None),
+            info=common_pb2.ModelInfo(fingerprint=MODEL),
+            layout=LAYOUT,
+            memory=cast(Any, self.memory),
+            allocator=self.allocator,
+        )
+        self.mover = Mover(core, cast(Any, self.engine), self.loans, METRICS, Rates())
+        self.participant = WatchedParticipant(self)
+        self._holder_service = SimulatedHolderService(self)
+        self._debtor_service = DebtorService()
+        self._debtor_service.open(self.participant)
+        self.loop.run(self._holder_service.start)
 
-    # ---- as a holder
+    def room(self) -> int:
+        """Blocks that a sequence may take."""
+        return max(0, self.allocator.free - self.spare)
 
-    def reserve(self, owner: str, sequence: str, blocks: int, position: int) -> SegmentRef:
-        now_s = self.clock()
-        if blocks > self.allocator.free - self.spare:
+    # ---- asked by others
+
+    def answer(self, method: str, arguments: tuple[Any, ...], timeout_s: float) -> Any:
+        if method in ("Attend", "ReadBlocks"):
+            return self._read(*arguments)
+        if method == "Reserve" and arguments[0].blocks > self.room():
             raise CapacityExhausted("what is left is for its own")
-        return self.table.lend(owner, sequence, blocks, first_position=position, lease_s=LEASE_S, now_s=now_s)
+        service = self._holder_service if hasattr(HolderService, method) else self._debtor_service
+        return getattr(service, method)(*arguments, Context(timeout_s))
 
-    def grow_segment(self, owner: str, ref: SegmentRef, blocks: int) -> bool:
-        segment = self.table.find(ref)
-        missing = blocks - segment.trimmed - len(segment.blocks)
-        if missing > max(0, self.allocator.free - self.spare):
-            raise CapacityExhausted("what is left is for its own")
-        self.table.grow(ref, blocks, owner=owner, lease_s=LEASE_S, now_s=self.clock())
-        return True
+    @contextmanager
+    def accessing(self, ref: SegmentRef) -> Iterator[Segment]:
+        """An access over the data plane."""
+        with self.holder.pinned([ref]) as (segment,):
+            number = next(self._accesses)
+            self._accessed[number] = segment
+            try:
+                yield segment
+            finally:
+                del self._accessed[number]
 
-    def release(self, refs: list[SegmentRef]) -> bool:
-        self.table.release(refs)
-        return True
-
-    def renew(self, owner: str, refs: list[SegmentRef]) -> list[int]:
-        return self.table.renew(owner, refs, lease_s=LEASE_S, now_s=self.clock())
-
-    def freeze(self, owner: str, ref: SegmentRef, generation: int, until_block: int) -> bool:
-        self.table.freeze(ref, generation, until_block, owner=owner)
-        return True
-
-    def thaw(self, owner: str, ref: SegmentRef) -> bool:
-        self.table.thaw(ref, owner=owner)
-        return True
-
-    def trim(self, owner: str, ref: SegmentRef, settlement: str) -> Work:
-        """Answers when no access under way can reach the blocks any more."""
-        trimmed = self.table.trim(ref, owner=owner, settlement=settlement)
-        while self.table.parting(ref):
-            yield Sleep(0.05)
-        return trimmed
-
-    def read(self, ref: SegmentRef, first: int, count: int, append: tuple[int, Content] | None) -> Work:
-        """Attention over blocks of a segment, or copying them out. Appends first."""
-        pin = self.table.pin(ref)
-        self.pins[pin.number] = pin
-        try:
-            segment = pin.segment
+    async def _read(
+        self, ref: SegmentRef, first: int, count: int, writes: Writes = ()
+    ) -> list[Content | None]:
+        """Attention over blocks of a segment, or copying them out. Writes first."""
+        with self.accessing(ref) as segment:
             require(ref.generation >= segment.oldest, "an access of before a trim gets in after it")
-            if append is not None:
-                index, content = append
+            for index, content in writes:
                 require(index >= segment.writable_from, "a block is written that was frozen or given back")
-                self.contents[segment.blocks[index - segment.trimmed]] = content
-            if first < segment.trimmed:
-                raise InvalidInput("these blocks were given back")
-            start = first - segment.trimmed
-            blocks = segment.blocks[start : start + count]
+                (block,) = self.holder.blocks(segment, index, 1, write=True)
+                self.memory.contents[block] = content
+            if not count:
+                return []
+            blocks = self.holder.blocks(segment, first, count)
             if (draw := self.world.dice.random()) < 0.5:
-                yield Sleep(0.3 if draw < 0.05 else 0.01)
+                await asyncio.sleep(0.3 if draw < 0.05 else 0.01)
             require(set(blocks) <= set(segment.held_blocks), "freed memory is read")
-            return [self.contents[block] for block in blocks]
-        finally:
-            del self.pins[pin.number]
-            self.table.unpin(pin)
+            return [self.memory.contents[block] for block in blocks]
 
-    # ---- as a debtor
+    def _observe(self, event: str, **facts: Any) -> None:
+        if event == "freed":  # what it had is forgotten
+            for block in facts["blocks"]:
+                self.memory.contents[block] = None
+        self.world.tell(self.name, event, **facts)
 
-    def begin(self, number: int, tokens: int) -> Work:
-        """A sequence with a prompt of so many tokens; it is prefilled here."""
-        sequence = Sequence(number)
-        self.sequences[number] = sequence
-        sequence.busy = True
-        while sequence.blocks * BLOCK_TOKENS < tokens:
-            missing = -(-tokens // BLOCK_TOKENS) - sequence.blocks
-            if not (yield from self.make_room(sequence, missing)):
-                self.waiting += 1
-                sequence.ending = True
-                break
-        else:
-            sequence.tokens = tokens
-            writes = []
-            for run in sequence.runs:
-                for at in range(run.count):
-                    content = sequence.content(run.first + at)
-                    if run.blocks is not None:
-                        self.contents[run.blocks[at]] = content
-                    else:
-                        writes.append((run.creditor, "read", (run.ref, 0, 0, (at, content))))
-            replies = yield Call(writes)
-            if any(not isinstance(reply, list) for reply in replies):
-                self._lose(sequence)
-        sequence.written = sequence.tokens
-        self.reach_border(sequence)
-
-    def make_room(self, sequence: Sequence, blocks: int) -> Work:
-        """Some more blocks, here or elsewhere; whether there are."""
-        dice = self.world.dice
-        count = min(blocks, self.allocator.free - self.spare)
-        if count > 0 and dice.random() < 0.6:
-            taken = self.allocator.allocate(count)
-            sequence.runs.append(Run(sequence.blocks, count, taken))
-            return True
-        tail = sequence.runs[-1] if sequence.runs else None
-        if tail is not None and tail.blocks is None and dice.random() < 0.5:
-            target = tail.offset + tail.count + 1
-            grow = Call([(tail.creditor, "grow_segment", (self.name, tail.ref, target))])
-            (grown,) = yield grow
-            unheard = grown is None
-            while grown is None and (tail.creditor, tail.ref) in self.leases:  # it may have: asked again
-                (grown,) = yield grow
-            if grown is True:
-                tail.count += 1
-                self.tell("borrow_more", handle=tail.ref.handle, epoch=tail.ref.epoch, count=1)
-                return True
-            if unheard:  # refused, but what was asked first may come last
-                self._lose(sequence)
-                return False
-        request = pb.CandidatesRequest(debtor=self.name, host=self.machine, model=MODEL, blocks=blocks)
-        ledger = dice.choice(self.ledgers)
-        (names,) = yield Call([(ledger, "candidates", (request,))])
-        for name in names if isinstance(names, list) else ():
-            asked = self.clock()
-            count = dice.randint(1, blocks)
-            position = sequence.blocks * BLOCK_TOKENS
-            (ref,) = yield Call([(name, "reserve", (self.name, str(sequence.number), count, position))])
-            if isinstance(ref, SegmentRef):
-                self.borrowed(name, ref, count, asked)
-                sequence.runs.append(Run(sequence.blocks, count, None, name, ref))
-                return True
-            if ref is not None:
-                yield Call([(ledger, "refusal", (name,))], 0.1)
-        return False
-
-    def borrowed(self, creditor: str, ref: SegmentRef, blocks: int, asked: float) -> None:
-        self.leases[creditor, ref] = asked + LEASE_S
-        self.tell("borrow", handle=ref.handle, epoch=ref.epoch, count=blocks)
-
-    def iterate(self, sequence: Sequence) -> Work:
-        """One token: its KV is appended, and all KV before it is met."""
-        sequence.busy = True
-        if sequence.tokens == sequence.blocks * BLOCK_TOKENS and not (yield from self.make_room(sequence, 1)):
-            self.reach_border(sequence)
-            return
-        sequence.tokens += 1
-        last = (sequence.tokens - 1) // BLOCK_TOKENS
-        calls: list[tuple[str, str, tuple[Any, ...]]] = []
-        seen: list[Content | None] = []
-        local = [(run, tuple(run.blocks)) for run in sequence.runs if run.blocks is not None]
-        for run in sequence.runs:
-            inside = run.first <= last < run.first + run.count
-            content = sequence.content(last)
-            if run.blocks is None:
-                append = (run.offset + last - run.first, content) if inside else None
-                used = min(run.count, last + 1 - run.first)
-                if used > 0:
-                    calls.append((run.creditor, "read", (run.ref, run.offset, used, append)))
-            elif inside:
-                self.contents[run.blocks[last - run.first]] = content
-        replies = yield Call(calls, 5.0)
-        for run, blocks in local:
-            seen += [self.contents[block] for block in blocks[: max(0, last + 1 - run.first)]]
-        if all(isinstance(reply, list) for reply in replies):
-            for reply in replies:
-                seen += reply
-            expected = [sequence.content(index) for index in range(last + 1)]
-            require(
-                sorted(seen, key=repr) == sorted(expected, key=repr),
-                f"{self.name} reads {seen} where {expected} was written",
-            )
-            sequence.written = sequence.tokens
-        else:
-            self._lose(sequence)
-        self.reach_border(sequence)
-
-    def reach_border(self, sequence: Sequence) -> None:
-        sequence.busy = False
-        if sequence.ending and not sequence.over:
-            self._drop(sequence)
-        waiting, sequence.border = sequence.border, []
-        for waiter in waiting:
-            waiter()
-
-    def end(self, sequence: Sequence) -> None:
-        """It has its answer, or its client goes away: at the iteration's border."""
-        sequence.ending = True
-        if not sequence.busy:
-            self.reach_border(sequence)
-
-    def give_back(self, owed: list[tuple[str, SegmentRef]]) -> None:
-        """Once and without waiting: what a creditor does not hear of comes free with its lease."""
-        for creditor, ref in owed:
-            self.leases.pop((creditor, ref), None)
-            self.tell("give_back", handle=ref.handle, epoch=ref.epoch)
-            self.spawn(_only(Call([(creditor, "release", ([ref],))])))
-
-    def _lose(self, sequence: Sequence) -> None:
-        """Some of its KV is gone: it is computed again, as another sequence."""
-        if not sequence.ending:
-            self.recomputed += 1
-        sequence.ending = True
-
-    def _drop(self, sequence: Sequence) -> None:
-        sequence.over = True
-        self.sequences.pop(sequence.number, None)
-        for run in sequence.runs:
-            if run.blocks is not None:
-                self.allocator.release(run.blocks)
-        self.give_back([(run.creditor, run.ref) for run in sequence.runs if run.blocks is None])
-
-    def _sweep(self) -> None:
-        self.world.after(self, SWEEP_S, self._sweep)
-        self.table.expire(self.clock())
-        owed: dict[str, list[SegmentRef]] = {}
-        for creditor, ref in self.leases:
-            owed.setdefault(creditor, []).append(ref)
-        for creditor, refs in owed.items():
-            self.spawn(self._renew(creditor, refs))
-
-    def _renew(self, creditor: str, refs: list[SegmentRef]) -> Work:
-        asked = self.clock()
-        (unknown,) = yield Call([(creditor, "renew", (self.name, refs))])
-        gone = set()
-        for ref in refs:
-            if (creditor, ref) not in self.leases:
-                continue
-            if isinstance(unknown, list) and ref.handle not in unknown:
-                self.leases[creditor, ref] = max(self.leases[creditor, ref], asked + LEASE_S)
-            elif isinstance(unknown, list) or self.leases[creditor, ref] <= self.clock():
-                del self.leases[creditor, ref]
-                gone.add((creditor, ref))
-                self.tell("lose", handle=ref.handle, epoch=ref.epoch)
-        if gone:
-            for sequence in list(self.sequences.values()):
-                if any(run.blocks is None and (run.creditor, run.ref) in gone for run in sequence.runs):
-                    self._lose(sequence)
-                    if not sequence.busy:
-                        self.reach_border(sequence)
+    def _write_to(self, blocks: list[int]) -> None:
+        thread = self.loop.thread
+        assert thread is not None, "blocks are written by a thread"
+        thread.writes = blocks
 
     # ---- what it says, and what must hold
 
-    def debts(self) -> dict[str, int]:
-        owed: Counter[str] = Counter()
-        for sequence in self.sequences.values():
-            for run in sequence.runs:
-                if run.blocks is None:
-                    owed[run.creditor] += run.count
-        return dict(owed)
-
-    def loans(self) -> dict[str, int]:
-        lent: Counter[str] = Counter()
-        for segment in self.table.segments:
-            lent[segment.owner] += len(segment.blocks)
-        return {owner: blocks for owner, blocks in lent.items() if blocks}
-
     def describe(self) -> pb.Instance:
-        waiting, self.waiting = self.waiting, 0
+        waiting, self.engine.waiting = self.engine.waiting, 0
         return pb.Instance(
             id=self.name,
             service="decode",
             host=self.machine,
+            control_address=self.name,
+            data_address=self.name,
             model=common_pb2.ModelInfo(fingerprint=MODEL),
             load=pb.Load(
                 total_blocks=self.allocator.total,
                 free_blocks=self.allocator.free,
-                lendable_blocks=max(0, min(self.table.lendable_blocks, self.allocator.free - self.spare)),
+                lendable_blocks=min(self.holder.lendable_blocks, self.room()),
                 queued=waiting,
-                debts=self.debts(),
-                loans=self.loans(),
+                debts=self.loans.debts(),
+                loans=self.holder.loans(),
                 ready=True,
             ),
         )
 
+    @property
+    def settlements(self) -> dict[str, Any]:
+        """That it takes part in."""
+        return self.participant._settlements
+
     def owned(self) -> list[int]:
         """Every block that something here has, once for each."""
-        found: list[int] = []
-        for segment in self.table.segments:
+        table, found = self.holder._table, []
+        for segment in table.segments:
             found += segment.held_blocks
-        for segment in {pin.segment for pin in self.pins.values() if pin.segment.released}:
+        for segment in {one for one in self._accessed.values() if one.released}:
             found += segment.held_blocks
-        for pledge in self.table.pledges._pledges.values():
+        for pledge in table.pledges._pledges.values():
             found += pledge.blocks
-        for sequence in self.sequences.values():
-            for run in sequence.runs:
-                found += run.blocks or ()
+        for one in self.engine.running.values():
+            found += one.sequence.local_blocks()
+        return found
+
+    def moving(self) -> set[int]:
+        """Blocks that are copied to, or were and are not switched to yet."""
+        found = {block for thread in self.loop.threads for block in thread.writes}
+        for run in self.engine.switching:
+            found.update(run.blocks if isinstance(run, LocalRun) else ())
+        for settlement in self.settlements.values():
+            for part in settlement.round.parts if settlement.round is not None else ():
+                found.update(() if part.ended or part.move.switched else part.home)
         return found
 
     def check(self) -> None:
-        """No block with two owners, no owner without a block; and what is free is forgotten."""
+        """No block with two owners, no owner without a block."""
         owned = self.owned()
-        mine = set(owned)
+        mine, moving = set(owned), self.moving()
         require(len(mine) == len(owned), f"a block of {self.name} has two owners")
+        require(not mine & moving, f"KV is copied to a block of {self.name} that has an owner")
         require(
-            len(mine) == self.allocator.in_use,
-            f"{self.name}: {len(mine)} blocks have owners, {self.allocator.in_use} are in use",
+            len(mine) + len(moving) == self.allocator.in_use,
+            f"{self.name}: {len(mine)} blocks have owners, {len(moving)} are copied to, "
+            f"{self.allocator.in_use} are in use",
         )
-        for block in range(self.allocator.total):
-            if block not in mine:
-                self.contents[block] = None
-
-
-def _only(call: Call) -> Work:
-    yield call
+        require(
+            self.holder._table.pledges._pledges.keys() <= self.settlements.keys(),
+            f"{self.name} keeps blocks aside for a settlement that has ended",
+        )
+        for one in self.engine.running.values():
+            following = 0
+            for run in one.sequence.runs:
+                require(run.first_block == following, f"{self.name}: a sequence has a gap, or a block twice")
+                following += run.count

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
-from kvcommons.errors import KVCommonsError
+from kvcommons.errors import DeadlineExceeded, Unavailable
 from kvcommons.pb import ledger_pb2 as pb
 from services.ledger.candidates import Candidates
+from services.ledger.debtors import Debtors
 from services.ledger.debts import DebtLedger
 from services.ledger.leadership import Campaign, Leadership
-from services.ledger.saga import (
-    AskDebtors,
-    DebtorAnswer,
-    Settlement,
-    WriteSettlement,
-    busy,
-    settle,
-    take_over,
-)
+from services.ledger.saga import AskDebtors, Settlement, WriteSettlement, busy, settle, take_over
 from services.ledger.settlement_plan import MemoryState, Recall, plan
-from tests.simulation.commons_world import Call, Proc, Sleep, Work, World
+from tests.simulation.commons_world import Proc, World
 
 LEADER_LEASE_S = 6.0
 REGISTRY_S = 6.0  # without a heartbeat an instance is gone
+PART_S = 15.0  # that a participant waits for its leader
 KEY = "leader"
 
 
@@ -33,6 +28,7 @@ class LedgerReplica(Proc):
         self.round_blocks = round_blocks
         self.index = Candidates(world.dice)
         self.book = DebtLedger()
+        self.debtors = Debtors(self.find, lease_ms=int(1000 * PART_S), connect=self.connect)
         self.leadership = Leadership(lease_s=LEADER_LEASE_S)
         self.beats: dict[str, tuple[float, pb.Instance]] = {}
         self.driven: dict[str, Settlement] = {}  # by this replica, as written last
@@ -49,11 +45,15 @@ class LedgerReplica(Proc):
         self.index.heartbeat(instance)
         self.book.heartbeat(instance.id, instance.load.loans)
 
-    def candidates(self, request: pb.CandidatesRequest) -> list[str]:
-        return [one.id for one in self.index.choose(request, self.clock())]
-
-    def refusal(self, creditor: str) -> None:
-        self.index.refused(creditor, self.clock())
+    def answer(self, method: str, arguments: tuple[Any, ...], timeout_s: float) -> Any:
+        match method:
+            case "Candidates":
+                chosen = self.index.choose(arguments[0], self.clock())
+                return pb.CandidatesReply(creditors=chosen)
+            case "ReportRefusal":
+                self.index.refused(arguments[0].creditor, self.clock())
+                return pb.ReportRefusalReply()
+        return super().answer(method, arguments, timeout_s)
 
     def hears(self, others: dict[str, pb.Instance]) -> None:
         """The registry, as etcd brings it from other replicas."""
@@ -68,13 +68,16 @@ class LedgerReplica(Proc):
         self.beats = {name: one for name, one in self.beats.items() if now - one[0] < REGISTRY_S}
         return {name: instance for name, (_, instance) in self.beats.items()}
 
-    def tick(self) -> Work:
+    def find(self, name: str) -> pb.Instance | None:
+        return self.living().get(name)
+
+    async def tick(self) -> None:
         """One round: elect, read, write debts, settle."""
         if self.ticking:
             return
         self.ticking = True
-        yield from self._elect()
-        (listing,) = yield Call([("etcd", "list", ("debts/",))])
+        await self._elect()
+        listing = await self._etcd("list", "debts/")
         if isinstance(listing, tuple):
             self.book.listed(*listing)
         living = self.living()
@@ -85,31 +88,38 @@ class LedgerReplica(Proc):
             due += self.book.write_offs(living, self.clock())
         for swap in due:
             key = f"debts/{swap.creditor}"
-            (revision,) = yield Call([("etcd", "swap", (key, swap.loans, swap.revision))])
+            revision = await self._etcd("swap", key, swap.loans, swap.revision)
             if revision:
                 self.book.stored(swap.creditor, revision, swap.loans)
         if term is not None:
-            yield from self._lead(term, living)
+            await self._lead(term, living)
         self.ticking = False
 
-    def _elect(self) -> Work:
+    async def _etcd(self, method: str, *arguments: Any) -> Any:
+        """What it answers; None where nothing is heard."""
+        try:
+            return await self.call("etcd", method, *arguments)
+        except (Unavailable, DeadlineExceeded):
+            return None
+
+    async def _elect(self) -> None:
         asked = self.clock()
         holder = f"{self.name} {asked}"
         match self.leadership.next(asked):
             case Campaign():
                 self.holder = holder
-                (term,) = yield Call([("etcd", "campaign", (KEY, holder, LEADER_LEASE_S))])
+                term = await self._etcd("campaign", KEY, holder, LEADER_LEASE_S)
                 if term is not None:
                     self.leadership.won(term, asked)
             case _:
-                (kept,) = yield Call([("etcd", "keep_alive", (self.holder, LEADER_LEASE_S))])
+                kept = await self._etcd("keep_alive", self.holder, LEADER_LEASE_S)
                 if kept:
                     self.leadership.renewed(asked)
                 elif kept is False:
                     self.leadership.lost()
 
-    def _lead(self, term: int, living: dict[str, pb.Instance]) -> Work:
-        (listing,) = yield Call([("etcd", "list", ("settlements/",))])
+    async def _lead(self, term: int, living: dict[str, pb.Instance]) -> None:
+        listing = await self._etcd("list", "settlements/")
         if not isinstance(listing, tuple) or self.leadership.term(self.clock()) != term:
             return
         _, records = listing
@@ -129,14 +139,14 @@ class LedgerReplica(Proc):
         debts = self.book.debts(living)
         for one in plan(debts, rooms, threshold=self.threshold, busy=occupied):
             if isinstance(one, Recall):
-                self.spawn(_tell(one))
+                self.spawn(self.debtors.call_back(one.debtor, one.creditor, one.blocks))
                 continue
             self._count += 1
             settlement = one.settlement(f"{term}-{self._count}", term, self.round_blocks)
             self.driven[settlement.id] = settlement
             self.spawn(self._drive(settle(settlement), settlement, 0, term))
 
-    def _drive(self, steps: Any, settlement: Settlement, revision: int, term: int) -> Work:
+    async def _drive(self, steps: Any, settlement: Settlement, revision: int, term: int) -> None:
         """Carries out what a saga yields."""
         value: Any = None
         while True:
@@ -147,43 +157,33 @@ class LedgerReplica(Proc):
                     self.settled += sum(leg.settled_blocks for leg in stop.value.legs)
                 break
             if isinstance(effect, WriteSettlement):
-                written = yield from self._write(settlement.id, effect.settlement, revision, term)
+                written = await self._write(settlement.id, effect.settlement, revision, term)
                 if written is not None:
                     revision = written
                     self.driven[settlement.id] = effect.settlement or settlement
                 value = written is not None
             elif isinstance(effect, AskDebtors):
-                names = list(effect.requests)
-                replies = yield Call([(name, "settle", (effect.requests[name],)) for name in names], 3.0)
-                value = {
-                    name: self._answer(settlement.id, name, reply)
-                    for name, reply in zip(names, replies, strict=True)
-                }
+                living = self.living()
+                for name in effect.requests.keys() - living.keys():  # for all that is known here it is dead
+                    self.world.excuse(settlement.id, name)
+                value = await self.debtors.ask(effect.requests)
             else:
-                yield Sleep(0.5)
+                await asyncio.sleep(0.5)
                 value = None
         for name in settlement.participants:
             self.rested_at[name] = self.clock()
         self.driven.pop(settlement.id, None)
 
-    def _answer(self, settlement: str, name: str, reply: Any) -> DebtorAnswer:
-        if isinstance(reply, DebtorAnswer):
-            return reply
-        if name not in self.living():  # for all that is known here it is dead
-            self.world.excused.add((settlement, name))
-            return DebtorAnswer(refused=True)
-        return DebtorAnswer(refused=isinstance(reply, KVCommonsError))
-
-    def _write(self, name: str, value: Settlement | None, revision: int, term: int) -> Work:
+    async def _write(self, name: str, value: Settlement | None, revision: int, term: int) -> int | None:
         """The new revision, also where the first answer was lost; None: somebody else has written, or this
         replica does not lead any more."""
         key = f"settlements/{name}"
         while self.leadership.term(self.clock()) == term:
-            (written,) = yield Call([("etcd", "swap", (key, value, revision))])
+            written = await self._etcd("swap", key, value, revision)
             if written:
                 self.world.written(value)
                 return written
-            (listing,) = yield Call([("etcd", "list", (key,))])
+            listing = await self._etcd("list", key)
             if isinstance(listing, tuple):
                 at, found = listing
                 found_at, stored = found.get("", (0, None))
@@ -192,9 +192,5 @@ class LedgerReplica(Proc):
                     return found_at or at
                 if found_at != revision:
                     return None
-            yield Sleep(0.2)
+            await asyncio.sleep(0.2)
         return None
-
-
-def _tell(recall: Recall) -> Work:
-    yield Call([(recall.debtor, "call_back", (recall.creditor, recall.blocks))], 0.1)

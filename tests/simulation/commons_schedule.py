@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 
+from kvcommons.engine.sequence import LocalRun
+from kvcommons.pb import ledger_pb2 as pb
 from services.ledger.debts import WRITE_OFF_S
 from services.ledger.saga import Settlement, Step
-from tests.simulation.commons_debtor import PART_S, Debtor
-from tests.simulation.commons_instance import BLOCK_TOKENS, LEASE_S, SWEEP_S, Run, Sequence
-from tests.simulation.commons_ledger import LedgerReplica
+from tests.simulation.commons_engine import BLOCK_TOKENS, Running
+from tests.simulation.commons_instance import LEASE_S, Instance
+from tests.simulation.commons_ledger import PART_S, LedgerReplica
 from tests.simulation.commons_world import WAKING_S, Etcd, Proc, World
 from tests.simulation.machine import require
 
@@ -38,12 +41,12 @@ class Commons(World):
         if settlement is not None and settlement.step is Step.SWITCH:
             self.rounds[settlement.id, settlement.round] = settlement
 
-    def switched(self, settlement: str, number: int, debtor: Proc) -> None:
-        self.done.setdefault((settlement, number), set()).add(debtor.name)
+    def switched(self, settlement: str, number: int, debtor: str) -> None:
+        self.done.setdefault((settlement, number), set()).add(debtor)
 
-    def excuse(self, settlement: str, debtor: Proc) -> None:
-        """It waited in vain for its leader, and acts by itself."""
-        self.excused.add((settlement, debtor.name))
+    def excuse(self, settlement: str, debtor: str) -> None:
+        """It waited in vain for its leader and acts by itself, or is taken to be dead."""
+        self.excused.add((settlement, debtor))
 
 
 class CommonsSchedule:
@@ -58,31 +61,38 @@ class CommonsSchedule:
         self.ledgers = [
             LedgerReplica(self.world, name, threshold=threshold, round_blocks=blocks) for name in LEDGERS
         ]
-        self.instances: list[Debtor] = []
-        self.lives: list[Debtor] = []
+        self.instances: list[Instance] = []
+        self.lives: list[Instance] = []
         self.number = 0
         self.resting = False
         self.silence = 0  # steps of a second for which nobody leads
         self.storm = 0  # steps for which many messages are lost or late
         for machine in "abcd"[: dice.choice((2, 3, 3, 4))]:
             self._start(machine, 1)
-        if dice.random() < 0.85:
-            self._owe_in_a_circle()
 
     def run(self) -> None:
+        try:
+            self._live()
+            self._rest()
+        finally:
+            self.world.close()
+
+    def _live(self) -> None:
         dice, world = self.dice, self.world
+        if dice.random() < 0.85:
+            self._owe_in_a_circle()
         for instance in self.instances:  # all is known to both ledgers, and one of them may lead already
             beat = instance.describe()
             for ledger in self.ledgers:
                 ledger.beat(beat)
         if dice.random() < 0.85:
-            self.ledgers[0].spawn(self.ledgers[0].tick())
+            world.start(self.ledgers[0], self.ledgers[0].tick)
             for _ in range(10):
                 world.deliver()
         if not self.calm:
             world.loss = dice.choice((0.0, 0.0, 0.03, 0.1))
             world.twice = dice.choice((0.0, 0.03, 0.2))
-            world.tardy = dice.choice(((), (), (), ("freeze",), ("thaw", "read"), ("trim",)))
+            world.tardy = dice.choice(((), (), (), ("Freeze",), ("Thaw", "ReadBlocks"), ("Trim",)))
             if dice.random() < 0.75:  # in the midst of a settlement
                 world.ambush = dice.choice(AMBUSHES), self._strike
         usual = world.loss, world.twice
@@ -108,73 +118,64 @@ class CommonsSchedule:
             else:
                 self._act(draw)
             self._check()
-        self._rest()
 
     # ---- what happens
 
     def _start(self, machine: str, life: int) -> None:
-        total = self.dice.choice((5, 7, 8))
+        total = self.dice.choice((5, 7, 8, 11))
         lend = self.dice.choice((total, total - 1, total // 2))
-        instance = Debtor(self.world, machine, life, blocks=total, lend=lend)
-        instance.spare = self.dice.choice((0, 1, 1, 2))
-        instance.ledgers = list(LEDGERS)
+        spare, ledgers = self.dice.choice((0, 1, 1, 2)), list(LEDGERS)
+        self.dice.shuffle(ledgers)
+        instance = Instance(self.world, machine, life, blocks=total, lend=lend, spare=spare, ledgers=ledgers)
         self.instances.append(instance)
         self.lives.append(instance)
 
     def _owe_in_a_circle(self) -> None:
         """Each has a sequence with blocks at the next one."""
-        for debtor in self.instances:
-            sequence = self._sequence()
-            sequence.runs = [Run(0, 1, debtor.allocator.allocate(1))]
-            sequence.tokens = sequence.written = BLOCK_TOKENS
-            debtor.sequences[sequence.number] = sequence
-            debtor.contents[sequence.local()[0]] = sequence.content(0)
-        for at, debtor in enumerate(self.instances):
-            creditor = self.instances[(at + 1) % len(self.instances)]
-            (sequence,) = debtor.sequences.values()
-            room = min(creditor.table.lendable_blocks, creditor.allocator.free - creditor.spare)
-            owed = min(self.dice.choice((1, 2, 3, 4, 4)), room)
-            if owed < 1:
-                continue
-            ref = creditor.reserve(debtor.name, "", owed, BLOCK_TOKENS)
-            debtor.borrowed(creditor.name, ref, owed, debtor.clock())
-            sequence.runs.append(Run(1, owed, None, creditor.name, ref))
-            sequence.tokens = sequence.written = (1 + owed) * BLOCK_TOKENS - self.dice.choice((0, 0, 1))
-            for index, block in enumerate(creditor.table.segments[-1].blocks, 1):
-                creditor.contents[block] = sequence.content(index)
-
-    def _sequence(self) -> Sequence:
-        self.number += 1
-        return Sequence(self.number)
+        instances = self.instances
+        local = [instance.allocator.allocate(1) for instance in instances]
+        for at, debtor in enumerate(instances):
+            creditor = instances[(at + 1) % len(instances)].describe()
+            lent = min(self.dice.choice((1, 2, 3, 4, 4)), creditor.load.lendable_blocks)
+            tokens = (1 + lent) * BLOCK_TOKENS - self.dice.choice((0, 0, 1))
+            self.number += 1
+            one = debtor.engine.sequence(self.number, tokens)
+            one.sequence.append_run(LocalRun(first_block=0, blocks=local[at]))
+            self.world.start(debtor, functools.partial(_owe, debtor, one, creditor, lent))
+            while self.world.deliver():
+                pass
 
     def _act(self, draw: float) -> None:
         dice = self.dice
         instance = dice.choice(self.instances)
         if draw > 0.94:
             ledger = dice.choice(self.ledgers)
-            self.world.happen(ledger, lambda: ledger.spawn(ledger.tick()))
-        elif draw > 0.90:
+            self.world.start(ledger, ledger.tick)
+        elif draw > 0.91:
             self.world.happen(instance, lambda: self._beat(instance))
-        elif draw > 0.88 or not instance.sequences:
+        elif draw > 0.89 or not instance.engine.running:
             self.number += 1
-            work = instance.begin(self.number, dice.randint(1, 9))
-            self.world.happen(instance, lambda: instance.spawn(work))
+            number, tokens = self.number, dice.randint(1, 9)
+            self.world.start(instance, lambda: instance.engine.begin(number, tokens))
         else:
-            sequence = dice.choice(list(instance.sequences.values()))
+            one = dice.choice(list(instance.engine.running.values()))
             if draw < 0.785:
-                self.world.happen(instance, lambda: instance.end(sequence))
-            elif self.world.tardy and draw < 0.83:
-                owed = list(instance.debts()) or [instance.name]
-                work = instance.call_back(dice.choice(owed), dice.randint(1, 3))
-                self.world.happen(instance, lambda: instance.spawn(work))
-            elif not sequence.busy:
-                self.world.happen(instance, lambda: self._iterate(instance, sequence))
+                self.world.happen(instance, lambda: instance.engine.end(one))
+            elif draw < (0.83 if self.world.tardy else 0.80):
+                creditor = dice.choice(list(instance.loans.debts()) or [instance.name])
+                self._call_back(instance, creditor, dice.randint(1, 3))
+            elif not one.busy:
+                self._iterate(instance, one)
 
-    def _iterate(self, instance: Debtor, sequence: Sequence) -> None:
-        if not sequence.busy and not sequence.over:
-            instance.spawn(instance.iterate(sequence))
+    def _call_back(self, instance: Instance, creditor: str, blocks: int) -> None:
+        """A creditor needs its room."""
+        settling = instance.participant
+        self.world.start(instance, lambda: settling.to_the_end(settling.call_back(creditor, blocks)))
 
-    def _beat(self, instance: Debtor) -> None:
+    def _iterate(self, instance: Instance, one: Running) -> None:
+        self.world.start(instance, lambda: instance.engine.iterate(one))
+
+    def _beat(self, instance: Instance) -> None:
         ledger = self.dice.choice(self.ledgers)
         beat = instance.describe()
         self.world.send(ledger, lambda: ledger.beat(beat), instance)
@@ -204,7 +205,7 @@ class CommonsSchedule:
     def _kill(self, proc: Proc) -> None:
         """Another one is started in its place."""
         proc.alive = False
-        if isinstance(proc, Debtor):
+        if isinstance(proc, Instance):
             self.instances.remove(proc)
             self._start(proc.machine, proc.life + 1)
         elif isinstance(proc, LedgerReplica):
@@ -236,7 +237,7 @@ class CommonsSchedule:
         touched = self.world.touched
         led = False
         for proc in touched:
-            if isinstance(proc, Debtor):
+            if isinstance(proc, Instance):
                 proc.check()
             else:
                 led = True
@@ -248,6 +249,12 @@ class CommonsSchedule:
     def _deliver_all(self) -> None:
         while self.world.deliver():
             self._check()
+
+    def _pass(self, seconds: float) -> None:
+        """In which messages arrive in time."""
+        for _ in range(int(seconds)):
+            self.world.advance(1.0)
+            self._deliver_all()
 
     def _rest(self) -> None:
         """Everything works again, and no new work comes: within a bound all is in order."""
@@ -261,16 +268,20 @@ class CommonsSchedule:
         world.advance(2 * WAKING_S)
         for ledger in self.ledgers:
             ledger.planning = False  # what is under way ends
+        for instance in self.instances:
+            world.happen(instance, instance.engine.end_uncertain)
         for _ in range(REST_ROUNDS):
             self._deliver_all()
             if self._disorder() is None:
                 break
             for ledger in self.ledgers if self._unsettled() else ():
-                ledger.spawn(ledger.tick())
-            for _ in range(3):
-                world.advance(1.0)
-                self._deliver_all()
-        require(self._disorder() is None, self._disorder() or "")
+                world.start(ledger, ledger.tick)
+            self._pass(3.0)
+        disorder = self._disorder()
+        require(disorder is None, disorder or "")
+        if self.calm:
+            frozen = any(segment.frozen for one in self.instances for segment in one.holder._table.segments)
+            require(not frozen, "blocks that nobody moves stay frozen")
         world.history.rest([one.name for one in self.instances])
         self._check_rounds()
         if self.dice.random() < 0.4:
@@ -278,9 +289,7 @@ class CommonsSchedule:
         if self.dice.random() < 0.3:
             self._check_leases()
         for instance in self.instances:
-            for sequence in list(instance.sequences.values()):
-                require(not sequence.busy, "an iteration never ends")
-                instance.end(sequence)
+            self.world.happen(instance, functools.partial(self._end_all, instance))
         for _ in range(REST_ROUNDS):  # a late Prepare sets blocks aside, until its lease runs out
             self._deliver_all()
             if not any(instance.allocator.in_use for instance in self.instances):
@@ -291,7 +300,17 @@ class CommonsSchedule:
             require(not instance.allocator.in_use, f"blocks of {instance.name} never came back")
         world.history.rest([one.name for one in self.instances], idle=True)
         if self.calm:
-            require(not any(one.recomputed for one in self.lives), "KV was lost though nothing failed")
+            require(not any(one.engine.recomputed for one in self.lives), "KV was lost though nothing failed")
+
+    def _end_all(self, instance: Instance) -> None:
+        for one in list(instance.engine.running.values()):
+            require(not one.busy, "an iteration never ends")
+            instance.engine.end(one)
+
+    def _iterating(self) -> bool:
+        return any(
+            one.busy or one.growing for debtor in self.instances for one in debtor.engine.running.values()
+        )
 
     def _unsettled(self) -> bool:
         return any(key.startswith("settlements/") for key in self.etcd.keys)
@@ -299,26 +318,27 @@ class CommonsSchedule:
     def _disorder(self) -> str | None:
         """What is not yet as it is at rest."""
         for debtor in self.instances:
-            owed = debtor.debts()
+            owed = debtor.loans.debts()
             for creditor in self.lives:
-                lent = creditor.loans().get(debtor.name, 0) if creditor.alive else 0
+                lent = creditor.holder.loans().get(debtor.name, 0) if creditor.alive else 0
                 if owed.get(creditor.name, 0) != lent:
                     return f"{debtor.name} owes {creditor.name} {owed.get(creditor.name, 0)} blocks of {lent}"
-            if debtor.parts:
+            if debtor.settlements:
                 return "a settlement never ends"
-            lent_to = sum(debtor.loans().get(one.name, 0) for one in self.instances)
-            if sum(debtor.loans().values()) != lent_to:
+            if debtor.mover._moving:
+                return f"a move of {debtor.name} never ends"
+            loans = debtor.holder.loans()
+            if sum(loans.values()) != sum(loans.get(one.name, 0) for one in self.instances):
                 return f"{debtor.name} holds blocks of the dead"
-            if any(sequence.busy for sequence in debtor.sequences.values()):
-                return "an iteration never ends"
+        if self._iterating():
+            return "an iteration never ends"
         return "a settlement's record stays" if self._unsettled() else None
 
     def _check_books(self) -> None:
         """After a heartbeat each and a while the ledger says what the creditors have said, and no more."""
         told: dict[str, dict[str, int]] = {}
         for _ in range(2):
-            self.world.advance(WRITE_OFF_S + 1.0)
-            self._deliver_all()
+            self._pass(WRITE_OFF_S + 1.0)
             for instance in self.instances:
                 beat = instance.describe()
                 told[instance.name] = dict(beat.load.loans)
@@ -326,7 +346,7 @@ class CommonsSchedule:
                     ledger.beat(beat)
             for _ in range(2):  # to write, and to read what the other one has written
                 for ledger in self.ledgers:
-                    ledger.spawn(ledger.tick())
+                    self.world.start(ledger, ledger.tick)
                 self._deliver_all()
         for ledger in self.ledgers:
             for name, lent in told.items():
@@ -335,21 +355,21 @@ class CommonsSchedule:
 
     def _check_leases(self) -> None:
         """Where nothing fails loans outlive their leases, and every sequence finds what it has written."""
-        for _ in range(int(2 * SWEEP_S) + 1):  # renewals that were lost before may have been the last in time
-            self.world.advance(1.0)
-            self._deliver_all()
-        recomputed = [one.recomputed for one in self.instances]
-        for _ in range(int(LEASE_S) + 5):
-            self.world.advance(1.0)
-            self._deliver_all()
+        self._pass(LEASE_S)  # renewals that were lost before may have been the last in time
+        recomputed = [one.engine.recomputed for one in self.instances]
+        self._pass(LEASE_S + 5)
         for instance in self.instances:
-            for sequence in list(instance.sequences.values()):
-                if sequence.tokens < sequence.blocks * BLOCK_TOKENS:
-                    self._iterate(instance, sequence)
-        for _ in range(3):
-            self._deliver_all()
-            self.world.advance(0.5)
-        require(recomputed == [one.recomputed for one in self.instances], "KV was lost though nothing failed")
+            for one in instance.engine.running.values():
+                if not one.sequence.full:
+                    self._iterate(instance, one)
+        for _ in range(REST_ROUNDS):
+            self._pass(1.0)
+            if not self._iterating():
+                break
+        require(
+            recomputed == [one.engine.recomputed for one in self.instances],
+            "KV was lost though nothing failed",
+        )
 
     def _check_rounds(self) -> None:
         """A round is switched by all of its debtors or by none, but for those that died or waited in vain."""
@@ -366,3 +386,12 @@ class CommonsSchedule:
                     or (name, leg.debtor) in self.world.excused,
                     f"{leg.debtor} did not take part in round {number} of settlement {name}",
                 )
+
+
+async def _owe(debtor: Instance, one: Running, creditor: pb.Instance, blocks: int) -> None:
+    one.busy = True
+    if blocks:
+        run = await debtor.loans._reserve(one.key, str(one.key), creditor, blocks, 1)
+        assert run is not None, "it has said that it lends them"
+        one.sequence.append_run(run)
+    await debtor.engine.prefill(one)
