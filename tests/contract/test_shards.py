@@ -22,9 +22,11 @@ from services.router.sessions.store import SessionStore
 from tests.contract.kvstore_process import KvstoreProcess
 from tests.contract.ledger_process import LedgerProcess, eventually
 from tests.etcd import RealEtcd
+from tests.machine import scaled
 
 TENANT = "tenant"
 LEASE_MS = 60_000
+PATIENCE_S = scaled(30)  # for another shard to take over
 NAMES = [f"session-{number}" for number in range(12)]
 
 
@@ -82,7 +84,7 @@ class Cluster:
             lambda stub, timeout_s: stub.BeginTurn(request, timeout=timeout_s),
             tenant=TENANT,
             session_id=session_id,
-            patience_s=5.0,
+            patience_s=PATIENCE_S,
         )
         return request, reply
 
@@ -106,7 +108,7 @@ class Cluster:
             lambda stub, timeout_s: stub.CommitTurn(commit, timeout=timeout_s),
             tenant=TENANT,
             session_id=commit.session_id,
-            patience_s=30.0,
+            patience_s=PATIENCE_S,
         )
         return reply.version
 
@@ -119,7 +121,7 @@ class Cluster:
             lambda stub, timeout_s: stub.Get(wanted, timeout=timeout_s),
             tenant=TENANT,
             session_id=session_id,
-            patience_s=5.0,
+            patience_s=PATIENCE_S,
         )
         return list(record.tokens)
 
@@ -129,6 +131,7 @@ class Cluster:
             lambda stub, timeout_s: stub.Delete(request, timeout=timeout_s),
             tenant=TENANT,
             session_id=session_id,
+            patience_s=PATIENCE_S,
         )
 
     async def close(self) -> None:
@@ -270,7 +273,7 @@ async def test_a_third_shard_takes_its_share_and_leaves_it_again(cluster: Cluste
     await cluster.serve("a", "b", "c")
     after = {name: cluster.home(name) for name in NAMES}
     assert all(after[name] in (before[name], "c") for name in NAMES)
-    reply = await cluster.store.list(pb.ListSessionsRequest(tenant=TENANT, limit=5), patience_s=5.0)
+    reply = await cluster.store.list(pb.ListSessionsRequest(tenant=TENANT, limit=5), patience_s=PATIENCE_S)
     assert [one.session_id for one in reply.sessions] == sorted(NAMES)[:5]
     assert reply.more
     fork = pb.ForkSessionRequest(tenant=TENANT, session_id=NAMES[3], new_id="fork")
