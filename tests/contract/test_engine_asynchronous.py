@@ -20,9 +20,9 @@ pytest_plugins = ("tests.contract.engine_fixtures",)
     ("engines", "case"),
     [
         ("mistral-sliding", "plain"),
-        ("llama", "reuse"),
-        ("llama", "borrowed"),
-        ("mistral-sliding", "truncated"),
+        pytest.param("llama", "reuse", marks=pytest.mark.slow),
+        pytest.param("llama", "borrowed", marks=pytest.mark.slow),
+        pytest.param("mistral-sliding", "truncated", marks=pytest.mark.slow),
     ],
     indirect=["engines"],
 )

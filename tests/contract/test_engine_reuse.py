@@ -72,10 +72,11 @@ async def test_a_second_turn_on_fresh_instances_loads_all_full_blocks(
 
 
 async def test_what_the_store_has_no_more_is_computed(engines: Stack) -> None:
-    """Decode and prefill are told of blocks that are not there: of all, then of some."""
+    """Decode and prefill are told of blocks that are not there: of all, then of some. Prefill waits to hear
+    it: on a slow machine it would give up a load that does not come, and compute what the store may have."""
     store = await engines.kvstore()
     tokens, expected = engines.reference.prompt(100, 20)
-    prefill, decode = await engines.prefill("p1"), await engines.decode("d1")
+    prefill, decode = await engines.prefill("p1", loads="always"), await engines.decode("d1")
     made = turn(prefill, decode, engines.model, tokens, 20, history=engines.history(6))
     assert (await made.run()).tokens == expected
     assert made.missing == [0]
@@ -84,7 +85,7 @@ async def test_what_the_store_has_no_more_is_computed(engines: Stack) -> None:
     assert await stored(engines, store, tokens[:96]) == 6
 
     ahead, following = tokens[:48] + prompt(60, 3), 20
-    prefill, decode = await engines.prefill("p2"), await engines.decode("d2")
+    prefill, decode = await engines.prefill("p2", loads="always"), await engines.decode("d2")
     made = turn(prefill, decode, engines.model, ahead, following, history=engines.history(6))
     assert (await made.run()).tokens == engines.reference.follow(ahead, following)
     assert made.missing == [3]
