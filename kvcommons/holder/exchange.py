@@ -11,7 +11,7 @@ import ctypes
 import enum
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -24,6 +24,7 @@ from kvcommons.backend.memory import TORCH_DTYPES, BlockMemory, byte_view
 from kvcommons.errors import DeadlineExceeded, KVCommonsError, UnknownPlan
 from kvcommons.holder.plan import PlanRow
 from kvcommons.holder.plan_connection import PLAN, PlanConnection, PlanPool
+from kvcommons.rblock.heads import divided
 from kvcommons.rblock.layout import Layout
 from kvcommons.transport.deadline import Deadline
 
@@ -40,6 +41,16 @@ class Recipient:
     rows: Sequence[PlanRow]
     query_heads: slice | None = None  # None: all
     kv_heads: slice | None = None
+
+
+def by_heads(layout: Layout, recipients: Sequence[Recipient]) -> list[Recipient]:
+    """Each for its part of the heads, in the order of the parts; one by itself has all."""
+    if len(recipients) == 1:
+        return list(recipients)
+    return [
+        replace(one, query_heads=part.query_heads(layout), kv_heads=part.kv_heads(layout))
+        for one, part in zip(recipients, divided(len(recipients)), strict=True)
+    ]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvcommons.errors import CapacityExhausted, KVCommonsError, StaleEpoch, UnsupportedParameter
 from kvcommons.holder.client import RemoteHolder
-from kvcommons.holder.exchange import Recipient
+from kvcommons.holder.exchange import Recipient, by_heads
 from kvcommons.holder.head_store import WholeStore
 from kvcommons.holder.plan import PlanRow
 from kvcommons.holder.segments import SegmentRef
@@ -278,17 +278,16 @@ class HeadGroup:
 
     def recipients(self, rows: Sequence[PlanRow]) -> list[Recipient]:
         """Each part, for its heads. A row whose segment is gone is lost at the parts."""
-        whole, own = self._layout, [list[PlanRow]() for _ in self._parts]
+        own = [list[PlanRow]() for _ in self._parts]
         for row in rows:
             segment = self._segments.get(row.ref)
             refs = segment.generations.get(row.generation) if segment is not None else None
-            for part_rows, ref in zip(own, refs or [_GONE] * len(own), strict=True):
-                part_rows.append(row.at(ref))
-        return [
-            replace(one, query_heads=share.query_heads(whole), kv_heads=share.kv_heads(whole))
-            for part, share, part_rows in zip(self._parts, self._shares, own, strict=True)
-            for one in part.recipients(part_rows)
+            for some, ref in zip(own, refs or [_GONE] * len(own), strict=True):
+                some.append(row.at(ref))
+        recipients = [
+            one for part, some in zip(self._parts, own, strict=True) for one in part.recipients(some)
         ]
+        return by_heads(self._layout, recipients)
 
     def _segment(self, ref: SegmentRef) -> _Segment:
         segment = self._segments.get(ref)

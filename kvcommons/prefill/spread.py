@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import replace
 
 from torch import Tensor
 
@@ -22,7 +21,7 @@ from kvcommons.engine.prompt import NOT_HERE, Prompt
 from kvcommons.engine.request import Request
 from kvcommons.errors import CapacityExhausted, KVCommonsError, Unavailable
 from kvcommons.holder.attend_call import PendingPartial, begin_attend
-from kvcommons.holder.exchange import Recipient
+from kvcommons.holder.exchange import Recipient, by_heads
 from kvcommons.holder.plan import PlanRow
 from kvcommons.holder.plan_connection import PlanPool
 from kvcommons.holder.segments import SegmentRef
@@ -30,7 +29,6 @@ from kvcommons.model.slices import State
 from kvcommons.pb import data_pb2
 from kvcommons.prefill.push import Delivery
 from kvcommons.prefill.targets import Target
-from kvcommons.rblock.heads import divided
 from kvcommons.rblock.layout import Layout
 from kvcommons.transport.base import Observer
 from kvcommons.transport.client import DataClient
@@ -95,13 +93,7 @@ class Holders:
             )
             for place in target.places
         ]  # fmt: skip
-        if len(recipients) > 1:
-            recipients = [
-                replace(
-                    one, query_heads=share.query_heads(self._layout), kv_heads=share.kv_heads(self._layout)
-                )
-                for one, share in zip(recipients, divided(len(recipients)), strict=True)
-            ]
+        recipients = by_heads(self._layout, recipients)
         return begin_attend(self._layout, self._backend, recipients, layer, q, None, deadline)
 
     def _plans_at(self, address: str) -> PlanPool:
