@@ -91,23 +91,21 @@ class AttentionBudget:
             self._bucket.share = max(1 - self._own_s / self._tbt_s, SHARE_MIN)
             self._renew()
 
-    def between_layers(self, *, gives_way: bool) -> float:
+    def between_layers(self, *, gives_way: bool) -> None:
         """An own iteration stands between two of its layers. Where it `gives_way`, those that wait and may
-        begin compute first; the seconds that this took."""
+        begin compute first."""
         if not self.allowance.asking and not self.allowance.exhausted:
-            return 0.0
+            return
         with self._lock:
             self._renew()
             left_s = self._left_s()
         if not gives_way or left_s <= 0:
-            return 0.0
-        began_s = self._clock()
+            return
         self.allowance.give_way(left_s)
         with self._lock:
             others_s = self._others_s
             self._renew()
             self._others_s = others_s  # they were not beside the iteration
-        return self._clock() - began_s
 
     def idle(self) -> None:
         """No own sequence runs."""
