@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from kvcommons.backend.interface import Backend, DeviceEvent
+from kvcommons.backend.interface import Backend, Device, DeviceEvent
 from kvcommons.backend.torch_attention import TorchAttention
 from kvcommons.backend.torch_operators import TorchOperators
 
@@ -138,8 +138,8 @@ class _Event:
         self._stream.run(self._at)
 
 
-class AsynchronousDevice:
-    """A Device."""
+class AsynchronousDevice(Device):
+    """Does what it is given when an event is waited for, in memory that the host does not reach."""
 
     host = False
 
@@ -158,9 +158,6 @@ class AsynchronousDevice:
         self.stream.add(work)
         return far
 
-    def longs(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
-        return self.upload(torch.tensor(values, dtype=torch.int64))
-
     def download(self, tensor: Tensor) -> tuple[Tensor, DeviceEvent]:
         if not isinstance(tensor, FarTensor):
             raise HostAccess("it is in host memory already")
@@ -171,11 +168,6 @@ class AsynchronousDevice:
 
         self.stream.add(work)
         return staged, self.record()
-
-    def fetch(self, tensor: Tensor) -> Tensor:
-        staged, event = self.download(tensor)
-        event.wait()
-        return staged
 
     def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         noise = torch.nan if dtype.is_floating_point else 1

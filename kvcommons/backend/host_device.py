@@ -8,11 +8,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvcommons.backend.interface import DeviceEvent
+from kvcommons.backend.interface import Device, DeviceEvent
 from kvcommons.backend.torch_device import HAPPENED
 
 
-class HostDevice:
+class HostDevice(Device):
     """Nothing is copied, and nothing is waited for."""
 
     host = True
@@ -20,14 +20,8 @@ class HostDevice:
     def upload(self, tensor: Tensor) -> Tensor:
         return tensor
 
-    def longs(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
-        return torch.tensor(values, dtype=torch.int64)
-
     def download(self, tensor: Tensor) -> tuple[Tensor, DeviceEvent]:
         return tensor.contiguous(), HAPPENED
-
-    def fetch(self, tensor: Tensor) -> Tensor:
-        return tensor.contiguous()
 
     def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype)

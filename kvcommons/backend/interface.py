@@ -36,7 +36,8 @@ class DeviceEvent(Protocol):
 
 
 class Device(Protocol):
-    """Where an implementation's tensors lie, and how they come there and back. Thread-safe."""
+    """Where an implementation's tensors lie, and how they come there and back. Thread-safe. Implementations
+    derive from it."""
 
     @property
     def host(self) -> bool:
@@ -49,6 +50,7 @@ class Device(Protocol):
 
     def longs(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
         """A LongTensor on the device."""
+        return self.upload(torch.tensor(values, dtype=torch.int64))
 
     def download(self, tensor: Tensor) -> tuple[Tensor, DeviceEvent]:
         """The device's tensor in host memory, contiguous, and the event after which it may be read. It may be
@@ -56,6 +58,9 @@ class Device(Protocol):
 
     def fetch(self, tensor: Tensor) -> Tensor:
         """As `download`, waited for."""
+        staged, event = self.download(tensor)
+        event.wait()
+        return staged
 
     def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Host memory, contiguous and of undefined content, from which uploads are quick."""

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvcommons.backend.interface import DeviceEvent
+from kvcommons.backend.interface import Device, DeviceEvent
 
 
-class TorchDevice:
+class TorchDevice(Device):
     """Tensors of torch's on one device, in the order of its current stream. What comes back does so by way of
     pinned memory, where the device has any."""
 
@@ -23,18 +23,10 @@ class TorchDevice:
     def upload(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.place)
 
-    def longs(self, values: Sequence[int] | Sequence[Sequence[int]]) -> Tensor:
-        return self.upload(torch.tensor(values, dtype=torch.int64))
-
     def download(self, tensor: Tensor) -> tuple[Tensor, DeviceEvent]:
         staged = self.buffer(tensor.shape, tensor.dtype)
         staged.copy_(tensor, non_blocking=self._pins)
         return staged, self.record()
-
-    def fetch(self, tensor: Tensor) -> Tensor:
-        staged, event = self.download(tensor)
-        event.wait()
-        return staged
 
     def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         return torch.empty(tuple(shape), dtype=dtype, pin_memory=self._pins)
