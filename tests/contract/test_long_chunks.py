@@ -25,14 +25,14 @@ from kvcommons.engine.engine import Engine
 from kvcommons.engine.history import Histories
 from kvcommons.engine.iteration_timing import IterationTiming
 from kvcommons.engine.keeper import BlockKeeper
-from kvcommons.engine.prompt import FirstToken, Prompt
+from kvcommons.engine.prompt import Prompt
 from kvcommons.engine.prompt_memory import WholePrompt
 from kvcommons.engine.prompts import Prompts
 from kvcommons.engine.read_buffer import ReadBuffer
 from kvcommons.engine.request import Request
 from kvcommons.engine.scheduler import Scheduler
 from kvcommons.engine.sequence import LocalRun, RemoteRun, Sequence
-from kvcommons.errors import Internal, InvalidInput, KVCommonsError
+from kvcommons.errors import Internal, InvalidInput
 from kvcommons.holder.allowance import new_allowance
 from kvcommons.holder.budget import AttentionBudget
 from kvcommons.holder.data import HolderData
@@ -47,6 +47,7 @@ from services.decode.batching.engine import decode_engine
 from services.decode.config import DecodeConfig
 from tests.contract.plan_cases import Peer, eventually, row
 from tests.machine import scaled
+from tests.unit.engine.sinks import RecordingSink
 from tests.unit.engine.tiny import tiny_core
 
 LAYERS = 8
@@ -55,38 +56,16 @@ LONG_S = scaled(20.0)
 PROMPT = [7 * i % 97 + 1 for i in range(40)]
 
 
-@dataclass(slots=True)
-class Chunk:
-    """A prompt's sink: `pace` is called within each layer, on the engine's thread."""
+class Chunk(RecordingSink):
+    """`pace` is called within each layer, on the engine's thread."""
 
-    pace: Callable[[int], None]
-    goes_on: bool = False
-    failure: KVCommonsError | None = None
-    layers: list[int] = field(default_factory=list)
-    first: FirstToken | None = None
-    error: KVCommonsError | None = None
-    ended: threading.Event = field(default_factory=threading.Event)
-
-    def began(self, prompt: Prompt, queued_us: int) -> None:
-        """Its layers say so."""
+    def __init__(self, pace: Callable[[int], None]) -> None:
+        super().__init__()
+        self._pace = pace
 
     def computed(self, prompt: Prompt, layer: int, blocks: range) -> None:
-        self.layers.append(layer)
-        self.pace(layer)
-
-    def finished(self, prompt: Prompt, first: FirstToken) -> None:
-        self.first = first
-        self.ended.set()
-
-    def refused(self, error: KVCommonsError) -> None:
-        self.failed(error)
-
-    def failed(self, error: KVCommonsError) -> None:
-        self.error = error
-        self.ended.set()
-
-    def cancelled(self) -> None:
-        self.ended.set()
+        super().computed(prompt, layer, blocks)
+        self._pace(layer)
 
 
 @dataclass(slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvcommons.attention.native import library
+from kvcommons.attention.native.library import Kernel
 
 
 def variants() -> list[str]:
@@ -13,3 +14,12 @@ def variants() -> list[str]:
 
 
 needs_compiler = pytest.mark.skipif(not variants(), reason="no C++ compiler here")
+
+
+def chosen(variant: str, monkeypatch: pytest.MonkeyPatch) -> Kernel:
+    """The kernel, where this variant of it is asked for."""
+    monkeypatch.setenv(library.VARIABLE, variant)
+    kernel = library.chosen()
+    assert kernel is not None
+    assert kernel.variant == variant
+    return kernel

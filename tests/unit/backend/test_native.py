@@ -19,7 +19,7 @@ from kvcommons.backend.choice import choose
 from kvcommons.backend.interface import Partial
 from kvcommons.errors import InvalidInput
 from tests.backends import attend_batch, merge
-from tests.unit.backend.kernels import needs_compiler, variants
+from tests.unit.backend.kernels import chosen, needs_compiler, variants
 
 EXACT = 2e-6
 
@@ -29,11 +29,7 @@ pytestmark = needs_compiler
 
 @pytest.fixture(params=variants())
 def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    monkeypatch.setenv(library.VARIABLE, request.param)
-    kernel = library.chosen()
-    assert kernel is not None
-    assert kernel.variant == request.param
-    return str(request.param)
+    return chosen(request.param, monkeypatch).variant
 
 
 @pytest.fixture

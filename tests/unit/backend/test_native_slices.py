@@ -8,9 +8,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from kvcommons.attention.native import library, slices
+from kvcommons.attention.native import slices
 from kvcommons.attention.native.library import Kernel
-from tests.unit.backend.kernels import needs_compiler, variants
+from tests.unit.backend.kernels import chosen, needs_compiler, variants
 
 # A half in the last place of the dtype, of values around 4, and float32's own rounding before.
 ERRORS = {torch.bfloat16: 2**-8, torch.float32: 2**-20}
@@ -21,10 +21,7 @@ pytestmark = needs_compiler
 
 @pytest.fixture(params=variants())
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Kernel:
-    monkeypatch.setenv(library.VARIABLE, request.param)
-    chosen = library.chosen()
-    assert chosen is not None
-    return chosen
+    return chosen(request.param, monkeypatch)
 
 
 @pytest.fixture(params=[1, 2])

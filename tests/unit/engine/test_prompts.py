@@ -3,11 +3,10 @@ matter of the others."""
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import pytest
 
@@ -18,7 +17,7 @@ from kvcommons.engine.engine import Engine
 from kvcommons.engine.history import Histories
 from kvcommons.engine.iteration import Iteration
 from kvcommons.engine.keeper import BlockKeeper
-from kvcommons.engine.prompt import FirstToken, Prompt
+from kvcommons.engine.prompt import Prompt
 from kvcommons.engine.prompt_engine import prompt_engine
 from kvcommons.engine.prompt_memory import WholePrompt
 from kvcommons.engine.prompts import Prompts
@@ -26,9 +25,10 @@ from kvcommons.engine.read_buffer import ReadBuffer
 from kvcommons.engine.request import Request
 from kvcommons.engine.scheduler import Scheduler
 from kvcommons.engine.sequence import Sequence
-from kvcommons.errors import DeadlineExceeded, Internal, KVCommonsError, Unavailable
+from kvcommons.errors import DeadlineExceeded, Internal, Unavailable
 from kvcommons.model.sampling import SamplingParams
 from kvcommons.telemetry.trace import Tracer
+from tests.unit.engine.sinks import RecordingSink
 from tests.unit.engine.tiny import tiny_core
 
 LONG_S = 20.0
@@ -37,38 +37,15 @@ LAYERS = 2
 
 
 @dataclass(slots=True)
-class Kept:
-    """A sink that keeps what it hears. `breaks_at`: the layer at which taking KV fails."""
+class Kept(RecordingSink):
+    """`breaks_at`: the layer at which taking KV fails."""
 
     breaks_at: int | None = None
-    goes_on: bool = False
-    failure: KVCommonsError | None = None
-    first: FirstToken | None = None
-    error: KVCommonsError | None = None
-    layers: list[tuple[int, range]] = field(default_factory=list)
-    ended: threading.Event = field(default_factory=threading.Event)
-
-    def began(self, prompt: Prompt, queued_us: int) -> None:
-        assert queued_us >= 0
 
     def computed(self, prompt: Prompt, layer: int, blocks: range) -> None:
         if layer == self.breaks_at:
             raise MemoryError("on purpose")
-        self.layers.append((layer, blocks))
-
-    def finished(self, prompt: Prompt, first: FirstToken) -> None:
-        self.first = first
-        self.ended.set()
-
-    def refused(self, error: KVCommonsError) -> None:
-        self.failed(error)
-
-    def failed(self, error: KVCommonsError) -> None:
-        self.error = error
-        self.ended.set()
-
-    def cancelled(self) -> None:
-        self.ended.set()
+        self.runs.append((layer, blocks))
 
     def token(self) -> tuple[int, float]:
         """And its log probability."""
@@ -172,7 +149,7 @@ def test_chunks_that_end_inside_a_block_give_the_same_and_each_block_goes_out_on
         one.engine.start()
         assert sink.token() == (token, pytest.approx(logprob, abs=1e-5))
     for layer in range(LAYERS):
-        blocks = [block for at, some in sink.layers if at == layer for block in some]
+        blocks = [block for at, some in sink.runs if at == layer for block in some]
         assert blocks == [0, 1, 2]
 
 
