@@ -18,7 +18,7 @@ from services.kvstore.folder import UnknownFormat
 RECORD_FORMAT = 1
 LEASE_FORMAT = 1
 NAME_BYTES_MAX = 512
-LEASE_MS_MAX = 600_000
+LEASE_MS_MAX = 600_000  # the router's `lease_ms` has the same bound
 
 # format, fencing, expires ms, length of turn id, owner
 _LEASE = struct.Struct("<BQqHH")

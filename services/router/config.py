@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass
+from typing import Annotated
+
+from annotated_types import Ge, Le
 
 from kvcommons.config import Addresses, Node
 from kvcommons.errors import InvalidInput
@@ -43,7 +46,8 @@ class RouterConfig:
     stall_s: float = 20.0  # a decode stream that is silent for so long is taken for dead
     commit_deadline_s: float = 30.0  # how long a commit is tried again while the kvstore is away
     durable_wait_ms: int = 2000  # how long a commit waits for the turn's KV to be on disk
-    lease_ms: int = 15000  # of a turn; renewed each third of it
+    # Of a turn; renewed each third of it. The kvstore grants none that is longer than this bound.
+    lease_ms: Annotated[int, Ge(1), Le(600_000)] = 15_000
 
     def __post_init__(self) -> None:
         """Raises InvalidInput for settings that cannot be served."""
@@ -60,7 +64,7 @@ class RouterConfig:
                 "random bytes to a file and set secret_file (KVCOMMONS_ROUTER__SECRET_FILE=FILE)",
                 param="secret_file",
             )
-        sizes = ("max_running", "max_queue", "max_choices", "max_body_bytes", "lease_ms")
+        sizes = ("max_running", "max_queue", "max_choices", "max_body_bytes")
         for name in (*sizes, "max_connections", "max_connections_per_address"):
             if getattr(self, name) < 1:
                 raise InvalidInput(f"router {name} must be at least 1", param=name)
