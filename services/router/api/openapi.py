@@ -99,6 +99,9 @@ def _responses(route: Route) -> dict[str, Any]:
             "content": {"text/plain": {"schema": {"type": "string"}}},
         }
     for status in route.errors:
+        assert status in _REASONS, (
+            f"{route.path}: say in _REASONS of openapi.py what its error {status} means"
+        )
         responses[str(status)] = {
             "description": _REASONS[status],
             "content": {"application/json": {"schema": _ref(answers.Error)}},
