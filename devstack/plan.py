@@ -14,6 +14,7 @@ from typing import Any
 
 from devstack.settings import DEMO_MODEL, UpSettings
 from kvcommons.errors import InvalidInput
+from kvcommons.placement.choice import POLICIES
 
 # Started together, stopped in this order: each before what it calls. etcd comes last of all.
 STOP_ORDER = ("router", "prefill", "decode", "attention_pool", "kvstore", "ledger", "etcd")
@@ -79,9 +80,14 @@ class Place:
 def locks_cores(settings: UpSettings, user: Mapping[str, Any]) -> bool:
     """Whether prefill and decode compute one after another, each with all cores. Never where decode's batches
     are to be computed at the same time as others' attention or slices."""
-    decode = user.get("decode", {})
-    at_once = decode.get("placement") == "offload" or decode.get("pipelining") == "on" or settings.rotate
+    at_once = _offloads(user) or user.get("decode", {}).get("pipelining") == "on" or settings.rotate
     return settings.core_lock and not at_once
+
+
+def _offloads(user: Mapping[str, Any]) -> bool:
+    """Whether decode keeps no KV of its own; a name that is no policy is refused by decode."""
+    policy = POLICIES.get(str(user.get("decode", {}).get("placement")))
+    return policy is not None and policy.offloads
 
 
 def threads_by_service(cores: int, settings: UpSettings, user: Mapping[str, Any]) -> dict[str, int]:
@@ -101,10 +107,10 @@ def tables(
     """The generated settings: the stack's defaults for each service, the user's tables over them. Raises
     InvalidInput where these leave a stack that answers nothing."""
     lenders = settings.attention_pool + settings.decode - 1
-    if user.get("decode", {}).get("placement") == "offload" and not lenders:
+    if _offloads(user) and not lenders:
         raise InvalidInput(
-            'placement = "offload" in [decode] keeps KV on attention pools, and there is none: raise '
-            "attention_pool in [up]",
+            f'placement = "{user["decode"]["placement"]}" in [decode] keeps KV on attention pools, and '
+            "there is none: raise attention_pool in [up]",
             param="attention_pool",
         )
     if settings.heads and settings.attention_pool < 2:

@@ -75,6 +75,8 @@ class Auto:
     the one that borrows least."""
 
     name = "auto"
+    borrows = True
+    offloads = False
 
     def __init__(self, costs: Costs, *, holder_blocks: int, holders_max: int) -> None:
         self._costs = costs

@@ -57,6 +57,14 @@ class Placement(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def borrows(self) -> bool:
+        """Whether other holders may have blocks of its sequences."""
+
+    @property
+    def offloads(self) -> bool:
+        """Whether other holders have all of them: without a lender nothing is answered."""
+
     def of(self, *, blocks: int, found: int, free: FreeBlocks) -> Placement:
         """The policy for this sequence, where it is not the same for all."""
 

@@ -10,6 +10,9 @@ from kvcommons.placement.base import FreeBlocks, Next, PlacedPiece, SequenceLayo
 class _Fixed:
     """The same for all sequences."""
 
+    borrows = True
+    offloads = False
+
     def of(self, *, blocks: int, found: int, free: FreeBlocks) -> Self:
         return self
 
@@ -21,6 +24,7 @@ class Local(_Fixed):
     """All here, or not at all."""
 
     name = "local"
+    borrows = False
 
     def arrive(self, *, blocks: int, found: int, free: FreeBlocks) -> SequenceLayout:
         if blocks > free.free_blocks:
@@ -60,6 +64,7 @@ class Offload(_Fixed):
     one where this instance has least KV on a device, for attention takes as long as the device with most."""
 
     name = "offload"
+    offloads = True
 
     def arrive(self, *, blocks: int, found: int, free: FreeBlocks) -> SequenceLayout:
         return layout(PlacedPiece(blocks=blocks, away=True), balance=True)

@@ -25,7 +25,7 @@ from kvcommons.holder.holder import HeldModel, Holder
 from kvcommons.holder.server import HolderService
 from kvcommons.pb import data_pb2, decode_pb2_grpc, holder_pb2_grpc, ledger_pb2, prefill_pb2_grpc
 from kvcommons.placement.auto import Costs, Rates
-from kvcommons.placement.choice import check_policy, placement_of
+from kvcommons.placement.choice import placement_of, policy_class
 from kvcommons.prefill.metrics import PrefillMetrics
 from kvcommons.prefill.role import PrefillRole
 from kvcommons.prefill.service import PrefillService
@@ -131,7 +131,7 @@ class DecodeParts:
             core,
             scheduler=scheduler,
             prompts=prompts,
-            may_borrow=config.placement != "local",
+            may_borrow=placement.borrows,
             attend_deadline_s=config.attend_deadline_s,
             rates=rates,
             budget=budget,
@@ -294,7 +294,7 @@ class DecodeParts:
 
 async def serve(config: DecodeConfig, process: Process) -> None:
     """Answers health at once, is ready when the model is loaded, drains at a signal to stop."""
-    check_policy(config.placement)
+    placement = policy_class(config.placement)
     server = RpcServer(config.node.listen, process.telemetry, call_deadline_s=config.node.call_deadline_s)
     service = DecodeService(max_sequences=config.max_sequences)
     server.add(decode_pb2_grpc.add_DecodeServicer_to_server, service)
@@ -326,7 +326,7 @@ async def serve(config: DecodeConfig, process: Process) -> None:
             instance.model.CopyFrom(parts.core.info)
             parts.describe(instance.load)
         instance.load.ready = server.ready and not process.stop.is_set()
-        instance.load.only_here = config.placement == "local"
+        instance.load.only_here = not placement.borrows
         return instance
 
     def describe_prefill() -> ledger_pb2.Instance:

@@ -5,7 +5,7 @@ import pytest
 from kvcommons.errors import CapacityExhausted, InvalidInput
 from kvcommons.placement.auto import Auto, Costs, Rates
 from kvcommons.placement.base import FreeBlocks, Next, PlacedPiece, Placement, SequenceLayout
-from kvcommons.placement.choice import check_policy, placement_of
+from kvcommons.placement.choice import POLICIES, placement_of
 from kvcommons.placement.fixed import Grow
 
 COSTS = Costs(rates=Rates(), layers=2, block_bytes=1 << 20)
@@ -134,4 +134,14 @@ def test_only_auto_has_another_way_where_nobody_lends(name: str) -> None:
 
 def test_an_unknown_policy_is_refused() -> None:
     with pytest.raises(InvalidInput, match="not one of local, overflow, offload, grow, auto"):
-        check_policy("nearest")
+        policy("nearest")
+
+
+def test_what_a_policy_asks_of_other_holders_agrees_with_what_it_does() -> None:
+    """By `borrows` and `offloads` a stack is planned, before there is a policy with its costs."""
+    for name in POLICIES:
+        one = policy(name)
+        small = one.arrive(blocks=2, found=0, free=memory(100))
+        assert one.offloads == (small.local_blocks == 0)
+        away = {one.next_block(blocks=4, tail_blocks=4, tail_away=there) for there in (False, True)}
+        assert one.borrows == bool(away & {Next.HERE_FIRST, Next.AWAY, Next.NEW_HOLDER})
