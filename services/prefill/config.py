@@ -30,8 +30,3 @@ class PrefillConfig:
     def __post_init__(self) -> None:
         if self.loads not in ("auto", "always"):
             raise ValueError(f'loads = "{self.loads}" is neither "auto" nor "always"')
-        if self.chunk_tokens % self.engine.block_tokens:
-            raise ValueError(
-                f"chunk_tokens = {self.chunk_tokens} is not a multiple of "
-                f"block_tokens = {self.engine.block_tokens}"
-            )

@@ -82,3 +82,14 @@ async def test_what_decode_could_not_fetch_is_computed(engines: Stack) -> None:
     assert whole.first.cached_tokens == 8 * BLOCK
     assert await stored(engines, store, tokens[: PROMPT // BLOCK * BLOCK]) == PROMPT // BLOCK
     await engines.idle("d2")
+
+
+@pytest.mark.parametrize("settings", [LARGE, SMALL], ids=["whole", "spread"])
+async def test_chunks_end_inside_blocks(engines: Stack, settings: dict[str, Any]) -> None:
+    """As they do wherever an objective or another prompt's chunk leaves them no more tokens: `chunk_tokens`
+    may be any number."""
+    prefill = await engines.prefill(engine=settings, chunk_tokens=BLOCK + 7)
+    decode = await engines.decode(engine=LARGE)
+    tokens, expected = engines.reference.prompt(PROMPT, ANSWER)
+    assert (await turn(prefill, decode, engines.model, tokens, ANSWER).run()).tokens == expected
+    await engines.idle("decode")
