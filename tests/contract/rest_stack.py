@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -26,6 +28,8 @@ from kvcommons.pb import kvstore_pb2, kvstore_pb2_grpc, ledger_pb2
 from kvcommons.rpc.process import Process
 from kvcommons.telemetry.telemetry import Telemetry
 from services.router.__main__ import serve
+from services.router.api.routes import routes
+from services.router.api.schemas import answers
 from services.router.config import RouterConfig
 from tests.contract.rest_engine import Engine, Script, ScriptedLedger
 from tests.machine import scaled, scaled_settings
@@ -140,16 +144,41 @@ class Stack:
 
     async def post(self, path: str, body: Any = None, **options: Any) -> tuple[int, dict[str, Any]]:
         async with self.http.post(path, json=body, **options) as response:
-            return response.status, await response.json()
+            return response.status, _described("POST", path, response.status, await response.json())
 
     async def get(self, path: str, **options: Any) -> tuple[int, dict[str, Any]]:
         async with self.http.get(path, **options) as response:
-            return response.status, await response.json()
+            return response.status, _described("GET", path, response.status, await response.json())
+
+    async def stream(self, path: str, body: dict[str, Any]) -> list[Any]:
+        """The events of a stream, in order; the last one is "[DONE]" where it came."""
+        async with self.http.post(path, json=body | {"stream": True}) as response:
+            assert response.status == 200, await response.text()
+            lines = [line async for line in response.content if line.startswith(b"data: ")]
+        found = ["[DONE]" if line == b"data: [DONE]\n" else json.loads(line[6:]) for line in lines]
+        (route,) = (one for one in routes() if one.path == path)
+        for event in found:
+            if event != "[DONE]":
+                described = answers.Error if "error" in event else route.stream
+                assert described is not None
+                described.model_validate_json(json.dumps(event))
+        return found
 
     @property
     def calls(self) -> int:
         """Calls to prefill and decode that are under way."""
         return sum(engine.calls for engine in self.engines)
+
+
+def _described(method: str, path: str, status: int, body: dict[str, Any]) -> dict[str, Any]:
+    """The body of an answer, which is as /openapi.json describes it."""
+    for route in routes():
+        if route.method == method and re.fullmatch(
+            re.sub("{id}", "[^/]+", route.path), path.partition("?")[0]
+        ):
+            described = route.answers.get(status) or answers.Error
+            described.model_validate_json(json.dumps(body))
+    return body
 
 
 async def eventually(condition: Callable[[], Any], *, within_s: float = 10.0) -> None:

@@ -4,7 +4,6 @@ error."""
 from __future__ import annotations
 
 import asyncio
-import json
 import shutil
 import socket
 import tempfile
@@ -31,14 +30,6 @@ def ask(**more: Any) -> dict[str, Any]:
     return {"messages": [{"role": "user", "content": "go"}], **more}
 
 
-async def events(served: Stack, body: dict[str, Any]) -> list[Any]:
-    """Of a stream, in order; the last one is "[DONE]" where it came."""
-    async with served.http.post(CHAT, json=body | {"stream": True}) as response:
-        assert response.status == 200
-        lines = [line async for line in response.content if line.startswith(b"data: ")]
-    return ["[DONE]" if line == b"data: [DONE]\n" else json.loads(line[6:]) for line in lines]
-
-
 def text_of(found: list[Any]) -> str:
     chunks = [event for event in found if isinstance(event, dict) and event.get("choices")]
     return "".join(chunk["choices"][0]["delta"].get("content", "") for chunk in chunks)
@@ -47,7 +38,7 @@ def text_of(found: list[Any]) -> str:
 async def test_a_stream_goes_on_elsewhere_without_a_gap(pair: Stack) -> None:
     (answer,) = pair.says(TEXT)
     pair.script.fail_at = {3: Unavailable("gone"), 6: StaleEpoch("another epoch")}
-    found = await events(pair, ask(seed=1, stream_options={"include_usage": True}))
+    found = await pair.stream(CHAT, ask(seed=1, stream_options={"include_usage": True}))
     assert text_of(found) == TEXT
     assert found[-1] == "[DONE]"
     assert found[-2]["timings"]["resumptions"] == 2
@@ -67,7 +58,7 @@ async def test_a_stream_goes_on_elsewhere_without_a_gap(pair: Stack) -> None:
 async def test_an_instance_that_dies_for_real(pair: Stack) -> None:
     pair.says(TEXT)
     pair.script.delay_s = 0.05
-    asked = asyncio.create_task(events(pair, ask()))
+    asked = asyncio.create_task(pair.stream(CHAT, ask()))
     await eventually(lambda: pair.calls > 0)
     busy = next(engine for engine in pair.engines if engine.decode.running)
     await asyncio.sleep(0.1)
@@ -80,14 +71,14 @@ async def test_an_instance_that_dies_for_real(pair: Stack) -> None:
 async def test_prefill_fails_and_is_tried_again(pair: Stack) -> None:
     pair.says(TEXT)
     pair.script.prefill_fails = [Unavailable("gone"), Internal("broken")]
-    assert text_of(await events(pair, ask())) == TEXT
+    assert text_of(await pair.stream(CHAT, ask())) == TEXT
 
 
 async def test_a_prefill_that_never_gives_its_token_holds_nothing_up(pair: Stack) -> None:
     """It told decode to start, and fell silent: what decode sends is worth more than prefill's account."""
     pair.says(TEXT)
     pair.script.tells = "never"
-    found = await events(pair, ask(stream_options={"include_usage": True}))
+    found = await pair.stream(CHAT, ask(stream_options={"include_usage": True}))
     assert text_of(found) == TEXT
     assert found[-1] == "[DONE]"
     assert found[-2]["timings"]["resumptions"] == 0
@@ -99,7 +90,7 @@ async def test_missing_history_is_pushed_by_prefill(served: Stack) -> None:
     served.says(TEXT)
     served.script.missing = [0]
     served.script.delay_s = 0.05
-    assert text_of(await events(served, ask())) == TEXT
+    assert text_of(await served.stream(CHAT, ask())) == TEXT
     pushes = [request.push_from_block for request in served.engines[0].prefill.requests]
     assert pushes == [0, 0]
     assert len(served.engines[0].decode.jobs) == 1
@@ -108,7 +99,7 @@ async def test_missing_history_is_pushed_by_prefill(served: Stack) -> None:
 async def test_a_silent_decode_is_taken_for_dead(pair: Stack) -> None:
     pair.says(TEXT)
     pair.script.stall_at = 4
-    found = await events(pair, ask())
+    found = await pair.stream(CHAT, ask())
     assert text_of(found) == TEXT
     assert found[-1] == "[DONE]"
 
@@ -214,7 +205,7 @@ async def test_a_request_that_kills_its_instances_does_not_go_through_all(pair: 
 async def test_instances_that_do_not_come_back_are_a_clear_error(pair: Stack) -> None:
     pair.says(TEXT)
     pair.script.delay_s = 0.1
-    asked = asyncio.create_task(events(pair, ask()))
+    asked = asyncio.create_task(pair.stream(CHAT, ask()))
     await eventually(lambda: pair.calls > 0)
     await asyncio.sleep(0.25)
     for engine in pair.engines:
@@ -229,7 +220,7 @@ async def test_the_deadline_of_a_request_holds(socket_folder: Path, rest_store: 
         await served.show()
         served.says("word " * 200)
         served.script.delay_s = 0.1
-        found = await asyncio.wait_for(events(served, ask()), scaled(5))
+        found = await asyncio.wait_for(served.stream(CHAT, ask()), scaled(5))
         assert found[-1]["error"]["code"] == "deadline_exceeded"
         await eventually(lambda: served.calls == 0)
 
@@ -260,7 +251,7 @@ async def test_the_store_restarts_in_mid_turn(lone: Stack) -> None:
     lone.says(TEXT)
     lone.script.delay_s = 0.1
     session = uuid.uuid4().hex
-    asked = asyncio.create_task(events(lone, ask(session_id=session)))
+    asked = asyncio.create_task(lone.stream(CHAT, ask(session_id=session)))
     await eventually(lambda: lone.calls > 0)
     lone.store.kill()
     await asyncio.to_thread(lone.store.start)
@@ -276,7 +267,7 @@ async def test_a_turn_that_cannot_be_committed_never_ends_well(lone: Stack) -> N
     lone.says(TEXT)
     session = uuid.uuid4().hex
     lone.script.delay_s = 0.05
-    streamed = asyncio.create_task(events(lone, ask(session_id=session)))
+    streamed = asyncio.create_task(lone.stream(CHAT, ask(session_id=session)))
     await eventually(lambda: lone.calls > 0)
     lone.store.kill()
     found = await streamed
@@ -303,7 +294,7 @@ async def test_a_session_deleted_in_mid_turn_ends_it(lone: Stack) -> None:
     assert (await lone.post(CHAT, ask(session_id=session)))[0] == 200
     lone.says("word " * 500)
     lone.script.delay_s = 0.02
-    asked = asyncio.create_task(events(lone, ask(session_id=session)))
+    asked = asyncio.create_task(lone.stream(CHAT, ask(session_id=session)))
     await eventually(lambda: lone.calls > 0)
     async with lone.http.delete(f"/v1/sessions/{session}") as response:
         assert response.status == 200

@@ -1,5 +1,5 @@
 """Bodies of answers, as /openapi.json describes them. The router builds them as plain dicts (shapes.py), for
-speed; tests hold both together."""
+speed; the REST suites hold every answer that they get against its body here."""
 
 from __future__ import annotations
 
@@ -257,6 +257,13 @@ class StoreStatus(AnswerBody):
     corrupt_blocks: int
 
 
+class ShardsStatus(AnswerBody):
+    epoch: int
+    serving: list[str]
+    joining: list[str]
+    settled: bool = Field(description="Every kvstore that serves has all the sessions that it owns.")
+
+
 class QueueStatus(AnswerBody):
     running: int
     waiting: int
@@ -265,5 +272,6 @@ class QueueStatus(AnswerBody):
 class Status(AnswerBody):
     instances: list[InstanceStatus]
     store: StoreStatus | None
+    shards: ShardsStatus | None = Field(description="Which kvstores serve; null until a ledger says so.")
     queue: QueueStatus
     models: list[str]
