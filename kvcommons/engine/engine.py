@@ -4,8 +4,8 @@ generate here.
 Sequences are touched on this thread only, from the moment they are handed in until their end. What others
 have to say comes as a command between two iterations, or between two layers of one; what an iteration made
 goes out in one call of `EngineCallbacks.deliver`, or to a prompt's sink. Prefill and decode differ in what is
-plugged in: where new KV goes and what becomes of a finished prompt (`Sink`), who lends (`EngineCallbacks`),
-how iterations are carried out (`Executor`).
+plugged in: where new KV goes and what becomes of a finished prompt (`PromptSink`), who lends
+(`EngineCallbacks`), how iterations are carried out (`Executor`).
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class PrefillServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Compute(self, request, context):
-        """Cancelling the call stops the job at its next chunk. Events: Started, then First.
+        """Cancelling the call stops the job within a layer. Events: Started, then First.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

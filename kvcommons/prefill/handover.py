@@ -16,7 +16,7 @@ any thread."""
 
 
 class HandOver:
-    """One prompt's `Sink`."""
+    """One prompt's `PromptSink`."""
 
     goes_on = False
 

@@ -135,8 +135,8 @@ class SpreadRows(ChunkRows):
 
 
 class SpreadPrompt:
-    """One spread prompt's `Memory`: its next chunk has room here while the last one's blocks are on their
-    way out."""
+    """One spread prompt's `PromptMemory`: its next chunk has room here while the last one's blocks are on
+    their way out."""
 
     keeps = False
 

@@ -1,7 +1,7 @@
 """Who a block is: a keyed hash over everything its KV depends on.
 
-    id = BLAKE2b-256(key = tenant salt, model fingerprint | layout version u32 | parent length u32 | parent |
-    token ids u32 ...)
+    id = BLAKE2b-256(key = tenant salt, person = "kvc-block", fingerprint length u32 | model fingerprint |
+    layout version u32 | parent length u32 | parent | token ids u32 ...)
 
 All integers are little-endian; see docs/formats/block-object.md. Two blocks have one identity only if they
 hold the KV of the same tokens after the same tokens, for the same model, layout and tenant. The salt comes

@@ -142,8 +142,8 @@ class JobQueue:
         return int(min(max(turnover_s * 1000, _RETRY_AFTER_MS_MIN), _RETRY_AFTER_MS_MAX))
 
     def _rank(self, job: Job, now_s: float) -> Rank:
-        companions = self._sharers.of(job.prefix.block_ids, job.on_device)
-        return self._policy.rank(job, companions, now_s)
+        sharers = self._sharers.of(job.prefix.block_ids, job.on_device)
+        return self._policy.rank(job, sharers, now_s)
 
     def _drop(self, job: Job) -> None:
         del self._waiting[job]

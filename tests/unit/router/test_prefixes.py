@@ -66,18 +66,18 @@ def ids_of(prompt: str) -> list[bytes]:
     prompts=PROMPTS, gone=st.lists(st.integers(0, 11), max_size=6, unique=True), own=st.text("ab", max_size=5)
 )
 def test_it_counts_those_that_begin_alike(prompts: list[str], gone: list[int], own: str) -> None:
-    companions = PrefixSharers()
+    sharers = PrefixSharers()
     for prompt in prompts:
-        companions.join(ids_of(prompt))
+        sharers.join(ids_of(prompt))
     for number in gone:
         if number < len(prompts):
-            companions.leave(ids_of(prompts[number]))
+            sharers.leave(ids_of(prompts[number]))
     left = [prompt for number, prompt in enumerate(prompts) if number not in gone] + [own]
-    companions.join(ids_of(own))
+    sharers.join(ids_of(own))
     for on_device in range(len(own)):
         wanted = own[: on_device + 1]
-        assert companions.of(ids_of(own), on_device) == sum(prompt.startswith(wanted) for prompt in left)
-    assert companions.of(ids_of(own), len(own)) == 1
+        assert sharers.of(ids_of(own), on_device) == sum(prompt.startswith(wanted) for prompt in left)
+    assert sharers.of(ids_of(own), len(own)) == 1
     for prompt in left:
-        companions.leave(ids_of(prompt))
-    assert len(companions) == 0
+        sharers.leave(ids_of(prompt))
+    assert len(sharers) == 0

@@ -76,7 +76,7 @@ def test_bounded_brings_near_what_most_wait_for_unless_another_waited_long() -> 
     assert order_of("fpf", (ABSENT, 0.0, b"one"), *many, now_s=10)[0] == 0
 
 
-def test_companions_share_the_next_block_that_is_missing_on_the_device() -> None:
+def test_sharers_need_the_next_block_that_is_missing_on_the_device() -> None:
     """Three prompts begin with "sys" and go on in two ways: as long as that is missing, three need it."""
     queue = JobQueue(max_running=1, max_waiting=100, policy=scheduling("bounded_fpf"))
     queue.submit(cost=1, now_s=0.0, deadline_s=1e9)
