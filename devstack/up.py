@@ -28,6 +28,7 @@ from kvcommons.errors import Conflict, InvalidInput, KVCommonsError, Unauthentic
 
 POLL_S = 0.1
 SPINNER = "|/-\\"
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def up(config: Path | None, flags: Mapping[str, str], parent: int | None = None) -> int:
@@ -44,12 +45,15 @@ def up(config: Path | None, flags: Mapping[str, str], parent: int | None = None)
     try:
         if settings.model in MODELS:
             fetch(settings.model, cached(settings.model), terminal.say)
+        # A KeyboardInterrupt in a half-made event loop leaves a traceback: signals wait for the loop's handlers.
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         return asyncio.run(_Up(settings, claim, terminal, user, flags, config, parent).run())
     except KVCommonsError as error:
         terminal.say(f"kvcommons up: {error.message}")
         return 1
     finally:
         claim.release()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
 class _Up:
@@ -76,6 +80,10 @@ class _Up:
         self._settings = settings
 
     async def run(self) -> int:
+        loop = asyncio.get_running_loop()
+        for number in SIGNALS:
+            loop.add_signal_handler(number, self._interrupted)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         settings = self._settings
         port = _free_port(settings.bind, settings.port)
         plans = self._plans(port)
@@ -83,9 +91,6 @@ class _Up:
             plans, self._claim.place, self._terminal, restart=settings.restart, log_bytes=settings.log_bytes
         )
         self._supervisor = supervisor
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            loop.add_signal_handler(number, self._interrupted)
         if self._parent is not None:
             end_with(self._parent, signal.SIGTERM)
         url = f"http://{settings.bind}:{port}"

@@ -223,3 +223,22 @@ def test_ctrl_c_while_it_starts_leaves_nothing_and_no_traceback(tmp_path: Path, 
     assert stack.stop() in (0, 130)
     assert stack.processes() == []
     assert "Traceback" not in stack.said()
+
+
+INTERRUPTED = """
+import asyncio.base_events, os, signal, sys
+from devstack.cli import main
+made = asyncio.base_events.BaseEventLoop.__init__
+def interrupted(loop):
+    os.kill(os.getpid(), signal.SIGINT)
+    made(loop)
+asyncio.base_events.BaseEventLoop.__init__ = interrupted
+sys.exit(main(["up", "--data", sys.argv[1], "--port", "0"]))
+"""
+
+
+def test_ctrl_c_while_the_event_loop_is_made_ends_the_stack_without_a_traceback(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", INTERRUPTED, str(tmp_path / "data")]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=scaled(60))
+    assert ended.returncode in (0, 130)
+    assert "Traceback" not in ended.stdout + ended.stderr
