@@ -4,7 +4,8 @@ Deadlines in tests, and the waits that they configure services with, are written
 cores. `scaled` and its kin stretch them by one number, `SLOWNESS`: how many times as long as there two
 processes that start at once take for a fixed piece of work. Other processes that keep the cores busy count as
 a slower machine. The number is measured once in a session of tests; `KVCOMMONS_TEST_SLOWNESS` hands it to
-workers, and sets it by hand.
+workers, and sets it by hand. Workers that test side by side keep the cores busy from the first test on, which
+is after the measurement: each of them counts as one more process beside those of a worker alone.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 VARIABLE = "KVCOMMONS_TEST_SLOWNESS"
+WORKERS = "PYTEST_XDIST_WORKER_COUNT"  # as xdist tells its workers, and they their children
 SLOWNESS_MAX = 10.0
 QUIET_S = 0.3  # what the work takes on two quiet cores of 2.5 GHz
 GIVE_UP_S = 60.0
@@ -45,10 +47,12 @@ def _measured() -> float:
 
 
 def _slowness() -> float:
-    """As the environment has it, which xdist's workers and helper processes inherit; else measured."""
+    """As the environment has it, which xdist's workers and helper processes inherit, or else measured; with
+    the other workers of the session."""
     if VARIABLE not in os.environ:
         os.environ[VARIABLE] = str(_measured())
-    return float(os.environ[VARIABLE])
+    others = int(os.environ.get(WORKERS, "1")) - 1
+    return float(os.environ[VARIABLE]) * (1 + others / len(os.sched_getaffinity(0)))
 
 
 SLOWNESS = _slowness()

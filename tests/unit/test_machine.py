@@ -44,3 +44,13 @@ def test_a_table_gets_the_defaults_too() -> None:
 
 def test_the_measured_number_is_bounded() -> None:
     assert 1.0 <= machine._measured() <= SLOWNESS_MAX
+
+
+@pytest.mark.parametrize(("workers", "slowness"), [("1", 1.5), ("3", 4.5)])
+def test_workers_side_by_side_make_a_machine_slower(
+    monkeypatch: pytest.MonkeyPatch, workers: str, slowness: float
+) -> None:
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda _: {0})
+    monkeypatch.setenv(machine.VARIABLE, "1.5")
+    monkeypatch.setenv(machine.WORKERS, workers)
+    assert machine._slowness() == slowness
