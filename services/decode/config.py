@@ -30,7 +30,7 @@ class DecodeConfig:
     mini_batches: Annotated[int, Ge(0), Le(8)] = 0
     colocated: bool = False  # this process is a prefill instance, too; it computes all of its prompts itself
     # Prompts with at most so many tokens to compute are computed here instead of by prefill; 0: none.
-    max_local_prefill_tokens: Annotated[int, Ge(0)] = 0
+    max_local_prefill_tokens: Annotated[int, Ge(0)] = 256
     chunk_tokens: Annotated[int, Gt(0)] = 512  # of prompts, computed here in one iteration at most
     push_deadline_s: Annotated[float, Gt(0)] = 5.0  # of one write, of prompts for other instances (colocated)
     max_batch: Annotated[int, Ge(1)] = 32  # sequences of one iteration

@@ -146,7 +146,7 @@ class Stack:
             data_plane=DataPlane(data_listen=self.data(name)),
             engine=settings(self.folder, **(engine or {})),
             ledger=self.ledger,
-            **({"placement": "local", "fetch_min_bytes": 0} | changes),
+            **({"placement": "local", "fetch_min_bytes": 0, "max_local_prefill_tokens": 0} | changes),
         )
         self.launch(name, "decode", serve_decode, config)
         await ready(lambda: self.inspect(name))

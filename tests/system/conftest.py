@@ -14,7 +14,9 @@ FLOAT32 = {service: {"dtype": "float32"} for service in ("prefill", "decode", "a
 
 @pytest.fixture(scope="session")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    shared = Stack(tmp_path_factory.mktemp("stack"), tables=FLOAT32)
+    as_users_have_it = {**FLOAT32["decode"], "max_local_prefill_tokens": 256}
+    tables = {**FLOAT32, "decode": as_users_have_it}
+    shared = Stack(tmp_path_factory.mktemp("stack"), tables=tables)
     with shared:
         yield shared
     shared.assert_gone()
