@@ -8,6 +8,7 @@ passed in.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -80,14 +81,18 @@ class Registry:
         self._stored: dict[str, _Stored] = {}
         self._left: dict[str, _Left] = {}
         self._lost_at: float | None = None  # since when etcd has been out of reach
-        # Instances that may live though an outage has cost them their lease: record, kept until.
+        # Instances that may live though an outage or a pause has cost them their lease: record, kept until.
         self._doubtful: dict[str, tuple[pb.Instance, float]] = {}
         self._view: dict[str, pb.Instance] = {}
+        # This replica was paused itself, and heard nobody meanwhile: who is gone now may live.
+        self._now: float | None = None  # when anything last happened
+        self._doubts_until = -math.inf
 
     # What happened
 
     def heartbeat(self, instance: pb.Instance, now: float) -> None:
         """A heartbeat came in here. One that was under way while its instance left is late, and ignored."""
+        self._tick(now)
         left = self._left.get(instance.id)
         if left is not None:
             if instance.started_ms <= left.started_ms:
@@ -127,6 +132,7 @@ class Registry:
             self._stored[instance.id] = _Stored(revision, instance)
 
     def deleted(self, revision: int, instance_id: str, now: float) -> None:
+        """etcd deleted the record: its instance left, or was not heard for the time of its lease."""
         known = self._stored.get(instance_id)
         if known is not None and known.revision < revision:
             self.lapsed(instance_id, now)
@@ -142,8 +148,15 @@ class Registry:
             known.renewed_at = now
 
     def lapsed(self, instance_id: str, now: float) -> None:
-        """etcd does not know the lease any more: the record is gone, too."""
-        self._stored.pop(instance_id, None)
+        """etcd does not know the lease any more: the record is gone, too.
+
+        A replica that was paused has let the leases run out of those that talk to it. They are heard again
+        within a heartbeat; until then their last records stay.
+        """
+        self._tick(now)
+        stored = self._stored.pop(instance_id, None)
+        if stored is not None and now < self._doubts_until:
+            self._doubtful[instance_id] = (stored.instance, self._doubts_until)
         if (known := self._heartbeats.get(instance_id)) is not None:
             known.renewed_at, known.gone_at = None, now
 
@@ -173,7 +186,8 @@ class Registry:
         return instance_id in self._stored
 
     def refresh(self, now: float) -> Change:
-        """Makes the view anew; what is different in it."""
+        """Makes the view anew; what is different in it. Called at least each second."""
+        self._tick(now)
         self._forget(now)
         view = {name: instance for name, (instance, _) in self._doubtful.items()}
         view.update((name, stored.instance) for name, stored in self._stored.items())
@@ -204,6 +218,11 @@ class Registry:
     def find(self, instance_id: str) -> pb.Instance | None:
         """As of the last refresh."""
         return self._view.get(instance_id)
+
+    def _tick(self, now: float) -> None:
+        if self._now is not None and now - self._now >= self._lease_s / 2:
+            self._doubts_until = now + DOUBT_PERIODS * self._fresh_s
+        self._now = now
 
     def _is_due(self, heartbeat: _Heartbeat, now: float) -> bool:
         """Whether to renew: early enough, and for a heartbeat that has come since the last time."""

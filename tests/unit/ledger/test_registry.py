@@ -74,7 +74,8 @@ def test_a_silent_instance_is_neither_written_nor_renewed() -> None:
     one.heartbeat(instance(free=1), 4.0)
     assert one.writes(4.0) == [KeepAlive(instance_id="a")]
     assert one.writes(5.6) == []
-    assert names(one, 6.0) == ["a"]  # etcd has it still
+    for now in (6.0, 7.0, 8.0):
+        assert names(one, now) == ["a"]  # etcd has it still
     one.deleted(7, "a", 9.0)
     assert names(one, 9.0) == []
     assert one.writes(9.0) == []
@@ -120,6 +121,23 @@ def test_leaving_through_another_replica() -> None:
     one.heartbeat(instance(), 1.0)  # it lives after all: its lease ran out while etcd was paused
     assert names(one, 1.0) == ["a"]
     assert one.writes(1.0) == [Put(instance=instance())]
+
+
+def test_a_pause_of_the_replica_costs_nobody_who_lives() -> None:
+    one = registry()
+    one.listed(1, {name: (1, instance(name)) for name in ("alive", "dead")}, 0.0)
+    for name in ("alive", "dead"):
+        one.heartbeat(instance(name), 0.0)
+    assert names(one, 0.5) == ["alive", "dead"]
+    # It is paused for longer than a lease, and wakes to deletions before it hears anybody.
+    one.deleted(2, "alive", 7.0)
+    one.deleted(3, "dead", 7.0)
+    assert names(one, 7.0) == ["alive", "dead"]
+    one.heartbeat(instance("alive"), 7.5)
+    assert names(one, 8.0) == ["alive", "dead"]
+    assert one.writes(8.0) == [Put(instance=instance("alive"))]
+    one.heartbeat(instance("alive"), 9.0)
+    assert names(one, 10.0) == ["alive"]
 
 
 def test_an_outage_of_etcd_costs_nothing_that_is_known() -> None:
