@@ -33,6 +33,7 @@ class Reference:
         self._model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
         )
+        self._prompts: dict[tuple[int, int, int], tuple[list[int], list[int]]] = {}  # those of a file's tests
 
     @property
     def layers(self) -> int:
@@ -40,6 +41,13 @@ class Reference:
 
     def prompt(self, length: int, new: int = 1, first_seed: int = 1) -> tuple[list[int], list[int]]:
         """A prompt and the `new` tokens that follow it."""
+        key = length, new, first_seed
+        if key not in self._prompts:
+            self._prompts[key] = self._prompt(*key)
+        tokens, following = self._prompts[key]
+        return list(tokens), list(following)
+
+    def _prompt(self, length: int, new: int, first_seed: int) -> tuple[list[int], list[int]]:
         for seed in range(first_seed, first_seed + 200):
             tokens = prompt(length, seed)
             following = self.follow(tokens, new)
