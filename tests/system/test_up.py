@@ -239,6 +239,6 @@ sys.exit(main(["up", "--data", sys.argv[1], "--port", "0"]))
 
 def test_ctrl_c_while_the_event_loop_is_made_ends_the_stack_without_a_traceback(tmp_path: Path) -> None:
     command = [sys.executable, "-c", INTERRUPTED, str(tmp_path / "data")]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=scaled(60))
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=scaled(60), check=False)
     assert ended.returncode in (0, 130)
     assert "Traceback" not in ended.stdout + ended.stderr
