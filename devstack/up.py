@@ -45,7 +45,7 @@ def up(config: Path | None, flags: Mapping[str, str], parent: int | None = None)
     try:
         if settings.model in MODELS:
             fetch(settings.model, cached(settings.model), terminal.say)
-        # A KeyboardInterrupt in a half-made event loop leaves a traceback: signals wait for the loop's handlers.
+        # A KeyboardInterrupt in a half-made loop leaves a traceback: signals wait for the loop's handlers.
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         return asyncio.run(_Up(settings, claim, terminal, user, flags, config, parent).run())
     except KVCommonsError as error:
