@@ -3,6 +3,7 @@ deadlines that fit the machine."""
 
 from __future__ import annotations
 
+import gc
 import os
 
 import hypothesis
@@ -40,3 +41,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         own = item.get_closest_marker("timeout")
         if own is not None:
             item.add_marker(pytest.mark.timeout(scaled(own.args[0])), append=False)
+
+
+def pytest_collection_finish() -> None:
+    """What was imported lives as long as the tests do: no collection of garbage goes over it again."""
+    gc.freeze()

@@ -47,7 +47,7 @@ def slow_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def twins(tmp_path_factory: pytest.TempPathFactory, slow_model: Path) -> Iterator[Stack]:
     shared = Stack(tmp_path_factory.mktemp("twins"), tables=slow_tables(), model=str(slow_model), **TWINS)
     with shared:

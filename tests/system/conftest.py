@@ -12,7 +12,7 @@ from tests.system.stack import Stack
 FLOAT32 = {service: {"dtype": "float32"} for service in ("prefill", "decode", "attention_pool")}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     as_users_have_it = {**FLOAT32["decode"], "max_local_prefill_tokens": 256}
     tables = {**FLOAT32, "decode": as_users_have_it}
