@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import ctypes
+import gc
 import logging
 import os
 import signal
@@ -95,6 +96,7 @@ def run(
     host = config.node.host or socket.gethostname()
     instance_id = config.node.instance_id or f"{service}-{host}-{os.urandom(4).hex()}"
     logs.configure(service, instance_id, level=config.node.log_level)
+    gc.freeze()  # what was imported lives as long as we do: no collection goes over it, nor one at the end
     try:
         return asyncio.run(_main(service, instance_id, host, config, serve))
     except (InvalidInput, NotFound, DataLoss) as error:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import sys
 import time
+import types
 from dataclasses import dataclass
 
 from kvcommons.config import Node
@@ -22,6 +24,8 @@ class Config:
 
 async def serve(config: Config, process: Process) -> None:
     print("ready", process.instance_id, flush=True)
+    if config.on_start == "count":
+        print(sum(isinstance(one, types.ModuleType) for one in gc.get_objects()), flush=True)
     if config.on_start == "crash":
         raise RuntimeError("boom")
     if config.on_start == "unavailable":

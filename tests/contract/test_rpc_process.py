@@ -65,6 +65,11 @@ def test_a_signal_drains(start: Start, signum: int) -> None:
     assert (entry["message"], entry["instance"]) == ("draining", "decode-x")
 
 
+def test_no_collection_of_garbage_goes_over_what_was_imported(start: Start) -> None:
+    process = start(on_start="count", instance_id="decode-x")
+    assert [line(process), line(process)] == ["ready decode-x", "0"]
+
+
 def test_instances_get_names_of_their_own(start: Start) -> None:
     names = {line(start(host="hh")) for _ in range(2)}
     assert len(names) == 2
