@@ -35,20 +35,23 @@ def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     own.assert_gone()
 
 
-def test_a_turn_after_kill_9_of_everything_is_the_turn_without_it(stack: Stack, mortal: Stack) -> None:
+def test_a_turn_after_kill_9_of_everything_is_the_turn_without_it(mortal: Stack) -> None:
+    """Without it: in a conversation that reuses nothing."""
     animals = {temperature: next(_animals) for temperature in TEMPERATURES}  # no prefix in common
-    undisturbed, before, history = {}, {}, {}
+    before, history = {}, {}
     for temperature, animal in animals.items():
         parameters = sampling(temperature)
-        undisturbed[temperature] = [stack.client.say(m, animal, **parameters) for m in turns(animal)]
         before[temperature] = [mortal.client.say(m, animal, **parameters) for m in turns(animal)[:2]]
         history[temperature] = mortal.client.session(animal)["tokens"]
         until_on_disk(mortal, animal)
     mortal.kill_all()
     mortal.start()
     for temperature, animal in animals.items():
-        after = mortal.client.say(turns(animal)[2], animal, **sampling(temperature))
-        expected = undisturbed[temperature]
+        parameters = sampling(temperature)
+        after = mortal.client.say(turns(animal)[2], animal, **parameters)
+        alone = f"{animal}-undisturbed"
+        expected = [mortal.client.say(m, alone, reuse=False, **parameters) for m in turns(animal)]
+        assert [turn.cached_tokens for turn in expected] == [0, 0, 0]
         assert [turn.text for turn in (*before[temperature], after)] == [turn.text for turn in expected]
         assert after.prompt_tokens == expected[2].prompt_tokens
         assert after.cached_tokens == reusable_tokens(history[temperature]) > 0
