@@ -16,7 +16,7 @@ class BlockPublisher:
         self._keeper = keeper
         self._callbacks = callbacks
 
-    def settle(self, sequence: Sequence, *, prompt: bool = False) -> None:
+    def publish_full(self, sequence: Sequence, *, prompt: bool = False) -> None:
         """Those of a prompt were saved by prefill.
 
         After an iteration all of `tokens` have KV; at the start, all but the first sampled one.

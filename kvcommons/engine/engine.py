@@ -45,7 +45,7 @@ log = logging.getLogger(__name__)
 
 SHORT_S = 0.02  # between looks whether a block has come free
 POLL_S = 0.1  # while prompts wait for memory or their deadline
-SETTLE_S = 0.1  # blocks of a preempted sequence that are being saved come free within about this time
+PREEMPT_PAUSE_S = 0.1  # blocks of a preempted sequence that are being saved come free within about this time
 
 
 class Engine:
@@ -79,7 +79,7 @@ class Engine:
         self._cores = cores
         self._sequences: dict[int, Generating] = {}
         self._steps: dict[int, SequenceUpdate] = {}
-        self._preempted_s = -SETTLE_S
+        self._preempted_s = -PREEMPT_PAUSE_S
         self._switches: list[tuple[Future[float | None], float]] = []
         self._mailbox = Mailbox()
         self._keys = itertools.count(1)
@@ -170,14 +170,14 @@ class Engine:
 
     # Below: the engine's thread. First what executors use (`Work`).
 
-    def able(self) -> Mapping[int, Generating]:
+    def make_room(self) -> Mapping[int, Generating]:
         """Those that have room for a token, once room was made where it can be."""
         plan = plan_for(
             self._scheduler,
             self._sequences,
             free_blocks=self._core.allocator.free,
             may_borrow=self._may_borrow,
-            may_preempt=time.monotonic() - self._preempted_s > SETTLE_S,
+            may_preempt=time.monotonic() - self._preempted_s > PREEMPT_PAUSE_S,
         )
         self._carry_out(plan)
         return {
@@ -198,7 +198,7 @@ class Engine:
         lengths = [len(one.tokens) for one in self._sequences.values() if one.prompt_computed]
         return len(lengths), sum(lengths)
 
-    def begins(self) -> None:
+    def answer_switches(self) -> None:
         for answer, began_s in self._switches:
             answer.set_result(time.monotonic() - began_s)
         self._switches.clear()
@@ -227,7 +227,7 @@ class Engine:
                 pass  # whoever waits for them has them first
         if self._mailbox.posted:
             self._serve_between_layers()
-        if TokenRows not in kinds and self._scheduler.able:
+        if TokenRows not in kinds and self._scheduler.any_running:
             self._executor.generate(self)
             self._flush()
 
@@ -238,10 +238,10 @@ class Engine:
                 self._fail(key, Unavailable("this instance is stopping"))
             return
         self._serve(commands)
-        self.begins()  # those that were switched are in no iteration
+        self.answer_switches()  # those that were switched are in no iteration
         self._flush()
 
-    def settle(self, iteration: Iteration, tokens: Sequence[Sequence[pb.SampledToken]] | None) -> None:
+    def take_results(self, iteration: Iteration, tokens: Sequence[Sequence[pb.SampledToken]] | None) -> None:
         sampled = tokens or [()] * len(iteration.groups)
         spans = [group for group in iteration.groups if isinstance(group, PromptSpan)]
         seconds = iteration.timing.own_s
@@ -319,7 +319,7 @@ class Engine:
             self._prompts.admit()
         if self._executor.advance(self) or (self._prompts and self._prompts.await_history()):
             return 0
-        if self._scheduler.able:
+        if self._scheduler.any_running:
             return SHORT_S
         return POLL_S if self._prompts else None
 
@@ -343,7 +343,7 @@ class Engine:
             return
         reason = sequence.start(first.token)
         self._step(key).tokens.append(first)
-        self._publisher.settle(sequence, prompt=True)
+        self._publisher.publish_full(sequence, prompt=True)
         if reason:
             self._end(key, reason=reason)
         else:
@@ -437,7 +437,7 @@ class Engine:
                 continue
             self._step(sequence.key).tokens.append(token)
             reason = sequence.append(token.token)
-            self._publisher.settle(sequence)
+            self._publisher.publish_full(sequence)
             if reason:
                 self._end(sequence.key, reason=reason)
 
@@ -455,7 +455,7 @@ class Engine:
         if prompt.key not in prompts:
             return
         try:
-            prompts.settle(span, failure, seconds)
+            prompts.take_result(span, failure, seconds)
         except KVCommonsError as error:
             self._fail(prompt.key, error)
             return

@@ -24,8 +24,9 @@ class Work(Protocol):
     def post(self, command: Callable[[], None]) -> None:
         """To be done on the engine's thread; from any thread."""
 
-    def able(self) -> Mapping[int, GeneratingSequence]:
-        """Sequences that can generate a token now."""
+    def make_room(self) -> Mapping[int, GeneratingSequence]:
+        """Makes room for a token of each sequence that generates, as far as there is any: allocates, asks
+        for loans, preempts. Those that have it."""
 
     def spans(self, *, beside: int) -> Sequence[PromptSpan]:
         """Of prompts, for an iteration in which so many sequences generate."""
@@ -36,8 +37,8 @@ class Work(Protocol):
     def load(self) -> tuple[int, int]:
         """Sequences that generate, and their tokens."""
 
-    def begins(self) -> None:
-        """Batches are composed of what sequences are now."""
+    def answer_switches(self) -> None:
+        """Batches are composed of what sequences are now: blocks that were switched away are in none."""
 
     def cores(self, iteration: Iteration) -> AbstractContextManager[None]:
         """An iteration on the engine's thread has the host's cores, where engines share them."""
@@ -46,7 +47,7 @@ class Work(Protocol):
         """An iteration on the engine's thread stands between two of its layers: what cannot wait for its end
         goes first."""
 
-    def settle(self, iteration: Iteration, tokens: Sequence[Sequence[pb.SampledToken]] | None) -> None:
+    def take_results(self, iteration: Iteration, tokens: Sequence[Sequence[pb.SampledToken]] | None) -> None:
         """An iteration has ended; without tokens where it failed as a whole."""
 
     def idle(self) -> None:
@@ -120,7 +121,7 @@ class Inline:
         iteration = self.compose(work)
         if iteration is None:
             return False
-        work.settle(iteration, self.run(work, iteration))
+        work.take_results(iteration, self.run(work, iteration))
         return True
 
     def run(self, work: Work, iteration: Iteration) -> list[list[pb.SampledToken]] | None:
@@ -135,18 +136,18 @@ class Inline:
         return tokens
 
     def generate(self, work: Work) -> None:
-        self._batch = self._composer.batch(self._batch, list(work.able().values()))
+        self._batch = self._composer.batch(self._batch, list(work.make_room().values()))
         if self._batch is not None:
             iteration = self._composer.iteration(self._batch)
-            work.settle(iteration, iteration.run_or_fail())
+            work.take_results(iteration, iteration.run_or_fail())
 
     def compose(self, work: Work, slices: Callable[[bool], Slices] | None = None) -> Iteration | None:
         """None where there is nothing to compute. `slices`: where they are computed, by whether queries are
         shifted."""
-        able = work.able()
-        spans = work.spans(beside=len(able))
-        self._batch = self._composer.batch(self._batch, list(able.values()))
-        work.begins()
+        ready = work.make_room()
+        spans = work.spans(beside=len(ready))
+        self._batch = self._composer.batch(self._batch, list(ready.values()))
+        work.answer_switches()
         if self._batch is None and not spans:
             work.idle()
             return None

@@ -165,7 +165,7 @@ class Prompts:
                 return True
         return False
 
-    def settle(self, span: PromptSpan, failure: Exception | None, seconds: float) -> None:
+    def take_result(self, span: PromptSpan, failure: Exception | None, seconds: float) -> None:
         """A span's iteration has ended, of which it took so long. Raises what ends its prompt."""
         prompt = span.prompt
         if isinstance(failure, LoadFellShort):

@@ -79,7 +79,7 @@ class Scheduler:
         return self._count(SequenceState.WAITING)
 
     @property
-    def able(self) -> bool:
+    def any_running(self) -> bool:
         """Whether any sequence would generate, had it room."""
         return self._count(SequenceState.RUNNING) > 0
 

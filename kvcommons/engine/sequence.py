@@ -67,7 +67,7 @@ class Sequence:
     generated: dict[int, int] = field(init=False)  # token to count, for penalties
     placement: Placement = field(default_factory=Overflow)
     refused: bool = False  # nobody lent it its next block: it takes one here, if it can
-    settled_blocks: int = 0  # leading full blocks that were published, and saved or known to be saved
+    published_blocks: int = 0  # leading full blocks that were published, and saved or known to be saved
     saved_blocks: int = 0
     ended: bool = False
 
@@ -205,11 +205,11 @@ class Sequence:
         return self.chain.ids[: self.computed // self.block_tokens]
 
     def newly_full(self) -> range:
-        """Indices of blocks whose tokens are all computed and that were not settled yet; marks them
-        settled."""
-        first = self.settled_blocks
-        self.settled_blocks = max(first, self.computed // self.block_tokens)
-        return range(first, self.settled_blocks)
+        """Indices of blocks whose tokens are all computed and that were not published yet; marks them
+        published."""
+        first = self.published_blocks
+        self.published_blocks = max(first, self.computed // self.block_tokens)
+        return range(first, self.published_blocks)
 
     def on_behalf(self, work: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
         """Does `work` in the context of the call that asked for the sequence, on whatever thread: spans and

@@ -75,7 +75,7 @@ class Staggered:
         assert iteration is not None
         if tokens is not None and not iteration.failures:
             self._policy.ended(*self._work.load(), iteration.timing, batch=iteration.rows, alone=False)
-        self._work.settle(iteration, tokens)
+        self._work.take_results(iteration, tokens)
         deferred, lane.deferred = lane.deferred, []
         for command in deferred:
             command()
@@ -111,15 +111,15 @@ class Staggered:
         tokens = self._inline.run(work, iteration)
         if tokens is not None and not iteration.failures and not work.prompts():
             self._policy.ended(*work.load(), iteration.timing, batch=iteration.rows, alone=True)
-        work.settle(iteration, tokens)
+        work.take_results(iteration, tokens)
         return True
 
     def _launch(self, work: Work, lane: BatchLane) -> None:
         """The lane's next iteration, of its share of all that can run."""
-        able = work.able()
-        shared = share_of(self._division, lane, able)
-        lane.batch = self._composer.batch(lane.batch, [able[key] for key in shared])
-        work.begins()
+        ready = work.make_room()
+        shared = share_of(self._division, lane, ready)
+        lane.batch = self._composer.batch(lane.batch, [ready[key] for key in shared])
+        work.answer_switches()
         if lane.batch is None:
             lane.began_s = None
             return

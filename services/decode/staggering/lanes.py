@@ -1,5 +1,5 @@
 """Two batches at the same time: one's slices are computed while the other's attention is at the pool (Lamina,
-section 5.1). Each has a thread; the engine's thread composes them and settles what they made."""
+section 5.1). Each has a thread; the engine's thread composes them and takes in what they made."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def test_while_blocks_come_free_nobody_else_gives_way() -> None:
         may_preempt=False,
     )
     assert decided == Plan(batch=[1, 2], grow=[1])
-    assert made.able
+    assert made.any_running
 
 
 def test_a_victim_whose_blocks_are_all_shared_is_passed_over() -> None:
