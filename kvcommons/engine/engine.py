@@ -6,6 +6,16 @@ have to say comes as a command between two iterations, or between two layers of 
 goes out in one call of `EngineCallbacks.deliver`, or to a prompt's sink. Prefill and decode differ in what is
 plugged in: where new KV goes and what becomes of a finished prompt (`PromptSink`), who lends
 (`EngineCallbacks`), how iterations are carried out (`Executor`).
+
+The loop (`_run`), again and again:
+
+1. takes the commands that came (`_serve`);
+2. ends prompts whose deadline has passed, and gives memory to those whose turn it is (`Prompts.admit`);
+3. has the executor advance (`Executor.advance`): it makes room for a token of each sequence that generates
+   (`make_room`: preempts, allocates, asks for loans), takes the spans of prompts beside them (`spans`), runs
+   an `Iteration` of both (`Iteration.run`), with `between_layers` after each layer, and hands in what it
+   made (`take_results`: appends tokens, publishes and saves full blocks, ends what has ended);
+4. delivers it (`_flush`), and waits for commands where nothing could be computed.
 """
 
 from __future__ import annotations

@@ -1,5 +1,35 @@
 """Carries a turn's actions out, over gRPC, and brings it what comes back, until it ends or its deadline
-passes."""
+passes.
+
+`Attempt` and timers emit events; `Turn` and `Choice`, which do no I/O, answer with actions; `_Run.carry_out`
+does those:
+
+| event | of | actions that follow |
+| --- | --- | --- |
+| (the turn begins) | | Start of each prompt's first choice |
+| Waits | the capacity queue | none: it says what the client is told if its time runs out |
+| Reserved | decode | Compute, unless decode computes the prompt itself |
+| Missing | decode | Compute of what it lacks, once prefill is done with an earlier one |
+| PrefillStarted | prefill | none: from here on a failure is a strike |
+| First | who computed the prompt | Delta; with a choice's first token Start of the prompt's others |
+| Tokens | decode | Delta; at the answer's end Linger, or Release after a stop string |
+| Finished | decode | Delta, Linger |
+| Refused | decode | Release, and Retry at once: the ticket keeps its place |
+| PrefillFailed, DecodeFailed | either | Release, and Retry after a pause; Release alone when patience ends |
+| RetryDue | a timer | Start |
+| (a second passes) | | as DecodeFailed where decode's stream is silent |
+
+| action | carried out by |
+| --- | --- |
+| Start | `_Run._start`: an `Attempt`, which matches, waits for a permit, places, and calls decode |
+| Compute | `Attempt.compute`: calls prefill |
+| Delta | `Dispatch.run`: yields it |
+| Release | `_Run._release`: cancels both calls, avoids the instances that failed for a while |
+| Retry | `_Run._retry`: a timer, at whose end comes RetryDue |
+| Linger | `Dispatch._keep`: lets decode's stream end by itself |
+
+When a choice has failed for good, all others get `Release` and the turn's error is raised.
+"""
 
 from __future__ import annotations
 
