@@ -1,4 +1,4 @@
-"""A generation as an HTTP answer: one JSON body, or a stream of server-sent events."""
+"""What a request is answered with over HTTP: one JSON body, or a stream of server-sent events."""
 
 from __future__ import annotations
 
@@ -32,46 +32,46 @@ _GRACE_S = 1.0
 
 
 async def answer(
-    request: web.Request, generation: RequestLifecycle, shape: Shape, *, stream: bool
+    request: web.Request, lifecycle: RequestLifecycle, shape: Shape, *, stream: bool
 ) -> web.StreamResponse:
     """Bounded by the request's deadline, slow clients included. One span, and one line in the log."""
     serving = request.app[SERVING]
     deadline_s = serving.config.request_deadline_s + _GRACE_S
-    name = f"{generation.operation} {shape.model.name}"
-    with serving.tracer.span(name, attributes=generation.attributes(), kind="client") as span:
+    name = f"{lifecycle.operation} {shape.model.name}"
+    with serving.tracer.span(name, attributes=lifecycle.attributes(), kind="client") as span:
         if stream:
-            response = await _Stream(request, generation, shape).run(deadline_s)
+            response = await _Stream(request, lifecycle, shape).run(deadline_s)
         else:
-            response = await _whole(generation, shape, deadline_s)
-        usage = generation.turn.usage
+            response = await _whole(lifecycle, shape, deadline_s)
+        usage = lifecycle.turn.usage
         span.set(USAGE_INPUT_TOKENS, usage.prompt_tokens)
         span.set(USAGE_OUTPUT_TOKENS, usage.completion_tokens)
         span.set(USAGE_CACHED_TOKENS, usage.cached_tokens)
-        reasons = [choice.finish_reason or "error" for choice in generation.turn.choices]
+        reasons = [choice.finish_reason or "error" for choice in lifecycle.turn.choices]
         span.set(RESPONSE_FINISH_REASONS, reasons)
         if FAILED in request:
             span.fail(request[FAILED].code, request[FAILED].message)
-        facts = {"finish_reasons": reasons, "stream": stream, **asdict(usage), **generation.timings()}
+        facts = {"finish_reasons": reasons, "stream": stream, **asdict(usage), **lifecycle.timings()}
         log.info("answered", extra=facts)
         return response
 
 
-async def _whole(generation: RequestLifecycle, shape: Shape, deadline_s: float) -> web.Response:
+async def _whole(lifecycle: RequestLifecycle, shape: Shape, deadline_s: float) -> web.Response:
     async with asyncio.timeout(deadline_s):
-        async with aclosing(generation.deltas()) as deltas:
+        async with aclosing(lifecycle.deltas()) as deltas:
             async for _ in deltas:
                 pass
-    turn = generation.turn
-    body = shape.answer(turn.choices, generation.shown, turn.usage)
-    return web.json_response(body, headers={"Server-Timing": _server_timing(generation.timings())})
+    turn = lifecycle.turn
+    body = shape.answer(turn.choices, lifecycle.shown, turn.usage)
+    return web.json_response(body, headers={"Server-Timing": _server_timing(lifecycle.timings())})
 
 
 class _Stream:
     """Headers go out with the first token, so that what fails before it has a status of its own."""
 
-    def __init__(self, request: web.Request, generation: RequestLifecycle, shape: Shape) -> None:
+    def __init__(self, request: web.Request, lifecycle: RequestLifecycle, shape: Shape) -> None:
         self._request = request
-        self._generation = generation
+        self._lifecycle = lifecycle
         self._shape = shape
         self._response = web.StreamResponse(headers=sse.HEADERS)
         self._begun: set[int] = set()
@@ -79,7 +79,7 @@ class _Stream:
     async def run(self, deadline_s: float) -> web.StreamResponse:
         try:
             async with asyncio.timeout(deadline_s):
-                async with aclosing(self._generation.deltas()) as batches:
+                async with aclosing(self._lifecycle.deltas()) as batches:
                     async for batch in batches:
                         await self._send(b"".join(map(self._delta, batch)))
                 await self._send(self._end())
@@ -116,11 +116,11 @@ class _Stream:
 
     def _end(self) -> bytes:
         parts: list[bytes] = []
-        for choice in self._generation.turn.choices:
+        for choice in self._lifecycle.turn.choices:
             parts.append(self._begin(choice.index))
             parts.append(sse.event(self._shape.finish(choice.index, choice.finish_reason or "")))
         if self._shape.include_usage:
-            usage = self._shape.usage(self._generation.turn.usage, self._generation.timings())
+            usage = self._shape.usage(self._lifecycle.turn.usage, self._lifecycle.timings())
             parts.append(sse.event(usage))
         parts.append(sse.DONE)
         return b"".join(parts)

@@ -19,16 +19,16 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     session_id = session_id_of(request, body.session_id)
     serving = request.app[SERVING]
     with logs.bound(session_id=session_id or ""):
-        async with RequestLifecycle(serving, tenant=request[TENANT]) as generation:
-            await generation.plan_chat(body, session_id)
+        async with RequestLifecycle(serving, tenant=request[TENANT]) as lifecycle:
+            await lifecycle.plan_chat(body, session_id)
             shape = ChatShape(
-                id=generation.turn_id,
-                created_s=generation.created_s,
-                model=generation.model,
+                id=lifecycle.turn_id,
+                created_s=lifecycle.created_s,
+                model=lifecycle.model,
                 tokenizer=serving.text.tokenizer,
                 logprobs=logprobs_of(body)[0],
                 include_usage=bool(body.stream_options and body.stream_options.include_usage),
                 session_id=session_id,
-                context=generation.context,
+                context=lifecycle.context,
             )
-            return await answer(request, generation, shape, stream=bool(body.stream))
+            return await answer(request, lifecycle, shape, stream=bool(body.stream))

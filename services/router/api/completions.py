@@ -22,14 +22,14 @@ async def completions(request: web.Request) -> web.StreamResponse:
             param="session_id",
         )
     serving = request.app[SERVING]
-    async with RequestLifecycle(serving, tenant=request[TENANT]) as generation:
-        await generation.plan_completion(body)
+    async with RequestLifecycle(serving, tenant=request[TENANT]) as lifecycle:
+        await lifecycle.plan_completion(body)
         shape = CompletionShape(
-            id=generation.turn_id,
-            created_s=generation.created_s,
-            model=generation.model,
+            id=lifecycle.turn_id,
+            created_s=lifecycle.created_s,
+            model=lifecycle.model,
             tokenizer=serving.text.tokenizer,
             logprobs=logprobs_of(body)[0],
             include_usage=bool(body.stream_options and body.stream_options.include_usage),
         )
-        return await answer(request, generation, shape, stream=bool(body.stream))
+        return await answer(request, lifecycle, shape, stream=bool(body.stream))

@@ -19,7 +19,7 @@ from kvcommons.pb.ledger_pb2 import Instance
 from kvcommons.pb.prefill_pb2_grpc import PrefillStub
 from kvcommons.shards import ShardView
 from services.router.capacity.occupancy import Occupancy, Reservation
-from services.router.fleet.placement import (
+from services.router.fleet.pairing import (
     Pair,
     capacity_blocks,
     choose_pair,

@@ -19,8 +19,9 @@ from services.router.capacity.occupancy import Reservation
 from services.router.capacity.queue import Ticket
 from services.router.capacity.queues import CapacityQueues
 from services.router.fleet.fleet import Fleet, blocks_of
-from services.router.fleet.placement import Pair
-from services.router.sessions.replay import replay, stored_blocks
+from services.router.fleet.pairing import Pair
+from services.router.fleet.stored import stored_blocks
+from services.router.sessions.replay import replay
 from services.router.sessions.truncation import Context
 from services.router.turn import events as ev
 from services.router.turn.choice import Choice
@@ -33,7 +34,7 @@ _MATCHED_S = 1.0  # after so long in the capacity queue more may be stored than 
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class JobContext:
+class RequestContext:
     """What all attempts of a request have in common. `deadline_s` is on the clock."""
 
     turn_id: str
@@ -60,7 +61,7 @@ class Attempt:
     def __init__(
         self,
         *,
-        job: JobContext,
+        request: RequestContext,
         choice: Choice,
         block_ids: Sequence[bytes],
         fleet: Fleet,
@@ -75,24 +76,24 @@ class Attempt:
         self.failed_ids: set[str] = set()  # instances on which this attempt failed
         self.refused = False  # decode had no room; the ticket waits for the next attempt
         self._pair: Pair | None = None
-        self._job = job
+        self._request = request
         self._number = choice.attempt
-        self._id = f"{job.turn_id}-{choice.index}-{choice.attempt}"  # unique: of this attempt alone
+        self._id = f"{request.turn_id}-{choice.index}-{choice.attempt}"  # unique: of this attempt alone
         self._choice = choice
         self._tokens = choice.tokens
-        self._block_ids = block_ids[: reusable_blocks(len(self._tokens), job.model.block_tokens)]
-        self._prefix = self._block_ids if job.reuse else ()  # what it may share with others
-        self._fleet = fleet.homed(job.home or (block_ids[0] if block_ids else job.turn_id.encode()))
+        self._block_ids = block_ids[: reusable_blocks(len(self._tokens), request.model.block_tokens)]
+        self._prefix = self._block_ids if request.reuse else ()  # what it may share with others
+        self._fleet = fleet.homed(request.home or (block_ids[0] if block_ids else request.turn_id.encode()))
         self._queues = queues
         self._ticket = ticket
         self._failed = failed
         self._deliver = emit
         self._clock = clock
         self._history = common_pb2.History()
-        self._truncated = job.context.now.message() if job.context is not None else None
+        self._truncated = request.context.now.message() if request.context is not None else None
         self._targets: Sequence[common_pb2.Placement] = ()
         self._closed = False
-        self._decoding = asyncio.create_task(self._decode())
+        self._running = asyncio.create_task(self._run())
         self._prefilling: asyncio.Task[None] | None = None
 
     def compute(self, push_from_block: int) -> None:
@@ -102,7 +103,7 @@ class Attempt:
     def close(self) -> None:
         """Cancels both calls; nothing is heard from them any more."""
         self._closed = True
-        self._decoding.cancel()
+        self._running.cancel()
         if self._prefilling is not None:
             self._prefilling.cancel()
 
@@ -112,14 +113,15 @@ class Attempt:
         if self._prefilling is not None:
             self._prefilling.cancel()
         try:
-            await asyncio.wait((self._decoding,), timeout=_LINGER_S)
+            await asyncio.wait((self._running,), timeout=_LINGER_S)
         finally:
             self.close()
 
-    async def _decode(self) -> None:
+    async def _run(self) -> None:
+        """From what is stored of the history to the end of decode's stream."""
         at = {"choice": self._choice.index, "attempt": self._number}
         try:
-            self._fleet.check(self._job.model, len(self._tokens))
+            self._fleet.check(self._request.model, len(self._tokens))
             self._history = await self._match()
             await self._make_history()
             await self._wait_and_stream(at)
@@ -139,7 +141,7 @@ class Attempt:
 
     async def _wait_and_stream(self, at: dict[str, int]) -> None:
         """Waits for a permit to ask for room, then streams to the end."""
-        model, tokens = self._job.model, len(self._tokens)
+        model, tokens = self._request.model, len(self._tokens)
 
         def waits(error: KVCommonsError) -> None:
             self._emit(ev.Waits(error=error, **at))
@@ -157,15 +159,15 @@ class Attempt:
 
     def _place(self) -> Pair:
         pair = self._fleet.place(
-            self._job.model,
-            affinity=self._job.affinity,
+            self._request.model,
+            affinity=self._request.affinity,
             tokens=len(self._tokens),
             failed=self._failed,
             prefix=self._prefix,
         )
         if pair is None:
             raise Unavailable(
-                f"no prefill and decode are ready for the model {self._job.model.name!r}; "
+                f"no prefill and decode are ready for the model {self._request.model.name!r}; "
                 "see `kvcommons status`",
                 retry_after_ms=2000,
             )
@@ -183,7 +185,7 @@ class Attempt:
                 match event.WhichOneof("event"):
                     case "tokens":
                         length += len(event.tokens.tokens)
-                        self._fleet.occupancy.grow(reservation, blocks_of(self._job.model, length))
+                        self._fleet.occupancy.grow(reservation, blocks_of(self._request.model, length))
                         self._emit(ev.Tokens(tokens=tuple(event.tokens.tokens), **at))
                     case "reserved":
                         self._targets = event.reserved.placements
@@ -215,7 +217,7 @@ class Attempt:
             remote=sum(blocks[1:]),
             epoch=reserved.placements[0].epoch if reserved.placements else 0,
         )
-        self._queues.reserved(self._ticket, self._job.model)
+        self._queues.reserved(self._ticket, self._request.model)
 
     async def _prefill(self, push_from_block: int) -> None:
         at = {"choice": self._choice.index, "attempt": self._number}
@@ -248,16 +250,16 @@ class Attempt:
         """The same for decode and for prefill."""
         return common_pb2.Job(
             request_id=self._id,
-            session_id=self._job.session_id,
-            tenant=self._job.tenant,
-            salt=self._job.salt,
-            model=self._job.model.fingerprint,
+            session_id=self._request.session_id,
+            tenant=self._request.tenant,
+            salt=self._request.salt,
+            model=self._request.model.fingerprint,
             tokens=self._tokens,
             prompt_tokens=len(self._choice.prompt),
             max_position=self._choice.max_position,
             sampling=self._choice.sampling,
             history=self._history,
-            no_reuse=not self._job.reuse,
+            no_reuse=not self._request.reuse,
             truncated=self._truncated,
         )
 
@@ -267,9 +269,9 @@ class Attempt:
         if store is None:
             return common_pb2.History()
         matched = 0
-        if self._job.reuse:
+        if self._request.reuse:
             stored = await stored_blocks(
-                self._fleet, self._job.model, self._block_ids, timeout_s=self._remaining_s()
+                self._fleet, self._request.model, self._block_ids, timeout_s=self._remaining_s()
             )
             matched = stored or 0
         return common_pb2.History(
@@ -278,7 +280,7 @@ class Attempt:
 
     async def _make_history(self) -> None:
         """Behind a truncation, what was computed before it can only be found, or made by a replay."""
-        context = self._job.context
+        context = self._request.context
         if context is None or self._history.matched_blocks >= context.now.since_block:
             return
         pair = self._place()
@@ -288,7 +290,7 @@ class Attempt:
                 pair.prefill,
                 self._message(),
                 context,
-                self._job.model,
+                self._request.model,
                 timeout_s=self._remaining_s(),
             )
         except KVCommonsError as error:
@@ -307,7 +309,7 @@ class Attempt:
             self._fleet.suspect(instance_id)
 
     def _remaining_s(self) -> float:
-        return max(self._job.deadline_s - self._clock(), _CALL_S_MIN)
+        return max(self._request.deadline_s - self._clock(), _CALL_S_MIN)
 
 
 def _unreached(error: KVCommonsError) -> bool:

@@ -44,7 +44,7 @@ from services.router.capacity.queue import Ticket
 from services.router.capacity.queues import CapacityQueues
 from services.router.fleet.fleet import Fleet
 from services.router.turn import events as ev
-from services.router.turn.attempt import Attempt, JobContext
+from services.router.turn.attempt import Attempt, RequestContext
 from services.router.turn.turn import Turn
 
 _TICK_S = 1.0
@@ -61,14 +61,14 @@ class Dispatch:
         self._lingering: set[asyncio.Task[None]] = set()
 
     async def run(
-        self, turn: Turn, job: JobContext, *, lost: Callable[[], KVCommonsError | None]
+        self, turn: Turn, request: RequestContext, *, lost: Callable[[], KVCommonsError | None]
     ) -> AsyncGenerator[list[ev.Delta], None]:
         """Yields what the client may see, as it comes; returns when all choices have finished.
 
         `lost` says why the turn may not go on (its session's lease was lost). Close the generator to cancel
         the turn: both calls of each attempt end. Raises the turn's error, or DeadlineExceeded.
         """
-        run = _Run(turn, job, self._fleet, self.queues, next(self._requests), self._clock)
+        run = _Run(turn, request, self._fleet, self.queues, next(self._requests), self._clock)
         try:
             run.carry_out(turn.begin())
             while not turn.done:
@@ -99,7 +99,7 @@ class _Run:
     def __init__(
         self,
         turn: Turn,
-        job: JobContext,
+        request: RequestContext,
         fleet: Fleet,
         queues: CapacityQueues,
         number: int,
@@ -107,7 +107,7 @@ class _Run:
     ) -> None:
         """`number`: of requests as the job queue let them start: their order where they wait for room."""
         self._turn = turn
-        self._job = job
+        self._request = request
         self._fleet = fleet
         self._queues = queues
         self._number = number
@@ -126,12 +126,12 @@ class _Run:
         """Waits for events, or for the next tick, and gives what they let the client see, one delta a
         choice."""
         now_s = self._clock()
-        if now_s >= self._job.deadline_s:
+        if now_s >= self._request.deadline_s:
             late = DeadlineExceeded("the request's deadline passed before its answer was complete")
             raise self._turn.waits_for or late
         if not self._events:
             try:
-                async with asyncio.timeout(max(0.0, min(self._tick_s, self._job.deadline_s) - now_s)):
+                async with asyncio.timeout(max(0.0, min(self._tick_s, self._request.deadline_s) - now_s)):
                     await self._wake.wait()
             except TimeoutError:
                 pass
@@ -178,7 +178,7 @@ class _Run:
             attempt.close()
         self._attempts.clear()
         for ticket in self._tickets.values():
-            self._queues.leave(ticket, self._job.model)
+            self._queues.leave(ticket, self._request.model)
         lingering, self._lingering = self._lingering, []
         return lingering
 
@@ -187,13 +187,13 @@ class _Run:
         tokens = choice.tokens
         chain = self._chains.get(index)
         if chain is None:
-            chain = self._chains[index] = self._job.chain()
+            chain = self._chains[index] = self._request.chain()
         chain.extend(tokens[chain.tokens :])
         now_s = self._clock()
         ticket = self._tickets.setdefault(index, Ticket(order=(self._number, index)))
         self._avoid = {instance: until for instance, until in self._avoid.items() if until > now_s}
         self._attempts[index] = Attempt(
-            job=self._job,
+            request=self._request,
             choice=choice,
             block_ids=chain.ids,
             fleet=self._fleet,
@@ -211,7 +211,7 @@ class _Run:
         attempt.close()
         if not attempt.refused:
             # Not used again: the attempt that had it may still be about to end.
-            self._queues.leave(self._tickets.pop(action.choice), self._job.model)
+            self._queues.leave(self._tickets.pop(action.choice), self._request.model)
         until_s = self._clock() + _AVOID_S
         self._avoid.update(dict.fromkeys(attempt.failed_ids, until_s))
 

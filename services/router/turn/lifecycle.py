@@ -44,7 +44,7 @@ from services.router.sessions.truncation import (
 from services.router.sessions.turn import SessionTurn
 from services.router.turn import events as ev
 from services.router.turn.answer_text import Shown
-from services.router.turn.attempt import JobContext
+from services.router.turn.attempt import RequestContext
 from services.router.turn.choice import Patience
 from services.router.turn.plan import max_tokens_of, messages_of, plan_turn, prompts_of
 from services.router.turn.turn import Turn
@@ -136,7 +136,8 @@ class RequestLifecycle:
             cost=len(self.turn.choices), deadline_s=deadline_s, prefix=self._prefix
         ) as waited_s:
             self._times.queued_s = waited_s
-            running = self._serving.dispatch.run(self.turn, self._job(deadline_s), lost=self._lost)
+            context = self._request_context(deadline_s)
+            running = self._serving.dispatch.run(self.turn, context, lost=self._lost)
             async with aclosing(running):
                 async for deltas in running:
                     self._observe(deltas, clock())
@@ -283,10 +284,10 @@ class RequestLifecycle:
         )
         self.shown = [[] for _ in self.turn.choices]
 
-    def _job(self, deadline_s: float) -> JobContext:
+    def _request_context(self, deadline_s: float) -> RequestContext:
         # Choices of one request, and turns of one session, are best served where their KV lies already.
         together = self.turn_id if len(self.turn.choices) > 1 else ""
-        return JobContext(
+        return RequestContext(
             turn_id=self.turn_id,
             session_id=self._session_id,
             tenant=self._tenant.name,

@@ -11,7 +11,7 @@ from kvcommons.errors import ContextLengthExceeded
 from kvcommons.pb.common_pb2 import ModelInfo
 from kvcommons.pb.ledger_pb2 import HeadPart, Instance, Load
 from services.router.fleet.fleet import Fleet
-from services.router.fleet.placement import Pair, capacity_blocks, choose_pair, served_models, unfit_pools
+from services.router.fleet.pairing import Pair, capacity_blocks, choose_pair, served_models, unfit_pools
 
 MODEL = b"m" * 32
 
