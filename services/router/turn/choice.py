@@ -1,8 +1,9 @@
 """One choice of a turn: a state machine without I/O, from its prompt to its finish reason over any failures.
 
-    idle -> opening -> computing -> streaming -> done
-              ^_____________|___________|         (an attempt fails: the next one begins with prompt +
-              generated)
+    idle -> running -> finished, failed
+              |  ^
+              v  |
+            retrying    (an attempt failed: the next one begins with prompt + generated)
 
 Tokens are known by their position, so that one heard twice (from prefill and from decode, or after a
 resumption) counts once, and one that comes early waits for those before it. Decode's stream may overtake
@@ -12,7 +13,8 @@ is held as long as a silent stream is waited for, for it would otherwise come wi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from enum import Enum, auto
 
 from kvcommons.errors import (
     Conflict,
@@ -66,9 +68,44 @@ class Reuse:
     load_wait_us: int
 
 
+class ChoiceState(Enum):
+    """Of a choice."""
+
+    IDLE = auto()
+    RUNNING = auto()  # an attempt is under way
+    RETRYING = auto()  # an attempt was given up, and the next one has not begun
+    FINISHED = auto()  # with `finish_reason`
+    FAILED = auto()  # with `error`
+
+
+class _Prefill(Enum):
+    """How far prefill's job is in an attempt."""
+
+    QUEUED = auto()
+    COMPUTING = auto()
+    DONE = auto()  # it has given its token
+
+
+@dataclass(slots=True, kw_only=True)
+class _Attempt:
+    """What is known of one attempt."""
+
+    number: int
+    holds: bool  # until prefill's account: what decode sends is kept, and not given out
+    prefill: _Prefill = _Prefill.QUEUED
+    decode_computes: bool = False  # the prompt, without prefill
+    streaming: bool = False  # decode has sent a token
+    missing: int | None = None  # what prefill has to push from, once it is done with its job
+    early: dict[int, pb.SampledToken] = field(default_factory=dict)
+    held_s: float | None = None  # since when there is something that is held
+    end: str | None = None  # decode's reason, held like its tokens
+    account_lost: bool = False  # prefill's call failed, or hangs
+    heard_s: float | None = None  # the last word of decode, or prefill's token
+
+
 class Choice:
-    """Events in (`start`, `handle`, `tick`), actions out. Ended when `finish_reason` or `error` is set; done
-    when it has finished and prefill's account is there, or lost."""
+    """Events in (`start`, `handle`, `tick`), actions out. Done when it has finished and prefill's account is
+    there, or lost."""
 
     def __init__(
         self,
@@ -94,20 +131,9 @@ class Choice:
         self.resumptions = 0  # how often tokens came again after a failure
         self.waits_for: KVCommonsError | None = None  # what its last attempt failed of, until the next token
         self._patience = patience
-        self._attempt = 0
-        self._streaming = False  # decode has sent a token in this attempt
-        self._computing = False  # prefill has begun in this attempt
-        self._prefilled = False  # prefill has given its token in this attempt
-        self._decode_computes = False  # its prompt, in this attempt
-        self._missing: int | None = None  # what prefill has to push from, once it is done with this job
-        self._waiting = False  # this attempt was given up, the next one has not begun
-        self._early: dict[int, pb.SampledToken] = {}
-        self._holds = False  # until prefill's account: what decode sends is kept, and not given out
-        self._held_s: float | None = None  # since when there is something that is held
-        self._end: str | None = None  # decode's reason, held like its tokens
-        self._account_lost = False  # prefill's call of this attempt failed, or hangs
+        self._state = ChoiceState.IDLE
+        self._now = _Attempt(number=0, holds=True)  # the attempt under way, or the last one
         self._finished_s: float | None = None
-        self._heard_s: float | None = None  # the last word of decode, or prefill's token, in this attempt
         self._stuck_s: float | None = None  # since when attempts fail without a new token
         self._failures = 0
         self._strikes = 0
@@ -119,65 +145,54 @@ class Choice:
 
     @property
     def ended(self) -> bool:
-        return self.finish_reason is not None or self.error is not None
+        return self._state in (ChoiceState.FINISHED, ChoiceState.FAILED)
 
     @property
     def done(self) -> bool:
         """There is nothing more to wait for."""
-        return self.finish_reason is not None and (self.reuse is not None or self._account_lost)
+        return self._state is ChoiceState.FINISHED and (self.reuse is not None or self._now.account_lost)
 
     @property
     def attempt(self) -> int:
         """Number of the attempt under way, from 1; 0 before the first."""
-        return self._attempt
+        return self._now.number
 
     @property
     def _runs(self) -> bool:
-        """The attempt under way goes on."""
-        return not self.ended and not self._waiting
+        return self._state is ChoiceState.RUNNING
 
     def start(self) -> list[ev.Action]:
         """Begins the next attempt."""
-        self._attempt += 1
-        self._streaming = False
-        self._computing = False
-        self._prefilled = False
-        self._decode_computes = False
-        self._missing = None
-        self._waiting = False
-        self._early.clear()
-        self._holds = self.reuse is None
-        self._held_s = None
-        self._end = None
-        self._account_lost = False
-        self._heard_s = None
-        return [ev.Start(choice=self.index, attempt=self._attempt)]
+        self._state = ChoiceState.RUNNING
+        self._now = _Attempt(number=self.attempt + 1, holds=self.reuse is None)
+        return [ev.Start(choice=self.index, attempt=self.attempt)]
 
     def handle(self, event: ev.Event, now_s: float) -> list[ev.Action]:
         """What follows from an event; nothing if it comes from an attempt that was given up."""
-        if event.attempt != self._attempt or self._waiting != isinstance(event, ev.RetryDue):
+        retrying = self._state is ChoiceState.RETRYING
+        if event.attempt != self.attempt or retrying != isinstance(event, ev.RetryDue):
             return []
         if self.ended:
             return self._accounted(event)
         match event:
             case ev.Reserved():
-                self._decode_computes = event.computes
+                self._now.decode_computes = event.computes
                 return [] if event.computes else [self._compute(event.push_from_block)]
             case ev.Missing():
                 return self._lacks(event.push_from_block)
             case ev.PrefillStarted():
-                self._computing = True
+                self._now.prefill = _Prefill.COMPUTING
                 return []
             case ev.First():
                 return self._first(event, now_s)
             case ev.Tokens():
-                self._streaming = True
+                self._now.streaming = True
                 self._keep(event.tokens, now_s)
-                return [] if self._holds else self._give_out(now_s)
+                return [] if self._now.holds else self._give_out(now_s)
             case ev.Finished():
                 self._keep((), now_s)
-                self._end = event.reason
-                return [] if self._holds else self._give_out(now_s)
+                self._now.end = event.reason
+                return [] if self._now.holds else self._give_out(now_s)
             case ev.PrefillFailed():
                 return self._prefill_failed(event.error, now_s)
             case ev.DecodeFailed():
@@ -199,15 +214,15 @@ class Choice:
         """Call it about once a second: finds a stream that is silent though its sequence runs, and a prefill
         that does not say what it reused."""
         if self._finished_s is not None and not self.done:
-            self._account_lost = now_s - self._finished_s >= self._patience.stall_s
+            self._now.account_lost = now_s - self._finished_s >= self._patience.stall_s
             return self._leave()
-        if self.ended or self._heard_s is None:
+        if not self._runs or self._now.heard_s is None:
             return []
         actions: list[ev.Action] = []
-        if self._holds and self._held_s is not None and now_s - self._held_s >= _ACCOUNT_S:
+        if self._now.holds and self._now.held_s is not None and now_s - self._now.held_s >= _ACCOUNT_S:
             actions = self._give_out(now_s)
-        decodes = self._runs and self._end is None
-        if not decodes or now_s - self._heard_s < self._patience.stall_s:
+        decodes = self._runs and self._now.end is None
+        if not decodes or now_s - self._now.heard_s < self._patience.stall_s:
             return actions
         silent = Unavailable(f"decode sent no token for {self._patience.stall_s:g} s")
         return actions + self._failed(silent, now_s)
@@ -216,29 +231,29 @@ class Choice:
         """Ends the choice with an error, from outside (a deadline, a sibling's failure)."""
         if self.ended:
             return []
-        self.error = error
-        return [ev.Release(choice=self.index, attempt=self._attempt)]
+        self._state, self.error = ChoiceState.FAILED, error
+        return [ev.Release(choice=self.index, attempt=self.attempt)]
 
     def _compute(self, push_from_block: int) -> ev.Action:
-        return ev.Compute(choice=self.index, attempt=self._attempt, push_from_block=push_from_block)
+        return ev.Compute(choice=self.index, attempt=self.attempt, push_from_block=push_from_block)
 
     def _lacks(self, push_from_block: int) -> list[ev.Action]:
         """Prefill pushes the rest in a second job, which costs it little, for the KV is in its memory by
         then; the first one still gives its token, and a true account of what was cached."""
-        if self._prefilled or self._decode_computes:
-            self._decode_computes = False
+        if self._now.prefill is _Prefill.DONE or self._now.decode_computes:
+            self._now.decode_computes = False
             return [self._compute(push_from_block)]
-        self._missing = push_from_block
+        self._now.missing = push_from_block
         return []
 
     def _first(self, event: ev.First, now_s: float) -> list[ev.Action]:
-        self._prefilled = True
+        self._now.prefill = _Prefill.DONE
         self._account(event)
         self._keep((event.token,), now_s)
         actions = self._give_out(now_s)
-        if self._missing is not None and self._runs:
-            actions.append(self._compute(self._missing))
-            self._missing = None
+        if self._now.missing is not None and self._runs:
+            actions.append(self._compute(self._now.missing))
+            self._now.missing = None
         return actions
 
     def _account(self, event: ev.First) -> None:
@@ -254,35 +269,35 @@ class Choice:
 
     def _accounted(self, event: ev.Event) -> list[ev.Action]:
         """The answer is whole, and only prefill's word may be missing."""
-        if self.finish_reason is None or self.done:
+        if self._state is ChoiceState.FAILED or self.done:
             return []
         if isinstance(event, ev.First):
             self._account(event)
         elif isinstance(event, ev.PrefillFailed):
-            self._account_lost = True
+            self._now.account_lost = True
         return self._leave()
 
     def _prefill_failed(self, error: KVCommonsError, now_s: float) -> list[ev.Action]:
         """Once decode streams without a gap, the end of prefill's call is of no interest."""
-        self._account_lost = True
+        self._now.account_lost = True
         actions = self._give_out(now_s)
-        streams = self._streaming and not self._early
+        streams = self._now.streaming and not self._now.early
         return actions + self._failed(error, now_s) if self._runs and not streams else actions
 
     def _keep(self, tokens: Sequence[pb.SampledToken], now_s: float) -> None:
-        self._heard_s = now_s
-        if self._held_s is None:
-            self._held_s = now_s
+        self._now.heard_s = now_s
+        if self._now.held_s is None:
+            self._now.held_s = now_s
         for token in tokens:
             if token.position >= len(self.prompt) + len(self.answer.tokens):
-                self._early[token.position] = token
+                self._now.early[token.position] = token
 
     def _give_out(self, now_s: float) -> list[ev.Action]:
         """What was kept, and from here on whatever comes in this attempt."""
-        self._holds = False
+        self._now.holds = False
         actions = self._take(now_s)
-        if self._end is not None and not self.ended:
-            actions += self._finished(self._end, now_s)
+        if self._now.end is not None and not self.ended:
+            actions += self._finished(self._now.end, now_s)
         return actions
 
     def _take(self, now_s: float) -> list[ev.Action]:
@@ -291,7 +306,7 @@ class Choice:
         shown: list[Shown] = []
         while not self.ended:
             position = len(self.prompt) + len(self.answer.tokens)
-            token = self._early.pop(position, None)
+            token = self._now.early.pop(position, None)
             if token is None:
                 break
             self._progress(now_s)
@@ -300,35 +315,35 @@ class Choice:
                 piece = _joined(piece, self.answer.end("length"))
             text.append(piece.text)
             shown.extend(piece.tokens)
-            self.finish_reason = piece.reason
-        actions = self._delta("".join(text), shown)
-        if self.finish_reason is not None:
-            self._finished_s = now_s
-            actions += self._leave()
-        return actions
+            if piece.reason is not None:
+                self._finish(piece.reason, now_s)
+        return self._delta("".join(text), shown) + self._leave()
 
     def _finished(self, reason: str, now_s: float) -> list[ev.Action]:
-        if reason not in ("stop", "length") or self._early or not self.answer.tokens:
+        if reason not in ("stop", "length") or self._now.early or not self.answer.tokens:
             return self._failed(
                 Unavailable(f"decode ended with {reason!r} before all of its tokens came"), now_s
             )
         piece = self.answer.end(reason)
-        self.finish_reason = piece.reason
-        self._finished_s = now_s
+        assert piece.reason is not None
+        self._finish(piece.reason, now_s)
         return self._delta(piece.text, piece.tokens)
+
+    def _finish(self, reason: str, now_s: float) -> None:
+        self._state, self.finish_reason, self._finished_s = ChoiceState.FINISHED, reason, now_s
 
     def _leave(self) -> list[ev.Action]:
         """The end of the attempt, once it is done."""
         if not self.done:
             return []
         if len(self.answer.kept) == len(self.answer.tokens):
-            return [ev.Linger(choice=self.index, attempt=self._attempt)]
-        return [ev.Release(choice=self.index, attempt=self._attempt)]  # a stop string: decode goes on
+            return [ev.Linger(choice=self.index, attempt=self.attempt)]
+        return [ev.Release(choice=self.index, attempt=self.attempt)]  # a stop string: decode goes on
 
     def _delta(self, text: str, tokens: Sequence[Shown]) -> list[ev.Action]:
         if not text and not tokens:
             return []
-        return [ev.Delta(choice=self.index, attempt=self._attempt, text=text, tokens=tuple(tokens))]
+        return [ev.Delta(choice=self.index, attempt=self.attempt, text=text, tokens=tuple(tokens))]
 
     def _progress(self, now_s: float) -> None:
         self.waits_for = None
@@ -347,15 +362,15 @@ class Choice:
 
     def _failed(self, error: KVCommonsError, now_s: float) -> list[ev.Action]:
         self._stuck_s = now_s if self._stuck_s is None else self._stuck_s
-        self._strikes += self._computing
+        self._strikes += self._now.prefill is not _Prefill.QUEUED
         if not isinstance(error, DeadlineExceeded):  # which says nothing of why
             self.waits_for = error
         full = isinstance(error, Overloaded)
         stuck = now_s - self._stuck_s >= self._patience.resume_s and not full
         exhausted = stuck or self._strikes >= self._patience.strikes
         if exhausted or isinstance(error, _FINAL):
-            self.error = error
-            return [ev.Release(choice=self.index, attempt=self._attempt)]
+            self._state, self.error = ChoiceState.FAILED, error
+            return [ev.Release(choice=self.index, attempt=self.attempt)]
         delay_s = 0.0
         if self._failures > 0 or full:
             delay_s = min(_RETRY_DELAY_S_MIN * 2.0**self._failures, _RETRY_DELAY_S_MAX)
@@ -363,9 +378,8 @@ class Choice:
         return self._again(delay_s)
 
     def _again(self, delay_s: float) -> list[ev.Action]:
-        self._waiting = True
-        self._heard_s = None
-        at = {"choice": self.index, "attempt": self._attempt}
+        self._state = ChoiceState.RETRYING
+        at = {"choice": self.index, "attempt": self.attempt}
         return [ev.Release(**at), ev.Retry(**at, delay_s=delay_s)]
 
 
