@@ -281,11 +281,19 @@ def test_without_a_compiler_torch_computes_and_a_warning_says_so_once(
         library._load.cache_clear()
 
 
+def quick_compiler(folder: Path, before: str = "") -> str:
+    """One that does not optimize: what comes out is loaded only. `before` is what its script does first."""
+    compiler = folder / "quick-c++"
+    compiler.write_text(f'#!/bin/sh\n{before}\nexec c++ "$@" -O0\n')
+    compiler.chmod(0o755)
+    return str(compiler)
+
+
 def test_processes_that_start_at_once_compile_one_library(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """In the cache, where the package's folder cannot be written to."""
-    environ = {"PATH": os.environ["PATH"]}
+    environ = {"PATH": os.environ["PATH"], "CXX": quick_compiler(tmp_path)}
     monkeypatch.setattr(build, "folders", lambda _: [Path("/dev/null/package"), tmp_path / "cache"])
     built: list[Path] = []
     workers = [threading.Thread(target=lambda: built.append(build.find_or_build(environ))) for _ in range(3)]
@@ -349,10 +357,8 @@ def test_a_row_that_sees_minus_infinity_alone_is_empty(variant: str) -> None:
 
 def test_an_assembler_without_an_instruction_costs_its_variant_alone(tmp_path: Path) -> None:
     """A compiler that refuses what an older assembler does not know."""
-    compiler = tmp_path / "old-c++"
-    compiler.write_text('#!/bin/sh\ncase "$*" in *KVC_PAIRS*) exit 1;; esac\nexec c++ "$@"\n')
-    compiler.chmod(0o755)
-    environ = {"PATH": os.environ["PATH"], "CXX": str(compiler), "XDG_CACHE_HOME": str(tmp_path)}
+    compiler = quick_compiler(tmp_path, 'case "$*" in *KVC_PAIRS*) exit 1;; esac')
+    environ = {"PATH": os.environ["PATH"], "CXX": compiler, "XDG_CACHE_HOME": str(tmp_path)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "SOURCES", sources(tmp_path))
         built = build.find_or_build(environ)
