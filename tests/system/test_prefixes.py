@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
+
+import pytest
 
 from devstack.rest import RestClient, Turn
 from tests.system.conftest import FLOAT32
@@ -19,8 +21,8 @@ def say(client: RestClient, text: str, session: str | None) -> Turn:
     return client.say(text, session, max_tokens=4, temperature=0.0, ignore_eos=True)
 
 
-def waiting(stack: Stack) -> int:
-    found: int = stack.client.get("/v1/status")["queue"]["waiting"]
+def waiting(client: RestClient) -> int:
+    found: int = client.get("/v1/status")["queue"]["waiting"]
     return found
 
 
@@ -29,69 +31,76 @@ def full(turn: Turn) -> int:
     return (turn.prompt_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
 
-def test_requests_sessions_and_forks_share_and_tenants_do_not(tmp_path: Path) -> None:
-    keys, secret = tmp_path / "keys", tmp_path / "secret"
+@pytest.fixture(scope="module")
+def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """Alice and Bob have keys. One job runs at a time, and prefill has room for one long prefix."""
+    folder = tmp_path_factory.mktemp("keyed")
+    keys, secret = folder / "keys", folder / "secret"
     keys.write_text("alice key-of-alice\nbob key-of-bob\n")
     secret.write_bytes(b"sixteen bytes or more of secret")
-    router = {"api_keys": str(keys), "secret_file": str(secret)}
-    stack = Stack(tmp_path, tables={**FLOAT32, "router": router})
+    router = {
+        "api_keys": str(keys), "secret_file": str(secret), "policy": "bounded_fpf", "max_running": 1,
+    }  # fmt: skip
+    room = {**FLOAT32["prefill"], "capacity_tokens": 24 * BLOCK_TOKENS}
+    stack = Stack(folder, tables={**FLOAT32, "prefill": room, "router": router})
     with stack:
-        alice = RestClient(stack.url, api_key="key-of-alice")
-        bob = RestClient(stack.url, api_key="key-of-bob")
-        cold = say(alice, TEXT, None)
-        assert cold.cached_tokens == 0
-        assert full(cold) >= 4 * BLOCK_TOKENS
-        stack.until(
-            lambda: not scrape(stack, "kvstore").value("kvcommons_block_pending_writes"), 10.0, "not saved"
-        )
-
-        # Another tenant's store calls, device hits and answer are those of a text that nobody ever had.
-        before = scrape(stack, "kvstore")
-        foreign = say(bob, TEXT, None)
-        after = scrape(stack, "kvstore")
-        assert (foreign.cached_tokens, foreign.timings["device_tokens"]) == (0, 0)
-        for tier in ("dram", "disk"):
-            name = "kvcommons_block_hits_total"
-            assert after.value(name, tier=tier) == before.value(name, tier=tier)
-        assert foreign.text == cold.text  # greedy, in float32: the same tokens, computed twice
-
-        # Stateless, in a session, in its fork, and in part: each finds what the others left.
-        assert say(alice, TEXT, None).cached_tokens == full(cold)
-        assert say(alice, TEXT, "s").cached_tokens == full(cold)
-        alice.post("/v1/sessions/s/fork", {"id": "f"})
-        left, right = say(alice, "Who sleeps?", "s"), say(alice, "Where is the mill?", "f")
-        assert left.cached_tokens >= full(cold)
-        assert right.cached_tokens >= full(cold)
-        part = say(alice, TEXT[: len(TEXT) // 2] + "And then?", None)
-        assert 0 < part.cached_tokens <= full(cold) // 2 + BLOCK_TOKENS
-
-        # A session that is deleted takes nothing from those that share with it.
-        alice.delete_session("s")
-        assert say(alice, "And who is awake?", "f").cached_tokens >= full(right)
-        assert say(bob, TEXT, None).cached_tokens == full(cold)  # his own by now
+        yield stack
     stack.assert_gone()
 
 
-def test_the_order_of_the_queue_reaches_the_memory_of_prefill(tmp_path: Path) -> None:
+def test_requests_sessions_and_forks_share_and_tenants_do_not(keyed: Stack) -> None:
+    alice = RestClient(keyed.url, api_key="key-of-alice")
+    bob = RestClient(keyed.url, api_key="key-of-bob")
+    cold = say(alice, TEXT, None)
+    assert cold.cached_tokens == 0
+    assert full(cold) >= 4 * BLOCK_TOKENS
+    keyed.until(
+        lambda: not scrape(keyed, "kvstore").value("kvcommons_block_pending_writes"), 10.0, "not saved"
+    )
+
+    # Another tenant's store calls, device hits and answer are those of a text that nobody ever had.
+    before = scrape(keyed, "kvstore")
+    foreign = say(bob, TEXT, None)
+    after = scrape(keyed, "kvstore")
+    assert (foreign.cached_tokens, foreign.timings["device_tokens"]) == (0, 0)
+    for tier in ("dram", "disk"):
+        name = "kvcommons_block_hits_total"
+        assert after.value(name, tier=tier) == before.value(name, tier=tier)
+    assert foreign.text == cold.text  # greedy, in float32: the same tokens, computed twice
+
+    # Stateless, in a session, in its fork, and in part: each finds what the others left.
+    assert say(alice, TEXT, None).cached_tokens == full(cold)
+    assert say(alice, TEXT, "s").cached_tokens == full(cold)
+    alice.post("/v1/sessions/s/fork", {"id": "f"})
+    left, right = say(alice, "Who sleeps?", "s"), say(alice, "Where is the mill?", "f")
+    assert left.cached_tokens >= full(cold)
+    assert right.cached_tokens >= full(cold)
+    part = say(alice, TEXT[: len(TEXT) // 2] + "And then?", None)
+    assert 0 < part.cached_tokens <= full(cold) // 2 + BLOCK_TOKENS
+
+    # A session that is deleted takes nothing from those that share with it.
+    alice.delete_session("s")
+    assert say(alice, "And who is awake?", "f").cached_tokens >= full(right)
+    assert say(bob, TEXT, None).cached_tokens == full(cold)  # his own by now
+
+
+def test_the_order_of_the_queue_reaches_the_memory_of_prefill(keyed: Stack) -> None:
     """Two prefixes by turns, and room for one: first come, first served finds none of them there. By groups,
     each is brought there once, for all that wait for it."""
     rng = random.Random(7)
     prefixes = [[rng.randrange(100, 1000) for _ in range(16 * BLOCK_TOKENS)] for _ in range(2)]
     prompts = [[*prefixes[number % 2], 100 + number] for number in range(6)]
-    room = {**FLOAT32["prefill"], "capacity_tokens": 24 * BLOCK_TOKENS}
-    router = {"policy": "bounded_fpf", "max_running": 1}
-    stack = Stack(tmp_path, tables={**FLOAT32, "prefill": room, "router": router})
-    with stack, ThreadPoolExecutor(max_workers=len(prompts) + 1) as pool:
-        long = pool.submit(stack.client.say, "Tell me a story.", None, max_tokens=400, ignore_eos=True)
-        stack.until(lambda: stack.client.get("/v1/status")["queue"]["running"] == 1, 5.0, "nothing runs")
+    client = RestClient(keyed.url, api_key="key-of-alice")
+    with ThreadPoolExecutor(max_workers=len(prompts) + 1) as pool:
+        long = pool.submit(client.say, "Tell me a story.", None, max_tokens=400, ignore_eos=True)
+        keyed.until(lambda: client.get("/v1/status")["queue"]["running"] == 1, 5.0, "nothing runs")
         answers = []
         for prompt in prompts:  # one after the other, so that they come by turns
-            answers.append(pool.submit(stack.client.complete, prompt, max_tokens=1, ignore_eos=True))
-            stack.until(lambda: waiting(stack) == len(answers), 5.0, "not queued")
+            answers.append(pool.submit(client.complete, prompt, max_tokens=1, ignore_eos=True))
+            keyed.until(lambda: waiting(client) == len(answers), 5.0, "not queued")
         assert not long.done(), "the queue moved before all had come"
         told = [answer.result() for answer in answers]
     found = [timings["device_tokens"] for _, timings in told]
     whole = 16 * BLOCK_TOKENS
     assert found == [0, 0, whole, whole, whole, whole]
     assert [usage["prompt_tokens_details"]["cached_tokens"] for usage, _ in told] == found
-    stack.assert_gone()
