@@ -118,21 +118,21 @@ def test_prefill_dies_while_it_computes(
         ),
     ],
 )
+@pytest.mark.parametrize("sampling", ["sampled", pytest.param("greedy", marks=pytest.mark.slow)])
 def test_borrowed_memory_dies_with_its_holder(
-    tmp_path: Path, slow_model: Path, tables: dict[str, dict[str, object]], at_piece: int
+    tmp_path: Path, slow_model: Path, tables: dict[str, dict[str, object]], at_piece: int, sampling: str
 ) -> None:
     stack = Stack(tmp_path, tables=tables, model=str(slow_model), attention_pool=2)
     with stack:
-        for name, parameters in SAMPLINGS.items():
-            expected, _ = stream(stack, f"calm-{name}", MESSAGE, reuse=False, **parameters)
-            victims = Victims(stack, "attention_pool")
-            turn, silence_s = stream(
-                stack, f"killed-{name}", MESSAGE, victims.kill_busy, at_piece=at_piece, **parameters
-            )
-            assert turn.text == expected.text
-            assert token_ids(stack, f"killed-{name}") == token_ids(stack, f"calm-{name}")
-            assert silence_s < DELAY_S_MAX
-            until_whole(stack, {"attention_pool": 2})
+        expected, _ = stream(stack, "calm", MESSAGE, reuse=False, **SAMPLINGS[sampling])
+        victims = Victims(stack, "attention_pool")
+        turn, silence_s = stream(
+            stack, "killed", MESSAGE, victims.kill_busy, at_piece=at_piece, **SAMPLINGS[sampling]
+        )
+        assert turn.text == expected.text
+        assert token_ids(stack, "killed") == token_ids(stack, "calm")
+        assert silence_s < DELAY_S_MAX
+        until_whole(stack, {"attention_pool": 2})
         stack.assert_no_block_is_held()
     stack.assert_gone()
 
