@@ -9,7 +9,7 @@ import time
 from ctypes import c_int32, c_int64, c_void_p
 from typing import Any
 
-from kvcommons.attention.native import library, structures
+from kvcommons.attention.native import library
 from kvcommons.attention.native.library import Kernel
 from kvcommons.attention.native.structures import STRUCTURES
 
@@ -41,7 +41,6 @@ class Library:
         self.kernel = kernel
         self.serves = library.serves  # whether layers over such KV can be the kernel's
         whole, at_once = kernel._library, ctypes.PyDLL(kernel._library._name)
-        structures.check(whole)
         self.serve: Any = whole.kvc_serve  # kvc_serving -> TransferOutcome
         self.take: Any = whole.kvc_take  # kvc_allowance, until_ns -> what `give` takes; 0: too late
         self.try_take: Any = at_once.kvc_take

@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvcommons.attention.native import build
+from kvcommons.attention.native import build, structures
+from kvcommons.attention.native.structures import STRUCTURES
 from kvcommons.backend.interface import Partial
 from kvcommons.errors import InvalidInput
 
@@ -26,34 +27,13 @@ _DIM_STEP, _DIM_MAX = 8, 256
 _DTYPES = (torch.bfloat16, torch.float32)
 
 
-class _Batch(ctypes.Structure):
-    """`kvc_batch` of attend.h."""
-
-    _fields_ = (
-        ("q", c_void_p), ("kv", c_void_p), ("tables", c_void_p), ("lengths", c_void_p),
-        ("first_positions", c_void_p), ("query_positions", c_void_p), ("out", c_void_p), ("lse", c_void_p),
-        ("scratch", c_void_p), ("parallel", c_void_p), ("q_row", c_int64), ("q_head", c_int64),
-        ("batch", c_int64), ("heads", c_int64), ("kv_heads", c_int64), ("dim", c_int64),
-        ("block_tokens", c_int64), ("table_width", c_int64), ("window", c_int64), ("threads", c_int64),
-        ("scale", c_float), ("q_is_bf16", c_int32), ("kv_is_bf16", c_int32), ("variant", c_int32),
-    )  # fmt: skip
-
-
-class _Merge(ctypes.Structure):
-    """`kvc_merge` of attend.h."""
-
-    _fields_ = (
-        ("outs", c_void_p), ("lses", c_void_p), ("out", c_void_p), ("lse", c_void_p), ("parallel", c_void_p),
-        ("parts", c_int64), ("rows", c_int64), ("dim", c_int64), ("threads", c_int64), ("variant", c_int32),
-    )  # fmt: skip
-
-
 class Kernel:
     """The library, with instruction sets up to `variant`. Thread-safe."""
 
     def __init__(self, path: Path, variant: str | None = None) -> None:
         """Raises OSError for a file that is no such library, InvalidInput for a variant that is not there."""
         self._library = ctypes.CDLL(str(path))
+        structures.check(self._library)
         self._library.kvc_variant_name.restype = c_char_p
         self._library.kvc_scratch_bytes.restype = c_int64
         self._library.kvc_read.restype = c_float
@@ -85,7 +65,7 @@ class Kernel:
         count = len(outs)
         out_pointers = (c_void_p * count)(*[part.data_ptr() for part in outs])
         lse_pointers = (c_void_p * count)(*[part.data_ptr() for part in lses])
-        call = _Merge(
+        call = STRUCTURES["kvc_merge"](
             ctypes.addressof(out_pointers), ctypes.addressof(lse_pointers), out.data_ptr(), lse.data_ptr(),
             self._parallel, count, lse.numel(), out.shape[-1], torch.get_num_threads(), self._index,
         )  # fmt: skip
@@ -119,7 +99,7 @@ class PagedBatch:
         self._kept = tables, columns
         first, row = columns.data_ptr(), columns.stride(0) * columns.element_size()
         _, _, kv_heads, block_tokens, dim = kv_shape
-        self._call = _Batch(
+        self._call = STRUCTURES["kvc_batch"](
             tables=tables.data_ptr(), lengths=first, first_positions=first + row,
             query_positions=first + 2 * row, parallel=kernel._parallel, batch=tables.shape[0],
             kv_heads=kv_heads, dim=dim, block_tokens=block_tokens, table_width=tables.shape[1],

@@ -4,55 +4,16 @@ over its rows, where torch's operators take a pass for each sign of the formula.
 
 from __future__ import annotations
 
-import ctypes
-from ctypes import byref, c_float, c_int32, c_int64, c_void_p
+from ctypes import byref
 
 import torch
 from torch import Tensor
 
 from kvcommons.attention.native.library import Kernel
+from kvcommons.attention.native.structures import STRUCTURES
 
 # Of a register of the plainest instruction set: rows are of whole ones, twice.
 _STEP = 8
-
-
-class _Norm(ctypes.Structure):
-    """`kvc_norm` of slices.h."""
-
-    _fields_ = (
-        ("x", c_void_p), ("added", c_void_p), ("weight", c_void_p), ("sum", c_void_p), ("out", c_void_p),
-        ("parallel", c_void_p), ("rows", c_int64), ("size", c_int64), ("threads", c_int64),
-        ("epsilon", c_float), ("is_bf16", c_int32), ("variant", c_int32),
-    )  # fmt: skip
-
-
-class _Rotation(ctypes.Structure):
-    """`kvc_rotation` of slices.h."""
-
-    _fields_ = (
-        ("x", c_void_p), ("cos", c_void_p), ("sin", c_void_p), ("out", c_void_p), ("parallel", c_void_p),
-        ("rows", c_int64), ("row", c_int64), ("heads", c_int64), ("dim", c_int64), ("threads", c_int64),
-        ("is_bf16", c_int32), ("variant", c_int32),
-    )  # fmt: skip
-
-
-class _Gate(ctypes.Structure):
-    """`kvc_gate` of slices.h."""
-
-    _fields_ = (
-        ("x", c_void_p), ("out", c_void_p), ("parallel", c_void_p), ("rows", c_int64), ("size", c_int64),
-        ("threads", c_int64), ("is_bf16", c_int32), ("variant", c_int32),
-    )  # fmt: skip
-
-
-class _Product(ctypes.Structure):
-    """`kvc_product` of slices.h."""
-
-    _fields_ = (
-        ("x", c_void_p), ("arranged", c_void_p), ("weight", c_void_p), ("bias", c_void_p), ("out", c_void_p),
-        ("parallel", c_void_p), ("count", c_int64), ("rows", c_int64), ("size", c_int64),
-        ("threads", c_int64), ("is_bf16", c_int32), ("variant", c_int32),
-    )  # fmt: skip
 
 
 def has_whole_registers(size: int) -> bool:
@@ -69,7 +30,7 @@ def norm(
     total = x if added is None else torch.empty_like(x)
     out = torch.empty_like(x)
     rows, size = x.shape
-    call = _Norm(
+    call = STRUCTURES["kvc_norm"](
         x.data_ptr(), None if added is None else added.data_ptr(), weight.data_ptr(), total.data_ptr(),
         out.data_ptr(), kernel._parallel, rows, size, torch.get_num_threads(), epsilon,
         x.dtype == torch.bfloat16, kernel._index,
@@ -85,7 +46,7 @@ def rotate(kernel: Kernel, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x.contiguous()
     cos, sin = cos.contiguous(), sin.contiguous()
     out = torch.empty((rows, heads, dim), dtype=x.dtype)
-    call = _Rotation(
+    call = STRUCTURES["kvc_rotation"](
         x.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr(), kernel._parallel, rows, x.stride(0),
         heads, dim, torch.get_num_threads(), x.dtype == torch.bfloat16, kernel._index,
     )  # fmt: skip
@@ -98,7 +59,7 @@ def gate(kernel: Kernel, mixed: Tensor) -> Tensor:
     mixed = mixed.contiguous()
     rows, size = mixed.shape[0], mixed.shape[1] // 2
     out = torch.empty((rows, size), dtype=mixed.dtype)
-    call = _Gate(
+    call = STRUCTURES["kvc_gate"](
         mixed.data_ptr(), out.data_ptr(), kernel._parallel, rows, size, torch.get_num_threads(),
         mixed.dtype == torch.bfloat16, kernel._index,
     )  # fmt: skip
@@ -112,7 +73,7 @@ def multiply(kernel: Kernel, x: Tensor, weight: Tensor, bias: Tensor | None) -> 
     wide = x.float().contiguous()
     arranged = torch.empty_like(wide)
     out = torch.empty((len(x), len(weight)), dtype=torch.bfloat16)
-    call = _Product(
+    call = STRUCTURES["kvc_product"](
         wide.data_ptr(), arranged.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(),
         out.data_ptr(), kernel._parallel, len(x), len(weight), x.shape[1], torch.get_num_threads(), 1,
         kernel._index,

@@ -15,7 +15,7 @@ from typing import Any
 
 from kvcommons.errors import Internal
 
-_HEADERS = ("attend.h", "exchange.h")
+_HEADERS = ("attend.h", "exchange.h", "slices.h")
 _NUMBERS: Mapping[str, Any] = MappingProxyType(
     {
         "int64_t": ctypes.c_int64,
