@@ -13,7 +13,7 @@ import grpc.aio
 
 from kvcommons.blockstore.loader import BlockLoader
 from kvcommons.blockstore.saver import BlockSaver
-from kvcommons.errors import DeadlineExceeded, InvalidInput
+from kvcommons.errors import DeadlineExceeded, InvalidInput, Loading
 from kvcommons.holder.copying import DataSource, copy_blocks
 from kvcommons.holder.holder import Holder
 from kvcommons.holder.segments import SegmentRef
@@ -43,18 +43,18 @@ class Stores(Protocol):
 
 
 class HolderService(rpc.HolderServicer):
-    """`loader` and `saver` are the owner process's; `close` leaves them open."""
+    """Answers Loading until it is given its holder: the block memory of a decode instance is made for a model
+    that takes a while to load."""
 
-    def __init__(self, holder: Holder, loader: BlockLoader, saver: BlockSaver, stores: Stores) -> None:
-        self._holder = holder
-        self._loader = loader
-        self._saver = saver
-        self._stores = stores
+    def __init__(self) -> None:
+        self._opened: Holder | None = None
         self._threads = ThreadPoolExecutor(_LOADS_MAX, thread_name_prefix="holder")
         self._sweep: asyncio.Task[None] | None = None
 
-    def start(self) -> None:
-        """Begins to reclaim what nobody renews. Call it on the event loop."""
+    def open(self, holder: Holder, loader: BlockLoader, saver: BlockSaver, stores: Stores) -> None:
+        """And begins to reclaim what nobody renews. Call it on the event loop. `loader` and `saver` are the
+        owner process's; `close` leaves them open."""
+        self._opened, self._loader, self._saver, self._stores = holder, loader, saver, stores
         self._sweep = asyncio.get_running_loop().create_task(self._expire(), name="leases")
 
     async def close(self) -> None:
@@ -89,7 +89,7 @@ class HolderService(rpc.HolderServicer):
         return pb.RenewReply(unknown=unknown)
 
     async def Load(self, request: pb.LoadRequest, context: _Context) -> pb.LoadReply:
-        if request.control_address:
+        if request.control_address and self._holder:
             self._stores.know(data_address=request.data_address, control_address=request.control_address)
         deadline = _deadline(context, _LOAD_S)
         return await self._on_thread(lambda: self._load(request, deadline))
@@ -150,6 +150,12 @@ class HolderService(rpc.HolderServicer):
         with self._holder.pinned([ref]) as (segment,):
             blocks = len(segment.blocks)
         return pb.AdoptReply(segment=pb.SegmentRef(handle=ref.handle, epoch=ref.epoch), blocks=blocks)
+
+    @property
+    def _holder(self) -> Holder:
+        if self._opened is None:
+            raise Loading("this instance is still loading its model", retry_after_ms=500)
+        return self._opened
 
     async def _parted(self, ref: SegmentRef, wait_s: float) -> None:
         """Waits for what is under way on trimmed blocks."""

@@ -43,7 +43,7 @@ class PoolParts:
             telemetry.instance_id, buffer_bytes=config.save_buffer_bytes, observer=asking
         )
         telemetry.registry.register(SaverCollector(self._saver))
-        self.service = HolderService(pool.holder, self._loader, self._saver, self._condemner)
+        self.service = HolderService()
         held = HolderData(pool.holder, tracer=telemetry.tracer)
         self.data_server = DataServer(
             config.data_plane.data_listen,
@@ -65,7 +65,7 @@ class PoolParts:
 
     def start(self) -> None:
         self.data_server.start()
-        self.service.start()
+        self.service.open(self.pool.holder, self._loader, self._saver, self._condemner)
 
     async def given_back(self, within_s: float) -> bool:
         """Lends no more, and waits until all that is lent has come back."""

@@ -45,7 +45,6 @@ from services.decode.borrowing.ledger_client import LedgerClient
 from services.decode.borrowing.loans import Loans
 from services.decode.borrowing.slowness import Slowness
 from services.decode.config import DecodeConfig
-from services.decode.lending import LendingService
 from services.decode.metrics import DecodeMetrics
 from services.decode.moving.evacuation import Evacuation
 from services.decode.moving.mover import Homecoming, Mover
@@ -62,9 +61,14 @@ class DecodeParts:
     """The engine and what it stands on, for a core that is loaded. Made on the event loop."""
 
     def __init__(
-        self, config: DecodeConfig, core: Core, process: Process, prefill_metrics: PrefillMetrics
+        self,
+        config: DecodeConfig,
+        core: Core,
+        process: Process,
+        lending: HolderService,
+        prefill_metrics: PrefillMetrics,
     ) -> None:
-        self.core = core
+        self.core, self._lending = core, lending
         instance_id, registry = process.instance_id, process.telemetry.registry
         core.allocator.observe = process.telemetry.observe
         self.condemner = Condemner()
@@ -85,7 +89,6 @@ class DecodeParts:
             instance_id=instance_id,
             lend_blocks_max=int(core.allocator.total * config.lend_share),
         )
-        self.holder_service = HolderService(self.holder, self.loader, self.saver, self.condemner)
         budget = AttentionBudget(
             config.tbt_objective_s, new_allowance(core.backend.attention.native_exchange)
         )
@@ -232,7 +235,7 @@ class DecodeParts:
             self.rotation.join(self.data_address)
         self.engine.start()
         self.data.start()
-        self.holder_service.start()
+        self._lending.open(self.holder, self.loader, self.saver, self.condemner)
         if self.rotation:
             self.rotation.start()
         for task in self.tasks:
@@ -248,7 +251,7 @@ class DecodeParts:
             await asyncio.to_thread(self.rotation.close, STOP_S)
         await asyncio.to_thread(self.data.stop, STOP_S)
         await self.loans.close()
-        await self.holder_service.close()
+        await self._lending.close()
         await asyncio.to_thread(self._close)
         await self.condemner.close()
 
@@ -298,7 +301,7 @@ async def serve(config: DecodeConfig, process: Process) -> None:
     server = RpcServer(config.node.listen, process.telemetry, call_deadline_s=config.node.call_deadline_s)
     service = DecodeService(max_sequences=config.max_sequences)
     server.add(decode_pb2_grpc.add_DecodeServicer_to_server, service)
-    lending = LendingService()
+    lending = HolderService()
     server.add(holder_pb2_grpc.add_HolderServicer_to_server, lending)
     debtor = DebtorService()
     server.add(holder_pb2_grpc.add_DebtorServicer_to_server, debtor)
@@ -341,10 +344,9 @@ async def serve(config: DecodeConfig, process: Process) -> None:
         heartbeat.start()
     try:
         core = await asyncio.to_thread(load_core, config.engine)
-        parts = DecodeParts(config, core, process, prefill_metrics)
+        parts = DecodeParts(config, core, process, lending, prefill_metrics)
         parts.start()
         service.open(core, parts.arrivals, parts.condemner)
-        lending.open(parts.holder_service)
         debtor.open(parts.participant)
         if prefill is not None and parts.prefill is not None:
             prefill.open(parts.prefill.intake)

@@ -142,7 +142,7 @@ async def embedded(
     )
     loader = BlockLoader(([] if corrupt is None else corrupt).append)
     saver = BlockSaver("holder-1", hold_s=1)
-    service = HolderService(holder, loader, saver, NoStores())
+    service = HolderService()
     name = f"control-{part.number}" if part is not None else "control"
     server = RpcServer(f"unix:{folder}/{name}", Telemetry.off("decode"))
     server.add(holder_pb2_grpc.add_HolderServicer_to_server, service)
@@ -160,7 +160,7 @@ async def embedded(
         servers[0] = serve()
 
     await server.start()
-    service.start()
+    service.open(holder, loader, saver, NoStores())
     try:
         address = servers[0].address
         yield Served(control=server.address, data=address, model=identity, holder=holder, again=again)

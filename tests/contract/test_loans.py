@@ -74,7 +74,8 @@ async def lending(folder: Path) -> AsyncIterator[tuple[Loans, Holder, Unheard]]:
         assert served.holder is not None
         saver = BlockSaver("holder-1", hold_s=1)
         loader = BlockLoader([].append)
-        service = Unheard(served.holder, loader, saver, NoStores())
+        service = Unheard()
+        service.open(served.holder, loader, saver, NoStores())
         server = RpcServer(f"unix:{folder}/unheard", Telemetry.off("decode"))
         server.add(holder_pb2_grpc.add_HolderServicer_to_server, service)
         ledger = RpcServer(f"unix:{folder}/ledger", Telemetry.off("ledger"))

@@ -84,7 +84,7 @@ class SimulatedHolderService(HolderService):
     """Copies blocks in over the world's data plane."""
 
     def __init__(self, instance: Instance) -> None:
-        super().__init__(instance.holder, cast(Any, None), cast(Any, None), cast(Any, None))
+        super().__init__()
         self._instance = instance
 
     async def CopyIn(self, request: holder_pb2.CopyInRequest, context: Any) -> holder_pb2.CopyInReply:
@@ -172,7 +172,8 @@ class Instance(Proc):
         self._holder_service = SimulatedHolderService(self)
         self._debtor_service = DebtorService()
         self._debtor_service.open(self.participant)
-        self.loop.run(self._holder_service.start)
+        nothing = cast(Any, None)
+        self.loop.run(lambda: self._holder_service.open(self.holder, nothing, nothing, nothing))
 
     def room(self) -> int:
         """Blocks that a sequence may take."""
