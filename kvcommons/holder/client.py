@@ -15,15 +15,14 @@ from typing import TYPE_CHECKING
 import grpc.aio
 
 from kvcommons.errors import KVCommonsError
-from kvcommons.holder.copying import read_blocks
+from kvcommons.holder.copying import read_blocks, write_request
 from kvcommons.holder.exchange import Recipient
 from kvcommons.holder.plan import PlanRow
 from kvcommons.holder.plan_connection import PlanPool
 from kvcommons.holder.segments import SegmentRef
-from kvcommons.pb import data_pb2, holder_pb2
+from kvcommons.pb import holder_pb2
 from kvcommons.pb import holder_pb2_grpc as rpc
 from kvcommons.rpc.channel import open_channel
-from kvcommons.telemetry.trace import current_traceparent
 from kvcommons.transport.base import Observer
 from kvcommons.transport.client import DataClient
 from kvcommons.transport.deadline import Deadline
@@ -254,19 +253,8 @@ class RemoteHolder:
         self, ref: SegmentRef, layer: int, first_block: int, objects: Sequence[Buffer], deadline: Deadline
     ) -> None:
         """One layer of whole blocks, one buffer an object. Returns when they are there."""
-        write = data_pb2.WriteBlocks(
-            handle=ref.handle,
-            epoch=ref.epoch,
-            generation=ref.generation,
-            layer=layer,
-            first_block=first_block,
-            blocks=len(objects),
-        )
-        self._data.call(
-            data_pb2.DataRequest(traceparent=current_traceparent(), write_blocks=write),
-            objects,
-            deadline=deadline,
-        )
+        request = write_request(ref, layer, first_block, len(objects))
+        self._data.call(request, objects, deadline=deadline)
 
     def read_blocks(
         self, ref: SegmentRef, layer: int, first_block: int, into: Sequence[Buffer], deadline: Deadline

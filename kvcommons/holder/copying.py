@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 from kvcommons.backend.memory import BlockMemory
 from kvcommons.holder.segments import SegmentRef
@@ -19,25 +19,34 @@ if TYPE_CHECKING:
 _READ_BYTES = 4 << 20
 
 
-class Source(Protocol):
-    """Whoever reads blocks of segments."""
+def read_request(ref: SegmentRef, layer: int, first_block: int, blocks: int) -> data_pb2.DataRequest:
+    """For one layer of whole blocks of a segment."""
+    return data_pb2.DataRequest(
+        traceparent=current_traceparent(),
+        read_blocks=data_pb2.ReadBlocks(
+            handle=ref.handle,
+            epoch=ref.epoch,
+            generation=ref.generation,
+            layer=layer,
+            first_block=first_block,
+            blocks=blocks,
+        ),
+    )
 
-    def read_blocks(
-        self, ref: SegmentRef, layer: int, first_block: int, into: Sequence[Buffer], deadline: Deadline
-    ) -> None:
-        """One layer of whole blocks, one writable buffer an object."""
 
-
-class DataSource:
-    """A holder's data plane, for a reader that borrows nothing there."""
-
-    def __init__(self, client: DataClient) -> None:
-        self._client = client
-
-    def read_blocks(
-        self, ref: SegmentRef, layer: int, first_block: int, into: Sequence[Buffer], deadline: Deadline
-    ) -> None:
-        read_blocks(self._client, ref, layer, first_block, into, deadline)
+def write_request(ref: SegmentRef, layer: int, first_block: int, blocks: int) -> data_pb2.DataRequest:
+    """The other way."""
+    return data_pb2.DataRequest(
+        traceparent=current_traceparent(),
+        write_blocks=data_pb2.WriteBlocks(
+            handle=ref.handle,
+            epoch=ref.epoch,
+            generation=ref.generation,
+            layer=layer,
+            first_block=first_block,
+            blocks=blocks,
+        ),
+    )
 
 
 def read_blocks(
@@ -50,30 +59,22 @@ def read_blocks(
 ) -> None:
     """One layer of whole blocks of a segment. Raises what the holder raised (StaleEpoch), Unavailable,
     DeadlineExceeded."""
-    read = data_pb2.ReadBlocks(
-        handle=ref.handle,
-        epoch=ref.epoch,
-        generation=ref.generation,
-        layer=layer,
-        first_block=first_block,
-        blocks=len(into),
-    )
-    request = data_pb2.DataRequest(traceparent=current_traceparent(), read_blocks=read)
-    client.call(request, into=into, deadline=deadline)
+    client.call(read_request(ref, layer, first_block, len(into)), into=into, deadline=deadline)
 
 
 def copy_blocks(
-    source: Source,
+    read: Callable[[SegmentRef, int, int, Sequence[Buffer], Deadline], None],
     ref: SegmentRef,
     first_block: int,
     memory: BlockMemory,
     blocks: Sequence[int],
     deadline: Deadline,
 ) -> None:
-    """All layers of blocks `first_block` … of a segment into physical `blocks` of `memory`. Raises as
-    `read_blocks`; the content of `blocks` is undefined then."""
+    """All layers of blocks `first_block` … of a segment into physical `blocks` of `memory`. `read`: a
+    creditor's `read_blocks`, or this module's with its client. Raises as that; the content of `blocks` is
+    undefined then."""
     step = max(1, _READ_BYTES // memory.layout.object_bytes)
     for layer in range(memory.layout.layers):
         for begin in range(0, len(blocks), step):
             with memory.write_buffers(layer, blocks[begin : begin + step]) as buffers:
-                source.read_blocks(ref, layer, first_block + begin, buffers, deadline)
+                read(ref, layer, first_block + begin, buffers, deadline)

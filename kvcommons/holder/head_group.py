@@ -18,14 +18,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvcommons.errors import CapacityExhausted, KVCommonsError, StaleEpoch, UnsupportedParameter
 from kvcommons.holder.client import RemoteHolder
+from kvcommons.holder.copying import read_request, write_request
 from kvcommons.holder.exchange import Recipient, by_heads
 from kvcommons.holder.head_store import WholeStore
 from kvcommons.holder.plan import PlanRow
 from kvcommons.holder.segments import SegmentRef
-from kvcommons.pb import data_pb2
 from kvcommons.rblock.heads import divided
 from kvcommons.rblock.layout import Layout
-from kvcommons.telemetry.trace import current_traceparent
 from kvcommons.transport.base import Observer
 from kvcommons.transport.client import DataClient
 from kvcommons.transport.deadline import Deadline
@@ -250,11 +249,7 @@ class HeadGroup:
         with ExitStack() as under_way:
             calls = []
             for share, client, own in zip(self._shares, self._data, self._refs(ref), strict=True):
-                write = data_pb2.WriteBlocks(
-                    handle=own.handle, epoch=own.epoch, generation=own.generation,
-                    layer=layer, first_block=first_block, blocks=len(objects),
-                )  # fmt: skip
-                request = data_pb2.DataRequest(traceparent=current_traceparent(), write_blocks=write)
+                request = write_request(own, layer, first_block, len(objects))
                 pieces = share.pieces(self._layout, objects)
                 calls.append(under_way.enter_context(client.begin(request, pieces, deadline=deadline)))
             for call in calls:
@@ -267,11 +262,7 @@ class HeadGroup:
         with ExitStack() as under_way:
             calls = []
             for client, own in zip(self._data, self._refs(ref), strict=True):
-                read = data_pb2.ReadBlocks(
-                    handle=own.handle, epoch=own.epoch, generation=own.generation,
-                    layer=layer, first_block=first_block, blocks=len(into),
-                )  # fmt: skip
-                request = data_pb2.DataRequest(traceparent=current_traceparent(), read_blocks=read)
+                request = read_request(own, layer, first_block, len(into))
                 calls.append(under_way.enter_context(client.begin(request, deadline=deadline)))
             for share, call in zip(self._shares, calls, strict=True):
                 call.finish(share.pieces(self._layout, into))

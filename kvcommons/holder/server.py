@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import grpc.aio
@@ -14,7 +15,7 @@ import grpc.aio
 from kvcommons.blockstore.loader import BlockLoader
 from kvcommons.blockstore.saver import BlockSaver
 from kvcommons.errors import DeadlineExceeded, InvalidInput, Loading
-from kvcommons.holder.copying import DataSource, copy_blocks
+from kvcommons.holder.copying import copy_blocks, read_blocks
 from kvcommons.holder.holder import Holder
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import holder_pb2 as pb
@@ -231,7 +232,8 @@ class HolderService(rpc.HolderServicer):
                     raise InvalidInput(f"segment {segment.handle} is not {request.owner}'s", param="owner")
                 blocks = holder.blocks(segment, request.first_block, request.blocks, write=True)
                 source = _ref(request.source)
-                copy_blocks(DataSource(client), source, request.source_block, holder.memory, blocks, deadline)
+                read = partial(read_blocks, client)
+                copy_blocks(read, source, request.source_block, holder.memory, blocks, deadline)
         finally:
             client.close()
         return pb.CopyInReply()

@@ -254,7 +254,7 @@ async def test_blocks_are_read_home_while_the_rest_is_attended_over(parts: list[
         await group.thaw(await group.freeze(ref, 5, timeout_s=5), timeout_s=5)
         group.write_blocks(ref, 0, 0, tokens.objects(0, TOKENS), soon())
         frozen = await group.freeze(ref, 4, timeout_s=5)
-        await asyncio.to_thread(copy_blocks, group, frozen, 0, home, [2, 0, 1, 3], soon())
+        await asyncio.to_thread(copy_blocks, group.read_blocks, frozen, 0, home, [2, 0, 1, 3], soon())
         for layer in range(LAYOUT.layers):
             assert home.read_buffers(layer, [2, 0, 1, 3]) == tokens.objects(0, 16)
         assert await group.trim(frozen, timeout_s=5) == 4

@@ -133,7 +133,7 @@ async def test_a_run_is_read_home(pair: list[Served]) -> None:
     async with pair[0].debtor() as client:
         ref = await written(client, tokens)
         frozen = await client.freeze(ref, 4, timeout_s=5)
-        await asyncio.to_thread(copy_blocks, client, frozen, 1, home, [2, 0, 1], soon())
+        await asyncio.to_thread(copy_blocks, client.read_blocks, frozen, 1, home, [2, 0, 1], soon())
         for layer in range(LAYOUT.layers):
             assert home.read_buffers(layer, [2, 0, 1]) == tokens.objects(4, 16)
 
@@ -214,7 +214,7 @@ async def test_an_owner_that_comes_back_after_its_lease_is_refused(socket_folder
                 await late.freeze(ref, 1, timeout_s=5)
             with pytest.raises(StaleEpoch):
                 await asyncio.to_thread(
-                    copy_blocks, late, frozen, 0, BlockMemory(LAYOUT, 1), [0], Deadline.after(5)
+                    copy_blocks, late.read_blocks, frozen, 0, BlockMemory(LAYOUT, 1), [0], Deadline.after(5)
                 )
             whole = tokens.whole([TOKENS - 1])
             torch.testing.assert_close(ask(following, tokens, taken).out, whole.out, **CLOSE)

@@ -105,7 +105,7 @@ class Mover:
         try:
             await asyncio.to_thread(
                 copy_blocks,
-                run.holder,
+                run.holder.read_blocks,
                 move.frozen,
                 run.segment_block,
                 self._core.memory,
