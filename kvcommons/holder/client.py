@@ -16,6 +16,7 @@ import grpc.aio
 
 from kvcommons.errors import KVCommonsError
 from kvcommons.holder.copying import read_blocks, write_request
+from kvcommons.holder.creditor import BlockSave
 from kvcommons.holder.exchange import Recipient
 from kvcommons.holder.plan import PlanRow
 from kvcommons.holder.plan_connection import PlanPool
@@ -148,28 +149,16 @@ class RemoteHolder:
         )
         return (await self._stub.Load(request, timeout=timeout_s)).blocks
 
-    async def save(
-        self,
-        ref: SegmentRef,
-        store_address: str,
-        block_ids: Sequence[bytes],
-        *,
-        tenant: str,
-        parent: bytes,
-        first_block: int,
-        first_index: int,
-        timeout_s: float,
-    ) -> None:
-        """Has the holder write full blocks to a kvstore in the background. `first_block` is within the
-        segment, `first_index` the same block's index within the sequence."""
+    async def save(self, ref: SegmentRef, blocks: BlockSave, *, timeout_s: float) -> None:
+        """Has the holder write them in the background."""
         request = holder_pb2.SaveRequest(
             segment=_message(ref),
-            data_address=store_address,
-            tenant=tenant,
-            parent=parent,
-            first_block=first_block,
-            first_index=first_index,
-            block_ids=block_ids,
+            data_address=blocks.store,
+            tenant=blocks.tenant,
+            parent=blocks.parent,
+            first_block=blocks.first_block,
+            first_index=blocks.first_index,
+            block_ids=blocks.block_ids,
         )
         await self._stub.Save(request, timeout=timeout_s)
 

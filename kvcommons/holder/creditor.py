@@ -4,6 +4,7 @@ them (`HeadGroup`). RemoteHolder says what each method does and raises."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from kvcommons.holder.exchange import Recipient
@@ -13,6 +14,18 @@ from kvcommons.transport.deadline import Deadline
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockSave:
+    """Full blocks of a segment, on their way to a kvstore."""
+
+    store: str  # its data address
+    tenant: str
+    parent: bytes  # identity of the block before them; empty at the sequence's beginning
+    block_ids: Sequence[bytes]
+    first_block: int  # within the segment
+    first_index: int  # the same block's, within the sequence
 
 
 class Creditor(Protocol):
@@ -55,18 +68,7 @@ class Creditor(Protocol):
         timeout_s: float,
     ) -> int: ...
 
-    async def save(
-        self,
-        ref: SegmentRef,
-        store_address: str,
-        block_ids: Sequence[bytes],
-        *,
-        tenant: str,
-        parent: bytes,
-        first_block: int,
-        first_index: int,
-        timeout_s: float,
-    ) -> None: ...
+    async def save(self, ref: SegmentRef, blocks: BlockSave, *, timeout_s: float) -> None: ...
 
     async def freeze(self, ref: SegmentRef, until_block: int, *, timeout_s: float) -> SegmentRef: ...
 

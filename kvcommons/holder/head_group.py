@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from kvcommons.errors import CapacityExhausted, KVCommonsError, StaleEpoch, UnsupportedParameter
 from kvcommons.holder.client import RemoteHolder
 from kvcommons.holder.copying import read_request, write_request
+from kvcommons.holder.creditor import BlockSave
 from kvcommons.holder.exchange import Recipient, by_heads
 from kvcommons.holder.head_store import WholeStore
 from kvcommons.holder.plan import PlanRow
@@ -171,32 +172,13 @@ class HeadGroup:
 
         return await self._store.load(store_address, block_ids, write, deadline)
 
-    async def save(
-        self,
-        ref: SegmentRef,
-        store_address: str,
-        block_ids: Sequence[bytes],
-        *,
-        tenant: str,
-        parent: bytes,
-        first_block: int,
-        first_index: int,
-        timeout_s: float,
-    ) -> None:
+    async def save(self, ref: SegmentRef, blocks: BlockSave, *, timeout_s: float) -> None:
         """Through this process, too; returns when the blocks wait in its write buffer."""
 
         def read(layer: int, objects: Sequence[Buffer], deadline: Deadline) -> None:
-            self.read_blocks(ref, layer, first_block, objects, deadline)
+            self.read_blocks(ref, layer, blocks.first_block, objects, deadline)
 
-        await self._store.save(
-            store_address,
-            block_ids,
-            read,
-            tenant=tenant,
-            parent=parent,
-            first_index=first_index,
-            timeout_s=timeout_s,
-        )
+        await self._store.save(blocks, read, timeout_s=timeout_s)
 
     async def freeze(self, ref: SegmentRef, until_block: int, *, timeout_s: float) -> SegmentRef:
         refs = self._refs(ref)

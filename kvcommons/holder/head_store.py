@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 from kvcommons.blockstore.loader import BlockLoader, CorruptObject
 from kvcommons.blockstore.saver import BlockSaver
 from kvcommons.errors import Unavailable
+from kvcommons.holder.creditor import BlockSave
 from kvcommons.rblock.layout import Layout
 from kvcommons.transport.base import Observer
 from kvcommons.transport.deadline import Deadline
@@ -91,13 +92,9 @@ class WholeStore:
 
     async def save(
         self,
-        address: str,
-        block_ids: Sequence[bytes],
+        blocks: BlockSave,
         read: Callable[[int, Sequence[Buffer], Deadline], None],
         *,
-        tenant: str,
-        parent: bytes,
-        first_index: int,
         timeout_s: float,
     ) -> None:
         """Has `read` fill each layer's objects, on a thread, `timeout_s` from its turn on; returns when they
@@ -108,16 +105,16 @@ class WholeStore:
             turn.check("waiting for a save's turn")
             deadline = Deadline.after(timeout_s)
             for layer in range(self.layout.layers):
-                objects = self._objects(len(block_ids))
+                objects = self._objects(len(blocks.block_ids))
                 read(layer, objects, deadline)
                 taken = self._saver.save(
-                    address=address,
+                    address=blocks.store,
                     model=self._model,
                     layers=self.layout.layers,
-                    tenant=tenant,
-                    parent=parent,
-                    first_index=first_index,
-                    block_ids=block_ids,
+                    tenant=blocks.tenant,
+                    parent=blocks.parent,
+                    first_index=blocks.first_index,
+                    block_ids=blocks.block_ids,
                     layer=layer,
                     payload=objects,
                     done=lambda: None,

@@ -28,6 +28,7 @@ from kvcommons.errors import (
 )
 from kvcommons.holder.client import RemoteHolder
 from kvcommons.holder.copying import copy_blocks
+from kvcommons.holder.creditor import BlockSave
 from kvcommons.holder.head_group import HeadGroup
 from kvcommons.holder.head_store import WholeStore
 from kvcommons.holder.plan import PlanRow
@@ -328,9 +329,10 @@ async def test_blocks_come_from_a_store_and_go_there(socket_folder: Path, tmp_pa
             ref = await group.reserve("first", 5, first_position=0, timeout_s=5)
             for layer in range(LAYOUT.layers):
                 group.write_blocks(ref, layer, 0, made.objects(0, 20), soon())
-            await group.save(
-                ref, store, IDS[:4], tenant="t", parent=b"", first_block=0, first_index=0, timeout_s=5
+            blocks = BlockSave(
+                store=store, tenant="t", parent=b"", block_ids=IDS[:4], first_block=0, first_index=0
             )
+            await group.save(ref, blocks, timeout_s=5)
             await group.release([ref], timeout_s=5)  # saves wait in a buffer of their own
             until = Deadline.after(20)
             target = await alone.reserve("second", 3, first_position=0, timeout_s=5)

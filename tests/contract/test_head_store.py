@@ -16,6 +16,7 @@ import pytest
 from kvcommons.blockstore.loader import CorruptObject
 from kvcommons.blockstore.saver import BlockSaver
 from kvcommons.errors import Unavailable
+from kvcommons.holder.creditor import BlockSave
 from kvcommons.holder.head_store import WholeStore
 from kvcommons.transport.deadline import Deadline
 from tests.contract.holder_cases import FINGERPRINT, LAYOUT, Tokens, eventually, soon
@@ -53,7 +54,8 @@ def filled(layer: int, objects: Sequence[Any], deadline: Deadline) -> None:
 
 
 async def save(store: WholeStore, address: str, read: Any = filled, timeout_s: float = 5.0) -> None:
-    await store.save(address, IDS, read, tenant="t", parent=b"", first_index=0, timeout_s=timeout_s)
+    blocks = BlockSave(store=address, tenant="t", parent=b"", block_ids=IDS, first_block=0, first_index=0)
+    await store.save(blocks, read, timeout_s=timeout_s)
 
 
 async def test_loads_from_a_store_that_stands_still_hold_up_nothing_else(

@@ -12,6 +12,7 @@ import pytest
 from kvcommons.blockstore.loader import CorruptObject
 from kvcommons.errors import InvalidInput, StaleEpoch
 from kvcommons.holder.client import RemoteHolder
+from kvcommons.holder.creditor import BlockSave
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import data_pb2 as pb
 from kvcommons.transport.client import DataClient
@@ -54,9 +55,10 @@ async def stored(store: str, ids: list[bytes]) -> int:
 
 async def save(client: RemoteHolder, ref: SegmentRef, store: str, ids: list[bytes], *, first: int) -> None:
     parent = IDS[first - 1] if first else b""
-    await client.save(
-        ref, store, ids, tenant="t", parent=parent, first_block=first, first_index=first, timeout_s=5
+    blocks = BlockSave(
+        store=store, tenant="t", parent=parent, block_ids=ids, first_block=first, first_index=first
     )
+    await client.save(ref, blocks, timeout_s=5)
 
 
 async def test_what_one_holder_saves_another_segment_loads(socket_folder: Path, store: str) -> None:

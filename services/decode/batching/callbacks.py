@@ -11,11 +11,10 @@ from kvcommons.engine.callbacks import SequenceUpdate
 from kvcommons.engine.engine import Engine
 from kvcommons.engine.sequence import RemoteRun, Sequence
 from kvcommons.errors import KVCommonsError
-from kvcommons.holder.creditor import Creditor
+from kvcommons.holder.creditor import BlockSave, Creditor
 from kvcommons.placement.base import Next
 from services.decode.arrival.arrivals import Arrivals
 from services.decode.borrowing.loans import Loans
-from services.decode.borrowing.saves import BlockSave
 
 
 class LoopCallbacks:
@@ -45,7 +44,7 @@ class LoopCallbacks:
         self._on_loop(self._borrow, sequence.key, request_id, tail, avoid, blocks)
 
     def give_back(self, runs: list[RemoteRun]) -> None:
-        self._on_loop(self._give_back, list(runs))
+        self._on_loop(self._loans.give_back, list(runs))
 
     def save_remote(self, run: RemoteRun, sequence: Sequence, index: int) -> None:
         request, ids = sequence.request, sequence.chain.ids
@@ -53,11 +52,11 @@ class LoopCallbacks:
             store=request.store_data,
             tenant=request.tenant,
             parent=ids[index - 1] if index else b"",
-            block_id=ids[index],
+            block_ids=[ids[index]],
             first_block=run.segment_block + index - run.first_block,
             first_index=index,
         )
-        self._on_loop(self._save, run, block)
+        self._on_loop(self._loans.save, run, block)
 
     # From here on everything runs on the event loop.
 
@@ -89,9 +88,3 @@ class LoopCallbacks:
             self._engine.refused(key)
         else:
             self._engine.grown(key, run)
-
-    def _give_back(self, runs: list[RemoteRun]) -> None:
-        self._loans.give_back(runs)
-
-    def _save(self, run: RemoteRun, block: BlockSave) -> None:
-        self._loans.save(run, block)

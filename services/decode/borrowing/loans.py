@@ -17,7 +17,7 @@ from typing import Any
 from kvcommons.engine.sequence import RemoteRun
 from kvcommons.errors import CapacityExhausted, DataLoss, DeadlineExceeded, KVCommonsError, Unavailable
 from kvcommons.holder.client import RemoteHolder
-from kvcommons.holder.creditor import Creditor
+from kvcommons.holder.creditor import BlockSave, Creditor
 from kvcommons.holder.head_group import HeadGroup
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import ledger_pb2
@@ -25,7 +25,7 @@ from kvcommons.telemetry.events import Observe, unobserved
 from kvcommons.transport.base import Observer
 from services.decode.borrowing.creditors import Creditors, Debtor, devices
 from services.decode.borrowing.ledger_client import LedgerClient
-from services.decode.borrowing.saves import BlockSave, RemoteSaves
+from services.decode.borrowing.saves import RemoteSaves
 from services.decode.borrowing.slowness import Slowness
 
 log = logging.getLogger(__name__)

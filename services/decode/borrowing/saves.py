@@ -5,28 +5,15 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from kvcommons.engine.sequence import RemoteRun
 from kvcommons.errors import KVCommonsError
-from kvcommons.holder.creditor import Creditor
+from kvcommons.holder.creditor import BlockSave, Creditor
 from kvcommons.holder.segments import SegmentRef
 
 log = logging.getLogger(__name__)
 
 _Place = tuple[Creditor, SegmentRef]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BlockSave:
-    """A full block of a sequence, for a kvstore: the arguments of Creditor.save."""
-
-    store: str
-    tenant: str
-    parent: bytes
-    block_id: bytes
-    first_block: int  # within the run
-    first_index: int  # within the sequence
 
 
 class RemoteSaves:
@@ -56,15 +43,6 @@ class RemoteSaves:
 
     async def _save(self, run: RemoteRun, block: BlockSave) -> None:
         try:
-            await run.holder.save(
-                run.ref,
-                block.store,
-                [block.block_id],
-                tenant=block.tenant,
-                parent=block.parent,
-                first_block=block.first_block,
-                first_index=block.first_index,
-                timeout_s=self._timeout_s,
-            )
+            await run.holder.save(run.ref, block, timeout_s=self._timeout_s)
         except KVCommonsError as error:
             log.warning("a holder did not save a block: %s", error.message)
