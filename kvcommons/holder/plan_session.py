@@ -13,6 +13,7 @@ import ctypes
 import threading
 import time
 from collections import OrderedDict
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -169,9 +170,7 @@ class PlanSession:
         addresses = [address for plan in plans.values() if (address := plan.native()) is not None]
         if self._library is None or not addresses:
             return None
-        for plan in plans.values():
-            self._hold(plan)
-        serving, buffer = self._serving, self._aligned()
+        serving, buffer = self._serving, self._memory_for(plans.values())
         pointers = (ctypes.c_void_p * len(addresses))(*addresses)
         serving.plans, serving.count = ctypes.addressof(pointers), len(addresses)
         serving.buffer, serving.buffer_bytes = buffer.data_ptr(), buffer.numel()
@@ -182,8 +181,8 @@ class PlanSession:
         for number, took_ns in zip(
             self._took_plan[: serving.took], self._took_ns[: serving.took], strict=True
         ):
-            sizes = self._sizes(plans[number])
-            tell(_observation(sizes.answer_bytes, sizes.request_bytes, took_ns / 1e9))
+            plan = plans[number]
+            tell(_observation(plan.answer_bytes, plan.request_bytes, took_ns / 1e9))
         return outcome
 
     def _failure(self, outcome: TransferOutcome, tell: Observer) -> KVCommonsError:
@@ -205,21 +204,19 @@ class PlanSession:
         layout = self._holder.memory.layout
         if head.layer >= layout.layers:
             raise InvalidInput(f"layer {head.layer} of a model with {layout.layers} layers", param="layer")
-        sizes = self._sizes(plan)
-        due = plan.queries, plan.appended, sizes.request_bytes
+        due = plan.queries, plan.appended, plan.request_bytes
         if (head.queries, head.appended, exchange.payload_bytes) != due:
             raise InvalidInput(
                 f"a layer of plan {plan.number} came with {head.queries} queries, {head.appended} of them "
                 f"with K and "
                 f"V, in {exchange.payload_bytes} bytes where {due[0]}, {due[1]} and {due[2]} belong"
             )
-        self._hold(plan)
-        whole = self._aligned()
-        request = whole[: sizes.request_bytes]
-        answer = whole[sizes.answer_at : sizes.answer_at + sizes.answer_bytes].view(torch.float32)
-        exchange.receive_payload([byte_view(request)])
-        q, kv = sizes.request(request)
-        partial = sizes.partial(answer)
+        q = torch.empty((plan.queries, layout.query_heads, layout.head_dim))
+        kv = torch.empty(
+            (plan.appended, 2, layout.kv_heads, layout.head_dim), dtype=TORCH_DTYPES[layout.kv_dtype]
+        )
+        partial = Partial(out=torch.empty_like(q), lse=torch.empty(q.shape[:2]))
+        exchange.receive_payload([byte_view(q), byte_view(kv)])
         plan.begin(head.step)
         try:
             asked_s = time.monotonic()
@@ -233,7 +230,7 @@ class PlanSession:
             layer=head.layer, plan=plan.number, step=head.step, queued_us=int((began_s - asked_s) * 1e6),
             computed_us=int((ended_s - began_s) * 1e6), lost=len(plan.lost),
         )  # fmt: skip
-        exchange.reply_layer(reply.pack(), [byte_view(answer)])
+        exchange.reply_layer(reply.pack(), [byte_view(partial.out), byte_view(partial.lse)])
         exchange.follow = self.follow
 
     def _find(self, number: int) -> ServedPlan:
@@ -256,48 +253,12 @@ class PlanSession:
         while len(self._plans) > 1 and (len(self._plans) > PLANS_MAX or entries() > _ENTRIES_MAX):
             self._drop(next(iter(self._plans)))
 
-    def _hold(self, plan: ServedPlan) -> None:
-        """Has memory for a layer of it."""
-        sizes = self._sizes(plan)
-        wanted = sizes.answer_at + sizes.answer_bytes + 64
+    def _memory_for(self, plans: Iterable[ServedPlan]) -> Tensor:
+        """For a layer of any of them on the native path: a request and its answer, aligned to 64 each."""
+        wanted = max(plan.request_bytes + plan.answer_bytes for plan in plans) + 2 * 64
         if len(self._buffer) < wanted:
             self._buffer = torch.empty(wanted + wanted // 4, dtype=torch.uint8)
-
-    def _aligned(self) -> Tensor:
         return self._buffer[-self._buffer.data_ptr() % 64 :]
-
-    def _sizes(self, plan: ServedPlan) -> Sizes:
-        return Sizes(self._holder, plan.queries, plan.appended)
-
-
-class Sizes:
-    """Of a layer's request and its answer, which lie in one piece of memory."""
-
-    __slots__ = ("_appended", "_layout", "_queries", "answer_at", "answer_bytes", "request_bytes")
-
-    def __init__(self, holder: Holder, queries: int, appended: int) -> None:
-        layout = self._layout = holder.memory.layout
-        self._queries, self._appended = queries, appended
-        size = TORCH_DTYPES[layout.kv_dtype].itemsize
-        q_bytes = queries * layout.query_heads * layout.head_dim * 4
-        self.request_bytes = q_bytes + 2 * appended * layout.kv_heads * layout.head_dim * size
-        self.answer_at = -(-self.request_bytes // 64) * 64
-        self.answer_bytes = q_bytes + queries * layout.query_heads * 4
-
-    def request(self, payload: Tensor) -> tuple[Tensor, Tensor]:
-        """q [queries, H, D] float32 and kv [appended, 2, kv_heads, D], in the payload's bytes."""
-        layout = self._layout
-        end = self._queries * layout.query_heads * layout.head_dim * 4
-        q = payload[:end].view(torch.float32).view(self._queries, layout.query_heads, layout.head_dim)
-        kv = payload[end:].view(TORCH_DTYPES[layout.kv_dtype])
-        return q, kv.view(self._appended, 2, layout.kv_heads, layout.head_dim)
-
-    def partial(self, answer: Tensor) -> Partial:
-        """In the answer's memory."""
-        layout = self._layout
-        end = self._queries * layout.query_heads * layout.head_dim
-        out = answer[:end].view(self._queries, layout.query_heads, layout.head_dim)
-        return Partial(out=out, lse=answer[end:].view(self._queries, layout.query_heads))
 
 
 def _observation(sent_bytes: int, received_bytes: int, seconds: float, error: str = "") -> Observation:

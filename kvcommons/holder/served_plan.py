@@ -17,6 +17,7 @@ from torch import Tensor
 from kvcommons.attention.native.exchange import Library
 from kvcommons.attention.native.structures import STRUCTURES
 from kvcommons.backend.interface import BatchPlan, Partial
+from kvcommons.backend.memory import TORCH_DTYPES
 from kvcommons.errors import InvalidInput, KVCommonsError
 from kvcommons.holder.holder import Holder
 from kvcommons.holder.plan import PlanRow, arrangement
@@ -81,6 +82,18 @@ class ServedPlan:
     def appended(self) -> int:
         """Queries that bring K and V."""
         return self._appended
+
+    @property
+    def request_bytes(self) -> int:
+        """Of a layer's payload."""
+        layout = self._memory.layout
+        brought = 2 * self._appended * layout.kv_heads * TORCH_DTYPES[layout.kv_dtype].itemsize
+        return (4 * self._queries * layout.query_heads + brought) * layout.head_dim
+
+    @property
+    def answer_bytes(self) -> int:
+        layout = self._memory.layout
+        return 4 * self._queries * layout.query_heads * (layout.head_dim + 1)
 
     @property
     def table_entries(self) -> int:
