@@ -18,7 +18,7 @@ from kvcommons.engine.batch import Batch, Group, RemoteSegment
 from kvcommons.engine.iteration_timing import IterationTiming
 from kvcommons.engine.remote.mini_batches import MiniBatches
 from kvcommons.engine.remote.plans import BatchPlans, NewRows
-from kvcommons.engine.remote.timing import RemoteTiming, ShareAnswer
+from kvcommons.engine.remote.timing import RemoteTiming
 from kvcommons.errors import DataLoss, KVCommonsError
 from kvcommons.holder.budget import AttentionBudget
 from kvcommons.holder.exchange import LayerExchange, NewKV
@@ -113,29 +113,19 @@ class RemoteAttention:
         """Tells what was measured since this was last asked for."""
         if step.exchange is None:
             return
-        alone, busy = step.batch.mini_batches == 1, len(step.batch.part_rows) > 0
         at = step.plans.step(step.batch)
-        exchanges = [plan.exchange(at) for plan in step.plans.shares]
-        whole = None if step.lost else (step.plans.largest(at), step.batch.mini_batches)
+        shares = [(plan.share.holder, plan.exchange(at)) for plan in step.plans.shares]
+        largest = step.plans.largest(at)
         for layer in step.exchange.take_timings():
-            step.timing.network_s += layer.asked_s - layer.asks_s
-            step.timing.native_layers += layer.native
-            answers = [
-                ShareAnswer(
-                    holder=step.plans.shares[one.share].share.holder,
-                    exchange=exchanges[one.share],
-                    began_s=one.began_s,
-                    waited_s=one.came_s - one.waits_s,
-                    came_s=one.came_s,
-                    queued_s=one.queued_us / 1e6,
-                    computed_s=one.computed_us / 1e6,
-                    answered=one.answered,
-                    alone=alone,
-                )
-                for one in layer.shares
-            ]
-            blocked_s = layer.came_s - layer.waits_s
-            self._timing.layer(step.timing, answers, blocked_s, layer.came_s, whole=whole, busy=busy)
+            self._timing.layer(
+                step.timing,
+                layer,
+                shares,
+                largest=largest,
+                mini_batches=step.batch.mini_batches,
+                lost=bool(step.lost),
+                busy=len(step.batch.part_rows) > 0,
+            )
 
     def end(self, step: RemoteStep) -> None:
         """Of the iteration, whether it went well or not."""

@@ -5,33 +5,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from kvcommons.engine.iteration_timing import IterationTiming
 from kvcommons.engine.remote.mini_batches import ExchangeSize, MiniBatches
 from kvcommons.holder.creditor import Creditor
+from kvcommons.holder.exchange import LayerTiming, ShareTiming
 from kvcommons.placement.auto import Rates
 
 _WAITED_S = 50e-6
 
 
-class ShareAnswer(NamedTuple):
-    """A holder's answer to a share. How long it took is known only where it came while it was waited for."""
-
-    holder: Creditor
-    exchange: ExchangeSize
-    began_s: float  # when it was asked for
-    waited_s: float
-    came_s: float
-    queued_s: float = 0.0
-    computed_s: float = 0.0
-    answered: bool = True  # and not late
-    alone: bool = False  # nothing else was asked of this holder in this layer
-
-
 @dataclass(slots=True)
 class _HolderTime:
-    """What one holder took in a layer, all of its mini-batches together."""
+    """What one holder took in a layer, all of its mini-batches together. How long an answer took is known
+    only where it came while it was waited for."""
 
     waited_s: float = 0.0
     answered: bool = True
@@ -52,46 +39,47 @@ class RemoteTiming:
     def layer(
         self,
         timing: IterationTiming,
-        answers: Sequence[ShareAnswer],
-        blocked_s: float,
-        came_s: float,
+        layer: LayerTiming,
+        shares: Sequence[tuple[Creditor, ExchangeSize]],
         *,
-        whole: tuple[ExchangeSize, int] | None,
+        largest: ExchangeSize,
+        mini_batches: int,
+        lost: bool,
         busy: bool,
     ) -> None:
-        """A layer whose answers were waited for so long, up to `came_s`. `whole`: the largest of the
-        holders' exchanges, and in how many mini-batches it was; None where something is lost. `busy`: this
-        instance computed attention of its own meanwhile."""
+        """A layer. `shares`: of each, its holder and what it was asked for; `largest` of the holders'
+        exchanges, which was in so many `mini_batches`. `lost`: something is. `busy`: this instance computed
+        attention of its own meanwhile."""
+        timing.network_s += layer.asked_s - layer.asks_s
+        timing.native_layers += layer.native
+        blocked_s = layer.came_s - layer.waits_s
         heard: dict[Creditor, _HolderTime] = {}
-        for answer in answers:
-            self._hear(heard.setdefault(answer.holder, _HolderTime()), answer)
-            waited = answer.answered and answer.waited_s > _WAITED_S
-            if waited and answer.alone:  # one of several took some of the others' time, too
-                took_s = answer.came_s - answer.began_s - answer.computed_s - answer.queued_s
-                self._mini_batches.observe(
-                    answer.exchange, network_s=max(took_s, 0.0), computed_s=answer.computed_s
-                )
-        if whole is not None and answers and blocked_s > _WAITED_S and not busy:
-            self._mini_batches.took(*whole, came_s - answers[0].began_s)
+        for answer in layer.shares:
+            holder, exchange = shares[answer.share]
+            self._hear(heard.setdefault(holder, _HolderTime()), answer, exchange)
+            if mini_batches == 1 and answer.answered and answer.came_s - answer.waits_s > _WAITED_S:
+                # One of several took some of the others' time, too.
+                computed_s = answer.computed_us / 1e6
+                took_s = answer.came_s - answer.began_s - computed_s - answer.queued_us / 1e6
+                self._mini_batches.observe(exchange, network_s=max(took_s, 0.0), computed_s=computed_s)
+        if layer.shares and blocked_s > _WAITED_S and not lost and not busy:
+            self._mini_batches.took(largest, mini_batches, layer.came_s - layer.shares[0].began_s)
         for holder, one in heard.items():
             holder.waited(one.waited_s, one.answered)
-            if one.last_s is not None and whole is not None:
+            if one.last_s is not None and not lost:
                 self._rates.attended_there(one.read_bytes, one.last_s - one.began_s)
-        slowest = max(heard.values(), key=_computed_s, default=_HolderTime())
+        slowest = max(heard.values(), key=lambda one: one.computed_s, default=_HolderTime())
         timing.waited(blocked_s, computed_s=slowest.computed_s, queued_s=slowest.queued_s)
 
-    def _hear(self, heard: _HolderTime, answer: ShareAnswer) -> None:
-        heard.waited_s += answer.waited_s
+    def _hear(self, heard: _HolderTime, answer: ShareTiming, exchange: ExchangeSize) -> None:
+        waited_s = answer.came_s - answer.waits_s
+        heard.waited_s += waited_s
         if not answer.answered:
             heard.answered = False
             return
         if not heard.computed_s:  # those behind it have queued for it
-            heard.queued_s = answer.queued_s
-        heard.computed_s += answer.computed_s
+            heard.queued_s = answer.queued_us / 1e6
+        heard.computed_s += answer.computed_us / 1e6
         heard.began_s = heard.began_s or answer.began_s
-        heard.read_bytes += answer.exchange.read_bytes
-        heard.last_s = answer.came_s if answer.waited_s > _WAITED_S else None
-
-
-def _computed_s(heard: _HolderTime) -> float:
-    return heard.computed_s
+        heard.read_bytes += exchange.read_bytes
+        heard.last_s = answer.came_s if waited_s > _WAITED_S else None
