@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvcommons.errors import CapacityExhausted, InvalidInput
+from kvcommons.holder.locked import locked
 from kvcommons.rblock.allocator import BlockAllocator
 
 
@@ -17,18 +19,22 @@ class _Pledge:
 
 
 class Pledges:
-    """By settlement, each under a lease. Not thread-safe."""
+    """By settlement, each under a lease. Thread-safe."""
 
-    def __init__(self, allocator: BlockAllocator) -> None:
+    def __init__(self, allocator: BlockAllocator, clock: Callable[[], float]) -> None:
         self._allocator = allocator
+        self._clock = clock
+        self._lock = threading.RLock()
         self._pledges: dict[str, _Pledge] = {}
 
     @property
+    @locked
     def blocks(self) -> int:
         """Of all settlements."""
         return sum(len(pledge.blocks) for pledge in self._pledges.values())
 
-    def pledge(self, settlement: str, blocks: int, *, lease_s: float, now_s: float) -> int:
+    @locked
+    def pledge(self, settlement: str, blocks: int, *, lease_s: float) -> int:
         """Sets free blocks aside for a settlement, as many as there are up to `blocks`; how many it has.
         Asked again it renews the lease and takes no more."""
         check_lease(lease_s)
@@ -36,14 +42,16 @@ class Pledges:
         if pledge is None:
             taken = self._allocator.allocate(min(blocks, self._allocator.free))
             pledge = self._pledges[settlement] = _Pledge(blocks=taken, expires_s=0.0)
-        pledge.expires_s = now_s + lease_s
+        pledge.expires_s = self._clock() + lease_s
         return len(pledge.blocks)
 
+    @locked
     def pledged(self, settlement: str) -> int:
         """Blocks set aside for it; 0 where it is not known."""
         pledge = self._pledges.get(settlement)
         return 0 if pledge is None else len(pledge.blocks)
 
+    @locked
     def draw(self, settlement: str, blocks: int) -> list[int]:
         """Takes blocks out of what is set aside; the caller has their references. Raises CapacityExhausted,
         and takes none then."""
@@ -53,6 +61,7 @@ class Pledges:
         drawn, pledge.blocks = pledge.blocks[:blocks], pledge.blocks[blocks:]
         return drawn
 
+    @locked
     def refill(self, settlement: str, blocks: Sequence[int]) -> None:
         """Puts drawn blocks back; they are free where the settlement has ended."""
         pledge = self._pledges.get(settlement)
@@ -61,6 +70,7 @@ class Pledges:
         else:
             pledge.blocks += blocks
 
+    @locked
     def claim(self, settlement: str, blocks: Sequence[int]) -> bool:
         """Takes these references over for a settlement, those that are a block's last ones; the others are
         given back. False, and nothing done, where it is not known."""
@@ -70,14 +80,17 @@ class Pledges:
         pledge.blocks += self._allocator.claim(blocks)
         return True
 
+    @locked
     def redeem(self, settlement: str) -> None:
         """The settlement has ended: what is set aside is free."""
         pledge = self._pledges.pop(settlement, None)
         if pledge is not None:
             self._allocator.release(pledge.blocks)
 
-    def expire(self, now_s: float) -> None:
+    @locked
+    def expire(self) -> None:
         """Redeems what nobody has renewed in time."""
+        now_s = self._clock()
         for name in [name for name, pledge in self._pledges.items() if pledge.expires_s <= now_s]:
             self.redeem(name)
 

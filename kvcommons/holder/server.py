@@ -106,7 +106,7 @@ class HolderService(rpc.HolderServicer):
             free_blocks=allocator.free,
             cached_blocks=allocator.cached,
             lent_blocks=self._holder.lent_blocks,
-            pledged_blocks=self._holder.pledged_blocks,
+            pledged_blocks=self._holder.pledges.blocks,
         )
         for segment, left_s in self._holder.held():
             reply.segments.add(

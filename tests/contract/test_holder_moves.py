@@ -227,13 +227,13 @@ async def test_a_trim_waits_for_what_reads_the_blocks(socket_folder: Path) -> No
         holder = served.holder
         assert holder is not None
         ref = await written(client, tokens)
-        holder.pledge("swap", 0, lease_s=60)
+        holder.pledges.pledge("swap", 0, lease_s=60)
         frozen = await client.freeze(ref, 6, timeout_s=5)
         reading = holder.pin(ref)
         trim = asyncio.create_task(client.trim(frozen, settlement="swap", timeout_s=10))
         await eventually(lambda: holder.parting(ref))
-        assert (trim.done(), holder.lent_blocks, holder.pledged("swap")) == (False, 8, 0)
+        assert (trim.done(), holder.lent_blocks, holder.pledges.pledged("swap")) == (False, 8, 0)
         holder.unpin(reading)
         assert await trim == 6
-        assert (holder.lent_blocks, holder.pledged("swap"), holder.allocator.in_use) == (2, 6, 8)
-        holder.redeem("swap")
+        assert (holder.lent_blocks, holder.pledges.pledged("swap"), holder.allocator.in_use) == (2, 6, 8)
+        holder.pledges.redeem("swap")

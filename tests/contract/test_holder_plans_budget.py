@@ -12,6 +12,7 @@ from kvcommons.holder.allowance import Allowance, new_allowance
 from kvcommons.holder.budget import AttentionBudget
 from kvcommons.holder.layer_head import LayerReply
 from tests.backends import COMPILED
+from tests.clock import Clock
 from tests.contract.plan_cases import TRACE, eventually, rig, row
 
 pytestmark = pytest.mark.skipif(not COMPILED, reason="there is no compiled kernel")
@@ -19,14 +20,6 @@ pytestmark = pytest.mark.skipif(not COMPILED, reason="there is no compiled kerne
 
 def allowance() -> Allowance:
     return new_allowance(choose().attention.native_exchange)
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def test_what_is_served_natively_counts_for_the_budget(socket_folder: Path) -> None:

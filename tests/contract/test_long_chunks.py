@@ -45,6 +45,7 @@ from kvcommons.telemetry.trace import Tracer
 from kvcommons.transport.server import DataServer
 from services.decode.batching.engine import decode_engine
 from services.decode.config import DecodeConfig
+from tests.clock import Clock
 from tests.contract.plan_cases import Peer, eventually, row
 from tests.machine import scaled
 from tests.unit.engine.sinks import RecordingSink
@@ -92,14 +93,6 @@ class Around:
 
     def ended(self, step: SequenceUpdate) -> None:
         """Nobody counts."""
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 class Creditor:

@@ -258,7 +258,7 @@ class Instance(Proc):
 
     def owned(self) -> list[int]:
         """Every block that something here has, once for each."""
-        table, found = self.holder._table, []
+        table, found = self.holder, []
         for segment in table.segments:
             found += segment.held_blocks
         for segment in {one for one in self._accessed.values() if one.released}:
@@ -291,7 +291,7 @@ class Instance(Proc):
             f"{self.allocator.in_use} are in use",
         )
         require(
-            self.holder._table.pledges._pledges.keys() <= self.settlements.keys(),
+            self.holder.pledges._pledges.keys() <= self.settlements.keys(),
             f"{self.name} keeps blocks aside for a settlement that has ended",
         )
         for one in self.engine.running.values():

@@ -280,7 +280,7 @@ class CommonsSchedule:
         disorder = self._disorder()
         require(disorder is None, disorder or "")
         if self.calm:
-            frozen = any(segment.frozen for one in self.instances for segment in one.holder._table.segments)
+            frozen = any(segment.frozen for one in self.instances for segment in one.holder.segments)
             require(not frozen, "blocks that nobody moves stay frozen")
         world.history.rest([one.name for one in self.instances])
         self._check_rounds()

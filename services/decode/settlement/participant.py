@@ -104,7 +104,7 @@ class SettlementParticipant:
         if known is None:
             known = self._settlements[name] = _Settlement(name=name, term=term)
         self._renew_lease(known, term, lease_s)
-        return self._holder.pledge(name, blocks, lease_s=_longer(lease_s))
+        return self._holder.pledges.pledge(name, blocks, lease_s=_longer(lease_s))
 
     async def freeze_debt(
         self, name: str, term: int, lease_s: float, number: int, creditor: str, blocks: int
@@ -121,7 +121,7 @@ class SettlementParticipant:
             holder = self._loans.creditor(creditor)
             if holder is None:
                 return 0
-            left = min(blocks, self._holder.pledged(name))
+            left = min(blocks, self._holder.pledges.pledged(name))
             for one in await self._mover.movable(holder):
                 if not left:
                     break
@@ -136,7 +136,7 @@ class SettlementParticipant:
             for part in round_.parts:
                 if part.home or part.ended:
                     continue
-                drawn = self._holder.draw(name, part.move.blocks)
+                drawn = self._holder.pledges.draw(name, part.move.blocks)
                 copied = False
                 try:
                     copied = await self._mover.copy_home(part.move, drawn)
@@ -145,7 +145,7 @@ class SettlementParticipant:
                     if copied:
                         part.home = drawn
                     else:
-                        self._holder.refill(name, drawn)
+                        self._holder.pledges.refill(name, drawn)
             round_.state = _RoundState.COPIED
 
         return await self._step(name, term, lease_s, number, copy, _RoundState.COPIED)
@@ -161,7 +161,7 @@ class SettlementParticipant:
                 paused_s = await self._mover.switch(part.move, run)
                 if paused_s is None:
                     part.ended = True
-                    self._holder.refill(name, part.home)
+                    self._holder.pledges.refill(name, part.home)
                 else:
                     round_.pause_us = max(round_.pause_us, int(paused_s * 1e6))
             round_.state = _RoundState.SWITCHED
@@ -231,20 +231,20 @@ class SettlementParticipant:
             for part in round_.parts:
                 if part.move.switched or part.ended:
                     continue
-                self._holder.refill(settlement.name, part.home)
+                self._holder.pledges.refill(settlement.name, part.home)
                 part.ended = True
             await self._finish(settlement)
         if settlement.timer is not None:
             settlement.timer.cancel()
         self._settlements.pop(settlement.name, None)
-        self._holder.redeem(settlement.name)
+        self._holder.pledges.redeem(settlement.name)
 
     def _find(self, name: str, term: int, lease_s: float) -> _Settlement:
         settlement = self._settlements.get(name)
         if settlement is None:
             raise NotFound(f"settlement {name} is not known here (any more): begin it with Prepare")
         self._renew_lease(settlement, term, lease_s)
-        self._holder.pledge(name, 0, lease_s=_longer(lease_s))
+        self._holder.pledges.pledge(name, 0, lease_s=_longer(lease_s))
         return settlement
 
     def _renew_lease(self, settlement: _Settlement, term: int, lease_s: float) -> None:

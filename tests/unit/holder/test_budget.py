@@ -14,14 +14,7 @@ from kvcommons.errors import DeadlineExceeded
 from kvcommons.holder.allowance import Allowance, PlainAllowance, computing
 from kvcommons.holder.budget import AttentionBudget
 from kvcommons.transport.deadline import Deadline
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
+from tests.clock import Clock
 
 
 def soon() -> Deadline:

@@ -11,17 +11,32 @@ from kvcommons.errors import CapacityExhausted, Conflict, InvalidInput, StaleEpo
 from kvcommons.holder.segment import Pin, Segment
 from kvcommons.holder.segments import SegmentRef, SegmentTable, new_epoch
 from kvcommons.rblock.allocator import BlockAllocator
+from tests.clock import Clock
 
 EPOCH = 77
 
 
+CLOCK = Clock()
+
+
+@pytest.fixture(autouse=True)
+def anew() -> None:
+    CLOCK.now_s = 0.0
+
+
 def make(total: int = 10, lend: int = 10) -> tuple[SegmentTable, BlockAllocator]:
     allocator = BlockAllocator(total)
-    return SegmentTable(allocator, epoch=EPOCH, lend_blocks_max=lend), allocator
+    table = SegmentTable(allocator, instance_id="holder", epoch=EPOCH, lend_blocks_max=lend, clock=CLOCK)
+    return table, allocator
 
 
-def lend(table: SegmentTable, blocks: int, *, owner: str = "debtor", now_s: float = 0.0) -> SegmentRef:
-    return table.lend(owner, "sequence", blocks, first_position=0, lease_s=10, now_s=now_s)
+def at(now_s: float, table: SegmentTable) -> SegmentTable:
+    CLOCK.now_s = now_s
+    return table
+
+
+def lend(table: SegmentTable, blocks: int, *, owner: str = "debtor") -> SegmentRef:
+    return table.lend(owner, "sequence", blocks, first_position=0, lease_s=10)
 
 
 def test_a_reservation_takes_blocks_until_its_release() -> None:
@@ -43,7 +58,7 @@ def test_a_released_handle_and_another_epoch_are_stale() -> None:
         with pytest.raises(StaleEpoch, match="recompute"):
             table.pin(ref)
         with pytest.raises(StaleEpoch):
-            table.grow(ref, 1, owner="debtor", lease_s=1, now_s=0)
+            table.grow(ref, 1, owner="debtor", lease_s=1)
     table.release([SegmentRef(handle=here.handle, epoch=EPOCH - 1)])
     assert table.find(here).handle == here.handle
     assert lend(table, 1).handle not in (gone.handle, here.handle)
@@ -55,7 +70,7 @@ def test_no_room_changes_nothing() -> None:
     with pytest.raises(CapacityExhausted, match="1 more may be lent"):
         lend(table, 2)
     with pytest.raises(CapacityExhausted):
-        table.grow(ref, 6, owner="debtor", lease_s=10, now_s=0)
+        table.grow(ref, 6, owner="debtor", lease_s=10)
     assert (allocator.in_use, len(table.segments), len(table.find(ref).blocks)) == (4, 1, 4)
     full, small = make(total=3, lend=10)
     with pytest.raises(CapacityExhausted):
@@ -67,23 +82,23 @@ def test_growing_appends_and_renews_for_the_owner_only() -> None:
     table, allocator = make()
     ref = lend(table, 2)
     before = list(table.find(ref).blocks)
-    table.grow(ref, 5, owner="debtor", lease_s=10, now_s=3)
-    table.grow(ref, 5, owner="debtor", lease_s=10, now_s=9)  # its answer was lost: no more than that
-    table.grow(ref, 4, owner="debtor", lease_s=10, now_s=9)  # and one from before it, late
+    at(3, table).grow(ref, 5, owner="debtor", lease_s=10)
+    at(9, table).grow(ref, 5, owner="debtor", lease_s=10)  # its answer was lost: no more than that
+    at(9, table).grow(ref, 4, owner="debtor", lease_s=10)  # and one from before it, late
     assert table.find(ref).blocks[:2] == before
     assert allocator.in_use == 5
-    assert table.expire(18) == []
+    assert at(18, table).expire() == []
     with pytest.raises(InvalidInput, match="belongs to debtor"):
-        table.grow(ref, 6, owner="thief", lease_s=10, now_s=9)
+        at(9, table).grow(ref, 6, owner="thief", lease_s=10)
     with pytest.raises(InvalidInput, match="at least one block"):
-        table.grow(ref, 0, owner="debtor", lease_s=10, now_s=9)
+        at(9, table).grow(ref, 0, owner="debtor", lease_s=10)
 
 
 def test_a_segment_grows_to_a_size_that_counts_what_was_trimmed() -> None:
     table, allocator = make()
     ref = lend(table, 4)
     table.trim(frozen(table, ref, 3, generation=1), owner="debtor")
-    table.grow(replace(ref, generation=1), 6, owner="debtor", lease_s=10, now_s=0)
+    table.grow(replace(ref, generation=1), 6, owner="debtor", lease_s=10)
     assert (len(table.find(replace(ref, generation=1)).blocks), allocator.in_use) == (3, 3)
 
 
@@ -91,14 +106,14 @@ def test_what_nobody_renews_is_reclaimed() -> None:
     table, allocator = make()
     kept, lost = lend(table, 2), lend(table, 3)
     own_blocks = allocator.allocate(1)
-    own = table.own("holder", "mine", own_blocks, first_position=0)
-    assert table.renew("debtor", [kept], lease_s=10, now_s=9) == []
-    assert table.expire(9.9) == []
-    assert [segment.handle for segment in table.expire(10)] == [lost.handle]
+    own = table.own("mine", own_blocks)
+    assert at(9, table).renew("debtor", [kept], lease_s=10) == []
+    assert at(9.9, table).expire() == []
+    assert [segment.handle for segment in at(10, table).expire()] == [lost.handle]
     assert allocator.in_use == 3
-    assert table.renew("debtor", [kept, lost, own], lease_s=10, now_s=10) == [lost.handle, own.handle]
-    assert table.renew("thief", [kept], lease_s=10, now_s=10) == [kept.handle]
-    assert [segment.handle for segment in table.expire(1e9)] == [kept.handle]
+    assert at(10, table).renew("debtor", [kept, lost, own], lease_s=10) == [lost.handle, own.handle]
+    assert at(10, table).renew("thief", [kept], lease_s=10) == [kept.handle]
+    assert [segment.handle for segment in at(1e9, table).expire()] == [kept.handle]
     table.release([own])
     assert allocator.in_use == 1, "the owner's own reference"
     allocator.release(own_blocks)
@@ -123,7 +138,7 @@ def test_a_pinned_segments_blocks_are_given_to_nobody() -> None:
 def test_own_segments_share_references_with_their_owner() -> None:
     table, allocator = make()
     blocks = allocator.allocate(3)
-    ref = table.own("holder", "mine", blocks[:2], first_position=5)
+    ref = table.own("mine", blocks[:2], first_position=5)
     table.extend(ref, blocks[2:])
     allocator.release(blocks)
     assert (allocator.in_use, table.lent_blocks) == (3, 0)
@@ -139,7 +154,7 @@ def test_own_segments_share_references_with_their_owner() -> None:
 def test_a_senseless_reservation_is_refused(owner: str, blocks: int, lease_s: float, param: str) -> None:
     table, allocator = make()
     with pytest.raises(InvalidInput) as caught:
-        table.lend(owner, "s", blocks, first_position=0, lease_s=lease_s, now_s=0)
+        table.lend(owner, "s", blocks, first_position=0, lease_s=lease_s)
     assert caught.value.param == param
     assert allocator.in_use == 0
 
@@ -175,7 +190,7 @@ def test_frozen_blocks_move_while_older_accesses_go_on() -> None:
     assert not table.parting(ref)
     assert (allocator.in_use, table.lent_blocks) == (2, 2)
     table.unpin(later)
-    table.grow(new, 6, owner="debtor", lease_s=10, now_s=0)
+    table.grow(new, 6, owner="debtor", lease_s=10)
     assert allocator.in_use == 3
     table.release([ref])
     assert (allocator.in_use, table.lent_blocks) == (0, 0)
@@ -194,11 +209,11 @@ def test_a_freeze_is_taken_back_or_outlived() -> None:
     assert table.trim(first, owner="debtor") == 0
     assert table.find(ref).frozen == 4
     with pytest.raises(Conflict, match="being moved"):
-        table.adopt(second, former_owner="debtor", owner="b", sequence="s", lease_s=1, now_s=0)
+        table.adopt(second, former_owner="debtor", owner="b", sequence="s", lease_s=1)
     with pytest.raises(InvalidInput, match="belongs to debtor"):
         table.freeze(second, 3, 1, owner="thief")
     # The owner is not heard of any more: its lease ends all of it.
-    table.expire(99)
+    at(99, table).expire()
     assert table.trim(second, owner="debtor") == 0
     assert allocator.in_use == 0
 
@@ -245,8 +260,8 @@ def test_no_more_can_be_frozen_than_there_is(until_block: int) -> None:
 def test_trimmed_blocks_are_set_aside_for_their_settlement() -> None:
     table, allocator = make(total=6, lend=6)
     ref = lend(table, 4)
-    assert table.pledges.pledge("swap", 5, lease_s=10, now_s=0) == 2
-    assert table.pledges.pledge("swap", 5, lease_s=10, now_s=5) == 2
+    assert table.pledges.pledge("swap", 5, lease_s=10) == 2
+    assert at(5, table).pledges.pledge("swap", 5, lease_s=10) == 2
     mine = table.pledges.draw("swap", 2)
     with pytest.raises(CapacityExhausted, match="set aside"):
         table.pledges.draw("swap", 1)
@@ -254,12 +269,12 @@ def test_trimmed_blocks_are_set_aside_for_their_settlement() -> None:
     assert (table.pledges.pledged("swap"), table.pledges.blocks, table.lent_blocks) == (3, 3, 1)
     assert allocator.free == 0
     allocator.release(mine)
-    table.expire(9)
+    at(9, table).expire()
     assert table.pledges.pledged("swap") == 3
     table.pledges.redeem("swap")
     assert (table.pledges.pledged("swap"), allocator.free) == (0, 5)
-    table.pledges.pledge("forgotten", 5, lease_s=10, now_s=5)
-    table.expire(15)
+    at(5, table).pledges.pledge("forgotten", 5, lease_s=10)
+    at(15, table).expire()
     assert allocator.free == 6
 
 
@@ -268,10 +283,10 @@ def test_a_segment_changes_hands_and_its_former_owner_is_refused() -> None:
     ref = lend(table, 4)
     blocks = list(table.find(ref).blocks)
     reading = table.pin(ref)
-    new = table.adopt(ref, former_owner="debtor", owner="heir", sequence="s", lease_s=10, now_s=0)
+    new = table.adopt(ref, former_owner="debtor", owner="heir", sequence="s", lease_s=10)
     with pytest.raises(StaleEpoch):
         table.pin(ref)
-    assert table.renew("debtor", [ref], lease_s=10, now_s=0) == [ref.handle]
+    assert table.renew("debtor", [ref], lease_s=10) == [ref.handle]
     table.unpin(reading)
     assert table.find(new).blocks == blocks
     assert (allocator.in_use, table.lent_blocks) == (4, 4)
@@ -282,13 +297,11 @@ def test_a_segment_changes_hands_and_its_former_owner_is_refused() -> None:
 def test_shared_blocks_count_once_are_written_by_nobody_and_last_as_long_as_the_last_owner() -> None:
     table, allocator = make(total=5, lend=5)
     ref = lend(table, 3)
-    fork = table.adopt(
-        ref, former_owner="debtor", owner="debtor", sequence="f", lease_s=10, now_s=0, shared_blocks=2
-    )
-    table.grow(fork, 4, owner="debtor", lease_s=10, now_s=0)
+    fork = table.adopt(ref, former_owner="debtor", owner="debtor", sequence="f", lease_s=10, shared_blocks=2)
+    table.grow(fork, 4, owner="debtor", lease_s=10)
     assert (table.find(ref).writable_from, table.find(fork).writable_from) == (2, 2)
     assert (allocator.in_use, table.lent_blocks, len(table.find(fork).blocks)) == (5, 5, 4)
-    table.pledges.pledge("swap", 5, lease_s=10, now_s=0)
+    table.pledges.pledge("swap", 5, lease_s=10)
     # A shared block that one of the two gives back is nobody's to set aside.
     table.trim(frozen(table, ref, 3, generation=1), owner="debtor", settlement="swap")
     assert (table.pledges.pledged("swap"), table.lent_blocks) == (1, 4)
@@ -296,7 +309,7 @@ def test_shared_blocks_count_once_are_written_by_nobody_and_last_as_long_as_the_
     assert allocator.in_use == 1
     with pytest.raises(InvalidInput, match="cannot be shared"):
         table.adopt(ref_of := lend(table, 1), former_owner="debtor", owner="d", sequence="s", lease_s=1,
-                    now_s=0, shared_blocks=2)  # fmt: skip
+                    shared_blocks=2)  # fmt: skip
     table.release([ref_of])
 
 
@@ -306,11 +319,11 @@ def test_any_order_of_events_keeps_blocks_and_owners_matched(seed: int) -> None:
     back at the end."""
     chance = random.Random(seed)
     table, allocator = make(total=12, lend=9)
-    now_s, refs, pins = 0.0, list[SegmentRef](), list[tuple[Pin, list[int]]]()
+    refs, pins = list[SegmentRef](), list[tuple[Pin, list[int]]]()
     drawn: list[int] = []
     known: dict[int, Segment] = {}
     for _ in range(600):
-        now_s += chance.random()
+        CLOCK.now_s += chance.random()
         event = chance.choice(
             ("lend", "lend", "grow", "release", "renew", "expire", "pin", "unpin", "freeze", "thaw", "trim",
              "adopt", "share", "pledge", "draw", "redeem")
@@ -319,13 +332,13 @@ def test_any_order_of_events_keeps_blocks_and_owners_matched(seed: int) -> None:
         ref = None if place is None else refs[place]
         try:
             if event == "lend":
-                refs.append(lend(table, chance.randint(1, 4), now_s=now_s))
+                refs.append(lend(table, chance.randint(1, 4)))
             elif event == "unpin" and pins:
                 table.unpin(pins.pop(chance.randrange(len(pins)))[0])
             elif event == "expire":
-                table.expire(now_s)
+                table.expire()
             elif event == "pledge":
-                table.pledges.pledge("swap", chance.randint(1, 3), lease_s=5, now_s=now_s)
+                table.pledges.pledge("swap", chance.randint(1, 3), lease_s=5)
             elif event == "draw" and table.pledges.pledged("swap"):
                 drawn += table.pledges.draw("swap", 1)
             elif event == "redeem":
@@ -335,11 +348,11 @@ def test_any_order_of_events_keeps_blocks_and_owners_matched(seed: int) -> None:
             elif ref is None or place is None:
                 continue
             elif event == "grow":
-                table.grow(ref, chance.randint(1, 9), owner="debtor", lease_s=10, now_s=now_s)
+                table.grow(ref, chance.randint(1, 9), owner="debtor", lease_s=10)
             elif event == "release":
                 table.release([ref])
             elif event == "renew":
-                table.renew("debtor", [ref], lease_s=10, now_s=now_s)
+                table.renew("debtor", [ref], lease_s=10)
             elif event == "pin":
                 pins.append((pin := table.pin(ref), list(pin.segment.blocks)))
             elif event == "freeze":
@@ -353,7 +366,7 @@ def test_any_order_of_events_keeps_blocks_and_owners_matched(seed: int) -> None:
                 shared = chance.randint(1, 2) if event == "share" else 0
                 refs.append(
                     table.adopt(ref, former_owner="debtor", owner="debtor", sequence="s", lease_s=10,
-                                now_s=now_s, shared_blocks=shared)
+                                shared_blocks=shared)
                 )  # fmt: skip
         except (CapacityExhausted, StaleEpoch, Conflict, InvalidInput):
             pass
@@ -365,6 +378,6 @@ def test_any_order_of_events_keeps_blocks_and_owners_matched(seed: int) -> None:
         assert all(owned.issuperset(blocks) for _, blocks in pins), f"seed {seed}: a block is read by nobody"
     for pin, _ in pins:
         table.unpin(pin)
-    table.expire(now_s + 100)
+    at(CLOCK.now_s + 100, table).expire()
     allocator.release(drawn)
     assert (allocator.in_use, table.lent_blocks) == (0, 0)

@@ -12,22 +12,30 @@ from kvcommons.errors import CapacityExhausted, Conflict, InvalidInput, StaleEpo
 from kvcommons.holder.segment import Pin
 from kvcommons.holder.segments import SegmentRef, SegmentTable
 from kvcommons.rblock.allocator import BlockAllocator
+from tests.clock import Clock
 
 CHANGES: dict[str, Callable[[SegmentTable, SegmentRef], object]] = {
     "release": lambda table, ref: table.release([ref]),
-    "expire": lambda table, ref: table.expire(11),
+    "expire": lambda table, ref: expire(table),
     "freeze": lambda table, ref: table.freeze(ref, 2, 1, owner="debtor"),
     "thaw": lambda table, ref: table.thaw(ref, owner="debtor"),
     "trim": lambda table, ref: table.trim(ref, owner="debtor"),
     "share": lambda table, ref: adopt(table, ref, 2),
 }
 NO_CHANGES: dict[str, Callable[[SegmentTable, SegmentRef], object]] = {
-    "grow": lambda table, ref: table.grow(ref, 5, owner="debtor", lease_s=10, now_s=0),
-    "renew": lambda table, ref: table.renew("debtor", [ref], lease_s=10, now_s=5),
+    "grow": lambda table, ref: table.grow(ref, 5, owner="debtor", lease_s=10),
+    "renew": lambda table, ref: table.renew("debtor", [ref], lease_s=10),
     "pin": lambda table, ref: table.unpin(table.pin(ref)),
     "others": lambda table, ref: table.release([lend(table, 1)]),
     "nothing to trim": lambda table, ref: table.trim(SegmentRef(handle=ref.handle, epoch=7), owner="debtor"),
 }
+
+
+def expire(table: SegmentTable) -> None:
+    clock = table._clock
+    assert isinstance(clock, Clock)
+    clock.now_s += 11
+    table.expire()
 
 
 class Visitor:
@@ -41,19 +49,19 @@ class Visitor:
 
 
 def lend(table: SegmentTable, blocks: int) -> SegmentRef:
-    return table.lend("debtor", "s", blocks, first_position=0, lease_s=10, now_s=0)
+    return table.lend("debtor", "s", blocks, first_position=0, lease_s=10)
 
 
 def adopt(table: SegmentTable, ref: SegmentRef, shared: int) -> SegmentRef:
     return table.adopt(
-        ref, former_owner="debtor", owner="debtor", sequence="t", lease_s=10, now_s=0, shared_blocks=shared
+        ref, former_owner="debtor", owner="debtor", sequence="t", lease_s=10, shared_blocks=shared
     )
 
 
 def begin() -> tuple[SegmentTable, BlockAllocator, SegmentRef]:
     """A segment of four blocks, two of them frozen in its generation 1, beside another one."""
     allocator = BlockAllocator(12)
-    table = SegmentTable(allocator, epoch=7, lend_blocks_max=12)
+    table = SegmentTable(allocator, instance_id="holder", epoch=7, clock=Clock())
     ref = lend(table, 4)
     table.freeze(ref, 1, 2, owner="debtor")
     return table, allocator, SegmentRef(handle=ref.handle, epoch=7, generation=1)
