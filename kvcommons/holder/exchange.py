@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvcommons.attention.native.exchange import TransferOutcome
-from kvcommons.attention.native.structures import STRUCTURES
+from kvcommons.attention.native.structures import STRUCTURES, fill
 from kvcommons.backend.interface import Backend, Partial
 from kvcommons.backend.memory import TORCH_DTYPES, BlockMemory, byte_view
 from kvcommons.errors import DeadlineExceeded, KVCommonsError, UnknownPlan
@@ -140,19 +140,17 @@ class _Call:
         self.timings = torch.zeros((layout.layers, _TIMINGS), dtype=torch.int64)
         shifted = set(share.shifted)
         numbers = [~row if i in shifted else row for i, row in enumerate(share.rows)]
-        self._kept = (
-            torch.tensor(numbers, dtype=torch.int64),
-            torch.tensor(share.appended, dtype=torch.int64),
-            torch.empty(16 * (2 * rows + 2), dtype=torch.uint8),
-        )
-        struct.rows, struct.appended, struct.parts = (tensor.data_ptr() for tensor in self._kept)
-        struct.payload, struct.unread = self._payload.data_ptr(), self._unread.data_ptr()
-        struct.timings = self.timings.data_ptr()
-        struct.out, struct.lse = self._out.data_ptr(), self._lse.data_ptr()
-        struct.out_row, struct.lse_row = self._out.stride(0), self._lse.stride(0)
-        struct.row_count, struct.appended_count, struct.plan = rows, appended, PLAN
-        struct.first_head, struct.heads = heads, last - heads
-        struct.first_kv_head, struct.kv_heads = kv_heads, kv_last - kv_heads
+        batch_rows = torch.tensor(numbers, dtype=torch.int64)
+        appended_rows = torch.tensor(share.appended, dtype=torch.int64)
+        parts = torch.empty(16 * (2 * rows + 2), dtype=torch.uint8)
+        self._kept = batch_rows, appended_rows, parts
+        fill(
+            struct, rows=batch_rows, appended=appended_rows, parts=parts, payload=self._payload,
+            unread=self._unread, timings=self.timings, out=self._out, lse=self._lse,
+            out_row=self._out.stride(0), lse_row=self._lse.stride(0), row_count=rows,
+            appended_count=appended, plan=PLAN, first_head=heads, heads=last - heads,
+            first_kv_head=kv_heads, kv_heads=kv_last - kv_heads,
+        )  # fmt: skip
 
     @property
     def plan(self) -> PlanConnection:
@@ -485,8 +483,8 @@ class LayerExchange:
 
     def _gather_into(self, gather: Any, sources: Sequence[PartialSource]) -> None:
         """Fills a kvc_gather."""
-        gather.out, gather.lse = self.whole.out.data_ptr(), self.whole.lse.data_ptr()
-        gather.rows, gather.heads = self.whole.lse.shape
+        rows, heads = self.whole.lse.shape
+        fill(gather, out=self.whole.out, lse=self.whole.lse, rows=rows, heads=heads)
         if not sources:
             return
         items: list[list[tuple[int, int]]] = [[] for _ in range(len(self.whole.lse))]
@@ -497,20 +495,17 @@ class LayerExchange:
         for some in items:
             starts.append(starts[-1] + len(some))
         flat = [item for some in items for item in some]
-        columns = (
-            [source.partial.out.data_ptr() for source in sources],
-            [source.partial.lse.data_ptr() for source in sources],
-            starts,
-            [source for source, _ in flat],
-            [index for _, index in flat],
-        )
-        tensors = [torch.tensor(column, dtype=torch.int64) for column in columns]
-        parts = torch.empty(2 * max(map(len, items)), dtype=torch.int64)
-        self._kept += [*tensors, parts, sources]
-        gather.parts = parts.data_ptr()
-        gather.outs, gather.lses, gather.starts, gather.sources, gather.indices = (
-            tensor.data_ptr() for tensor in tensors
-        )
+        columns = {
+            "outs": [source.partial.out.data_ptr() for source in sources],
+            "lses": [source.partial.lse.data_ptr() for source in sources],
+            "starts": starts,
+            "sources": [source for source, _ in flat],
+            "indices": [index for _, index in flat],
+            "parts": [0] * (2 * max(map(len, items))),
+        }
+        tensors = {name: torch.tensor(column, dtype=torch.int64) for name, column in columns.items()}
+        self._kept += [tensors, sources]
+        fill(gather, **tensors)
 
 
 def _slower(one: ShareTiming, other: ShareTiming) -> ShareTiming:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvcommons.attention.native.exchange import Library
-from kvcommons.attention.native.structures import STRUCTURES
+from kvcommons.attention.native.structures import STRUCTURES, fill
 from kvcommons.backend.interface import BatchPlan, Partial
 from kvcommons.backend.memory import TORCH_DTYPES
 from kvcommons.errors import InvalidInput, KVCommonsError
@@ -301,49 +301,26 @@ class ServedPlan:
 
     def _fill(self, plan: Any, library: Library, kv: Tensor) -> None:
         kernel = library.kernel
-        layout, rows, model = self._memory.layout, len(self._rows), self._holder.model
+        layout, model = self._memory.layout, self._holder.model
         self._lengths = self._first_lengths.clone()
         self._positions = self._first_positions.clone()
         self._windows = torch.tensor([window or 0 for window in model.windows], dtype=torch.int64)
-        batch = plan.batch
-        batch.kv, batch.tables, batch.lengths = (
-            kv.data_ptr(),
-            self._tables.data_ptr(),
-            self._lengths.data_ptr(),
-        )
-        batch.first_positions, batch.query_positions = (
-            self._key_positions.data_ptr(),
-            self._positions.data_ptr(),
-        )
-        batch.parallel, batch.threads, batch.variant = (
-            kernel._parallel,
-            torch.get_num_threads(),
-            kernel._index,
-        )
-        batch.q_row, batch.q_head = layout.query_heads * layout.head_dim, layout.head_dim
-        batch.batch, batch.heads, batch.kv_heads, batch.dim = (
-            rows,
-            layout.query_heads,
-            layout.kv_heads,
-            layout.head_dim,
-        )
-        batch.block_tokens, batch.table_width, batch.scale = (
-            layout.block_tokens,
-            self._tables.shape[1],
-            model.scale,
-        )
-        batch.q_is_bf16, batch.kv_is_bf16 = False, kv.dtype == torch.bfloat16
-        plan.lengths, plan.positions = self._lengths.data_ptr(), self._positions.data_ptr()
-        plan.first_lengths, plan.first_positions = (
-            self._first_lengths.data_ptr(),
-            self._first_positions.data_ptr(),
-        )
-        plan.grows, plan.brings, plan.windows = (
-            tensor.data_ptr() for tensor in (self._grows, self._brings, self._windows)
-        )
-        plan.first_step, plan.last_step, plan.step = self._first_step, self._last_step, -1
-        plan.layers, plan.layer_bytes, plan.appended = layout.layers, kv[0].nbytes, self._appended
-        plan.number, plan.revision, plan.lost = self.number, self.revision, len(self.lost)
+        fill(
+            plan.batch, kv=kv, tables=self._tables, lengths=self._lengths,
+            first_positions=self._key_positions, query_positions=self._positions, parallel=kernel._parallel,
+            threads=torch.get_num_threads(), variant=kernel._index, batch=len(self._rows),
+            q_row=layout.query_heads * layout.head_dim, q_head=layout.head_dim,
+            heads=layout.query_heads, kv_heads=layout.kv_heads, dim=layout.head_dim,
+            block_tokens=layout.block_tokens, table_width=self._tables.shape[1], scale=model.scale,
+            q_is_bf16=False, kv_is_bf16=kv.dtype == torch.bfloat16,
+        )  # fmt: skip
+        fill(
+            plan, lengths=self._lengths, positions=self._positions, first_lengths=self._first_lengths,
+            first_positions=self._first_positions, grows=self._grows, brings=self._brings,
+            windows=self._windows, first_step=self._first_step, last_step=self._last_step, step=-1,
+            layers=layout.layers, layer_bytes=kv[0].nbytes, appended=self._appended, number=self.number,
+            revision=self.revision, lost=len(self.lost),
+        )  # fmt: skip
 
     def _append(self, layer: int, step: int, kv: Tensor) -> None:
         size, first = self._memory.layout.block_tokens, 0

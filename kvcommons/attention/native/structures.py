@@ -13,6 +13,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from torch import Tensor
+
 from kvcommons.errors import Internal
 
 _HEADERS = ("attend.h", "exchange.h", "slices.h")
@@ -49,6 +51,12 @@ def read(headers: str) -> dict[str, type[ctypes.Structure]]:
 STRUCTURES: Mapping[str, Any] = MappingProxyType(
     read("\n".join((Path(__file__).parent / name).read_text() for name in _HEADERS))
 )
+
+
+def fill(structure: Any, **fields: Any) -> None:
+    """Sets fields; a tensor's to where it lies, which the caller keeps alive."""
+    for name, value in fields.items():
+        setattr(structure, name, value.data_ptr() if isinstance(value, Tensor) else value)
 
 
 class _Size(ctypes.Structure):
