@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,6 +66,7 @@ LAYOUT = Layout(
 )
 SCALE = 16**-0.5
 FINGERPRINT = b"f" * 32
+CLOSE: Any = {"rtol": 0.0, "atol": 1e-5}
 
 
 def soon() -> Deadline:
@@ -175,16 +179,17 @@ async def embedded(
 class PoolProcess:
     """A real attention pool on Unix sockets. No ledger answers: services start in any order."""
 
-    def __init__(self, folder: Path, *, part: HeadPart | None = None) -> None:
-        """`part`: of the KV heads; None: all of them."""
+    def __init__(self, folder: Path, number: int = 0, *, part: HeadPart | None = None) -> None:
+        """`number`: of those in this folder, which have one model. `part`: of the KV heads; None: all of
+        them."""
         self.folder = folder
         model = folder / "model"
         if not model.exists():
             write_random_folder(model, CONFIG, dtype="float32")
         spec = ModelSpec.read(model)
         settings = {
-            "listen": f"unix:{folder}/pool",
-            "data_listen": f"unix:{folder}/pool.d",
+            "listen": f"unix:{folder}/pool{number}",
+            "data_listen": f"unix:{folder}/pool{number}.d",
             "ledger": json.dumps([f"unix:{folder}/no-ledger"]),
             "model": str(model),
             "dtype": "float32",
@@ -196,7 +201,6 @@ class PoolProcess:
         identity = fingerprint(model, spec, "float32", BLOCK_TOKENS)
         if part is not None:
             settings |= {"heads": str(part), "head_group": "group"}
-            settings |= {key: f"{settings[key]}{part.number}" for key in ("listen", "data_listen")}
             identity = part.model(identity)
         flags = [text for name, value in settings.items() for text in ("--set", f"{name}={value}")]
         self.process = subprocess.Popen([sys.executable, "-m", "services.attention_pool", *flags])
@@ -231,6 +235,29 @@ class PoolProcess:
     async def exit_code(self) -> int:
         await eventually(lambda: self.process.poll() is not None)
         return int(self.process.returncode)
+
+
+@contextmanager
+def pools(*parts: HeadPart | None) -> Iterator[list[PoolProcess]]:
+    """One for each part of the KV heads (None: all of them), of one model."""
+    folder = Path(tempfile.mkdtemp(prefix="kvc-"))
+    made = [PoolProcess(folder, number, part=part) for number, part in enumerate(parts)]
+    try:
+        yield made
+    finally:
+        for pool in made:
+            pool.kill()
+        shutil.rmtree(folder)
+
+
+async def all_back(*holders: Served) -> None:
+    """Every block comes back: a layer that is still computed keeps its own until it ends."""
+    for served in holders:
+        async with served.debtor("who asks") as client:
+            until = Deadline.after(scaled(10))
+            while (seen := await client.inspect(timeout_s=5)).segments or seen.free_blocks < BLOCKS:
+                until.check(f"blocks to come back: {seen}")
+                await asyncio.sleep(0.02)
 
 
 def begin_attend(

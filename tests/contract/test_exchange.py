@@ -41,9 +41,9 @@ from tests.contract.exchange_cases import (
 from tests.contract.holder_cases import (
     BLOCK_TOKENS,
     LAYOUT,
-    PoolProcess,
     Served,
     embedded,
+    pools,
 )
 from tests.machine import scaled
 
@@ -140,28 +140,23 @@ async def test_a_segment_that_is_gone_loses_its_own_row_only(served: list[Served
 
 
 @pytest.mark.parametrize(("fault", "layer"), [("killed", 0), ("paused", 1)])
-async def test_a_holder_that_fails_loses_its_own_rows_only(
-    socket_folder: Path, fault: str, layer: int
-) -> None:
+async def test_a_holder_that_fails_loses_its_own_rows_only(fault: str, layer: int) -> None:
     """Between two layers, or two iterations. It is another process."""
     made = []
     for way in (nullcontext, in_python):
-        pool = PoolProcess(Path(tempfile.mkdtemp(prefix="kvc-", dir=socket_folder)))
-        try:
-            async with AsyncExitStack() as stack:
-                stack.enter_context(way())
-                other = await pool.ready()
-                well = await stack.enter_async_context(embedded(pool.folder, blocks=LOCAL_BLOCKS))
-                holders = [await stack.enter_async_context(one.debtor()) for one in (well, other)]
-                debtor = Debtor(holders, LAYOUT, deadline_s=scaled(2.0))
-                fail = pool.kill if fault == "killed" else pool.pause
-                debtor.between = lambda iteration, one, fail=fail: (
-                    fail() if (iteration, one) == (1, layer) else None
-                )
-                rows = rows_of((0, 2), count=3) + rows_of((0, 1), (1, 2), count=2) + rows_of((HERE, 2))
-                made.append(await run(debtor, rows))
-        finally:
-            pool.kill()
+        async with AsyncExitStack() as stack:
+            stack.enter_context(way())
+            (pool,) = stack.enter_context(pools(None))
+            other = await pool.ready()
+            well = await stack.enter_async_context(embedded(pool.folder, blocks=LOCAL_BLOCKS))
+            holders = [await stack.enter_async_context(one.debtor()) for one in (well, other)]
+            debtor = Debtor(holders, LAYOUT, deadline_s=scaled(2.0))
+            fail = pool.kill if fault == "killed" else pool.pause
+            debtor.between = lambda iteration, one, fail=fail: (
+                fail() if (iteration, one) == (1, layer) else None
+            )
+            rows = rows_of((0, 2), count=3) + rows_of((0, 1), (1, 2), count=2) + rows_of((HERE, 2))
+            made.append(await run(debtor, rows))
     assert sorted(made[0].lost) == [3, 4]
     assert_the_same(*made)
     waits = [[(answered, seconds > scaled(1.5)) for _, (seconds, answered) in one.waited] for one in made]

@@ -5,12 +5,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import shutil
-import tempfile
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -39,54 +36,43 @@ from kvcommons.transport.deadline import Deadline
 from tests.contract.holder_cases import (
     BLOCK_TOKENS,
     BLOCKS,
+    CLOSE,
     FINGERPRINT,
     LAYOUT,
     PoolProcess,
     Served,
     Tokens,
+    all_back,
     begin_attend,
     embedded,
     eventually,
+    pools,
     soon,
 )
 from tests.contract.kvstore_process import KvstoreProcess
 
-CLOSE: Any = {"rtol": 0.0, "atol": 1e-5}
 TOKENS = 30
 IDS = [bytes([number]) * 32 for number in range(1, 6)]
 
 
 @pytest.fixture(scope="module")
-def pools() -> Iterator[list[PoolProcess]]:
-    folder = Path(tempfile.mkdtemp(prefix="kvc-"))
-    pools = [PoolProcess(folder, part=part) for part in divided(2)]
-    yield pools
-    for pool in pools:
-        pool.kill()
-    shutil.rmtree(folder)
+def two() -> Iterator[list[PoolProcess]]:
+    with pools(*divided(2)) as made:
+        yield made
 
 
 @pytest.fixture(params=["embedded", "process"])
 async def parts(request: pytest.FixtureRequest, socket_folder: Path) -> AsyncIterator[list[Served]]:
     """Two; ends with a check that every block came back to both."""
     if request.param == "process":
-        served = [await pool.ready() for pool in request.getfixturevalue("pools")]
+        served = [await pool.ready() for pool in request.getfixturevalue("two")]
         yield served
-        await all_back(served)
+        await all_back(*served)
         return
     async with AsyncExitStack() as stack:
         served = [await stack.enter_async_context(embedded(socket_folder, part=part)) for part in divided(2)]
         yield served
-        await all_back(served)
-
-
-async def all_back(parts: Sequence[Served]) -> None:
-    for served in parts:
-        async with served.debtor() as client:
-            until = Deadline.after(10)
-            while (seen := await client.inspect(timeout_s=5)).segments or seen.free_blocks < BLOCKS:
-                until.check(f"blocks to come back: {seen}")
-                await asyncio.sleep(0.02)
+        await all_back(*served)
 
 
 def whole_model(parts: Sequence[Served]) -> bytes:
@@ -144,14 +130,6 @@ async def lent(parts: Sequence[Served]) -> list[int]:
         async with served.debtor("who asks") as client:
             counts.append((await client.inspect(timeout_s=5)).lent_blocks)
     return counts
-
-
-async def comes_back(parts: Sequence[Served]) -> None:
-    """All that was lent: a layer that a part still computes keeps its blocks until it ends."""
-    until = Deadline.after(10)
-    while any(await lent(parts)):
-        until.check("what the living parts lent to come back")
-        await asyncio.sleep(0.02)
 
 
 async def test_blocks_come_back_as_they_were_written(parts: list[Served]) -> None:
@@ -291,15 +269,14 @@ async def test_what_one_part_loses_is_lost_and_the_others_share_is_released(sock
             group.read_blocks(gone, 0, 0, [bytearray(LAYOUT.object_bytes)], soon())
 
 
-async def test_a_part_that_is_killed(socket_folder: Path) -> None:
+async def test_a_part_that_is_killed() -> None:
     """Attention fails as with a holder that is gone; what the living part has comes back."""
     tokens = Tokens(TOKENS, 3)
-    pools = [PoolProcess(socket_folder, part=part) for part in divided(2)]
-    try:
-        parts = [await pool.ready() for pool in pools]
+    with pools(*divided(2)) as made:
+        parts = [await pool.ready() for pool in made]
         async with group_of(parts) as group:
             ref = await written(group, tokens)
-            pools[1].kill()
+            made[1].kill()
             with pytest.raises(Unavailable):
                 begin_attend(group, 0, [asked(ref, 29)], tokens.q[29:], [], soon()).finish()[0]
             with pytest.raises(Unavailable):
@@ -307,10 +284,7 @@ async def test_a_part_that_is_killed(socket_folder: Path) -> None:
             with pytest.raises(Unavailable):
                 await group.release([ref], timeout_s=5)
             assert group.borrowed == []
-            await comes_back(parts[:1])
-    finally:
-        for pool in pools:
-            pool.kill()
+            await all_back(parts[0])
 
 
 async def test_blocks_come_from_a_store_and_go_there(socket_folder: Path, tmp_path: Path) -> None:

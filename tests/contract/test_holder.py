@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
-import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -23,26 +21,24 @@ from tests.backends import merge
 from tests.contract.holder_cases import (
     BLOCK_TOKENS,
     BLOCKS,
+    CLOSE,
     LAYOUT,
     PoolProcess,
     Served,
     Tokens,
+    all_back,
     begin_attend,
     embedded,
     local_partial,
+    pools,
     soon,
 )
-
-CLOSE = {"rtol": 0.0, "atol": 1e-5}
 
 
 @pytest.fixture(scope="module")
 def pool() -> Iterator[PoolProcess]:
-    folder = Path(tempfile.mkdtemp(prefix="kvc-"))
-    pool = PoolProcess(folder)
-    yield pool
-    pool.kill()
-    shutil.rmtree(folder)
+    with pools(None) as (pool,):
+        yield pool
 
 
 @pytest.fixture(params=["embedded", "process"])
@@ -51,17 +47,11 @@ async def served(request: pytest.FixtureRequest, socket_folder: Path) -> AsyncIt
     if request.param == "embedded":
         async with embedded(socket_folder) as served:
             yield served
-            await check_all_back(served)
+            await all_back(served)
     else:
         served = await request.getfixturevalue("pool").ready()
         yield served
-        await check_all_back(served)
-
-
-async def check_all_back(served: Served) -> None:
-    async with served.debtor() as client:
-        reply = await client.inspect(timeout_s=5)
-    assert (reply.free_blocks, len(reply.segments)) == (BLOCKS, 0)
+        await all_back(served)
 
 
 async def borrow(client: RemoteHolder, tokens: int, *, first_position: int = 0) -> SegmentRef:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
 import signal
 import socket
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -29,6 +27,7 @@ from tests.contract.holder_cases import (
     begin_attend,
     embedded,
     eventually,
+    pools,
     soon,
 )
 
@@ -36,11 +35,8 @@ from tests.contract.holder_cases import (
 @pytest.fixture
 def pool() -> Iterator[PoolProcess]:
     """A pool of its own for each test: they kill it."""
-    folder = Path(tempfile.mkdtemp(prefix="kvc-"))
-    pool = PoolProcess(folder)
-    yield pool
-    pool.kill()
-    shutil.rmtree(folder)
+    with pools(None) as (pool,):
+        yield pool
 
 
 async def test_leases_are_renewed_while_the_debtor_lives_and_reclaimed_after(socket_folder: Path) -> None:
@@ -174,4 +170,4 @@ async def test_a_pool_that_is_stopped_waits_for_what_is_lent(pool: PoolProcess) 
         assert pool.process.poll() is None
         await client.release([ref], timeout_s=5)
         assert await pool.exit_code() == 0
-    assert not (pool.folder / "pool.d").exists()
+    assert not Path(served.data.removeprefix("unix:")).exists()

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import shutil
-import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,31 +21,26 @@ from tests.backends import merge
 from tests.contract.holder_cases import (
     BLOCK_TOKENS,
     BLOCKS,
+    CLOSE,
     LAYOUT,
     PoolProcess,
     Served,
     Tokens,
+    all_back,
     begin_attend,
     embedded,
     eventually,
+    pools,
     soon,
 )
 
-CLOSE: Any = {"rtol": 0.0, "atol": 1e-5}
 TOKENS = 30
 
 
 @pytest.fixture(scope="module")
-def pools() -> Iterator[list[PoolProcess]]:
-    """Two: of one model, as the second takes the first one's."""
-    folders = [Path(tempfile.mkdtemp(prefix="kvc-")) for _ in range(2)]
-    first = PoolProcess(folders[0])
-    shutil.copytree(folders[0] / "model", folders[1] / "model")
-    made = [first, PoolProcess(folders[1])]
-    yield made
-    for pool, folder in zip(made, folders, strict=True):
-        pool.kill()
-        shutil.rmtree(folder)
+def two() -> Iterator[list[PoolProcess]]:
+    with pools(None, None) as made:
+        yield made
 
 
 @pytest.fixture(params=["embedded", "process"])
@@ -62,16 +54,9 @@ async def pair(request: pytest.FixtureRequest, socket_folder: Path) -> AsyncIter
             yield [one, two]
             await all_back(one, two)
     else:
-        served = [await pool.ready() for pool in request.getfixturevalue("pools")]
+        served = [await pool.ready() for pool in request.getfixturevalue("two")]
         yield served
         await all_back(*served)
-
-
-async def all_back(*holders: Served) -> None:
-    for served in holders:
-        async with served.debtor() as client:
-            seen = await client.inspect(timeout_s=5)
-        assert (seen.free_blocks, seen.lent_blocks, len(seen.segments)) == (BLOCKS, 0, 0)
 
 
 async def written(client: RemoteHolder, tokens: Tokens, blocks: int = 8) -> SegmentRef:
