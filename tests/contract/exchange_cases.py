@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import cast
 
 import pytest
 import torch
@@ -26,8 +25,6 @@ from kvcommons.engine.truncated import WHOLE, Truncated
 from kvcommons.errors import KVCommonsError
 from kvcommons.holder.budget import AttentionBudget
 from kvcommons.holder.creditor import Creditor
-from kvcommons.holder.head_group import HeadGroup
-from kvcommons.holder.head_store import WholeStore
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.model.sampling import SamplingParams
 from kvcommons.placement.auto import Rates
@@ -37,8 +34,6 @@ from kvcommons.transport.base import Observer
 from tests.backends import asking_in_python
 from tests.contract.holder_cases import (
     BLOCK_TOKENS,
-    FINGERPRINT,
-    LAYOUT,
     SCALE,
     Served,
     embedded,
@@ -234,20 +229,6 @@ async def both(
             debtors = [one.debtor(observer=observer) for one in served]
             made.append(await run(make([await stack.enter_async_context(one) for one in debtors]), rows))
     return made[0], made[1]
-
-
-@asynccontextmanager
-async def group_of(parts: Sequence[Served]) -> AsyncIterator[HeadGroup]:
-    store = cast(WholeStore, "never asked")
-    addresses = [(one.control, one.data) for one in parts]
-    group = HeadGroup(
-        addresses, LAYOUT, owner="debtor", model=FINGERPRINT, store=store, lost=lambda refs: None
-    )
-    group.start()
-    try:
-        yield group
-    finally:
-        await group.close()
 
 
 def assert_the_same(natively: Debtor, python: Debtor) -> None:

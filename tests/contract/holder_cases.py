@@ -11,10 +11,10 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -29,6 +29,8 @@ from kvcommons.holder import attend_call
 from kvcommons.holder.client import RemoteHolder
 from kvcommons.holder.creditor import Creditor
 from kvcommons.holder.data import HolderData, StartHook
+from kvcommons.holder.head_group import HeadGroup
+from kvcommons.holder.head_store import WholeStore
 from kvcommons.holder.holder import HeldModel, Holder
 from kvcommons.holder.plan import PlanRow
 from kvcommons.holder.segments import SegmentRef
@@ -87,6 +89,7 @@ class Served:
     control: str
     data: str
     model: bytes
+    whole: bytes  # the model, where this one has a part of its heads
     holder: Holder | None = None  # of an embedded one
     again: Callable[[], None] = lambda: None  # of an embedded one: its data plane stops, and starts anew
 
@@ -167,7 +170,14 @@ async def embedded(
     service.open(holder, loader, saver, NoStores())
     try:
         address = servers[0].address
-        yield Served(control=server.address, data=address, model=identity, holder=holder, again=again)
+        yield Served(
+            control=server.address,
+            data=address,
+            model=identity,
+            whole=FINGERPRINT,
+            holder=holder,
+            again=again,
+        )
     finally:
         await server.drain(1)
         assert await asyncio.to_thread(servers[0].stop, 5)
@@ -198,7 +208,7 @@ class PoolProcess:
             "drain_s": "8",
             "log_level": "error",
         }
-        identity = fingerprint(model, spec, "float32", BLOCK_TOKENS)
+        identity = whole = fingerprint(model, spec, "float32", BLOCK_TOKENS)
         if part is not None:
             settings |= {"heads": str(part), "head_group": "group"}
             identity = part.model(identity)
@@ -208,6 +218,7 @@ class PoolProcess:
             control=settings["listen"],
             data=settings["data_listen"],
             model=identity,
+            whole=whole,
         )
 
     async def ready(self) -> Served:
@@ -248,6 +259,30 @@ def pools(*parts: HeadPart | None) -> Iterator[list[PoolProcess]]:
         for pool in made:
             pool.kill()
         shutil.rmtree(folder)
+
+
+@asynccontextmanager
+async def group_of(
+    parts: Sequence[Served],
+    *,
+    store: WholeStore | None = None,
+    lost: list[SegmentRef] | None = None,
+    lease_s: float = 10.0,
+) -> AsyncIterator[HeadGroup]:
+    """A head group of them; what it still has at the end is released. Without a `store` nothing is loaded or
+    saved."""
+    group = HeadGroup(
+        [(one.control, one.data) for one in parts], LAYOUT, owner="debtor-1", model=parts[0].whole,
+        store=store or cast(WholeStore, "never asked"), lost=([] if lost is None else lost).extend,
+        lease_s=lease_s,
+    )  # fmt: skip
+    group.start()
+    try:
+        yield group
+    finally:
+        with suppress(KVCommonsError):  # a part that was killed
+            await group.release(group.borrowed, timeout_s=5)
+        await group.close()
 
 
 async def all_back(*holders: Served) -> None:

@@ -32,7 +32,6 @@ from tests.contract.exchange_cases import (
     Debtor,
     assert_the_same,
     both,
-    group_of,
     in_python,
     rows_of,
     run,
@@ -43,6 +42,7 @@ from tests.contract.holder_cases import (
     LAYOUT,
     Served,
     embedded,
+    group_of,
     pools,
 )
 from tests.machine import scaled

@@ -4,40 +4,32 @@ them, each with one of two KV heads, are one creditor, and together what one hol
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 import pytest
 import torch
 
 from kvcommons.backend.memory import BlockMemory
-from kvcommons.blockstore.loader import CorruptObject
-from kvcommons.blockstore.saver import BlockSaver
 from kvcommons.errors import (
     CapacityExhausted,
     InvalidInput,
-    KVCommonsError,
     StaleEpoch,
     Unavailable,
     UnsupportedParameter,
 )
 from kvcommons.holder.client import RemoteHolder
 from kvcommons.holder.copying import copy_blocks
-from kvcommons.holder.creditor import BlockSave
 from kvcommons.holder.head_group import HeadGroup
-from kvcommons.holder.head_store import WholeStore
 from kvcommons.holder.plan import PlanRow
 from kvcommons.holder.segments import SegmentRef
-from kvcommons.model.spec import ModelSpec, fingerprint
 from kvcommons.rblock.heads import divided
 from kvcommons.transport.deadline import Deadline
 from tests.contract.holder_cases import (
     BLOCK_TOKENS,
     BLOCKS,
     CLOSE,
-    FINGERPRINT,
     LAYOUT,
     PoolProcess,
     Served,
@@ -46,10 +38,10 @@ from tests.contract.holder_cases import (
     begin_attend,
     embedded,
     eventually,
+    group_of,
     pools,
     soon,
 )
-from tests.contract.kvstore_process import KvstoreProcess
 
 TOKENS = 30
 IDS = [bytes([number]) * 32 for number in range(1, 6)]
@@ -75,42 +67,6 @@ async def parts(request: pytest.FixtureRequest, socket_folder: Path) -> AsyncIte
         await all_back(*served)
 
 
-def whole_model(parts: Sequence[Served]) -> bytes:
-    """Which model the parts are of."""
-    if parts[0].holder is not None:
-        return FINGERPRINT
-    model = Path(parts[0].control.removeprefix("unix:")).parent / "model"
-    return fingerprint(model, ModelSpec.read(model), "float32", BLOCK_TOKENS)
-
-
-@asynccontextmanager
-async def group_of(
-    parts: Sequence[Served], *, lost: list[SegmentRef] | None = None, lease_s: float = 10.0
-) -> AsyncIterator[HeadGroup]:
-    model = whole_model(parts)
-    corrupt: list[CorruptObject] = []
-    saver = BlockSaver("debtor", hold_s=1)
-    store = WholeStore(model=model, layout=LAYOUT, condemn=corrupt.append, saver=saver)
-    group = HeadGroup(
-        [(one.control, one.data) for one in parts],
-        LAYOUT,
-        owner="debtor",
-        model=model,
-        store=store,
-        lost=([] if lost is None else lost).extend,
-        lease_s=lease_s,
-    )
-    group.start()
-    try:
-        yield group
-    finally:
-        with contextlib.suppress(KVCommonsError):  # a part that was killed
-            await group.release(group.borrowed, timeout_s=5)
-        await group.close()
-        await asyncio.to_thread(store.close, Deadline.after(1))
-        await asyncio.to_thread(saver.close, Deadline.after(1))
-
-
 async def written(group: HeadGroup, tokens: Tokens, blocks: int = 8) -> SegmentRef:
     """All tokens, in both layers."""
     ref = await group.reserve("sequence", blocks, first_position=0, timeout_s=5)
@@ -130,31 +86,6 @@ async def lent(parts: Sequence[Served]) -> list[int]:
         async with served.debtor("who asks") as client:
             counts.append((await client.inspect(timeout_s=5)).lent_blocks)
     return counts
-
-
-async def test_blocks_come_back_as_they_were_written(parts: list[Served]) -> None:
-    async with group_of(parts) as group:
-        ref = await group.reserve("sequence", 5, first_position=0, timeout_s=5)
-        assert await lent(parts) == [5, 5]
-        layers = [Tokens(20, seed).objects(0, 20) for seed in range(2)]
-        for layer, objects in enumerate(layers):
-            group.write_blocks(ref, layer, 0, objects[:2], soon())
-            group.write_blocks(ref, layer, 2, objects[2:], soon())
-        for layer, objects in enumerate(layers):
-            into = [bytearray(LAYOUT.object_bytes) for _ in range(3)]
-            group.read_blocks(ref, layer, 1, into, soon())
-            assert into == objects[1:4]
-
-
-async def test_rows_and_chunks_attend_as_over_one_holder(parts: list[Served]) -> None:
-    tokens = Tokens(TOKENS, 1)
-    async with group_of(parts) as group:
-        ref = await written(group, tokens)
-        for rows in ([29], [3], list(range(9, 30))):
-            part = PlanRow.of(ref, queries=len(rows), position=rows[0], length=rows[-1] + 1)
-            partial = begin_attend(group, 1, [part], tokens.q[rows], [], soon()).finish()[0]
-            torch.testing.assert_close(partial.out, tokens.whole(rows).out, **CLOSE)
-            torch.testing.assert_close(partial.lse, tokens.whole(rows).lse, **CLOSE)
 
 
 async def test_sequences_grow_token_by_token(parts: list[Served]) -> None:
@@ -211,7 +142,7 @@ async def test_a_reservation_that_nobody_waits_for_is_taken_back(parts: list[Ser
 
 
 async def test_who_takes_a_part_for_the_whole_is_refused(parts: list[Served]) -> None:
-    for model in (whole_model(parts), parts[0].model):
+    for model in (parts[0].whole, parts[0].model):
         client = RemoteHolder(
             parts[1].control, parts[1].data, owner="debtor", model=model, lost=lambda refs: None
         )
@@ -285,41 +216,3 @@ async def test_a_part_that_is_killed() -> None:
                 await group.release([ref], timeout_s=5)
             assert group.borrowed == []
             await all_back(parts[0])
-
-
-async def test_blocks_come_from_a_store_and_go_there(socket_folder: Path, tmp_path: Path) -> None:
-    sockets = socket_folder / "store"
-    sockets.mkdir()
-    kvstore = KvstoreProcess(sockets, tmp_path / "data").wait_ready()
-    store, made = kvstore.data_address, Tokens(20, 4)
-    try:
-        async with AsyncExitStack() as stack:
-            parts = [
-                await stack.enter_async_context(embedded(socket_folder, part=part)) for part in divided(2)
-            ]
-            group = await stack.enter_async_context(group_of(parts))
-            whole = await stack.enter_async_context(embedded(socket_folder))
-            alone = await stack.enter_async_context(whole.debtor())
-            ref = await group.reserve("first", 5, first_position=0, timeout_s=5)
-            for layer in range(LAYOUT.layers):
-                group.write_blocks(ref, layer, 0, made.objects(0, 20), soon())
-            blocks = BlockSave(
-                store=store, tenant="t", parent=b"", block_ids=IDS[:4], first_block=0, first_index=0
-            )
-            await group.save(ref, blocks, timeout_s=5)
-            await group.release([ref], timeout_s=5)  # saves wait in a buffer of their own
-            until = Deadline.after(20)
-            target = await alone.reserve("second", 3, first_position=0, timeout_s=5)
-            while await alone.load(target, store, IDS[:3], first_block=0, timeout_s=10) < 3:
-                until.check("the save to arrive")
-                await asyncio.sleep(0.05)
-            again = await group.reserve("third", 4, first_position=0, timeout_s=5)
-            assert await group.load(again, store, IDS[1:], first_block=1, timeout_s=10) == 3
-            for layer in range(LAYOUT.layers):
-                into = [bytearray(LAYOUT.object_bytes) for _ in range(3)]
-                alone.read_blocks(target, layer, 0, into, soon())
-                assert into == made.objects(0, 12)
-                group.read_blocks(again, layer, 1, into, soon())
-                assert into == made.objects(4, 16)
-    finally:
-        kvstore.kill()
