@@ -90,8 +90,13 @@ class Served:
     data: str
     model: bytes
     whole: bytes  # the model, where this one has a part of its heads
-    holder: Holder | None = None  # of an embedded one
+    embedded: Holder | None = None
     again: Callable[[], None] = lambda: None  # of an embedded one: its data plane stops, and starts anew
+
+    @property
+    def holder(self) -> Holder:
+        assert self.embedded is not None, "it is another process"
+        return self.embedded
 
     @asynccontextmanager
     async def debtor(
@@ -175,7 +180,7 @@ async def embedded(
             data=address,
             model=identity,
             whole=FINGERPRINT,
-            holder=holder,
+            embedded=holder,
             again=again,
         )
     finally:
@@ -330,18 +335,7 @@ class Tokens:
 
     def whole(self, rows: Sequence[int], window: int | None = None) -> Partial:
         """One holder's result for the rows, over everything before them and themselves."""
-        memory = BlockMemory(LAYOUT, -(-len(self.k) // BLOCK_TOKENS))
-        memory.write_tokens(0, torch.arange(len(self.k)), self.k, self.v)
-        return attend_chunk(
-            self.q[list(rows)],
-            memory.layer(0),
-            torch.arange(memory.blocks),
-            len(self.k),
-            first_key_position=0,
-            query_positions=torch.tensor(list(rows)),
-            scale=SCALE,
-            window=window,
-        )
+        return local_partial(self, rows, 0, len(self.k), window)
 
 
 def local_partial(

@@ -174,10 +174,7 @@ class Rig:
         source = torch.Generator().manual_seed(1)
         memory.tensor.copy_(torch.randn(memory.tensor.shape, generator=source))
         model = HeldModel(fingerprint=b"f" * 32, scale=0.25, windows=WINDOWS)
-        self.clock_s = 0.0
-        self.holder = Holder(
-            memory, BlockAllocator(BLOCKS), model, instance_id="holder", clock=lambda: self.clock_s
-        )
+        self.holder = Holder(memory, BlockAllocator(BLOCKS), model, instance_id="holder", clock=lambda: 0.0)
         self.data = HolderData(self.holder, budget=budget)
         self.observed: list[Observation] = []
         self.server = DataServer(

@@ -188,7 +188,6 @@ async def test_what_one_part_loses_is_lost_and_the_others_share_is_released(sock
         group = await stack.enter_async_context(group_of(parts, lost=lost, lease_s=0.6))
         kept, gone = [await group.reserve("sequence", 3, first_position=0, timeout_s=5) for _ in range(2)]
         holder = parts[1].holder
-        assert holder is not None
         holder.release([group.places(gone)[1][1]])
         await eventually(lambda: lost == [gone])
         assert group.borrowed == [kept]

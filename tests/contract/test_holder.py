@@ -268,7 +268,6 @@ async def test_the_owners_own_segments_take_writes_and_a_start(socket_folder: Pa
     started: list[pb.StartSequence] = []
     async with embedded(socket_folder, on_start=started.append, lend_blocks_max=3) as served:
         holder = served.holder
-        assert holder is not None
         blocks = holder.allocator.allocate(2)
         ref = holder.own("mine", blocks[:1])
         holder.extend(ref, blocks[1:])

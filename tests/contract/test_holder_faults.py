@@ -42,7 +42,6 @@ def pool() -> Iterator[PoolProcess]:
 async def test_leases_are_renewed_while_the_debtor_lives_and_reclaimed_after(socket_folder: Path) -> None:
     async with embedded(socket_folder) as served:
         holder = served.holder
-        assert holder is not None
         lost: list[SegmentRef] = []
         async with served.debtor(lease_s=0.6, lost=lost) as client:
             ref = await client.reserve("kept", 3, first_position=0, timeout_s=5)
@@ -63,7 +62,6 @@ async def test_leases_are_renewed_while_the_debtor_lives_and_reclaimed_after(soc
 async def test_a_debtor_learns_what_it_has_lost(socket_folder: Path) -> None:
     lost: list[SegmentRef] = []
     async with embedded(socket_folder) as served, served.debtor(lease_s=0.6, lost=lost) as client:
-        assert served.holder is not None
         gone = await client.reserve("a", 1, first_position=0, timeout_s=5)
         kept = await client.reserve("b", 1, first_position=0, timeout_s=5)
         served.holder.release([gone])
@@ -71,12 +69,14 @@ async def test_a_debtor_learns_what_it_has_lost(socket_folder: Path) -> None:
         assert (lost, client.borrowed) == ([gone], [kept])
 
 
-async def test_a_write_that_is_under_way_keeps_its_blocks_from_others(socket_folder: Path) -> None:
+@pytest.mark.parametrize("dies", [False, True])
+async def test_a_write_that_is_under_way_keeps_its_blocks_from_others(
+    socket_folder: Path, dies: bool
+) -> None:
     """A sender stalls in the middle of a payload; its segment is released; nobody gets the blocks until it is
-    over."""
+    over, or the sender is gone."""
     async with embedded(socket_folder) as served, served.debtor() as client:
         holder = served.holder
-        assert holder is not None
         ref = await client.reserve("s", 2, first_position=0, timeout_s=5)
         write = pb.WriteBlocks(handle=ref.handle, epoch=ref.epoch, blocks=2)
         head = pb.DataRequest(deadline_ms=20_000, write_blocks=write).SerializeToString()
@@ -89,24 +89,12 @@ async def test_a_write_that_is_under_way_keeps_its_blocks_from_others(socket_fol
             await client.reserve("other", BLOCKS - 1, first_position=0, timeout_s=5)
         with pytest.raises(StaleEpoch):
             client.write_blocks(ref, 0, 0, Tokens(8, 0).objects(0, 8), soon())
-        raw.sendall(bytes(size - 100))
+        if dies:
+            raw.close()
+        else:
+            raw.sendall(bytes(size - 100))
         await eventually(lambda: holder.allocator.in_use == 0)
         raw.close()
-
-
-async def test_a_sender_that_dies_gives_its_blocks_free(socket_folder: Path) -> None:
-    async with embedded(socket_folder) as served, served.debtor() as client:
-        holder = served.holder
-        assert holder is not None
-        ref = await client.reserve("s", 2, first_position=0, timeout_s=5)
-        write = pb.WriteBlocks(handle=ref.handle, epoch=ref.epoch, blocks=2)
-        head = pb.DataRequest(deadline_ms=20_000, write_blocks=write).SerializeToString()
-        raw = socket.create_connection(("127.0.0.1", int(served.data.rpartition(":")[2])))
-        raw.sendall(pack(len(head), 2 * LAYOUT.object_bytes, Limits()) + head + bytes(100))
-        await eventually(lambda: any(segment.pins for segment, _ in holder.held()))
-        await client.release([ref], timeout_s=5)
-        raw.close()
-        await eventually(lambda: holder.allocator.in_use == 0)
 
 
 def stopped(pid: int) -> bool:

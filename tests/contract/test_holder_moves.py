@@ -184,7 +184,6 @@ async def test_an_owner_that_comes_back_after_its_lease_is_refused(socket_folder
     tokens = Tokens(TOKENS, 7)
     async with embedded(socket_folder) as served, served.debtor("late", lease_s=60) as late:
         holder = served.holder
-        assert holder is not None
         ref = await written(late, tokens, BLOCKS)
         frozen = await late.freeze(ref, 7, timeout_s=5)
         holder.renew("late", [ref], lease_s=0.05)
@@ -210,7 +209,6 @@ async def test_a_trim_waits_for_what_reads_the_blocks(socket_folder: Path) -> No
     tokens = Tokens(TOKENS, 8)
     async with embedded(socket_folder) as served, served.debtor() as client:
         holder = served.holder
-        assert holder is not None
         ref = await written(client, tokens)
         holder.pledges.pledge("swap", 0, lease_s=60)
         frozen = await client.freeze(ref, 6, timeout_s=5)

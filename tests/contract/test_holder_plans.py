@@ -212,23 +212,6 @@ def test_rows_that_are_wrong_are_lost_alone(socket_folder: Path) -> None:
         assert 0 in peer.lost(), "it has outgrown its blocks"
 
 
-def test_a_lease_that_runs_out_ends_it(socket_folder: Path) -> None:
-    with rig(socket_folder) as made:
-        peer, ref = made.peer(), made.lend(30)
-        peer.open([row(ref)])
-        step = made.follow(peer, 0)
-        made.clock_s = 5
-        assert made.holder.renew("debtor", [ref], lease_s=20) == []
-        made.clock_s = 15
-        assert not made.holder.expire()
-        step = made.follow(peer, step)
-        made.clock_s = 26
-        assert len(made.holder.expire()) == 1
-        assert made.holder.allocator.in_use == 0
-        peer.ask(peer.layer(2, step))
-        assert peer.lost() == {0: "stale_epoch"}
-
-
 @pytest.mark.parametrize("trace", ["", TRACE])
 def test_a_layer_under_way_keeps_its_blocks(socket_folder: Path, trace: str) -> None:
     """It waits for its turn to compute when its segment is released: it is answered, and then the blocks come

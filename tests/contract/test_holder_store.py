@@ -17,7 +17,7 @@ from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import data_pb2 as pb
 from kvcommons.transport.client import DataClient
 from kvcommons.transport.deadline import Deadline
-from tests.contract.holder_cases import FINGERPRINT, LAYOUT, Tokens, embedded, eventually, soon
+from tests.contract.holder_cases import FINGERPRINT, LAYOUT, Tokens, all_back, embedded, soon
 from tests.contract.kvstore_process import KvstoreProcess
 
 IDS = [bytes([number]) * 32 for number in range(1, 6)]
@@ -71,8 +71,7 @@ async def test_what_one_holder_saves_another_segment_loads(socket_folder: Path, 
         await save(client, ref, store, IDS[3:], first=3)
         # Released at once: what is being saved stays until it is there.
         await client.release([ref], timeout_s=5)
-        assert served.holder is not None
-        await eventually(lambda: served.holder is not None and served.holder.allocator.in_use == 0)
+        await all_back(served)
         assert await stored(store, IDS) == 5
 
         again = await client.reserve("second", 4, first_position=0, timeout_s=5)
@@ -99,8 +98,7 @@ async def test_a_load_or_save_that_cannot_be_says_why(socket_folder: Path, store
         # A store that stays away costs the hold time, then the blocks are free.
         await save(client, ref, away, IDS[:2], first=0)
         await client.release([ref], timeout_s=5)
-        assert served.holder is not None
-        await eventually(lambda: served.holder is not None and served.holder.allocator.in_use == 0)
+        await all_back(served)
         with pytest.raises(StaleEpoch):
             await client.load(ref, away, IDS[:1], first_block=0, timeout_s=5)
 
@@ -117,6 +115,5 @@ async def test_a_load_ends_at_its_deadline(socket_folder: Path) -> None:
             await client.load(ref, f"unix:{socket_folder}/silent", IDS[:2], first_block=0, timeout_s=0.4)
         assert started.left() > 8
         await client.release([ref], timeout_s=5)
-        assert served.holder is not None
-        await eventually(lambda: served.holder is not None and served.holder.allocator.in_use == 0)
+        await all_back(served)
     silent.close()

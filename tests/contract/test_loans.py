@@ -71,7 +71,6 @@ class OneCreditor(ledger_pb2_grpc.LedgerServicer):
 @asynccontextmanager
 async def lending(folder: Path) -> AsyncIterator[tuple[Loans, Holder, Unheard]]:
     async with embedded(folder) as served:
-        assert served.holder is not None
         saver = BlockSaver("holder-1", hold_s=1)
         loader = BlockLoader([].append)
         service = Unheard()

@@ -56,14 +56,5 @@ def test_a_block_outside_the_memory_is_refused() -> None:
         memory.read_buffers(0, [2])
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_copy_block_copies_every_layer(device: str) -> None:
-    memory = BlockMemory(layout(), 3, choose(device))
-    memory.tensor[:, 0] = 2.0
-    memory.copy_block(0, 2)
-    assert (memory.tensor[:, 2] == 2.0).all()
-    assert (memory.tensor[:, 1] == 0.0).all()
-
-
 def test_a_memory_without_blocks_is_allowed() -> None:
     assert BlockMemory(layout(), 0).tensor.numel() == 0

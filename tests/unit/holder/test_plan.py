@@ -9,7 +9,6 @@ import pytest
 from kvcommons.errors import InvalidInput
 from kvcommons.holder.plan import PlanRow, arrangement, difference
 from kvcommons.holder.segments import SegmentRef
-from kvcommons.pb import data_pb2 as pb
 
 
 def row(handle: int, position: int = 5) -> PlanRow:
@@ -49,16 +48,3 @@ def test_a_difference_makes_the_rows_after_of_those_before(seed: int) -> None:
 def test_a_change_that_cannot_be_is_refused(removed: list[int], placed: list[int]) -> None:
     with pytest.raises(InvalidInput, match="out of order, or beyond"):
         arrangement(3, removed, placed)
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        pb.PlanRow(handle=1),
-        pb.PlanRow(handle=1, queries=2, length=1, append=True),
-        pb.PlanRow(handle=1, queries=1, position=(1 << 64) - 1),
-    ],
-)
-def test_a_row_that_cannot_be_is_refused(message: pb.PlanRow) -> None:
-    with pytest.raises(InvalidInput, match="segment 1"):
-        PlanRow.read(message)
