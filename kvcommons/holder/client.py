@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING
 import grpc.aio
 
 from kvcommons.errors import KVCommonsError
-from kvcommons.holder.copying import read_blocks, write_request
-from kvcommons.holder.creditor import BlockSave
+from kvcommons.holder.copying import BlockSave, read_blocks, write_request
 from kvcommons.holder.exchange import Recipient
 from kvcommons.holder.plan import PlanRow
 from kvcommons.holder.plan_connection import PlanPool

@@ -1,8 +1,9 @@
-"""Blocks of a segment at another holder, read into this one's memory: how KV moves."""
+"""Blocks of a segment at another holder: read into this one's memory, or sent to a kvstore. How KV moves."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvcommons.backend.memory import BlockMemory
@@ -17,6 +18,18 @@ if TYPE_CHECKING:
 
 # Of one read: a holder's connection is not kept from partials for longer than this takes.
 _READ_BYTES = 4 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockSave:
+    """Full blocks of a segment, on their way to a kvstore."""
+
+    store: str  # its data address
+    tenant: str
+    parent: bytes  # identity of the block before them; empty at the sequence's beginning
+    block_ids: Sequence[bytes]
+    first_block: int  # within the segment
+    first_index: int  # the same block's, within the sequence
 
 
 def read_request(ref: SegmentRef, layer: int, first_block: int, blocks: int) -> data_pb2.DataRequest:

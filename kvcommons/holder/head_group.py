@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from kvcommons.errors import CapacityExhausted, KVCommonsError, StaleEpoch, UnsupportedParameter
 from kvcommons.holder.client import RemoteHolder
-from kvcommons.holder.copying import read_request, write_request
-from kvcommons.holder.creditor import BlockSave
+from kvcommons.holder.copying import BlockSave, read_request, write_request
 from kvcommons.holder.exchange import Recipient, by_heads
 from kvcommons.holder.head_store import WholeStore
 from kvcommons.holder.plan import PlanRow

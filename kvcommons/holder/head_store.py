@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TypeVar
 from kvcommons.blockstore.loader import BlockLoader, CorruptObject
 from kvcommons.blockstore.saver import BlockSaver
 from kvcommons.errors import Unavailable
-from kvcommons.holder.creditor import BlockSave
+from kvcommons.holder.copying import BlockSave
 from kvcommons.rblock.layout import Layout
 from kvcommons.transport.base import Observer
 from kvcommons.transport.deadline import Deadline

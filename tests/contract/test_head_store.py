@@ -17,7 +17,7 @@ import pytest
 from kvcommons.blockstore.loader import CorruptObject
 from kvcommons.blockstore.saver import BlockSaver
 from kvcommons.errors import Unavailable
-from kvcommons.holder.creditor import BlockSave
+from kvcommons.holder.copying import BlockSave
 from kvcommons.holder.head_store import WholeStore
 from kvcommons.rblock.heads import divided
 from kvcommons.transport.deadline import Deadline

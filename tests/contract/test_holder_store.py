@@ -12,7 +12,7 @@ import pytest
 from kvcommons.blockstore.loader import CorruptObject
 from kvcommons.errors import InvalidInput, StaleEpoch
 from kvcommons.holder.client import RemoteHolder
-from kvcommons.holder.creditor import BlockSave
+from kvcommons.holder.copying import BlockSave
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import data_pb2 as pb
 from kvcommons.transport.client import DataClient

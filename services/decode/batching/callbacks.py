@@ -11,7 +11,8 @@ from kvcommons.engine.callbacks import SequenceUpdate
 from kvcommons.engine.engine import Engine
 from kvcommons.engine.sequence import RemoteRun, Sequence
 from kvcommons.errors import KVCommonsError
-from kvcommons.holder.creditor import BlockSave, Creditor
+from kvcommons.holder.copying import BlockSave
+from kvcommons.holder.creditor import Creditor
 from kvcommons.placement.base import Next
 from services.decode.arrival.arrivals import Arrivals
 from services.decode.borrowing.loans import Loans

@@ -17,7 +17,8 @@ from typing import Any
 from kvcommons.engine.sequence import RemoteRun
 from kvcommons.errors import CapacityExhausted, DataLoss, DeadlineExceeded, KVCommonsError, Unavailable
 from kvcommons.holder.client import RemoteHolder
-from kvcommons.holder.creditor import BlockSave, Creditor
+from kvcommons.holder.copying import BlockSave
+from kvcommons.holder.creditor import Creditor
 from kvcommons.holder.head_group import HeadGroup
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import ledger_pb2
