@@ -48,7 +48,7 @@ QUESTION = "What is my cat called?"
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    shared = Stack(tmp_path_factory.mktemp("damaged"), tables=TABLES)
+    shared = Stack(tmp_path_factory.mktemp("damaged"), tables=TABLES, attention_pool=0)
     with shared:
         yield shared
     shared.assert_gone()

@@ -146,7 +146,7 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         "stall_s": 2.0,
         "commit_deadline_s": 3.0,
     }
-    own = Stack(tmp_path_factory.mktemp("single"), tables={**FLOAT32, "router": deadlines})
+    own = Stack(tmp_path_factory.mktemp("single"), tables={**FLOAT32, "router": deadlines}, attention_pool=0)
     with own:
         yield own
     own.assert_gone()

@@ -37,7 +37,7 @@ def home(stack: Stack, session: str) -> str:
 
 
 def test_conversations_go_on_whichever_kvstore_dies_or_hangs(tmp_path: Path) -> None:
-    stack = Stack(tmp_path, tables=FLOAT32, kvstore=2)
+    stack = Stack(tmp_path, tables=FLOAT32, kvstore=2, attention_pool=0)
     with stack:
         settled(stack, 2)
         calm = [stack.client.say(text, "calm", reuse=False, temperature=0).text for text in TELLS]

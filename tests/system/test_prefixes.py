@@ -42,7 +42,7 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         "api_keys": str(keys), "secret_file": str(secret), "policy": "bounded_fpf", "max_running": 1,
     }  # fmt: skip
     room = {**FLOAT32["prefill"], "capacity_tokens": 24 * BLOCK_TOKENS}
-    stack = Stack(folder, tables={**FLOAT32, "prefill": room, "router": router})
+    stack = Stack(folder, tables={**FLOAT32, "prefill": room, "router": router}, attention_pool=0)
     with stack:
         yield stack
     stack.assert_gone()

@@ -29,7 +29,7 @@ def reusable_tokens(tokens: int) -> int:
 @pytest.fixture(scope="module")
 def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Not the shared one: it is killed and stopped here, and started again."""
-    own = Stack(tmp_path_factory.mktemp("mortal"), tables=FLOAT32)
+    own = Stack(tmp_path_factory.mktemp("mortal"), tables=FLOAT32, attention_pool=0)
     with own:
         yield own
     own.assert_gone()

@@ -130,7 +130,8 @@ def head(model: Path) -> int:
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Stack]:
-    running = Stack(tmp_path_factory.mktemp("stack"), tables=slow_tables(), model=str(model), decode=2)
+    folder = tmp_path_factory.mktemp("stack")
+    running = Stack(folder, tables=slow_tables(), model=str(model), decode=2, attention_pool=0)
     with running:
         yield running
     running.assert_gone()
