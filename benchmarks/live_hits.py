@@ -31,7 +31,7 @@ from kvcommons.transport.client import DataClient
 from kvcommons.transport.deadline import Deadline
 from services.kvstore.policies.catalogue import CATALOGUE
 from services.kvstore.tier import PAGE_BYTES
-from services.router.admission.hints import StoreHints, WaitingJob
+from services.router.admission.hints import StoreHints, WaitingRequest
 from services.router.admission.queue import Prefix
 
 MODEL = b"live-hits".ljust(32, b".")
@@ -101,14 +101,14 @@ class Serving:
         if not self._jobs_max:
             return
         waiting = [
-            WaitingJob(
+            WaitingRequest(
                 number, Prefix(model=MODEL, block_ids=identities(job.run)), max(job.start_s - now_s, 0.0)
             )
             for number, job in list(self._waiting)[: self._jobs_max]
             if job.run
         ]
-        request = self._hints.request("router", waiting, HINT_TTL_S)
-        self._hints.answered(request, self._blocks.Hint(request, timeout=CALL_S))
+        hint = self._hints.next("router", waiting, HINT_TTL_S)
+        self._hints.answered(hint, self._blocks.Hint(hint, timeout=CALL_S))
 
     def _serve(self, ids: Sequence[bytes]) -> tuple[int, int]:
         """A turn as prefill computes it; its hits in DRAM and on disk."""

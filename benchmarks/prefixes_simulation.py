@@ -4,7 +4,7 @@ The workload of Jha and Wang, section VII (text analysis): so many unique prefix
 one of them with a body of their own, streamed into a queue that is kept full; room for some prefixes on the
 device, for more in DRAM and on disk. The router's own queue, its policies and the kvstore's own hints run on
 a virtual clock; the tiers are least recently used ones that hold what the tiers above hold, as ours do. What
-a job takes follows from measured rates, the cheaper of loading and computing. Deterministic.
+a request takes follows from measured rates, the cheaper of loading and computing. Deterministic.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from statistics import median
 from benchmarks.report import Report, Row, p50, p99
 from services.kvstore.expected import ExpectedUse
 from services.kvstore.hints import Hints
-from services.router.admission.queue import Job, JobQueue, Prefix
+from services.router.admission.queue import Prefix, QueuedRequest, RequestQueue
 from services.router.admission.scheduling import ABSENT, DEVICE, DISK, DRAM, OVERTAKES_MAX, scheduling
 
 _MODEL = b"model"
@@ -51,7 +51,7 @@ class Trial:
     prefix_tokens: int = 2048
     new_tokens: int = 64
     skew: float = 0.0
-    look_ahead: int = 64  # next jobs hinted; 0: none
+    look_ahead: int = 64  # next requests hinted; 0: none
     overtakes_max: int = OVERTAKES_MAX
     seed: int = 0
     rates: Rates = Rates()
@@ -62,20 +62,20 @@ class Outcome:
     policy: str
     took_s: float
     waits_s: list[float]
-    places: list[int]  # other jobs that started between a job's arrival and its start
+    places: list[int]  # other requests that started between a request's arrival and its start
     overtaken: list[int]
-    served: dict[str, int]  # jobs by the tier their prefix came from
+    served: dict[str, int]  # requests by the tier their prefix came from
     starts_s: list[float]
-    full_jobs: int  # so many had started when the last one came
+    full_requests: int  # so many had started when the last one came
 
     @property
-    def jobs_per_s(self) -> float:
+    def requests_per_s(self) -> float:
         return len(self.waits_s) / self.took_s
 
     @property
-    def full_jobs_per_s(self) -> float:
+    def full_requests_per_s(self) -> float:
         """While the queue was full, without the first quarter, which begins with empty tiers."""
-        first, last = self.full_jobs // 4, self.full_jobs - 1
+        first, last = self.full_requests // 4, self.full_requests - 1
         return (last - first) / (self.starts_s[last] - self.starts_s[first])
 
 
@@ -106,12 +106,12 @@ class _Tier:
 
 
 class Simulation:
-    """One trial under one policy. One job runs at a time: prefill is what is scarce."""
+    """One trial under one policy. One request runs at a time: prefill is what is scarce."""
 
     def __init__(self, trial: Trial, policy: str) -> None:
         self._trial = trial
         self._policy = policy
-        self._queue = JobQueue(
+        self._queue = RequestQueue(
             max_running=1,
             max_waiting=trial.waiting,
             policy=scheduling(policy, overtakes_max=trial.overtakes_max),
@@ -121,7 +121,7 @@ class Simulation:
         self._hints = Hints(
             lambda _: self._size, dram_bytes=self._size * trial.dram, disk_bytes=self._size * trial.disk
         )
-        self._waiting: dict[int, list[Job]] = {prefix: [] for prefix in range(trial.prefixes)}
+        self._waiting: dict[int, list[QueuedRequest]] = {prefix: [] for prefix in range(trial.prefixes)}
         self._disk_free_s = 0.0
         self._fetching: tuple[float, int] | None = None  # when it has come, and what
 
@@ -130,7 +130,7 @@ class Simulation:
         rng = random.Random(trial.seed)
         weights = [(rank + 1) ** -trial.skew for rank in range(trial.prefixes)]
         arrivals = rng.choices(range(trial.prefixes), weights, k=trial.requests)
-        came: dict[Job, tuple[int, int]] = {}  # its prefix, and how many jobs had started
+        came: dict[QueuedRequest, tuple[int, int]] = {}  # its prefix, and how many requests had started
         outcome = Outcome(
             policy=self._policy,
             took_s=0.0,
@@ -139,17 +139,17 @@ class Simulation:
             overtaken=[],
             served=dict.fromkeys(TIERS, 0),
             starts_s=[],
-            full_jobs=0,
+            full_requests=0,
         )
         now_s, sent = 0.0, 0
-        running: Job | None = None
+        running: QueuedRequest | None = None
         while running is not None or sent < trial.requests:
             while sent < trial.requests and self._queue.waiting < trial.waiting:
-                job = self._submit(arrivals[sent], now_s)
-                came[job] = (arrivals[sent], len(outcome.waits_s))
+                request = self._submit(arrivals[sent], now_s)
+                came[request] = (arrivals[sent], len(outcome.waits_s))
                 sent += 1
-                running = running or job  # the first one starts at once
-                outcome.full_jobs = len(outcome.waits_s)
+                running = running or request  # the first one starts at once
+                outcome.full_requests = len(outcome.waits_s)
             assert running is not None
             prefix, started_before = came.pop(running)
             outcome.starts_s.append(now_s)
@@ -165,19 +165,19 @@ class Simulation:
         outcome.took_s = now_s
         return outcome
 
-    def _submit(self, prefix: int, now_s: float) -> Job:
-        job = self._queue.submit(cost=1, now_s=now_s, deadline_s=float("inf"))
-        self._queue.set_prefix(job, Prefix(model=_MODEL, block_ids=(prefix.to_bytes(4, "little"),)))
-        job.distance = self._distance(prefix)
-        job.on_device = int(job.distance == DEVICE)
-        if job.started_s is None:
-            self._waiting[prefix].append(job)
-        return job
+    def _submit(self, prefix: int, now_s: float) -> QueuedRequest:
+        request = self._queue.submit(cost=1, now_s=now_s, deadline_s=float("inf"))
+        self._queue.set_prefix(request, Prefix(model=_MODEL, block_ids=(prefix.to_bytes(4, "little"),)))
+        request.distance = self._distance(prefix)
+        request.on_device = int(request.distance == DEVICE)
+        if request.started_s is None:
+            self._waiting[prefix].append(request)
+        return request
 
-    def _serve(self, job: Job, prefix: int, now_s: float, outcome: Outcome) -> float:
-        """How long the job runs; its prefix is in all tiers afterwards."""
-        if job in self._waiting[prefix]:
-            self._waiting[prefix].remove(job)
+    def _serve(self, request: QueuedRequest, prefix: int, now_s: float, outcome: Outcome) -> float:
+        """How long the request runs; its prefix is in all tiers afterwards."""
+        if request in self._waiting[prefix]:
+            self._waiting[prefix].remove(request)
         rates, trial = self._trial.rates, self._trial
         compute_s = trial.prefix_tokens / rates.compute_tokens_s
         load_s = {
@@ -199,12 +199,12 @@ class Simulation:
         return found_s + trial.new_tokens / rates.compute_tokens_s
 
     def _fetch(self, now_s: float, end_s: float) -> None:
-        """What the kvstore does while a job runs: the next hinted prefixes come from disk to DRAM."""
+        """What the kvstore does while a request runs: the next hinted prefixes come from disk to DRAM."""
         if not self._trial.look_ahead:
             return
         uses = [
-            ExpectedUse(model=job.prefix.model, block_ids=job.prefix.block_ids, at_s=now_s + in_s)
-            for job, in_s in self._queue.look_ahead(self._trial.look_ahead, now_s)
+            ExpectedUse(model=request.prefix.model, block_ids=request.prefix.block_ids, at_s=now_s + in_s)
+            for request, in_s in self._queue.look_ahead(self._trial.look_ahead, now_s)
         ]
         self._hints.put("router", uses, now_s=now_s, ttl_s=_HINT_TTL_S)
         dram, disk = self._tiers[1][1], self._tiers[2][1]
@@ -235,11 +235,11 @@ class Simulation:
         return next((tier for tier, prefixes in self._tiers if prefix in prefixes), ABSENT)
 
     def _measure(self) -> None:
-        for prefix, jobs in self._waiting.items():
-            if not jobs or jobs[0].distance == (distance := self._distance(prefix)):
+        for prefix, requests in self._waiting.items():
+            if not requests or requests[0].distance == (distance := self._distance(prefix)):
                 continue
-            for job in jobs:
-                job.distance, job.on_device = distance, int(distance == DEVICE)
+            for request in requests:
+                request.distance, request.on_device = distance, int(distance == DEVICE)
 
 
 def compare(
@@ -258,7 +258,8 @@ def compare(
         ratios["bounded_fpf / fpf, least"] = _over(ours, outcomes["fpf"], min)
         ratios["bounded_fpf / fpf, greatest"] = _over(ours, outcomes["fpf"], max)
         full = [
-            one.full_jobs_per_s / fpf.full_jobs_per_s for one, fpf in zip(ours, outcomes["fpf"], strict=True)
+            one.full_requests_per_s / fpf.full_requests_per_s
+            for one, fpf in zip(ours, outcomes["fpf"], strict=True)
         ]
         ratios["bounded_fpf / fpf, least while the queue is full"] = min(full)
     trial = trials[0]
@@ -274,21 +275,21 @@ def compare(
 
 
 def _over(ours: Sequence[Outcome], theirs: Sequence[Outcome], of: Callable[[list[float]], float]) -> float:
-    return of([one.jobs_per_s / other.jobs_per_s for one, other in zip(ours, theirs, strict=True)])
+    return of([one.requests_per_s / other.requests_per_s for one, other in zip(ours, theirs, strict=True)])
 
 
 def _row(outcomes: Sequence[Outcome]) -> Row:
-    """Shares and waits are of all seeds' jobs together."""
+    """Shares and waits are of all seeds' requests together."""
     waits_s = [wait_s for outcome in outcomes for wait_s in outcome.waits_s]
     served = {tier: sum(outcome.served[tier] for outcome in outcomes) for tier in TIERS}
     return {
         "policy": outcomes[0].policy,
-        "requests/s": median(outcome.jobs_per_s for outcome in outcomes),
-        "requests/s, queue full": median(outcome.full_jobs_per_s for outcome in outcomes),
+        "requests/s": median(outcome.requests_per_s for outcome in outcomes),
+        "requests/s, queue full": median(outcome.full_requests_per_s for outcome in outcomes),
         **{f"from {tier} %": 100 * count / len(waits_s) for tier, count in served.items()},
         "wait p50 s": p50(waits_s),
         "wait p99 s": p99(waits_s),
         "longest wait s": max(waits_s),
-        "longest wait, jobs": max(max(outcome.places) for outcome in outcomes),
+        "longest wait, requests": max(max(outcome.places) for outcome in outcomes),
         "most overtaken by": max(max(outcome.overtaken) for outcome in outcomes),
     }

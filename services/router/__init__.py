@@ -1,2 +1,2 @@
-"""The router: REST, tenants, the job queue, and each turn's state machine with its resumption after
+"""The router: REST, tenants, the request queue, and each turn's state machine with its resumption after
 failures."""

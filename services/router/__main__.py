@@ -20,7 +20,7 @@ from kvcommons.rpc.process import Process, run
 from kvcommons.rpc.server import RpcServer
 from services.router.admission.admission import Admission
 from services.router.admission.look_ahead import QueueLookAhead
-from services.router.admission.queue import JobQueue
+from services.router.admission.queue import RequestQueue
 from services.router.admission.scheduling import scheduling
 from services.router.api.health import health_of
 from services.router.config import RouterConfig
@@ -88,12 +88,12 @@ async def _serving(config: RouterConfig, process: Process) -> Serving:
     directory = Directory(config.ledger, process.instance_id)
     fleet = Fleet(directory, open_channel)
     policy = scheduling(config.policy, overtakes_max=config.overtakes_max)
-    queue = JobQueue(max_running=config.max_running, max_waiting=config.max_queue, policy=policy)
+    queue = RequestQueue(max_running=config.max_running, max_waiting=config.max_queue, policy=policy)
     look_ahead = QueueLookAhead(
         queue,
         fleet,
         router=process.instance_id,
-        jobs_max=config.look_ahead_jobs,
+        requests_max=config.look_ahead_jobs,
         asks_distance=policy.asks_distance,
     )
     admission = Admission(queue, look_ahead)

@@ -24,8 +24,8 @@ class RouterConfig:
     port: int = 8000  # 0: any free one
     api_keys: str | None = None  # file: a line per key, "tenant key"; none: one tenant, loopback only
     secret_file: str | None = None  # root of the tenants' salts; needed with api_keys
-    policy: str = "fcfs"  # of the job queue; or fpf, relaxed_fpf, bounded_fpf
-    overtakes_max: int = OVERTAKES_MAX  # with bounded_fpf: how many later jobs may start before one
+    policy: str = "fcfs"  # of the request queue; or fpf, relaxed_fpf, bounded_fpf
+    overtakes_max: int = OVERTAKES_MAX  # with bounded_fpf: how many later requests may start before one
     look_ahead_jobs: int = 1024  # of those that wait, so many next ones are hinted to the kvstore; 0: none
     max_running: int = 64  # choices under way at once; more wait in the queue
     max_queue: int = 1024  # choices that wait; more are answered 429

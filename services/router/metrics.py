@@ -19,8 +19,8 @@ class RouterMetrics:
         capacity_waiting: Callable[[], int],
         connections: Callable[[], int],
     ) -> None:
-        """They give choices when they are asked for: those of the job queue, and of its running ones those
-        that wait for room. `connections` gives open ones."""
+        """They give choices when they are asked for: those of the request queue, and of its running ones
+        those that wait for room. `connections` gives open ones."""
         self.registry = registry
         self._running = running
         self._waiting = waiting

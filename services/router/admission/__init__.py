@@ -1,1 +1,1 @@
-"""The job queue: which request runs next, and which hints the store gets of it."""
+"""The request queue: which request runs next, and which hints the store gets of it."""

@@ -1,8 +1,8 @@
-"""The shell around what the queue looks ahead to. It asks the store where the prefixes of waiting jobs lie,
-and sends the store hints of what the queue will need next.
+"""The shell around what the queue looks ahead to. It asks the store where the prefixes of waiting requests
+lie, and sends the store hints of what the queue will need next.
 
-Neither holds up the queue: both run beside it, bounded in number, size and time, and jobs start in the order
-that the last answers give. A store that does not answer costs the order its knowledge, never a request.
+Neither holds up the queue: both run beside it, bounded in number, size and time, and requests start in the
+order that the last answers give. A store that does not answer costs the order its knowledge, never a request.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 from kvcommons.errors import KVCommonsError
 from kvcommons.pb import kvstore_pb2 as pb
 from kvcommons.pb.ledger_pb2 import Instance
-from services.router.admission.hints import StoreHints, WaitingJob
+from services.router.admission.hints import StoreHints, WaitingRequest
 from services.router.admission.prefixes import DeviceBlocks, common, distance_of
-from services.router.admission.queue import Job, JobQueue
+from services.router.admission.queue import QueuedRequest, RequestQueue
 from services.router.fleet.fleet import Fleet
 
 log = logging.getLogger(__name__)
@@ -33,12 +33,12 @@ _BACKOFF_S = 1.0  # after a call failed
 
 
 class _Lookup:
-    """What the store said of a job's blocks, and when."""
+    """What the store said of a request's blocks, and when."""
 
     __slots__ = ("at_s", "number", "tiers")
 
     def __init__(self, number: int) -> None:
-        self.number = number  # of the job, for hints
+        self.number = number  # of the request, for hints
         self.at_s = float("-inf")
         self.tiers: Sequence[int] = ()
 
@@ -58,27 +58,27 @@ def _answers(asked: Sequence[bytes], own: Sequence[bytes]) -> bool:
 
 
 class QueueLookAhead:
-    """`Admission` reports jobs to it, and `run` does the rest. Belongs to the event loop."""
+    """`Admission` reports requests to it, and `run` does the rest. Belongs to the event loop."""
 
     def __init__(
         self,
-        queue: JobQueue,
+        queue: RequestQueue,
         fleet: Fleet,
         *,
         router: str,
-        jobs_max: int,
+        requests_max: int,
         asks_distance: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`jobs_max`: of how many of the next jobs the store gets hints; 0: none."""
+        """`requests_max`: of how many of the next requests the store gets hints; 0: none."""
         self.asks_distance = asks_distance
         self._queue = queue
         self._fleet = fleet
         self._router = router
-        self._jobs_max = jobs_max
+        self._requests_max = requests_max
         self._clock = clock
         self._device = DeviceBlocks()
-        self._lookups: dict[Job, _Lookup] = {}  # of the jobs that wait
+        self._lookups: dict[QueuedRequest, _Lookup] = {}  # of the requests that wait
         self._wake = asyncio.Event()
         self._hinted_s = float("-inf")
         self._hinted: set[str] = set()  # stores that remember something of ours
@@ -86,9 +86,9 @@ class QueueLookAhead:
         # A router that restarts under its name does not use a number again that a store remembers.
         self._numbers = itertools.count(time.time_ns())
 
-    def enqueued(self, job: Job) -> None:
-        """The job waits from now on."""
-        ids = job.prefix.block_ids
+    def enqueued(self, request: QueuedRequest) -> None:
+        """The request waits from now on."""
+        ids = request.prefix.block_ids
         if not ids:
             return
         lookup = _Lookup(next(self._numbers))
@@ -96,15 +96,15 @@ class QueueLookAhead:
         like = next(known, None)
         if like is not None:
             lookup.learn(ids, like.prefix.block_ids, self._lookups[like].tiers, self._lookups[like].at_s)
-        self._lookups[job] = lookup
-        self._measure(job)
+        self._lookups[request] = lookup
+        self._measure(request)
         self._wake.set()
 
-    def started(self, job: Job) -> None:
+    def started(self, request: QueuedRequest) -> None:
         """Its prefix will be on the device: others that begin alike come nearer, and those whose blocks go
         for it are farther away."""
-        self._lookups.pop(job, None)
-        ids = job.prefix.block_ids
+        self._lookups.pop(request, None)
+        ids = request.prefix.block_ids
         if not self.asks_distance or not ids:
             return
         prefills = self._fleet.instances("prefill")
@@ -113,9 +113,9 @@ class QueueLookAhead:
             if other.prefix.block_ids[0] in changed:
                 self._measure(other)
 
-    def dequeued(self, job: Job) -> None:
-        """The job waits no longer."""
-        self._lookups.pop(job, None)
+    def dequeued(self, request: QueuedRequest) -> None:
+        """The request waits no longer."""
+        self._lookups.pop(request, None)
 
     async def run(self) -> None:
         """Until it is cancelled."""
@@ -142,66 +142,68 @@ class QueueLookAhead:
         if not self.asks_distance:
             return
         before_s = self._clock() - _FRESH_S
-        stale = [job for job, lookup in self._lookups.items() if lookup.at_s < before_s]
-        stale.sort(key=lambda job: self._lookups[job].at_s)
-        asked: list[Job] = []
-        for job in stale:
+        stale = [request for request, lookup in self._lookups.items() if lookup.at_s < before_s]
+        stale.sort(key=lambda request: self._lookups[request].at_s)
+        asked: list[QueuedRequest] = []
+        for request in stale:
             if len(asked) == _MATCHES_MAX:
                 break
-            if not any(_answers(other.prefix.block_ids, job.prefix.block_ids) for other in asked):
-                asked.append(job)
-        await asyncio.gather(*(self._match(job) for job in asked))
+            if not any(_answers(other.prefix.block_ids, request.prefix.block_ids) for other in asked):
+                asked.append(request)
+        await asyncio.gather(*(self._match(request) for request in asked))
 
-    async def _match(self, job: Job) -> None:
-        store = self._fleet.homed(job.prefix.home).store()
+    async def _match(self, request: QueuedRequest) -> None:
+        store = self._fleet.homed(request.prefix.home).store()
         if store is None:
             return
-        request = pb.MatchRequest(model=job.prefix.model, block_ids=job.prefix.block_ids, peek=True)
-        reply = await self._fleet.blocks(store).Match(request, timeout=_CALL_S)
-        self._learn(job.prefix.block_ids, reply.tiers)
+        match = pb.MatchRequest(model=request.prefix.model, block_ids=request.prefix.block_ids, peek=True)
+        reply = await self._fleet.blocks(store).Match(match, timeout=_CALL_S)
+        self._learn(request.prefix.block_ids, reply.tiers)
 
     def _learn(self, ids: Sequence[bytes], tiers: Sequence[int]) -> None:
-        """An answer holds for all jobs that begin alike, as far as they do: one lookup serves many."""
+        """An answer holds for all requests that begin alike, as far as they do: one lookup serves many."""
         now_s = self._clock()
-        for job, lookup in self._lookups.items():
-            if job.prefix.block_ids[0] == ids[0]:
-                lookup.learn(job.prefix.block_ids, ids, tiers, now_s)
-                self._measure(job)
+        for request, lookup in self._lookups.items():
+            if request.prefix.block_ids[0] == ids[0]:
+                lookup.learn(request.prefix.block_ids, ids, tiers, now_s)
+                self._measure(request)
 
     async def _send_hints(self) -> None:
-        """Sends each store a hint of the jobs whose blocks it has. A store that was sent one before and has
-        none of them any more gets an empty one."""
+        """Sends each store a hint of the requests whose blocks it has. A store that was sent one before and
+        has none of them any more gets an empty one."""
         now_s = self._clock()
-        if not self._jobs_max or (self._lookups and now_s - self._hinted_s < _HINT_S):
+        if not self._requests_max or (self._lookups and now_s - self._hinted_s < _HINT_S):
             return
         stores = {store.id: store for store in self._fleet.stores()}
-        waiting: dict[str, list[WaitingJob]] = {store_id: [] for store_id in stores}
-        for job, starts_in_s in self._queue.look_ahead(self._jobs_max, now_s):
-            store = self._fleet.homed(job.prefix.home).store()
-            lookup = self._lookups.get(job)
+        waiting: dict[str, list[WaitingRequest]] = {store_id: [] for store_id in stores}
+        for request, starts_in_s in self._queue.look_ahead(self._requests_max, now_s):
+            store = self._fleet.homed(request.prefix.home).store()
+            lookup = self._lookups.get(request)
             if lookup is not None and store is not None and store.id in waiting:
-                waiting[store.id].append(WaitingJob(lookup.number, job.prefix, starts_in_s))
+                waiting[store.id].append(WaitingRequest(lookup.number, request.prefix, starts_in_s))
         self._hinted_s = now_s
-        recipients = {store_id for store_id, jobs in waiting.items() if jobs} | (stores.keys() & self._hinted)
+        recipients = {store_id for store_id, requests in waiting.items() if requests} | (
+            stores.keys() & self._hinted
+        )
         self._stores = {store_id: self._stores.get(store_id) or StoreHints() for store_id in recipients}
         calls = (self._send_hint(stores[store_id], waiting[store_id]) for store_id in recipients)
         results = await asyncio.gather(*calls, return_exceptions=True)
-        self._hinted = {store_id for store_id, jobs in waiting.items() if jobs}
+        self._hinted = {store_id for store_id, requests in waiting.items() if requests}
         for result in results:
             if isinstance(result, BaseException):
                 raise result
 
-    async def _send_hint(self, store: Instance, jobs: Sequence[WaitingJob]) -> None:
+    async def _send_hint(self, store: Instance, requests: Sequence[WaitingRequest]) -> None:
         hints = self._stores[store.id]
-        request = hints.request(self._router, jobs, _HINT_TTL_S)
+        hint = hints.next(self._router, requests, _HINT_TTL_S)
         try:
-            reply = await self._fleet.blocks(store).Hint(request, timeout=_CALL_S)
+            reply = await self._fleet.blocks(store).Hint(hint, timeout=_CALL_S)
         except BaseException:
             hints.failed()
             raise
-        hints.answered(request, reply)
+        hints.answered(hint, reply)
 
-    def _measure(self, job: Job) -> None:
-        ids = job.prefix.block_ids
-        job.on_device = self._device.leading(ids)
-        job.distance = distance_of(len(ids), job.on_device, self._lookups[job].tiers)
+    def _measure(self, request: QueuedRequest) -> None:
+        ids = request.prefix.block_ids
+        request.on_device = self._device.leading(ids)
+        request.distance = distance_of(len(ids), request.on_device, self._lookups[request].tiers)

@@ -1,5 +1,5 @@
-"""Prefixes of waiting jobs: how far their KV lies, as far as the router knows, and how many jobs share them.
-Pure."""
+"""Prefixes of waiting requests: how far their KV lies, as far as the router knows, and how many requests
+share them. Pure."""
 
 from __future__ import annotations
 
@@ -23,15 +23,16 @@ def distance_of(blocks: int, on_device: int, tiers: Sequence[int]) -> float:
 
 
 class DeviceBlocks:
-    """Blocks that prefill likely still has in its own memory: those of the jobs that this router started
-    last, as many as fit there. A guess, for other routers' jobs are not in it; it decides on order alone."""
+    """Blocks that prefill likely still has in its own memory: those of the requests that this router started
+    last, as many as fit there. A guess, for other routers' requests are not in it; it decides on order
+    alone."""
 
     def __init__(self) -> None:
         self._first: OrderedDict[bytes, bytes] = OrderedDict()  # by block: the first one of its prompt
 
     def used(self, block_ids: Sequence[bytes], capacity: int) -> set[bytes]:
-        """A job with these blocks started; `capacity` is what all prefills hold, in blocks. The first blocks
-        of all prompts that lie nearer or farther for it."""
+        """A request with these blocks started; `capacity` is what all prefills hold, in blocks. The first
+        blocks of all prompts that lie nearer or farther for it."""
         changed = set(block_ids[:1])
         for block_id in reversed(block_ids):  # the deepest goes first
             self._first[block_id] = block_ids[0]
@@ -62,33 +63,33 @@ def common(first: Sequence[bytes], second: Sequence[bytes]) -> int:
 
 
 class PrefixSharers:
-    """How many waiting jobs would profit from one block.
+    """How many waiting requests would profit from one block.
 
-    Identities are chained, so equal identities mean equal beginnings: the blocks of all waiting jobs are a
-    radix tree, and a count by identity is all of it that the queue needs."""
+    Identities are chained, so equal identities mean equal beginnings: the blocks of all waiting requests are
+    a radix tree, and a count by identity is all of it that the queue needs."""
 
     def __init__(self) -> None:
-        self._jobs: dict[bytes, int] = {}
+        self._requests: dict[bytes, int] = {}
 
     def __len__(self) -> int:
-        """Blocks that some waiting job has."""
-        return len(self._jobs)
+        """Blocks that some waiting request has."""
+        return len(self._requests)
 
     def join(self, block_ids: Sequence[bytes]) -> None:
-        """A job with these blocks waits from now on."""
+        """A request with these blocks waits from now on."""
         for block_id in block_ids:
-            self._jobs[block_id] = self._jobs.get(block_id, 0) + 1
+            self._requests[block_id] = self._requests.get(block_id, 0) + 1
 
     def leave(self, block_ids: Sequence[bytes]) -> None:
         """It waits no longer."""
         for block_id in block_ids:
-            left = self._jobs[block_id] - 1
+            left = self._requests[block_id] - 1
             if left:
-                self._jobs[block_id] = left
+                self._requests[block_id] = left
             else:
-                del self._jobs[block_id]
+                del self._requests[block_id]
 
     def of(self, block_ids: Sequence[bytes], on_device: int) -> int:
-        """How many waiting jobs begin with the first `on_device` of these blocks and the next one, which is
-        not on the device: whoever starts first brings it near for all of them. 1 where none is missing."""
-        return self._jobs.get(block_ids[on_device], 1) if on_device < len(block_ids) else 1
+        """How many waiting requests begin with the first `on_device` of these blocks and the next one, which
+        is not on the device: whoever starts first brings it near for all of them. 1 where none is missing."""
+        return self._requests.get(block_ids[on_device], 1) if on_device < len(block_ids) else 1

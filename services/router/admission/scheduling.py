@@ -1,9 +1,9 @@
-"""Which waiting job starts next. Decisions only: no I/O, no clock.
+"""Which waiting request starts next. Decisions only: no I/O, no clock.
 
-A job's `distance` says how far the KV of its prompt lies from where it is computed: device 0, DRAM 1, disk 2,
-absent 3, as in Jha and Wang, "Improving Large Language Model Throughput with Efficient Long-Term Memory
-Management", section V. Of a prompt whose blocks lie in several tiers it is their mean. The benchmark of
-prefixes drives the same classes.
+A request's `distance` says how far the KV of its prompt lies from where it is computed: device 0, DRAM 1,
+disk 2, absent 3, as in Jha and Wang, "Improving Large Language Model Throughput with Efficient Long-Term
+Memory Management", section V. Of a prompt whose blocks lie in several tiers it is their mean. The benchmark
+of prefixes drives the same classes.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _TIER_COST = 1000.0  # a tier farther away weighs as much as waiting about 30 ti
 Rank = tuple[float, ...]
 
 
-class QueuedJob(Protocol):
-    """What is asked of a job that waits. `number` counts jobs as they come; `overtaken` counts the jobs that
-    came later and started earlier."""
+class RankedRequest(Protocol):
+    """What is asked of a request that waits. `number` counts requests as they come; `overtaken` counts the
+    requests that came later and started earlier."""
 
     @property
     def number(self) -> int: ...
@@ -39,80 +39,82 @@ class QueuedJob(Protocol):
 
 
 class Scheduling(Protocol):
-    """The order in which jobs start: the smallest rank first. Ranks of one policy have one length.
+    """The order in which requests start: the smallest rank first. Ranks of one policy have one length.
 
     `asks_distance`: whether the order depends on where prefixes lie.
     """
 
     asks_distance: bool
 
-    def rank(self, job: QueuedJob, sharers: int, now_s: float) -> Rank:
-        """`sharers`: the waiting jobs, this one among them, that need the next block which it lacks."""
+    def rank(self, request: RankedRequest, sharers: int, now_s: float) -> Rank:
+        """`sharers`: the waiting requests, this one among them, that need the next block which it lacks."""
 
 
 class FirstCome:
-    """FCFS: jobs start in the order in which they came."""
+    """FCFS: requests start in the order in which they came."""
 
     asks_distance = False
 
-    def rank(self, job: QueuedJob, sharers: int, now_s: float) -> Rank:
-        return (job.number,)
+    def rank(self, request: RankedRequest, sharers: int, now_s: float) -> Rank:
+        return (request.number,)
 
 
 class FastestPrefixFirst:
-    """FPF (section V, F.1): the nearest prefix first, no matter how much later its job came.
+    """FPF (section V, F.1): the nearest prefix first, no matter how much later its request came.
 
-    Throughput is the greatest of all here, and a job far from the device waits for as long as nearer ones
+    Throughput is the greatest of all here, and a request far from the device waits for as long as nearer ones
     come: there is no bound.
     """
 
     asks_distance = True
 
-    def rank(self, job: QueuedJob, sharers: int, now_s: float) -> Rank:
-        return (job.distance, job.number)
+    def rank(self, request: RankedRequest, sharers: int, now_s: float) -> Rank:
+        return (request.distance, request.number)
 
 
 class RelaxedFastestPrefixFirst:
     """Relaxed-FPF (section V, F.2): the greatest (current_time - arrival_time) * (4 - N) first, N being the
     distance.
 
-    A job with distance N overtakes those that waited less than (4 - N) / (4 - N') times as long as it did:
-    nobody starves, for a job at distance 3 is passed only by jobs that waited more than a quarter as long.
+    A request with distance N overtakes those that waited less than (4 - N) / (4 - N') times as long as it
+    did: nobody starves, for a request at distance 3 is passed only by requests that waited more than a
+    quarter as long.
     """
 
     asks_distance = True
 
-    def rank(self, job: QueuedJob, sharers: int, now_s: float) -> Rank:
-        return (-(now_s - job.queued_s) * (4.0 - job.distance), job.number)
+    def rank(self, request: RankedRequest, sharers: int, now_s: float) -> Rank:
+        return (-(now_s - request.queued_s) * (4.0 - request.distance), request.number)
 
 
 class BoundedFastestPrefixFirst:
-    """FPF by groups, with a bound: no job is overtaken more than `overtakes_max` times.
+    """FPF by groups, with a bound: no request is overtaken more than `overtakes_max` times.
 
-    1. Jobs that were overtaken so often start before all others, in the order in which they came.
+    1. Requests that were overtaken so often start before all others, in the order in which they came.
     2. Then, as with FPF, those whose prefix is on the device.
     3. When there are none, some prefix has to be brought there, and all that wait for it follow at the price
-       of the device. Next is the job with the greatest sharers * waited^2 / 1000^distance.
+       of the device. Next is the request with the greatest sharers * waited^2 / 1000^distance.
 
-    Why 3: what brings a prefix near is paid once a group. A queue that is kept full of W jobs, and prefixes
-    wanted with probabilities p, are given; a prefix whose turn comes every T starts has p * T / 2 jobs in the
-    queue, which together are W. The sum of the costs c / T is smallest where p * T^2 / c is the same for all
-    (Lagrange), and at its turn a prefix has p * T sharers, the first of which has waited for T: so
-    sharers * waited / c is equal at the turns of the best plan, as in the R x W rule for broadcasts
+    Why 3: what brings a prefix near is paid once a group. A queue that is kept full of W requests, and
+    prefixes wanted with probabilities p, are given; a prefix whose turn comes every T starts has p * T / 2
+    requests in the queue, which together are W. The sum of the costs c / T is smallest where p * T^2 / c is
+    the same for all (Lagrange), and at its turn a prefix has p * T sharers, the first of which has waited for
+    T: so sharers * waited / c is equal at the turns of the best plan, as in the R x W rule for broadcasts
     (Aksoy and Franklin, "RxW", 1999). FPF takes the oldest instead, which is worse by Cauchy and Schwarz
     wherever prefixes are not alike. Waiting counts twice over here, which costs little of that and shortens
     the longest waits.
 
-    Theorem. Of the jobs that came later than a given one, at most `overtakes_max` start before it; so a job
-    that came when `waiting` others waited starts after at most `waiting + overtakes_max` other starts, and
-    where jobs run one at a time, `service_s` each, waits at most (waiting + overtakes_max + 1) * service_s.
+    Theorem. Of the requests that came later than a given one, at most `overtakes_max` start before it; so a
+    request that came when `waiting` others waited starts after at most `waiting + overtakes_max` other
+    starts, and where requests run one at a time, `service_s` each, waits at most (waiting + overtakes_max +
+    1) * service_s.
 
-    Proof. A job that was overtaken `overtakes_max` times comes by 1 before every later one: before those that
-    were overtaken less, and before those that were overtaken as often, for it has the smaller number. Those
-    that start before it and did not come later waited when it came.
+    Proof. A request that was overtaken `overtakes_max` times comes by 1 before every later one: before those
+    that were overtaken less, and before those that were overtaken as often, for it has the smaller number.
+    Those that start before it and did not come later waited when it came.
 
     The bound binds only where prefixes are wanted very unequally: elsewhere 3 lets nobody wait so long. One
-    that is small is dear, for prefixes then drive each other from the device before all of their jobs had
+    that is small is dear, for prefixes then drive each other from the device before all of their requests had
     their turn: whoever wants fairness above all has `relaxed_fpf`.
     """
 
@@ -121,13 +123,13 @@ class BoundedFastestPrefixFirst:
     def __init__(self, overtakes_max: int = OVERTAKES_MAX) -> None:
         self._overtakes_max = overtakes_max
 
-    def rank(self, job: QueuedJob, sharers: int, now_s: float) -> Rank:
-        if job.overtaken >= self._overtakes_max:
-            return (0.0, 0.0, job.number)
-        if job.distance < _ON_DEVICE:
-            return (1.0, 0.0, job.number)
-        waited_s = now_s - job.queued_s
-        return (2.0, -sharers * waited_s**2 / _TIER_COST**job.distance, job.number)
+    def rank(self, request: RankedRequest, sharers: int, now_s: float) -> Rank:
+        if request.overtaken >= self._overtakes_max:
+            return (0.0, 0.0, request.number)
+        if request.distance < _ON_DEVICE:
+            return (1.0, 0.0, request.number)
+        waited_s = now_s - request.queued_s
+        return (2.0, -sharers * waited_s**2 / _TIER_COST**request.distance, request.number)
 
 
 def scheduling(name: str, *, overtakes_max: int = OVERTAKES_MAX) -> Scheduling:
@@ -141,7 +143,7 @@ def scheduling(name: str, *, overtakes_max: int = OVERTAKES_MAX) -> Scheduling:
     if name not in policies:
         raise InvalidInput(
             f"router policy {name!r} is not one of {', '.join(policies)}: first come first served, fastest "
-            "prefix first, its relaxed form, and the one that bounds how often a job is overtaken",
+            "prefix first, its relaxed form, and the one that bounds how often a request is overtaken",
             param="policy",
         )
     return policies[name]()

@@ -2,7 +2,7 @@
 an argument.
 
 A choice asks decode for room when decode likely has some (see `occupancy`). Where decode refuses, the choice
-waits in this queue, in the order in which the job queue let requests start, and no choice asks by itself:
+waits in this queue, in the order in which the request queue let requests start, and no choice asks by itself:
 when blocks come free, the first in the queue asks, and the next one follows if there is room for both, or as
 soon as the first has its answer. So a refusal costs one call, however many choices wait.
 
@@ -31,8 +31,8 @@ _BACKOFF_S, _BACKOFF_S_MAX = 0.05, 0.8
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class Ticket:
-    """A choice in the queue. `order` is the number of its request, as the job queue let them start, and of
-    the choice in it."""
+    """A choice in the queue. `order` is the number of its request, as the request queue let them start, and
+    of the choice in it."""
 
     order: tuple[int, int]
     blocks: int = 0  # of the sequence

@@ -57,7 +57,7 @@ class Dispatch:
         self.queues = CapacityQueues(fleet, clock)
         self._fleet = fleet
         self._clock = clock
-        self._requests = count()  # as the job queue lets them start
+        self._requests = count()  # as the request queue lets them start
         self._lingering: set[asyncio.Task[None]] = set()
 
     async def run(
@@ -105,7 +105,7 @@ class _Run:
         number: int,
         clock: Callable[[], float],
     ) -> None:
-        """`number`: of requests as the job queue let them start: their order where they wait for room."""
+        """`number`: of requests as the request queue let them start: their order where they wait for room."""
         self._turn = turn
         self._request = request
         self._fleet = fleet

@@ -1,4 +1,4 @@
-"""What a store hears of the queue: each job's blocks once, then its number and its start."""
+"""What a store hears of the queue: each request's blocks once, then its number and its start."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from kvcommons.pb import kvstore_pb2 as pb
 from services.kvstore.expected import ExpectedUse
 from services.kvstore.hinted import HintedJobs
 from services.kvstore.hints import BLOCKS_MAX, Hints
-from services.router.admission.hints import NEW_BLOCKS_MAX, StoreHints, WaitingJob
+from services.router.admission.hints import NEW_BLOCKS_MAX, StoreHints, WaitingRequest
 from services.router.admission.queue import Prefix
 
 BLOCKS = 192  # of a prompt of 12,000 tokens
 
 
-def waiting(*numbers: int, blocks: int = BLOCKS) -> list[WaitingJob]:
+def waiting(*numbers: int, blocks: int = BLOCKS) -> list[WaitingRequest]:
     return [
-        WaitingJob(number, Prefix(model=b"m", block_ids=ids(number, blocks)), float(place))
+        WaitingRequest(number, Prefix(model=b"m", block_ids=ids(number, blocks)), float(place))
         for place, number in enumerate(numbers)
     ]
 
@@ -31,12 +31,12 @@ class Store:
         self.hints = Hints(lambda model: 1, dram_bytes=1 << 40, disk_bytes=0, blocks_max=blocks_max)
         self.now_s = 0.0
 
-    def hear(self, request: pb.HintRequest) -> pb.HintReply:
-        request = pb.HintRequest.FromString(request.SerializeToString())
-        uses, unknown = self.hinted.complete(request, self.now_s)
+    def hear(self, hint: pb.HintRequest) -> pb.HintReply:
+        hint = pb.HintRequest.FromString(hint.SerializeToString())
+        uses, unknown = self.hinted.complete(hint, self.now_s)
         expected = [ExpectedUse(model=m, block_ids=b, at_s=self.now_s + s) for m, b, s, _ in uses]
-        accepted = self.hints.put(request.router, expected, now_s=self.now_s, ttl_s=5.0)
-        self.hinted.keep(request, uses[:accepted], self.now_s)
+        accepted = self.hints.put(hint.router, expected, now_s=self.now_s, ttl_s=5.0)
+        self.hinted.keep(hint, uses[:accepted], self.now_s)
         rest = [use.job for use in uses[accepted:]]
         return pb.HintReply(accepted_uses=accepted, unknown_jobs=[*unknown, *rest])
 
@@ -45,34 +45,36 @@ class Store:
         return [list(use.block_ids) for use in self.hints.upcoming()]
 
 
-def tell(hints: StoreHints, store: Store, jobs: list[WaitingJob], router: str = "r") -> pb.HintRequest:
-    request = hints.request(router, jobs, 5.0)
-    hints.answered(request, store.hear(request))
-    return request
+def tell(
+    hints: StoreHints, store: Store, requests: list[WaitingRequest], router: str = "r"
+) -> pb.HintRequest:
+    hint = hints.next(router, requests, 5.0)
+    hints.answered(hint, store.hear(hint))
+    return hint
 
 
 def test_hundreds_of_long_prompts_are_known_and_each_is_sent_once() -> None:
     hints, store = StoreHints(), Store()
     numbers = list(range(1, 601))
-    jobs = waiting(*numbers)
+    requests = waiting(*numbers)
     rounds = 0
-    while len(store.known) < len(jobs):
-        request = tell(hints, store, jobs)
-        assert sum(len(use.block_ids) for use in request.uses) <= NEW_BLOCKS_MAX
-        assert request.ByteSize() < 1 << 20
+    while len(store.known) < len(requests):
+        hint = tell(hints, store, requests)
+        assert sum(len(use.block_ids) for use in hint.uses) <= NEW_BLOCKS_MAX
+        assert hint.ByteSize() < 1 << 20
         rounds += 1
         assert rounds < 20
     assert store.known == [ids(number) for number in numbers]
-    again = tell(hints, store, jobs)
-    assert again.ByteSize() < 20 * len(jobs)
-    assert len(store.known) == len(jobs)
+    again = tell(hints, store, requests)
+    assert again.ByteSize() < 20 * len(requests)
+    assert len(store.known) == len(requests)
 
 
 def test_the_order_changes_without_a_block_being_sent_again() -> None:
     hints, store = StoreHints(), Store()
     tell(hints, store, waiting(1, 2, 3))
-    request = tell(hints, store, waiting(4, 3, 1))
-    assert [bool(use.block_ids) for use in request.uses] == [True, False, False]
+    hint = tell(hints, store, waiting(4, 3, 1))
+    assert [bool(use.block_ids) for use in hint.uses] == [True, False, False]
     assert store.known == [ids(4), ids(3), ids(1)]
 
 
@@ -88,16 +90,16 @@ def test_a_store_that_forgot_is_sent_all_again() -> None:
     tell(hints, store, waiting(1, 2))
     assert store.known == [ids(1), ids(2)]
     hints.failed()
-    assert all(use.block_ids for use in hints.request("r", waiting(1, 2), 5.0).uses)
+    assert all(use.block_ids for use in hints.next("r", waiting(1, 2), 5.0).uses)
 
 
 def test_a_store_that_takes_no_more_is_not_sent_all_again_and_again() -> None:
     hints, store = StoreHints(), Store(blocks_max=10 * BLOCKS)
-    jobs = waiting(*range(1, 61))
-    tell(hints, store, jobs)
+    requests = waiting(*range(1, 61))
+    tell(hints, store, requests)
     assert len(store.known) == 10
-    request = tell(hints, store, jobs)
-    assert sum(bool(use.block_ids) for use in request.uses) <= 16
+    hint = tell(hints, store, requests)
+    assert sum(bool(use.block_ids) for use in hint.uses) <= 16
     assert len(store.known) == 10
     soonest = tell(hints, store, waiting(*range(11, 61)))
     assert len(soonest.uses) <= 26

@@ -1,4 +1,4 @@
-"""What the router learns of where prefixes lie: from few questions, for many jobs."""
+"""What the router learns of where prefixes lie: from few questions, for many requests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from kvcommons.pb import kvstore_pb2 as pb
 from kvcommons.pb import ledger_pb2
 from services.router.admission.look_ahead import QueueLookAhead
-from services.router.admission.queue import Job, JobQueue, Prefix
+from services.router.admission.queue import Prefix, QueuedRequest, RequestQueue
 from services.router.admission.scheduling import ABSENT, DEVICE, DISK, DRAM, scheduling
 
 STORE = ledger_pb2.Instance(id="kvstore", service="kvstore")
@@ -49,24 +49,24 @@ def chained(text: str) -> list[bytes]:
     return [text[: end + 1].encode() for end in range(len(text))]
 
 
-def queue_of(fleet: Fleet) -> tuple[JobQueue, QueueLookAhead]:
-    queue = JobQueue(max_running=1, max_waiting=100, policy=scheduling("fpf"))
+def queue_of(fleet: Fleet) -> tuple[RequestQueue, QueueLookAhead]:
+    queue = RequestQueue(max_running=1, max_waiting=100, policy=scheduling("fpf"))
     queue.submit(cost=1, now_s=0.0, deadline_s=1e9)
     anything: Any = fleet
     return queue, QueueLookAhead(
-        queue, anything, router="r", jobs_max=0, asks_distance=True, clock=lambda: 5.0
+        queue, anything, router="r", requests_max=0, asks_distance=True, clock=lambda: 5.0
     )
 
 
-def wait(queue: JobQueue, look_ahead: QueueLookAhead, ids: Sequence[bytes]) -> Job:
-    job = queue.submit(cost=1, now_s=0.0, deadline_s=1e9)
-    queue.set_prefix(job, Prefix(model=b"m", block_ids=ids))
-    look_ahead.enqueued(job)
-    return job
+def wait(queue: RequestQueue, look_ahead: QueueLookAhead, ids: Sequence[bytes]) -> QueuedRequest:
+    request = queue.submit(cost=1, now_s=0.0, deadline_s=1e9)
+    queue.set_prefix(request, Prefix(model=b"m", block_ids=ids))
+    look_ahead.enqueued(request)
+    return request
 
 
 async def test_one_answer_serves_all_that_begin_alike() -> None:
-    """Thirty jobs with one prefix and a block of their own: nine of ten blocks are in DRAM."""
+    """Thirty requests with one prefix and a block of their own: nine of ten blocks are in DRAM."""
     fleet = Fleet(
         dict.fromkeys(chained("a" * 9), pb.TIER_DRAM) | dict.fromkeys(chained("b" * 9), pb.TIER_DISK)
     )
@@ -76,7 +76,7 @@ async def test_one_answer_serves_all_that_begin_alike() -> None:
     same = wait(queue, look_ahead, chained("b" * 9 + "x"))
     await look_ahead._refresh()
     assert fleet.asked == 2
-    assert {job.distance for job in alike} == {(9 * DRAM + ABSENT) / 10}
+    assert {request.distance for request in alike} == {(9 * DRAM + ABSENT) / 10}
     assert other.distance == same.distance == (9 * DISK + ABSENT) / 10
     late = wait(queue, look_ahead, chained("a" * 9 + "late"))
     assert late.distance == (9 * DRAM + 4 * ABSENT) / 13  # known before anybody asked
@@ -86,11 +86,11 @@ async def test_one_answer_serves_all_that_begin_alike() -> None:
 
 
 async def test_a_round_asks_of_as_many_prefixes_as_it_may() -> None:
-    """Twenty prefixes, four jobs each, with blocks of their own: asked of in three rounds."""
+    """Twenty prefixes, four requests each, with blocks of their own: asked of in three rounds."""
     prefixes = [chained(chr(0x100 + n) * 6) for n in range(20)]
     fleet = Fleet({block: pb.TIER_DISK for prefix in prefixes for block in prefix})
     queue, look_ahead = queue_of(fleet)
-    jobs = [
+    requests = [
         wait(queue, look_ahead, [*prefix, *(f"{number}/{own}/{block}".encode() for block in range(own))])
         for number, prefix in enumerate(prefixes)
         for own in range(1, 5)
@@ -98,7 +98,7 @@ async def test_a_round_asks_of_as_many_prefixes_as_it_may() -> None:
     for asked in (8, 16, 20, 20):
         await look_ahead._refresh()
         assert fleet.asked == asked
-    assert all(job.distance < ABSENT for job in jobs)
+    assert all(request.distance < ABSENT for request in requests)
 
 
 async def test_what_starts_comes_near_and_drives_others_away() -> None:

@@ -42,9 +42,9 @@ def test_bounded_keeps_the_throughput_of_fastest_first_with_a_bound(
     Where prefixes are wanted very unequally the bound is reached, and kept."""
     trial = replace(STEADY, dram=dram, skew=skew, seed=seed)
     fcfs, fpf, bounded = (run(trial, policy) for policy in ("fcfs", "fpf", "bounded_fpf"))
-    assert fpf.jobs_per_s >= 2 * fcfs.jobs_per_s  # recomputing dominates
-    assert bounded.jobs_per_s >= 0.95 * fpf.jobs_per_s
-    assert bounded.full_jobs_per_s >= 0.95 * fpf.full_jobs_per_s
+    assert fpf.requests_per_s >= 2 * fcfs.requests_per_s  # recomputing dominates
+    assert bounded.requests_per_s >= 0.95 * fpf.requests_per_s
+    assert bounded.full_requests_per_s >= 0.95 * fpf.full_requests_per_s
     assert max(bounded.overtaken) <= trial.overtakes_max
     assert max(bounded.places) <= trial.waiting + trial.overtakes_max
     if dram and skew > 1.2:
@@ -53,7 +53,7 @@ def test_bounded_keeps_the_throughput_of_fastest_first_with_a_bound(
 
 def test_where_all_prefixes_have_room_every_policy_is_as_fast() -> None:
     fpf, bounded = (run(TRIAL, policy) for policy in ("fpf", "bounded_fpf"))
-    assert bounded.jobs_per_s >= 0.95 * fpf.jobs_per_s
+    assert bounded.requests_per_s >= 0.95 * fpf.requests_per_s
 
 
 def test_a_tight_bound_is_kept_too() -> None:

@@ -1,4 +1,4 @@
-"""The job queue: order, bounds, deadlines."""
+"""The request queue: order, bounds, deadlines."""
 
 from __future__ import annotations
 
@@ -7,18 +7,20 @@ import random
 import pytest
 
 from kvcommons.errors import Overloaded
-from services.router.admission.queue import Job, JobQueue
+from services.router.admission.queue import QueuedRequest, RequestQueue
 
 
-def submit(queue: JobQueue, now_s: float = 0.0, cost: int = 1, deadline_s: float = 100.0) -> Job:
+def submit(
+    queue: RequestQueue, now_s: float = 0.0, cost: int = 1, deadline_s: float = 100.0
+) -> QueuedRequest:
     return queue.submit(cost=cost, now_s=now_s, deadline_s=deadline_s)
 
 
 def test_first_come_first_served_and_bounded() -> None:
-    queue = JobQueue(max_running=2, max_waiting=2)
+    queue = RequestQueue(max_running=2, max_waiting=2)
     running = [submit(queue), submit(queue)]
     waiting = [submit(queue), submit(queue)]
-    assert [job.started_s for job in (*running, *waiting)] == [0.0, 0.0, None, None]
+    assert [request.started_s for request in (*running, *waiting)] == [0.0, 0.0, None, None]
     with pytest.raises(Overloaded) as full:
         submit(queue)
     assert full.value.retry_after_ms >= 1000
@@ -30,8 +32,8 @@ def test_first_come_first_served_and_bounded() -> None:
     assert (queue.running, queue.waiting) == (1, 0)
 
 
-def test_a_large_job_is_not_overtaken() -> None:
-    queue = JobQueue(max_running=4, max_waiting=10)
+def test_a_large_request_is_not_overtaken() -> None:
+    queue = RequestQueue(max_running=4, max_waiting=10)
     small = submit(queue, cost=2)
     large = submit(queue, cost=4)
     late = submit(queue, cost=1)
@@ -40,14 +42,14 @@ def test_a_large_job_is_not_overtaken() -> None:
     assert queue.advance(1.0)[0] == [large]
 
 
-def test_a_job_larger_than_the_limit_runs_alone() -> None:
-    queue = JobQueue(max_running=2, max_waiting=2)
+def test_a_request_larger_than_the_limit_runs_alone() -> None:
+    queue = RequestQueue(max_running=2, max_waiting=2)
     assert submit(queue, cost=9).started_s == 0.0
     assert queue.running == 2
 
 
-def test_jobs_expire_where_they_wait() -> None:
-    queue = JobQueue(max_running=1, max_waiting=5)
+def test_requests_expire_where_they_wait() -> None:
+    queue = RequestQueue(max_running=1, max_waiting=5)
     submit(queue)
     early = submit(queue, deadline_s=3.0)
     later = submit(queue, deadline_s=9.0)
@@ -58,8 +60,8 @@ def test_jobs_expire_where_they_wait() -> None:
 def test_the_counts_hold_under_any_order() -> None:
     for seed in range(30):
         rng = random.Random(seed)
-        queue = JobQueue(max_running=5, max_waiting=8)
-        alive: list[Job] = []
+        queue = RequestQueue(max_running=5, max_waiting=8)
+        alive: list[QueuedRequest] = []
         for now_s in range(300):
             if rng.random() < 0.6:
                 try:
@@ -73,9 +75,9 @@ def test_the_counts_hold_under_any_order() -> None:
             if alive and rng.random() < 0.5:
                 queue.leave(alive.pop(rng.randrange(len(alive))), float(now_s))
             _, expired = queue.advance(float(now_s))
-            alive = [job for job in alive if job not in expired]
+            alive = [request for request in alive if request not in expired]
             assert queue.running <= 5, seed
             assert queue.waiting <= 8, seed
-        for job in alive:
-            queue.leave(job, 300.0)
+        for request in alive:
+            queue.leave(request, 300.0)
         assert (queue.running, queue.waiting) == (0, 0), seed

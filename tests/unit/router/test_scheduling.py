@@ -1,4 +1,4 @@
-"""The order in which jobs start, by policy; what each promises about waiting."""
+"""The order in which requests start, by policy; what each promises about waiting."""
 
 from __future__ import annotations
 
@@ -9,28 +9,32 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvcommons.errors import InvalidInput
-from services.router.admission.queue import Job, JobQueue, Prefix
+from services.router.admission.queue import Prefix, QueuedRequest, RequestQueue
 from services.router.admission.scheduling import ABSENT, DEVICE, DISK, DRAM, scheduling
 
 
-def queued(queue: JobQueue, distance: float, now_s: float, prefix: bytes = b"") -> Job:
+def queued(queue: RequestQueue, distance: float, now_s: float, prefix: bytes = b"") -> QueuedRequest:
     """`prefix`: its blocks, of one letter each; none of them is on the device."""
-    job = queue.submit(cost=1, now_s=now_s, deadline_s=1e9)
-    queue.set_prefix(job, Prefix(model=b"model", block_ids=[prefix[: end + 1] for end in range(len(prefix))]))
-    job.distance = distance
-    return job
+    request = queue.submit(cost=1, now_s=now_s, deadline_s=1e9)
+    queue.set_prefix(
+        request, Prefix(model=b"model", block_ids=[prefix[: end + 1] for end in range(len(prefix))])
+    )
+    request.distance = distance
+    return request
 
 
 def order_of(
     policy: str,
-    *jobs: tuple[float, float] | tuple[float, float, bytes],
+    *requests: tuple[float, float] | tuple[float, float, bytes],
     now_s: float,
     overtakes_max: int = 256,
 ) -> list[int]:
-    """In which order jobs of (distance, arrival, prefix) start after `now_s`, one a second."""
-    queue = JobQueue(max_running=1, max_waiting=100, policy=scheduling(policy, overtakes_max=overtakes_max))
+    """In which order requests of (distance, arrival, prefix) start after `now_s`, one a second."""
+    queue = RequestQueue(
+        max_running=1, max_waiting=100, policy=scheduling(policy, overtakes_max=overtakes_max)
+    )
     running = queue.submit(cost=1, now_s=0.0, deadline_s=1e9)
-    waiting = [queued(queue, *job) for job in jobs]
+    waiting = [queued(queue, *request) for request in requests]
     started: list[int] = []
     while queue.waiting:
         queue.leave(running, now_s)
@@ -45,8 +49,8 @@ def test_first_come_first_served_does_not_look_at_prefixes() -> None:
 
 
 def test_the_fastest_prefix_first_and_among_equals_the_first_come() -> None:
-    jobs = ((ABSENT, 0.0), (DRAM, 1.0), (DEVICE, 2.0), (DISK, 3.0), (DEVICE, 4.0))
-    assert order_of("fpf", *jobs, now_s=5) == [2, 4, 1, 3, 0]
+    requests = ((ABSENT, 0.0), (DRAM, 1.0), (DEVICE, 2.0), (DISK, 3.0), (DEVICE, 4.0))
+    assert order_of("fpf", *requests, now_s=5) == [2, 4, 1, 3, 0]
 
 
 def test_relaxed_weighs_waiting_by_nearness() -> None:
@@ -78,18 +82,28 @@ def test_bounded_brings_near_what_most_wait_for_unless_another_waited_long() -> 
 
 def test_sharers_need_the_next_block_that_is_missing_on_the_device() -> None:
     """Three prompts begin with "sys" and go on in two ways: as long as that is missing, three need it."""
-    queue = JobQueue(max_running=1, max_waiting=100, policy=scheduling("bounded_fpf"))
+    queue = RequestQueue(max_running=1, max_waiting=100, policy=scheduling("bounded_fpf"))
     queue.submit(cost=1, now_s=0.0, deadline_s=1e9)
-    jobs = [
+    requests = [
         queued(queue, ABSENT, at, prefix) for at, prefix in ((0.0, b"x"), (2.0, b"sys-a"), (2.0, b"sys-b"))
     ]
-    jobs.append(queued(queue, ABSENT, 2.0, b"sys-b"))
-    assert [job for job, _ in queue.look_ahead(9, 10.0)] == [jobs[1], jobs[2], jobs[3], jobs[0]]
-    for job in jobs[1:]:
-        job.on_device = len(b"sys-")  # "-a" is wanted by one now, "-b" by two
-    assert [job for job, _ in queue.look_ahead(9, 10.0)] == [jobs[2], jobs[3], jobs[0], jobs[1]]
-    queue.leave(jobs[3], 10.0)  # who leaves is no sharer
-    assert [job for job, _ in queue.look_ahead(9, 10.0)] == [jobs[0], jobs[1], jobs[2]]
+    requests.append(queued(queue, ABSENT, 2.0, b"sys-b"))
+    assert [request for request, _ in queue.look_ahead(9, 10.0)] == [
+        requests[1],
+        requests[2],
+        requests[3],
+        requests[0],
+    ]
+    for request in requests[1:]:
+        request.on_device = len(b"sys-")  # "-a" is wanted by one now, "-b" by two
+    assert [request for request, _ in queue.look_ahead(9, 10.0)] == [
+        requests[2],
+        requests[3],
+        requests[0],
+        requests[1],
+    ]
+    queue.leave(requests[3], 10.0)  # who leaves is no sharer
+    assert [request for request, _ in queue.look_ahead(9, 10.0)] == [requests[0], requests[1], requests[2]]
 
 
 def test_an_unknown_policy_names_the_known_ones() -> None:
@@ -104,43 +118,43 @@ def test_an_unknown_policy_names_the_known_ones() -> None:
     max_running=st.integers(1, 4),
 )
 def test_bounded_never_passes_its_bound(seed: int, overtakes_max: int, max_running: int) -> None:
-    """Under arrivals, costs and distances that change at random, a job starts after at most as many others as
-    waited when it came, and `overtakes_max` more; in the worst case it is so many."""
+    """Under arrivals, costs and distances that change at random, a request starts after at most as many
+    others as waited when it came, and `overtakes_max` more; in the worst case it is so many."""
     rng = random.Random(seed)
     policy = scheduling("bounded_fpf", overtakes_max=overtakes_max)
-    queue = JobQueue(max_running=max_running, max_waiting=1000, policy=policy)
-    starts, running = 0, list[Job]()
-    came: dict[Job, tuple[int, int]] = {}  # starts and waiting jobs when it came
+    queue = RequestQueue(max_running=max_running, max_waiting=1000, policy=policy)
+    starts, running = 0, list[QueuedRequest]()
+    came: dict[QueuedRequest, tuple[int, int]] = {}  # starts and waiting requests when it came
     for now_s in range(300):
         for _ in range(rng.randint(0, 2)):
-            ahead = len(queue.jobs)
-            job = queue.submit(cost=rng.randint(1, max_running), now_s=now_s, deadline_s=1e9)
-            queue.set_prefix(job, Prefix(model=b"model", block_ids=[b"%d" % rng.randrange(5)]))
-            job.distance = rng.choice((DEVICE, DRAM, DISK, ABSENT))
-            if job.started_s is None:
-                came[job] = (starts, ahead)
+            ahead = len(queue.requests)
+            request = queue.submit(cost=rng.randint(1, max_running), now_s=now_s, deadline_s=1e9)
+            queue.set_prefix(request, Prefix(model=b"model", block_ids=[b"%d" % rng.randrange(5)]))
+            request.distance = rng.choice((DEVICE, DRAM, DISK, ABSENT))
+            if request.started_s is None:
+                came[request] = (starts, ahead)
             else:
                 starts += 1
-                running.append(job)
-        for job in queue.jobs:
+                running.append(request)
+        for request in queue.requests:
             if rng.random() < 0.1:
-                job.distance = rng.choice((DEVICE, DRAM, DISK, ABSENT))
-                job.on_device = int(job.distance == DEVICE)
+                request.distance = rng.choice((DEVICE, DRAM, DISK, ABSENT))
+                request.on_device = int(request.distance == DEVICE)
             if rng.random() < 0.01:
-                queue.leave(job, now_s)  # given up
+                queue.leave(request, now_s)  # given up
         if running and rng.random() < 0.8:
             queue.leave(running.pop(rng.randrange(len(running))), now_s)
-        for job in queue.advance(now_s)[0]:
-            before, ahead = came[job]
+        for request in queue.advance(now_s)[0]:
+            before, ahead = came[request]
             assert starts - before <= ahead + overtakes_max
-            assert job.overtaken <= overtakes_max
+            assert request.overtaken <= overtakes_max
             starts += 1
-            running.append(job)
+            running.append(request)
 
 
 def starve(policy: str, rounds: int = 2000) -> int | None:
-    """A cold job among hot ones that never end coming: after how many starts does it start?"""
-    queue = JobQueue(max_running=1, max_waiting=100, policy=scheduling(policy, overtakes_max=64))
+    """A cold request among hot ones that never end coming: after how many starts does it start?"""
+    queue = RequestQueue(max_running=1, max_waiting=100, policy=scheduling(policy, overtakes_max=64))
     running = queue.submit(cost=1, now_s=0.0, deadline_s=1e9)
     cold = queued(queue, ABSENT, 0.0)
     for number in range(rounds):
@@ -161,9 +175,9 @@ def test_who_starves() -> None:
 
 
 def test_a_queue_knows_what_comes_next_and_when() -> None:
-    queue = JobQueue(max_running=2, max_waiting=10, policy=scheduling("fpf"))
+    queue = RequestQueue(max_running=2, max_waiting=10, policy=scheduling("fpf"))
     for _ in range(2):
         queue.submit(cost=1, now_s=0.0, deadline_s=1e9)
     far, near = queued(queue, DISK, 0.0), queued(queue, DRAM, 1.0)
-    assert queue.look_ahead(9, 2.0) == [(near, 0.5), (far, 1.0)]  # jobs are thought to run for a second
+    assert queue.look_ahead(9, 2.0) == [(near, 0.5), (far, 1.0)]  # requests are thought to run for a second
     assert queue.look_ahead(1, 2.0) == [(near, 0.5)]
