@@ -242,7 +242,7 @@ class SampledToken(_message.Message):
 Global___SampledToken: _TypeAlias = SampledToken  # noqa: Y015
 
 @_typing.final
-class Placement(_message.Message):
+class SegmentPlace(_message.Message):
     """A run of a sequence's blocks on one holder."""
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -282,7 +282,7 @@ class Placement(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Placement: _TypeAlias = Placement  # noqa: Y015
+Global___SegmentPlace: _TypeAlias = SegmentPlace  # noqa: Y015
 
 @_typing.final
 class PlacedPart(_message.Message):

@@ -99,11 +99,11 @@ class Reserved(_message.Message):
     change: _builtins.int
     """the reservation's number: a Load whose `changes` is less does not count it yet"""
     @_builtins.property
-    def placements(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Placement]: ...
+    def placements(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.SegmentPlace]: ...
     def __init__(
         self,
         *,
-        placements: _abc.Iterable[_common_pb2.Placement] | None = ...,
+        placements: _abc.Iterable[_common_pb2.SegmentPlace] | None = ...,
         push_from_block: _builtins.int = ...,
         computes: _builtins.bool = ...,
         change: _builtins.int = ...,

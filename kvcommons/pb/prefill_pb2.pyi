@@ -29,7 +29,7 @@ class PrefillRequest(_message.Message):
     push_from_block: _builtins.int
     """blocks before it are at the targets already, or load there themselves"""
     @_builtins.property
-    def targets(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Placement]:
+    def targets(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.SegmentPlace]:
         """where the sequence's blocks go; the first is the decode's own"""
 
     @_builtins.property
@@ -37,7 +37,7 @@ class PrefillRequest(_message.Message):
     def __init__(
         self,
         *,
-        targets: _abc.Iterable[_common_pb2.Placement] | None = ...,
+        targets: _abc.Iterable[_common_pb2.SegmentPlace] | None = ...,
         push_from_block: _builtins.int = ...,
         job: _common_pb2.Job | None = ...,
     ) -> None: ...

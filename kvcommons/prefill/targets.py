@@ -36,7 +36,7 @@ class Target:
         return self.parts or (alone,)
 
     @classmethod
-    def of(cls, placement: pb.Placement) -> Target:
+    def of(cls, placement: pb.SegmentPlace) -> Target:
         return cls(
             data_address=placement.data_address,
             handle=placement.handle,

@@ -87,7 +87,7 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer):
         started = self.script.started[handle] = Started(push_from_block=matched)
         self.running += 1
         try:
-            placement = pb.Placement(data_address="unix:/nowhere", handle=handle, epoch=1, blocks=8)
+            placement = pb.SegmentPlace(data_address="unix:/nowhere", handle=handle, epoch=1, blocks=8)
             yield decode_pb2.GenerateEvent(
                 reserved=decode_pb2.Reserved(placements=[placement], push_from_block=matched)
             )

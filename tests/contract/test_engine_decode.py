@@ -177,7 +177,7 @@ async def test_a_prompt_that_never_comes_is_waited_for_a_bounded_time(engines: S
 
 async def test_prefill_names_the_target_that_it_cannot_reach(engines: Stack) -> None:
     prefill = await engines.prefill(push_deadline_s=1.0)
-    nobody = common_pb2.Placement(data_address=f"unix:{engines.runtime}/none", handle=1, epoch=1, blocks=3)
+    nobody = common_pb2.SegmentPlace(data_address=f"unix:{engines.runtime}/none", handle=1, epoch=1, blocks=3)
     with pytest.raises(Unavailable, match=f"holder at unix:{engines.runtime}/none"):
         await compute(prefill, prefill_request(engines.model, prompt(40), targets=[nobody]))
     assert (await compute(prefill, prefill_request(engines.model, prompt(40)))).cached_tokens == 32

@@ -73,7 +73,7 @@ class Arrival:
         self,
         sequence: Sequence,
         ref: SegmentRef,
-        placements: list[pb.Placement],
+        placements: list[pb.SegmentPlace],
         push_from: int,
         start_wait_s: float,
         *,
@@ -332,7 +332,7 @@ class Arrivals:
 
     def _placements(
         self, request: Request, runs: list[Run], found: int
-    ) -> tuple[SegmentRef, list[pb.Placement]]:
+    ) -> tuple[SegmentRef, list[pb.SegmentPlace]]:
         """Where prefill writes and, where the prompt is more than it has room for, attends: the first is this
         holder's own, of no block where all lie elsewhere."""
         local = [run for run in runs if isinstance(run, LocalRun)]
@@ -341,7 +341,7 @@ class Arrivals:
         position = first * self._core.block_tokens
         ref = self._holder.own(request.request_id, own, first_position=position, shared_blocks=found)
         placements = [
-            pb.Placement(
+            pb.SegmentPlace(
                 data_address=self._data_address,
                 handle=ref.handle,
                 epoch=ref.epoch,

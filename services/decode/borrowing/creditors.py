@@ -169,9 +169,9 @@ def devices(instance: ledger_pb2.Instance) -> int:
     return max(1, len(instance.members))
 
 
-def place_of(run: RemoteRun) -> common_pb2.Placement:
+def place_of(run: RemoteRun) -> common_pb2.SegmentPlace:
     """Where prefill writes and attends."""
-    place = common_pb2.Placement(
+    place = common_pb2.SegmentPlace(
         data_address=run.holder.data_address,
         handle=run.ref.handle,
         epoch=run.ref.epoch,

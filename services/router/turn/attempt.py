@@ -91,7 +91,7 @@ class Attempt:
         self._clock = clock
         self._history = common_pb2.History()
         self._truncated = request.context.now.message() if request.context is not None else None
-        self._targets: Sequence[common_pb2.Placement] = ()
+        self._targets: Sequence[common_pb2.SegmentPlace] = ()
         self._closed = False
         self._running = asyncio.create_task(self._run())
         self._prefilling: asyncio.Task[None] | None = None
