@@ -231,3 +231,18 @@ def test_who_asks_for_a_device_is_found() -> None:
     )
     assert len(asks_for_a_device("services/x.py", asking)) == 6
     assert len(asks_for_a_device("kvcommons/holder/x.py", asking)) == 5
+
+
+def test_the_kernels_structures_are_filled_by_their_fields_names() -> None:
+    """Their fields are read from the headers: an argument without a name would go wrong in silence where
+    their order changes there, and so would a structure that is written down twice."""
+    problems = []
+    for path in sorted((ROOT / "kvcommons").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            where = f"{path.relative_to(ROOT)}:{getattr(node, 'lineno', 0)}"
+            if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("STRUCTURES[") and node.args:
+                problems.append(f"{where}: an argument without a name")
+            bases = [ast.unparse(base) for base in node.bases] if isinstance(node, ast.ClassDef) else []
+            if "ctypes.Structure" in bases and path.name != "structures.py":
+                problems.append(f"{where}: a structure of its own")
+    assert problems == []

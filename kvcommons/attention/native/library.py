@@ -66,8 +66,9 @@ class Kernel:
         out_pointers = (c_void_p * count)(*[part.data_ptr() for part in outs])
         lse_pointers = (c_void_p * count)(*[part.data_ptr() for part in lses])
         call = STRUCTURES["kvc_merge"](
-            ctypes.addressof(out_pointers), ctypes.addressof(lse_pointers), out.data_ptr(), lse.data_ptr(),
-            self._parallel, count, lse.numel(), out.shape[-1], torch.get_num_threads(), self._index,
+            outs=ctypes.addressof(out_pointers), lses=ctypes.addressof(lse_pointers), out=out.data_ptr(),
+            lse=lse.data_ptr(), parallel=self._parallel, parts=count, rows=lse.numel(), dim=out.shape[-1],
+            threads=torch.get_num_threads(), variant=self._index,
         )  # fmt: skip
         self._library.kvc_merge_partials(byref(call))
         return Partial(out=out, lse=lse)

@@ -31,9 +31,10 @@ def norm(
     out = torch.empty_like(x)
     rows, size = x.shape
     call = STRUCTURES["kvc_norm"](
-        x.data_ptr(), None if added is None else added.data_ptr(), weight.data_ptr(), total.data_ptr(),
-        out.data_ptr(), kernel._parallel, rows, size, torch.get_num_threads(), epsilon,
-        x.dtype == torch.bfloat16, kernel._index,
+        x=x.data_ptr(), added=None if added is None else added.data_ptr(), weight=weight.data_ptr(),
+        sum=total.data_ptr(), out=out.data_ptr(), parallel=kernel._parallel, rows=rows, size=size,
+        threads=torch.get_num_threads(), epsilon=epsilon, is_bf16=x.dtype == torch.bfloat16,
+        variant=kernel._index,
     )  # fmt: skip
     kernel._library.kvc_norm_rows(byref(call))
     return total, out
@@ -47,8 +48,9 @@ def rotate(kernel: Kernel, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos, sin = cos.contiguous(), sin.contiguous()
     out = torch.empty((rows, heads, dim), dtype=x.dtype)
     call = STRUCTURES["kvc_rotation"](
-        x.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr(), kernel._parallel, rows, x.stride(0),
-        heads, dim, torch.get_num_threads(), x.dtype == torch.bfloat16, kernel._index,
+        x=x.data_ptr(), cos=cos.data_ptr(), sin=sin.data_ptr(), out=out.data_ptr(), parallel=kernel._parallel,
+        rows=rows, row=x.stride(0), heads=heads, dim=dim, threads=torch.get_num_threads(),
+        is_bf16=x.dtype == torch.bfloat16, variant=kernel._index,
     )  # fmt: skip
     kernel._library.kvc_rotate_rows(byref(call))
     return out
@@ -60,8 +62,8 @@ def gate(kernel: Kernel, mixed: Tensor) -> Tensor:
     rows, size = mixed.shape[0], mixed.shape[1] // 2
     out = torch.empty((rows, size), dtype=mixed.dtype)
     call = STRUCTURES["kvc_gate"](
-        mixed.data_ptr(), out.data_ptr(), kernel._parallel, rows, size, torch.get_num_threads(),
-        mixed.dtype == torch.bfloat16, kernel._index,
+        x=mixed.data_ptr(), out=out.data_ptr(), parallel=kernel._parallel, rows=rows, size=size,
+        threads=torch.get_num_threads(), is_bf16=mixed.dtype == torch.bfloat16, variant=kernel._index,
     )  # fmt: skip
     kernel._library.kvc_gate_rows(byref(call))
     return out
@@ -74,9 +76,10 @@ def multiply(kernel: Kernel, x: Tensor, weight: Tensor, bias: Tensor | None) -> 
     arranged = torch.empty_like(wide)
     out = torch.empty((len(x), len(weight)), dtype=torch.bfloat16)
     call = STRUCTURES["kvc_product"](
-        wide.data_ptr(), arranged.data_ptr(), weight.data_ptr(), None if bias is None else bias.data_ptr(),
-        out.data_ptr(), kernel._parallel, len(x), len(weight), x.shape[1], torch.get_num_threads(), 1,
-        kernel._index,
+        x=wide.data_ptr(), arranged=arranged.data_ptr(), weight=weight.data_ptr(),
+        bias=None if bias is None else bias.data_ptr(), out=out.data_ptr(), parallel=kernel._parallel,
+        count=len(x), rows=len(weight), size=x.shape[1], threads=torch.get_num_threads(), is_bf16=1,
+        variant=kernel._index,
     )  # fmt: skip
     kernel._library.kvc_multiply_rows(byref(call))
     return out
