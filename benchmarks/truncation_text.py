@@ -9,12 +9,22 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import mean, stdev
 
 from benchmarks.report import Report, Row
-from benchmarks.truncation import BLOCK_TOKENS, RATIO, SYSTEM, Document, Loss, Progress, dropped_by, losses
+from benchmarks.truncation import (
+    BLOCK_TOKENS,
+    RATIO,
+    SCHEMES,
+    SYSTEM,
+    Document,
+    Loss,
+    Progress,
+    dropped_by,
+    losses,
+)
 from kvcommons.errors import InvalidInput
 
 QUESTION = "What do you know?"
@@ -39,9 +49,12 @@ def quality_of_text(model: Path, text: Path, tokens: int, window: int, progress:
     )
     core = make_core(Model.load(model, dtype="float32"), info, capacity_tokens=4 * window)
     head = -(-len(opening) // BLOCK_TOKENS) * BLOCK_TOKENS
-    found = losses(core, documents, head, window, progress)
+    pieces = []
+    for number, document in enumerate(documents):
+        progress(f"piece {number + 1} of {len(documents)}")
+        pieces.append(losses(core, [document], head, window, lambda _: None))
     return _report(
-        found, f"{model.name} reads {text.name} (SHA-256 {hashlib.sha256(content).hexdigest()})", window
+        pieces, f"{model.name} reads {text.name} (SHA-256 {hashlib.sha256(content).hexdigest()})", window
     )
 
 
@@ -73,18 +86,24 @@ def documents_of(model: Path, text: str, tokens: int, window: int) -> tuple[list
     ]
 
 
-def _report(found: dict[str, Loss], what: str, window: int) -> Report:
-    anew = found["TT"]
+def _report(pieces: Sequence[Mapping[str, Loss]], what: str, window: int) -> Report:
+    """Of the losses of equally long pieces, by scheme."""
     rows: list[Row] = []
     figures: dict[str, float] = {}
-    for scheme, loss in found.items():
+    for scheme in SCHEMES:
+        losses_of = [piece[scheme] for piece in pieces]
         row: dict[str, str | float] = {
-            "how": scheme, "tokens": len(loss.right), "perplexity": loss.perplexity,
-            "right, %": 100 * sum(loss.right) / len(loss.right),
+            "how": scheme, "tokens": sum(len(loss.right) for loss in losses_of),
+            "perplexity": math.exp(mean(mean(loss.nats) for loss in losses_of)),
+            "right, %": 100 * mean(mean(loss.right) for loss in losses_of),
         }  # fmt: skip
         # The logarithm of a ratio of perplexities is the mean of the differences.
-        percent, percent_error = _paired(loss.nats, anew.nats)
-        points, points_error = _paired(loss.right, anew.right)
+        percent, percent_error = _paired(
+            [mean(piece[scheme].nats) - mean(piece["TT"].nats) for piece in pieces]
+        )
+        points, points_error = _paired(
+            [mean(piece[scheme].right) - mean(piece["TT"].right) for piece in pieces]
+        )
         row |= {
             "perplexity to TT, %": f"{percent:+.3f} ± {percent_error:.3f}",
             "right to TT, points": f"{points:+.3f} ± {points_error:.3f}",
@@ -96,7 +115,8 @@ def _report(found: dict[str, Loss], what: str, window: int) -> Report:
     return Report(title=title, rows=rows, ratios=figures)
 
 
-def _paired(one: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
-    """Hundred times the mean difference, and half its 95% interval."""
-    differences = [first - second for first, second in zip(one, other, strict=True)]
-    return 100 * mean(differences), 100 * 1.96 * stdev(differences) / math.sqrt(len(differences))
+def _paired(differences: Sequence[float]) -> tuple[float, float]:
+    """Hundred times the mean difference of a piece, and half its 95% interval. Tokens of one piece are not
+    independent of each other: an interval from tokens would be half as wide."""
+    error = 1.96 * stdev(differences) / math.sqrt(len(differences)) if len(differences) > 1 else math.nan
+    return 100 * mean(differences), 100 * error
