@@ -42,7 +42,7 @@ class Cluster:
         self.shards: dict[str, KvstoreProcess] = {}
         self.directory = Directory([self.ledger.address], "test")
         self.fleet = Fleet(self.directory, open_channel)
-        self.store = SessionStore(self.fleet)
+        self.store = SessionStore(self.fleet, takeover_wait_s=scaled(15.0))
         self._turns = 0
 
     def start(self, name: str) -> None:

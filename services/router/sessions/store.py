@@ -28,10 +28,7 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 CALL_S = 5.0
-# Where there are several shards, another one takes over from one that died or hangs: after the ledger's lease
-# and its grace, and some more. One that hangs is not waited for any longer than this each time.
-TAKEOVER_S = 15.0
-SHARD_CALL_S = 2.0
+SHARD_CALL_S = 2.0  # where there are several shards: one that hangs is not waited for any longer each time
 # What was asked of the wrong shard was not done: the right one is known as soon as the ledger has told.
 _MOVED_S = 3.0
 _DELAY_S_MIN = 0.05
@@ -39,8 +36,13 @@ _DELAY_S_MAX = 0.5
 
 
 class SessionStore:
-    def __init__(self, fleet: Fleet, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, fleet: Fleet, *, takeover_wait_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """`takeover_wait_s`: where there are several shards, how long a call waits until another one has
+        taken over from one that died or hangs."""
         self._fleet = fleet
+        self._takeover_wait_s = takeover_wait_s
         self._clock = clock
 
     async def call(
@@ -61,7 +63,7 @@ class SessionStore:
 
     async def list(self, request: pb.ListSessionsRequest, *, patience_s: float) -> pb.ListSessionsReply:
         """Of all shards of one view, in the order of the sessions' ids."""
-        deadline_s = self._clock() + (patience_s if len(self._fleet.serving) == 1 else TAKEOVER_S)
+        deadline_s = self._clock() + (patience_s if len(self._fleet.serving) == 1 else self._takeover_wait_s)
         while True:
             shards = self._fleet.serving
             calls = (self._list(request, shard) for shard in shards)
@@ -134,7 +136,7 @@ class SessionStore:
         delay_s = _DELAY_S_MIN
         while True:
             if patience_s and len(self._fleet.serving) > 1:
-                patience_s, call_s = max(patience_s, TAKEOVER_S), min(call_s, SHARD_CALL_S)
+                patience_s, call_s = max(patience_s, self._takeover_wait_s), min(call_s, SHARD_CALL_S)
             deadline_s = began_s + patience_s
             timeout_s = min(call_s, max(deadline_s - self._clock(), _DELAY_S_MIN)) if patience_s else call_s
             try:
