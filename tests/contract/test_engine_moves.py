@@ -158,7 +158,7 @@ async def two_that_owe_each_other(engines: Stack) -> tuple[list[Turn], list[Any]
     """Instances "a" and "b", each with a sequence that lies at the other one too."""
     await engines.lenders()
     prefill = await engines.prefill()
-    memory = {"capacity_tokens": 24 * BLOCK}
+    memory = {"capacity_tokens": 28 * BLOCK}  # 25 for each sequence at its end, and what is pledged
     kinds = {"placement": "overflow", "engine": memory, "lend_share": 0.5, "borrow_blocks": 1}
     decodes = [await engines.decode(name, **kinds) for name in ("a", "b")]
     await engines.lending("a", "b")
