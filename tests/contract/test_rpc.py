@@ -5,18 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterable, AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import grpc.aio
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from prometheus_client import CollectorRegistry
 
 from kvcommons import errors
 from kvcommons.pb import ledger_pb2 as pb
 from kvcommons.pb import ledger_pb2_grpc as rpc
 from kvcommons.rpc.channel import open_channel
-from kvcommons.rpc.server import RpcServer
+from kvcommons.rpc.server import RpcServer, _Interceptor
 from kvcommons.telemetry import logs
 from kvcommons.telemetry.telemetry import Telemetry
 from kvcommons.telemetry.trace import Tracer, current_traceparent, trace_id
@@ -144,6 +146,23 @@ async def test_deadlines(peer: Peer) -> None:
     async with asyncio.timeout(scaled(2)):
         await peer.servicer.ended.wait()
     assert await peer.counted("Watch", "deadline_exceeded") == 1
+
+
+@pytest.mark.parametrize(("after_s", "code"), [(9.5, "deadline_exceeded"), (5.0, "cancelled")])
+async def test_a_callers_deadline_ends_a_moment_before_the_one_here(
+    monkeypatch: pytest.MonkeyPatch, after_s: float, code: str
+) -> None:
+    context = SimpleNamespace(invocation_metadata=lambda: (), time_remaining=lambda: 10.0)
+    times = iter([0.0, after_s, after_s])
+    monkeypatch.setattr("kvcommons.rpc.server.time", SimpleNamespace(monotonic=lambda: next(times)))
+    telemetry = Telemetry(
+        service="test", instance_id="test", registry=CollectorRegistry(), tracer=Tracer.off()
+    )
+    with pytest.raises(asyncio.CancelledError):
+        async with _Interceptor(telemetry, 60.0)._call("/a/B", context):  # type: ignore[arg-type]
+            raise asyncio.CancelledError
+    labels = {"method": "/a/B", "code": code}
+    assert telemetry.registry.get_sample_value("kvcommons_rpc_calls_total", labels) == 1
 
 
 async def test_a_call_without_a_deadline_is_refused_here_and_bounded_there(tmp_path: Path) -> None:
