@@ -34,6 +34,7 @@ class Feed:
         self._publications = 0
         self._closed = False
         self._view = pb.View()
+        self._due = Change.NOTHING  # what has not been published yet
         self.watchers = 0
 
     def touch(self) -> None:
@@ -46,10 +47,9 @@ class Feed:
 
     async def run(self) -> None:
         """Publishes until cancelled."""
-        load_waits = False
         published_at = 0.0
         while True:
-            timeout_s = LOAD_PAUSE_S if load_waits else MEMBERS_PAUSE_S * 5
+            timeout_s = LOAD_PAUSE_S if self._due is Change.LOAD else MEMBERS_PAUSE_S * 5
             try:
                 async with asyncio.timeout(timeout_s):
                     await self._dirty.wait()
@@ -57,23 +57,13 @@ class Feed:
                 pass  # silence is news, too: heartbeats grow old
             self._dirty.clear()
             now = time.monotonic()
-            change = self._registry.refresh(now)
-            if change is not Change.NOTHING:
-                self._refreshed()
-            load_waits = load_waits or change is Change.LOAD
-            shards = self._shards()
-            moved = shards is not None and shards != self._view.shards
-            due = (
-                change is Change.MEMBERS
-                or moved
-                or (load_waits and now - published_at >= LOAD_PAUSE_S)
-                or now - published_at >= SIGN_OF_LIFE_S
-            )
-            if due:
-                if change is Change.MEMBERS or load_waits or moved:
-                    revision = self._view.revision + 1
-                    self._view = pb.View(instances=self._registry.view(), revision=revision, shards=shards)
-                load_waits = False
+            self._look(now)
+            moved = self._shards_moved()
+            load_is_due = self._due is Change.LOAD and now - published_at >= LOAD_PAUSE_S
+            if self._due is Change.MEMBERS or moved or load_is_due or now - published_at >= SIGN_OF_LIFE_S:
+                if self._due is not Change.NOTHING or moved:
+                    self._renew()
+                self._due = Change.NOTHING
                 published_at = now
                 await self._publish()
             await asyncio.sleep(MEMBERS_PAUSE_S)
@@ -85,6 +75,9 @@ class Feed:
 
     async def views(self) -> AsyncIterator[pb.View]:
         """For one watcher. One that is slow gets the newest view, not each one."""
+        self._look(time.monotonic())
+        if self._due is Change.MEMBERS:  # what was published last may be from before etcd was heard
+            self._renew()
         self.watchers += 1
         try:
             while not self._closed:
@@ -95,6 +88,21 @@ class Feed:
                         await self._published.wait()
         finally:
             self.watchers -= 1
+
+    def _look(self, now: float) -> None:
+        change = self._registry.refresh(now)
+        if change is not Change.NOTHING:
+            self._refreshed()
+        self._due = max(self._due, change, key=lambda one: one.value)
+
+    def _shards_moved(self) -> bool:
+        shards = self._shards()
+        return shards is not None and shards != self._view.shards
+
+    def _renew(self) -> None:
+        self._view = pb.View(
+            instances=self._registry.view(), revision=self._view.revision + 1, shards=self._shards()
+        )
 
     async def _publish(self) -> None:
         self._publications += 1

@@ -1,0 +1,24 @@
+"""What a watcher of the registry gets first."""
+
+from __future__ import annotations
+
+import asyncio
+
+from kvcommons.pb import ledger_pb2 as pb
+from services.ledger.feed import Feed
+from services.ledger.registry import Registry
+
+
+async def test_a_new_watcher_gets_nothing_from_before_etcd_was_heard() -> None:
+    """It would take a partial view in place of the one that it has from another replica."""
+    registry = Registry(lease_s=5.0, heartbeat_s=1.0)
+    feed = Feed(registry)
+    old = feed.views()
+    assert [one.id for one in (await anext(old)).instances] == []
+    registry.listed(1, {"a": (1, pb.Instance(id="a", load=pb.Load(ready=True)))}, 0.0)
+    new = feed.views()
+    assert [one.id for one in (await anext(new)).instances] == ["a"]
+    running = asyncio.create_task(feed.run())
+    async with asyncio.timeout(10):  # who watched before is told as well
+        assert [one.id for one in (await anext(old)).instances] == ["a"]
+    running.cancel()
