@@ -5,7 +5,7 @@ cores. `scaled` and its kin stretch them by one number, `SLOWNESS`: how many tim
 processes that start at once take for a fixed piece of work. Other processes that keep the cores busy count as
 a slower machine. The number is measured once in a session of tests; `KVCOMMONS_TEST_SLOWNESS` hands it to
 workers, and sets it by hand. Workers that test side by side keep the cores busy from the first test on, which
-is after the measurement: each of them counts as half a process more, for it waits about as long as it works.
+is after the measurement: each of them counts as one more process beside those of a worker alone.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _slowness() -> float:
     if VARIABLE not in os.environ:
         os.environ[VARIABLE] = str(_measured())
     others = int(os.environ.get(WORKERS, "1")) - 1
-    return float(os.environ[VARIABLE]) * (1 + others / 2 / len(os.sched_getaffinity(0)))
+    return float(os.environ[VARIABLE]) * (1 + others / len(os.sched_getaffinity(0)))
 
 
 SLOWNESS = _slowness()

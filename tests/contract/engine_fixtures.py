@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract.engine_stack import Stack
+from tests.contract.engine_stack import Stack, scale_calls
 from tests.contract.engine_turns import Reference
 from tests.unit.model import reference_folders
 
@@ -30,10 +30,12 @@ def engine_reference(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str]
 @pytest.fixture(params=["llama"])
 async def engines(
     request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
     socket_folder: Path,
     engine_reference: Callable[[str], tuple[Path, Reference]],
 ) -> AsyncIterator[Stack]:
     """An empty stack: a test starts in it what it needs."""
+    scale_calls(monkeypatch)
     stack = Stack(socket_folder, *engine_reference(request.param))
     yield stack
     await stack.close()

@@ -4,6 +4,7 @@ by gRPC as a router drives them."""
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
@@ -58,6 +60,22 @@ def settings(folder: Path, **changes: Any) -> EngineSettings:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     known = {"dtype": "float32", "device": device, "block_tokens": BLOCK, "capacity_tokens": 64 * BLOCK}
     return EngineSettings(model=str(folder), **(known | changes))
+
+
+CALLS = (
+    "services.decode.borrowing.ledger_client.CALL_S",
+    "services.decode.borrowing.loans.CALL_S",
+    "services.decode.moving.mover.CALL_S",
+    "kvcommons.rpc.directory.BEAT_TIMEOUT_S",
+    "kvcommons.holder.client._RENEW_TIMEOUT_S",
+)
+
+
+def scale_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What services wait for each other, and is no setting, is scaled as settings are."""
+    for name in CALLS:
+        module, _, constant = name.rpartition(".")
+        monkeypatch.setattr(name, scaled(getattr(importlib.import_module(module), constant)))
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import json
 import socket
+import time
 from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
@@ -24,7 +25,7 @@ from services.router.capacity import queue, queues
 from services.router.capacity.queue import Ticket
 from services.router.capacity.queues import CapacityQueues
 from services.router.config import RouterConfig
-from tests.contract.engine_stack import BLOCK, Stack
+from tests.contract.engine_stack import BLOCK, Stack, scale_calls
 from tests.contract.engine_turns import Reference
 from tests.contract.rest_stack import MODEL_FOLDER, eventually
 from tests.machine import scaled
@@ -43,7 +44,10 @@ def reference() -> Reference:
 
 
 @pytest.fixture
-async def engines(socket_folder: Path, reference: Reference) -> AsyncIterator[Stack]:
+async def engines(
+    socket_folder: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Stack]:
+    scale_calls(monkeypatch)
     stack = Stack(socket_folder, MODEL_FOLDER, reference)
     await stack.lenders()
     yield stack
@@ -84,6 +88,9 @@ class Router:
             asked.append(asyncio.create_task(self.ask(number, prompt, expected)))
 
             async def there(count: int = number + 1) -> bool:
+                for one in asked:
+                    if one.done():
+                        one.result()  # it says why it failed
                 return await self.running() + len(self.answered) >= count
 
             await eventually(there)
@@ -162,6 +169,11 @@ def asked(engines: Stack, *decodes: str) -> tuple[int, int]:
     return int(sum(counts.values())), int(counts["capacity_exhausted"])
 
 
+def probes(waited_s: float) -> float:
+    """How often the first in the queue asks at most though no room is known: once in a pause."""
+    return waited_s / queues._PAUSE_S_MIN
+
+
 def prompts(reference: Reference, *lengths: int) -> list[tuple[list[int], list[int]]]:
     return [
         reference.prompt(length, ANSWER, first_seed=1000 * number + 1)
@@ -183,11 +195,13 @@ async def test_of_many_at_once_each_waits_for_its_turn(
     await engines.decode(engine={"capacity_tokens": 22 * BLOCK})
     wanted = prompts(reference, *[5 * BLOCK + 8] * 12)  # seven blocks at last: three at a time
     async with router(engines, monkeypatch, decodes=1) as it:
+        began_s = time.monotonic()
         await asyncio.gather(*await it.at_once(wanted))
+        took_s = time.monotonic() - began_s
         assert in_order(it.reserved)
     calls, refused = asked(engines, "decode")
     assert calls == 12 + refused
-    assert refused <= 4, "not each that waits, at each poll"
+    assert refused <= 4 + probes(took_s), "not each that waits, at each poll"
     await engines.idle("decode")
 
 
@@ -205,13 +219,15 @@ async def test_a_large_one_among_small_ones_where_memory_is_shared(
     lengths[6] = 30 * BLOCK
     wanted = prompts(reference, *lengths)
     async with router(engines, monkeypatch, decodes=2) as it:
+        began_s = time.monotonic()
         await asyncio.gather(*await it.at_once(wanted))
+        took_s = time.monotonic() - began_s
         assert in_order([number for number in it.reserved if number != 6])
         before = it.reserved[: it.reserved.index(6)]
         assert len([number for number in before if number > 6]) <= 5, "6 blocks each, and it has 31"
     calls, refused = asked(engines, "d1", "d2")
     assert calls == 12 + refused
-    assert refused <= 12
+    assert refused <= 12 + probes(took_s)
     await engines.idle("d1", "d2")
 
 
