@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import enum
 import fcntl
+import os
+import struct
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -23,6 +25,7 @@ from kvcommons.errors import InvalidInput
 DEADLINE_S = 1.0
 # Between two looks: the kernel's own wait has no deadline.
 POLL_S = 0.0005
+_FLOCK = struct.Struct("hhqqi")  # Linux's struct flock: type, whence, start, length, process
 
 
 class _Byte(enum.IntEnum):
@@ -100,18 +103,21 @@ class CoreLock:
             self._try(_Byte.URGENT, fcntl.LOCK_SH)
         overtaken = urgent
         while self._await(_Byte.NEXT, until_s):
-            while not self._try(_Byte.CORES):
+            while overtaken or not self.urgently_wanted:
+                if self._try(_Byte.CORES):
+                    return True
                 if time.monotonic() >= until_s:
                     return False
-                if not overtaken and self.urgently_wanted:
-                    self._unlock(_Byte.NEXT)
-                    overtaken = True
-                    time.sleep(2 * POLL_S)  # who is urgent looks twice meanwhile
-                    break
                 time.sleep(POLL_S)
-            else:
-                return True
+            self._unlock(_Byte.NEXT)
+            overtaken = True
+            self._give_way(until_s)
         return False
+
+    def _give_way(self, until_s: float) -> None:
+        """Waits until who is urgent is the next: on a busy machine it takes a while until it looks."""
+        while self.urgently_wanted and not self.wanted and time.monotonic() < until_s:
+            time.sleep(POLL_S)
 
     def _await(self, byte: _Byte, until_s: float) -> bool:
         while not self._try(byte):
@@ -129,10 +135,11 @@ class CoreLock:
         return True
 
     def _locked(self, byte: _Byte) -> bool:
-        """By another process."""
-        if not self._try(byte):
-            return True
-        self._unlock(byte)
+        """By another process. It is asked, not tried: a lock held for a moment would mislead the others."""
+        mine = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
+        with suppress(OSError, ValueError):
+            kind, *_ = _FLOCK.unpack(fcntl.fcntl(self._file, fcntl.F_GETLK, mine))
+            return bool(kind != fcntl.F_UNLCK)
         return False
 
     def _unlock(self, byte: _Byte) -> None:

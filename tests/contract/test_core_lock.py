@@ -4,9 +4,11 @@ dies."""
 from __future__ import annotations
 
 import queue
+import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing, suppress
 from pathlib import Path
@@ -142,6 +144,27 @@ def test_who_generates_comes_before_chunks_and_overtakes_each_once(
     assert not tokens.answered
     chunk.tell("release")
     assert tokens.answer() == "True"
+
+
+def test_a_chunk_gives_way_until_who_is_urgent_has_looked(seen: CoreLock, children: list[Child]) -> None:
+    """On a busy machine it is not its turn to compute for a while."""
+    first, chunk, tokens = children
+    assert first.ask("acquire") == "True"
+    chunk.tell("acquire")
+    eventually(lambda: seen.wanted)
+    chunk.process.send_signal(signal.SIGSTOP)  # it is the next
+    tokens.tell("acquire urgently")
+    eventually(lambda: seen.urgently_wanted)
+    tokens.process.send_signal(signal.SIGSTOP)
+    chunk.process.send_signal(signal.SIGCONT)
+    eventually(lambda: not seen.wanted)
+    assert first.ask("release") == "released"
+    time.sleep(0.02)
+    assert not chunk.answered
+    tokens.process.send_signal(signal.SIGCONT)
+    assert tokens.answer() == "True"
+    tokens.tell("release")
+    assert chunk.answer() == "True"
 
 
 def test_who_does_not_get_it_in_time_goes_on_and_has_it_again_when_it_is_free(
