@@ -61,11 +61,15 @@ class Candidates:
         self._promises: deque[tuple[float, _Creditor, int]] = deque()  # when, and of how many blocks
 
     def follow(self, view: Mapping[str, pb.Instance]) -> None:
-        """All that are there; what is known already costs a comparison."""
+        """All that are there; what is known already costs a comparison, and changes nothing: what creditors
+        were named for since their heartbeats still counts where the view holds etcd's copies of these."""
         known = self._known
         for name, instance in view.items():
-            if known.get(name) is not instance:
+            before = known.get(name)
+            if before is not instance and before != instance:
                 self._take(instance)
+            else:
+                known[name] = instance  # so that it is the same object the next time
         for name in known.keys() - view.keys():
             self._refused.pop(name, None)
             self._slow.pop(name, None)

@@ -157,6 +157,17 @@ def test_a_promise_is_forgotten_with_the_next_heartbeat_or_after_a_while() -> No
     assert first(0.2 + REFUSAL_S) == "much"
 
 
+def test_a_promise_outlives_a_view_with_another_copy_of_the_same() -> None:
+    """What etcd holds of a heartbeat takes its place in the view a moment later."""
+    candidates = knowing([lender("much", 30), lender("little", 10)])
+    assert candidates.choose(request(25), 0.0)[0].id == "much"
+    candidates.follow({one.id: one for one in (lender("much", 30), lender("little", 10))})
+    assert candidates.choose(request(25), 0.1)[0].id == "little"
+    # News are others' word on what is left.
+    candidates.follow({one.id: one for one in (lender("much", 29), lender("little", 10))})
+    assert candidates.choose(request(25), 0.2)[0].id == "much"
+
+
 @settings(max_examples=200, deadline=None)
 @given(
     st.lists(
