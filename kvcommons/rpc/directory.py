@@ -183,14 +183,18 @@ class Heartbeat:
         self._now.set()
 
     async def stop(self) -> None:
-        """Leaves the registry, if a ledger answers within a second."""
+        """Leaves the registry, if one of the ledgers answers, each of them within a second."""
         if self._task is None:
             return
         self._task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await self._task
-        with contextlib.suppress(KVCommonsError):
-            await self._send(leaving=True)
+        for _ in range(len(self._ledgers)):
+            try:
+                await self._send(leaving=True)
+                break
+            except KVCommonsError:
+                self._ledgers.advance()
         await self._ledgers.close()
 
     async def _beat(self) -> None:

@@ -18,6 +18,7 @@ from kvcommons import errors
 from kvcommons.pb import ledger_pb2 as pb
 from kvcommons.pb import ledger_pb2_grpc as rpc
 from kvcommons.rpc.channel import open_channel
+from kvcommons.rpc.directory import Heartbeat
 from kvcommons.rpc.server import RpcServer, _Interceptor
 from kvcommons.telemetry import logs
 from kvcommons.telemetry.telemetry import Telemetry
@@ -31,12 +32,15 @@ class Scripted(rpc.LedgerServicer):
     def __init__(self) -> None:
         self.unary: Callable[[], Any] = lambda: None
         self.ended = asyncio.Event()
+        self.left: list[str] = []  # ids of those whose leaving was taken
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Any) -> pb.HeartbeatReply:
         try:
             await self.unary()
         finally:
             self.ended.set()
+        if request.leaving:
+            self.left.append(request.instance.id)
         return pb.HeartbeatReply(heartbeat_ms=7)
 
     async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.View]:
@@ -314,6 +318,28 @@ async def test_a_peer_that_comes_back_is_found_within_a_second_or_two(tmp_path: 
                         await asyncio.sleep(0.05)
     finally:
         await channel.close(None)
+
+
+async def test_who_leaves_tells_the_next_ledger_where_one_does_not_take_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def nothing() -> None:
+        pass
+
+    monkeypatch.setattr("kvcommons.rpc.directory.BEAT_TIMEOUT_S", scaled(10.0))
+    async with Peer(f"unix:{tmp_path}/a") as a, Peer(f"unix:{tmp_path}/b") as b:
+        a.servicer.unary = b.servicer.unary = nothing
+        heartbeat = Heartbeat([a.server.address, b.server.address], lambda: pb.Instance(id="decode-1"))
+        heartbeat.start()
+        heard = [asyncio.create_task(peer.servicer.ended.wait()) for peer in (a, b)]
+        await asyncio.wait(heard, timeout=scaled(20), return_when=asyncio.FIRST_COMPLETED)
+        late, other = (a, b) if a.servicer.ended.is_set() else (b, a)
+        assert late.servicer.ended.is_set()
+        late.servicer.unary = lambda: failing(errors.DeadlineExceeded("held up"))
+        await heartbeat.stop()
+        assert (late.servicer.left, other.servicer.left) == ([], ["decode-1"])
+        for task in heard:
+            task.cancel()
 
 
 async def test_an_address_in_use_is_a_clear_error(tmp_path: Path) -> None:
