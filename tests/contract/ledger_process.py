@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -91,10 +91,10 @@ class Ledger:
 
     async def refuse(self, creditor: str) -> None:
         await self._stub.ReportRefusal(
-            pb.ReportRefusalRequest(debtor="debtor", creditor=creditor), timeout=10
+            pb.ReportRefusalRequest(debtor="debtor", creditor=creditor), timeout=scaled(10)
         )
 
-    async def views(self, seconds: float) -> AsyncIterator[pb.View]:
+    async def views(self, seconds: float) -> AsyncGenerator[pb.View, None]:
         call = self._stub.Watch(pb.WatchRequest(watcher="test"), timeout=seconds + 5)
         try:
             async with asyncio.timeout(seconds):
@@ -149,6 +149,14 @@ def instance(
         load=pb.Load(total_blocks=100, free_blocks=free, lendable_blocks=lendable, ready=True),
         started_ms=started_ms,
     )  # fmt: skip
+
+
+async def beaten(by: Ledger, to: Ledger, *ones: pb.Instance) -> bool:
+    """Whether `to` has them, after one more heartbeat of each at `by`: as instances do, again and again, for
+    one that grows old before it is written is never written. To be called until it holds."""
+    for one in ones:
+        await by.beat(one)
+    return await to.has(*(one.id for one in ones))
 
 
 async def eventually(

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator
+import itertools
+from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,14 @@ from typing import Any
 import grpc.aio
 import pytest
 
-from kvcommons.errors import Unavailable
+from kvcommons.errors import KVCommonsError, Unavailable
 from kvcommons.pb import holder_pb2, holder_pb2_grpc
 from kvcommons.pb import ledger_pb2 as pb
 from services.ledger.etcd import Etcd
 from services.ledger.settlement_records import decode
 from tests.contract.ledger_process import LEASE_S, Ledger, LedgerProcess, eventually, instance
 from tests.etcd import RealEtcd
+from tests.machine import scaled
 
 PATIENCE_S = 40
 
@@ -117,8 +119,8 @@ class Stack:
         while True:
             for ledger in self.ledgers:
                 for one in self.debtors:
-                    with contextlib.suppress(Unavailable):
-                        await ledger.beat(one.describe(), timeout_s=1)
+                    with contextlib.suppress(KVCommonsError):
+                        await ledger.beat(one.describe(), timeout_s=10)
             await asyncio.sleep(0.3)
 
 
@@ -133,7 +135,7 @@ def real_etcd() -> Iterator[RealEtcd]:
 @pytest.fixture
 async def stack(real_etcd: RealEtcd, tmp_path: Path) -> AsyncIterator[Stack]:
     replicas = [LedgerProcess(real_etcd.folder, name, real_etcd.endpoint) for name in ("c", "d")]
-    etcd = Etcd([real_etcd.endpoint], timeout_s=2.0)
+    etcd = Etcd([real_etcd.endpoint], timeout_s=scaled(10.0))
     await etcd.reconnect()
     for replica in replicas:
         replica.start()
@@ -175,16 +177,23 @@ async def circle(stack: Stack, real_etcd: RealEtcd) -> AsyncIterator[tuple[Stack
 async def test_debts_are_what_creditors_say_and_are_written_off_with_them(stack: Stack) -> None:
     one = instance("pool-1", service="attention_pool")
     one.load.loans.update({"decode-1": 4, "decode-2": 1})
-    await stack.ledgers[0].beat(one)
-    await eventually(
-        "written", lambda: _equal(stack, {"pool-1": {"decode-1": 4, "decode-2": 1}}), within_s=10
-    )
+
+    async def said(by: Ledger, debts: dict[str, int]) -> bool:
+        await by.beat(one)  # again and again: one that grows old before it is written is never written
+        return await _equal(stack, {"pool-1": debts})
+
+    first, other = stack.ledgers
+    await eventually("written", lambda: said(first, {"decode-1": 4, "decode-2": 1}), within_s=10)
     del one.load.loans["decode-1"]
-    await stack.ledgers[1].beat(one)  # through the other replica
-    await eventually("swapped", lambda: _equal(stack, {"pool-1": {"decode-2": 1}}), within_s=10)
+    await eventually("swapped", lambda: said(other, {"decode-2": 1}), within_s=10)
     # It beats no more.
     gone_s = await eventually("written off", lambda: _equal(stack, {}), within_s=LEASE_S + PATIENCE_S)
     assert gone_s > LEASE_S / 4
+
+
+def once(methods: Iterable[str]) -> list[str]:
+    """Who answers late is asked again."""
+    return [method for method, _ in itertools.groupby(methods)]
 
 
 async def _equal(stack: Stack, debts: dict[str, dict[str, int]]) -> bool:
@@ -196,8 +205,8 @@ async def test_a_circle_is_settled_by_the_one_leader(circle: tuple[Stack, list[S
     await eventually("settled", lambda: all("End" in one.methods() for one in debtors), within_s=PATIENCE_S)
     step = ["FreezeDebt", "CopyHome", "SwitchHome", "ReleaseDebt"]
     for one in debtors:
-        assert one.methods() == ["Prepare", *step, *step, "End"]
-        assert [number for method, _, number in one.calls if method == "CopyHome"] == [1, 2]
+        assert once(one.methods()) == ["Prepare", *step, *step, "End"]
+        assert sorted({number for method, _, number in one.calls if method == "CopyHome"}) == [1, 2]
         assert len({term for _, term, _ in one.calls}) == 1
     await eventually("no record", lambda: _settled(stack), within_s=10)
     # Nothing is owed any more, so nothing more is asked.
@@ -227,6 +236,6 @@ async def test_a_new_leader_undoes_before_the_switch_and_finishes_after_it(
         "ended", lambda: all("End" in one.methods() for one in debtors), within_s=LEASE_S + PATIENCE_S
     )
     for one in debtors:
-        of_the_next = [method for method, term, _ in one.calls if term > before]
+        of_the_next = once(method for method, term, _ in one.calls if term > before)
         assert of_the_next[: len(asked_after)] == asked_after
     assert await stack.leader() is not leader

@@ -105,10 +105,10 @@ async def test_paths_methods_and_sizes(served: Stack) -> None:
     )
     assert (status, error["code"]) == (400, "context_length_exceeded")
     long = json.dumps({"prompt": "all the words of a book, said again and again; " * 80_000}).encode()
-    began_s = time.monotonic()
+    began_s = time.process_time()  # the router's, which is in this process
     status, error = await refusal(served, "POST", "/v1/completions", data=io.BytesIO(long))
     assert (status, error["code"], error["param"]) == (400, "context_length_exceeded", "prompt")
-    assert time.monotonic() - began_s < scaled(2), "megabytes are not tokenized to find that out"
+    assert time.process_time() - began_s < scaled(2), "megabytes are not tokenized to find that out"
     assert served.engines[0].decode.jobs == []
 
 

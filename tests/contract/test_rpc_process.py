@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.machine import scaled
+
 TARGET = Path(__file__).with_name("rpc_process_target.py")
 Start = Callable[..., "subprocess.Popen[str]"]
 
@@ -58,7 +60,7 @@ def test_a_signal_drains(start: Start, signum: int) -> None:
     process = start(drain_takes_s="0.2", instance_id="decode-x")
     assert line(process) == "ready decode-x"
     process.send_signal(signum)
-    out, err = process.communicate(timeout=10)
+    out, err = process.communicate(timeout=scaled(20))
     assert out.split() == ["stopping", "drained"]
     assert process.returncode == 0
     (entry,) = logged(err)
@@ -82,7 +84,7 @@ def test_a_second_signal_ends_at_once(start: Start) -> None:
     process.terminate()
     assert line(process) == "stopping"
     process.terminate()
-    process.communicate(timeout=5)
+    process.communicate(timeout=scaled(20))
     assert process.returncode == 128 + signal.SIGTERM
 
 
@@ -90,7 +92,7 @@ def test_the_drain_is_bounded(start: Start) -> None:
     process = start(drain_takes_s="60", drain_s="0.2")
     line(process)
     process.terminate()
-    _, err = process.communicate(timeout=5)
+    _, err = process.communicate(timeout=scaled(20))
     assert process.returncode == 1
     assert logged(err)[-1]["message"].startswith("not drained within 0.2 s")
 
@@ -99,18 +101,18 @@ def test_an_event_loop_that_is_stuck_is_ended(start: Start) -> None:
     process = start(blocks_while_draining="true", drain_s="0.2")
     line(process)
     process.terminate()
-    _, err = process.communicate(timeout=10)
+    _, err = process.communicate(timeout=scaled(20))
     assert process.returncode == 1
     assert logged(err)[-1]["message"] == "stuck while ending: ended"
 
 
 def test_failures_are_logged_and_show_in_the_exit_code(start: Start) -> None:
     process = start(on_start="crash")
-    _, err = process.communicate(timeout=10)
+    _, err = process.communicate(timeout=scaled(20))
     assert process.returncode == 1
     assert "RuntimeError: boom" in logged(err)[-1]["exception"]
     process = start(on_start="unavailable")
-    _, err = process.communicate(timeout=10)
+    _, err = process.communicate(timeout=scaled(20))
     assert process.returncode == 1
     last = logged(err)[-1]
     assert (last["message"], last["level"], last["code"]) == (
@@ -123,13 +125,13 @@ def test_wrong_settings_end_with_2_and_one_clear_line(start: Start, tmp_path: Pa
     file = tmp_path / "kvcommons.toml"
     file.write_text("[decode]\non_strat = 1\n")
     process = start("--config", str(file))
-    _, err = process.communicate(timeout=10)
+    _, err = process.communicate(timeout=scaled(20))
     assert process.returncode == 2
     (entry,) = logged(err)
     assert "did you mean 'on_start'?" in entry["message"]
     file.write_text("[decode]\non_start = 'crash'\n")
     process = start("--config", str(file), environ={"KVCOMMONS_DECODE__ON_START": "unavailable"})
-    _, err = process.communicate(timeout=10)
+    _, err = process.communicate(timeout=scaled(20))
     assert logged(err)[-1]["message"] == "the data directory is in use"
 
 
@@ -153,7 +155,7 @@ def test_a_child_dies_with_its_parent(start: Start, tmp_path: Path) -> None:
     parent.kill()
     parent.wait()
     parent.stdout.close()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + scaled(20)
     while _lives(child):
         assert time.monotonic() < deadline, "the child outlived its parent"
         time.sleep(0.02)
@@ -161,7 +163,7 @@ def test_a_child_dies_with_its_parent(start: Start, tmp_path: Path) -> None:
 
 def test_a_parent_that_is_gone_already_is_noticed(start: Start) -> None:
     process = start("--parent-pid", "1" if os.getpid() != 1 else "2")
-    _, err = process.communicate(timeout=10)
+    _, err = process.communicate(timeout=scaled(20))
     assert process.returncode == 1
     assert "is gone" in logged(err)[-1]["message"]
 

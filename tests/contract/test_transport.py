@@ -14,12 +14,13 @@ from kvcommons.pb import data_pb2 as pb
 from kvcommons.transport.base import Limits, Observation
 from kvcommons.transport.client import DataClient
 from kvcommons.transport.deadline import Deadline
-from kvcommons.transport.server import DataServer
+from kvcommons.transport.server import DataServer, Exchange
 from tests.contract import transport_peer as peer
+from tests.machine import scaled
 
 
 def soon() -> Deadline:
-    return Deadline.after(10)
+    return Deadline.after(scaled(20))
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def server(address: str) -> Iterator[DataServer]:
     server = DataServer(address, peer.answer, name="peer")
     server.start()
     yield server
-    assert server.stop(5)
+    assert server.stop(scaled(10))
 
 
 @pytest.fixture
@@ -89,7 +90,7 @@ def test_clients_at_the_same_time(server: DataServer, client: DataClient) -> Non
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(scaled(20))
     assert not wrong
     assert 1 <= server.connections <= 12
 
@@ -100,14 +101,23 @@ def test_a_connection_is_used_again(server: DataServer, client: DataClient) -> N
     assert server.connections == 1
 
 
-def test_begun_calls_overlap(client: DataClient) -> None:
-    deadline = soon()
-    calls = [client.begin(peer.request(peer.SLEEP, number=300), [b"ab"], deadline=deadline) for _ in range(4)]
+def test_begun_calls_overlap(address: str) -> None:
+    all_there = threading.Barrier(4)
+
+    def answer(request: pb.DataRequest, exchange: Exchange) -> None:
+        all_there.wait(scaled(15))
+        peer.answer(request, exchange)
+
+    server = DataServer(address, answer, name="peer")
+    server.start()
+    client = DataClient(server.address)
+    calls = [client.begin(peer.request(peer.ECHO), [b"ab"], deadline=soon()) for _ in range(4)]
     got = [bytearray(2) for _ in calls]
     for call, into in zip(calls, got, strict=True):
         call.finish([into])
     assert got == [b"ab"] * 4
-    assert deadline.left() > 10 - 4 * 0.3
+    client.close()
+    assert server.stop(scaled(10))
 
 
 def test_an_error_arrives_as_its_class_and_the_connection_stays(
@@ -202,7 +212,7 @@ def test_limits_hold_at_both_ends(address: str) -> None:
     loose.call(peer.request(peer.ECHO), [b"x"], deadline=soon())
     strict.close()
     loose.close()
-    assert server.stop(5)
+    assert server.stop(scaled(10))
 
 
 def test_both_ends_observe(address: str) -> None:
@@ -215,7 +225,7 @@ def test_both_ends_observe(address: str) -> None:
     with pytest.raises(StaleEpoch):
         client.call(peer.request(peer.STALE), [bytes(100)], deadline=soon())
     client.close()
-    assert server.stop(5)
+    assert server.stop(scaled(10))
     assert [(o.op, o.sent_bytes, o.received_bytes, o.error) for o in at_client] == [
         ("write_blocks", 300, 300, ""),
         ("write_blocks", 100, 0, "stale_epoch"),

@@ -28,13 +28,14 @@ from kvcommons.transport.server import DataServer
 from kvcommons.transport.shared import SharedTransport
 from kvcommons.transport.sockets import SocketStream
 from tests.contract import transport_peer as peer
+from tests.machine import scaled
 
 ROOT = Path(__file__).parents[2]
 PAYLOAD = random.Random(7).randbytes(9 << 20)
 
 
 def soon() -> Deadline:
-    return Deadline.after(10)
+    return Deadline.after(scaled(20))
 
 
 def mappings() -> int:
@@ -66,7 +67,7 @@ def test_both_ends_map_the_memory_and_give_it_back(address: str, ring_bytes: int
         assert got == PAYLOAD
     assert mappings() == 2
     client.close()
-    assert server.stop(5)
+    assert server.stop(scaled(10))
     assert mappings() == 0
 
 
@@ -81,7 +82,7 @@ def test_a_client_may_decline(address: str) -> None:
     connections = [connection for connection, _ in client._kept] + list(server._serving)
     assert [connection.bare() is not None for connection in connections] == [True, True]
     client.close()
-    assert server.stop(5)
+    assert server.stop(scaled(10))
 
 
 def test_a_server_may_offer_none(address: str) -> None:
@@ -91,7 +92,7 @@ def test_a_server_may_offer_none(address: str) -> None:
     assert mappings() == 0
     connection.close()
     echo(address)
-    assert server.stop(5)
+    assert server.stop(scaled(10))
 
 
 def test_where_the_system_gives_none_frames_go_over_the_socket(
@@ -103,7 +104,7 @@ def test_where_the_system_gives_none_frames_go_over_the_socket(
     with limited(resource.RLIMIT_FSIZE, 32 << 20):
         echo(address)
     assert "no shared memory" in caplog.text
-    assert server.stop(5)
+    assert server.stop(scaled(10))
 
 
 @contextlib.contextmanager
@@ -132,7 +133,7 @@ def test_where_it_cannot_be_mapped_frames_go_over_the_socket(
         server.start()
         with limited(resource.RLIMIT_AS, room):
             echo(address)
-        assert server.stop(5)
+        assert server.stop(scaled(10))
     else:
         code = (
             "import sys; from kvcommons.transport.server import DataServer;"
@@ -164,7 +165,7 @@ def test_a_peer_that_takes_none_is_served_over_the_socket(address: str) -> None:
     assert got == b"hello"
     assert mappings() == 0
     raw.close()
-    assert server.stop(5)
+    assert server.stop(scaled(10))
 
 
 def test_a_ring_of_an_odd_size_is_refused(address: str) -> None:
@@ -180,7 +181,7 @@ def test_a_peer_that_speaks_without_greeting_gets_an_error(address: str) -> None
     with pytest.raises(DataLoss, match="begins with b'KVCM'"):
         client.call(peer.request(peer.ECHO), [b"x"], deadline=soon())
     client.close()
-    assert server.stop(5)
+    assert server.stop(scaled(10))
 
 
 def greeting(ring_bytes: int, *, version: int = 1, flags: int = 1) -> bytes:

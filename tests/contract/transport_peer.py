@@ -56,7 +56,7 @@ def connect_raw(address: str) -> socket.socket:
     scheme, _, rest = address.partition(":")
     on_port = scheme in ("tcp", "ucx")
     raw = socket.socket(socket.AF_INET if on_port else socket.AF_UNIX)
-    raw.settimeout(10)
+    raw.settimeout(60)
     raw.connect(("127.0.0.1", int(rest.rpartition(":")[2])) if on_port else rest)
     if scheme == "shm":
         assert raw.recv(16, socket.MSG_WAITALL).startswith(b"KVCM")

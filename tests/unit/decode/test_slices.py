@@ -24,6 +24,7 @@ from kvcommons.transport.deadline import Deadline
 from kvcommons.transport.server import DataServer
 from services.decode.staggering.peers import PeerHealth
 from services.decode.staggering.slice_exchange import PendingSlice, SliceServer, begin_slice
+from tests.machine import scaled
 
 IDENTITY = bytes(range(32))
 ROWS = 5
@@ -145,15 +146,21 @@ def test_a_turn_is_first_come_first_served() -> None:
     gate = threading.Event()
 
     def take(number: int) -> None:
-        with turn.within(Deadline.after(10)):
+        with turn.within(Deadline.after(scaled(10))):
             if number == 0:
-                gate.wait(10)
+                gate.wait(scaled(10))
             order.append(number)
+
+    def asked(numbers: int) -> bool:
+        return turn._queue._running and len(turn._queue._waiting) == numbers - 1
 
     with ThreadPoolExecutor(5) as threads:
         for number in range(5):
             threads.submit(take, number)
-            time.sleep(0.02)
+            deadline = Deadline.after(scaled(10))
+            while not asked(number + 1):
+                deadline.check()
+                time.sleep(0.002)
         gate.set()
     assert order == list(range(5))
 
