@@ -105,10 +105,13 @@ class CoreLock:
         while self._await(_Byte.NEXT, until_s):
             while overtaken or not self.urgently_wanted:
                 if self._try(_Byte.CORES):
-                    return True
-                if time.monotonic() >= until_s:
+                    if overtaken or not self.urgently_wanted:  # it may have been held up since it looked
+                        return True
+                    self._unlock(_Byte.CORES)
+                elif time.monotonic() >= until_s:
                     return False
-                time.sleep(POLL_S)
+                else:
+                    time.sleep(POLL_S)
             self._unlock(_Byte.NEXT)
             overtaken = True
             self._give_way(until_s)

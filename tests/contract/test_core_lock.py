@@ -3,6 +3,7 @@ dies."""
 
 from __future__ import annotations
 
+import fcntl
 import queue
 import signal
 import subprocess
@@ -15,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcommons.engine.core_lock import CoreLock
+from kvcommons.engine.core_lock import CoreLock, _Byte
 from kvcommons.errors import InvalidInput
 from tests.contract.plan_cases import eventually
 from tests.contract.test_long_chunks import LAYERS, Chunk, Clock, alone, creditor
@@ -165,6 +166,26 @@ def test_a_chunk_gives_way_until_who_is_urgent_has_looked(seen: CoreLock, childr
     assert tokens.answer() == "True"
     tokens.tell("release")
     assert chunk.answer() == "True"
+
+
+def test_a_chunk_that_is_held_up_before_it_takes_the_cores_gives_way(
+    seen: CoreLock, children: list[Child], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Who is urgent comes between its look and its lock."""
+    tokens, try_ = children[0], seen._try
+
+    def late(byte: _Byte, kind: int = fcntl.LOCK_EX) -> bool:
+        if byte is _Byte.CORES and not told:
+            told.extend(["acquire urgently", "release"])
+            for command in told:
+                tokens.tell(command)
+            eventually(lambda: seen.urgently_wanted)
+        return try_(byte, kind)
+
+    told: list[str] = []
+    monkeypatch.setattr(seen, "_try", late)
+    assert seen.acquire(urgent=False)
+    assert (tokens.answer(), tokens.answer()) == ("True", "released")
 
 
 def test_who_does_not_get_it_in_time_goes_on_and_has_it_again_when_it_is_free(
