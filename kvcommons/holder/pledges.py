@@ -88,10 +88,10 @@ class Pledges:
             self._allocator.release(pledge.blocks)
 
     @locked
-    def expire(self) -> None:
-        """Redeems what nobody has renewed in time."""
-        now_s = self._clock()
-        for name in [name for name, pledge in self._pledges.items() if pledge.expires_s <= now_s]:
+    def expire(self, grace_s: float = 0.0) -> None:
+        """Redeems what nobody has renewed within `grace_s` of its end."""
+        by_s = self._clock() - grace_s
+        for name in [name for name, pledge in self._pledges.items() if pledge.expires_s <= by_s]:
             self.redeem(name)
 
 

@@ -361,11 +361,12 @@ class SegmentTable:
         return unknown
 
     @locked
-    def expire(self) -> list[Segment]:
-        """Releases what nobody has renewed in time, pledges too; call it every second or so."""
-        self.pledges.expire()
-        now_s = self._clock()
-        over = [s for s in self._segments.values() if s.expires_s is not None and s.expires_s <= now_s]
+    def expire(self, grace_s: float = 0.0) -> list[Segment]:
+        """Releases what nobody has renewed within `grace_s` of its end, pledges too; call it every second or
+        so."""
+        self.pledges.expire(grace_s)
+        by_s = self._clock() - grace_s
+        over = [s for s in self._segments.values() if s.expires_s is not None and s.expires_s <= by_s]
         for segment in over:
             self._drop(segment.handle, "expire")
             _LOG.warning(

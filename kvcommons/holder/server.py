@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import copy_context
@@ -239,9 +240,14 @@ class HolderService(rpc.HolderServicer):
         return pb.CopyInReply()
 
     async def _expire(self) -> None:
+        """Releases what had run out by the sweep before already: where this process was held up since then,
+        renewals that came in time are not read yet."""
+        swept_s = time.monotonic()
         while True:
             await asyncio.sleep(_SWEEP_S)
-            self._holder.expire()
+            now_s = time.monotonic()
+            self._holder.expire(now_s - swept_s)
+            swept_s = now_s
 
 
 def _ref(message: pb.SegmentRef) -> SegmentRef:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,6 +31,9 @@ from tests.contract.holder_cases import (
     pools,
     soon,
 )
+from tests.machine import scaled
+
+LEASE_S = scaled(2.0)
 
 
 @pytest.fixture
@@ -43,25 +47,42 @@ async def test_leases_are_renewed_while_the_debtor_lives_and_reclaimed_after(soc
     async with embedded(socket_folder) as served:
         holder = served.holder
         lost: list[SegmentRef] = []
-        async with served.debtor(lease_s=0.6, lost=lost) as client:
+        async with served.debtor(lease_s=LEASE_S, lost=lost) as client:
             ref = await client.reserve("kept", 3, first_position=0, timeout_s=5)
             dead = RemoteHolder(
-                served.control, served.data, owner="dead", model=served.model, lost=lost.extend, lease_s=0.6
+                served.control,
+                served.data,
+                owner="dead",
+                model=served.model,
+                lost=lost.extend,
+                lease_s=LEASE_S,
             )
             orphan = await dead.reserve("orphan", 5, first_position=0, timeout_s=5)
             assert holder.allocator.in_use == 8
             await dead.close()
             await eventually(lambda: holder.allocator.in_use == 3)
-            await asyncio.sleep(0.9)  # more than a lease
+            await asyncio.sleep(1.5 * LEASE_S)
             assert (holder.allocator.in_use, lost, client.borrowed) == (3, [], [ref])
             with pytest.raises(StaleEpoch):
                 client.read_blocks(orphan, 0, 0, [bytearray(LAYOUT.object_bytes)], soon())
         assert holder.allocator.in_use == 0
 
 
+async def test_leases_outlast_a_holder_that_is_held_up(socket_folder: Path) -> None:
+    """Its clock goes on meanwhile, and the sweep comes before the renewals that it has not read."""
+    async with embedded(socket_folder) as served, served.debtor(lease_s=LEASE_S) as client:
+        holder = served.holder
+        await client.reserve("s", 3, first_position=0, timeout_s=scaled(5))
+        (segment,) = holder.segments
+        lent_until_s = segment.expires_s or 0.0
+        time.sleep(1.5 * LEASE_S)
+        await eventually(lambda: (segment.expires_s or 0.0) > lent_until_s or not holder.segments)
+        assert holder.allocator.in_use == 3
+
+
 async def test_a_debtor_learns_what_it_has_lost(socket_folder: Path) -> None:
     lost: list[SegmentRef] = []
-    async with embedded(socket_folder) as served, served.debtor(lease_s=0.6, lost=lost) as client:
+    async with embedded(socket_folder) as served, served.debtor(lease_s=LEASE_S, lost=lost) as client:
         gone = await client.reserve("a", 1, first_position=0, timeout_s=5)
         kept = await client.reserve("b", 1, first_position=0, timeout_s=5)
         served.holder.release([gone])
@@ -106,7 +127,7 @@ def stopped(pid: int) -> bool:
 async def test_a_killed_pool_is_noticed_and_its_next_life_refuses_the_old_handles(pool: PoolProcess) -> None:
     served = await pool.ready()
     lost: list[SegmentRef] = []
-    async with served.debtor(lease_s=1.5, lost=lost) as client:
+    async with served.debtor(lease_s=LEASE_S, lost=lost) as client:
         ref = await client.reserve("s", 2, first_position=0, timeout_s=5)
         part = PlanRow.of(ref, position=9, length=0)
         begin_attend(client, 0, [part], torch.zeros(1, 4, 16), [], soon()).finish()[0]

@@ -109,6 +109,7 @@ def test_what_nobody_renews_is_reclaimed() -> None:
     own = table.own("mine", own_blocks)
     assert at(9, table).renew("debtor", [kept], lease_s=10) == []
     assert at(9.9, table).expire() == []
+    assert at(14, table).expire(grace_s=4.1) == []
     assert [segment.handle for segment in at(10, table).expire()] == [lost.handle]
     assert allocator.in_use == 3
     assert at(10, table).renew("debtor", [kept, lost, own], lease_s=10) == [lost.handle, own.handle]
@@ -274,6 +275,8 @@ def test_trimmed_blocks_are_set_aside_for_their_settlement() -> None:
     table.pledges.redeem("swap")
     assert (table.pledges.pledged("swap"), allocator.free) == (0, 5)
     at(5, table).pledges.pledge("forgotten", 5, lease_s=10)
+    at(19, table).expire(grace_s=4.1)
+    assert table.pledges.pledged("forgotten") == 5
     at(15, table).expire()
     assert allocator.free == 6
 
