@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract.engine_stack import Stack, scale_calls
+from tests.contract.engine_stack import Stack, scale_calls, slow_iterations
 from tests.contract.engine_turns import Reference
 from tests.unit.model import reference_folders
 
@@ -39,3 +39,9 @@ async def engines(
     stack = Stack(socket_folder, *engine_reference(request.param))
     yield stack
     await stack.close()
+
+
+@pytest.fixture
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences outlast what is done to them meanwhile, on a quick machine too."""
+    slow_iterations(monkeypatch, 0.02)

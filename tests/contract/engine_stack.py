@@ -8,8 +8,10 @@ import importlib
 import os
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ from prometheus_client import CollectorRegistry
 
 from kvcommons.config import DataPlane, Node
 from kvcommons.engine.core import EngineSettings
+from kvcommons.engine.iteration import Iteration
 from kvcommons.errors import KVCommonsError, Unavailable
 from kvcommons.model.spec import ModelSpec, fingerprint
 from kvcommons.pb import (
@@ -76,6 +79,34 @@ def scale_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in CALLS:
         module, _, constant = name.rpartition(".")
         monkeypatch.setattr(name, scaled(getattr(importlib.import_module(module), constant)))
+
+
+def slow_iterations(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
+    """Of engines in this process: each takes so much longer."""
+    run = Iteration.run
+
+    def slowly(self: Iteration, *between_layers: Any) -> list[list[common_pb2.SampledToken]]:
+        time.sleep(seconds)
+        return run(self, *between_layers)
+
+    monkeypatch.setattr(Iteration, "run", slowly)
+
+
+@contextmanager
+def no_iterations() -> Iterator[None]:
+    """Of engines in this process none begins an iteration meanwhile."""
+    run, over = Iteration.run, threading.Event()
+
+    def waits(self: Iteration, *between_layers: Any) -> list[list[common_pb2.SampledToken]]:
+        over.wait(scaled(60))
+        return run(self, *between_layers)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Iteration, "run", waits)
+        try:
+            yield
+        finally:
+            over.set()
 
 
 @dataclass(slots=True)

@@ -12,7 +12,7 @@ import pytest
 from kvcommons.errors import CapacityExhausted, DataLoss, InvalidInput
 from kvcommons.pb import common_pb2, holder_pb2, holder_pb2_grpc
 from services.attention_pool.pool import head_part, open_pool
-from tests.contract.engine_stack import BLOCK, Stack, ready, settings
+from tests.contract.engine_stack import BLOCK, Stack, no_iterations, ready, settings
 from tests.contract.engine_turns import Turn, prompt, started_in_order, turn
 from tests.contract.test_engine_reuse import stored
 
@@ -91,7 +91,8 @@ async def test_a_second_turn_reuses_history(engines: Stack) -> None:
     known = tokens + expected[:32]
     assert await stored(engines, store, known[: full * BLOCK]) == full
 
-    prefill, decode = await engines.prefill("p2"), await engines.decode("d2", placement="offload")
+    prefill = await engines.prefill("p2", loads="always")
+    decode = await engines.decode("d2", placement="offload")
     second = turn(prefill, decode, engines.model, known, 32, history=engines.history(full), sampling=LOGPROBS)
     await second.run()
     as_transformers_says(engines, second, known, expected[32:])
@@ -107,7 +108,7 @@ async def test_a_prompt_beyond_prefills_memory_is_attended_over_at_the_group(eng
     """And again with what the first one left in the store, which is not computed."""
     store = await engines.kvstore()
     await engines.lenders(30, 30, heads=parts("g", 2))
-    prefill = await engines.prefill(engine={"capacity_tokens": 6 * BLOCK})
+    prefill = await engines.prefill(loads="always", engine={"capacity_tokens": 6 * BLOCK})
     decode = await engines.decode(placement="offload", borrow_blocks=1)
     tokens, expected = engines.reference.prompt(250, 30)
     one = turn(prefill, decode, engines.model, tokens, 30, history=engines.history(0), sampling=LOGPROBS)
@@ -129,8 +130,9 @@ async def test_sequences_go_where_a_device_has_least_to_read(engines: Stack) -> 
     decode = await engines.decode(placement="offload", borrow_blocks=1)
     made = [engines.reference.prompt(length, 60, 100 * length) for length in (150, 150, 150)]
     turns = [turn(prefill, decode, engines.model, tokens, 60) for tokens, _ in made]
-    tasks = await started_in_order(turns)
-    in_group, other, alone = await blocks_at(engines, 3)
+    with no_iterations():
+        tasks = await started_in_order(turns)
+        in_group, other, alone = await blocks_at(engines, 3)
     assert in_group == other
     assert (len(in_group), len(alone)) == (2, 1)
     await asyncio.gather(*tasks)
@@ -138,6 +140,7 @@ async def test_sequences_go_where_a_device_has_least_to_read(engines: Stack) -> 
     await engines.idle("decode", *pools(3))
 
 
+@pytest.mark.usefixtures("unhurried")
 async def test_a_part_that_is_killed_costs_its_sequences_and_nobody_else(engines: Stack) -> None:
     """The router computes them again from their tokens, as those of any holder that is gone."""
     children = await engines.lenders(24, 24, process=True, heads=parts("g", 2))
@@ -174,6 +177,7 @@ async def test_a_group_that_refuses_keeps_nothing(engines: Stack) -> None:
     await engines.idle("d2", *pools(2))
 
 
+@pytest.mark.usefixtures("unhurried")
 @pytest.mark.parametrize("engines", ["llama", "qwen2-sliding"], indirect=True)
 async def test_kv_comes_home_from_a_group(engines: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     """Any part calls it back; what has no room here stays, for no holder copies from a group."""

@@ -4,7 +4,6 @@ them."""
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from kvcommons.engine.iteration import Iteration
 from kvcommons.errors import KVCommonsError
 from kvcommons.pb import common_pb2, prefill_pb2_grpc
-from tests.contract.engine_stack import BLOCK, Stack, ready
+from tests.contract.engine_stack import BLOCK, Stack, ready, slow_iterations
 from tests.contract.engine_turns import Turn, prompt, started_in_order, turn
 
 pytestmark = pytest.mark.asyncio
@@ -150,13 +149,7 @@ async def test_a_cancelled_prompt_gives_its_blocks_back(engines: Stack) -> None:
 
 
 async def test_a_prompt_has_a_deadline(engines: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = Iteration.run
-
-    def slowly(self: Iteration, *between_layers: Any) -> list[list[common_pb2.SampledToken]]:
-        time.sleep(0.2)
-        return run(self, *between_layers)
-
-    monkeypatch.setattr(Iteration, "run", slowly)
+    slow_iterations(monkeypatch, 0.2)
     decode = await engines.decode(max_local_prefill_tokens=ALL, chunk_tokens=16)
     with pytest.raises(KVCommonsError, match="not computed within its deadline"):
         await turn(None, decode, engines.model, prompt(480), 5, start_wait_ms=300).run()

@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from typing import Any
 
 import pytest
 
-from kvcommons.engine.iteration import Iteration
 from kvcommons.errors import CapacityExhausted, Conflict, KVCommonsError, NotFound
-from kvcommons.pb import common_pb2, holder_pb2, holder_pb2_grpc
+from kvcommons.pb import holder_pb2, holder_pb2_grpc
 from tests.contract.engine_stack import BLOCK, Stack, ready
 from tests.contract.engine_turns import Turn, prompt, turn
 
@@ -58,6 +56,7 @@ async def room(engines: Stack, name: str, blocks: int) -> None:
         raise CapacityExhausted("not yet")
 
 
+@pytest.mark.usefixtures("unhurried")
 @pytest.mark.parametrize("engines", ["llama", "qwen2-sliding"], indirect=True)
 async def test_kv_comes_home_when_its_creditor_calls_it_back(engines: Stack) -> None:
     await engines.lenders(24)
@@ -82,6 +81,7 @@ async def test_kv_comes_home_when_its_creditor_calls_it_back(engines: Stack) -> 
     await engines.idle("decode", "pool-0")
 
 
+@pytest.mark.usefixtures("unhurried")
 async def test_kv_comes_home_when_there_is_room(engines: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("services.decode.moving.mover.HOMECOMING_S", 0.05)
     await engines.lenders(24)
@@ -123,6 +123,7 @@ async def test_whoever_asked_goes_away_and_nothing_is_left_in_the_middle(engines
     await engines.idle("decode", "pool-0")
 
 
+@pytest.mark.usefixtures("unhurried")
 async def test_kv_moves_from_one_holder_to_another(engines: Stack) -> None:
     await engines.lenders(20, 20)
     prefill = await engines.prefill()
@@ -140,18 +141,6 @@ async def test_kv_moves_from_one_holder_to_another(engines: Stack) -> None:
     made = await task
     assert made.tokens == expected
     await engines.idle("decode", *names)
-
-
-@pytest.fixture
-def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sequences outlast what is done to them meanwhile, on a quick machine too."""
-    run = Iteration.run
-
-    def slowly(self: Iteration, *between_layers: Any) -> list[list[common_pb2.SampledToken]]:
-        time.sleep(0.01)
-        return run(self, *between_layers)
-
-    monkeypatch.setattr(Iteration, "run", slowly)
 
 
 async def two_that_owe_each_other(engines: Stack) -> tuple[list[Turn], list[Any], list[list[int]]]:

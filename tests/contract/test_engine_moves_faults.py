@@ -19,6 +19,7 @@ from kvcommons.pb.ledger_pb2_grpc import LedgerStub
 from tests.contract.engine_stack import BLOCK, Stack, ready
 from tests.contract.engine_turns import turn
 from tests.contract.test_engine_moves import ballast, debtor, lent, room, running
+from tests.machine import scaled
 
 pytestmark = pytest.mark.asyncio
 pytest_plugins = ("tests.contract.engine_fixtures",)
@@ -77,6 +78,7 @@ async def ended(engines: Stack) -> None:
     assert (await engines.inspect("decode")).pledged_blocks == 0
 
 
+@pytest.mark.usefixtures("unhurried")
 async def test_a_creditor_dies_in_the_middle_of_copy_home(
     engines: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -92,6 +94,7 @@ async def test_a_creditor_dies_in_the_middle_of_copy_home(
     await ended(engines)
 
 
+@pytest.mark.usefixtures("unhurried")
 async def test_a_creditor_that_hangs_for_a_moment_is_copied_from_all_the_same(
     engines: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,15 +120,16 @@ async def test_a_creditor_that_hangs_for_a_moment_is_copied_from_all_the_same(
     await engines.idle("pool-0")
 
 
+@pytest.mark.usefixtures("unhurried")
 async def test_a_creditor_that_hangs_for_longer_than_its_leases_costs_its_sequence_and_nothing_else(
     engines: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     interruption = Interruption(monkeypatch)
-    pool, task, _ = await frozen(engines, attend_deadline_s=0.5, lease_ms=1000)
+    pool, task, _ = await frozen(engines, attend_deadline_s=2.0, lease_ms=3000)
     interruption.strike = lambda: pool.send_signal(signal.SIGSTOP)
     request = holder_pb2.RoundRequest(**ROUND)
     with pytest.raises(DeadlineExceeded):
-        await debtor(engines).CopyHome(request, timeout=2)
+        await debtor(engines).CopyHome(request, timeout=scaled(4))
     with pytest.raises(DataLoss):
         await task
     pool.send_signal(signal.SIGCONT)

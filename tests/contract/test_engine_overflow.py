@@ -34,6 +34,7 @@ async def test_a_prompt_larger_than_decode_lies_on_two_pools_and_at_home(engines
     await engines.idle("decode", "pool-0", "pool-1")
 
 
+@pytest.mark.usefixtures("unhurried")
 async def test_a_sequence_grows_elsewhere_when_decode_is_full(engines: Stack) -> None:
     """Its tail goes out, token by token; it comes home for the blocks that fit again."""
     await engines.lenders(20)

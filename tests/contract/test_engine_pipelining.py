@@ -52,6 +52,7 @@ async def test_tokens_are_the_reference_in_both_batches(engines: Stack, threads:
     await engines.idle("decode", "pool-0", "pool-1")
 
 
+@pytest.mark.usefixtures("unhurried")
 async def test_blocks_here_and_elsewhere_and_one_sequence_that_leaves(engines: Stack) -> None:
     """`overflow`: decode's own blocks run out, and one that is cancelled gives its own back at once."""
     await engines.lenders(40)
@@ -71,6 +72,7 @@ async def test_blocks_here_and_elsewhere_and_one_sequence_that_leaves(engines: S
     await engines.idle("decode", "pool-0")
 
 
+@pytest.mark.usefixtures("unhurried")
 async def test_a_holder_is_killed_and_the_others_go_on(engines: Stack) -> None:
     pools = await engines.lenders(40, 40, process=True)
     prefill = await engines.prefill()
@@ -91,6 +93,7 @@ async def test_a_holder_is_killed_and_the_others_go_on(engines: Stack) -> None:
     await engines.idle("decode", "pool-1")
 
 
+@pytest.mark.usefixtures("unhurried")
 async def test_an_error_that_lasts_fails_sequences_and_takes_no_core(
     engines: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:

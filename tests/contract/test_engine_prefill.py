@@ -3,31 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
 
 from kvcommons.errors import CapacityExhausted, ContextLengthExceeded, InvalidInput, ModelNotFound
 from kvcommons.pb import prefill_pb2 as pb
-from tests.contract.engine_stack import BLOCK, Stack, ready
-from tests.contract.engine_turns import compute, prefill_request, prompt
+from tests.contract.engine_stack import BLOCK, Stack, slow_iterations
+from tests.contract.engine_turns import CALL_S, compute, prefill_request, prompt
+from tests.machine import scaled
 
 pytestmark = pytest.mark.asyncio
 pytest_plugins = ("tests.contract.engine_fixtures",)
 
 
 async def inspect(stub: Any) -> pb.PrefillInspectReply:
-    return await stub.Inspect(pb.PrefillInspectRequest(), timeout=5)
+    return await stub.Inspect(pb.PrefillInspectRequest(), timeout=scaled(5))
 
 
 async def idle(stub: Any) -> pb.PrefillInspectReply:
     """Once nothing is under way."""
-    for _ in range(200):
+    until = time.monotonic() + scaled(10)
+    while True:
         seen = await inspect(stub)
         if not seen.jobs and seen.free_blocks == seen.total_blocks:
             return seen
+        assert time.monotonic() < until, f"blocks stay allocated: {seen}"
         await asyncio.sleep(0.02)
-    raise AssertionError(f"blocks stay allocated: {seen}")
 
 
 async def test_the_first_token_is_the_reference_with_and_without_reuse(
@@ -78,7 +81,8 @@ async def test_jobs_that_need_the_same_blocks_compute_them_once(engines: Stack) 
     assert len({first.token.token for first in results}) == 1
 
 
-async def test_a_short_prompt_passes_a_long_one(engines: Stack) -> None:
+async def test_a_short_prompt_passes_a_long_one(engines: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow_iterations(monkeypatch, 0.05)
     stub = await engines.prefill()
     order = []
 
@@ -87,19 +91,23 @@ async def test_a_short_prompt_passes_a_long_one(engines: Stack) -> None:
         order.append(name)
 
     long = asyncio.create_task(job("long", prompt(480)))
-    await ready(lambda: _running(stub))
+    await _running(stub)
     await asyncio.gather(long, job("short", prompt(10, seed=2)))
     assert order == ["short", "long"]
 
 
 async def _running(stub: Any) -> None:
-    while not (await inspect(stub)).jobs:
-        await asyncio.sleep(0)
+    async with asyncio.timeout(scaled(20)):
+        while not (await inspect(stub)).jobs:
+            await asyncio.sleep(0)
 
 
+@pytest.mark.usefixtures("unhurried")
 async def test_cancelled_jobs_give_their_blocks_back(engines: Stack) -> None:
     stub = await engines.prefill()
-    calls = [stub.Compute(prefill_request(engines.model, prompt(480, seed)), timeout=20) for seed in range(3)]
+    calls = [
+        stub.Compute(prefill_request(engines.model, prompt(480, seed)), timeout=CALL_S) for seed in range(3)
+    ]
     tasks = [asyncio.create_task(_drain(call)) for call in calls]
     await _running(stub)
     for task in tasks:

@@ -59,7 +59,7 @@ async def test_a_second_turn_on_fresh_instances_loads_all_full_blocks(
     assert await stored(engines, store, known[: full * BLOCK]) == full
     await engines.idle("d1")
 
-    prefill = await engines.prefill("p2")
+    prefill = await engines.prefill("p2", loads="always")
     decode = await engines.decode("d2", fetch_min_bytes=fetch_min_bytes)
     second = turn(prefill, decode, engines.model, known, 32, history=engines.history(full))
     assert (await second.run()).tokens == expected[32:]
@@ -130,7 +130,7 @@ async def test_jobs_that_need_the_same_history_load_it_once(engines: Stack) -> N
     before = await engines.prefill("p1")
     await compute(before, prefill_request(engines.model, tokens, history=engines.history(0)))
     assert await stored(engines, store, tokens) == 20
-    prefill = await engines.prefill("p2")
+    prefill = await engines.prefill("p2", loads="always")
     request = prefill_request(engines.model, tokens, history=engines.history(19))
     results = await asyncio.gather(*(compute(prefill, request) for _ in range(3)))
     assert [first.cached_tokens for first in results] == [304] * 3
@@ -187,7 +187,7 @@ async def test_history_that_goes_wrong_in_mid_load_is_computed(
     history = common_pb2.History(
         control_address=engines.address("kvstore"), data_address=engines.data("wire"), matched_blocks=6
     )
-    prefill, decode = await engines.prefill("p2"), await engines.decode()
+    prefill, decode = await engines.prefill("p2", loads="always"), await engines.decode()
     alone = await compute(prefill, prefill_request(engines.model, tokens, history=history))
     assert (alone.token.token, alone.cached_tokens) == (expected[0], kept * BLOCK)
     made = turn(prefill, decode, engines.model, tokens, 20, history=history)

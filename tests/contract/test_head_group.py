@@ -42,6 +42,7 @@ from tests.contract.holder_cases import (
     pools,
     soon,
 )
+from tests.machine import scaled
 
 TOKENS = 30
 IDS = [bytes([number]) * 32 for number in range(1, 6)]
@@ -185,7 +186,7 @@ async def test_what_one_part_loses_is_lost_and_the_others_share_is_released(sock
     lost: list[SegmentRef] = []
     async with AsyncExitStack() as stack:
         parts = [await stack.enter_async_context(embedded(socket_folder, part=part)) for part in divided(2)]
-        group = await stack.enter_async_context(group_of(parts, lost=lost, lease_s=0.6))
+        group = await stack.enter_async_context(group_of(parts, lost=lost, lease_s=scaled(2.0)))
         kept, gone = [await group.reserve("sequence", 3, first_position=0, timeout_s=5) for _ in range(2)]
         holder = parts[1].holder
         holder.release([group.places(gone)[1][1]])

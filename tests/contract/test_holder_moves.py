@@ -33,6 +33,7 @@ from tests.contract.holder_cases import (
     pools,
     soon,
 )
+from tests.machine import scaled
 
 TOKENS = 30
 
@@ -149,7 +150,7 @@ async def test_a_segment_is_adopted_and_its_former_owner_is_refused(pair: list[S
     tokens = Tokens(TOKENS, 4)
     whole = tokens.whole([TOKENS - 1])
     lost: list[SegmentRef] = []
-    async with pair[0].debtor("one", lease_s=0.6, lost=lost) as one, pair[0].debtor("two") as two:
+    async with pair[0].debtor("one", lease_s=scaled(2.0), lost=lost) as one, pair[0].debtor("two") as two:
         ref = await written(one, tokens)
         with pytest.raises(InvalidInput, match="belongs to one"):
             await two.adopt(ref, "three", "sequence", timeout_s=5)

@@ -17,7 +17,7 @@ from tests.system.stack import Stack
 SERVICES = ("router", "prefill", "decode", "attention_pool", "kvstore", "ledger")
 # Too little for the second turn of the session: it borrows from the pool.
 DECODE_TOKENS = 192
-LEASE_MS = 1000
+LEASE_MS = 3000
 RENEW = "/kvcommons.v1.Holder/Renew"
 ANSWER_TOKENS = 40
 SESSION = "observed session"

@@ -34,10 +34,6 @@ class Scrape:
             raise KeyError(f"{name} with {labels}")
         return sum(found)
 
-    def codes(self, name: str) -> set[str]:
-        """What the label `code` has been so far."""
-        return {sample.labels["code"] for sample in self.families[name].samples}
-
 
 def scrape(stack: Stack, service: str) -> Scrape:
     """`service` as the stack names it; the router answers on its REST port."""
