@@ -50,7 +50,7 @@ class KvstoreProcess:
             "data": data_folder,
             "dram_bytes": 16 << 20,
             "disk_bytes": 64 << 20,
-            "staging_s": 2,
+            "staging_s": 20,
             "drain_s": 20,
         } | settings
         flags = scaled_table(KVStoreConfig, flags)

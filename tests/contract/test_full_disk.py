@@ -58,7 +58,7 @@ def running(socket_folder: Path, disk: Path) -> Iterator[list[KvstoreProcess]]:
 
 
 def start(running: list[KvstoreProcess], sockets: Path, disk: Path) -> KvstoreProcess:
-    process = KvstoreProcess(sockets, disk / "data", disk_bytes=1 << 30)
+    process = KvstoreProcess(sockets, disk / "data", disk_bytes=1 << 30, staging_s=2)
     running.append(process)
     return process.wait_ready()
 

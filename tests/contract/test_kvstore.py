@@ -42,19 +42,19 @@ def store(socket_folder: Path, tmp_path: Path) -> Iterator[KvstoreProcess]:
 
 
 def tiers(store: KvstoreProcess, ids: list[bytes], model: bytes = MODEL) -> list[int]:
-    return list(store.blocks.Match(pb.MatchRequest(model=model, block_ids=ids), timeout=5).tiers)
+    return list(store.blocks.Match(pb.MatchRequest(model=model, block_ids=ids), timeout=scaled(20)).tiers)
 
 
-def durable(store: KvstoreProcess, ids: list[bytes], wait_ms: int = 10_000) -> int:
+def durable(store: KvstoreProcess, ids: list[bytes], wait_ms: int = scaled(10_000)) -> int:
     request = pb.AwaitDurableRequest(model=MODEL, block_ids=ids, wait_ms=wait_ms)
-    return store.blocks.AwaitDurable(request, timeout=20).durable_blocks
+    return store.blocks.AwaitDurable(request, timeout=scaled(20)).durable_blocks
 
 
 def begin(store: KvstoreProcess, turn_id: str, session_id: str = "s") -> pb.BeginTurnReply:
     request = pb.BeginTurnRequest(
-        tenant="alice", session_id=session_id, turn_id=turn_id, owner="router", lease_ms=30_000
+        tenant="alice", session_id=session_id, turn_id=turn_id, owner="router", lease_ms=scaled(30_000)
     )
-    return store.sessions.BeginTurn(request, timeout=5)
+    return store.sessions.BeginTurn(request, timeout=scaled(20))
 
 
 def commit(
@@ -73,7 +73,7 @@ def commit(
         block_ids=ids,
         durable_wait_ms=wait_ms,
     )
-    return store.sessions.CommitTurn(request, timeout=20)
+    return store.sessions.CommitTurn(request, timeout=scaled(20))
 
 
 def test_blocks_go_in_and_come_out(store: KvstoreProcess) -> None:
@@ -85,7 +85,7 @@ def test_blocks_go_in_and_come_out(store: KvstoreProcess) -> None:
     assert store.get_blocks(IDS)[0] == len(IDS)
     assert store.put_layer(IDS[:3], 0, writer="another") == [0, 1, 2]
     assert durable(store, IDS) == len(IDS)
-    stats = store.blocks.Stats(pb.StatsRequest(), timeout=5)
+    stats = store.blocks.Stats(pb.StatsRequest(), timeout=scaled(20))
     assert (stats.dram_blocks, stats.disk_blocks, stats.pending_writes) == (12, 12, 0)
     assert stats.block_hits == 12
     assert stats.block_misses == len(IDS) + 1
@@ -98,7 +98,7 @@ def test_a_killed_store_finds_what_was_durable(
     store.put_blocks(IDS)
     store.put_blocks(IDS, shape=OTHER)
     begun = begin(store, "t1")
-    reply = commit(store, "t1", begun, IDS, 10_000)
+    reply = commit(store, "t1", begun, IDS, scaled(10_000))
     assert (reply.version, reply.durable_blocks) == (1, len(IDS))
     started = begin(store, "t2")
     store.kill()
@@ -106,7 +106,7 @@ def test_a_killed_store_finds_what_was_durable(
     assert tiers(again, IDS) == [pb.TIER_DISK] * len(IDS)
     assert again.get_blocks(IDS)[0] == len(IDS)
     assert tiers(again, IDS) == [pb.TIER_DRAM] * len(IDS)
-    record = again.sessions.Get(pb.GetSessionRequest(tenant="alice", session_id="s"), timeout=5)
+    record = again.sessions.Get(pb.GetSessionRequest(tenant="alice", session_id="s"), timeout=scaled(20))
     assert (list(record.tokens), list(record.block_ids), record.version) == ([1, 2, 3], IDS, 1)
     assert commit(again, "t2", started, IDS, 0).version == 2  # the turn went on meanwhile
     assert again.terminate() == 0
@@ -142,7 +142,7 @@ def test_part_of_the_layers_can_be_asked_for(
     store.kill()
     again = KvstoreProcess(socket_folder, tmp_path / "data").wait_ready()
     request = data.DataRequest(get_layers=data.GetLayers(model=MODEL, block_ids=IDS, first_layer=2, layers=1))
-    reply = again.client.call(request, into=None, deadline=Deadline.after(5))
+    reply = again.client.call(request, into=None, deadline=Deadline.after(scaled(20)))
     assert (reply.got_layer.layer, len(reply.got_layer.checksums)) == (2, len(IDS))
     assert again.terminate() == 0
 
@@ -152,7 +152,7 @@ def test_a_commit_waits_for_blocks_on_their_way(store: KvstoreProcess) -> None:
         store.put_layer(IDS, layer)
     late = threading.Timer(0.3, store.put_layer, (IDS, 2))
     late.start()
-    reply = commit(store, "t1", begin(store, "t1"), IDS, 10_000)
+    reply = commit(store, "t1", begin(store, "t1"), IDS, scaled(10_000))
     late.join()
     assert (reply.version, reply.durable_blocks) == (1, len(IDS))
 
@@ -169,9 +169,9 @@ def test_a_condemned_block_is_gone(store: KvstoreProcess) -> None:
     _, generations = store.get_blocks(IDS)
     for generation, left in ((generations[4], len(IDS)), (generations[5], 5)):
         request = pb.CondemnRequest(model=MODEL, block_id=IDS[5], generation=generation)
-        store.blocks.Condemn(request, timeout=5)
+        store.blocks.Condemn(request, timeout=scaled(20))
         assert len(tiers(store, IDS)) == left
-    assert store.blocks.Stats(pb.StatsRequest(), timeout=5).corrupt_blocks == 1
+    assert store.blocks.Stats(pb.StatsRequest(), timeout=scaled(20)).corrupt_blocks == 1
 
 
 def test_turns_are_exclusive_and_tenants_apart(store: KvstoreProcess) -> None:
@@ -181,25 +181,27 @@ def test_turns_are_exclusive_and_tenants_apart(store: KvstoreProcess) -> None:
     renewal = pb.RenewTurnRequest(
         tenant="alice", session_id="s", turn_id="t1", fencing=begun.fencing, lease_ms=1000
     )
-    store.sessions.RenewTurn(renewal, timeout=5)
+    store.sessions.RenewTurn(renewal, timeout=scaled(20))
     abandon = pb.AbandonTurnRequest(tenant="alice", session_id="s", turn_id="t1", fencing=begun.fencing)
-    store.sessions.AbandonTurn(abandon, timeout=5)
+    store.sessions.AbandonTurn(abandon, timeout=scaled(20))
     next_turn = begin(store, "t2")
     assert commit(store, "t2", next_turn, [], 0).version == 1
     assert commit(store, "t2", next_turn, [], 0).version == 1  # a repeated commit changes nothing
     with pytest.raises(Conflict):
         commit(store, "t1", begun, [], 0)
     with pytest.raises(SessionNotFound):
-        store.sessions.Get(pb.GetSessionRequest(tenant="bob", session_id="s"), timeout=5)
-    fork = store.sessions.Fork(pb.ForkSessionRequest(tenant="alice", session_id="s", new_id="s2"), timeout=5)
+        store.sessions.Get(pb.GetSessionRequest(tenant="bob", session_id="s"), timeout=scaled(20))
+    fork = store.sessions.Fork(
+        pb.ForkSessionRequest(tenant="alice", session_id="s", new_id="s2"), timeout=scaled(20)
+    )
     assert (fork.parent, list(fork.tokens)) == ("s", [1, 2, 3])
     with pytest.raises(AlreadyExists):
-        store.sessions.Create(pb.CreateSessionRequest(tenant="alice", session_id="s2"), timeout=5)
-    listed = store.sessions.List(pb.ListSessionsRequest(tenant="alice"), timeout=5)
+        store.sessions.Create(pb.CreateSessionRequest(tenant="alice", session_id="s2"), timeout=scaled(20))
+    listed = store.sessions.List(pb.ListSessionsRequest(tenant="alice"), timeout=scaled(20))
     assert ([head.session_id for head in listed.sessions], listed.more) == (["s", "s2"], False)
-    store.sessions.Delete(pb.DeleteSessionRequest(tenant="alice", session_id="s"), timeout=5)
+    store.sessions.Delete(pb.DeleteSessionRequest(tenant="alice", session_id="s"), timeout=scaled(20))
     with pytest.raises(SessionNotFound):
-        store.sessions.Delete(pb.DeleteSessionRequest(tenant="alice", session_id="s"), timeout=5)
+        store.sessions.Delete(pb.DeleteSessionRequest(tenant="alice", session_id="s"), timeout=scaled(20))
 
 
 def test_a_put_that_makes_no_sense_is_refused(store: KvstoreProcess) -> None:
@@ -226,17 +228,17 @@ def test_a_put_that_makes_no_sense_is_refused(store: KvstoreProcess) -> None:
     for changes, what in wrong:
         request = data.DataRequest(put_layer=data.PutLayer(**(fields | changes)))  # type: ignore[arg-type]
         with pytest.raises(InvalidInput, match=what):
-            store.client.call(request, [bytes(5000)], deadline=Deadline.after(5))
+            store.client.call(request, [bytes(5000)], deadline=Deadline.after(scaled(20)))
     odd = data.PutLayer(**(fields | {"block_ids": IDS, "checksums": [0] * 12}))  # type: ignore[arg-type]
     with pytest.raises(InvalidInput, match="whole objects"):
-        store.client.call(data.DataRequest(put_layer=odd), [bytes(5000)], deadline=Deadline.after(5))
+        store.client.call(data.DataRequest(put_layer=odd), [bytes(5000)], deadline=Deadline.after(scaled(20)))
     assert store.put_layer(IDS, 0) == []
 
 
 def test_what_is_for_holders_is_refused(store: KvstoreProcess) -> None:
     request = data.DataRequest(read_blocks=data.ReadBlocks(handle=1))
     with pytest.raises(UnsupportedParameter, match="holders"):
-        store.client.call(request, deadline=Deadline.after(5))
+        store.client.call(request, deadline=Deadline.after(scaled(20)))
 
 
 def test_a_writer_that_dies_in_mid_layer_leaves_no_half_block(store: KvstoreProcess) -> None:
@@ -259,7 +261,7 @@ def test_a_writer_that_dies_in_mid_layer_leaves_no_half_block(store: KvstoreProc
             store.put_layer(IDS, layer)
         return store.get_blocks(IDS)[0] == len(IDS)
 
-    deadline = Deadline.after(10)
+    deadline = Deadline.after(scaled(20))
     while not whole():
         deadline.check()
 
@@ -294,7 +296,7 @@ def test_a_data_folder_in_use_is_refused(store: KvstoreProcess, tmp_path: Path) 
         "data": tmp_path / "data",
     }.items():
         command += ["--set", f"{name}={value}"]
-    second = subprocess.run(command, capture_output=True, text=True, timeout=20, check=False)
+    second = subprocess.run(command, capture_output=True, text=True, timeout=scaled(20), check=False)
     assert second.returncode == 1
     assert "in use by another process" in second.stderr
     store.put_blocks(IDS)

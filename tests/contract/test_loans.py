@@ -26,6 +26,7 @@ from services.decode.borrowing.ledger_client import LedgerClient
 from services.decode.borrowing.loans import GROW_TRIES, Loans
 from services.decode.borrowing.slowness import Slowness
 from tests.contract.holder_cases import BLOCK_TOKENS, BLOCKS, FINGERPRINT, NoStores, embedded, eventually
+from tests.machine import scaled
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 
@@ -133,10 +134,10 @@ async def test_a_trim_without_an_answer_is_sent_again(
 ) -> None:
     monkeypatch.setattr("services.decode.borrowing.loans.TRIM_S", 0.1)
     monkeypatch.setattr("services.decode.borrowing.loans.TRIM_PAUSE_S", 0.01)
-    monkeypatch.setattr("services.decode.borrowing.loans.CALL_S", 0.5)
     async with lending(socket_folder) as (lenders, holder, service):
         (run,) = await lenders.borrow(1, "sequence", blocks=5, first_block=0)
-        frozen = await run.holder.freeze(run.ref, 2, timeout_s=5)
+        frozen = await run.holder.freeze(run.ref, 2, timeout_s=scaled(5))
+        monkeypatch.setattr("services.decode.borrowing.loans.CALL_S", 0.5)  # borrowing has to be answered
         service.deaf = 2
         with pytest.raises(DeadlineExceeded):
             await lenders.trim(run.holder, frozen, 2)

@@ -173,7 +173,7 @@ def test_a_debtor_gets_its_partials_while_its_creditor_computes_a_chunk(socket_f
         )
         server.start()
         peer = Peer(server.address, core.layout)
-        lent = holder.lend("debtor", "s", 1, first_position=0, lease_s=10)
+        lent = holder.lend("debtor", "s", 1, first_position=0, lease_s=LONG_S)
         peer.open([row(lent)])
         made.budget.iterated(1.0)  # an own iteration has ended: others are bounded
         peer.ask(peer.layer(0))

@@ -23,9 +23,10 @@ from tests.contract.kvstore_process import KvstoreProcess
 from tests.contract.ledger_process import LedgerProcess, eventually
 from tests.etcd import RealEtcd
 from tests.machine import scaled
+from tests.pausing import pause
 
 TENANT = "tenant"
-LEASE_MS = 60_000
+LEASE_MS = scaled(60_000)
 PATIENCE_S = scaled(30)  # for another shard to take over
 NAMES = [f"session-{number}" for number in range(12)]
 
@@ -203,11 +204,11 @@ async def test_a_shard_that_hung_can_say_nothing_when_it_wakes(cluster: Cluster)
     await cluster.turn(name, [1])
     begun = await cluster.begin(name)
     stale = cluster.shards["a"]
-    stale.process.send_signal(signal.SIGSTOP)
+    pause(stale.process.pid)
     # Sent while it hangs, so that it is asked before it can hear of anything.
     sessions = stale.sessions
     calls = [
-        asyncio.create_task(asyncio.to_thread(method, request, timeout=60))
+        asyncio.create_task(asyncio.to_thread(method, request, timeout=scaled(60)))
         for method, request in (
             (sessions.Get, pb.GetSessionRequest(tenant=TENANT, session_id=name)),
             (sessions.CommitTurn, cluster.committing(begun, [9])),
@@ -234,8 +235,9 @@ async def test_nothing_is_committed_by_a_shard_whose_partner_hangs_until_a_view_
     name = cluster.at_home("a")
     await cluster.turn(name, [1])
     commit = cluster.committing(await cluster.begin(name), [2])
-    cluster.ledger.send(signal.SIGSTOP)  # no new view
-    cluster.shards["b"].process.send_signal(signal.SIGSTOP)
+    assert cluster.ledger.process is not None
+    pause(cluster.ledger.process.pid)  # no new view
+    pause(cluster.shards["b"].process.pid)
     with pytest.raises(KVCommonsError):
         await asyncio.to_thread(cluster.shards["a"].sessions.CommitTurn, commit, timeout=6)
     cluster.ledger.send(signal.SIGCONT)

@@ -58,13 +58,14 @@ class Victims:
         self._inspect = {name: stack.inspector(name) for name in names if name.startswith(INSPECTED)}
         self.killed: list[str] = []
 
-    def kill_busy(self) -> None:
-        """Asserts that there is one."""
+    def kill_busy(self) -> bool:
+        """Whether there was one: where this process gets no CPU, a stream ends before anybody looks."""
         now = {name: inspect() for name, inspect in self._inspect.items() if name not in self.killed}
         busy = [name for name, blocks in now.items() if blocks.free < blocks.total]
-        assert busy, f"none of {sorted(self._pids)} is at work"
-        os.kill(self._pids[busy[0]], signal.SIGKILL)
-        self.killed.append(busy[0])
+        if busy:
+            os.kill(self._pids[busy[0]], signal.SIGKILL)
+            self.killed.append(busy[0])
+        return bool(busy)
 
     def kill_any(self) -> None:
         name = next(name for name in self._pids if name not in self.killed)

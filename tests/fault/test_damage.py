@@ -23,6 +23,7 @@ from kvcommons.pb import kvstore_pb2_grpc
 from services.router.http.tenants import LOCAL_TENANT
 from tests.contract.kvstore_process import KvstoreProcess
 from tests.fault.streams import token_ids
+from tests.machine import scaled
 from tests.system.conftest import FLOAT32
 from tests.system.scrape import scrape
 from tests.system.stack import Stack
@@ -146,6 +147,20 @@ def restarted(stack: Stack, damage: Callable[[Path], None]) -> None:
         os.kill(supervisor, signal.SIGCONT)
 
 
+def corrupt_blocks(stack: Stack) -> int:
+    return int(stack.client.get("/v1/status")["store"]["corrupt_blocks"])
+
+
+def until_more_corrupt_than(stack: Stack, before: int, session: str) -> None:
+    """A load that takes too long is computed instead, and finds nothing: the session is asked again."""
+    for seed in range(900, 905):
+        if corrupt_blocks(stack) > before:
+            return
+        flood(stack, seed)
+        say(stack, session, QUESTION)
+    assert corrupt_blocks(stack) > before
+
+
 DAMAGES: dict[str, Callable[[Path], None]] = {
     "bytes flipped": each_slab(flip),
     "slabs cut": each_slab(cut),
@@ -178,7 +193,7 @@ def test_damaged_blocks_are_computed_again(stack: Stack, name: str) -> None:
     whole = (history - 1) // BLOCK_TOKENS * BLOCK_TOKENS
     assert turn.cached_tokens < whole if name == "slabs cut" else turn.cached_tokens == 0
     if name == "bytes flipped":
-        assert stack.client.get("/v1/status")["store"]["corrupt_blocks"] > 0
+        until_more_corrupt_than(stack, 0, name)
     # And what was computed again is stored again, all of it,
     assert durable_blocks(stack, name, whole // BLOCK_TOKENS) == whole // BLOCK_TOKENS
     # and loaded from there. A load that takes too long is computed instead: on a busy machine it may have to
@@ -192,13 +207,13 @@ def test_bytes_that_change_under_a_running_store(stack: Stack) -> None:
     expected, expected_ids = undisturbed(stack, "running")
     say(stack, "running", f"running. {FACTS}")
     flood(stack, 5)
-    before = stack.client.get("/v1/status")["store"]["corrupt_blocks"]
+    before = corrupt_blocks(stack)
     for path in slabs(stack):
         flip(path)
     turn = say(stack, "running", QUESTION)
     assert (turn.text, token_ids(stack, "running")) == (expected, expected_ids)
     assert turn.cached_tokens == 0
-    assert stack.client.get("/v1/status")["store"]["corrupt_blocks"] > before
+    until_more_corrupt_than(stack, before, "running")
 
 
 def test_a_disk_that_fills_up_before_the_commit(stack: Stack) -> None:
@@ -207,14 +222,14 @@ def test_a_disk_that_fills_up_before_the_commit(stack: Stack) -> None:
     say(stack, "full", FACTS)
     before = stack.client.session("full")
     store = stack.pid("kvstore")
-    parts = stack.client.chat(QUESTION, "full", max_tokens=200, ignore_eos=True)
-    next(parts)
+    parts = stack.client.chat(QUESTION, "full", max_tokens=1500, ignore_eos=True)
+    next(parts)  # of many: the disk is full long before the last
     resource.prlimit(store, resource.RLIMIT_FSIZE, (0, resource.RLIM_INFINITY))
     heard_s = [time.monotonic()]
     try:
         with pytest.raises(StoreUnavailable, match="session store"):
             heard_s.extend(time.monotonic() for _ in parts)
-        assert time.monotonic() - heard_s[-1] < COMMIT_S + 20
+        assert time.monotonic() - heard_s[-1] < scaled(COMMIT_S + 20)
         # What needs no session goes on.
         assert stack.client.post("/v1/completions", {"prompt": "Hi", "max_tokens": 2})["choices"]
     finally:

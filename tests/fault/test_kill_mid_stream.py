@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import signal
 import threading
@@ -22,7 +21,8 @@ from tests.system.stack import Stack
 
 MESSAGE = "My cat is called Zuzu and my brother is called Benno. Tell me a long story about them."
 # A silence has a bound. A quiet machine never reaches 5 s; one that is busy with other tests may.
-DELAY_S_MAX = 20.0
+DELAY_S_MAX = scaled(20.0)
+TRIES = 5  # to meet an instance at work
 _serial = itertools.count()
 
 
@@ -50,11 +50,14 @@ def test_a_death_in_mid_stream_changes_no_token(
     twins: Stack, undisturbed: tuple[dict[str, float], Turn, list[int]], victim: str
 ) -> None:
     parameters, expected, expected_ids = undisturbed
-    session = f"{victim}-{next(_serial)}"
-
     victims = Victims(twins, victim)
     kill = victims.kill_busy if victim == "decode" else victims.kill_any
-    turn, silence_s = stream(twins, session, MESSAGE, kill, **parameters)
+    for _ in range(TRIES):
+        session = f"{victim}-{next(_serial)}"
+        turn, silence_s = stream(twins, session, MESSAGE, kill, **parameters)
+        if victims.killed:
+            break
+    assert victims.killed, "none was at work"
     assert turn.text == expected.text
     assert turn.finish_reason == expected.finish_reason
     assert turn.completion_tokens == expected.completion_tokens
@@ -67,16 +70,20 @@ def test_all_instances_of_a_kind_may_die_one_after_the_other(
     twins: Stack, undisturbed: tuple[dict[str, float], Turn, list[int]]
 ) -> None:
     parameters, expected, expected_ids = undisturbed
-    session = f"twice-{next(_serial)}"
-    victims = Victims(twins, "decode")
-    calls = twins.client.chat(MESSAGE, session, max_tokens=ANSWER_TOKENS, **NEVER_ENDS, **parameters)
-    for number, part in enumerate(calls):
-        if number in (10, 90):
-            victims.kill_busy()
-        if isinstance(part, Turn):
-            assert part.text == expected.text
+    for _ in range(TRIES):
+        until_whole(twins, {**TWINS, "kvstore": 1})
+        session = f"twice-{next(_serial)}"
+        victims = Victims(twins, "decode")
+        calls = twins.client.chat(MESSAGE, session, max_tokens=ANSWER_TOKENS, **NEVER_ENDS, **parameters)
+        for number, part in enumerate(calls):
+            if number in (10, 90):
+                victims.kill_busy()
+            if isinstance(part, Turn):
+                assert part.text == expected.text
+        assert token_ids(twins, session) == expected_ids
+        if len(victims.killed) == 2:
+            break
     assert len(victims.killed) == 2
-    assert token_ids(twins, session) == expected_ids
 
 
 def test_prefill_dies_while_it_computes(
@@ -86,22 +93,26 @@ def test_prefill_dies_while_it_computes(
     parameters, _, _ = undisturbed
     words = " ".join(f"My friend number {i} likes the colour blue." for i in range(60))
     plain = twins.client.say(words, f"long-{next(_serial)}", reuse=False, max_tokens=40, **parameters)
-    session = f"long-{next(_serial)}"
-
     victims = Victims(twins, "prefill")
 
-    def kill_when_at_work() -> None:
-        deadline = time.monotonic() + 30
-        while not victims.killed and time.monotonic() < deadline:
-            with contextlib.suppress(AssertionError):
-                victims.kill_busy()
+    def kill_when_at_work(done: threading.Event) -> None:
+        while not victims.kill_busy() and not done.is_set():
+            pass
 
-    killer = threading.Thread(target=kill_when_at_work)
-    killer.start()
-    turn = twins.client.say(words, session, reuse=False, max_tokens=40, **parameters)
-    killer.join()
-    assert victims.killed
-    assert turn.text == plain.text
+    for _ in range(TRIES):
+        done = threading.Event()
+        killer = threading.Thread(target=kill_when_at_work, args=(done,))
+        killer.start()
+        try:
+            session = f"long-{next(_serial)}"
+            turn = twins.client.say(words, session, reuse=False, max_tokens=40, **parameters)
+        finally:
+            done.set()
+            killer.join()
+        assert turn.text == plain.text
+        if victims.killed:
+            break
+    assert victims.killed, "none was at work"
 
 
 @pytest.mark.parametrize(
@@ -126,11 +137,16 @@ def test_borrowed_memory_dies_with_its_holder(
     with stack:
         expected, _ = stream(stack, "calm", MESSAGE, reuse=False, **SAMPLINGS[sampling])
         victims = Victims(stack, "attention_pool")
-        turn, silence_s = stream(
-            stack, "killed", MESSAGE, victims.kill_busy, at_piece=at_piece, **SAMPLINGS[sampling]
-        )
+        for _ in range(TRIES):
+            session = f"killed-{next(_serial)}"
+            turn, silence_s = stream(
+                stack, session, MESSAGE, victims.kill_busy, at_piece=at_piece, **SAMPLINGS[sampling]
+            )
+            if victims.killed:
+                break
+        assert victims.killed, "none was at work"
         assert turn.text == expected.text
-        assert token_ids(stack, "killed") == token_ids(stack, "calm")
+        assert token_ids(stack, session) == token_ids(stack, "calm")
         assert silence_s < DELAY_S_MAX
         until_whole(stack, {"attention_pool": 2})
         stack.assert_no_block_is_held()

@@ -191,7 +191,7 @@ def disturbed(stack: Stack, session: str, victims: Victims, body: dict[str, Any]
     for number, part in enumerate(stack.client.chat("and then?", session, **body)):
         yield part
         if number == 10:
-            victims.kill_busy()
+            assert victims.kill_busy(), "no decode instance is at work"
 
 
 @pytest.mark.parametrize(
