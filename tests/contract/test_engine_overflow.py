@@ -122,7 +122,7 @@ async def test_a_holder_is_killed_and_only_its_sequence_ends(engines: Stack) -> 
 async def test_a_paused_holder_costs_its_deadline_once(engines: Stack) -> None:
     (pool,) = await engines.lenders(30, process=True)
     decode = await engines.decode(
-        placement="overflow", attend_deadline_s=0.5, engine={"capacity_tokens": 30 * BLOCK}
+        placement="overflow", attend_deadline_s=3.0, engine={"capacity_tokens": 30 * BLOCK}
     )
     home, _, expected, at_home, elsewhere = await beside(engines, decode)
     pool.send_signal(signal.SIGSTOP)

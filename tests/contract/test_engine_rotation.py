@@ -151,7 +151,7 @@ async def test_a_peer_dies_or_is_paused_in_the_middle(engines: Stack, how: signa
     """Its slices are computed by their owner; one that comes back is given slices again."""
     await engines.lenders(60)
     prefill = await engines.prefill()
-    settings = group(engines, 2) | {"slice_deadline_s": 0.5}
+    settings = group(engines, 2) | {"slice_deadline_s": 1.5}
     peer = decode_process(engines, "decode-1", settings)
     decode = await engines.decode("decode-0", **settings)
     await met(engines, "decode-0", 1)
@@ -214,7 +214,7 @@ async def test_an_owner_dies_and_the_others_go_on(engines: Stack) -> None:
     await engines.lenders(60)
     prefill = await engines.prefill()
     settings = group(engines, 2)
-    owner = decode_process(engines, "decode-1", settings | {"lease_ms": 1000})
+    owner = decode_process(engines, "decode-1", settings | {"lease_ms": 3000})
     decode = await engines.decode("decode-0", **settings)
     await met(engines, "decode-0", 1)
     stub = decode_pb2_grpc.DecodeStub(engines.channel("decode-1"))

@@ -27,7 +27,7 @@ def test_queued_sessions_are_served_from_dram_after_a_restart(tmp_path: Path) ->
         stack.kill_all()
         stack.start()
         with ThreadPoolExecutor(max_workers=len(SESSIONS) + 1) as pool:
-            long = pool.submit(stack.client.say, "Tell me a story.", None, max_tokens=400, ignore_eos=True)
+            long = pool.submit(stack.client.say, "Tell me a story.", None, max_tokens=1500, ignore_eos=True)
             stack.until(lambda: stack.client.get("/v1/status")["queue"]["running"] == 1, 5.0, "nothing runs")
             turns = [
                 pool.submit(stack.client.say, "What is my cat called?", name, max_tokens=8)
@@ -40,7 +40,7 @@ def test_queued_sessions_are_served_from_dram_after_a_restart(tmp_path: Path) ->
             while not scrape(stack, "kvstore").value("kvcommons_block_prefetched_total"):
                 assert not long.done(), "the queue moved before anything was fetched"
                 assert time.monotonic() < fetched_by
-            assert long.result().completion_tokens == 400
+            assert long.result().completion_tokens == 1500
             after = [turn.result() for turn in turns]
         assert [turn.cached_tokens > 0 for turn in after] == [True] * len(before)
         store = scrape(stack, "kvstore")

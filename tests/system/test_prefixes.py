@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from devstack.rest import RestClient, Turn
-from tests.system.conftest import FLOAT32
+from tests.system.conftest import FLOAT32, LOADS
 from tests.system.scrape import scrape
 from tests.system.stack import Stack
 
@@ -41,7 +41,7 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     router = {
         "api_keys": str(keys), "secret_file": str(secret), "policy": "bounded_fpf", "max_running": 1,
     }  # fmt: skip
-    room = {**FLOAT32["prefill"], "capacity_tokens": 24 * BLOCK_TOKENS}
+    room = {**FLOAT32["prefill"], **LOADS, "capacity_tokens": 24 * BLOCK_TOKENS}
     stack = Stack(folder, tables={**FLOAT32, "prefill": room, "router": router}, attention_pool=0)
     with stack:
         yield stack
@@ -92,7 +92,7 @@ def test_the_order_of_the_queue_reaches_the_memory_of_prefill(keyed: Stack) -> N
     prompts = [[*prefixes[number % 2], 100 + number] for number in range(6)]
     client = RestClient(keyed.url, api_key="key-of-alice")
     with ThreadPoolExecutor(max_workers=len(prompts) + 1) as pool:
-        long = pool.submit(client.say, "Tell me a story.", None, max_tokens=400, ignore_eos=True)
+        long = pool.submit(client.say, "Tell me a story.", None, max_tokens=1500, ignore_eos=True)
         keyed.until(lambda: client.get("/v1/status")["queue"]["running"] == 1, 5.0, "nothing runs")
         answers = []
         for prompt in prompts:  # one after the other, so that they come by turns

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.system.conftest import FLOAT32
+from tests.system.conftest import FLOAT32, LOADS
 from tests.system.stack import Stack
 
 BLOCK_TOKENS = 16
@@ -29,7 +29,8 @@ def reusable_tokens(tokens: int) -> int:
 @pytest.fixture(scope="module")
 def mortal(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Not the shared one: it is killed and stopped here, and started again."""
-    own = Stack(tmp_path_factory.mktemp("mortal"), tables=FLOAT32, attention_pool=0)
+    tables = {**FLOAT32, "prefill": {**FLOAT32["prefill"], **LOADS}}
+    own = Stack(tmp_path_factory.mktemp("mortal"), tables=tables, attention_pool=0)
     with own:
         yield own
     own.assert_gone()

@@ -21,6 +21,7 @@ from kvcommons.model.tokenizer import Tokenizer
 from tests.contract.truncation_reference import TruncatedReference
 from tests.fault.conftest import BLOCK_TOKENS, SLOW_MODEL, slow_tables
 from tests.fault.streams import NEVER_ENDS, Victims, until_whole
+from tests.system.conftest import LOADS
 from tests.system.stack import Stack
 from tests.system.test_restart import until_on_disk
 
@@ -131,7 +132,7 @@ def head(model: Path) -> int:
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Stack]:
     folder = tmp_path_factory.mktemp("stack")
-    running = Stack(folder, tables=slow_tables(), model=str(model), decode=2, attention_pool=0)
+    running = Stack(folder, tables=slow_tables(prefill=LOADS), model=str(model), decode=2, attention_pool=0)
     with running:
         yield running
     running.assert_gone()

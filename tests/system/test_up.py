@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from tests.machine import scaled
+from tests.system.conftest import LOADS
 from tests.system.stack import Stack
 
 ROOT = Path(__file__).parents[2]
@@ -36,7 +37,7 @@ def up(*arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def idle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """As `make up` leaves it: after its conversation."""
-    stack = Stack(tmp_path_factory.mktemp("idle"), no_demo=False)
+    stack = Stack(tmp_path_factory.mktemp("idle"), tables={"prefill": LOADS}, no_demo=False)
     with stack:
         until_told(stack, conversations=1)
         yield stack
