@@ -18,9 +18,10 @@ from devstack.plan import tables as planned
 from devstack.rest import RestClient
 from devstack.settings import UpSettings
 from tests.machine import scaled
+from tests.system.stack import scaled_tables
 
 ROOT = Path(__file__).parents[2]
-DRAIN_S = 10.0  # the services' own default, `drain_s`
+DRAIN_S = scaled(10.0)  # the services' own default, `drain_s`
 STARTED_S_MAX = 20.0
 
 
@@ -42,8 +43,10 @@ class ByHand:
             port = probe.getsockname()[1]
         settings = UpSettings(data=folder, port=port)
         cores = len(os.sched_getaffinity(0))
-        self.place.settings_file.write_text(toml.dumps(planned(settings, self.place, cores, tables or {})))
-        plans = processes(settings, self.place, cores, port, os.environ, user=tables or {}, model_flag=False)
+        user = scaled_tables(tables or {})
+        del user["up"]
+        self.place.settings_file.write_text(toml.dumps(planned(settings, self.place, cores, user)))
+        plans = processes(settings, self.place, cores, port, os.environ, user=user, model_flag=False)
         store = etcd.plan(folder / "etcd", self.place.runtime, os.environ)
         self.plans = {plan.name: plan for plan in (*plans, store)}
         self.client = RestClient(f"http://127.0.0.1:{port}")
@@ -67,7 +70,7 @@ class ByHand:
         """SIGTERM; the exit status, and how long it took."""
         started = time.monotonic()
         self.running[name].send_signal(signal.SIGTERM)
-        return self.running[name].wait(DRAIN_S + 5), time.monotonic() - started
+        return self.running[name].wait(DRAIN_S + scaled(5)), time.monotonic() - started
 
     def end(self) -> None:
         for process in self.running.values():

@@ -54,6 +54,11 @@ SCHEMAS: dict[str, type] = {
 }
 
 
+def scaled_tables(given: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """All tables of kvcommons.toml, with the waits of each."""
+    return {name: scaled_table(schema, given.get(name, {})) for name, schema in SCHEMAS.items()}
+
+
 class Stack(RunningStack):
     """What tests ask of a stack beyond running it. All waits, those of its services too, are scaled by the
     machine's slowness."""
@@ -70,8 +75,7 @@ class Stack(RunningStack):
         given = dict(tables or {})
         # Prompts of tests are short, and what most of them watch lies between prefill and decode.
         given["decode"] = {"max_local_prefill_tokens": 0, **given.get("decode", {})}
-        waits = {name: scaled_table(schema, given.get(name, {})) for name, schema in SCHEMAS.items()}
-        super().__init__(folder, tables=waits, **flags)
+        super().__init__(folder, tables=scaled_tables(given), **flags)
 
     @property
     def v1(self) -> str:

@@ -17,8 +17,9 @@ from tests.machine import scaled
 from tests.system.by_hand import DRAIN_S, ByHand, until
 
 ROOT = Path(__file__).parents[2]
-COMMAND_S_MAX = 0.5  # the bound
+COMMAND_S_MAX = scaled(0.5)
 HEALTHY_S_MAX = 60.0
+ANSWER_TOKENS = 300  # decode has half of the time to drain for what it generates
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["up", "--help"], ["chat", "--help"]])
@@ -58,7 +59,7 @@ def test_services_start_in_any_order_and_drain_at_a_signal(by_hand: ByHand) -> N
     assert by_hand.client.say("My cat is called Zuzu.", "s").finish_reason == "stop"
 
     # In the middle of a stream: it ends as it would have.
-    answer = by_hand.client.chat("Tell me a story.", "s", max_tokens=300, ignore_eos=True)
+    answer = by_hand.client.chat("Tell me a story.", "s", max_tokens=ANSWER_TOKENS, ignore_eos=True)
     next(answer)
     exits: dict[str, tuple[int, float]] = {}
     draining = [
@@ -69,9 +70,9 @@ def test_services_start_in_any_order_and_drain_at_a_signal(by_hand: ByHand) -> N
         thread.start()
     rest = list(answer)
     assert isinstance(rest[-1], Turn)
-    assert (rest[-1].completion_tokens, rest[-1].finish_reason) == (300, "length")
+    assert (rest[-1].completion_tokens, rest[-1].finish_reason) == (ANSWER_TOKENS, "length")
     for thread in draining:
-        thread.join(DRAIN_S + 6)
+        thread.join(DRAIN_S + scaled(6))
     for name, done in (("router", "answered"), ("decode", "generated")):
         said = by_hand.said(name)
         assert said.index('"draining"') < said.rindex(f'"{done}"'), said
