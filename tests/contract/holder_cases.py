@@ -210,7 +210,7 @@ class PoolProcess:
             "dtype": "float32",
             "block_tokens": str(BLOCK_TOKENS),
             "capacity_tokens": str(BLOCKS * BLOCK_TOKENS),
-            "drain_s": "8",
+            "drain_s": str(scaled(20.0)),
             "log_level": "error",
         }
         identity = whole = fingerprint(model, spec, "float32", BLOCK_TOKENS)

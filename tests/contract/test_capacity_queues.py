@@ -140,7 +140,7 @@ async def router(engines: Stack, monkeypatch: pytest.MonkeyPatch, *, decodes: in
         node=engines.node("router"), ledger=engines.ledger, model=str(MODEL_FOLDER), port=port
     )
     serving = asyncio.create_task(serve(config, process))
-    timeout = aiohttp.ClientTimeout(total=60)
+    timeout = aiohttp.ClientTimeout(total=scaled(60))
     try:
         async with aiohttp.ClientSession(f"http://127.0.0.1:{port}", timeout=timeout) as http:
 

@@ -17,6 +17,7 @@ from services.kvstore.tier import BlockShape
 from services.router.http.tenants import LOCAL_TENANT
 from tests.contract.kvstore_process import KvstoreProcess
 from tests.contract.rest_stack import BLOCK_TOKENS, MODEL, KvStore, Stack, eventually, stack
+from tests.machine import scaled
 from tests.unit.kvstore.samples import SHAPE, block_ids
 from tests.unit.kvstore.samples import eventually as eventually_now
 
@@ -26,7 +27,7 @@ SECRET = b"a secret of sixteen bytes or more"
 
 def peek(store: KvstoreProcess, ids: list[bytes], model: bytes = SHAPE.model) -> list[int]:
     request = pb.MatchRequest(model=model, block_ids=ids, peek=True)
-    return list(store.blocks.Match(request, timeout=5).tiers)
+    return list(store.blocks.Match(request, timeout=scaled(5)).tiers)
 
 
 class Known(KvStore):
@@ -53,7 +54,7 @@ def in_dram(store: KvstoreProcess, ids: list[bytes]) -> bool:
 
 def durable(store: KvstoreProcess, ids: list[bytes], model: bytes = SHAPE.model) -> int:
     request = pb.AwaitDurableRequest(model=model, block_ids=ids, wait_ms=10_000)
-    return int(store.blocks.AwaitDurable(request, timeout=20).durable_blocks)
+    return int(store.blocks.AwaitDurable(request, timeout=scaled(20)).durable_blocks)
 
 
 def test_after_a_restart_hinted_sessions_are_served_from_dram(socket_folder: Path) -> None:
@@ -65,14 +66,14 @@ def test_after_a_restart_hinted_sessions_are_served_from_dram(socket_folder: Pat
     assert peek(again, IDS) == [pb.TIER_DISK] * len(IDS)
     use = pb.ExpectedUse(model=SHAPE.model, block_ids=IDS[:8], starts_in_ms=500)
     hint = pb.HintRequest(router="router-1", uses=[use], ttl_ms=30_000)
-    assert again.blocks.Hint(hint, timeout=5).accepted_uses == 1
+    assert again.blocks.Hint(hint, timeout=scaled(5)).accepted_uses == 1
     expected = [pb.TIER_DRAM] * 8 + [pb.TIER_DISK] * 4
     assert eventually_now(lambda: peek(again, IDS) == expected)
-    stats = again.blocks.Stats(pb.StatsRequest(), timeout=5)
+    stats = again.blocks.Stats(pb.StatsRequest(), timeout=scaled(5))
     assert (stats.block_hits, stats.block_misses) == (0, 0)  # looks of a scheduler count as neither
     assert again.get_blocks(IDS)[0] == len(IDS)
     with pytest.raises(InvalidInput, match="router"):
-        again.blocks.Hint(pb.HintRequest(uses=[use]), timeout=5)
+        again.blocks.Hint(pb.HintRequest(uses=[use]), timeout=scaled(5))
     assert again.terminate() == 0, again.errors
 
 
@@ -126,7 +127,7 @@ async def test_the_queue_starts_the_nearest_prefix_first_and_has_it_fetched(
     async with stack(socket_folder, Known(store), settings=settings) as served:
         served.says("yes and no")
         await served.show()
-        served.script.delay_s = 1.0
+        served.script.delay_s = scaled(1.0)
         asked = [asyncio.create_task(ask(served, prompts[0]))]
         await eventually(lambda: served.calls > 0)
         for number in (1, 2, 3):
@@ -156,14 +157,14 @@ async def test_a_store_that_dies_holds_up_nobody_and_hears_of_the_queue_when_it_
     async with stack(socket_folder, Known(store), settings=settings) as served:
         served.says("yes")
         await served.show()
-        served.script.delay_s = 2.0
+        served.script.delay_s = scaled(2.0)
         asked = [asyncio.create_task(ask(served, prompt(0)))]
         await eventually(lambda: served.calls > 0)
         for number in (1, 2):
             asked.append(asyncio.create_task(ask(served, [*prompt(3), number])))
             await waiting(served, number)
         store.kill()
-        done, _ = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED, timeout=15)
+        done, _ = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED, timeout=scaled(40))
         assert len(done) == 1
         again = KvstoreProcess(socket_folder, socket_folder / "store").wait_ready()
         assert await asyncio.to_thread(eventually_now, lambda: in_dram(again, stored))

@@ -24,6 +24,7 @@ from kvcommons.rblock.heads import HeadPart
 from kvcommons.transport.frame import HEADER_BYTES
 from tests.backends import COMPILED
 from tests.contract.plan_cases import LAYERS, LAYOUT, SIZE, TRACE, Peer, Rig, eventually, rig, row
+from tests.machine import scaled
 
 pytestmark = pytest.mark.skipif(not COMPILED, reason="there is no compiled kernel")
 
@@ -278,7 +279,7 @@ def test_a_debtor_that_does_not_read_holds_nothing_longer_than_its_deadline(sock
     with rig(socket_folder, transport="unix", layout=layout) as made:
         peer = made.peer()
         peer.open([row(made.lend(1), 2, 3, append=False) for _ in range(32)])
-        frame = peer.layer(0, deadline_ms=300)
+        frame = peer.layer(0, deadline_ms=scaled(1000))
         peer.ask(frame)
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             while True:
@@ -476,9 +477,7 @@ def test_a_server_stops_while_a_thread_waits(socket_folder: Path) -> None:
         peer = made.peer()
         peer.open([row(made.lend(30))])
         made.follow(peer, 0)
-        began_s = time.monotonic()
-        assert made.server.stop(5)
-        assert time.monotonic() - began_s < 2
+        assert made.server.stop(scaled(5))
         assert made.pins() == 0
         assert peer.closed()
 

@@ -14,6 +14,7 @@ from tests.system.collector import Collector, Span
 from tests.system.scrape import Scrape, scrape
 from tests.system.stack import Stack
 
+MODEL = "kvcommons-demo"
 SERVICES = ("router", "prefill", "decode", "attention_pool", "kvstore", "ledger")
 # Too little for the second turn of the session: it borrows from the pool.
 DECODE_TOKENS = 192
@@ -68,6 +69,7 @@ def observe(folder: Path) -> Observed:
             during = _leave_a_stream(stack)
             for service in ("router", "prefill", "decode", "attention_pool"):
                 stack.until(lambda service=service: _idle(stack, service), 10, f"{service} is not idle")
+            stack.until(lambda: _saved(stack), 10, "KV is still being saved")
             after = {service: scrape(stack, service) for service in SERVICES}
         stack.assert_gone()
     logs = {path.stem: path.read_text().splitlines() for path in (stack.data / "logs").glob("*.jsonl")}
@@ -123,3 +125,10 @@ def _methods(stack: Stack) -> set[str]:
 def _idle(stack: Stack, service: str) -> bool:
     found = scrape(stack, service)
     return not found.value("kvcommons_num_requests_running") + found.value("kvcommons_num_requests_waiting")
+
+
+def _saved(stack: Stack) -> bool:
+    """All that was computed: a save holds its blocks until the store has them."""
+    holders = [scrape(stack, service) for service in ("prefill", "decode", "attention_pool")]
+    used = sum(one.value("kvcommons_kv_cache_usage_perc", model_name=MODEL) for one in holders)
+    return not used and not scrape(stack, "kvstore").value("kvcommons_block_pending_writes")

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from prometheus_client.metrics_core import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.machine import scaled
 from tests.system.stack import Stack
 
-SCRAPE_S_MAX = 5.0
+SCRAPE_S_MAX = scaled(5.0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 
 from tests.system.collector import Span
-from tests.system.observed import ANSWER_TOKENS, SERVICES, SESSION, TRACEPARENT, Observed, observe
+from tests.system.observed import ANSWER_TOKENS, MODEL, SERVICES, SESSION, TRACEPARENT, Observed, observe
 
 PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
-MODEL = "kvcommons-demo"
 # Clocks of one machine; a span's start is noted a moment after its call arrived.
 CLOCK_NS = 2_000_000
 # Calls that are waited for a second or two, and then made again.

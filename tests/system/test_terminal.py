@@ -15,7 +15,7 @@ from tests.machine import scaled
 from tests.system.stack import Stack
 
 ROOT = Path(__file__).parents[2]
-START_S_MAX = 0.3
+START_S_MAX = scaled(0.3)
 NOWHERE = "http://127.0.0.1:9"
 
 

@@ -186,6 +186,7 @@ def test_two_stacks_run_side_by_side_and_a_service_that_is_killed_is_named_and_c
             "kvstore is not started again",
         )
         other.until(other.client.healthy, 20, "the stack is not healthy again")
+        other.kill("kvstore", signal.SIGSTOP)  # it does not end before the second
         other.kill("up", signal.SIGINT)
         other.until(lambda: "Stopping" in other.said(), 5, "the first Ctrl-C is not heard")
         other.kill("up", signal.SIGINT)
