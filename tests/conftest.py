@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Generator
 
 import hypothesis
 import pytest
@@ -46,3 +47,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     """What was imported lives as long as the tests do: no collection of garbage goes over it again."""
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Nothing is collected while a failure is told. For that pytest parses the source of the test, and
+    CPython 3.11's parser raises SystemError where a destructor that formats a traceback runs in its midst:
+    it ended the worker with all its tests, and said nothing of the one that had failed."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()

@@ -70,11 +70,12 @@ async def test_tokens_are_the_reference(engines: Stack, transport: str, mini_bat
     await engines.idle("decode", "pool-0", "pool-1")
 
 
+@pytest.mark.usefixtures("unhurried")
 @pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.slow)])
 async def test_a_holder_that_fails_loses_its_own_sequences_only(engines: Stack, transport: str) -> None:
     """It is killed while mini-batches are under way."""
     engines.transport = transport
-    pools = await engines.lenders(60, 60, process=True)
+    pools = await engines.lenders(100, 100, process=True)  # all six fit on one that beats first
     prefill = await engines.prefill()
     decode = await engines.decode(
         placement="offload", mini_batches=4, pipelining="off", attend_deadline_s=5.0
