@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract.engine_stack import Stack, scale_calls, slow_iterations
+from tests.contract.engine_stack import SlowIterations, Stack, scale_calls
 from tests.contract.engine_turns import Reference
+from tests.machine import scaled
 from tests.unit.model import reference_folders
 
 
@@ -42,6 +43,6 @@ async def engines(
 
 
 @pytest.fixture
-def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sequences outlast what is done to them meanwhile, on a quick machine too."""
-    slow_iterations(monkeypatch, 0.02)
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> SlowIterations:
+    """Sequences outlast what is done to them meanwhile, which takes as long as the machine is slow."""
+    return SlowIterations(monkeypatch, scaled(0.02))

@@ -81,15 +81,21 @@ def scale_calls(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(name, scaled(getattr(importlib.import_module(module), constant)))
 
 
-def slow_iterations(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """Of engines in this process: each takes so much longer."""
-    run = Iteration.run
+class SlowIterations:
+    """Those of engines in this process take longer, each by so many seconds, until that is over."""
 
-    def slowly(self: Iteration, *between_layers: Any) -> list[list[common_pb2.SampledToken]]:
-        time.sleep(seconds)
-        return run(self, *between_layers)
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, longer_s: float) -> None:
+        self._longer_s = longer_s
+        run = Iteration.run
 
-    monkeypatch.setattr(Iteration, "run", slowly)
+        def slowly(iteration: Iteration, *between_layers: Any) -> list[list[common_pb2.SampledToken]]:
+            time.sleep(self._longer_s)
+            return run(iteration, *between_layers)
+
+        monkeypatch.setattr(Iteration, "run", slowly)
+
+    def over(self) -> None:
+        self._longer_s = 0.0
 
 
 @contextmanager
@@ -232,7 +238,12 @@ class Stack:
         until all of them lend."""
         self.etcd = RealEtcd()
         self.etcd.start()
-        config = LedgerConfig(node=self.node("ledger"), etcd=(self.etcd.endpoint,), heartbeat_ms=200)
+        config = LedgerConfig(
+            node=self.node("ledger"),
+            etcd=(self.etcd.endpoint,),
+            heartbeat_ms=200,
+            settle_every_s=3600,  # tests lead settlements themselves
+        )
         self.launch("ledger", "ledger", serve_ledger, config)
         started = []
         for number, blocks in enumerate(pools):

@@ -39,6 +39,7 @@ from tests.contract.holder_cases import (
     embedded,
     soon,
 )
+from tests.machine import scaled
 
 ITERATIONS = 3
 HERE = -1
@@ -135,7 +136,9 @@ class Debtor:
 
     async def _reserve(self, holder: Creditor, count: int, first: int, row: Row) -> SegmentRef:
         shift = 8 if row.head_blocks and first < row.head_blocks else 0
-        ref = await holder.reserve("s", count, first_position=first * BLOCK_TOKENS, shift=shift, timeout_s=5)
+        ref = await holder.reserve(
+            "s", count, first_position=first * BLOCK_TOKENS, shift=shift, timeout_s=scaled(5)
+        )
         for layer in range(self.layout.layers):
             objects = [byte_view(self.random(*self.layout.object_shape)) for _ in range(count)]
             await asyncio.to_thread(holder.write_blocks, ref, layer, 0, objects, soon())

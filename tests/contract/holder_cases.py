@@ -118,7 +118,7 @@ class Served:
             yield client
         finally:
             try:
-                await client.release(client.borrowed, timeout_s=5)
+                await client.release(client.borrowed, timeout_s=scaled(5))
             except KVCommonsError:
                 pass  # the holder is gone, which some tests want
             await client.close()
@@ -286,7 +286,7 @@ async def group_of(
         yield group
     finally:
         with suppress(KVCommonsError):  # a part that was killed
-            await group.release(group.borrowed, timeout_s=5)
+            await group.release(group.borrowed, timeout_s=scaled(5))
         await group.close()
 
 
@@ -295,7 +295,7 @@ async def all_back(*holders: Served) -> None:
     for served in holders:
         async with served.debtor("who asks") as client:
             until = Deadline.after(scaled(10))
-            while (seen := await client.inspect(timeout_s=5)).segments or seen.free_blocks < BLOCKS:
+            while (seen := await client.inspect(timeout_s=scaled(5))).segments or seen.free_blocks < BLOCKS:
                 until.check(f"blocks to come back: {seen}")
                 await asyncio.sleep(0.02)
 

@@ -19,6 +19,7 @@ from kvcommons.rblock.heads import divided
 from kvcommons.transport.deadline import Deadline
 from services.decode.borrowing.creditors import FORGET_S, QUIET_S, Creditors, Debtor
 from tests.contract.holder_cases import BLOCK_TOKENS, FINGERPRINT, LAYOUT, embedded, eventually
+from tests.machine import scaled
 
 
 @dataclass
@@ -108,11 +109,11 @@ async def test_one_where_something_lies_is_kept_until_it_was_given_back(
         known = await stack.enter_async_context(knowing())
         parts = [pool(one.control, one.data) for one in served]
         before = known.creditors.of(group(*parts))
-        ref = await before.reserve("sequence", 2, first_position=0, timeout_s=5)
+        ref = await before.reserve("sequence", 2, first_position=0, timeout_s=scaled(5))
         now = known.creditors.of(group(parts[0], pool("tcp:127.0.0.1:3")))
         assert await known.after(2 * FORGET_S) == 2
         assert before.borrowed == [ref]
-        await before.release([ref], timeout_s=5)
+        await before.release([ref], timeout_s=scaled(5))
         assert await known.after(QUIET_S - 1) == 2  # a call may be under way
         known.now_s += 1
         await eventually(lambda: kept() == 0)

@@ -12,9 +12,10 @@ import pytest
 from kvcommons.errors import CapacityExhausted, DataLoss, InvalidInput
 from kvcommons.pb import common_pb2, holder_pb2, holder_pb2_grpc
 from services.attention_pool.pool import head_part, open_pool
-from tests.contract.engine_stack import BLOCK, Stack, no_iterations, ready, settings
+from tests.contract.engine_stack import BLOCK, SlowIterations, Stack, no_iterations, ready, settings
 from tests.contract.engine_turns import Turn, prompt, started_in_order, turn
 from tests.contract.test_engine_reuse import stored
+from tests.machine import scaled
 
 pytestmark = pytest.mark.asyncio
 pytest_plugins = ("tests.contract.engine_fixtures",)
@@ -177,9 +178,10 @@ async def test_a_group_that_refuses_keeps_nothing(engines: Stack) -> None:
     await engines.idle("d2", *pools(2))
 
 
-@pytest.mark.usefixtures("unhurried")
 @pytest.mark.parametrize("engines", ["llama", "qwen2-sliding"], indirect=True)
-async def test_kv_comes_home_from_a_group(engines: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_kv_comes_home_from_a_group(
+    engines: Stack, monkeypatch: pytest.MonkeyPatch, unhurried: SlowIterations
+) -> None:
     """Any part calls it back; what has no room here stays, for no holder copies from a group."""
     monkeypatch.setattr("services.decode.moving.mover.HOMECOMING_S", 3600)
     await engines.lenders(30, 30, 16, heads=[*parts("g", 2), None])
@@ -191,12 +193,15 @@ async def test_kv_comes_home_from_a_group(engines: Stack, monkeypatch: pytest.Mo
     running = asyncio.create_task(one.run())
     # Its KV has grown for the last time: growing meets a call back where both are slow, and goes elsewhere.
     await ready(lambda: has_tokens(one, 8))
-    reply = await debtor.CallBack(holder_pb2.CallBackRequest(creditor="pool-1", blocks=3), timeout=20)
+    reply = await debtor.CallBack(holder_pb2.CallBackRequest(creditor="pool-1", blocks=3), timeout=scaled(20))
     assert (reply.home_blocks, reply.moved_blocks) == (3, 0)
     first, second, alone = await blocks_at(engines, 3)
     assert (first, alone) == (second, [])
-    reply = await debtor.CallBack(holder_pb2.CallBackRequest(creditor="pool-0", blocks=15), timeout=20)
+    reply = await debtor.CallBack(
+        holder_pb2.CallBackRequest(creditor="pool-0", blocks=15), timeout=scaled(20)
+    )
     assert (reply.home_blocks, reply.moved_blocks) == (7, 0)
+    unhurried.over()
     await running
     as_transformers_says(engines, one, tokens, expected)
     await engines.idle("decode", *pools(3))

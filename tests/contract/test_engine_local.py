@@ -11,8 +11,9 @@ import pytest
 from kvcommons.engine.iteration import Iteration
 from kvcommons.errors import KVCommonsError
 from kvcommons.pb import common_pb2, prefill_pb2_grpc
-from tests.contract.engine_stack import BLOCK, Stack, ready, slow_iterations
+from tests.contract.engine_stack import BLOCK, SlowIterations, Stack, ready
 from tests.contract.engine_turns import Turn, prompt, started_in_order, turn
+from tests.machine import scaled
 
 pytestmark = pytest.mark.asyncio
 pytest_plugins = ("tests.contract.engine_fixtures",)
@@ -138,7 +139,7 @@ async def test_a_prompt_that_is_refused_goes_to_prefill(
 async def test_a_cancelled_prompt_gives_its_blocks_back(engines: Stack) -> None:
     decode = await engines.decode(max_local_prefill_tokens=ALL, chunk_tokens=16)
     calls = [
-        decode.Generate(turn(None, decode, engines.model, prompt(480, seed), 5).request, timeout=20)
+        decode.Generate(turn(None, decode, engines.model, prompt(480, seed), 5).request, timeout=scaled(20))
         for seed in range(2)
     ]
     for call in calls:
@@ -149,7 +150,7 @@ async def test_a_cancelled_prompt_gives_its_blocks_back(engines: Stack) -> None:
 
 
 async def test_a_prompt_has_a_deadline(engines: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow_iterations(monkeypatch, 0.2)
+    SlowIterations(monkeypatch, 0.2)
     decode = await engines.decode(max_local_prefill_tokens=ALL, chunk_tokens=16)
     with pytest.raises(KVCommonsError, match="not computed within its deadline"):
         await turn(None, decode, engines.model, prompt(480), 5, start_wait_ms=300).run()

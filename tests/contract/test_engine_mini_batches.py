@@ -10,7 +10,7 @@ import torch
 from kvcommons.errors import DataLoss
 from kvcommons.pb import common_pb2
 from tests.backends import COMPILED
-from tests.contract.engine_stack import Stack
+from tests.contract.engine_stack import SlowIterations, Stack
 from tests.contract.engine_turns import turn
 
 pytestmark = pytest.mark.asyncio
@@ -70,9 +70,10 @@ async def test_tokens_are_the_reference(engines: Stack, transport: str, mini_bat
     await engines.idle("decode", "pool-0", "pool-1")
 
 
-@pytest.mark.usefixtures("unhurried")
 @pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.slow)])
-async def test_a_holder_that_fails_loses_its_own_sequences_only(engines: Stack, transport: str) -> None:
+async def test_a_holder_that_fails_loses_its_own_sequences_only(
+    engines: Stack, transport: str, unhurried: SlowIterations
+) -> None:
     """It is killed while mini-batches are under way."""
     engines.transport = transport
     pools = await engines.lenders(100, 100, process=True)  # all six fit on one that beats first
@@ -90,6 +91,7 @@ async def test_a_holder_that_fails_loses_its_own_sequences_only(engines: Stack, 
                 await tasks[-1]
             await asyncio.sleep(0.005)
     pools[0].kill()
+    unhurried.over()
     done = await asyncio.gather(*tasks, return_exceptions=True)
     lost = sum(isinstance(one, DataLoss) for one in done)
     assert 0 < lost < len(turns)

@@ -11,8 +11,9 @@ import pytest
 
 from kvcommons.errors import CapacityExhausted, Conflict, KVCommonsError, NotFound
 from kvcommons.pb import holder_pb2, holder_pb2_grpc
-from tests.contract.engine_stack import BLOCK, Stack, ready
+from tests.contract.engine_stack import BLOCK, SlowIterations, Stack, ready
 from tests.contract.engine_turns import Turn, prompt, turn
+from tests.machine import scaled
 
 pytestmark = pytest.mark.asyncio
 pytest_plugins = ("tests.contract.engine_fixtures",)
@@ -31,7 +32,7 @@ def debtor(engines: Stack, name: str = "decode") -> Any:
 
 async def ballast(engines: Stack, decode: Any, tokens: int) -> Any:
     """Holds blocks for so many tokens until it is cancelled."""
-    call = decode.Generate(turn(None, decode, engines.model, prompt(tokens), 5).request, timeout=60)
+    call = decode.Generate(turn(None, decode, engines.model, prompt(tokens), 5).request, timeout=scaled(60))
     await anext(aiter(call))
     return call
 
@@ -56,9 +57,10 @@ async def room(engines: Stack, name: str, blocks: int) -> None:
         raise CapacityExhausted("not yet")
 
 
-@pytest.mark.usefixtures("unhurried")
 @pytest.mark.parametrize("engines", ["llama", "qwen2-sliding"], indirect=True)
-async def test_kv_comes_home_when_its_creditor_calls_it_back(engines: Stack) -> None:
+async def test_kv_comes_home_when_its_creditor_calls_it_back(
+    engines: Stack, unhurried: SlowIterations
+) -> None:
     await engines.lenders(24)
     prefill = await engines.prefill()
     decode = await engines.decode(placement="overflow", engine={"capacity_tokens": 40 * BLOCK})
@@ -71,18 +73,20 @@ async def test_kv_comes_home_when_its_creditor_calls_it_back(engines: Stack) -> 
     call = holder_pb2.CallBackRequest(creditor="pool-0", blocks=3)
     holding.cancel()
     await ready(lambda: room(engines, "decode", 14))
-    reply = await debtor(engines).CallBack(call, timeout=20)
+    reply = await debtor(engines).CallBack(call, timeout=scaled(20))
     assert (reply.home_blocks, reply.moved_blocks) == (3, 0)
     assert await lent(engines, "pool-0") == before - 3
     call.blocks = 100
-    assert (await debtor(engines).CallBack(call, timeout=20)).home_blocks >= before - 4
+    assert (await debtor(engines).CallBack(call, timeout=scaled(20))).home_blocks >= before - 4
+    unhurried.over()
     made = await task
     assert made.tokens == expected
     await engines.idle("decode", "pool-0")
 
 
-@pytest.mark.usefixtures("unhurried")
-async def test_kv_comes_home_when_there_is_room(engines: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_kv_comes_home_when_there_is_room(
+    engines: Stack, monkeypatch: pytest.MonkeyPatch, unhurried: SlowIterations
+) -> None:
     monkeypatch.setattr("services.decode.moving.mover.HOMECOMING_S", 0.05)
     await engines.lenders(24)
     prefill = await engines.prefill()
@@ -100,6 +104,7 @@ async def test_kv_comes_home_when_there_is_room(engines: Stack, monkeypatch: pyt
 
     await ready(home)
     assert not task.done()
+    unhurried.over()
     assert (await task).tokens == expected
     await engines.idle("decode", "pool-0")
 
@@ -123,8 +128,7 @@ async def test_whoever_asked_goes_away_and_nothing_is_left_in_the_middle(engines
     await engines.idle("decode", "pool-0")
 
 
-@pytest.mark.usefixtures("unhurried")
-async def test_kv_moves_from_one_holder_to_another(engines: Stack) -> None:
+async def test_kv_moves_from_one_holder_to_another(engines: Stack, unhurried: SlowIterations) -> None:
     await engines.lenders(20, 20)
     prefill = await engines.prefill()
     decode = await engines.decode(placement="overflow", engine={"capacity_tokens": 6 * BLOCK})
@@ -135,9 +139,10 @@ async def test_kv_moves_from_one_holder_to_another(engines: Stack) -> None:
     before = {name: await lent(engines, name) for name in names}
     source = max(names, key=lambda name: before[name])
     call = holder_pb2.CallBackRequest(creditor=source, blocks=7)
-    reply = await debtor(engines).CallBack(call, timeout=20)
+    reply = await debtor(engines).CallBack(call, timeout=scaled(20))
     assert (reply.home_blocks + reply.moved_blocks, reply.moved_blocks > 0) == (7, True)
     assert await lent(engines, source) <= before[source] - 7 + 3  # it may have grown there meanwhile
+    unhurried.over()
     made = await task
     assert made.tokens == expected
     await engines.idle("decode", *names)
@@ -165,8 +170,9 @@ async def two_that_owe_each_other(engines: Stack) -> tuple[list[Turn], list[Any]
     return turns, tasks, expected
 
 
-@pytest.mark.usefixtures("unhurried")
-async def test_debts_are_swapped_in_rounds_while_both_decode(engines: Stack) -> None:
+async def test_debts_are_swapped_in_rounds_while_both_decode(
+    engines: Stack, unhurried: SlowIterations
+) -> None:
     _, tasks, expected = await two_that_owe_each_other(engines)
     stubs = {"a": debtor(engines, "a"), "b": debtor(engines, "b")}
     owed = {name: await lent(engines, name) for name in stubs}
@@ -174,52 +180,54 @@ async def test_debts_are_swapped_in_rounds_while_both_decode(engines: Stack) -> 
     common: dict[str, Any] = {"settlement": "s1", "term": 3, "lease_ms": LEASE_MS}
     for stub in stubs.values():
         prepare = holder_pb2.PrepareRequest(blocks=2, **common)
-        assert [(await stub.Prepare(prepare, timeout=5)).blocks for _ in range(2)] == [2, 2]
+        assert [(await stub.Prepare(prepare, timeout=scaled(5))).blocks for _ in range(2)] == [2, 2]
     for number in (1, 2):
         for name, stub in stubs.items():
             freeze = holder_pb2.FreezeDebtRequest(
                 round=number, creditor="b" if name == "a" else "a", blocks=9, **common
             )
-            assert [(await stub.FreezeDebt(freeze, timeout=5)).blocks for _ in range(2)] == [2, 2]
+            assert [(await stub.FreezeDebt(freeze, timeout=scaled(5))).blocks for _ in range(2)] == [2, 2]
         request = holder_pb2.RoundRequest(round=number, **common)
         for step in ("CopyHome", "SwitchHome", "ReleaseDebt"):
             for stub in stubs.values():
-                replies = [await getattr(stub, step)(request, timeout=20) for _ in range(2)]
+                replies = [await getattr(stub, step)(request, timeout=scaled(20)) for _ in range(2)]
                 assert [(reply.blocks, reply.ended_blocks) for reply in replies] == [(2, 0), (2, 0)]
         # What the other one gave back here is set aside for the next round.
         assert {(await engines.inspect(name)).pledged_blocks for name in stubs} == {2}
     with pytest.raises(Conflict, match="leader of term 3"):
-        await stubs["a"].End(holder_pb2.EndRequest(settlement="s1", term=2), timeout=5)
+        await stubs["a"].End(holder_pb2.EndRequest(settlement="s1", term=2), timeout=scaled(5))
     for stub in stubs.values():
-        await stub.End(holder_pb2.EndRequest(settlement="s1", term=3), timeout=5)
+        await stub.End(holder_pb2.EndRequest(settlement="s1", term=3), timeout=scaled(5))
         with pytest.raises(NotFound):
-            await stub.CopyHome(request, timeout=5)
+            await stub.CopyHome(request, timeout=scaled(5))
     for name in stubs:
         seen = await engines.inspect(name)
         assert (seen.pledged_blocks, seen.lent_blocks) == (0, owed[name] - 4)
+    unhurried.over()
     assert [(await task).tokens for task in tasks] == expected
     await engines.idle("a", "b")
 
 
-@pytest.mark.usefixtures("unhurried")
-async def test_a_leader_that_vanishes_leaves_nothing_half_done(engines: Stack) -> None:
+async def test_a_leader_that_vanishes_leaves_nothing_half_done(
+    engines: Stack, unhurried: SlowIterations
+) -> None:
     """At a: copied, not switched, so it is undone; at b: switched, so it is finished."""
     _, tasks, expected = await two_that_owe_each_other(engines)
     stubs = {"a": debtor(engines, "a"), "b": debtor(engines, "b")}
     owed = {name: await lent(engines, name) for name in stubs}
     common: dict[str, Any] = {"settlement": "s2", "term": 1, "lease_ms": LEASE_MS}
     for name, stub in stubs.items():
-        await stub.Prepare(holder_pb2.PrepareRequest(blocks=2, **common), timeout=5)
+        await stub.Prepare(holder_pb2.PrepareRequest(blocks=2, **common), timeout=scaled(5))
         freeze = holder_pb2.FreezeDebtRequest(
             round=1, creditor="b" if name == "a" else "a", blocks=2, **common
         )
-        await stub.FreezeDebt(freeze, timeout=5)
+        await stub.FreezeDebt(freeze, timeout=scaled(5))
         last = common | {"lease_ms": 300}  # soon over: the sequences must not end before
         if name == "a":
-            await stub.CopyHome(holder_pb2.RoundRequest(round=1, **last), timeout=20)
+            await stub.CopyHome(holder_pb2.RoundRequest(round=1, **last), timeout=scaled(20))
         else:
-            await stub.CopyHome(holder_pb2.RoundRequest(round=1, **common), timeout=20)
-            await stub.SwitchHome(holder_pb2.RoundRequest(round=1, **last), timeout=20)
+            await stub.CopyHome(holder_pb2.RoundRequest(round=1, **common), timeout=scaled(20))
+            await stub.SwitchHome(holder_pb2.RoundRequest(round=1, **last), timeout=scaled(20))
 
     async def ended() -> None:
         now = {name: await lent(engines, name) for name in stubs}
@@ -228,5 +236,6 @@ async def test_a_leader_that_vanishes_leaves_nothing_half_done(engines: Stack) -
 
     await ready(ended)
     assert [(await engines.inspect(name)).pledged_blocks for name in stubs] == [0, 0]
+    unhurried.over()
     assert [(await task).tokens for task in tasks] == expected
     await engines.idle("a", "b")

@@ -16,7 +16,7 @@ from kvcommons.errors import CapacityExhausted, DataLoss, DeadlineExceeded, KVCo
 from kvcommons.holder.copying import read_blocks
 from kvcommons.pb import holder_pb2, ledger_pb2
 from kvcommons.pb.ledger_pb2_grpc import LedgerStub
-from tests.contract.engine_stack import BLOCK, Stack, ready
+from tests.contract.engine_stack import BLOCK, SlowIterations, Stack, ready
 from tests.contract.engine_turns import turn
 from tests.contract.test_engine_moves import ballast, debtor, lent, room, running
 from tests.machine import scaled
@@ -65,15 +65,15 @@ async def frozen(
     await ready(lambda: room(engines, "decode", 14))
     stub = debtor(engines)
     known = {name: value for name, value in ROUND.items() if name != "round"}
-    await stub.Prepare(holder_pb2.PrepareRequest(blocks=MOVED, **known), timeout=5)
+    await stub.Prepare(holder_pb2.PrepareRequest(blocks=MOVED, **known), timeout=scaled(5))
     freeze = holder_pb2.FreezeDebtRequest(creditor="pool-0", blocks=MOVED, **ROUND)
-    assert (await stub.FreezeDebt(freeze, timeout=5)).blocks == MOVED
+    assert (await stub.FreezeDebt(freeze, timeout=scaled(5))).blocks == MOVED
     return pool, task, expected
 
 
 async def ended(engines: Stack) -> None:
     """The leader gives up; nothing is left of it."""
-    await debtor(engines).End(holder_pb2.EndRequest(settlement="s", term=1), timeout=30)
+    await debtor(engines).End(holder_pb2.EndRequest(settlement="s", term=1), timeout=scaled(30))
     await engines.idle("decode")
     assert (await engines.inspect("decode")).pledged_blocks == 0
 
@@ -87,16 +87,15 @@ async def test_a_creditor_dies_in_the_middle_of_copy_home(
     interruption.strike = pool.kill
     request = holder_pb2.RoundRequest(**ROUND)
     with contextlib.suppress(KVCommonsError):
-        reply = await debtor(engines).CopyHome(request, timeout=30)
+        reply = await debtor(engines).CopyHome(request, timeout=scaled(30))
         assert reply.ended_blocks == MOVED  # its sequence was over by then
     with pytest.raises(DataLoss, match="compute it again"):
         await task
     await ended(engines)
 
 
-@pytest.mark.usefixtures("unhurried")
 async def test_a_creditor_that_hangs_for_a_moment_is_copied_from_all_the_same(
-    engines: Stack, monkeypatch: pytest.MonkeyPatch
+    engines: Stack, monkeypatch: pytest.MonkeyPatch, unhurried: SlowIterations
 ) -> None:
     interruption = Interruption(monkeypatch)
     pool, task, expected = await frozen(engines, attend_deadline_s=20.0)
@@ -109,12 +108,13 @@ async def test_a_creditor_that_hangs_for_a_moment_is_copied_from_all_the_same(
     interruption.strike = hang
     request = holder_pb2.RoundRequest(**ROUND)
     began_s = time.monotonic()
-    assert (await debtor(engines).CopyHome(request, timeout=30)).blocks == MOVED
+    assert (await debtor(engines).CopyHome(request, timeout=scaled(30))).blocks == MOVED
     assert time.monotonic() - began_s > 0.6
     assert not task.done()
     for step in ("SwitchHome", "ReleaseDebt"):
-        assert (await getattr(debtor(engines), step)(request, timeout=20)).blocks == MOVED
+        assert (await getattr(debtor(engines), step)(request, timeout=scaled(20))).blocks == MOVED
     assert await lent(engines, "pool-0") <= before - MOVED + 8  # it may have grown there
+    unhurried.over()
     assert (await task).tokens == expected
     await ended(engines)
     await engines.idle("pool-0")
@@ -134,8 +134,8 @@ async def test_a_creditor_that_hangs_for_longer_than_its_leases_costs_its_sequen
         await task
     pool.send_signal(signal.SIGCONT)
     with contextlib.suppress(KVCommonsError):  # the copy ends, well or not; there is nothing to switch
-        await debtor(engines).CopyHome(request, timeout=30)
-        assert (await debtor(engines).SwitchHome(request, timeout=20)).blocks == 0
+        await debtor(engines).CopyHome(request, timeout=scaled(30))
+        assert (await debtor(engines).SwitchHome(request, timeout=scaled(20))).blocks == 0
     await ended(engines)
     await engines.idle("pool-0")
 
@@ -187,7 +187,7 @@ async def test_kv_leaves_a_creditor_that_is_slow(engines: Stack) -> None:
         await ready(left)
         assert not all(task.done() for task in tasks)
         request = ledger_pb2.CandidatesRequest(debtor="x", host="here", model=engines.model, blocks=1)
-        named = await LedgerStub(engines.channel("ledger")).Candidates(request, timeout=5)
+        named = await LedgerStub(engines.channel("ledger")).Candidates(request, timeout=scaled(5))
         assert slow not in [one.id for one in named.creditors]
     assert [(await task).tokens for task in tasks] == expected
     await engines.idle("decode", *names)

@@ -89,7 +89,7 @@ async def beside(
     first one's tokens are."""
     prefill = await engines.prefill()
     # Holds blocks until both have theirs.
-    ballast = decode.Generate(turn(None, decode, engines.model, prompt(200), 5).request, timeout=30)
+    ballast = decode.Generate(turn(None, decode, engines.model, prompt(200), 5).request, timeout=scaled(30))
     holding = asyncio.create_task(anext(aiter(ballast)))
     await holding
     tokens, expected = engines.reference.prompt(40, 200)
@@ -160,7 +160,7 @@ async def test_history_of_a_borrowed_part_is_loaded_and_saved_by_its_holder(engi
 
 
 async def _stored(store: object, model: bytes, ids: list[bytes]) -> None:
-    reply = await store.Match(kvstore_pb2.MatchRequest(model=model, block_ids=ids), timeout=5)  # type: ignore[attr-defined]
+    reply = await store.Match(kvstore_pb2.MatchRequest(model=model, block_ids=ids), timeout=scaled(5))  # type: ignore[attr-defined]
     if len(reply.tiers) < len(ids):
         raise DataLoss(f"{len(reply.tiers)} of {len(ids)} blocks are stored")
 

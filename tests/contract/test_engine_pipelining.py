@@ -10,7 +10,7 @@ import pytest
 
 from kvcommons.errors import DataLoss, Internal
 from services.decode.staggering.lanes import Pipelining
-from tests.contract.engine_stack import Stack, ready
+from tests.contract.engine_stack import SlowIterations, Stack, ready
 from tests.contract.engine_turns import Turn, turn
 
 pytestmark = pytest.mark.asyncio
@@ -72,8 +72,7 @@ async def test_blocks_here_and_elsewhere_and_one_sequence_that_leaves(engines: S
     await engines.idle("decode", "pool-0")
 
 
-@pytest.mark.usefixtures("unhurried")
-async def test_a_holder_is_killed_and_the_others_go_on(engines: Stack) -> None:
+async def test_a_holder_is_killed_and_the_others_go_on(engines: Stack, unhurried: SlowIterations) -> None:
     pools = await engines.lenders(40, 40, process=True)
     prefill = await engines.prefill()
     decode = await engines.decode(placement="offload", pipelining="on", attend_deadline_s=5.0)
@@ -84,6 +83,7 @@ async def test_a_holder_is_killed_and_the_others_go_on(engines: Stack) -> None:
         tasks.append(asyncio.create_task(one.run()))
         await begun(one)
     pools[0].kill()
+    unhurried.over()
     done = await asyncio.gather(*tasks, return_exceptions=True)
     lost = [one for one in done if isinstance(one, DataLoss)]
     assert 0 < len(lost) < 4  # how many lay there follows from how long they were when the next one came

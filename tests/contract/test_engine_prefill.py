@@ -10,7 +10,7 @@ import pytest
 
 from kvcommons.errors import CapacityExhausted, ContextLengthExceeded, InvalidInput, ModelNotFound
 from kvcommons.pb import prefill_pb2 as pb
-from tests.contract.engine_stack import BLOCK, Stack, slow_iterations
+from tests.contract.engine_stack import BLOCK, SlowIterations, Stack
 from tests.contract.engine_turns import CALL_S, compute, prefill_request, prompt
 from tests.machine import scaled
 
@@ -82,7 +82,7 @@ async def test_jobs_that_need_the_same_blocks_compute_them_once(engines: Stack) 
 
 
 async def test_a_short_prompt_passes_a_long_one(engines: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
-    slow_iterations(monkeypatch, 0.05)
+    SlowIterations(monkeypatch, 0.05)
     stub = await engines.prefill()
     order = []
 

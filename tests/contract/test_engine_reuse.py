@@ -35,7 +35,9 @@ async def stored_ids(engines: Stack, store: BlocksStub, ids: Sequence[bytes]) ->
     """The same, of these blocks."""
     until = time.monotonic() + scaled(5)
     while True:
-        reply = await store.Match(kvstore_pb2.MatchRequest(model=engines.model, block_ids=ids), timeout=5)
+        reply = await store.Match(
+            kvstore_pb2.MatchRequest(model=engines.model, block_ids=ids), timeout=scaled(5)
+        )
         if len(reply.tiers) == len(ids) or time.monotonic() > until:
             return len(reply.tiers)
         await asyncio.sleep(0.02)
@@ -113,7 +115,7 @@ async def test_without_reuse_nothing_is_saved(engines: Stack) -> None:
     assert made.finished.saved_blocks == 0
     for name in ("prefill", "decode"):
         await engines.stop(name)  # which waits for what is being saved
-    assert (await store.Stats(kvstore_pb2.StatsRequest(), timeout=5)).dram_blocks == 0
+    assert (await store.Stats(kvstore_pb2.StatsRequest(), timeout=scaled(5))).dram_blocks == 0
 
 
 async def test_a_prompt_that_ends_at_once_is_saved_whole(engines: Stack) -> None:
@@ -248,7 +250,7 @@ async def stalling(engines: Stack) -> AsyncIterator[Callable[..., StallingWire]]
 async def free_again(prefill: Any) -> None:
     until = time.monotonic() + scaled(10)
     while True:
-        seen = await prefill.Inspect(prefill_pb2.PrefillInspectRequest(), timeout=5)
+        seen = await prefill.Inspect(prefill_pb2.PrefillInspectRequest(), timeout=scaled(5))
         if seen.free_blocks == seen.total_blocks:
             return
         assert time.monotonic() < until, f"prefill keeps blocks: {seen}"

@@ -16,6 +16,7 @@ from kvcommons.errors import InvalidInput, SessionNotFound
 from kvcommons.pb import kvstore_pb2 as pb
 from services.kvstore.ballast import free_bytes
 from tests.contract.kvstore_process import KvstoreProcess
+from tests.machine import scaled
 from tests.unit.kvstore.samples import MIB, OTHER, block_ids
 
 DISK_BYTES = 64 * MIB
@@ -72,7 +73,7 @@ def commit(store: KvstoreProcess, session_id: str, ids: list[bytes]) -> int:
         owner="r",
         lease_ms=30_000,
     )
-    begun = store.sessions.BeginTurn(begin, timeout=20)
+    begun = store.sessions.BeginTurn(begin, timeout=scaled(20))
     request = pb.CommitTurnRequest(
         tenant=TENANT,
         session_id=session_id,
@@ -86,16 +87,16 @@ def commit(store: KvstoreProcess, session_id: str, ids: list[bytes]) -> int:
         block_ids=ids,
         durable_wait_ms=2000,
     )
-    return int(store.sessions.CommitTurn(request, timeout=20).version)
+    return int(store.sessions.CommitTurn(request, timeout=scaled(20)).version)
 
 
 def tokens(store: KvstoreProcess, session_id: str) -> int:
     wanted = pb.GetSessionRequest(tenant=TENANT, session_id=session_id)
-    return len(store.sessions.Get(wanted, timeout=20).tokens)
+    return len(store.sessions.Get(wanted, timeout=scaled(20)).tokens)
 
 
 def delete(store: KvstoreProcess, session_id: str) -> None:
-    store.sessions.Delete(pb.DeleteSessionRequest(tenant=TENANT, session_id=session_id), timeout=20)
+    store.sessions.Delete(pb.DeleteSessionRequest(tenant=TENANT, session_id=session_id), timeout=scaled(20))
 
 
 def fill(path: Path) -> None:
@@ -110,14 +111,14 @@ def fill(path: Path) -> None:
 
 def until_disk_is_written(store: KvstoreProcess) -> pb.StatsReply:
     deadline_s = time.monotonic() + WAIT_S
-    while (stats := store.blocks.Stats(pb.StatsRequest(), timeout=20)).pending_writes:
+    while (stats := store.blocks.Stats(pb.StatsRequest(), timeout=scaled(20))).pending_writes:
         assert time.monotonic() < deadline_s, stats
         time.sleep(0.02)
     return stats
 
 
 def _disk_blocks(store: KvstoreProcess) -> int:
-    return int(store.blocks.Stats(pb.StatsRequest(), timeout=20).disk_blocks)
+    return int(store.blocks.Stats(pb.StatsRequest(), timeout=scaled(20)).disk_blocks)
 
 
 def talk(store: KvstoreProcess, turns: int, name: str) -> None:

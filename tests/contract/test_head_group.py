@@ -70,7 +70,7 @@ async def parts(request: pytest.FixtureRequest, socket_folder: Path) -> AsyncIte
 
 async def written(group: HeadGroup, tokens: Tokens, blocks: int = 8) -> SegmentRef:
     """All tokens, in both layers."""
-    ref = await group.reserve("sequence", blocks, first_position=0, timeout_s=5)
+    ref = await group.reserve("sequence", blocks, first_position=0, timeout_s=scaled(5))
     for layer in range(LAYOUT.layers):
         group.write_blocks(ref, layer, 0, tokens.objects(0, TOKENS), soon())
     return ref
@@ -85,7 +85,7 @@ async def lent(parts: Sequence[Served]) -> list[int]:
     counts = []
     for served in parts:
         async with served.debtor("who asks") as client:
-            counts.append((await client.inspect(timeout_s=5)).lent_blocks)
+            counts.append((await client.inspect(timeout_s=scaled(5))).lent_blocks)
     return counts
 
 
@@ -94,11 +94,11 @@ async def test_sequences_grow_token_by_token(parts: list[Served]) -> None:
     tokens = [Tokens(11, seed=seed) for seed in range(3)]
     took_us = 0  # one layer may be quicker than a microsecond
     async with group_of(parts) as group:
-        refs = [await group.reserve("sequence", 1, first_position=0, timeout_s=5) for _ in tokens]
+        refs = [await group.reserve("sequence", 1, first_position=0, timeout_s=scaled(5)) for _ in tokens]
         for row in range(11):
             if row % BLOCK_TOKENS == 0:
                 for ref in refs:
-                    await group.grow(ref, row // BLOCK_TOKENS + 1, timeout_s=5)
+                    await group.grow(ref, row // BLOCK_TOKENS + 1, timeout_s=scaled(5))
             rows = [asked(ref, row, append=True) for ref in refs]
             q = torch.stack([one.q[row] for one in tokens])
             new = torch.cat([one.appended(row, row + 1) for one in tokens])
@@ -116,21 +116,21 @@ async def test_sequences_grow_token_by_token(parts: list[Served]) -> None:
 async def test_a_refusal_leaves_nothing_behind(parts: list[Served]) -> None:
     """The second part has less room than is asked for."""
     async with group_of(parts) as group, parts[1].debtor("another") as other:
-        taken = await other.reserve("another's", BLOCKS - 3, first_position=0, timeout_s=5)
+        taken = await other.reserve("another's", BLOCKS - 3, first_position=0, timeout_s=scaled(5))
         with pytest.raises(CapacityExhausted):
-            await group.reserve("sequence", 4, first_position=0, timeout_s=5)
+            await group.reserve("sequence", 4, first_position=0, timeout_s=scaled(5))
         assert (await lent(parts), group.borrowed) == ([0, BLOCKS - 3], [])
-        ref = await group.reserve("sequence", 3, first_position=0, timeout_s=5)
+        ref = await group.reserve("sequence", 3, first_position=0, timeout_s=scaled(5))
         with pytest.raises(CapacityExhausted):
-            await group.grow(ref, 4, timeout_s=5)
-        await other.release([taken], timeout_s=5)
-        await group.grow(ref, 4, timeout_s=5)
+            await group.grow(ref, 4, timeout_s=scaled(5))
+        await other.release([taken], timeout_s=scaled(5))
+        await group.grow(ref, 4, timeout_s=scaled(5))
         assert await lent(parts) == [4, 4]
 
 
 async def test_a_reservation_that_nobody_waits_for_is_taken_back(parts: list[Served]) -> None:
     async with group_of(parts) as group:
-        asking = asyncio.create_task(group.reserve("sequence", 4, first_position=0, timeout_s=5))
+        asking = asyncio.create_task(group.reserve("sequence", 4, first_position=0, timeout_s=scaled(5)))
         await asyncio.sleep(0)
         await asyncio.sleep(0)  # under way
         asking.cancel()
@@ -148,7 +148,7 @@ async def test_who_takes_a_part_for_the_whole_is_refused(parts: list[Served]) ->
             parts[1].control, parts[1].data, owner="debtor", model=model, lost=lambda refs: None
         )
         with pytest.raises(InvalidInput, match="this holder has KV of model"):
-            await client.reserve("sequence", 1, first_position=0, timeout_s=5)
+            await client.reserve("sequence", 1, first_position=0, timeout_s=scaled(5))
         await client.close()
     with pytest.raises(InvalidInput, match="2 KV heads cannot be divided into 3"):
         async with group_of([*parts, parts[0]]):
@@ -161,15 +161,15 @@ async def test_blocks_are_read_home_while_the_rest_is_attended_over(parts: list[
     async with group_of(parts) as group:
         ref = await written(group, tokens)
         with pytest.raises(InvalidInput, match="frozen"):
-            await group.freeze(ref, 9, timeout_s=5)
-        await group.thaw(await group.freeze(ref, 5, timeout_s=5), timeout_s=5)
+            await group.freeze(ref, 9, timeout_s=scaled(5))
+        await group.thaw(await group.freeze(ref, 5, timeout_s=scaled(5)), timeout_s=scaled(5))
         group.write_blocks(ref, 0, 0, tokens.objects(0, TOKENS), soon())
-        frozen = await group.freeze(ref, 4, timeout_s=5)
+        frozen = await group.freeze(ref, 4, timeout_s=scaled(5))
         await asyncio.to_thread(copy_blocks, group.read_blocks, frozen, 0, home, [2, 0, 1, 3], soon())
         for layer in range(LAYOUT.layers):
             assert home.read_buffers(layer, [2, 0, 1, 3]) == tokens.objects(0, 16)
-        assert await group.trim(frozen, timeout_s=5) == 4
-        assert await group.trim(frozen, timeout_s=5) == 0
+        assert await group.trim(frozen, timeout_s=scaled(5)) == 4
+        assert await group.trim(frozen, timeout_s=scaled(5)) == 0
         assert await lent(parts) == [4, 4]
         rest = PlanRow.of(frozen, position=29, first_block=4, length=TOKENS - 16)
         partial = begin_attend(group, 1, [rest], tokens.q[29:], [], soon()).finish()[0]
@@ -187,7 +187,9 @@ async def test_what_one_part_loses_is_lost_and_the_others_share_is_released(sock
     async with AsyncExitStack() as stack:
         parts = [await stack.enter_async_context(embedded(socket_folder, part=part)) for part in divided(2)]
         group = await stack.enter_async_context(group_of(parts, lost=lost, lease_s=scaled(2.0)))
-        kept, gone = [await group.reserve("sequence", 3, first_position=0, timeout_s=5) for _ in range(2)]
+        kept, gone = [
+            await group.reserve("sequence", 3, first_position=0, timeout_s=scaled(5)) for _ in range(2)
+        ]
         holder = parts[1].holder
         holder.release([group.places(gone)[1][1]])
         await eventually(lambda: lost == [gone])
@@ -211,8 +213,8 @@ async def test_a_part_that_is_killed() -> None:
             with pytest.raises(Unavailable):
                 begin_attend(group, 0, [asked(ref, 29)], tokens.q[29:], [], soon()).finish()[0]
             with pytest.raises(Unavailable):
-                await group.reserve("another", 2, first_position=0, timeout_s=5)
+                await group.reserve("another", 2, first_position=0, timeout_s=scaled(5))
             with pytest.raises(Unavailable):
-                await group.release([ref], timeout_s=5)
+                await group.release([ref], timeout_s=scaled(5))
             assert group.borrowed == []
             await all_back(parts[0])

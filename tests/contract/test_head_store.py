@@ -23,6 +23,7 @@ from kvcommons.rblock.heads import divided
 from kvcommons.transport.deadline import Deadline
 from tests.contract.holder_cases import FINGERPRINT, LAYOUT, Tokens, embedded, eventually, group_of, soon
 from tests.contract.kvstore_process import KvstoreProcess
+from tests.machine import scaled
 
 IDS = [bytes([number]) * 32 for number in range(1, 6)]
 MADE = Tokens(20, 3)
@@ -144,21 +145,21 @@ async def test_blocks_come_from_a_store_and_go_there(
             group = await stack.enter_async_context(group_of(parts, store=store))
             whole = await stack.enter_async_context(embedded(socket_folder))
             alone = await stack.enter_async_context(whole.debtor())
-            ref = await group.reserve("first", 5, first_position=0, timeout_s=5)
+            ref = await group.reserve("first", 5, first_position=0, timeout_s=scaled(5))
             for layer in range(LAYOUT.layers):
                 group.write_blocks(ref, layer, 0, MADE.objects(0, 20), soon())
             blocks = BlockSave(
                 store=address, tenant="t", parent=b"", block_ids=IDS[:4], first_block=0, first_index=0
             )
-            await group.save(ref, blocks, timeout_s=5)
-            await group.release([ref], timeout_s=5)  # saves wait in a buffer of their own
+            await group.save(ref, blocks, timeout_s=scaled(5))
+            await group.release([ref], timeout_s=scaled(5))  # saves wait in a buffer of their own
             until = Deadline.after(20)
-            target = await alone.reserve("second", 3, first_position=0, timeout_s=5)
-            while await alone.load(target, address, IDS[:3], first_block=0, timeout_s=10) < 3:
+            target = await alone.reserve("second", 3, first_position=0, timeout_s=scaled(5))
+            while await alone.load(target, address, IDS[:3], first_block=0, timeout_s=scaled(10)) < 3:
                 until.check("the save to arrive")
                 await asyncio.sleep(0.05)
-            again = await group.reserve("third", 4, first_position=0, timeout_s=5)
-            assert await group.load(again, address, IDS[1:], first_block=1, timeout_s=10) == 3
+            again = await group.reserve("third", 4, first_position=0, timeout_s=scaled(5))
+            assert await group.load(again, address, IDS[1:], first_block=1, timeout_s=scaled(10)) == 3
             for layer in range(LAYOUT.layers):
                 into = [bytearray(LAYOUT.object_bytes) for _ in range(3)]
                 alone.read_blocks(target, layer, 0, into, soon())

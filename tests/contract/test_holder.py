@@ -38,6 +38,7 @@ from tests.contract.holder_cases import (
     pools,
     soon,
 )
+from tests.machine import scaled
 
 
 @pytest.fixture(scope="module")
@@ -83,7 +84,7 @@ async def served(request: pytest.FixtureRequest, socket_folder: Path) -> AsyncIt
 
 async def borrow(client: Creditor, tokens: int, *, first_position: int = 0) -> SegmentRef:
     blocks = -(-tokens // BLOCK_TOKENS)
-    return await client.reserve("sequence", blocks, first_position=first_position, timeout_s=5)
+    return await client.reserve("sequence", blocks, first_position=first_position, timeout_s=scaled(5))
 
 
 async def test_blocks_come_back_as_they_were_written(creditor: Creditor) -> None:
@@ -113,7 +114,7 @@ async def test_what_is_sent_for_a_token_does_not_grow_with_the_context(socket_fo
             part = PlanRow.of(ref, position=row, length=row + 1, append=True)
             appended = [tokens.appended(row, row + 1)]
             begin_attend(client, 0, [part], tokens.q[row : row + 1], appended, soon()).finish()[0]
-        await client.release([ref], timeout_s=5)
+        await client.release([ref], timeout_s=scaled(5))
         await client.close()
     small, large = (one.sent_bytes for one in seen if one.op == "attend_layer")
     assert small == large < 4096
@@ -179,8 +180,8 @@ async def test_what_is_released_or_of_another_life_is_stale(creditor: Creditor) 
     ref = await borrow(creditor, 4)
     other_life = SegmentRef(handle=ref.handle, epoch=ref.epoch - 1)
     gone = await borrow(creditor, 4)
-    await creditor.release([gone], timeout_s=5)
-    await creditor.release([gone, other_life], timeout_s=5)
+    await creditor.release([gone], timeout_s=scaled(5))
+    await creditor.release([gone, other_life], timeout_s=scaled(5))
     objects = Tokens(4, 0).objects(0, 4)
     for bad in (gone, other_life):
         with pytest.raises(StaleEpoch):
@@ -188,7 +189,7 @@ async def test_what_is_released_or_of_another_life_is_stale(creditor: Creditor) 
         with pytest.raises(StaleEpoch):
             creditor.read_blocks(bad, 0, 0, [bytearray(LAYOUT.object_bytes)], soon())
         with pytest.raises(StaleEpoch):
-            await creditor.grow(bad, 1, timeout_s=5)
+            await creditor.grow(bad, 1, timeout_s=scaled(5))
         good = PlanRow.of(ref, position=5, length=0)
         part = PlanRow.of(bad, position=5, length=4)
         with pytest.raises(StaleEpoch):
@@ -200,15 +201,15 @@ async def test_segments_grow_and_no_room_is_said(served: Served) -> None:
     async with served.debtor() as client, served.debtor("debtor-2") as other:
         ref = await borrow(client, 4)
         for _ in range(2):  # asking again is harmless
-            await client.grow(ref, 4, timeout_s=5)
+            await client.grow(ref, 4, timeout_s=scaled(5))
         client.write_blocks(ref, 1, 3, Tokens(4, 0).objects(0, 4), soon())
         with pytest.raises(InvalidInput, match="reserve more"):
             client.write_blocks(ref, 1, 4, Tokens(4, 0).objects(0, 4), soon())
         with pytest.raises(CapacityExhausted):
-            await other.reserve("big", BLOCKS - 3, first_position=0, timeout_s=5)
+            await other.reserve("big", BLOCKS - 3, first_position=0, timeout_s=scaled(5))
         with pytest.raises(CapacityExhausted):
-            await client.grow(ref, BLOCKS + 1, timeout_s=5)
-        reply = await client.inspect(timeout_s=5)
+            await client.grow(ref, BLOCKS + 1, timeout_s=scaled(5))
+        reply = await client.inspect(timeout_s=scaled(5))
         held = reply.segments[0]
         assert (reply.total_blocks, reply.free_blocks, len(reply.segments)) == (BLOCKS, BLOCKS - 4, 1)
         assert (held.owner, held.sequence, held.blocks) == ("debtor-1", "sequence", 4)
@@ -280,7 +281,7 @@ async def test_the_owners_own_segments_take_writes_and_a_start(socket_folder: Pa
             data.call(pb.DataRequest(start_sequence=start), deadline=soon())
             assert [one.first.token for one in started] == [42]
             with pytest.raises(CapacityExhausted, match="3 more may be lent"):
-                await client.reserve("s", 4, first_position=0, timeout_s=5)
+                await client.reserve("s", 4, first_position=0, timeout_s=scaled(5))
             holder.release([ref])
             with pytest.raises(StaleEpoch):
                 data.call(pb.DataRequest(start_sequence=start), deadline=soon())

@@ -48,7 +48,7 @@ async def test_leases_are_renewed_while_the_debtor_lives_and_reclaimed_after(soc
         holder = served.holder
         lost: list[SegmentRef] = []
         async with served.debtor(lease_s=LEASE_S, lost=lost) as client:
-            ref = await client.reserve("kept", 3, first_position=0, timeout_s=5)
+            ref = await client.reserve("kept", 3, first_position=0, timeout_s=scaled(5))
             dead = RemoteHolder(
                 served.control,
                 served.data,
@@ -57,7 +57,7 @@ async def test_leases_are_renewed_while_the_debtor_lives_and_reclaimed_after(soc
                 lost=lost.extend,
                 lease_s=LEASE_S,
             )
-            orphan = await dead.reserve("orphan", 5, first_position=0, timeout_s=5)
+            orphan = await dead.reserve("orphan", 5, first_position=0, timeout_s=scaled(5))
             assert holder.allocator.in_use == 8
             await dead.close()
             await eventually(lambda: holder.allocator.in_use == 3)
@@ -83,8 +83,8 @@ async def test_leases_outlast_a_holder_that_is_held_up(socket_folder: Path) -> N
 async def test_a_debtor_learns_what_it_has_lost(socket_folder: Path) -> None:
     lost: list[SegmentRef] = []
     async with embedded(socket_folder) as served, served.debtor(lease_s=LEASE_S, lost=lost) as client:
-        gone = await client.reserve("a", 1, first_position=0, timeout_s=5)
-        kept = await client.reserve("b", 1, first_position=0, timeout_s=5)
+        gone = await client.reserve("a", 1, first_position=0, timeout_s=scaled(5))
+        kept = await client.reserve("b", 1, first_position=0, timeout_s=scaled(5))
         served.holder.release([gone])
         await eventually(lambda: lost)
         assert (lost, client.borrowed) == ([gone], [kept])
@@ -98,16 +98,16 @@ async def test_a_write_that_is_under_way_keeps_its_blocks_from_others(
     over, or the sender is gone."""
     async with embedded(socket_folder) as served, served.debtor() as client:
         holder = served.holder
-        ref = await client.reserve("s", 2, first_position=0, timeout_s=5)
+        ref = await client.reserve("s", 2, first_position=0, timeout_s=scaled(5))
         write = pb.WriteBlocks(handle=ref.handle, epoch=ref.epoch, blocks=2)
         head = pb.DataRequest(deadline_ms=20_000, write_blocks=write).SerializeToString()
         raw = socket.create_connection(("127.0.0.1", int(served.data.rpartition(":")[2])))
         size = 2 * LAYOUT.object_bytes
         raw.sendall(pack(len(head), size, Limits()) + head + bytes(100))
         await eventually(lambda: any(segment.pins for segment, _ in holder.held()))
-        await client.release([ref], timeout_s=5)
+        await client.release([ref], timeout_s=scaled(5))
         with pytest.raises(CapacityExhausted):
-            await client.reserve("other", BLOCKS - 1, first_position=0, timeout_s=5)
+            await client.reserve("other", BLOCKS - 1, first_position=0, timeout_s=scaled(5))
         with pytest.raises(StaleEpoch):
             client.write_blocks(ref, 0, 0, Tokens(8, 0).objects(0, 8), soon())
         if dies:
@@ -128,7 +128,7 @@ async def test_a_killed_pool_is_noticed_and_its_next_life_refuses_the_old_handle
     served = await pool.ready()
     lost: list[SegmentRef] = []
     async with served.debtor(lease_s=LEASE_S, lost=lost) as client:
-        ref = await client.reserve("s", 2, first_position=0, timeout_s=5)
+        ref = await client.reserve("s", 2, first_position=0, timeout_s=scaled(5))
         part = PlanRow.of(ref, position=9, length=0)
         begin_attend(client, 0, [part], torch.zeros(1, 4, 16), [], soon()).finish()[0]
         pool.process.send_signal(signal.SIGSTOP)
@@ -149,9 +149,9 @@ async def test_a_killed_pool_is_noticed_and_its_next_life_refuses_the_old_handle
             await heir.ready()
             with pytest.raises(StaleEpoch, match="another life"):
                 begin_attend(client, 0, [part], torch.zeros(1, 4, 16), [], soon()).finish()[0]
-            again = await client.reserve("s", 2, first_position=0, timeout_s=10)
+            again = await client.reserve("s", 2, first_position=0, timeout_s=scaled(10))
             assert again.epoch > ref.epoch
-            reply = await client.inspect(timeout_s=5)
+            reply = await client.inspect(timeout_s=scaled(5))
             assert (reply.free_blocks, len(reply.segments)) == (BLOCKS - 2, 1)
         finally:
             heir.kill()
@@ -160,15 +160,15 @@ async def test_a_killed_pool_is_noticed_and_its_next_life_refuses_the_old_handle
 async def test_a_pool_that_is_stopped_waits_for_what_is_lent(pool: PoolProcess) -> None:
     served = await pool.ready()
     async with served.debtor() as client:
-        ref = await client.reserve("s", 2, first_position=0, timeout_s=5)
+        ref = await client.reserve("s", 2, first_position=0, timeout_s=scaled(5))
         pool.terminate()
 
         async def refused() -> bool:
             try:
-                other = await client.reserve("late", 1, first_position=0, timeout_s=5)
+                other = await client.reserve("late", 1, first_position=0, timeout_s=scaled(5))
             except CapacityExhausted:
                 return True
-            await client.release([other], timeout_s=5)
+            await client.release([other], timeout_s=scaled(5))
             return False
 
         deadline = soon()
@@ -177,6 +177,6 @@ async def test_a_pool_that_is_stopped_waits_for_what_is_lent(pool: PoolProcess) 
             await asyncio.sleep(0.02)
         client.write_blocks(ref, 0, 0, Tokens(8, 0).objects(0, 8), soon())
         assert pool.process.poll() is None
-        await client.release([ref], timeout_s=5)
+        await client.release([ref], timeout_s=scaled(5))
         assert await pool.exit_code() == 0
     assert not Path(served.data.removeprefix("unix:")).exists()

@@ -62,7 +62,7 @@ async def pair(request: pytest.FixtureRequest, socket_folder: Path) -> AsyncIter
 
 async def written(client: RemoteHolder, tokens: Tokens, blocks: int = 8) -> SegmentRef:
     """All tokens, in both layers."""
-    ref = await client.reserve("sequence", blocks, first_position=0, timeout_s=5)
+    ref = await client.reserve("sequence", blocks, first_position=0, timeout_s=scaled(5))
     for layer in range(LAYOUT.layers):
         client.write_blocks(ref, layer, 0, tokens.objects(0, TOKENS), soon())
     return ref
@@ -93,8 +93,8 @@ async def test_a_run_moves_to_another_holder_while_it_is_attended_over(pair: lis
     whole = tokens.whole([TOKENS - 1])
     async with pair[0].debtor() as here, pair[1].debtor() as there:
         source = await written(here, tokens)
-        frozen = await here.freeze(source, 5, timeout_s=5)
-        target = await there.reserve("sequence", 5, first_position=0, timeout_s=5)
+        frozen = await here.freeze(source, 5, timeout_s=scaled(5))
+        target = await there.reserve("sequence", 5, first_position=0, timeout_s=scaled(5))
         torch.testing.assert_close(ask(here, tokens, source).out, whole.out, **CLOSE)
         await there.copy_in(
             target, pair[0].data, frozen, first_block=0, source_block=0, blocks=5, timeout_s=20
@@ -105,12 +105,12 @@ async def test_a_run_moves_to_another_holder_while_it_is_attended_over(pair: lis
             merged = merge(parts)
             torch.testing.assert_close(merged.out, whole.out, **CLOSE)
             torch.testing.assert_close(merged.lse, whole.lse, **CLOSE)
-            assert await here.trim(frozen, timeout_s=5) == 5 - trimmed
+            assert await here.trim(frozen, timeout_s=scaled(5)) == 5 - trimmed
         with pytest.raises(StaleEpoch, match="have moved"):
             ask(here, tokens, source)
         with pytest.raises(InvalidInput, match="not within segment"):
             ask(here, tokens, frozen, 4)
-        assert (await here.inspect(timeout_s=5)).lent_blocks == 3
+        assert (await here.inspect(timeout_s=scaled(5))).lent_blocks == 3
 
 
 async def test_a_run_is_read_home(pair: list[Served]) -> None:
@@ -118,7 +118,7 @@ async def test_a_run_is_read_home(pair: list[Served]) -> None:
     home = BlockMemory(LAYOUT, 3)
     async with pair[0].debtor() as client:
         ref = await written(client, tokens)
-        frozen = await client.freeze(ref, 4, timeout_s=5)
+        frozen = await client.freeze(ref, 4, timeout_s=scaled(5))
         await asyncio.to_thread(copy_blocks, client.read_blocks, frozen, 1, home, [2, 0, 1], soon())
         for layer in range(LAYOUT.layers):
             assert home.read_buffers(layer, [2, 0, 1]) == tokens.objects(4, 16)
@@ -129,7 +129,7 @@ async def test_frozen_blocks_are_not_written(pair: list[Served]) -> None:
     tokens = Tokens(TOKENS, 3)
     async with pair[0].debtor() as client:
         ref = await written(client, tokens)
-        frozen = await client.freeze(ref, 7, timeout_s=5)
+        frozen = await client.freeze(ref, 7, timeout_s=scaled(5))
         with pytest.raises(InvalidInput, match="frozen or shared"):
             client.write_blocks(ref, 0, 6, tokens.objects(0, 4), soon())
         appended = [tokens.appended(27, 28)]
@@ -141,7 +141,7 @@ async def test_frozen_blocks_are_not_written(pair: list[Served]) -> None:
             got = begin_attend(client, 0, [part], tokens.q[row : row + 1],
                                       [tokens.appended(row, row + 1)], soon()).finish()[0]  # fmt: skip
             torch.testing.assert_close(got.out, tokens.whole([row]).out, **CLOSE)
-        await client.thaw(frozen, timeout_s=5)
+        await client.thaw(frozen, timeout_s=scaled(5))
         client.write_blocks(ref, 0, 6, tokens.objects(24, 28), soon())
 
 
@@ -153,8 +153,8 @@ async def test_a_segment_is_adopted_and_its_former_owner_is_refused(pair: list[S
     async with pair[0].debtor("one", lease_s=scaled(2.0), lost=lost) as one, pair[0].debtor("two") as two:
         ref = await written(one, tokens)
         with pytest.raises(InvalidInput, match="belongs to one"):
-            await two.adopt(ref, "three", "sequence", timeout_s=5)
-        taken, blocks = await two.adopt(ref, "one", "sequence", timeout_s=5)
+            await two.adopt(ref, "three", "sequence", timeout_s=scaled(5))
+        taken, blocks = await two.adopt(ref, "one", "sequence", timeout_s=scaled(5))
         assert blocks == 8
         torch.testing.assert_close(ask(two, tokens, taken).out, whole.out, **CLOSE)
         with pytest.raises(StaleEpoch):
@@ -167,17 +167,17 @@ async def test_a_fork_shares_what_is_full_and_goes_on_by_itself(pair: list[Serve
     tokens, other = Tokens(TOKENS, 5), Tokens(TOKENS, 6)
     async with pair[0].debtor() as client:
         ref = await written(client, tokens)
-        fork, blocks = await client.adopt(ref, "debtor-1", "fork", shared_blocks=5, timeout_s=5)
-        assert (blocks, (await client.inspect(timeout_s=5)).lent_blocks) == (5, 8)
-        await client.grow(fork, 6, timeout_s=5)
+        fork, blocks = await client.adopt(ref, "debtor-1", "fork", shared_blocks=5, timeout_s=scaled(5))
+        assert (blocks, (await client.inspect(timeout_s=scaled(5))).lent_blocks) == (5, 8)
+        await client.grow(fork, 6, timeout_s=scaled(5))
         other.k[:20], other.v[:20] = tokens.k[:20], tokens.v[:20]
-        await client.release([ref], timeout_s=5)
+        await client.release([ref], timeout_s=scaled(5))
         for row in range(20, 24):
             part = PlanRow.of(fork, position=row, length=row + 1, append=True)
             appended = [other.appended(row, row + 1)]
             got = begin_attend(client, 0, [part], other.q[row : row + 1], appended, soon()).finish()[0]
             torch.testing.assert_close(got.out, other.whole([row]).out, **CLOSE)
-        assert (await client.inspect(timeout_s=5)).lent_blocks == 6
+        assert (await client.inspect(timeout_s=scaled(5))).lent_blocks == 6
 
 
 async def test_an_owner_that_comes_back_after_its_lease_is_refused(socket_folder: Path) -> None:
@@ -186,17 +186,17 @@ async def test_an_owner_that_comes_back_after_its_lease_is_refused(socket_folder
     async with embedded(socket_folder) as served, served.debtor("late", lease_s=60) as late:
         holder = served.holder
         ref = await written(late, tokens, BLOCKS)
-        frozen = await late.freeze(ref, 7, timeout_s=5)
+        frozen = await late.freeze(ref, 7, timeout_s=scaled(5))
         holder.renew("late", [ref], lease_s=0.05)
         await eventually(lambda: holder.allocator.in_use == 0)
         async with served.debtor("next") as following:
             taken = await written(following, tokens, BLOCKS)
-            assert await late.trim(frozen, timeout_s=5) == 0
-            await late.thaw(frozen, timeout_s=5)
+            assert await late.trim(frozen, timeout_s=scaled(5)) == 0
+            await late.thaw(frozen, timeout_s=scaled(5))
             with pytest.raises(StaleEpoch):
                 late.write_blocks(ref, 0, 0, Tokens(4, 9).objects(0, 4), soon())
             with pytest.raises(StaleEpoch):
-                await late.freeze(ref, 1, timeout_s=5)
+                await late.freeze(ref, 1, timeout_s=scaled(5))
             with pytest.raises(StaleEpoch):
                 await asyncio.to_thread(
                     copy_blocks, late.read_blocks, frozen, 0, BlockMemory(LAYOUT, 1), [0], Deadline.after(5)
@@ -212,9 +212,9 @@ async def test_a_trim_waits_for_what_reads_the_blocks(socket_folder: Path) -> No
         holder = served.holder
         ref = await written(client, tokens)
         holder.pledges.pledge("swap", 0, lease_s=60)
-        frozen = await client.freeze(ref, 6, timeout_s=5)
+        frozen = await client.freeze(ref, 6, timeout_s=scaled(5))
         reading = holder.pin(ref)
-        trim = asyncio.create_task(client.trim(frozen, settlement="swap", timeout_s=10))
+        trim = asyncio.create_task(client.trim(frozen, settlement="swap", timeout_s=scaled(10)))
         await eventually(lambda: holder.parting(ref))
         assert (trim.done(), holder.lent_blocks, holder.pledges.pledged("swap")) == (False, 8, 0)
         holder.unpin(reading)

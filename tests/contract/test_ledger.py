@@ -227,7 +227,7 @@ async def test_directory_and_heartbeat(
         assert [one.id for one in directory.instances("prefill", ready=False)] == ["prefill-1"]
         ready = True
         heartbeat.beat_now()
-        assert [one.id for one in await directory.wait_for("prefill", timeout_s=20)] == ["prefill-1"]
+        assert [one.id for one in await directory.wait_for("prefill", timeout_s=scaled(20))] == ["prefill-1"]
         # A failed call: left out, until a heartbeat says something new.
         directory.suspect("prefill-1")
         assert directory.instances("prefill") == []

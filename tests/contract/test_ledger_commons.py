@@ -120,7 +120,7 @@ class Stack:
             for ledger in self.ledgers:
                 for one in self.debtors:
                     with contextlib.suppress(KVCommonsError):
-                        await ledger.beat(one.describe(), timeout_s=10)
+                        await ledger.beat(one.describe(), timeout_s=scaled(10))
             await asyncio.sleep(0.3)
 
 

@@ -192,7 +192,7 @@ async def test_a_call_without_a_deadline_is_refused_here_and_bounded_there(tmp_p
 
 async def test_a_caller_that_leaves_ends_the_handler(peer: Peer) -> None:
     peer.servicer.unary = lambda: asyncio.sleep(60)
-    call = peer.stub.Watch(pb.WatchRequest(), timeout=60)
+    call = peer.stub.Watch(pb.WatchRequest(), timeout=scaled(60))
     async for _ in call:
         break
     call.cancel()
@@ -211,7 +211,7 @@ async def test_a_caller_that_leaves_ends_the_handler(peer: Peer) -> None:
 
 async def test_iterating_a_call_that_someone_cancels_is_an_error_not_a_cancellation(peer: Peer) -> None:
     peer.servicer.unary = lambda: asyncio.sleep(60)
-    call = peer.stub.Watch(pb.WatchRequest(), timeout=60)
+    call = peer.stub.Watch(pb.WatchRequest(), timeout=scaled(60))
 
     async def consume() -> None:
         async for _ in call:

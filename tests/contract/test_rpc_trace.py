@@ -69,7 +69,7 @@ async def test_one_trace_over_services(collector: tuple[str, Collector]) -> None
         with caller.span("turn", parent=client, attributes={CONVERSATION_ID: "s1"}, kind="client") as turn:
             turn.set(USAGE_INPUT_TOKENS, 12)
             with pytest.raises(Conflict):
-                await rpc.LedgerStub(channel).Heartbeat(pb.HeartbeatRequest(), timeout=5)
+                await rpc.LedgerStub(channel).Heartbeat(pb.HeartbeatRequest(), timeout=scaled(5))
             # On another thread the parent is passed.
             await asyncio.to_thread(_on_a_thread, caller, turn.traceparent)
     finally:

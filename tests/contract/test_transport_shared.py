@@ -147,7 +147,7 @@ def test_where_it_cannot_be_mapped_frames_go_over_the_socket(
             child.stdout.readline()
             with limited(resource.RLIMIT_AS, room):
                 echo(address)
-            child.communicate(timeout=10)
+            child.communicate(timeout=scaled(10))
     assert "cannot map shared memory" in caplog.text
     assert mappings() == 0
 

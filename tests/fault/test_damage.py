@@ -269,7 +269,7 @@ def sockets() -> Iterator[Path]:
 
 def commit(store: KvstoreProcess, number: int, ids: list[bytes]) -> None:
     begin = pb.BeginTurnRequest(tenant="t", session_id="s", turn_id=f"{number}", owner="o", lease_ms=60_000)
-    begun = store.sessions.BeginTurn(begin, timeout=30)
+    begun = store.sessions.BeginTurn(begin, timeout=scaled(30))
     store.sessions.CommitTurn(
         pb.CommitTurnRequest(
             tenant="t",
@@ -282,7 +282,7 @@ def commit(store: KvstoreProcess, number: int, ids: list[bytes]) -> None:
             block_ids=ids,
             durable_wait_ms=30_000,
         ),
-        timeout=60,
+        timeout=scaled(60),
     )
 
 
@@ -319,7 +319,7 @@ def _refused_or_whole(sockets: Path, data: Path) -> bool:
         assert "backup" in store.errors
         return True
     try:
-        record = store.sessions.Get(pb.GetSessionRequest(tenant="t", session_id="s"), timeout=30)
+        record = store.sessions.Get(pb.GetSessionRequest(tenant="t", session_id="s"), timeout=scaled(30))
         assert (record.version, len(record.tokens)) == (4, 200)
         return False
     finally:
@@ -333,5 +333,5 @@ def test_sessions_that_are_gone_are_missed(sockets: Path, tmp_path: Path) -> Non
     assert _refused_or_whole(sockets, data)
     (data / "sessions.mark").unlink()  # as the refusal says, for whoever wants to go on
     store = KvstoreProcess(sockets, data).wait_ready()
-    assert not store.sessions.List(pb.ListSessionsRequest(tenant="t"), timeout=30).sessions
+    assert not store.sessions.List(pb.ListSessionsRequest(tenant="t"), timeout=scaled(30)).sessions
     assert store.terminate() == 0

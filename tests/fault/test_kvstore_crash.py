@@ -16,6 +16,7 @@ import pytest
 from kvcommons.errors import KVCommonsError, SessionNotFound, TurnInProgress
 from kvcommons.pb import kvstore_pb2 as pb
 from tests.contract.kvstore_process import KvstoreProcess
+from tests.machine import scaled
 from tests.unit.kvstore.samples import SHAPE, block_ids
 
 SEED = 20_251
@@ -58,7 +59,7 @@ def work(store: KvstoreProcess, promises: Promises, name: str) -> None:
                     block_ids=ids,
                     durable_wait_ms=30_000,
                 ),
-                timeout=60,
+                timeout=scaled(60),
             )
             promises.tokens += promises.maybe
             promises.maybe = []
@@ -72,10 +73,10 @@ def work(store: KvstoreProcess, promises: Promises, name: str) -> None:
 def begin(store: KvstoreProcess, turn_id: str, owner: str) -> pb.BeginTurnReply:
     """Waits for the lease of a turn that the last crash cut off to run out."""
     request = pb.BeginTurnRequest(tenant="t", session_id="s", turn_id=turn_id, owner=owner, lease_ms=300)
-    give_up = time.monotonic() + 30
+    give_up = time.monotonic() + scaled(30)
     while True:
         try:
-            return store.sessions.BeginTurn(request, timeout=30)
+            return store.sessions.BeginTurn(request, timeout=scaled(30))
         except TurnInProgress:
             if time.monotonic() > give_up:
                 raise
@@ -87,9 +88,9 @@ def check(store: KvstoreProcess, promises: Promises) -> None:
         assert store.get_blocks(ids)[0] == RUN
     for ids in promises.started:
         store.get_blocks(ids)  # asserts that what comes is right
-    assert store.blocks.Stats(pb.StatsRequest(), timeout=30).corrupt_blocks == 0
+    assert store.blocks.Stats(pb.StatsRequest(), timeout=scaled(30)).corrupt_blocks == 0
     try:
-        record = store.sessions.Get(pb.GetSessionRequest(tenant="t", session_id="s"), timeout=30)
+        record = store.sessions.Get(pb.GetSessionRequest(tenant="t", session_id="s"), timeout=scaled(30))
     except SessionNotFound:
         record = pb.SessionRecord()
     tokens = list(record.tokens)
@@ -115,14 +116,14 @@ def test_kill_at_any_moment(sockets: Path, tmp_path: Path) -> None:
             worker = threading.Thread(target=work, args=(store, promises, f"round {number}"))
             worker.start()
             committed = promises.turns
-            give_up = time.monotonic() + 30
+            give_up = time.monotonic() + scaled(30)
             while promises.turns == committed and worker.is_alive():
                 assert time.monotonic() < give_up, "no turn is committed"
                 time.sleep(0.005)
             worker.join(dice.uniform(0.0, 0.7))
         finally:
             store.kill()
-        worker.join(90)
+        worker.join(scaled(90))
         assert not worker.is_alive()
     last = KvstoreProcess(sockets, tmp_path / "data", disk_bytes=256 << 20).wait_ready()
     try:
