@@ -15,8 +15,6 @@ from enum import Enum
 
 from kvcommons.pb import ledger_pb2 as pb
 
-DOUBT_PERIODS = 2  # of 1.5 heartbeats each
-
 
 class Change(Enum):
     NOTHING = 0
@@ -82,10 +80,11 @@ class Registry:
         self._left: dict[str, _Left] = {}
         self._lost_at: float | None = None  # since when etcd has been out of reach
         # Instances that may live though an outage or a pause has cost them their lease: record, kept until.
+        # They have the time of a lease again to be heard.
         self._doubtful: dict[str, tuple[pb.Instance, float]] = {}
         self._view: dict[str, pb.Instance] = {}
-        # This replica was paused itself, and heard nobody meanwhile: who is gone now may live.
         self._now: float | None = None  # when anything last happened
+        # This replica was paused itself and heard nobody meanwhile, or etcd was: who is gone now may live.
         self._doubts_until = -math.inf
 
     # What happened
@@ -111,13 +110,14 @@ class Registry:
     def listed(self, revision: int, instances: Mapping[str, tuple[int, pb.Instance]], now: float) -> None:
         """All that etcd held at `revision`: by id, the revision of the record and the record.
 
-        An etcd that was paused wakes up to leases that have run out. Who lives is written again within a
-        heartbeat by the replica that it talks to; until then its last record stays.
+        An etcd that was paused wakes up to leases that have run out, or are about to: it ends some of them
+        after this. Who lives is written again within a heartbeat by the replica that it talks to; until then
+        its last record stays.
         """
         if self._lost_at is not None:
-            until = now + DOUBT_PERIODS * self._fresh_s
+            self._doubts_until = now + self._lease_s
             self._doubtful = {
-                name: (stored.instance, until)
+                name: (stored.instance, self._doubts_until)
                 for name, stored in self._stored.items()
                 if name not in instances
             }
@@ -221,7 +221,7 @@ class Registry:
 
     def _tick(self, now: float) -> None:
         if self._now is not None and now - self._now >= self._lease_s / 2:
-            self._doubts_until = now + DOUBT_PERIODS * self._fresh_s
+            self._doubts_until = now + self._lease_s
         self._now = now
 
     def _is_due(self, heartbeat: _Heartbeat, now: float) -> bool:

@@ -136,29 +136,33 @@ def test_a_pause_of_the_replica_costs_nobody_who_lives() -> None:
     one.heartbeat(instance("alive"), 7.5)
     assert names(one, 8.0) == ["alive", "dead"]
     assert one.writes(8.0) == [Put(instance=instance("alive"))]
-    one.heartbeat(instance("alive"), 9.0)
-    assert names(one, 10.0) == ["alive"]
+    one.heartbeat(instance("alive"), 11.0)
+    assert names(one, 11.9) == ["alive", "dead"]
+    assert names(one, 12.0) == ["alive"]
 
 
 def test_an_outage_of_etcd_costs_nothing_that_is_known() -> None:
     one = registry()
-    one.listed(1, {name: (1, instance(name)) for name in ("here", "there", "quiet")}, 0.0)
+    one.listed(1, {name: (1, instance(name)) for name in ("here", "late", "there", "quiet")}, 0.0)
     one.heartbeat(instance("here"), 0.0)
     one.lost(1.0)
+    one.heartbeat(instance("quiet"), 2.0)
     for now in (2.0, 4.0, 6.0):
         one.heartbeat(instance("here"), now)
-    one.heartbeat(instance("quiet"), 2.0)
-    assert names(one, 6.9) == ["here", "quiet", "there"]
+    assert names(one, 6.9) == ["here", "late", "quiet", "there"]
     # It beat here, and then no more: etcd is not needed to know.
-    assert names(one, 7.0) == ["here", "there"]
+    assert names(one, 7.0) == ["here", "late", "there"]
     # etcd wakes to leases that have run out. The one that beats elsewhere gets time to be written again.
     one.heartbeat(instance("here"), 8.0)
-    one.listed(9, {}, 8.0)
-    assert names(one, 8.0) == ["here", "quiet", "there"]
+    one.listed(9, {"late": (1, instance("late"))}, 8.0)
+    assert names(one, 8.0) == ["here", "late", "quiet", "there"]
     assert one.writes(8.0) == [Put(instance=instance("here"))]
     one.put(10, instance("here"))
     one.put(11, instance("there"))
-    assert names(one, 12.0) == ["here", "there"]
+    one.deleted(12, "late", 8.5)  # it ends this lease only now
+    assert names(one, 8.5) == ["here", "late", "quiet", "there"]
+    one.put(13, instance("late"))
+    assert names(one, 13.0) == ["here", "late", "there"]
 
 
 @pytest.mark.parametrize("seed", range(40))
