@@ -69,6 +69,7 @@ CALLS = (
     "services.decode.borrowing.ledger_client.CALL_S",
     "services.decode.borrowing.loans.CALL_S",
     "services.decode.moving.mover.CALL_S",
+    "services.decode.moving.mover.COPY_S",
     "kvcommons.rpc.directory.BEAT_TIMEOUT_S",
     "kvcommons.holder.client._RENEW_TIMEOUT_S",
 )

@@ -114,8 +114,15 @@ class Turn:
 
     async def run(self) -> Turn:
         computing: asyncio.Task[None] | None = None
+        call = self.decode.Generate(self.request, timeout=CALL_S)
+
+        def has_ended(prefill: asyncio.Task[None]) -> None:
+            """Decode would wait for a prompt that does not come, and not know why."""
+            if _failed(prefill):
+                asyncio.get_running_loop().call_later(scaled(5), call.cancel)
+
         try:
-            async for event in self.decode.Generate(self.request, timeout=CALL_S):
+            async for event in call:
                 kind = event.WhichOneof("event")
                 if kind in ("reserved", "missing"):
                     if kind == "reserved":
@@ -127,6 +134,7 @@ class Turn:
                     if computing is not None:
                         computing.cancel()
                     computing = asyncio.create_task(self._compute(getattr(event, kind).push_from_block))
+                    computing.add_done_callback(has_ended)
                 elif kind == "prefilled":
                     self.first = event.prefilled
                     self._take([self.first.token])
@@ -136,6 +144,10 @@ class Turn:
                     self.finished = event.finished
             if computing is not None:
                 await computing
+        except asyncio.CancelledError:
+            if computing is not None and _failed(computing):
+                await computing
+            raise
         finally:
             if computing is not None:
                 computing.cancel()
@@ -163,6 +175,10 @@ class Turn:
                 assert index == len(self.tokens), "a token is missing"
                 self.tokens.append(token.token)
                 self.sampled.append(token)
+
+
+def _failed(task: asyncio.Task[None]) -> bool:
+    return task.done() and not task.cancelled() and task.exception() is not None
 
 
 def turn(prefill: Any, decode: Any, model: bytes, tokens: Sequence[int], new: int, **changes: Any) -> Turn:

@@ -147,7 +147,8 @@ async def router(engines: Stack, monkeypatch: pytest.MonkeyPatch, *, decodes: in
             async def ready() -> bool:
                 with contextlib.suppress(aiohttp.ClientError):
                     async with http.get("/v1/status") as response:
-                        known = [one["service"] for one in (await response.json())["instances"]]
+                        instances = (await response.json())["instances"]
+                        known = [one["service"] for one in instances if one["ready"]]
                         return known.count("decode") == decodes and "prefill" in known
                 return False
 

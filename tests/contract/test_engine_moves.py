@@ -18,7 +18,7 @@ from tests.machine import scaled
 pytestmark = pytest.mark.asyncio
 pytest_plugins = ("tests.contract.engine_fixtures",)
 
-LEASE_MS = 20_000
+LEASE_MS = scaled(20_000)
 
 
 @pytest.fixture(autouse=True)

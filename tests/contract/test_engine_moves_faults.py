@@ -25,7 +25,7 @@ pytestmark = pytest.mark.asyncio
 pytest_plugins = ("tests.contract.engine_fixtures",)
 
 MOVED = 4
-ROUND: dict[str, Any] = {"settlement": "s", "term": 1, "lease_ms": 20_000, "round": 1}
+ROUND: dict[str, Any] = {"settlement": "s", "term": 1, "lease_ms": scaled(20_000), "round": 1}
 
 
 @pytest.fixture(autouse=True)

@@ -104,7 +104,9 @@ async def overflow_twice(session: Session, head_blocks: int, run: Any) -> None:
 async def test_what_is_left_stays_in_use(engines: Stack, session: Session, head_blocks: int) -> None:
     """Nothing of it is computed again, whether it lies in the instances' memory or only in the store."""
     store = await engines.kvstore()
-    pairs = [(await engines.prefill(f"p{i}"), await engines.decode(f"d{i}")) for i in range(2)]
+    pairs = [
+        (await engines.prefill(f"p{i}", loads="always"), await engines.decode(f"d{i}")) for i in range(2)
+    ]
     found = 0
 
     async def run(number: int, context: Context, expected: Answer) -> None:
