@@ -18,13 +18,15 @@ import aiohttp
 import pytest
 
 from tests.contract.rest_stack import MODEL_FOLDER, KvStore, Stack, eventually, free_port, listens, stack
+from tests.machine import scaled
 
 pytest_plugins = ("tests.contract.rest_fixtures",)
 
 KEY = "key-of-ann-1"
 HEADERS = {"Authorization": f"Bearer {KEY}"}
 CLOSED = "kvcommons_http_connections_closed_total"
-WAIT_S = 60.0
+WAIT_S = scaled(60.0)
+PATIENCE_S = scaled(1.0)
 
 
 @pytest.fixture
@@ -40,8 +42,8 @@ async def keyed(socket_folder: Path, rest_store: KvStore, keys: dict[str, str]) 
     """A router that is quick to lose its patience."""
     settings: dict[str, Any] = {
         **keys,
-        "head_s": 1.0,
-        "body_s": 1.0,
+        "head_s": PATIENCE_S,
+        "body_s": PATIENCE_S,
         "client_stall_s": 1.0,
         "max_connections": 8,
     }
@@ -102,7 +104,7 @@ async def test_a_body_has_to_come_in_time(keyed: Stack, headers: dict[str, str])
         answer = await reader.read()  # to the end: the connection is closed
     writer.close()
     assert int(answer.split()[1]) == (503 if headers else 401)
-    assert (b"the body did not come within 1 s" in answer) is bool(headers)
+    assert (f"the body did not come within {PATIENCE_S:g} s".encode() in answer) is bool(headers)
 
 
 @pytest.mark.parametrize(
