@@ -16,8 +16,8 @@ from kvcommons.shards import session_key
 from services.kvstore.blocks import BlockStore
 from services.kvstore.hinted import HintedJobs
 from services.kvstore.metrics import SessionMetrics
-from services.kvstore.session import TurnCommit, check_name
-from services.kvstore.sessions import LIST_MAX, Sessions, new_id
+from services.kvstore.session import LIST_MAX, TurnCommit, check_name, new_id
+from services.kvstore.sessions import Sessions
 from services.kvstore.shard import Shard
 from services.kvstore.shard_sessions import ShardSessions
 

@@ -1,5 +1,8 @@
 """Rules of a session record and of its turn lease. Pure: the time is passed in, nothing is read or written.
 
+Every implementation of `Records` keeps these. A rule needs a record's *head* only, which is the record without
+what grows with the session, so that nobody has to read a long session in order to add a turn to it.
+
 One turn at a time: `begin` takes the lease, `commit` gives it back with the turn's tokens, `abandon` without.
 Every lease has a fencing number higher than all before it, so that an owner who lost his lease cannot commit
 over the next.
@@ -8,20 +11,32 @@ over the next.
 from __future__ import annotations
 
 import struct
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from kvcommons.errors import Conflict, InvalidInput, SessionNotFound, TurnInProgress, VersionConflict
+from kvcommons.errors import (
+    AlreadyExists,
+    Conflict,
+    InvalidInput,
+    SessionNotFound,
+    TurnInProgress,
+    VersionConflict,
+)
 from kvcommons.pb import kvstore_pb2 as pb
 from services.kvstore.folder import UnknownFormat
 
 RECORD_FORMAT = 1
 LEASE_FORMAT = 1
+LIST_MAX = 1000
+LEASE_KEPT_MS = 3_600_000  # a lease that ran out may still be committed, if nobody took it
 NAME_BYTES_MAX = 512
 LEASE_MS_MAX = 600_000  # the router's `lease_ms` has the same bound
 
 # format, fencing, expires ms, length of turn id, owner
 _LEASE = struct.Struct("<BQqHH")
+
+_GROWING = ("tokens", "messages", "block_ids", "truncations")  # what a head is without
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,12 +68,38 @@ class TurnCommit:
     new_truncations: Sequence[pb.TruncationRecord] = ()
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Committed:
+    """A turn in its session. `new` is False where it had been committed before."""
+
+    version: int
+    new: bool
+
+
+def new_id() -> str:
+    return f"session-{uuid.uuid4().hex}"
+
+
 def check_name(value: str, param: str) -> None:
     """Raises InvalidInput for an empty or overlong id."""
     if not value:
         raise InvalidInput(f"{param} is empty", param=param)
     if len(value.encode()) > NAME_BYTES_MAX:
         raise InvalidInput(f"{param} has more than {NAME_BYTES_MAX} bytes", param=param)
+
+
+def check_limit(limit: int) -> None:
+    """Of sessions in one page. Raises InvalidInput."""
+    if not 0 < limit <= LIST_MAX:
+        raise InvalidInput(f"limit must be between 1 and {LIST_MAX}", param="limit")
+
+
+def not_found(session_id: str) -> SessionNotFound:
+    return SessionNotFound(f"there is no session {session_id!r}", param="session_id")
+
+
+def taken(session_id: str) -> AlreadyExists:
+    return AlreadyExists(f"a session {session_id!r} exists already", param="session_id")
 
 
 def new_record(tenant: str, session_id: str, ttl_s: int, now_ms: int) -> pb.SessionRecord:
@@ -85,10 +126,10 @@ def decode_record(value: bytes) -> pb.SessionRecord:
 
 
 def head_of(record: pb.SessionRecord) -> pb.SessionRecord:
-    """The record without what makes it long: for lists and sweeps."""
+    """The record without what grows with the session."""
     head = pb.SessionRecord()
     head.CopyFrom(record)
-    for field in ("tokens", "messages", "block_ids", "truncations"):
+    for field in _GROWING:
         head.ClearField(field)
     return head
 
@@ -108,6 +149,16 @@ def expires_ms(record: pb.SessionRecord, default_ttl_s: int) -> int | None:
     """When nobody may use the session any more; None: never."""
     ttl_s = record.ttl_s or default_ttl_s
     return record.last_used_ms + ttl_s * 1000 if ttl_s else None
+
+
+def under_way(lease: TurnLease | None, now_ms: int) -> bool:
+    """Whether a turn holds the session: nobody else may begin one, create it or let it expire."""
+    return lease is not None and lease.expires_ms > now_ms
+
+
+def forgotten(lease: TurnLease, now_ms: int) -> bool:
+    """Whether a lease ran out so long ago that its turn cannot be committed any more."""
+    return lease.expires_ms + LEASE_KEPT_MS < now_ms
 
 
 def encode_lease(lease: TurnLease) -> bytes:
@@ -141,7 +192,7 @@ def begin(
     until_ms = now_ms + _checked(lease_ms)
     if lease is not None and lease.turn_id == turn_id:
         return replace(lease, owner=owner, expires_ms=until_ms)
-    if lease is not None and lease.expires_ms > now_ms:
+    if lease is not None and under_way(lease, now_ms):
         raise TurnInProgress(
             "another turn of this session is under way: wait for its answer, or fork the session",
             retry_after_ms=min(1000, lease.expires_ms - now_ms),
@@ -160,7 +211,8 @@ def renew(
 def commit(
     record: pb.SessionRecord, lease: TurnLease | None, turn: TurnCommit, now_ms: int, *, exists: bool
 ) -> pb.SessionRecord | None:
-    """The record after the turn; None if the turn is committed already. `exists`: the record is stored.
+    """The head after the turn; None if the turn is the one committed last. `exists`: the record, or its head,
+    is stored.
 
     Raises VersionConflict where the session moved on, Conflict where the lease went to another turn,
     SessionNotFound where the session was deleted meanwhile.
@@ -174,19 +226,27 @@ def commit(
             f"the session is at version {record.version} and the turn began at {turn.expected_version}: "
             "begin it anew"
         )
-    after = pb.SessionRecord()
-    after.CopyFrom(record)
+    after = head_of(record)
     after.version += 1
     after.model = turn.model
     after.model_name = turn.model_name
-    after.tokens.extend(turn.new_tokens)
-    after.messages.extend(turn.new_messages)
-    after.truncations.extend(turn.new_truncations)
-    after.dropped_tokens = sum(one.dropped_tokens for one in after.truncations)
-    del after.block_ids[:]
-    after.block_ids.extend(turn.block_ids)
+    after.dropped_tokens += sum(one.dropped_tokens for one in turn.new_truncations)
     after.last_used_ms = now_ms
     after.last_turn_id = turn.turn_id
+    return after
+
+
+def grown(record: pb.SessionRecord, head: pb.SessionRecord, turn: TurnCommit) -> pb.SessionRecord:
+    """The whole record after a turn: what it was, the head that `commit` gave, and what the turn adds."""
+    after = pb.SessionRecord()
+    after.CopyFrom(head)
+    after.tokens.extend(record.tokens)
+    after.tokens.extend(turn.new_tokens)
+    after.messages.extend(record.messages)
+    after.messages.extend(turn.new_messages)
+    after.truncations.extend(record.truncations)
+    after.truncations.extend(turn.new_truncations)
+    after.block_ids.extend(turn.block_ids)
     return after
 
 

@@ -8,12 +8,9 @@ from __future__ import annotations
 import itertools
 import struct
 import threading
-import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from kvcommons.errors import AlreadyExists, InvalidInput, SessionNotFound
 from kvcommons.pb import kvstore_pb2 as pb
 from kvcommons.shards import session_key
 from services.kvstore import session as rules
@@ -21,22 +18,12 @@ from services.kvstore.ballast import Ballast
 from services.kvstore.clock import Clock
 from services.kvstore.database import DamagedDatabase, Database, Put, Table
 from services.kvstore.families import HEADS, LEASES, META, RECORDS, STAMPS
-from services.kvstore.session import TurnCommit, TurnLease
+from services.kvstore.session import Committed, TurnCommit, TurnLease, new_id
 from services.kvstore.uses import USES, BlockUses
 
-LIST_MAX = 1000
 SWEEP_MAX = 1000
-LEASE_KEPT_MS = 3_600_000  # a lease that ran out may still be committed, if nobody took it
 
 _FENCING_KEY = b"fencing"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Committed:
-    """A turn in its session. `new` is False where it had been committed before."""
-
-    version: int
-    new: bool
 
 
 def open_sessions(path: Path, ballast: Ballast | None = None) -> Database:
@@ -101,8 +88,7 @@ class Sessions:
     def page(self, tenant: str, after: str, limit: int) -> tuple[list[pb.SessionRecord], bool]:
         """Heads of a tenant's sessions in the order of their ids, and whether there are more."""
         rules.check_name(tenant, "tenant")
-        if not 0 < limit <= LIST_MAX:
-            raise InvalidInput(f"limit must be between 1 and {LIST_MAX}", param="limit")
+        rules.check_limit(limit)
         prefix = _prefix(tenant)
         found: list[pb.SessionRecord] = []
         now_ms = self._now_ms()
@@ -182,9 +168,10 @@ class Sessions:
             key = session_key(tenant, session_id)
             stored = self._live(tenant, session_id)
             record = stored or rules.new_record(tenant, session_id, 0, now_ms)
-            after = rules.commit(record, self._lease(key), turn, now_ms, exists=stored is not None)
-            if after is None:
+            head = rules.commit(record, self._lease(key), turn, now_ms, exists=stored is not None)
+            if head is None:
                 return Committed(version=record.version, new=False)
+            after = rules.grown(record, head, turn)
             uses = self._uses.changes(key, record.block_ids, after.block_ids)
             self._write_step([*_puts(after), *uses, (LEASES, key, None)], self._fencing + 1)
             self._count += stored is None
@@ -210,15 +197,15 @@ class Sessions:
             with self._lock:
                 lease = self._lease(key)
                 head = self._table.get(HEADS, key)
-                begun = lease is not None and lease.expires_ms > now_ms
+                begun = rules.under_way(lease, now_ms)
                 if head is not None and not begun and self._expired(rules.decode_record(head), now_ms):
                     self._remove(key)
                     removed += 1
         for key, value in self._slice(LEASES):
-            if rules.decode_lease(value).expires_ms + LEASE_KEPT_MS < now_ms:
+            if rules.forgotten(rules.decode_lease(value), now_ms):
                 with self._lock:
                     lease = self._lease(key)
-                    if lease is not None and lease.expires_ms + LEASE_KEPT_MS < now_ms:
+                    if lease is not None and rules.forgotten(lease, now_ms):
                         self._table.write([(LEASES, key, None)])
         return removed
 
@@ -247,8 +234,7 @@ class Sessions:
         record = rules.decode_record(value)
         if not self._expired(record, self._now_ms()):
             return record
-        lease = self._lease(session_key(tenant, session_id))
-        if lease is not None and lease.expires_ms > self._now_ms():
+        if rules.under_way(self._lease(session_key(tenant, session_id)), self._now_ms()):
             return record  # a turn began in time
         self._remove(session_key(tenant, session_id))
         return None
@@ -258,14 +244,13 @@ class Sessions:
         rules.check_name(session_id, "session_id")
         record = self._live(tenant, session_id)
         if record is None:
-            raise SessionNotFound(f"there is no session {session_id!r}", param="session_id")
+            raise rules.not_found(session_id)
         return record
 
     def _refuse_taken(self, tenant: str, session_id: str) -> None:
-        lease = self._lease(session_key(tenant, session_id))
-        begun = lease is not None and lease.expires_ms > self._now_ms()
+        begun = rules.under_way(self._lease(session_key(tenant, session_id)), self._now_ms())
         if begun or self._live(tenant, session_id) is not None:
-            raise AlreadyExists(f"a session {session_id!r} exists already", param="session_id")
+            raise rules.taken(session_id)
 
     def _lease(self, key: bytes) -> TurnLease | None:
         value = self._table.get(LEASES, key)
@@ -282,10 +267,6 @@ class Sessions:
         self._table.write([(RECORDS, key, None), (HEADS, key, None), (LEASES, key, None), *uses])
         self._count -= 1
         self._uses.released(record.model, record.block_ids)
-
-
-def new_id() -> str:
-    return f"session-{uuid.uuid4().hex}"
 
 
 def _prefix(tenant: str) -> bytes:

@@ -16,8 +16,8 @@ from kvcommons.errors import (
     VersionConflict,
 )
 from kvcommons.pb import kvstore_pb2 as pb
-from services.kvstore.session import TurnCommit, TurnLease
-from services.kvstore.sessions import LEASE_KEPT_MS, Sessions, open_sessions
+from services.kvstore.session import LEASE_KEPT_MS, TurnCommit, TurnLease
+from services.kvstore.sessions import Sessions, open_sessions
 
 MODEL = b"m" * 32
 

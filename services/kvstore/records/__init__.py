@@ -1,0 +1,1 @@
+"""Session records: one interface, and where they may lie."""
