@@ -1,7 +1,7 @@
 """Rules of a session record and of its turn lease. Pure: the time is passed in, nothing is read or written.
 
-Every implementation of `Records` keeps these. A rule needs a record's *head* only, which is the record without
-what grows with the session, so that nobody has to read a long session in order to add a turn to it.
+Every implementation of `Records` keeps these. A rule needs a record's *head* only, which is the record
+without what grows with the session, so that nobody has to read a long session in order to add a turn to it.
 
 One turn at a time: `begin` takes the lease, `commit` gives it back with the turn's tokens, `abandon` without.
 Every lease has a fencing number higher than all before it, so that an owner who lost his lease cannot commit
@@ -35,8 +35,6 @@ LEASE_MS_MAX = 600_000  # the router's `lease_ms` has the same bound
 
 # format, fencing, expires ms, length of turn id, owner
 _LEASE = struct.Struct("<BQqHH")
-
-_GROWING = ("tokens", "messages", "block_ids", "truncations")  # what a head is without
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +127,7 @@ def head_of(record: pb.SessionRecord) -> pb.SessionRecord:
     """The record without what grows with the session."""
     head = pb.SessionRecord()
     head.CopyFrom(record)
-    for field in _GROWING:
+    for field in ("tokens", "messages", "block_ids", "truncations"):
         head.ClearField(field)
     return head
 

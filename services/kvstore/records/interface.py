@@ -11,10 +11,11 @@ from services.kvstore.session import Committed, TurnCommit, TurnLease
 class Records(Protocol):
     """Session records and turn leases of all tenants; a tenant sees its own only.
 
-    Every call that changes something is durable when it returns, and each is one step: whatever runs beside it
-    comes before it or after it. Every call ends by itself. Raises StoreUnavailable where that could not be done
-    in time, and then the change may be there or not: `begin`, `renew`, `commit` and `abandon` may be repeated
-    as they were, and find out. Raises Overloaded where too many calls wait already. On the event loop's thread.
+    Every call that changes something is durable when it returns, and each is one step: whatever runs beside
+    it comes before it or after it. Every call ends by itself. Raises StoreUnavailable where it could not be
+    done in time, and then the change may be there or not: `begin`, `renew`, `commit` and `abandon` may be
+    repeated as they were, and find out. Raises Overloaded where too many calls wait already. On the event
+    loop's thread.
     """
 
     async def create(self, tenant: str, session_id: str, ttl_s: int) -> pb.SessionRecord:
@@ -24,15 +25,15 @@ class Records(Protocol):
         """The whole record. Raises SessionNotFound."""
 
     async def page(self, tenant: str, after: str, limit: int) -> tuple[list[pb.SessionRecord], bool]:
-        """Heads of a tenant's sessions in the order of their ids' UTF-8 bytes, those behind the id `after`, and
-        whether there are more."""
+        """Heads of a tenant's sessions in the order of their ids' UTF-8 bytes, those behind the id `after`,
+        and whether there are more."""
 
     async def delete(self, tenant: str, session_id: str) -> None:
         """A turn under way cannot commit any more. Raises SessionNotFound."""
 
     async def fork(self, tenant: str, session_id: str, new_session_id: str) -> pb.SessionRecord:
-        """A new session with all that this one has committed; an empty id is made up. Returns its head. Raises
-        SessionNotFound, AlreadyExists."""
+        """A new session with all that this one has committed; an empty id is made up. Raises SessionNotFound,
+        AlreadyExists."""
 
     async def begin(
         self, tenant: str, session_id: str, *, turn_id: str, owner: str, lease_ms: int
@@ -50,8 +51,8 @@ class Records(Protocol):
         """Gives the lease back; nothing happens where it is gone already."""
 
     async def sweep(self) -> int:
-        """Removes some of the expired sessions and forgotten leases; several calls get to all of them. Returns
-        how many sessions went."""
+        """Removes some of the expired sessions and forgotten leases; several calls get to all of them.
+        Returns how many sessions went."""
 
     async def count(self) -> int:
         """Sessions that exist, expired ones included until they are swept."""

@@ -1,0 +1,1 @@
+"""What alembic runs: `versions` has one file for each step of the schema."""

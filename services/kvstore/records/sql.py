@@ -1,0 +1,365 @@
+"""Records in a database that speaks PostgreSQL's protocol: PostgreSQL, CockroachDB, YugabyteDB.
+
+A session is a row with its head and its lease, and a row for each turn with what that turn added. What
+changes a session locks its row first, so that the rules of `session.py` decide over what nobody else changes
+meanwhile. A session that is deleted and begun anew is another incarnation, with turns of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import uuid
+from collections import OrderedDict
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, TypeVar
+
+from kvcommons.errors import Conflict
+from kvcommons.pb import kvstore_pb2 as pb
+from kvcommons.shards import session_key
+from services.kvstore import session as rules
+from services.kvstore.clock import Clock
+from services.kvstore.records import tables
+from services.kvstore.records.postgres import Connection, Postgres, ReadAgain, Transaction
+from services.kvstore.records.tables import Row
+from services.kvstore.session import Committed, TurnCommit, TurnLease, new_id
+
+T = TypeVar("T")
+
+KNOWN_BYTES = 64 << 20  # of records that were read lately
+SWEEP_MAX = 100  # sessions in one sweep: each is a transaction
+
+
+class SqlRecords:
+    """`Records` in a database. `unnamed` is called with the blocks of a model that no session names any more.
+
+    A caller that is cancelled leaves its call to go on to its end, which `call_s` bounds.
+    """
+
+    def __init__(
+        self,
+        conninfo: str,
+        *,
+        default_ttl_s: int,
+        clock: Clock,
+        unnamed: Callable[[bytes, Sequence[bytes]], None] = lambda model, block_ids: None,
+        connections: int = 16,
+        waiting_max: int = 1000,
+        call_s: float = 5.0,
+        dice: random.Random | None = None,
+    ) -> None:
+        """See `Postgres` for the others. The database may come later."""
+        self._postgres = Postgres(
+            conninfo,
+            connections=connections,
+            waiting_max=waiting_max,
+            call_s=call_s,
+            dice=dice or random.Random(),
+        )
+        self._default_ttl_s = default_ttl_s
+        self._now_ms = clock.now_ms
+        self._unnamed = unnamed
+        self._calls: set[asyncio.Task[Any]] = set()
+        self._known = _KnownRecords(KNOWN_BYTES)
+
+    async def close(self) -> None:
+        await asyncio.gather(*self._calls, return_exceptions=True)
+        await self._postgres.close()
+
+    # ---- sessions
+
+    async def create(self, tenant: str, session_id: str, ttl_s: int) -> pb.SessionRecord:
+        session_id = session_id or new_id()
+        key = _checked_key(tenant, session_id)
+        record = rules.new_record(tenant, session_id, ttl_s, self._now_ms())
+        row = Row(incarnation=uuid.uuid4(), head=record)
+
+        async def work(transaction: Transaction) -> pb.SessionRecord:
+            if not await self._is_there(transaction, key, row.incarnation):
+                await tables.insert(transaction.connection, key, row)
+            return record
+
+        return await self._call(work)
+
+    async def get(self, tenant: str, session_id: str) -> pb.SessionRecord:
+        key = _checked_key(tenant, session_id)
+
+        async def work(transaction: Transaction) -> pb.SessionRecord:
+            row = await self._live(transaction.connection, key, lock=False)
+            if row is None or row.head is None:
+                raise rules.not_found(session_id)
+            return await self._whole(transaction.connection, row.incarnation, row.head)
+
+        return await self._call(work)
+
+    async def page(self, tenant: str, after: str, limit: int) -> tuple[list[pb.SessionRecord], bool]:
+        rules.check_name(tenant, "tenant")
+        rules.check_limit(limit)
+        end = _end(session_key(tenant, ""))
+
+        async def work(transaction: Transaction) -> tuple[list[pb.SessionRecord], bool]:
+            found: list[pb.SessionRecord] = []
+            behind = session_key(tenant, after)
+            while True:
+                heads = await tables.read_heads(transaction.connection, behind, end, limit + 1)
+                found += [head for _, head in heads if not self._expired(head)]
+                if len(found) > limit or len(heads) <= limit:
+                    return found[:limit], len(found) > limit
+                behind = heads[-1][0]
+
+        return await self._call(work)
+
+    async def delete(self, tenant: str, session_id: str) -> None:
+        key = _checked_key(tenant, session_id)
+
+        async def work(transaction: Transaction) -> None:
+            row = await self._live(transaction.connection, key)
+            if row is not None and row.head is not None:
+                await self._remove(transaction, row)
+            elif not transaction.unsure:
+                raise rules.not_found(session_id)
+
+        await self._call(work)
+
+    async def fork(self, tenant: str, session_id: str, new_session_id: str) -> pb.SessionRecord:
+        key = _checked_key(tenant, session_id)
+        new_session_id = new_session_id or new_id()
+        rules.check_name(new_session_id, "new_id")
+        incarnation = uuid.uuid4()
+
+        async def work(transaction: Transaction) -> None:
+            row = await self._live(transaction.connection, key)
+            if row is None or row.head is None:
+                raise rules.not_found(session_id)
+            if not await self._is_there(transaction, session_key(tenant, new_session_id), incarnation):
+                head = rules.fork_of(row.head, new_session_id, self._now_ms())
+                await tables.fork(transaction.connection, row, head, incarnation)
+
+        await self._call(work)
+        return await self.get(tenant, new_session_id)
+
+    async def count(self) -> int:
+        return await self._call(lambda transaction: tables.count(transaction.connection))
+
+    # ---- turns
+
+    async def begin(
+        self, tenant: str, session_id: str, *, turn_id: str, owner: str, lease_ms: int
+    ) -> tuple[pb.SessionRecord, TurnLease]:
+        key = _checked_key(tenant, session_id)
+
+        async def work(transaction: Transaction) -> tuple[pb.SessionRecord, TurnLease]:
+            connection, now_ms = transaction.connection, self._now_ms()
+            row = await self._live_or_removed(transaction, key)
+            before = row.lease if row is not None else None
+            fencing = await tables.next_fencing(connection)
+            lease = rules.begin(
+                before,
+                turn_id=turn_id,
+                owner=owner,
+                lease_ms=lease_ms,
+                # A database that draws numbers at several places may draw a lower one later.
+                next_fencing=max(fencing, before.fencing + 1 if before is not None else 1),
+                now_ms=now_ms,
+            )
+            if row is None:
+                await tables.insert(connection, key, Row(incarnation=uuid.uuid4(), lease=lease))
+            else:
+                await tables.write_lease(connection, row, lease)
+            if row is None or row.head is None:
+                return rules.new_record(tenant, session_id, 0, now_ms), lease
+            return await self._whole(connection, row.incarnation, row.head), lease
+
+        return await self._call(work)
+
+    async def renew(self, tenant: str, session_id: str, *, turn_id: str, fencing: int, lease_ms: int) -> None:
+        key = _checked_key(tenant, session_id)
+
+        async def work(transaction: Transaction) -> None:
+            row = await self._row(transaction.connection, key)
+            lease = rules.renew(
+                row.lease if row is not None else None,
+                exists=row is not None and row.head is not None,
+                turn_id=turn_id,
+                fencing=fencing,
+                lease_ms=lease_ms,
+                now_ms=self._now_ms(),
+            )
+            assert row is not None  # it had the lease
+            await tables.write_lease(transaction.connection, row, lease)
+
+        await self._call(work)
+
+    async def commit(self, tenant: str, session_id: str, turn: TurnCommit) -> Committed:
+        key = _checked_key(tenant, session_id)
+
+        async def work(transaction: Transaction) -> Committed:
+            connection, now_ms = transaction.connection, self._now_ms()
+            row = await self._live(connection, key)
+            stored = row.head if row is not None else None
+            before = stored or rules.new_record(tenant, session_id, 0, now_ms)
+            lease = row.lease if row is not None else None
+            try:
+                head = rules.commit(before, lease, turn, now_ms, exists=stored is not None)
+            except Conflict:
+                version = await tables.find_turn(connection, row, turn.turn_id) if row is not None else None
+                if version is None:
+                    raise
+                return Committed(version=version, new=False)
+            if head is None:
+                return Committed(version=before.version, new=False)
+            assert row is not None  # it had the lease
+            await tables.add_turn(connection, row, head, turn)
+            return Committed(version=head.version, new=True)
+
+        return await self._call(work)
+
+    async def abandon(self, tenant: str, session_id: str, *, turn_id: str, fencing: int) -> None:
+        key = _checked_key(tenant, session_id)
+
+        async def work(transaction: Transaction) -> None:
+            row = await self._row(transaction.connection, key)
+            if row is not None and rules.may_abandon(row.lease, turn_id, fencing):
+                await tables.write_lease(transaction.connection, row, None)
+
+        await self._call(work)
+
+    # ---- upkeep
+
+    async def sweep(self) -> int:
+        """Those that ended first, at most `SWEEP_MAX`."""
+        now_ms = self._now_ms()
+        keys = await self._call(
+            lambda transaction: tables.read_ended(
+                transaction.connection, now_ms, self._default_ttl_s, SWEEP_MAX
+            )
+        )
+        return sum([await self._call(partial(self._sweep_one, key)) for key in keys])
+
+    async def _sweep_one(self, key: bytes, transaction: Transaction) -> bool:
+        """Whether a session went."""
+        row = await self._row(transaction.connection, key)
+        if row is None or not self._is_over(row):
+            return False
+        await self._remove(transaction, row)
+        return row.head is not None
+
+    # ---- within a transaction
+
+    async def _row(self, connection: Connection, key: bytes, *, lock: bool = True) -> Row | None:
+        row = await tables.read(connection, key, lock=lock)
+        if row is not None and row.lease is not None and rules.forgotten(row.lease, self._now_ms()):
+            return replace(row, lease=None)
+        return row
+
+    async def _live(self, connection: Connection, key: bytes, *, lock: bool = True) -> Row | None:
+        """None for a session that expired, too."""
+        row = await self._row(connection, key, lock=lock)
+        return row if row is not None and not self._is_over(row) else None
+
+    async def _live_or_removed(self, transaction: Transaction, key: bytes) -> Row | None:
+        """What is over makes room for something new."""
+        row = await self._row(transaction.connection, key)
+        if row is None or not self._is_over(row):
+            return row
+        await self._remove(transaction, row)
+        return None
+
+    async def _is_there(self, transaction: Transaction, key: bytes, incarnation: uuid.UUID) -> bool:
+        """Whether an earlier try has put a new session there; if not, there is room. Raises
+        AlreadyExists."""
+        row = await self._live_or_removed(transaction, key)
+        if row is None:
+            return False
+        if row.incarnation == incarnation:
+            return True
+        if row.head is not None or rules.under_way(row.lease, self._now_ms()):
+            raise rules.taken(_session_id(key))
+        await self._remove(transaction, row)
+        return False
+
+    def _is_over(self, row: Row) -> bool:
+        """Whether nothing in the row counts any more."""
+        if rules.under_way(row.lease, self._now_ms()):
+            return False
+        return row.lease is None if row.head is None else self._expired(row.head)
+
+    def _expired(self, head: pb.SessionRecord) -> bool:
+        limit_ms = rules.expires_ms(head, self._default_ttl_s)
+        return limit_ms is not None and limit_ms <= self._now_ms()
+
+    async def _remove(self, transaction: Transaction, row: Row) -> None:
+        unnamed = await tables.remove(transaction.connection, row)
+        if row.head is not None and unnamed:
+            transaction.afterwards.append(partial(self._unnamed, row.head.model, unnamed))
+
+    async def _whole(
+        self, connection: Connection, incarnation: uuid.UUID, head: pb.SessionRecord
+    ) -> pb.SessionRecord:
+        """The record of a head. Turns are never changed, so only those that are not known here are read."""
+        known = self._known.get(incarnation)
+        turns = await tables.read_turns(connection, incarnation, known.version, head.version)
+        if known.version + len(turns) != head.version:
+            raise ReadAgain("the session was changed while it was read")
+        body = pb.SessionRecord()
+        body.CopyFrom(known)
+        for turn in turns:
+            body.MergeFromString(turn.added)
+            del body.block_ids[turn.kept_blocks :]
+            body.block_ids.extend(turn.block_ids)
+        body.version = head.version
+        self._known.put(incarnation, body)
+        whole = pb.SessionRecord()
+        whole.CopyFrom(body)
+        whole.MergeFrom(head)
+        return whole
+
+    async def _call(self, work: Callable[[Transaction], Coroutine[Any, Any, T]]) -> T:
+        task = asyncio.create_task(self._postgres.transact(work))
+        self._calls.add(task)
+        task.add_done_callback(self._over)
+        return await asyncio.shield(task)
+
+    def _over(self, task: asyncio.Task[Any]) -> None:
+        self._calls.discard(task)
+        if not task.cancelled():
+            task.exception()  # its caller may be gone
+
+
+class _KnownRecords:
+    """What grows of the records that were read last, each as of a version."""
+
+    def __init__(self, bytes_max: int) -> None:
+        self._bytes_max = bytes_max
+        self._bytes = 0
+        self._records: OrderedDict[uuid.UUID, tuple[pb.SessionRecord, int]] = OrderedDict()
+
+    def get(self, incarnation: uuid.UUID) -> pb.SessionRecord:
+        """Of version 0 where nothing is known. The caller does not change it."""
+        known = self._records.get(incarnation)
+        return known[0] if known is not None else pb.SessionRecord()
+
+    def put(self, incarnation: uuid.UUID, record: pb.SessionRecord) -> None:
+        _, before = self._records.pop(incarnation, (None, 0))
+        self._records[incarnation] = record, record.ByteSize()
+        self._bytes += record.ByteSize() - before
+        while self._bytes > self._bytes_max:
+            self._bytes -= self._records.popitem(last=False)[1][1]
+
+
+def _checked_key(tenant: str, session_id: str) -> bytes:
+    rules.check_name(tenant, "tenant")
+    rules.check_name(session_id, "session_id")
+    return session_key(tenant, session_id)
+
+
+def _session_id(key: bytes) -> str:
+    return key[2 + int.from_bytes(key[:2], "big") :].decode()
+
+
+def _end(prefix: bytes) -> bytes:
+    """The first key behind all that begin with a tenant's prefix, which does not begin with 255."""
+    cut = prefix.rstrip(b"\xff")
+    return cut[:-1] + bytes([cut[-1] + 1])

@@ -1,0 +1,262 @@
+"""Statements on the tables of `migrations`, in a dialect that PostgreSQL, CockroachDB and YugabyteDB take.
+
+Each function runs within the transaction that is under way on the connection.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any, LiteralString
+
+from kvcommons.pb import kvstore_pb2 as pb
+from kvcommons.shards import session_key
+from services.kvstore import session as rules
+from services.kvstore.records.postgres import Connection
+from services.kvstore.session import TurnCommit, TurnLease
+
+ID_BYTES = 32  # of a block
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """A session. `head` is None while there is but a lease; `blocks_digest` is of all its block ids."""
+
+    incarnation: uuid.UUID
+    head: pb.SessionRecord | None = None
+    lease: TurnLease | None = None
+    blocks: int = 0
+    blocks_digest: bytes = blake2b(digest_size=16).digest()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnRow:
+    """What one turn added; of the block ids of before, the first `kept_blocks` are still the session's."""
+
+    added: bytes
+    kept_blocks: int
+    block_ids: Sequence[bytes]
+
+
+async def next_fencing(connection: Connection) -> int:
+    ((number,),) = await _rows(connection, "SELECT nextval('fencing')")
+    return int(number)
+
+
+async def read(connection: Connection, key: bytes, *, lock: bool) -> Row | None:
+    """With `lock`, nobody else changes the session before this transaction ends."""
+    columns: LiteralString = "SELECT incarnation, head, lease, blocks, blocks_digest FROM sessions"
+    which: LiteralString = " WHERE key = %s FOR UPDATE" if lock else " WHERE key = %s"
+    rows = await _rows(connection, columns + which, key)
+    if not rows:
+        return None
+    incarnation, head, lease, blocks, digest = rows[0]
+    return Row(
+        incarnation=incarnation,
+        head=rules.decode_record(head) if head is not None else None,
+        lease=rules.decode_lease(lease) if lease is not None else None,
+        blocks=blocks,
+        blocks_digest=digest,
+    )
+
+
+async def read_heads(
+    connection: Connection, behind: bytes, end: bytes, limit: int
+) -> list[tuple[bytes, pb.SessionRecord]]:
+    """Keys and heads in the order of the keys, between two of them."""
+    rows = await _rows(
+        connection,
+        "SELECT key, head FROM sessions WHERE key > %s AND key < %s AND head IS NOT NULL "
+        "ORDER BY key LIMIT %s",
+        behind,
+        end,
+        limit,
+    )
+    return [(key, rules.decode_record(head)) for key, head in rows]
+
+
+async def read_ended(connection: Connection, now_ms: int, default_ttl_s: int, limit: int) -> list[bytes]:
+    """Keys of rows whose time is over, unless a turn holds them."""
+    query: LiteralString = "SELECT key FROM sessions WHERE "
+    own = query + "ends_ms <= %s ORDER BY ends_ms LIMIT %s"
+    rows = await _rows(connection, own, now_ms, limit)
+    if default_ttl_s:
+        default = query + "ends_ms IS NULL AND last_used_ms <= %s ORDER BY last_used_ms LIMIT %s"
+        rows += await _rows(connection, default, now_ms - default_ttl_s * 1000, limit)
+    return [key for (key,) in rows][:limit]
+
+
+async def count(connection: Connection) -> int:
+    ((number,),) = await _rows(connection, "SELECT count(*) FROM sessions WHERE head IS NOT NULL")
+    return int(number)
+
+
+async def insert(connection: Connection, key: bytes, row: Row) -> None:
+    """Raises psycopg's UniqueViolation where another transaction was faster: tried again, it is seen."""
+    await connection.execute(
+        "INSERT INTO sessions (incarnation, key, head, lease, blocks, blocks_digest, ends_ms, last_used_ms) "
+        "VALUES (%s, %s, %s, %s, %s, %s, %s, %s)",
+        [
+            row.incarnation,
+            key,
+            _encoded(row.head) if row.head is not None else None,
+            rules.encode_lease(row.lease) if row.lease is not None else None,
+            row.blocks,
+            row.blocks_digest,
+            _ends_ms(row.head, row.lease),
+            row.head.last_used_ms if row.head is not None else 0,
+        ],
+    )
+
+
+async def write_lease(connection: Connection, row: Row, lease: TurnLease | None) -> None:
+    """A row that has nothing but its lease goes with it."""
+    if row.head is None and lease is None:
+        await connection.execute("DELETE FROM sessions WHERE incarnation = %s", [row.incarnation])
+        return
+    await connection.execute(
+        "UPDATE sessions SET lease = %s, ends_ms = %s WHERE incarnation = %s",
+        [
+            rules.encode_lease(lease) if lease is not None else None,
+            _ends_ms(row.head, lease),
+            row.incarnation,
+        ],
+    )
+
+
+async def remove(connection: Connection, row: Row) -> list[bytes]:
+    """Returns the blocks that no session names any more."""
+    ids = await _block_ids(connection, row.incarnation)
+    await _unname(connection, row.incarnation, ids)
+    await connection.execute("DELETE FROM turns WHERE incarnation = %s", [row.incarnation])
+    await connection.execute("DELETE FROM sessions WHERE incarnation = %s", [row.incarnation])
+    if not ids:
+        return []
+    query = "SELECT DISTINCT block_id FROM block_uses WHERE block_id = ANY(%s)"
+    others = {block_id for (block_id,) in await _rows(connection, query, ids)}
+    return [block_id for block_id in ids if block_id not in others]
+
+
+async def fork(connection: Connection, source: Row, head: pb.SessionRecord, incarnation: uuid.UUID) -> None:
+    row = Row(incarnation=incarnation, head=head, blocks=source.blocks, blocks_digest=source.blocks_digest)
+    await insert(connection, session_key(head.tenant, head.session_id), row)
+    # Without the turns' ids: a turn of the one session may be a turn of the other, too.
+    await connection.execute(
+        "INSERT INTO turns (incarnation, version, turn_id, added, kept_blocks, block_ids) "
+        "SELECT %s, version, NULL, added, kept_blocks, block_ids FROM turns WHERE incarnation = %s",
+        [incarnation, source.incarnation],
+    )
+    await _name(connection, incarnation, await _block_ids(connection, source.incarnation))
+
+
+async def add_turn(connection: Connection, row: Row, head: pb.SessionRecord, turn: TurnCommit) -> None:
+    """Writes what the turn adds and the head after it, and takes the lease. Of what the session had, only a
+    truncation reads anything: which blocks its context had."""
+    ids = list(turn.block_ids)
+    # Mostly there are more blocks behind the ones of before, which need not be read to see that.
+    kept = row.blocks if _digest(ids[: row.blocks]) == row.blocks_digest else 0
+    if kept < row.blocks:
+        await _unname(connection, row.incarnation, {*await _block_ids(connection, row.incarnation)} - {*ids})
+    added = pb.SessionRecord(
+        tokens=turn.new_tokens, messages=turn.new_messages, truncations=turn.new_truncations
+    )
+    await connection.execute(
+        "INSERT INTO turns (incarnation, version, turn_id, added, kept_blocks, block_ids) "
+        "VALUES (%s, %s, %s, %s, %s, %s)",
+        [
+            row.incarnation,
+            head.version,
+            turn.turn_id,
+            added.SerializeToString(deterministic=True),
+            kept,
+            b"".join(ids[kept:]),
+        ],
+    )
+    await _name(connection, row.incarnation, ids[kept:])
+    await connection.execute(
+        "UPDATE sessions SET head = %s, lease = NULL, blocks = %s, blocks_digest = %s, ends_ms = %s, "
+        "last_used_ms = %s WHERE incarnation = %s",
+        [_encoded(head), len(ids), _digest(ids), _ends_ms(head), head.last_used_ms, row.incarnation],
+    )
+
+
+async def find_turn(connection: Connection, row: Row, turn_id: str) -> int | None:
+    """The version that a turn made, be it long ago; None if it was not committed."""
+    query = "SELECT version FROM turns WHERE incarnation = %s AND turn_id = %s"
+    rows = await _rows(connection, query, row.incarnation, turn_id)
+    return int(rows[0][0]) if rows else None
+
+
+async def read_turns(
+    connection: Connection, incarnation: uuid.UUID, behind: int, version: int
+) -> list[TurnRow]:
+    """Those that came after one version, up to another one."""
+    rows = await _rows(
+        connection,
+        "SELECT added, kept_blocks, block_ids FROM turns "
+        "WHERE incarnation = %s AND version > %s AND version <= %s ORDER BY version",
+        incarnation,
+        behind,
+        version,
+    )
+    return [
+        TurnRow(added=added, kept_blocks=kept, block_ids=_divided(block_ids))
+        for added, kept, block_ids in rows
+    ]
+
+
+# ---- which session names which block
+
+
+async def _block_ids(connection: Connection, incarnation: uuid.UUID) -> list[bytes]:
+    """Of all full blocks of a session's context."""
+    query = "SELECT kept_blocks, block_ids FROM turns WHERE incarnation = %s ORDER BY version"
+    ids: list[bytes] = []
+    for kept, new in await _rows(connection, query, incarnation):
+        ids[kept:] = _divided(new)
+    return ids
+
+
+async def _name(connection: Connection, incarnation: uuid.UUID, ids: Collection[bytes]) -> None:
+    if ids:
+        await connection.execute(
+            "INSERT INTO block_uses (block_id, incarnation) "
+            "SELECT one, %s FROM unnest(%s::bytea[]) AS one ON CONFLICT DO NOTHING",
+            [incarnation, list(ids)],
+        )
+
+
+async def _unname(connection: Connection, incarnation: uuid.UUID, ids: Collection[bytes]) -> None:
+    if ids:
+        await connection.execute(
+            "DELETE FROM block_uses WHERE incarnation = %s AND block_id = ANY(%s)", [incarnation, list(ids)]
+        )
+
+
+# ---- values
+
+
+async def _rows(connection: Connection, query: LiteralString, *values: object) -> list[tuple[Any, ...]]:
+    return await (await connection.execute(query, values, binary=True)).fetchall()
+
+
+def _encoded(head: pb.SessionRecord) -> bytes:
+    return rules.head_of(head).SerializeToString(deterministic=True)
+
+
+def _digest(block_ids: Sequence[bytes]) -> bytes:
+    return blake2b(b"".join(block_ids), digest_size=16).digest()
+
+
+def _divided(block_ids: bytes) -> list[bytes]:
+    return [block_ids[at : at + ID_BYTES] for at in range(0, len(block_ids), ID_BYTES)]
+
+
+def _ends_ms(head: pb.SessionRecord | None, lease: TurnLease | None = None) -> int | None:
+    """When the sweep should look at a row; None: where the default time to live says."""
+    if head is not None:
+        return rules.expires_ms(head, 0)
+    assert lease is not None  # a row has one of them
+    return lease.expires_ms + rules.LEASE_KEPT_MS + 1

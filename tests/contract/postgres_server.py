@@ -1,0 +1,226 @@
+"""A PostgreSQL of the test's own, and a proxy in front of it that counts, freezes and cuts."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pwd
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from tests.machine import scaled
+
+_START_S = 60.0
+
+
+def programs() -> Path:
+    """The folder with initdb and postgres. Skips the test where there is none."""
+    found = [Path(path).parent for name in ("initdb", "pg_config") if (path := shutil.which(name))]
+    found += sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
+    for folder in found:
+        if (folder / "initdb").exists() and (folder / "postgres").exists():
+            return folder
+    pytest.skip("needs PostgreSQL (initdb and postgres), as Debian's package postgresql has it")
+
+
+def account() -> str | None:
+    """As whom PostgreSQL runs; None: as whoever runs the tests, since only root is refused."""
+    if os.getuid() != 0:
+        return None
+    for name in ("postgres", "nobody"):
+        with suppress(KeyError):
+            return pwd.getpwnam(name).pw_name
+    pytest.skip("PostgreSQL refuses to run as root, and there is no account `postgres` or `nobody`")
+
+
+class PostgresServer:
+    """Made in a folder of its own with fsync and all else as it comes; reached over a Unix socket there."""
+
+    def __init__(self) -> None:
+        self._programs, self._account = programs(), account()
+        self.folder = Path(tempfile.mkdtemp(prefix="kvc-pg-"))
+        self._process: subprocess.Popen[bytes] | None = None
+        if self._account is not None:
+            shutil.chown(self.folder, self._account)
+        command = ["initdb", "-D", "data", "-U", "tests", "-A", "trust", "-E", "UTF8", "--no-instructions"]
+        made = subprocess.run(
+            [self._programs / command[0], *command[1:]],
+            **self._how(),
+            capture_output=True,
+            text=True,
+            timeout=scaled(_START_S),
+            check=False,
+        )
+        if made.returncode:
+            shutil.rmtree(self.folder)
+            pytest.skip(f"PostgreSQL's initdb failed here: {made.stderr.strip()}")
+
+    @property
+    def conninfo(self) -> str:
+        return f"host={self.folder} user=tests dbname=postgres"
+
+    @property
+    def socket(self) -> Path:
+        return self.folder / ".s.PGSQL.5432"
+
+    def start(self) -> None:
+        settings = [f"unix_socket_directories={self.folder}", "listen_addresses=", "max_connections=60"]
+        options = [part for setting in settings for part in ("-c", setting)]
+        with (self.folder / "log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [self._programs / "postgres", "-D", "data", *options], **self._how(), stdout=log, stderr=log
+            )
+
+    async def ready(self) -> None:
+        """Waits until it takes connections."""
+        async with asyncio.timeout(scaled(_START_S)):
+            while True:
+                try:
+                    async with await psycopg.AsyncConnection.connect(self.conninfo):
+                        return
+                except psycopg.OperationalError:
+                    assert self._process is not None
+                    assert self._process.poll() is None, (self.folder / "log").read_text()
+                    await asyncio.sleep(0.05)
+
+    def kill(self) -> None:
+        """As a crash does: nothing is written any more, and all connections break."""
+        if self._process is None:
+            return
+        children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children")
+        pids = [int(pid) for pid in children.read_text().split()] if children.exists() else []
+        for pid in (self._process.pid, *pids):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._process.wait()
+        self._process = None
+        give_up = time.monotonic() + scaled(_START_S)
+        while any(map(_lives, pids)):  # they have its memory, which the next server looks for
+            assert time.monotonic() < give_up
+            time.sleep(0.005)
+        for name in (".s.PGSQL.5432", ".s.PGSQL.5432.lock"):
+            (self.folder / name).unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        if self._process is not None:
+            self._process.send_signal(signal.SIGQUIT)  # it ends at once, and leaves no shared memory
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(scaled(_START_S))
+        self.kill()
+        shutil.rmtree(self.folder)
+
+    def _how(self) -> dict[str, object]:
+        how: dict[str, object] = {"cwd": self.folder}
+        if self._account is not None:
+            entry = pwd.getpwnam(self._account)
+            how |= {"user": entry.pw_uid, "group": entry.pw_gid, "extra_groups": []}
+        return how
+
+
+def _lives(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+class Proxy:
+    """Between a client and PostgreSQL, without TLS. `rows` and `bytes` count what went through.
+
+    `cut_at_commit` breaks the next connection that commits: "before" the server hears of it, or "after" it
+    has answered, which the client does not hear.
+    """
+
+    def __init__(self, server: PostgresServer) -> None:
+        self._server = server
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._open = asyncio.Event()
+        self._open.set()
+        self.rows = self.bytes = 0
+        self.cut_at_commit = ""
+
+    async def start(self) -> None:
+        self._listener = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        self.port = self._listener.sockets[0].getsockname()[1]
+
+    @property
+    def conninfo(self) -> str:
+        return (
+            f"host=127.0.0.1 port={self.port} user=tests dbname=postgres sslmode=disable gssencmode=disable"
+        )
+
+    def freeze(self) -> None:
+        """Nothing goes through, and no connection ends."""
+        self._open.clear()
+
+    def thaw(self) -> None:
+        self._open.set()
+
+    async def stop(self) -> None:
+        self._listener.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._listener.wait_closed()
+
+    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        writers = [writer]
+        try:
+            answers, requests = await asyncio.open_unix_connection(self._server.socket)
+            writers.append(requests)
+            link = _Link()
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._up(link, reader, requests))
+                group.create_task(self._down(link, answers, writer))
+        except (OSError, ExceptionGroup, asyncio.CancelledError):
+            pass
+        finally:
+            self._tasks.discard(task)
+            for one in writers:
+                one.close()
+
+    async def _up(self, link: _Link, reader: asyncio.StreamReader, requests: asyncio.StreamWriter) -> None:
+        while data := await reader.read(1 << 16):
+            await self._open.wait()
+            self.bytes += len(data)
+            if self.cut_at_commit and b"COMMIT" in data:
+                how, self.cut_at_commit = self.cut_at_commit, ""
+                if how == "before":
+                    break
+                link.mute = True
+            requests.write(data)
+            await requests.drain()
+        raise ConnectionResetError
+
+    async def _down(self, link: _Link, answers: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while True:
+            try:
+                head = await answers.readexactly(5)
+                body = await answers.readexactly(int.from_bytes(head[1:], "big") - 4)
+            except asyncio.IncompleteReadError:
+                raise ConnectionResetError from None
+            await self._open.wait()
+            self.bytes += len(head) + len(body)
+            self.rows += head[:1] == b"D"
+            if link.mute and head[:1] == b"Z":  # ready for the next query: the commit is through
+                raise ConnectionResetError
+            if not link.mute:
+                writer.write(head + body)
+                await writer.drain()
+
+
+class _Link:
+    """One connection; `mute`: the client hears nothing any more."""
+
+    mute = False

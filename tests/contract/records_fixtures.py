@@ -1,0 +1,111 @@
+"""Records of both kinds for the tests of `Records`."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
+from pathlib import Path
+
+import psycopg
+
+from kvcommons.pb import kvstore_pb2 as pb
+from services.kvstore.records.embedded import EmbeddedRecords
+from services.kvstore.records.interface import Records
+from services.kvstore.records.sql import SqlRecords
+from services.kvstore.session import Committed, TurnCommit, TurnLease
+from services.kvstore.sessions import Sessions, open_sessions
+from tests.contract.postgres_server import PostgresServer
+from tests.machine import scaled
+
+MODEL = b"m" * 32
+CALL_S = 10.0
+_numbers = itertools.count()
+
+Unnamed = Callable[[bytes, Sequence[bytes]], None]
+
+
+class Clock:
+    """Turned by the test."""
+
+    def __init__(self) -> None:
+        self.time_ms = 1_750_000_000_000
+
+    def now_ms(self) -> int:
+        return self.time_ms
+
+    def monotonic_s(self) -> float:
+        return self.time_ms / 1000
+
+
+def embedded(
+    folder: Path, clock: Clock, default_ttl_s: int, unnamed: Unnamed, executor: Executor
+) -> EmbeddedRecords:
+    sessions = Sessions(open_sessions(folder), default_ttl_s=default_ttl_s, clock=clock, unnamed=unnamed)
+    return EmbeddedRecords(sessions, executor)
+
+
+async def new_schema(server: PostgresServer) -> str:
+    """A schema of the test's own; returns what to add to a conninfo so that it is used."""
+    name = f"test_{next(_numbers)}"
+    async with await psycopg.AsyncConnection.connect(server.conninfo, autocommit=True) as connection:
+        await connection.execute(f"CREATE SCHEMA {name}".encode())
+    return f" options='-c search_path={name} -c enable_seqscan=off'"
+
+
+def sql(
+    conninfo: str,
+    clock: Clock,
+    default_ttl_s: int = 0,
+    unnamed: Unnamed = lambda model, block_ids: None,
+    *,
+    connections: int = 4,
+    waiting_max: int = 100,
+    call_s: float = scaled(CALL_S),
+) -> SqlRecords:
+    return SqlRecords(
+        conninfo,
+        default_ttl_s=default_ttl_s,
+        clock=clock,
+        unnamed=unnamed,
+        connections=connections,
+        waiting_max=waiting_max,
+        call_s=call_s,
+    )
+
+
+async def begin(
+    records: Records, turn_id: str, session_id: str = "s", *, owner: str = "router", lease_ms: int = 1000
+) -> tuple[pb.SessionRecord, TurnLease]:
+    return await records.begin("alice", session_id, turn_id=turn_id, owner=owner, lease_ms=lease_ms)
+
+
+def turn(
+    lease: TurnLease,
+    version: int,
+    tokens: Sequence[int],
+    block_ids: Sequence[bytes] = (),
+    truncations: Sequence[pb.TruncationRecord] = (),
+) -> TurnCommit:
+    return TurnCommit(
+        turn_id=lease.turn_id,
+        fencing=lease.fencing,
+        expected_version=version,
+        model=MODEL,
+        model_name="demo",
+        new_tokens=tokens,
+        new_messages=[pb.Message(role="user", content=f"{len(tokens)} from {tokens[:1]}")],
+        block_ids=block_ids,
+        new_truncations=truncations,
+    )
+
+
+async def commit(
+    records: Records,
+    turn_id: str,
+    tokens: Sequence[int],
+    session_id: str = "s",
+    block_ids: Sequence[bytes] = (),
+) -> Committed:
+    record, lease = await begin(records, turn_id, session_id)
+    return await records.commit("alice", session_id, turn(lease, record.version, tokens, block_ids))

@@ -1,0 +1,389 @@
+"""What holds of session records wherever they lie: in RocksDB, and in a real PostgreSQL."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from concurrent.futures import Executor, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from kvcommons.errors import (
+    AlreadyExists,
+    Conflict,
+    InvalidInput,
+    SessionNotFound,
+    TurnInProgress,
+    VersionConflict,
+)
+from kvcommons.pb import kvstore_pb2 as pb
+from services.kvstore.records.interface import Records
+from services.kvstore.session import LEASE_KEPT_MS
+from tests.contract.postgres_server import PostgresServer
+from tests.contract.records_fixtures import (
+    MODEL,
+    Clock,
+    begin,
+    commit,
+    embedded,
+    new_schema,
+    sql,
+    turn,
+)
+
+
+@pytest.fixture(scope="module")
+def postgres() -> Iterator[PostgresServer]:
+    server = PostgresServer()
+    server.start()
+    yield server
+    server.remove()
+
+
+class Home:
+    """Where records lie. `open` gives them; again, after `close`, as they were."""
+
+    def __init__(self, kind: str, folder: Path, conninfo: str, executor: Executor) -> None:
+        self._kind, self._folder, self._conninfo, self._executor = kind, folder, conninfo, executor
+        self.clock = Clock()
+        self.default_ttl_s = 3600
+        self.unnamed: list[bytes] = []
+        self._opened: list[Records] = []
+
+    async def open(self) -> Records:
+        records: Records
+        if self._kind == "embedded":
+            records = embedded(self._folder, self.clock, self.default_ttl_s, self._forget, self._executor)
+        else:
+            records = sql(self._conninfo, self.clock, self.default_ttl_s, self._forget)
+        self._opened.append(records)
+        return records
+
+    async def close(self) -> None:
+        while self._opened:
+            await self._opened.pop().close()
+
+    def _forget(self, model: bytes, block_ids: Sequence[bytes]) -> None:
+        assert model == MODEL
+        self.unnamed += block_ids
+
+
+@pytest.fixture(params=["embedded", "sql"])
+async def home(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Home]:
+    conninfo = ""
+    if request.param == "sql":
+        server: PostgresServer = request.getfixturevalue("postgres")
+        await server.ready()
+        conninfo = server.conninfo + await new_schema(server)
+    with ThreadPoolExecutor(4) as executor:
+        made = Home(request.param, tmp_path, conninfo, executor)
+        yield made
+        await made.close()
+
+
+@pytest.fixture
+async def records(home: Home) -> Records:
+    return await home.open()
+
+
+@pytest.fixture
+def clock(home: Home) -> Clock:
+    return home.clock
+
+
+def block(number: int) -> bytes:
+    return bytes([number]) * 32
+
+
+async def test_turns_add_up_and_survive(home: Home) -> None:
+    records = await home.open()
+    record, _ = await begin(records, "t1")
+    assert (record.version, list(record.tokens)) == (0, [])
+    assert (await commit(records, "t1", [1, 2], block_ids=[block(1)])).version == 1
+    assert (await commit(records, "t2", [300_000], block_ids=[block(1), block(2)])).version == 2
+    before = await records.get("alice", "s")
+    await home.close()
+    again = await home.open()
+    stored = await again.get("alice", "s")
+    assert stored == before
+    assert list(stored.tokens) == [1, 2, 300_000]
+    assert [message.content for message in stored.messages] == ["2 from [1]", "1 from [300000]"]
+    assert list(stored.block_ids) == [block(1), block(2)]
+    assert (stored.version, stored.root, stored.last_turn_id, stored.model) == (2, "s", "t2", MODEL)
+    assert (await begin(again, "t3"))[0] == stored
+    assert await again.count() == 1
+
+
+async def test_one_turn_at_a_time(records: Records) -> None:
+    _, lease = await begin(records, "t1")
+    with pytest.raises(TurnInProgress) as error:
+        await begin(records, "t2")
+    assert 0 < error.value.retry_after_ms <= 1000
+    await records.abandon("alice", "s", turn_id="t1", fencing=lease.fencing)
+    await records.abandon("alice", "s", turn_id="t1", fencing=lease.fencing)
+    _, next_lease = await begin(records, "t2")
+    assert next_lease.fencing > lease.fencing
+
+
+async def test_of_many_that_begin_at_once_one_does(records: Records) -> None:
+    for session_id in ("new", "old"):
+        if session_id == "old":
+            await commit(records, "t", [1], session_id)
+        begun = await asyncio.gather(
+            *(begin(records, f"turn {number}", session_id) for number in range(8)), return_exceptions=True
+        )
+        assert sum(isinstance(one, tuple) for one in begun) == 1
+        assert sum(isinstance(one, TurnInProgress) for one in begun) == 7
+
+
+async def test_a_turn_that_asks_twice_keeps_its_lease(records: Records) -> None:
+    _, lease = await begin(records, "t1")
+    _, same = await begin(records, "t1", owner="another router")
+    assert (same.fencing, same.owner) == (lease.fencing, "another router")
+
+
+async def test_a_commit_is_idempotent_by_turn(records: Records) -> None:
+    _, lease = await begin(records, "t1")
+    first = turn(lease, 0, [1, 2])
+    both = await asyncio.gather(*(records.commit("alice", "s", first) for _ in range(2)))
+    assert sorted(one.new for one in both) == [False, True]
+    repeated = await records.commit("alice", "s", first)
+    assert (repeated.version, repeated.new) == (1, False)
+    assert list((await records.get("alice", "s")).tokens) == [1, 2]
+
+
+async def test_a_stale_owner_cannot_commit_over_the_next(records: Records, clock: Clock) -> None:
+    _, stale = await begin(records, "t1")
+    clock.time_ms += 1001
+    _, fresh = await begin(records, "t2")
+    assert fresh.fencing > stale.fencing
+    with pytest.raises(Conflict, match="another turn"):
+        await records.commit("alice", "s", turn(stale, 0, [9]))
+    with pytest.raises(Conflict, match="another turn"):
+        await records.renew("alice", "s", turn_id="t1", fencing=stale.fencing, lease_ms=1000)
+    await records.abandon("alice", "s", turn_id="t1", fencing=stale.fencing)  # takes nothing from t2
+    assert (await records.commit("alice", "s", turn(fresh, 0, [1]))).version == 1
+    with pytest.raises(Conflict):
+        await records.renew("alice", "s", turn_id="t1", fencing=stale.fencing, lease_ms=1000)
+
+
+async def test_a_lease_that_ran_out_still_counts_while_nobody_took_it(records: Records, clock: Clock) -> None:
+    _, lease = await begin(records, "t1")
+    clock.time_ms += 60_000
+    await records.renew("alice", "s", turn_id="t1", fencing=lease.fencing, lease_ms=1000)
+    with pytest.raises(TurnInProgress):
+        await begin(records, "t2")
+    clock.time_ms += 60_000
+    assert (await records.commit("alice", "s", turn(lease, 0, [1]))).version == 1
+
+
+async def test_the_version_decides(records: Records) -> None:
+    await commit(records, "t1", [1])
+    _, lease = await begin(records, "t2")
+    with pytest.raises(VersionConflict, match="version 1"):
+        await records.commit("alice", "s", turn(lease, 0, [2]))
+    assert list((await records.get("alice", "s")).tokens) == [1]
+
+
+async def test_leases_and_fencing_survive_a_restart(home: Home, clock: Clock) -> None:
+    home.default_ttl_s = 0
+    records = await home.open()
+    _, lease = await begin(records, "t1", lease_ms=1000)
+    await records.renew("alice", "s", turn_id="t1", fencing=lease.fencing, lease_ms=5000)
+    await home.close()
+    again = await home.open()
+    clock.time_ms += 4000
+    with pytest.raises(TurnInProgress):
+        await begin(again, "t2")
+    _, other = await begin(again, "t1", "other")
+    assert other.fencing > lease.fencing
+    assert (await again.commit("alice", "s", turn(lease, 0, [1]))).version == 1
+
+
+async def test_a_deleted_session_stays_deleted(records: Records) -> None:
+    await commit(records, "t1", [1])
+    _, lease = await begin(records, "t2")
+    await records.delete("alice", "s")
+    with pytest.raises(SessionNotFound):
+        await records.get("alice", "s")
+    with pytest.raises(SessionNotFound):
+        await records.commit("alice", "s", turn(lease, 1, [2]))
+    with pytest.raises(SessionNotFound):
+        await records.renew("alice", "s", turn_id="t2", fencing=lease.fencing, lease_ms=1000)
+    with pytest.raises(SessionNotFound):
+        await records.delete("alice", "s")
+    assert await records.count() == 0
+    record, fresh = await begin(records, "t3")
+    assert (record.version, list(record.tokens)) == (0, [])
+    assert fresh.fencing > lease.fencing
+    with pytest.raises(Conflict):
+        await records.commit("alice", "s", turn(lease, 1, [2]))
+    assert (await records.commit("alice", "s", turn(fresh, 0, [7]))).version == 1
+    assert list((await records.get("alice", "s")).tokens) == [7]
+
+
+async def test_another_tenants_session_is_not_there(records: Records) -> None:
+    await commit(records, "t1", [1])
+    with pytest.raises(SessionNotFound):
+        await records.get("bob", "s")
+    with pytest.raises(SessionNotFound):
+        await records.fork("bob", "s", "copy")
+    with pytest.raises(SessionNotFound):
+        await records.delete("bob", "s")
+    assert await records.page("bob", "", 10) == ([], False)
+    assert (await records.create("bob", "s", 0)).version == 0  # his own, of the same name
+    assert list((await records.get("alice", "s")).tokens) == [1]
+
+
+async def test_a_fork_goes_its_own_way(records: Records) -> None:
+    await commit(records, "t1", [1, 2])
+    fork = await records.fork("alice", "s", "s-fork")
+    assert (fork.parent, fork.root, list(fork.tokens), fork.version) == ("s", "s", [1, 2], 1)
+    grandchild = await records.fork("alice", "s-fork", "")
+    assert (grandchild.parent, grandchild.root) == ("s-fork", "s")
+    record, lease = await begin(records, "t1", "s-fork")  # a turn id of the original is new here
+    assert (await records.commit("alice", "s-fork", turn(lease, record.version, [3]))).new
+    assert list((await records.get("alice", "s-fork")).tokens) == [1, 2, 3]
+    assert list((await records.get("alice", "s")).tokens) == [1, 2]
+    with pytest.raises(AlreadyExists):
+        await records.fork("alice", "s", "s-fork")
+    await records.delete("alice", "s")
+    assert list((await records.get("alice", "s-fork")).tokens) == [1, 2, 3]
+
+
+async def test_creating_takes_a_free_name_only(records: Records, clock: Clock) -> None:
+    made_up = await records.create("alice", "", 0)
+    assert await records.get("alice", made_up.session_id) == made_up
+    await records.create("alice", "s", 5)
+    with pytest.raises(AlreadyExists, match="'s'"):
+        await records.create("alice", "s", 5)
+    await begin(records, "t1", "begun")
+    with pytest.raises(AlreadyExists):
+        await records.create("alice", "begun", 5)
+    clock.time_ms += 5001
+    await records.create("alice", "begun", 5)  # its turn ran out
+    await records.create("alice", "s", 5)  # the former one expired
+    for name in ("", "x" * 600):
+        with pytest.raises(InvalidInput):
+            await records.get("alice", name)
+
+
+async def test_of_many_that_create_at_once_one_does(records: Records) -> None:
+    made = await asyncio.gather(*(records.create("alice", "s", 0) for _ in range(8)), return_exceptions=True)
+    assert sum(isinstance(one, pb.SessionRecord) for one in made) == 1
+    assert sum(isinstance(one, AlreadyExists) for one in made) == 7
+
+
+async def test_pages_are_in_order_and_light(records: Records) -> None:
+    names = ["é", "c", "B", "a", "d", "a b", "\U0001f408"]  # no collation would give this order by itself
+    for name in names:
+        await commit(records, f"turn of {name}", [1, 2, 3], name)
+    await begin(records, "t", "begun")  # has no record yet
+    await records.create("alice2", "between", 0)
+    ordered = sorted(names, key=str.encode)
+    first, more = await records.page("alice", "", 3)
+    assert [head.session_id for head in first] == ordered[:3]
+    assert more
+    assert all(not head.tokens and not head.messages and not head.block_ids for head in first)
+    rest, more = await records.page("alice", ordered[2], 4)
+    assert [head.session_id for head in rest] == ordered[3:]
+    assert not more
+    with pytest.raises(InvalidInput):
+        await records.page("alice", "", 0)
+
+
+async def test_a_page_is_full_though_some_have_expired(records: Records, clock: Clock) -> None:
+    for number in range(8):
+        await records.create("alice", f"{number}", 1 if number % 4 else 100)
+    clock.time_ms += 2000
+    first, more = await records.page("alice", "", 1)
+    assert ([head.session_id for head in first], more) == (["0"], True)
+    second, more = await records.page("alice", "0", 1)
+    assert ([head.session_id for head in second], more) == (["4"], False)
+
+
+async def test_sessions_end_when_nobody_uses_them(records: Records, clock: Clock) -> None:
+    await records.create("alice", "short", 10)
+    await records.create("alice", "default", 0)
+    await commit(records, "t", [1], "used")
+    clock.time_ms += 10_000
+    with pytest.raises(SessionNotFound):
+        await records.get("alice", "short")
+    clock.time_ms += 3_580_000
+    _, lease = await begin(records, "t2", "used", lease_ms=60_000)
+    clock.time_ms += 20_000
+    assert (await records.page("alice", "", 10))[0] == []
+    await records.sweep()
+    assert await records.count() == 1  # a turn of "used" is under way
+    assert (await records.commit("alice", "used", turn(lease, 1, [2]))).version == 2  # it began in time
+    clock.time_ms += 3_601_000
+    assert await records.sweep() == 1
+    assert await records.count() == 0
+    assert await records.sweep() == 0
+
+
+async def test_an_expired_session_begins_anew(records: Records, clock: Clock) -> None:
+    await commit(records, "t1", [1, 2])
+    clock.time_ms += 3_600_000
+    record, lease = await begin(records, "t2")
+    assert (record.version, list(record.tokens)) == (0, [])
+    await records.commit("alice", "s", turn(lease, 0, [3]))
+    assert list((await records.get("alice", "s")).tokens) == [3]
+
+
+async def test_forgotten_leases_are_swept(records: Records, clock: Clock) -> None:
+    _, lease = await begin(records, "t1")
+    clock.time_ms += LEASE_KEPT_MS + 2000
+    assert await records.sweep() == 0
+    with pytest.raises(SessionNotFound):
+        await records.renew("alice", "s", turn_id="t1", fencing=lease.fencing, lease_ms=1000)
+
+
+@pytest.mark.parametrize("lease_ms", [0, 10**9])
+async def test_a_lease_has_bounds(records: Records, lease_ms: int) -> None:
+    with pytest.raises(InvalidInput, match="lease_ms"):
+        await begin(records, "t1", lease_ms=lease_ms)
+
+
+async def test_blocks_go_with_the_last_session_that_names_them(home: Home, records: Records) -> None:
+    await commit(records, "t1", [1], "a", [block(1), block(2)])
+    await commit(records, "t2", [2], "a", [block(1), block(2), block(3)])
+    await records.fork("alice", "a", "b")
+    await commit(records, "t3", [3], "b", [block(1), block(2), block(3), block(4)])
+    await commit(records, "t4", [3], "c", [block(1), block(9)])
+    await records.delete("alice", "a")
+    assert home.unnamed == []
+    await records.delete("alice", "b")
+    assert home.unnamed == [block(2), block(3), block(4)]
+    await records.delete("alice", "c")
+    assert home.unnamed[3:] == [block(1), block(9)]
+
+
+async def test_what_a_truncation_drops_is_not_named_any_more(home: Home, records: Records) -> None:
+    before = [block(number) for number in range(6)]
+    await commit(records, "t1", range(6), block_ids=before)
+    record, lease = await begin(records, "t2")
+    cut = pb.TruncationRecord(at_token=6, kept_head_tokens=1, dropped_tokens=3)
+    after = [block(0), block(4), block(5), block(6)]
+    await records.commit("alice", "s", turn(lease, record.version, [6], after, [cut]))
+    await commit(records, "t3", [7], block_ids=[*after, block(7)])
+    await home.close()
+    again = await home.open()
+    stored = await again.get("alice", "s")
+    assert list(stored.block_ids) == [*after, block(7)]
+    assert (list(stored.tokens), list(stored.truncations)) == (list(range(8)), [cut])
+    assert stored.dropped_tokens == 3
+    await again.delete("alice", "s")
+    assert home.unnamed == [*after, block(7)]
+
+
+async def test_a_caller_that_goes_away_leaves_no_half_a_turn(records: Records) -> None:
+    _, lease = await begin(records, "t1")
+    call = asyncio.ensure_future(records.commit("alice", "s", turn(lease, 0, [1])))
+    await asyncio.sleep(0)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert (await records.commit("alice", "s", turn(lease, 0, [1]))).version == 1
+    assert list((await records.get("alice", "s")).tokens) == [1]
