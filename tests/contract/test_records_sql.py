@@ -265,16 +265,21 @@ async def test_connections_that_are_all_in_use_are_named(
         stack, postgres.conninfo + schema, connections=1, waiting_max=1, call_s=scaled(1.0)
     )
     await patiently(lambda: commit(records, "t1", [1]))  # makes the tables
-    async with await psycopg.AsyncConnection.connect(postgres.conninfo + schema) as other:
-        await other.execute("SELECT * FROM sessions FOR UPDATE")
-        calls = [begin(records, f"t{number}") for number in range(2, 5)]
-        locked, *others = await asyncio.gather(*calls, return_exceptions=True)
-    assert isinstance(locked, StoreUnavailable)
+    release = asyncio.Event()
+
+    async def hold(transaction: Transaction) -> None:
+        await release.wait()
+
+    holding = asyncio.create_task(records._postgres.transact(hold))
+    await asyncio.sleep(0)  # it has the one connection now, for longer than the others wait
+    others = await asyncio.gather(*(begin(records, f"t{n}") for n in (2, 3)), return_exceptions=True)
+    release.set()
+    await asyncio.gather(holding, return_exceptions=True)
     messages = [one.message for one in others if isinstance(one, Overloaded)]
     assert len(messages) == 2
     assert any("calls wait for a connection" in message for message in messages)
     assert any("all 1 connections" in message for message in messages)
-    assert (await commit(records, "t5", [2])).version == 2
+    assert (await commit(records, "t4", [2])).version == 2
 
 
 async def test_a_refusal_of_the_database_is_told(postgres: PostgresServer, stack: AsyncExitStack) -> None:
