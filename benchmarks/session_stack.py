@@ -42,7 +42,12 @@ class StackSetting:
         engine = {"dtype": self.dtype, "block_tokens": self.block_tokens}
         return {
             "prefill": {**engine, "capacity_tokens": workload.concurrency * context, "loads": self.loads},
-            "decode": {**engine, "capacity_tokens": 2 * workload.concurrency * context},
+            # It would compute short turns itself, over KV that is there, and none would come from the store.
+            "decode": {
+                **engine,
+                "capacity_tokens": 2 * workload.concurrency * context,
+                "max_local_prefill_tokens": 0,
+            },
             "attention_pool": {**engine, "capacity_tokens": context},
             "kvstore": {"dram_bytes": self.dram_bytes, "disk_bytes": self.disk_bytes},
         }
