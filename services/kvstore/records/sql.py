@@ -343,8 +343,9 @@ class _KnownRecords:
 
     def put(self, incarnation: uuid.UUID, record: pb.SessionRecord) -> None:
         _, before = self._records.pop(incarnation, (None, 0))
-        self._records[incarnation] = record, record.ByteSize()
-        self._bytes += record.ByteSize() - before
+        size = record.ByteSize()
+        self._records[incarnation] = record, size
+        self._bytes += size - before
         while self._bytes > self._bytes_max:
             self._bytes -= self._records.popitem(last=False)[1][1]
 
