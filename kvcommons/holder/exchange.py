@@ -392,7 +392,8 @@ class LayerExchange:
                 )
                 if not late:
                     call.plan.observe(began_s, answered_s, call.sent_bytes, call.answer_bytes)
-                shares[call.number] = _slower(shares.get(call.number, one), one)
+                other = shares.get(call.number)
+                shares[call.number] = one if other is None else _slower(other, one)
             taken.append(LayerTiming(asks_s, asked_s, waits_s, came_s, native, list(shares.values())))
         self._late = {}
         for call in self._calls:
