@@ -11,6 +11,7 @@ is after the measurement: each of them counts as one more process beside those o
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import re
 import subprocess
@@ -19,6 +20,8 @@ import time
 import typing
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
+
+from annotated_types import Le
 
 VARIABLE = "KVCOMMONS_TEST_SLOWNESS"
 WORKERS = "PYTEST_XDIST_WORKER_COUNT"  # as xdist tells its workers, and they their children
@@ -64,14 +67,16 @@ def scaled(quiet: Number) -> Number:
 
 
 def scaled_settings(settings: Settings) -> Settings:
-    """Settings of a service, a dataclass, with their waits scaled, defaults included."""
+    """Settings of a service, a dataclass, with their waits scaled, defaults included, each as far as its
+    bound allows."""
     changed = {}
+    longest = dict(_longest(type(settings)))
     for each in dataclasses.fields(settings):  # type: ignore[arg-type]
         value = getattr(settings, each.name)
         if dataclasses.is_dataclass(value):
             changed[each.name] = scaled_settings(value)
         elif WAIT.search(each.name) and value is not None:
-            changed[each.name] = scaled(value)
+            changed[each.name] = min(scaled(value), longest.get(each.name, math.inf))
     return dataclasses.replace(settings, **changed)  # type: ignore[type-var]
 
 
@@ -79,7 +84,22 @@ def scaled_table(schema: type, table: Mapping[str, Any]) -> dict[str, Any]:
     """The same, of a service's table in the settings file: the waits that it names, and the defaults of
     `schema` for those it does not."""
     waits = {name: value for name, value in (*_defaults(schema), *table.items()) if WAIT.search(name)}
-    return {**table, **{name: scaled(value) for name, value in waits.items()}}
+    longest = dict(_longest(schema))
+    return {
+        **table,
+        **{name: min(scaled(value), longest.get(name, math.inf)) for name, value in waits.items()},
+    }
+
+
+def _longest(schema: type) -> Iterator[tuple[str, Any]]:
+    """Settings that have an upper bound, each with it."""
+    hints = typing.get_type_hints(schema, include_extras=True)
+    for each in dataclasses.fields(schema):
+        if dataclasses.is_dataclass(hints[each.name]):
+            yield from _longest(hints[each.name])
+        for bound in getattr(hints[each.name], "__metadata__", ()):
+            if isinstance(bound, Le):
+                yield each.name, bound.le
 
 
 def _defaults(schema: type) -> Iterator[tuple[str, Any]]:

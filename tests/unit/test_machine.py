@@ -9,6 +9,7 @@ import pytest
 from kvcommons.config import DataPlane, Node
 from services.decode.config import DecodeConfig
 from services.kvstore.config import KVStoreConfig as KvstoreConfig
+from services.ledger.config import LedgerConfig
 from tests import machine
 from tests.machine import SLOWNESS_MAX, scaled, scaled_settings, scaled_table
 
@@ -40,6 +41,14 @@ def test_a_table_gets_the_defaults_too() -> None:
     assert (found["attend_deadline_s"], found["lease_ms"], found["drain_s"]) == (1.25, 25_000, 25.0)
     assert found["borrow_blocks"] == 2
     assert "tbt_objective_s" not in found
+
+
+def test_nothing_is_scaled_beyond_its_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "SLOWNESS", 20.0)
+    config = LedgerConfig(node=Node(listen="unix:/a"), etcd=("localhost:1",))
+    assert scaled_settings(config).lease_s == 60
+    found = scaled_table(LedgerConfig, {})
+    assert (found["lease_s"], found["etcd_timeout_s"]) == (60, 30.0)
 
 
 def test_the_measured_number_is_bounded() -> None:
