@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
 
 from tests.machine import SLOWNESS, scaled
+
+if TYPE_CHECKING:
+    from tests.contract.postgres_server import PostgresServer
 
 # Before any test imports numpy or torch: they read these once.
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAYON_NUM_THREADS"):
@@ -29,6 +33,21 @@ hypothesis.settings.load_profile("untimed")
 
 def pytest_report_header() -> str:
     return f"deadlines: {SLOWNESS} times those of a quiet machine"
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[PostgresServer]:
+    """A real one, for all tests of a worker; each makes a schema of its own in it, and leaves it running.
+    Skips where there is none."""
+    from tests.contract.postgres_server import PostgresServer
+
+    server = PostgresServer()
+    try:
+        server.start()
+        server.wait_ready()
+        yield server
+    finally:
+        server.remove()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-timeout reads its own

@@ -6,10 +6,12 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
 
-from kvcommons.errors import KVCommonsError
+from kvcommons.errors import InvalidInput, KVCommonsError
 from kvcommons.pb import kvstore_pb2_grpc as rpc
 from kvcommons.pb import ledger_pb2, shards_pb2_grpc
 from kvcommons.rpc.directory import Directory, Heartbeat
@@ -28,16 +30,19 @@ from services.kvstore.folder import DataFolder
 from services.kvstore.integrity import CHECKED_FAMILIES, open_integrity_table
 from services.kvstore.mark import Mark
 from services.kvstore.medium import Medium
-from services.kvstore.metrics import SessionMetrics, StoreCollector
+from services.kvstore.metrics import RecordsMetrics, SessionMetrics, StoreCollector
 from services.kvstore.policies.floors import Floors
+from services.kvstore.records.interface import Records
 from services.kvstore.server import BlocksServicer, SessionsServicer
-from services.kvstore.sessions import Sessions, open_sessions
-from services.kvstore.shard import ReplicasServicer, Shard, folder_name
+from services.kvstore.sessions import open_sessions
+from services.kvstore.shard import ReplicasServicer, Shard, ShardRecords, folder_name
 from services.kvstore.shard_sessions import ShardSessions
+from services.kvstore.upkeep import Upkeep
 
 log = logging.getLogger(__name__)
 
 _MARK_S = 1.0
+_REACH_S = 1.0  # between looks for a database that is away
 # What opening the databases writes: new logs, and what the old ones held.
 START_BYTES = 16 << 20
 RPC_THREADS = 4  # RocksDB holds the GIL: more would only wait for each other
@@ -52,37 +57,86 @@ async def serve(config: KVStoreConfig, process: Process) -> None:
         await asyncio.to_thread(folder.make_room, ballast, min(START_BYTES, ballast.size_bytes))
         store = await asyncio.to_thread(_open_blocks, folder, config, DiskReserve(size_bytes, ballast))
         try:
-            mark = Mark(folder.mark)
-            sessions = await asyncio.to_thread(_open_sessions, folder, config, store, mark, ballast)
-            try:
-                marking = asyncio.create_task(_keep(mark), name="mark")
-                try:
-                    await _serve(config, process, store, sessions)
-                finally:
-                    marking.cancel()
-            finally:
-                await asyncio.to_thread(sessions.close)
-                mark.close()
+            kept = (
+                _in_database(config, process, store)
+                if config.records
+                else _in_folder(config, process, store, folder, ballast)
+            )
+            async with kept as records:
+                await _serve(config, process, store, records)
         finally:
             await asyncio.to_thread(store.close, config.node.drain_s / 4)
     finally:
         folder.close()
 
 
-async def _serve(config: KVStoreConfig, process: Process, store: BlockStore, sessions: ShardSessions) -> None:
-    process.telemetry.registry.register(StoreCollector(store, sessions))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kept:
+    """Records, and where they lie; `shard` is set where that is this kvstore's own folder."""
+
+    records: Records
+    place: str
+    shard: Shard | None = None
+    sessions: ShardSessions | None = None
+
+
+@asynccontextmanager
+async def _in_database(config: KVStoreConfig, process: Process, store: BlockStore) -> AsyncIterator[_Kept]:
+    try:
+        from services.kvstore.records.address import conninfo_of, place_of
+        from services.kvstore.records.sql import SqlRecords
+    except ImportError as error:
+        raise InvalidInput(
+            f"records is set, and psycopg cannot be imported ({error}): install kvcommons[kvstore,postgres]",
+            param="records",
+        ) from error
+    conninfo = conninfo_of(config.records, config.records_password_file)
+    records = SqlRecords(
+        conninfo,
+        default_ttl_s=config.session_ttl_s,
+        clock=SystemClock(),
+        unnamed=store.forget,
+        connections=config.records_connections,
+        call_s=config.records_timeout_s,
+        observer=RecordsMetrics(process.telemetry.registry),
+    )
+    try:
+        yield _Kept(records=records, place=f"the database {place_of(conninfo)} (records in [kvstore])")
+    finally:
+        await records.close()
+
+
+@asynccontextmanager
+async def _in_folder(
+    config: KVStoreConfig, process: Process, store: BlockStore, folder: DataFolder, ballast: Ballast
+) -> AsyncIterator[_Kept]:
+    mark = Mark(folder.mark)
+    sessions = await asyncio.to_thread(_open_sessions, folder, config, store, mark, ballast)
     executor = ThreadPoolExecutor(RPC_THREADS, thread_name_prefix="kvstore-rpc")
+    shard = Shard(sessions, executor, Directory(config.ledger, process.instance_id))
+    records = ShardRecords(sessions, executor, shard)
+    marking = asyncio.create_task(_keep(mark), name="mark")
+    try:
+        yield _Kept(records=records, place=str(folder.sessions), shard=shard, sessions=sessions)
+    finally:
+        marking.cancel()
+        await records.close()
+        executor.shutdown(wait=True)
+        mark.close()
+
+
+async def _serve(config: KVStoreConfig, process: Process, store: BlockStore, kept: _Kept) -> None:
+    records, sessions = kept.records, kept.sessions
+    upkeep = Upkeep(records, kept.place)
+    count = (lambda: upkeep.sessions) if sessions is None else (lambda: sessions.count)
+    process.telemetry.registry.register(StoreCollector(store, count))
     server = RpcServer(config.node.listen, process.telemetry, call_deadline_s=config.node.call_deadline_s)
     metrics = SessionMetrics(process.telemetry.registry)
-    server.add(rpc.add_BlocksServicer_to_server, BlocksServicer(store, sessions))
-    directory = Directory(config.ledger, process.instance_id)
-
-    def tell() -> None:
-        heartbeat.beat_now()
-
-    shard = Shard(sessions, executor, directory, tell)
-    server.add(rpc.add_SessionsServicer_to_server, SessionsServicer(store, sessions, shard, metrics))
-    server.add(shards_pb2_grpc.add_ReplicasServicer_to_server, ReplicasServicer(shard))
+    server.add(rpc.add_BlocksServicer_to_server, BlocksServicer(store, count))
+    carry = records.carry if isinstance(records, ShardRecords) else None
+    server.add(rpc.add_SessionsServicer_to_server, SessionsServicer(store, records, metrics, carry))
+    if kept.shard is not None:
+        server.add(shards_pb2_grpc.add_ReplicasServicer_to_server, ReplicasServicer(kept.shard))
     handler = DataHandler(store, process.telemetry)
     data_server = DataServer(
         config.data_plane.data_listen,
@@ -96,20 +150,31 @@ async def _serve(config: KVStoreConfig, process: Process, store: BlockStore, ses
     await server.start()
     describe = _describe(config, process, server, data_server.address, store, sessions)
     heartbeat = Heartbeat(config.ledger, describe)
-    shard.start()
-    sweep = asyncio.create_task(_sweep(sessions, config.sweep_s, executor), name="sweep")
+    if kept.shard is not None:
+        kept.shard.start(heartbeat.beat_now)
+
+    async def keep() -> None:
+        while True:
+            reached = await upkeep.round()
+            if config.records and reached != server.ready:
+                await server.set_ready(reached)
+                heartbeat.beat_now()
+            await asyncio.sleep(config.sweep_s if reached else min(_REACH_S, config.sweep_s))
+
+    keeping = asyncio.create_task(keep(), name="upkeep")
     try:
-        await server.set_ready(True)
+        await server.set_ready(not config.records)
         heartbeat.start()
-        log.info("serving", extra={"control": server.address, "data": data_server.address})
+        facts = {"control": server.address, "data": data_server.address, "records": kept.place}
+        log.info("serving", extra=facts)
         await process.stop.wait()
     finally:
-        sweep.cancel()
+        keeping.cancel()
         await heartbeat.stop()
         await server.drain(config.node.drain_s / 4)
-        await shard.stop()
+        if kept.shard is not None:
+            await kept.shard.stop()
         await asyncio.to_thread(data_server.stop, config.node.drain_s / 4)
-        executor.shutdown(wait=True)
 
 
 def _open_blocks(folder: DataFolder, config: KVStoreConfig, reserve: DiskReserve) -> BlockStore:
@@ -171,7 +236,7 @@ def _describe(
     server: RpcServer,
     data_address: str,
     store: BlockStore,
-    sessions: ShardSessions,
+    sessions: ShardSessions | None,
 ) -> Callable[[], ledger_pb2.Instance]:
     started_ms = int(time.time() * 1000)
 
@@ -190,7 +255,7 @@ def _describe(
                 ready=server.ready,
             ),
             started_ms=started_ms,
-            shard=sessions.shard(),
+            shard=sessions.shard() if sessions is not None else None,
         )
 
     return describe
@@ -204,19 +269,6 @@ async def _keep(mark: Mark) -> None:
         except OSError as error:
             log.warning("the mark of the sessions is not up to date: %s", error)
         await asyncio.sleep(_MARK_S)
-
-
-async def _sweep(sessions: Sessions, pause_s: float, executor: ThreadPoolExecutor) -> None:
-    """Removes expired sessions now and then."""
-    loop = asyncio.get_running_loop()
-    while True:
-        await asyncio.sleep(pause_s)
-        try:
-            removed = await loop.run_in_executor(executor, sessions.sweep)
-            if removed:
-                log.info("expired sessions removed", extra={"sessions": removed})
-        except KVCommonsError as error:
-            log.error("expired sessions stay for now: %s", error.message)
 
 
 if __name__ == "__main__":

@@ -43,3 +43,8 @@ class KVStoreConfig:
         30 * 86_400
     )  # of sessions without a ttl_s of their own; 0: for ever
     sweep_s: Annotated[float, Gt(0)] = 10.0  # between looks for expired sessions
+    # Where session records lie: "postgresql://USER@HOST/DATABASE" with libpq's parameters; empty: in `data`.
+    records: str = ""
+    records_password_file: Path | None = None  # no password stands in `records`; else PGPASSFILE, PGPASSWORD
+    records_connections: Annotated[int, Gt(0)] = 16  # to the database at once
+    records_timeout_s: Annotated[float, Gt(0)] = 4.0  # of one call with all its tries; routers wait for 5 s

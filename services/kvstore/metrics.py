@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from services.kvstore.blocks import BlockStore
-from services.kvstore.sessions import Sessions
+from services.kvstore.records.interface import RecordsObserver
 
 _COMMIT_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 
@@ -34,17 +34,48 @@ class SessionMetrics:
             self._repeated.inc()
 
 
-class StoreCollector(Collector):
-    """Figures of the block store and the number of sessions."""
+class RecordsMetrics(RecordsObserver):
+    """Of calls on a database of records."""
 
-    def __init__(self, store: BlockStore, sessions: Sessions) -> None:
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._seconds = Histogram(
+            "kvcommons_records_seconds",
+            "A call on the database of records, waiting for a connection and further tries included.",
+            ["call"],
+            registry=registry,
+            buckets=_COMMIT_BUCKETS,
+        )
+        self._retries = Counter(
+            "kvcommons_records_retries_total",
+            "Transactions that were done again, by what kept them from happening.",
+            ["cause"],
+            registry=registry,
+        )
+        self._connections = Gauge(
+            "kvcommons_records_connections", "Connections in use by calls.", registry=registry
+        )
+
+    def called(self, call: str, seconds: float) -> None:
+        self._seconds.labels(call).observe(seconds)
+
+    def retried(self, cause: str) -> None:
+        self._retries.labels(cause).inc()
+
+    def in_use(self, connections: int) -> None:
+        self._connections.set(connections)
+
+
+class StoreCollector(Collector):
+    """Figures of the block store and the number of sessions, which `sessions` gives."""
+
+    def __init__(self, store: BlockStore, sessions: Callable[[], int]) -> None:
         self._store = store
         self._sessions = sessions
 
     def collect(self) -> Iterator[Metric]:
         stats = self._store.stats()
         counters = stats.counters
-        yield GaugeMetricFamily("kvcommons_sessions", "Sessions stored.", value=self._sessions.count)
+        yield GaugeMetricFamily("kvcommons_sessions", "Sessions stored.", value=self._sessions())
         yield GaugeMetricFamily(
             "kvcommons_block_pending_writes",
             "Blocks whole in DRAM, not on disk yet.",

@@ -6,20 +6,16 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from functools import partial
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from kvcommons.errors import InvalidInput, Overloaded
 from kvcommons.pb import kvstore_pb2 as pb
 from kvcommons.pb import kvstore_pb2_grpc as rpc
-from kvcommons.shards import session_key
 from services.kvstore.blocks import BlockStore
 from services.kvstore.hinted import HintedJobs
 from services.kvstore.metrics import SessionMetrics
+from services.kvstore.records.interface import Records
 from services.kvstore.session import LIST_MAX, TurnCommit, check_name, new_id
-from services.kvstore.sessions import Sessions
-from services.kvstore.shard import Shard
-from services.kvstore.shard_sessions import ShardSessions
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +25,7 @@ T = TypeVar("T")
 LIST_DEFAULT = 100
 WAIT_MS_MAX = 60_000
 WATCHES_MAX = 1000
-CALLS_MAX = 1000  # that wait for the executor
+CALLS_MAX = 1000  # on sessions at once
 
 
 async def until_durable(store: BlockStore, model: bytes, block_ids: Sequence[bytes], wait_ms: int) -> int:
@@ -61,7 +57,8 @@ def _set_soon(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
 class BlocksServicer(rpc.BlocksServicer):
     """Calls on the store hold its lock for dictionary work only: they may run on the event loop."""
 
-    def __init__(self, store: BlockStore, sessions: Sessions) -> None:
+    def __init__(self, store: BlockStore, sessions: Callable[[], int]) -> None:
+        """`sessions`: how many there are."""
         self._store = store
         self._sessions = sessions
         self._hinted = HintedJobs()
@@ -100,7 +97,7 @@ class BlocksServicer(rpc.BlocksServicer):
             dram_capacity_blocks=stats.dram_capacity_blocks,
             disk_blocks=stats.disk_blocks,
             disk_capacity_blocks=stats.disk_capacity_blocks,
-            sessions=self._sessions.count,
+            sessions=self._sessions(),
             pending_writes=stats.pending_writes,
             block_hits=stats.counters.hits_dram + stats.counters.hits_disk,
             block_misses=stats.counters.misses,
@@ -109,50 +106,52 @@ class BlocksServicer(rpc.BlocksServicer):
 
 
 class SessionsServicer(rpc.SessionsServicer):
-    """Each call goes through the shard, which does it on the executor: RocksDB blocks."""
+    """Checks what comes and bounds how much of it is under way; the rest is the records'."""
 
     def __init__(
-        self, store: BlockStore, sessions: ShardSessions, shard: Shard, metrics: SessionMetrics
+        self,
+        store: BlockStore,
+        records: Records,
+        metrics: SessionMetrics,
+        carry: Callable[[pb.SessionRecord, str], Coroutine[Any, Any, pb.SessionRecord]] | None = None,
     ) -> None:
+        """`carry` makes a fork of a record that came along with its call, where there are shards."""
         self._store = store
-        self._sessions = sessions
-        self._shard = shard
+        self._records = records
         self._metrics = metrics
+        self._carry = carry
         self._calls = 0
 
     async def Create(self, request: pb.CreateSessionRequest, context: Any) -> pb.SessionRecord:
         session_id = request.session_id or new_id()
-        return await self._call(self._sessions.create, request.tenant, session_id, request.ttl_s)
+        return await self._call(self._records.create, request.tenant, session_id, request.ttl_s)
 
     async def Get(self, request: pb.GetSessionRequest, context: Any) -> pb.SessionRecord:
-        return await self._call(self._sessions.get, request.tenant, request.session_id)
+        return await self._call(self._records.get, request.tenant, request.session_id)
 
     async def List(self, request: pb.ListSessionsRequest, context: Any) -> pb.ListSessionsReply:
         limit = min(request.limit or LIST_DEFAULT, LIST_MAX)
         check_texts(request.tenant, request.after)
         check_name(request.tenant, "tenant")
-        page = partial(self._sessions.page, request.tenant, request.after, limit)
-        sessions, more = await self._bounded(self._shard.look(page))
+        page = self._records.page(request.tenant, request.after, limit)
+        sessions, more = await self._bounded(page)
         return pb.ListSessionsReply(sessions=sessions, more=more)
 
     async def Delete(self, request: pb.DeleteSessionRequest, context: Any) -> pb.DeleteSessionReply:
-        await self._call(self._sessions.delete, request.tenant, request.session_id)
+        await self._call(self._records.delete, request.tenant, request.session_id)
         return pb.DeleteSessionReply()
 
     async def Fork(self, request: pb.ForkSessionRequest, context: Any) -> pb.SessionRecord:
-        """Where the new session's home is; the router brings the old one along if that lives elsewhere."""
-        source = request.source
-        if not request.HasField("source"):
-            source = await self._call(self._sessions.get, request.tenant, request.session_id)
-        fork_of, new_session_id = self._sessions.fork_of, request.new_id or new_id()
+        new_session_id = request.new_id or new_id()
         check_texts(new_session_id)
         check_name(new_session_id, "new_id")
-        key = session_key(request.tenant, new_session_id)
-        return await self._bounded(self._shard.operate(key, lambda: fork_of(source, new_session_id)))
+        if self._carry is not None and request.HasField("source"):
+            return await self._bounded(self._carry(request.source, new_session_id))
+        return await self._call(self._records.fork, request.tenant, request.session_id, new_session_id)
 
     async def BeginTurn(self, request: pb.BeginTurnRequest, context: Any) -> pb.BeginTurnReply:
         record, lease = await self._call(
-            self._sessions.begin,
+            self._records.begin,
             request.tenant,
             request.session_id,
             turn_id=request.turn_id,
@@ -163,7 +162,7 @@ class SessionsServicer(rpc.SessionsServicer):
 
     async def RenewTurn(self, request: pb.RenewTurnRequest, context: Any) -> pb.RenewTurnReply:
         await self._call(
-            self._sessions.renew,
+            self._records.renew,
             request.tenant,
             request.session_id,
             turn_id=request.turn_id,
@@ -182,7 +181,7 @@ class SessionsServicer(rpc.SessionsServicer):
             wait_ms = min(wait_ms, int(left_s * 1000 / 2))
         durable = await until_durable(self._store, request.model, ids, wait_ms)
         committed = await self._call(
-            self._sessions.commit,
+            self._records.commit,
             request.tenant,
             request.session_id,
             TurnCommit(
@@ -204,7 +203,7 @@ class SessionsServicer(rpc.SessionsServicer):
 
     async def AbandonTurn(self, request: pb.AbandonTurnRequest, context: Any) -> pb.AbandonTurnReply:
         await self._call(
-            self._sessions.abandon,
+            self._records.abandon,
             request.tenant,
             request.session_id,
             turn_id=request.turn_id,
@@ -214,7 +213,7 @@ class SessionsServicer(rpc.SessionsServicer):
 
     async def _call(
         self,
-        function: Callable[Concatenate[str, str, P], T],
+        function: Callable[Concatenate[str, str, P], Coroutine[Any, Any, T]],
         tenant: str,
         session_id: str,
         *args: P.args,
@@ -223,9 +222,7 @@ class SessionsServicer(rpc.SessionsServicer):
         check_texts(tenant, session_id, *args, *kwargs.values())
         check_name(tenant, "tenant")
         check_name(session_id, "session_id")
-        key = session_key(tenant, session_id)
-        work = partial(function, tenant, session_id, *args, **kwargs)
-        return await self._bounded(self._shard.operate(key, work))
+        return await self._bounded(function(tenant, session_id, *args, **kwargs))
 
     async def _bounded(self, call: Coroutine[Any, Any, T]) -> T:
         if self._calls >= CALLS_MAX:

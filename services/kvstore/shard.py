@@ -13,17 +13,21 @@ from collections.abc import Callable, Generator
 from concurrent.futures import Executor
 from contextlib import suppress
 from contextvars import copy_context
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import grpc.aio
 
 from kvcommons.errors import KVCommonsError, StoreUnavailable
+from kvcommons.pb import kvstore_pb2
 from kvcommons.pb import shards_pb2 as pb
 from kvcommons.pb import shards_pb2_grpc as rpc
 from kvcommons.pb.ledger_pb2 import Instance
 from kvcommons.rpc.channel import open_channel
 from kvcommons.rpc.directory import Directory
+from kvcommons.shards import session_key
+from services.kvstore.records.embedded import EmbeddedRecords
 from services.kvstore.replica import RETRY_S, Call, Replica, SessionWork, Sleep
 from services.kvstore.shard_sessions import ShardSessions
 
@@ -62,19 +66,19 @@ class Shard:
         sessions: ShardSessions,
         executor: Executor,
         directory: Directory,
-        changed: Callable[[], None] = lambda: None,
     ) -> None:
-        """`changed` is called when the ledger should hear of this shard at once."""
         self._sessions = sessions
         self._executor = executor
         self._directory = directory
-        self._notify_ledger = changed
+        self._notify_ledger: Callable[[], None] = lambda: None
         self._replica = Replica(sessions, self._changed)
         self._channels: dict[str, grpc.aio.Channel] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._moved = asyncio.Event()
 
-    def start(self) -> None:
+    def start(self, notify_ledger: Callable[[], None]) -> None:
+        """`notify_ledger` is called when the ledger should hear of this shard at once."""
+        self._notify_ledger = notify_ledger
         self._directory.start()
         self._tasks = [
             asyncio.create_task(self._follow(), name="views"),
@@ -207,6 +211,33 @@ class Shard:
                 await self._drive(self._replica.settle())
             except KVCommonsError as error:
                 log.warning("other shards were not told of all changes yet: %s", error.message)
+
+
+class ShardRecords(EmbeddedRecords):
+    """The records of a shard: what is done to a session is done to all of its copies."""
+
+    def __init__(self, sessions: ShardSessions, executor: Executor, shard: Shard) -> None:
+        super().__init__(sessions, executor)
+        self._own = sessions
+        self._shard = shard
+
+    async def fork(self, tenant: str, session_id: str, new_session_id: str) -> kvstore_pb2.SessionRecord:
+        return await self.carry(await self.get(tenant, session_id), new_session_id)
+
+    async def carry(
+        self, source: kvstore_pb2.SessionRecord, new_session_id: str
+    ) -> kvstore_pb2.SessionRecord:
+        """Makes a fork of another shard's session."""
+        key = session_key(source.tenant, new_session_id)
+        return await self._shard.operate(key, partial(self._own.fork_of, source, new_session_id))
+
+    async def _run(self, call: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        work = partial(call, *args, **kwargs)
+        if not args:  # upkeep
+            return await super()._run(work)
+        if call == self._own.page:
+            return await self._shard.look(work)
+        return await self._shard.operate(session_key(args[0], args[1]), work)
 
 
 class ReplicasServicer(rpc.ReplicasServicer):

@@ -62,20 +62,23 @@ class KvstoreProcess:
         intercepted = grpc.intercept_channel(self.channel, Errors())
         self.blocks = rpc.BlocksStub(intercepted)
         self.sessions = rpc.SessionsStub(intercepted)
+        self._health = health_pb2_grpc.HealthStub(self.channel)
         self.client = DataClient(self.data_address)
 
     def wait_ready(self) -> KvstoreProcess:
-        health = health_pb2_grpc.HealthStub(self.channel)
         give_up = time.monotonic() + START_S
         while time.monotonic() < give_up and self.process.poll() is None:
-            try:
-                answer = health.Check(health_pb2.HealthCheckRequest(), timeout=1, wait_for_ready=True)
-            except grpc.RpcError:
-                continue
-            if answer.status == health_pb2.HealthCheckResponse.SERVING:
+            if self.is_ready():
                 return self
         self.kill()
         raise AssertionError(f"the kvstore did not come up: {self.errors}")
+
+    def is_ready(self) -> bool:
+        try:
+            answer = self._health.Check(health_pb2.HealthCheckRequest(), timeout=1, wait_for_ready=True)
+        except grpc.RpcError:
+            return False
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
     def kill(self) -> None:
         self.process.kill()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import pwd
 import shutil
@@ -12,13 +13,16 @@ import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
+from urllib.parse import quote, urlencode
 
 import psycopg
 import pytest
+from psycopg.conninfo import conninfo_to_dict
 
 from tests.machine import scaled
 
 _START_S = 60.0
+_schemas = itertools.count()
 
 
 def programs() -> Path:
@@ -79,17 +83,36 @@ class PostgresServer:
                 [self._programs / "postgres", "-D", "data", *options], **self._how(), stdout=log, stderr=log
             )
 
+    def wait_ready(self) -> None:
+        """Until it takes connections."""
+        give_up = time.monotonic() + scaled(_START_S)
+        while True:
+            try:
+                with psycopg.connect(self.conninfo):
+                    return
+            except psycopg.OperationalError:
+                assert self._process is not None
+                assert self._process.poll() is None, (self.folder / "log").read_text()
+                assert time.monotonic() < give_up
+                time.sleep(0.05)
+
     async def ready(self) -> None:
-        """Waits until it takes connections."""
-        async with asyncio.timeout(scaled(_START_S)):
-            while True:
-                try:
-                    async with await psycopg.AsyncConnection.connect(self.conninfo):
-                        return
-                except psycopg.OperationalError:
-                    assert self._process is not None
-                    assert self._process.poll() is None, (self.folder / "log").read_text()
-                    await asyncio.sleep(0.05)
+        await asyncio.to_thread(self.wait_ready)
+
+    def new_schema(self) -> str:
+        """One of a test's own; returns what to add to a conninfo so that it is used."""
+        name = f"test_{next(_schemas)}"
+        with psycopg.connect(self.conninfo, autocommit=True) as connection:
+            connection.execute(f"CREATE SCHEMA {name}".encode())
+        return f" options='-c search_path={name} -c enable_seqscan=off'"
+
+    def new_url(self) -> str:
+        """The same as the setting `records`."""
+        return self.url(self.new_schema())
+
+    def url(self, more: str = "") -> str:
+        values = conninfo_to_dict(self.conninfo + more)
+        return f"postgresql:///?{urlencode(values, quote_via=quote)}"
 
     def kill(self) -> None:
         """As a crash does: nothing is written any more, and all connections break."""

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
-
-import psycopg
 
 from kvcommons.pb import kvstore_pb2 as pb
 from services.kvstore.records.embedded import EmbeddedRecords
@@ -15,12 +12,10 @@ from services.kvstore.records.interface import Records
 from services.kvstore.records.sql import SqlRecords
 from services.kvstore.session import Committed, TurnCommit, TurnLease
 from services.kvstore.sessions import Sessions, open_sessions
-from tests.contract.postgres_server import PostgresServer
 from tests.machine import scaled
 
 MODEL = b"m" * 32
 CALL_S = 10.0
-_numbers = itertools.count()
 
 Unnamed = Callable[[bytes, Sequence[bytes]], None]
 
@@ -43,14 +38,6 @@ def embedded(
 ) -> EmbeddedRecords:
     sessions = Sessions(open_sessions(folder), default_ttl_s=default_ttl_s, clock=clock, unnamed=unnamed)
     return EmbeddedRecords(sessions, executor)
-
-
-async def new_schema(server: PostgresServer) -> str:
-    """A schema of the test's own; returns what to add to a conninfo so that it is used."""
-    name = f"test_{next(_numbers)}"
-    async with await psycopg.AsyncConnection.connect(server.conninfo, autocommit=True) as connection:
-        await connection.execute(f"CREATE SCHEMA {name}".encode())
-    return f" options='-c search_path={name} -c enable_seqscan=off'"
 
 
 def sql(

@@ -13,10 +13,12 @@ from tests.contract.rest_stack import KvStore, Stack, stack
 
 
 @pytest.fixture(scope="module")
-def rest_store() -> Iterator[KvStore]:
-    """A real kvstore, for all tests of a module."""
+def rest_store(request: pytest.FixtureRequest) -> Iterator[KvStore]:
+    """A real kvstore, for all tests of a module; as parameter "sql" with its records in a database."""
+    in_database = getattr(request, "param", "embedded") == "sql"
+    records = request.getfixturevalue("postgres").new_url() if in_database else ""
     folder = Path(tempfile.mkdtemp(prefix="kvc-"))
-    kvstore = KvStore(folder)
+    kvstore = KvStore(folder, records)
     kvstore.start()
     yield kvstore
     kvstore.stop()

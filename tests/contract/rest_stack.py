@@ -54,8 +54,10 @@ MODEL = pb.ModelInfo(
 class KvStore:
     """`python -m services.kvstore` on Unix sockets in `folder`."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, records: str = "") -> None:
+        """`records`: a database, if they are to lie in one."""
         self._folder = folder
+        self._records = records
         self._process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -77,6 +79,7 @@ class KvStore:
             "data": str(self._folder / "data"),
             "dram_bytes": str(8 << 20),
             "disk_bytes": str(32 << 20),
+            "records": self._records,
         }
         flags = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
         with (self._folder / "kvstore.log").open("ab") as log:

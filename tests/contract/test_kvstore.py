@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from kvcommons.errors import (
     Conflict,
     InvalidInput,
     SessionNotFound,
+    StoreUnavailable,
     TurnInProgress,
     UnsupportedParameter,
 )
@@ -26,6 +28,7 @@ from kvcommons.transport.deadline import Deadline
 from kvcommons.transport.frame import pack
 from services.kvstore.tier import BlockShape
 from tests.contract.kvstore_process import KvstoreProcess
+from tests.contract.postgres_server import PostgresServer
 from tests.machine import scaled
 from tests.unit.kvstore.samples import MIB, OTHER, SHAPE, block_ids
 
@@ -33,9 +36,21 @@ IDS = block_ids(12)
 MODEL = SHAPE.model
 
 
+# Where session records lie; as it comes, in the kvstore's own folder.
+on_both = pytest.mark.parametrize("records", ["embedded", "sql"], indirect=True)
+
+
 @pytest.fixture
-def store(socket_folder: Path, tmp_path: Path) -> Iterator[KvstoreProcess]:
-    process = KvstoreProcess(socket_folder, tmp_path / "data").wait_ready()
+def records(request: pytest.FixtureRequest) -> dict[str, object]:
+    """Settings."""
+    if getattr(request, "param", "embedded") == "embedded":
+        return {}
+    return {"records": request.getfixturevalue("postgres").new_url()}
+
+
+@pytest.fixture
+def store(socket_folder: Path, tmp_path: Path, records: dict[str, object]) -> Iterator[KvstoreProcess]:
+    process = KvstoreProcess(socket_folder, tmp_path / "data", **records).wait_ready()
     yield process
     if process.process.poll() is None:
         assert process.terminate() == 0, process.errors
@@ -92,8 +107,9 @@ def test_blocks_go_in_and_come_out(store: KvstoreProcess) -> None:
     assert stats.dram_capacity_blocks == 16 * MIB // SHAPE.slot_bytes
 
 
+@on_both
 def test_a_killed_store_finds_what_was_durable(
-    store: KvstoreProcess, socket_folder: Path, tmp_path: Path
+    store: KvstoreProcess, socket_folder: Path, tmp_path: Path, records: dict[str, object]
 ) -> None:
     store.put_blocks(IDS)
     store.put_blocks(IDS, shape=OTHER)
@@ -102,7 +118,7 @@ def test_a_killed_store_finds_what_was_durable(
     assert (reply.version, reply.durable_blocks) == (1, len(IDS))
     started = begin(store, "t2")
     store.kill()
-    again = KvstoreProcess(socket_folder, tmp_path / "data").wait_ready()
+    again = KvstoreProcess(socket_folder, tmp_path / "data", **records).wait_ready()
     assert tiers(again, IDS) == [pb.TIER_DISK] * len(IDS)
     assert again.get_blocks(IDS)[0] == len(IDS)
     assert tiers(again, IDS) == [pb.TIER_DRAM] * len(IDS)
@@ -147,6 +163,7 @@ def test_part_of_the_layers_can_be_asked_for(
     assert again.terminate() == 0
 
 
+@on_both
 def test_a_commit_waits_for_blocks_on_their_way(store: KvstoreProcess) -> None:
     for layer in (0, 1):
         store.put_layer(IDS, layer)
@@ -174,6 +191,7 @@ def test_a_condemned_block_is_gone(store: KvstoreProcess) -> None:
     assert store.blocks.Stats(pb.StatsRequest(), timeout=scaled(20)).corrupt_blocks == 1
 
 
+@on_both
 def test_turns_are_exclusive_and_tenants_apart(store: KvstoreProcess) -> None:
     begun = begin(store, "t1")
     with pytest.raises(TurnInProgress):
@@ -274,30 +292,140 @@ def test_memory_stays_within_bounds(store: KvstoreProcess) -> None:
     assert store.resident_bytes < 16 * MIB + 150 * MIB
 
 
-def test_metrics_have_their_names(store: KvstoreProcess) -> None:
+@on_both
+def test_the_blocks_of_a_deleted_session_go(store: KvstoreProcess) -> None:
+    """But for those that another one names."""
     store.put_blocks(IDS)
-    tiers(store, IDS)
+    commit(store, "t1", begin(store, "t1"), IDS[:4], scaled(10_000))
+    fork = pb.ForkSessionRequest(tenant="alice", session_id="s", new_id="s2")
+    store.sessions.Fork(fork, timeout=scaled(20))
+    commit(store, "t2", begin(store, "t2"), IDS[:6], scaled(10_000))
+    store.sessions.Delete(pb.DeleteSessionRequest(tenant="alice", session_id="s"), timeout=scaled(20))
+    assert len(tiers(store, IDS)) == 4
+
+
+def scraped(store: KvstoreProcess) -> str:
     with socket.socket(socket.AF_UNIX) as scrape:
         scrape.settimeout(scaled(5))
         scrape.connect(str(store.metrics))
         scrape.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
-        text = b"".join(iter(lambda: scrape.recv(1 << 16), b"")).decode()
+        return b"".join(iter(lambda: scrape.recv(1 << 16), b"")).decode()
+
+
+def test_metrics_have_their_names(store: KvstoreProcess) -> None:
+    store.put_blocks(IDS)
+    tiers(store, IDS)
+    text = scraped(store)
     assert 'kvcommons_block_hits_total{tier="dram"} 12.0' in text
     for name in ("kv_cache_usage_perc", "block_evictions_total", "block_pending_writes", "sessions"):
         assert f"kvcommons_{name}" in text
 
 
 def test_a_data_folder_in_use_is_refused(store: KvstoreProcess, tmp_path: Path) -> None:
+    returncode, errors = refused(tmp_path, {})
+    assert returncode == 1
+    assert "in use by another process" in errors
+    store.put_blocks(IDS)
+    assert store.get_blocks(IDS)[0] == len(IDS)
+
+
+# ---- a database of records
+
+
+def test_what_a_database_of_records_costs_is_measured(
+    postgres: PostgresServer, socket_folder: Path, tmp_path: Path
+) -> None:
+    settings = {"records": postgres.new_url(), "sweep_s": 0.05}
+    store = KvstoreProcess(socket_folder, tmp_path / "data", **settings).wait_ready()
+    try:
+        commit(store, "t1", begin(store, "t1"), [], 0)
+        deadline = Deadline.after(scaled(20))
+        while "kvcommons_sessions 1.0" not in scraped(store):  # counted now and then
+            deadline.check()
+        assert store.blocks.Stats(pb.StatsRequest(), timeout=scaled(20)).sessions == 1
+        text = scraped(store)
+        assert 'kvcommons_records_seconds_count{call="commit"} 1.0' in text
+        assert "kvcommons_records_connections " in text
+    finally:
+        store.kill()
+
+
+def test_a_kvstore_waits_for_its_database_and_shows_no_password(socket_folder: Path, tmp_path: Path) -> None:
+    """It answers what is not about sessions, and says where it looks; it is ready once there is one."""
+    server = PostgresServer()
+    secret = tmp_path / "secret"
+    secret.write_text("not-to-be-seen\n")
+    store = KvstoreProcess(
+        socket_folder,
+        tmp_path / "data",
+        records=server.url(),
+        records_password_file=secret,
+        records_timeout_s=1.0,
+    )
+    try:
+        store.blocks.Stats(pb.StatsRequest(), timeout=scaled(20), wait_for_ready=True)
+        with pytest.raises(StoreUnavailable, match="did not answer"):
+            begin(store, "t1")
+        assert not store.is_ready()
+        server.start()
+        store.wait_ready()
+        assert commit(store, "t1", begin(store, "t1"), [], 0).version == 1
+    finally:
+        store.kill()
+        server.remove()
+    assert f"{server.folder}:5432/postgres (records in [kvstore]) are out of reach" in store.errors
+    assert "are within reach again" in store.errors
+    assert "not-to-be-seen" not in store.errors
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"records": "mysql://u:hush@db/kv"}, "records is no URL that libpq understands"),
+        ({"records": "postgresql://u@[::1/kv?hush"}, "records is no URL that libpq understands"),
+        ({"records": "postgresql://u:hu/sh@db/kv"}, "records is no URL that libpq understands"),
+        ({"records": "postgresql://u:hush@db/kv"}, "records_password_file"),
+        ({"records": "postgresql://db/kv?password=hush"}, "records_password_file"),
+        ({"records": "postgresql://db/kv", "records_password_file": "/nowhere"}, "/nowhere cannot be read"),
+    ],
+)
+def test_a_database_that_is_named_wrongly_is_refused(
+    tmp_path: Path, settings: dict[str, str], said: str
+) -> None:
+    returncode, errors = refused(tmp_path, settings)
+    assert returncode == 2
+    assert said in errors
+    assert "hush" not in errors
+    assert "hu/sh" not in errors
+
+
+def test_without_psycopg_a_database_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "psycopg.py").write_text("raise ImportError('it is not installed')")
+    environment = {"PYTHONPATH": str(tmp_path)}
+    returncode, errors = refused(tmp_path, {"records": "postgresql://db/kv"}, environment)
+    assert returncode == 2
+    assert "install kvcommons[kvstore,postgres]" in errors
+
+
+def refused(
+    tmp_path: Path, settings: dict[str, str], environment: dict[str, str] | None = None
+) -> tuple[int, str]:
+    """Exit status and log of a kvstore that does not start."""
     command = [sys.executable, "-m", "services.kvstore"]
     for name, value in {
         "listen": f"unix:{tmp_path}/c",
         "data_listen": f"unix:{tmp_path}/d",
         "ledger": f"unix:{tmp_path}/l",
         "data": tmp_path / "data",
+        **settings,
     }.items():
         command += ["--set", f"{name}={value}"]
-    second = subprocess.run(command, capture_output=True, text=True, timeout=scaled(20), check=False)
-    assert second.returncode == 1
-    assert "in use by another process" in second.stderr
-    store.put_blocks(IDS)
-    assert store.get_blocks(IDS)[0] == len(IDS)
+    ended = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=scaled(20),
+        check=False,
+        env=os.environ | (environment or {}),
+    )
+    return ended.returncode, ended.stderr

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 
@@ -27,18 +27,9 @@ from tests.contract.records_fixtures import (
     begin,
     commit,
     embedded,
-    new_schema,
     sql,
     turn,
 )
-
-
-@pytest.fixture(scope="module")
-def postgres() -> Iterator[PostgresServer]:
-    server = PostgresServer()
-    server.start()
-    yield server
-    server.remove()
 
 
 class Home:
@@ -74,8 +65,7 @@ async def home(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[
     conninfo = ""
     if request.param == "sql":
         server: PostgresServer = request.getfixturevalue("postgres")
-        await server.ready()
-        conninfo = server.conninfo + await new_schema(server)
+        conninfo = server.conninfo + server.new_schema()
     with ThreadPoolExecutor(4) as executor:
         made = Home(request.param, tmp_path, conninfo, executor)
         yield made

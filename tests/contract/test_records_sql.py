@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import TypeVar
@@ -13,33 +13,20 @@ import psycopg
 import pytest
 
 from kvcommons.errors import Conflict, DataLoss, Overloaded, StoreUnavailable, TurnInProgress
+from services.kvstore.records.interface import RecordsObserver
 from services.kvstore.records.postgres import CONFLICTS_MAX, Postgres, Transaction
 from services.kvstore.records.schema import REVISION, migrate
 from services.kvstore.records.sql import SqlRecords
 from tests.contract.postgres_server import PostgresServer, Proxy
-from tests.contract.records_fixtures import CALL_S, Clock, begin, commit, new_schema, sql, turn
+from tests.contract.records_fixtures import CALL_S, Clock, begin, commit, sql, turn
 from tests.machine import scaled
 
 T = TypeVar("T")
 
 
-@pytest.fixture(scope="module")
-def running() -> Iterator[PostgresServer]:
-    server = PostgresServer()
-    server.start()
-    yield server
-    server.remove()
-
-
 @pytest.fixture
-async def postgres(running: PostgresServer) -> PostgresServer:
-    await running.ready()
-    return running
-
-
-@pytest.fixture
-async def schema(postgres: PostgresServer) -> str:
-    return await new_schema(postgres)
+def schema(postgres: PostgresServer) -> str:
+    return postgres.new_schema()
 
 
 @pytest.fixture
@@ -230,9 +217,27 @@ async def test_a_lease_is_fenced_whichever_kvstore_gave_it(
     assert (await other.commit("alice", "s", turn(fresh, 0, [2]))).version == 1
 
 
+class Observer(RecordsObserver):
+    def __init__(self) -> None:
+        self.retries: list[str] = []
+        self.in_use_most = self.in_use_last = 0
+
+    def retried(self, cause: str) -> None:
+        self.retries.append(cause)
+
+    def in_use(self, connections: int) -> None:
+        self.in_use_most, self.in_use_last = max(self.in_use_most, connections), connections
+
+
 async def test_conflicts_are_tried_again_and_not_for_ever(postgres: PostgresServer, schema: str) -> None:
+    observer = Observer()
     database = Postgres(
-        postgres.conninfo + schema, connections=1, waiting_max=1, call_s=scaled(CALL_S), dice=random.Random(1)
+        postgres.conninfo + schema,
+        connections=1,
+        waiting_max=1,
+        call_s=scaled(CALL_S),
+        dice=random.Random(1),
+        observer=observer,
     )
     tried = 0
 
@@ -252,6 +257,8 @@ async def test_conflicts_are_tried_again_and_not_for_ever(postgres: PostgresServ
     with pytest.raises(StoreUnavailable, match="others changed the same session"):
         await database.transact(lambda transaction: conflict(transaction, 1000))
     assert tried == CONFLICTS_MAX
+    assert observer.retries == ["conflict"] * (3 + CONFLICTS_MAX - 1)
+    assert (observer.in_use_most, observer.in_use_last) == (1, 0)
     await database.close()
 
 

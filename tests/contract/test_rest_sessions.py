@@ -1,4 +1,4 @@
-"""Sessions over REST, kept by a real kvstore process."""
+"""Sessions over REST, kept by a real kvstore process, in its own folder and in a database."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from services.router.__main__ import _LOCAL_SECRET
 from tests.contract.rest_stack import BLOCK_TOKENS, MODEL, Stack, eventually
 
 pytest_plugins = ("tests.contract.rest_fixtures",)
+pytestmark = pytest.mark.parametrize("rest_store", ["embedded", "sql"], indirect=True)
 
 CHAT = "/v1/chat/completions"
 

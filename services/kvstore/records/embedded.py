@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from concurrent.futures import Executor
+from contextvars import copy_context
 from functools import partial
 from typing import ParamSpec, TypeVar
 
@@ -69,6 +70,5 @@ class EmbeddedRecords:
         await self._run(self._sessions.close)
 
     async def _run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        return await asyncio.get_running_loop().run_in_executor(
-            self._executor, partial(call, *args, **kwargs)
-        )
+        work = partial(copy_context().run, call, *args, **kwargs)  # for the ids in log lines
+        return await asyncio.get_running_loop().run_in_executor(self._executor, work)

@@ -8,6 +8,19 @@ from kvcommons.pb import kvstore_pb2 as pb
 from services.kvstore.session import Committed, TurnCommit, TurnLease
 
 
+class RecordsObserver:
+    """Hears what calls cost; this one does nothing."""
+
+    def called(self, call: str, seconds: float) -> None:
+        """One has come to its end, well or not."""
+
+    def retried(self, cause: str) -> None:
+        """A transaction is done again: for a "conflict" with another one, or since its "connection" broke."""
+
+    def in_use(self, connections: int) -> None:
+        """So many are now."""
+
+
 class Records(Protocol):
     """Session records and turn leases of all tenants; a tenant sees its own only.
 

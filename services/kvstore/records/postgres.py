@@ -21,6 +21,7 @@ import psycopg
 from psycopg import errors
 
 from kvcommons.errors import Overloaded, StoreUnavailable
+from services.kvstore.records.interface import RecordsObserver
 from services.kvstore.records.schema import migrate
 
 T = TypeVar("T")
@@ -74,14 +75,16 @@ class Postgres:
         waiting_max: int,
         call_s: float,
         dice: random.Random,
+        observer: RecordsObserver,
     ) -> None:
         self._conninfo = conninfo
         self._connections = connections
         self._waiting_max = waiting_max
         self._call_s = call_s
         self._dice = dice
+        self._observer = observer
         self._free = asyncio.Semaphore(connections)
-        self._waiting = 0
+        self._waiting = self._in_use = 0
         self._idle: list[tuple[Connection, float]] = []  # since when; the last one was used last
         self._migrated = False
         self._migrating: asyncio.Task[None] | None = None
@@ -101,10 +104,16 @@ class Postgres:
         """
         deadline_s = asyncio.get_running_loop().time() + self._call_s
         await self._wait_for_turn(deadline_s)
+        self._count(1)
         try:
             return await self._try_until(deadline_s, work)
         finally:
+            self._count(-1)
             self._free.release()
+
+    def _count(self, more: int) -> None:
+        self._in_use += more
+        self._observer.in_use(self._in_use)
 
     async def _wait_for_turn(self, deadline_s: float) -> None:
         if self._free.locked() and self._waiting >= self._waiting_max:
@@ -148,6 +157,7 @@ class Postgres:
                         f"others changed the same session {conflicts} times in between: try again",
                         retry_after_ms=500,
                     ) from error
+                self._observer.retried("conflict")
             except psycopg.Error as error:
                 self._why = _line(error)
                 if connection is not None:
@@ -158,6 +168,7 @@ class Postgres:
                     unsure = unsure or reached_commit
                     await connection.close()
                     await self._drop_idle()  # what broke one has mostly broken all
+                self._observer.retried("connection")
             finally:
                 if connection is not None and not connection.closed:
                     self._idle.append((connection, loop.time()))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 import uuid
 from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
@@ -22,6 +23,7 @@ from kvcommons.shards import session_key
 from services.kvstore import session as rules
 from services.kvstore.clock import Clock
 from services.kvstore.records import tables
+from services.kvstore.records.interface import RecordsObserver
 from services.kvstore.records.postgres import Connection, Postgres, ReadAgain, Transaction
 from services.kvstore.records.tables import Row
 from services.kvstore.session import Committed, TurnCommit, TurnLease, new_id
@@ -49,14 +51,17 @@ class SqlRecords:
         waiting_max: int = 1000,
         call_s: float = 5.0,
         dice: random.Random | None = None,
+        observer: RecordsObserver | None = None,
     ) -> None:
         """See `Postgres` for the others. The database may come later."""
+        self._observer = observer or RecordsObserver()
         self._postgres = Postgres(
             conninfo,
             connections=connections,
             waiting_max=waiting_max,
             call_s=call_s,
             dice=dice or random.Random(),
+            observer=self._observer,
         )
         self._default_ttl_s = default_ttl_s
         self._now_ms = clock.now_ms
@@ -81,7 +86,7 @@ class SqlRecords:
                 await tables.insert(transaction.connection, key, row)
             return record
 
-        return await self._call(work)
+        return await self._call("create", work)
 
     async def get(self, tenant: str, session_id: str) -> pb.SessionRecord:
         key = _checked_key(tenant, session_id)
@@ -92,7 +97,7 @@ class SqlRecords:
                 raise rules.not_found(session_id)
             return await self._whole(transaction.connection, row.incarnation, row.head)
 
-        return await self._call(work)
+        return await self._call("get", work)
 
     async def page(self, tenant: str, after: str, limit: int) -> tuple[list[pb.SessionRecord], bool]:
         rules.check_name(tenant, "tenant")
@@ -109,7 +114,7 @@ class SqlRecords:
                     return found[:limit], len(found) > limit
                 behind = heads[-1][0]
 
-        return await self._call(work)
+        return await self._call("page", work)
 
     async def delete(self, tenant: str, session_id: str) -> None:
         key = _checked_key(tenant, session_id)
@@ -121,7 +126,7 @@ class SqlRecords:
             elif not transaction.unsure:
                 raise rules.not_found(session_id)
 
-        await self._call(work)
+        await self._call("delete", work)
 
     async def fork(self, tenant: str, session_id: str, new_session_id: str) -> pb.SessionRecord:
         key = _checked_key(tenant, session_id)
@@ -137,11 +142,11 @@ class SqlRecords:
                 head = rules.fork_of(row.head, new_session_id, self._now_ms())
                 await tables.fork(transaction.connection, row, head, incarnation)
 
-        await self._call(work)
+        await self._call("fork", work)
         return await self.get(tenant, new_session_id)
 
     async def count(self) -> int:
-        return await self._call(lambda transaction: tables.count(transaction.connection))
+        return await self._call("count", lambda transaction: tables.count(transaction.connection))
 
     # ---- turns
 
@@ -172,7 +177,7 @@ class SqlRecords:
                 return rules.new_record(tenant, session_id, 0, now_ms), lease
             return await self._whole(connection, row.incarnation, row.head), lease
 
-        return await self._call(work)
+        return await self._call("begin", work)
 
     async def renew(self, tenant: str, session_id: str, *, turn_id: str, fencing: int, lease_ms: int) -> None:
         key = _checked_key(tenant, session_id)
@@ -190,7 +195,7 @@ class SqlRecords:
             assert row is not None  # it had the lease
             await tables.write_lease(transaction.connection, row, lease)
 
-        await self._call(work)
+        await self._call("renew", work)
 
     async def commit(self, tenant: str, session_id: str, turn: TurnCommit) -> Committed:
         key = _checked_key(tenant, session_id)
@@ -214,7 +219,7 @@ class SqlRecords:
             await tables.add_turn(connection, row, head, turn)
             return Committed(version=head.version, new=True)
 
-        return await self._call(work)
+        return await self._call("commit", work)
 
     async def abandon(self, tenant: str, session_id: str, *, turn_id: str, fencing: int) -> None:
         key = _checked_key(tenant, session_id)
@@ -224,7 +229,7 @@ class SqlRecords:
             if row is not None and rules.may_abandon(row.lease, turn_id, fencing):
                 await tables.write_lease(transaction.connection, row, None)
 
-        await self._call(work)
+        await self._call("abandon", work)
 
     # ---- upkeep
 
@@ -232,11 +237,12 @@ class SqlRecords:
         """Those that ended first, at most `SWEEP_MAX`."""
         now_ms = self._now_ms()
         keys = await self._call(
+            "sweep",
             lambda transaction: tables.read_ended(
                 transaction.connection, now_ms, self._default_ttl_s, SWEEP_MAX
-            )
+            ),
         )
-        return sum([await self._call(partial(self._sweep_one, key)) for key in keys])
+        return sum([await self._call("sweep", partial(self._sweep_one, key)) for key in keys])
 
     async def _sweep_one(self, key: bytes, transaction: Transaction) -> bool:
         """Whether a session went."""
@@ -316,13 +322,14 @@ class SqlRecords:
         whole.MergeFrom(head)
         return whole
 
-    async def _call(self, work: Callable[[Transaction], Coroutine[Any, Any, T]]) -> T:
+    async def _call(self, name: str, work: Callable[[Transaction], Coroutine[Any, Any, T]]) -> T:
         task = asyncio.create_task(self._postgres.transact(work))
         self._calls.add(task)
-        task.add_done_callback(self._over)
+        task.add_done_callback(partial(self._over, name, time.monotonic()))
         return await asyncio.shield(task)
 
-    def _over(self, task: asyncio.Task[Any]) -> None:
+    def _over(self, name: str, began_s: float, task: asyncio.Task[Any]) -> None:
+        self._observer.called(name, time.monotonic() - began_s)
         self._calls.discard(task)
         if not task.cancelled():
             task.exception()  # its caller may be gone

@@ -134,6 +134,7 @@ class SessionStore:
     ) -> R:
         began_s = self._clock()
         delay_s = _DELAY_S_MIN
+        told: Unavailable | DeadlineExceeded | Overloaded | None = None
         while True:
             if patience_s and len(self._fleet.serving) > 1:
                 patience_s, call_s = max(patience_s, self._takeover_wait_s), min(call_s, SHARD_CALL_S)
@@ -144,8 +145,10 @@ class SessionStore:
             except (Unavailable, DeadlineExceeded, Overloaded) as error:
                 if isinstance(error, WrongShard):
                     deadline_s = max(deadline_s, began_s + _MOVED_S)
+                # Where a try had little time left, its end says nothing of why.
+                told = error if told is None or not isinstance(error, DeadlineExceeded) else told
                 if self._clock() + delay_s >= deadline_s:
-                    raise _gave_up(error, patience_s) from error
+                    raise _gave_up(told, patience_s) from error
             await asyncio.sleep(delay_s)
             delay_s = min(delay_s * 2, _DELAY_S_MAX)
 
