@@ -1,4 +1,4 @@
-"""The command line: `kvcommons up`, `fetch`, `chat`, `status`, and the commands of `benchmarks/`.
+"""The command line: `kvcommons up`, `fetch`, `chat`, `status`, `records`, and the commands of `benchmarks/`.
 
 It starts at once: each command imports what it needs, and none imports torch.
 """
@@ -18,6 +18,7 @@ from pathlib import Path
 _LAZY = {
     "bench": ("benchmarks.cli", "benchmarks, with a table and a picture"),
     "replay": ("benchmarks.replay.cli", "eviction policies on a trace of requests, on a virtual clock"),
+    "records": ("services.kvstore.records.__main__", "move session records to a database"),
 }
 
 _INTERRUPTED = 130

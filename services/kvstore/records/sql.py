@@ -307,15 +307,11 @@ class SqlRecords:
         """The record of a head. Turns are never changed, so only those that are not known here are read."""
         known = self._known.get(incarnation)
         turns = await tables.read_turns(connection, incarnation, known.version, head.version)
-        if known.version + len(turns) != head.version:
-            raise ReadAgain("the session was changed while it was read")
         body = pb.SessionRecord()
         body.CopyFrom(known)
-        for turn in turns:
-            body.MergeFromString(turn.added)
-            del body.block_ids[turn.kept_blocks :]
-            body.block_ids.extend(turn.block_ids)
-        body.version = head.version
+        tables.grow(body, turns)
+        if body.version != head.version:
+            raise ReadAgain("the session was changed while it was read")
         self._known.put(incarnation, body)
         whole = pb.SessionRecord()
         whole.CopyFrom(body)

@@ -33,8 +33,10 @@ class Row:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnRow:
-    """What one turn added; of the block ids of before, the first `kept_blocks` are still the session's."""
+    """What one turn added, or several that were moved here as one; of the block ids of before, the first
+    `kept_blocks` are still the session's."""
 
+    version: int
     added: bytes
     kept_blocks: int
     block_ids: Sequence[bytes]
@@ -151,6 +153,19 @@ async def fork(connection: Connection, source: Row, head: pb.SessionRecord, inca
     await _name(connection, incarnation, await _block_ids(connection, source.incarnation))
 
 
+async def insert_whole(connection: Connection, incarnation: uuid.UUID, record: pb.SessionRecord) -> None:
+    """A session whose turns are not known one by one: it gets one with all that it has, of its version."""
+    ids = list(record.block_ids)
+    row = Row(incarnation=incarnation, head=record, blocks=len(ids), blocks_digest=_digest(ids))
+    await insert(connection, session_key(record.tenant, record.session_id), row)
+    if record.version:
+        added = pb.SessionRecord(
+            tokens=record.tokens, messages=record.messages, truncations=record.truncations
+        )
+        await _insert_turn(connection, incarnation, record, record.last_turn_id or None, added, 0, ids)
+    await _name(connection, incarnation, ids)
+
+
 async def add_turn(connection: Connection, row: Row, head: pb.SessionRecord, turn: TurnCommit) -> None:
     """Writes what the turn adds and the head after it, and takes the lease. Of what the session had, only a
     truncation reads anything: which blocks its context had."""
@@ -162,18 +177,7 @@ async def add_turn(connection: Connection, row: Row, head: pb.SessionRecord, tur
     added = pb.SessionRecord(
         tokens=turn.new_tokens, messages=turn.new_messages, truncations=turn.new_truncations
     )
-    await connection.execute(
-        "INSERT INTO turns (incarnation, version, turn_id, added, kept_blocks, block_ids) "
-        "VALUES (%s, %s, %s, %s, %s, %s)",
-        [
-            row.incarnation,
-            head.version,
-            turn.turn_id,
-            added.SerializeToString(deterministic=True),
-            kept,
-            b"".join(ids[kept:]),
-        ],
-    )
+    await _insert_turn(connection, row.incarnation, head, turn.turn_id, added, kept, ids[kept:])
     await _name(connection, row.incarnation, ids[kept:])
     await connection.execute(
         "UPDATE sessions SET head = %s, lease = NULL, blocks = %s, blocks_digest = %s, ends_ms = %s, "
@@ -195,16 +199,58 @@ async def read_turns(
     """Those that came after one version, up to another one."""
     rows = await _rows(
         connection,
-        "SELECT added, kept_blocks, block_ids FROM turns "
+        "SELECT version, added, kept_blocks, block_ids FROM turns "
         "WHERE incarnation = %s AND version > %s AND version <= %s ORDER BY version",
         incarnation,
         behind,
         version,
     )
     return [
-        TurnRow(added=added, kept_blocks=kept, block_ids=_divided(block_ids))
-        for added, kept, block_ids in rows
+        TurnRow(version=turn_version, added=added, kept_blocks=kept, block_ids=_divided(block_ids))
+        for turn_version, added, kept, block_ids in rows
     ]
+
+
+async def read_whole(
+    connection: Connection, incarnation: uuid.UUID, head: pb.SessionRecord
+) -> pb.SessionRecord:
+    """The record of a head."""
+    record = pb.SessionRecord()
+    grow(record, await read_turns(connection, incarnation, 0, head.version))
+    record.MergeFrom(head)
+    return record
+
+
+def grow(record: pb.SessionRecord, turns: Sequence[TurnRow]) -> None:
+    """Adds to a record what turns behind it added, and gives it the version of the last one."""
+    for turn in turns:
+        record.MergeFromString(turn.added)
+        del record.block_ids[turn.kept_blocks :]
+        record.block_ids.extend(turn.block_ids)
+        record.version = turn.version
+
+
+async def _insert_turn(
+    connection: Connection,
+    incarnation: uuid.UUID,
+    head: pb.SessionRecord,
+    turn_id: str | None,
+    added: pb.SessionRecord,
+    kept_blocks: int,
+    block_ids: Sequence[bytes],
+) -> None:
+    await connection.execute(
+        "INSERT INTO turns (incarnation, version, turn_id, added, kept_blocks, block_ids) "
+        "VALUES (%s, %s, %s, %s, %s, %s)",
+        [
+            incarnation,
+            head.version,
+            turn_id,
+            added.SerializeToString(deterministic=True),
+            kept_blocks,
+            b"".join(block_ids),
+        ],
+    )
 
 
 # ---- which session names which block
