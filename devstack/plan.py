@@ -219,7 +219,7 @@ def _instance_flags(service: str, name: str, port: int, place: Place) -> dict[st
         # The first one's, however many there are: a stack that grows keeps its sessions.
         folder = service if name in names(service, 1) + names(service, 2)[:1] else name
         flags["data"] = str(place.data / folder)
-        flags["shard"] = folder  # the same after the folder was deleted: what was in it is known to be lost
+        flags["folder"] = folder  # the same after it was deleted: what was in it is known to be lost
     return flags
 
 

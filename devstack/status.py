@@ -57,7 +57,7 @@ def _ask(client: RestClient) -> tuple[Json, list[Json]]:
 
 
 def _tables(found: Json, sessions: list[Json]) -> Group:
-    parts: list[RenderableType] = [_services(found["instances"])]
+    parts: list[RenderableType] = [_services(found["instances"], found.get("records"))]
     debts = [
         (instance["id"], creditor, blocks)
         for instance in found["instances"]
@@ -65,10 +65,7 @@ def _tables(found: Json, sessions: list[Json]) -> Group:
     ]
     if debts:
         parts.append(_debts(debts))
-    parts.append(_store(found.get("store")))
-    shards = found.get("shards")
-    if shards is not None and len(shards["serving"]) + len(shards["joining"]) > 1:
-        parts.append(_shards(shards))
+    parts.append(_store(found.get("store"), found.get("records")))
     if sessions:
         parts.append(_sessions(sessions))
     queue = found["queue"]
@@ -77,7 +74,7 @@ def _tables(found: Json, sessions: list[Json]) -> Group:
     return Group(*parts)
 
 
-def _services(instances: list[Json]) -> Table:
+def _services(instances: list[Json], records: str | None) -> Table:
     table = Table("service", "instance", "state", title="services", title_justify="left")
     for column in ("blocks used", "blocks", "running", "queued", "up"):
         table.add_column(column, justify="right")
@@ -86,7 +83,7 @@ def _services(instances: list[Json]) -> Table:
         table.add_row(
             item["service"],
             item["id"] if item["heads"] is None else f"{item['id']} ({_part(item['heads'])})",
-            _state(item),
+            _state(item, records),
             str(total - item["free_blocks"]) if total else "",
             str(total) if total else "",
             str(item["running"]),
@@ -96,9 +93,11 @@ def _services(instances: list[Json]) -> Table:
     return table
 
 
-def _state(item: Json) -> str:
+def _state(item: Json, records: str | None) -> str:
     if item["unfit"] is not None:
         return f"[red]lends nothing: {escape(item['unfit'])}[/]"
+    if item["records"] is not None and item["records"] != records:
+        return f"[red]serves nothing: has session records of its own, in the {escape(item['records'])}[/]"
     return "[green]ready[/]" if item["ready"] else "[yellow]not ready[/]"
 
 
@@ -114,7 +113,7 @@ def _debts(debts: list[tuple[str, str, int]]) -> Table:
     return table
 
 
-def _store(store: Json | None) -> RenderableType:
+def _store(store: Json | None, records: str | None) -> RenderableType:
     if store is None:
         return "[yellow]the session store is away[/]"
     table = Table("tier", title="session store", title_justify="left")
@@ -128,14 +127,10 @@ def _store(store: Json | None) -> RenderableType:
         f"{store['sessions']} sessions, {store['pending_writes']} blocks on their way to disk, "
         f"{store['block_hits']} of {looked_up} blocks looked up were there, {store['corrupt_blocks']} corrupt"
     )
+    if records is not None:
+        table.caption += f"; records in the {escape(records)}"
     table.caption_justify = "left"
     return table
-
-
-def _shards(shards: Json) -> str:
-    state = "settled" if shards["settled"] else "[yellow]making second copies[/]"
-    joining = f"; joining: {', '.join(shards['joining'])}" if shards["joining"] else ""
-    return f"kvstores (epoch {shards['epoch']}): {', '.join(shards['serving'])}{joining}; {state}"
 
 
 def _sessions(sessions: list[Json]) -> Table:

@@ -20,8 +20,7 @@
     │   └── CapacityExhausted        no free blocks
     ├── Unavailable                  a peer cannot be reached, or is not ready
     │   ├── Loading
-    │   ├── StoreUnavailable
-    │   └── WrongShard               another shard answers for it; nothing was done
+    │   └── StoreUnavailable
     ├── DeadlineExceeded
     ├── DataLoss                     bytes are there and wrong, or KV that should be there is gone
     │   └── StaleEpoch               a handle of a holder that has restarted, or of a lease that ran out
@@ -156,10 +155,6 @@ class StoreUnavailable(Unavailable):
     code = "store_unavailable"
 
 
-class WrongShard(Unavailable):
-    code = "wrong_shard"
-
-
 class DeadlineExceeded(KVCommonsError):
     code = "deadline_exceeded"
 
@@ -202,7 +197,6 @@ _TABLE: dict[str, tuple[type[KVCommonsError], grpc.StatusCode, int, str]] = {
     "unavailable": (Unavailable, _S.UNAVAILABLE, 503, _SERVER),
     "loading": (Loading, _S.UNAVAILABLE, 503, _SERVER),
     "store_unavailable": (StoreUnavailable, _S.UNAVAILABLE, 503, _SERVER),
-    "wrong_shard": (WrongShard, _S.UNAVAILABLE, 503, _SERVER),
     "deadline_exceeded": (DeadlineExceeded, _S.DEADLINE_EXCEEDED, 503, _SERVER),
     "data_loss": (DataLoss, _S.DATA_LOSS, 500, _SERVER),
     "stale_epoch": (StaleEpoch, _S.DATA_LOSS, 500, _SERVER),

@@ -214,6 +214,44 @@ class CondemnReply(_message.Message):
 Global___CondemnReply: _TypeAlias = CondemnReply  # noqa: Y015
 
 @_typing.final
+class ForgetRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    BLOCK_IDS_FIELD_NUMBER: _builtins.int
+    model: _builtins.bytes
+    @_builtins.property
+    def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
+    def __init__(
+        self,
+        *,
+        model: _builtins.bytes = ...,
+        block_ids: _abc.Iterable[_builtins.bytes] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "model", b"model"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForgetRequest: _TypeAlias = ForgetRequest  # noqa: Y015
+
+@_typing.final
+class ForgetReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ForgetReply: _TypeAlias = ForgetReply  # noqa: Y015
+
+@_typing.final
 class AwaitDurableRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -412,7 +450,7 @@ class SessionRecord(_message.Message):
     parent: _builtins.str
     """of a fork"""
     root: _builtins.str
-    """decides the home shard"""
+    """decides at which kvstore the blocks lie"""
     dropped_tokens: _builtins.int
     last_turn_id: _builtins.str
     @_builtins.property
@@ -595,26 +633,20 @@ class ForkSessionRequest(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
     NEW_ID_FIELD_NUMBER: _builtins.int
-    SOURCE_FIELD_NUMBER: _builtins.int
     tenant: _builtins.str
     session_id: _builtins.str
     new_id: _builtins.str
     """empty: the store makes one"""
-    @_builtins.property
-    def source(self) -> Global___SessionRecord:
-        """of session_id, where its home is another shard than that of new_id"""
-
     def __init__(
         self,
         *,
         tenant: _builtins.str = ...,
         session_id: _builtins.str = ...,
         new_id: _builtins.str = ...,
-        source: Global___SessionRecord | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["source", b"source"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["new_id", b"new_id", "session_id", b"session_id", "source", b"source", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["new_id", b"new_id", "session_id", b"session_id", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

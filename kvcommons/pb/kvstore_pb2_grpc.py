@@ -49,6 +49,11 @@ class BlocksStub:
                 request_serializer=kvcommons_dot_v1_dot_kvstore__pb2.CondemnRequest.SerializeToString,
                 response_deserializer=kvcommons_dot_v1_dot_kvstore__pb2.CondemnReply.FromString,
                 _registered_method=True)
+        self.Forget = channel.unary_unary(
+                '/kvcommons.v1.Blocks/Forget',
+                request_serializer=kvcommons_dot_v1_dot_kvstore__pb2.ForgetRequest.SerializeToString,
+                response_deserializer=kvcommons_dot_v1_dot_kvstore__pb2.ForgetReply.FromString,
+                _registered_method=True)
         self.AwaitDurable = channel.unary_unary(
                 '/kvcommons.v1.Blocks/AwaitDurable',
                 request_serializer=kvcommons_dot_v1_dot_kvstore__pb2.AwaitDurableRequest.SerializeToString,
@@ -85,6 +90,13 @@ class BlocksServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Forget(self, request, context):
+        """No session names these blocks any more: another kvstore, which deleted the last one that did, tells.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def AwaitDurable(self, request, context):
         """Returns when the blocks are on disk, or at wait_ms.
         """
@@ -115,6 +127,11 @@ def add_BlocksServicer_to_server(servicer, server):
                     servicer.Condemn,
                     request_deserializer=kvcommons_dot_v1_dot_kvstore__pb2.CondemnRequest.FromString,
                     response_serializer=kvcommons_dot_v1_dot_kvstore__pb2.CondemnReply.SerializeToString,
+            ),
+            'Forget': grpc.unary_unary_rpc_method_handler(
+                    servicer.Forget,
+                    request_deserializer=kvcommons_dot_v1_dot_kvstore__pb2.ForgetRequest.FromString,
+                    response_serializer=kvcommons_dot_v1_dot_kvstore__pb2.ForgetReply.SerializeToString,
             ),
             'AwaitDurable': grpc.unary_unary_rpc_method_handler(
                     servicer.AwaitDurable,
@@ -208,6 +225,33 @@ class Blocks:
             '/kvcommons.v1.Blocks/Condemn',
             kvcommons_dot_v1_dot_kvstore__pb2.CondemnRequest.SerializeToString,
             kvcommons_dot_v1_dot_kvstore__pb2.CondemnReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Forget(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcommons.v1.Blocks/Forget',
+            kvcommons_dot_v1_dot_kvstore__pb2.ForgetRequest.SerializeToString,
+            kvcommons_dot_v1_dot_kvstore__pb2.ForgetReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -37,6 +37,8 @@ class BlocksStub:
     """What a router's queue will ask for next: fetched ahead of use and spared from eviction, as far as there is room."""
     Condemn: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.CondemnRequest, _kvstore_pb2.CondemnReply]
     """A reader found an object whose checksum is wrong: drop that generation of the block."""
+    Forget: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.ForgetRequest, _kvstore_pb2.ForgetReply]
+    """No session names these blocks any more: another kvstore, which deleted the last one that did, tells."""
     AwaitDurable: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.AwaitDurableRequest, _kvstore_pb2.AwaitDurableReply]
     """Returns when the blocks are on disk, or at wait_ms."""
     Stats: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.StatsRequest, _kvstore_pb2.StatsReply]
@@ -50,6 +52,8 @@ class BlocksAsyncStub(BlocksStub):
     """What a router's queue will ask for next: fetched ahead of use and spared from eviction, as far as there is room."""
     Condemn: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.CondemnRequest, _kvstore_pb2.CondemnReply]  # type: ignore[assignment]
     """A reader found an object whose checksum is wrong: drop that generation of the block."""
+    Forget: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.ForgetRequest, _kvstore_pb2.ForgetReply]  # type: ignore[assignment]
+    """No session names these blocks any more: another kvstore, which deleted the last one that did, tells."""
     AwaitDurable: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.AwaitDurableRequest, _kvstore_pb2.AwaitDurableReply]  # type: ignore[assignment]
     """Returns when the blocks are on disk, or at wait_ms."""
     Stats: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.StatsRequest, _kvstore_pb2.StatsReply]  # type: ignore[assignment]
@@ -78,6 +82,14 @@ class BlocksServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_kvstore_pb2.CondemnReply, _abc.Awaitable[_kvstore_pb2.CondemnReply]]:
         """A reader found an object whose checksum is wrong: drop that generation of the block."""
+
+    @_abc_1.abstractmethod
+    def Forget(
+        self,
+        request: _kvstore_pb2.ForgetRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvstore_pb2.ForgetReply, _abc.Awaitable[_kvstore_pb2.ForgetReply]]:
+        """No session names these blocks any more: another kvstore, which deleted the last one that did, tells."""
 
     @_abc_1.abstractmethod
     def AwaitDurable(

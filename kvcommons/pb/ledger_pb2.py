@@ -23,10 +23,9 @@ _sym_db = _symbol_database.Default()
 
 
 from kvcommons.pb import common_pb2 as kvcommons_dot_v1_dot_common__pb2
-from kvcommons.pb import shards_pb2 as kvcommons_dot_v1_dot_shards__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvcommons/v1/ledger.proto\x12\x0ckvcommons.v1\x1a\x19kvcommons/v1/common.proto\x1a\x19kvcommons/v1/shards.proto\"\xb6\x02\n\x08Instance\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07service\x18\x02 \x01(\t\x12\x17\n\x0f\x63ontrol_address\x18\x03 \x01(\t\x12\x14\n\x0c\x64\x61ta_address\x18\x04 \x01(\t\x12\x0c\n\x04host\x18\x05 \x01(\t\x12&\n\x05model\x18\x06 \x01(\x0b\x32\x17.kvcommons.v1.ModelInfo\x12 \n\x04load\x18\x07 \x01(\x0b\x32\x12.kvcommons.v1.Load\x12\x12\n\nstarted_ms\x18\x08 \x01(\x03\x12\"\n\x05shard\x18\t \x01(\x0b\x32\x13.kvcommons.v1.Shard\x12%\n\x05heads\x18\n \x01(\x0b\x32\x16.kvcommons.v1.HeadPart\x12\'\n\x07members\x18\x0b \x03(\x0b\x32\x16.kvcommons.v1.Instance\"8\n\x08HeadPart\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\r\x12\r\n\x05parts\x18\x03 \x01(\r\"\xf6\x02\n\x04Load\x12\x14\n\x0ctotal_blocks\x18\x01 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x02 \x01(\r\x12\x17\n\x0flendable_blocks\x18\x03 \x01(\r\x12\x0f\n\x07running\x18\x04 \x01(\r\x12\x0e\n\x06queued\x18\x05 \x01(\r\x12,\n\x05\x64\x65\x62ts\x18\x06 \x03(\x0b\x32\x1d.kvcommons.v1.Load.DebtsEntry\x12\r\n\x05ready\x18\x07 \x01(\x08\x12,\n\x05loans\x18\x08 \x03(\x0b\x32\x1d.kvcommons.v1.Load.LoansEntry\x12\x11\n\tonly_here\x18\t \x01(\x08\x12\x0f\n\x07\x62\x61tches\x18\n \x01(\r\x12\x0f\n\x07\x63hanges\x18\x0b \x01(\x04\x12\r\n\x05\x65poch\x18\x0c \x01(\x04\x1a,\n\nDebtsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x1a,\n\nLoansEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"M\n\x10HeartbeatRequest\x12(\n\x08instance\x18\x01 \x01(\x0b\x32\x16.kvcommons.v1.Instance\x12\x0f\n\x07leaving\x18\x02 \x01(\x08\"&\n\x0eHeartbeatReply\x12\x14\n\x0cheartbeat_ms\x18\x01 \x01(\r\"\x1f\n\x0cWatchRequest\x12\x0f\n\x07watcher\x18\x01 \x01(\t\"l\n\x04View\x12)\n\tinstances\x18\x01 \x03(\x0b\x32\x16.kvcommons.v1.Instance\x12\x10\n\x08revision\x18\x02 \x01(\x04\x12\'\n\x06shards\x18\x03 \x01(\x0b\x32\x17.kvcommons.v1.ShardView\"P\n\x11\x43\x61ndidatesRequest\x12\x0e\n\x06\x64\x65\x62tor\x18\x01 \x01(\t\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\x0c\x12\x0e\n\x06\x62locks\x18\x04 \x01(\r\"O\n\x0f\x43\x61ndidatesReply\x12)\n\tcreditors\x18\x01 \x03(\x0b\x32\x16.kvcommons.v1.Instance\x12\x11\n\tshortfall\x18\x02 \x01(\t\"F\n\x14ReportRefusalRequest\x12\x0e\n\x06\x64\x65\x62tor\x18\x01 \x01(\t\x12\x10\n\x08\x63reditor\x18\x02 \x01(\t\x12\x0c\n\x04slow\x18\x03 \x01(\x08\"\x14\n\x12ReportRefusalReply\"y\n\x05Loans\x12\x10\n\x08\x63reditor\x18\x01 \x01(\t\x12/\n\x06\x62locks\x18\x02 \x03(\x0b\x32\x1f.kvcommons.v1.Loans.BlocksEntry\x1a-\n\x0b\x42locksEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\x1a\n\x06Leader\x12\x10\n\x08instance\x18\x01 \x01(\t\"\xe6\x01\n\nSettlement\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04term\x18\x02 \x01(\x04\x12\x1f\n\x04legs\x18\x03 \x03(\x0b\x32\x11.kvcommons.v1.Leg\x12+\n\x04step\x18\x04 \x01(\x0e\x32\x1d.kvcommons.v1.Settlement.Step\x12\r\n\x05round\x18\x05 \x01(\r\x12\x14\n\x0cround_blocks\x18\x06 \x01(\r\"K\n\x04Step\x12\x0b\n\x07PREPARE\x10\x00\x12\n\n\x06\x46REEZE\x10\x01\x12\x08\n\x04\x43OPY\x10\x02\x12\n\n\x06SWITCH\x10\x03\x12\x0b\n\x07RELEASE\x10\x04\x12\x07\n\x03\x45ND\x10\x05\"T\n\x03Leg\x12\x0e\n\x06\x64\x65\x62tor\x18\x01 \x01(\t\x12\x10\n\x08\x63reditor\x18\x02 \x01(\t\x12\x13\n\x0bleft_blocks\x18\x03 \x01(\r\x12\x16\n\x0esettled_blocks\x18\x04 \x01(\r2\xb3\x02\n\x06Ledger\x12I\n\tHeartbeat\x12\x1e.kvcommons.v1.HeartbeatRequest\x1a\x1c.kvcommons.v1.HeartbeatReply\x12\x39\n\x05Watch\x12\x1a.kvcommons.v1.WatchRequest\x1a\x12.kvcommons.v1.View0\x01\x12L\n\nCandidates\x12\x1f.kvcommons.v1.CandidatesRequest\x1a\x1d.kvcommons.v1.CandidatesReply\x12U\n\rReportRefusal\x12\".kvcommons.v1.ReportRefusalRequest\x1a .kvcommons.v1.ReportRefusalReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvcommons/v1/ledger.proto\x12\x0ckvcommons.v1\x1a\x19kvcommons/v1/common.proto\"\xb9\x02\n\x08Instance\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07service\x18\x02 \x01(\t\x12\x17\n\x0f\x63ontrol_address\x18\x03 \x01(\t\x12\x14\n\x0c\x64\x61ta_address\x18\x04 \x01(\t\x12\x0c\n\x04host\x18\x05 \x01(\t\x12&\n\x05model\x18\x06 \x01(\x0b\x32\x17.kvcommons.v1.ModelInfo\x12 \n\x04load\x18\x07 \x01(\x0b\x32\x12.kvcommons.v1.Load\x12\x12\n\nstarted_ms\x18\x08 \x01(\x03\x12%\n\x05heads\x18\n \x01(\x0b\x32\x16.kvcommons.v1.HeadPart\x12\'\n\x07members\x18\x0b \x03(\x0b\x32\x16.kvcommons.v1.Instance\x12\x0e\n\x06\x66older\x18\x0c \x01(\t\x12\x0f\n\x07records\x18\r \x01(\tJ\x04\x08\t\x10\n\"8\n\x08HeadPart\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\r\x12\r\n\x05parts\x18\x03 \x01(\r\"\xf6\x02\n\x04Load\x12\x14\n\x0ctotal_blocks\x18\x01 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x02 \x01(\r\x12\x17\n\x0flendable_blocks\x18\x03 \x01(\r\x12\x0f\n\x07running\x18\x04 \x01(\r\x12\x0e\n\x06queued\x18\x05 \x01(\r\x12,\n\x05\x64\x65\x62ts\x18\x06 \x03(\x0b\x32\x1d.kvcommons.v1.Load.DebtsEntry\x12\r\n\x05ready\x18\x07 \x01(\x08\x12,\n\x05loans\x18\x08 \x03(\x0b\x32\x1d.kvcommons.v1.Load.LoansEntry\x12\x11\n\tonly_here\x18\t \x01(\x08\x12\x0f\n\x07\x62\x61tches\x18\n \x01(\r\x12\x0f\n\x07\x63hanges\x18\x0b \x01(\x04\x12\r\n\x05\x65poch\x18\x0c \x01(\x04\x1a,\n\nDebtsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x1a,\n\nLoansEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"M\n\x10HeartbeatRequest\x12(\n\x08instance\x18\x01 \x01(\x0b\x32\x16.kvcommons.v1.Instance\x12\x0f\n\x07leaving\x18\x02 \x01(\x08\"&\n\x0eHeartbeatReply\x12\x14\n\x0cheartbeat_ms\x18\x01 \x01(\r\"\x1f\n\x0cWatchRequest\x12\x0f\n\x07watcher\x18\x01 \x01(\t\"Z\n\x04View\x12)\n\tinstances\x18\x01 \x03(\x0b\x32\x16.kvcommons.v1.Instance\x12\x10\n\x08revision\x18\x02 \x01(\x04\x12\x0f\n\x07records\x18\x04 \x01(\tJ\x04\x08\x03\x10\x04\"P\n\x11\x43\x61ndidatesRequest\x12\x0e\n\x06\x64\x65\x62tor\x18\x01 \x01(\t\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\x0c\x12\x0e\n\x06\x62locks\x18\x04 \x01(\r\"O\n\x0f\x43\x61ndidatesReply\x12)\n\tcreditors\x18\x01 \x03(\x0b\x32\x16.kvcommons.v1.Instance\x12\x11\n\tshortfall\x18\x02 \x01(\t\"F\n\x14ReportRefusalRequest\x12\x0e\n\x06\x64\x65\x62tor\x18\x01 \x01(\t\x12\x10\n\x08\x63reditor\x18\x02 \x01(\t\x12\x0c\n\x04slow\x18\x03 \x01(\x08\"\x14\n\x12ReportRefusalReply\"y\n\x05Loans\x12\x10\n\x08\x63reditor\x18\x01 \x01(\t\x12/\n\x06\x62locks\x18\x02 \x03(\x0b\x32\x1f.kvcommons.v1.Loans.BlocksEntry\x1a-\n\x0b\x42locksEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\x1a\n\x06Leader\x12\x10\n\x08instance\x18\x01 \x01(\t\"\xe6\x01\n\nSettlement\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04term\x18\x02 \x01(\x04\x12\x1f\n\x04legs\x18\x03 \x03(\x0b\x32\x11.kvcommons.v1.Leg\x12+\n\x04step\x18\x04 \x01(\x0e\x32\x1d.kvcommons.v1.Settlement.Step\x12\r\n\x05round\x18\x05 \x01(\r\x12\x14\n\x0cround_blocks\x18\x06 \x01(\r\"K\n\x04Step\x12\x0b\n\x07PREPARE\x10\x00\x12\n\n\x06\x46REEZE\x10\x01\x12\x08\n\x04\x43OPY\x10\x02\x12\n\n\x06SWITCH\x10\x03\x12\x0b\n\x07RELEASE\x10\x04\x12\x07\n\x03\x45ND\x10\x05\"T\n\x03Leg\x12\x0e\n\x06\x64\x65\x62tor\x18\x01 \x01(\t\x12\x10\n\x08\x63reditor\x18\x02 \x01(\t\x12\x13\n\x0bleft_blocks\x18\x03 \x01(\r\x12\x16\n\x0esettled_blocks\x18\x04 \x01(\r2\xb3\x02\n\x06Ledger\x12I\n\tHeartbeat\x12\x1e.kvcommons.v1.HeartbeatRequest\x1a\x1c.kvcommons.v1.HeartbeatReply\x12\x39\n\x05Watch\x12\x1a.kvcommons.v1.WatchRequest\x1a\x12.kvcommons.v1.View0\x01\x12L\n\nCandidates\x12\x1f.kvcommons.v1.CandidatesRequest\x1a\x1d.kvcommons.v1.CandidatesReply\x12U\n\rReportRefusal\x12\".kvcommons.v1.ReportRefusalRequest\x1a .kvcommons.v1.ReportRefusalReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,44 +38,44 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LOAD_LOANSENTRY']._serialized_options = b'8\001'
   _globals['_LOANS_BLOCKSENTRY']._loaded_options = None
   _globals['_LOANS_BLOCKSENTRY']._serialized_options = b'8\001'
-  _globals['_INSTANCE']._serialized_start=98
-  _globals['_INSTANCE']._serialized_end=408
-  _globals['_HEADPART']._serialized_start=410
-  _globals['_HEADPART']._serialized_end=466
-  _globals['_LOAD']._serialized_start=469
-  _globals['_LOAD']._serialized_end=843
-  _globals['_LOAD_DEBTSENTRY']._serialized_start=753
-  _globals['_LOAD_DEBTSENTRY']._serialized_end=797
-  _globals['_LOAD_LOANSENTRY']._serialized_start=799
-  _globals['_LOAD_LOANSENTRY']._serialized_end=843
-  _globals['_HEARTBEATREQUEST']._serialized_start=845
-  _globals['_HEARTBEATREQUEST']._serialized_end=922
-  _globals['_HEARTBEATREPLY']._serialized_start=924
-  _globals['_HEARTBEATREPLY']._serialized_end=962
-  _globals['_WATCHREQUEST']._serialized_start=964
-  _globals['_WATCHREQUEST']._serialized_end=995
-  _globals['_VIEW']._serialized_start=997
-  _globals['_VIEW']._serialized_end=1105
-  _globals['_CANDIDATESREQUEST']._serialized_start=1107
-  _globals['_CANDIDATESREQUEST']._serialized_end=1187
-  _globals['_CANDIDATESREPLY']._serialized_start=1189
-  _globals['_CANDIDATESREPLY']._serialized_end=1268
-  _globals['_REPORTREFUSALREQUEST']._serialized_start=1270
-  _globals['_REPORTREFUSALREQUEST']._serialized_end=1340
-  _globals['_REPORTREFUSALREPLY']._serialized_start=1342
-  _globals['_REPORTREFUSALREPLY']._serialized_end=1362
-  _globals['_LOANS']._serialized_start=1364
-  _globals['_LOANS']._serialized_end=1485
-  _globals['_LOANS_BLOCKSENTRY']._serialized_start=1440
-  _globals['_LOANS_BLOCKSENTRY']._serialized_end=1485
-  _globals['_LEADER']._serialized_start=1487
-  _globals['_LEADER']._serialized_end=1513
-  _globals['_SETTLEMENT']._serialized_start=1516
-  _globals['_SETTLEMENT']._serialized_end=1746
-  _globals['_SETTLEMENT_STEP']._serialized_start=1671
-  _globals['_SETTLEMENT_STEP']._serialized_end=1746
-  _globals['_LEG']._serialized_start=1748
-  _globals['_LEG']._serialized_end=1832
-  _globals['_LEDGER']._serialized_start=1835
-  _globals['_LEDGER']._serialized_end=2142
+  _globals['_INSTANCE']._serialized_start=71
+  _globals['_INSTANCE']._serialized_end=384
+  _globals['_HEADPART']._serialized_start=386
+  _globals['_HEADPART']._serialized_end=442
+  _globals['_LOAD']._serialized_start=445
+  _globals['_LOAD']._serialized_end=819
+  _globals['_LOAD_DEBTSENTRY']._serialized_start=729
+  _globals['_LOAD_DEBTSENTRY']._serialized_end=773
+  _globals['_LOAD_LOANSENTRY']._serialized_start=775
+  _globals['_LOAD_LOANSENTRY']._serialized_end=819
+  _globals['_HEARTBEATREQUEST']._serialized_start=821
+  _globals['_HEARTBEATREQUEST']._serialized_end=898
+  _globals['_HEARTBEATREPLY']._serialized_start=900
+  _globals['_HEARTBEATREPLY']._serialized_end=938
+  _globals['_WATCHREQUEST']._serialized_start=940
+  _globals['_WATCHREQUEST']._serialized_end=971
+  _globals['_VIEW']._serialized_start=973
+  _globals['_VIEW']._serialized_end=1063
+  _globals['_CANDIDATESREQUEST']._serialized_start=1065
+  _globals['_CANDIDATESREQUEST']._serialized_end=1145
+  _globals['_CANDIDATESREPLY']._serialized_start=1147
+  _globals['_CANDIDATESREPLY']._serialized_end=1226
+  _globals['_REPORTREFUSALREQUEST']._serialized_start=1228
+  _globals['_REPORTREFUSALREQUEST']._serialized_end=1298
+  _globals['_REPORTREFUSALREPLY']._serialized_start=1300
+  _globals['_REPORTREFUSALREPLY']._serialized_end=1320
+  _globals['_LOANS']._serialized_start=1322
+  _globals['_LOANS']._serialized_end=1443
+  _globals['_LOANS_BLOCKSENTRY']._serialized_start=1398
+  _globals['_LOANS_BLOCKSENTRY']._serialized_end=1443
+  _globals['_LEADER']._serialized_start=1445
+  _globals['_LEADER']._serialized_end=1471
+  _globals['_SETTLEMENT']._serialized_start=1474
+  _globals['_SETTLEMENT']._serialized_end=1704
+  _globals['_SETTLEMENT_STEP']._serialized_start=1629
+  _globals['_SETTLEMENT_STEP']._serialized_end=1704
+  _globals['_LEG']._serialized_start=1706
+  _globals['_LEG']._serialized_end=1790
+  _globals['_LEDGER']._serialized_start=1793
+  _globals['_LEDGER']._serialized_end=2100
 # @@protoc_insertion_point(module_scope)

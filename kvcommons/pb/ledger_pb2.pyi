@@ -9,7 +9,6 @@ from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from kvcommons.pb import common_pb2 as _common_pb2
-from kvcommons.pb import shards_pb2 as _shards_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -33,9 +32,10 @@ class Instance(_message.Message):
     MODEL_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     STARTED_MS_FIELD_NUMBER: _builtins.int
-    SHARD_FIELD_NUMBER: _builtins.int
     HEADS_FIELD_NUMBER: _builtins.int
     MEMBERS_FIELD_NUMBER: _builtins.int
+    FOLDER_FIELD_NUMBER: _builtins.int
+    RECORDS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """unique among living and dead: service, host and a random part"""
     service: _builtins.str
@@ -47,16 +47,18 @@ class Instance(_message.Message):
     host: _builtins.str
     """distance: same host is near"""
     started_ms: _builtins.int
+    folder: _builtins.str
+    """and the addresses of the first one, and lends what the smallest one can
+    of a kvstore: its data's name, the same after a restart; decides which blocks lie there
+    """
+    records: _builtins.str
+    """of a kvstore: where its session records lie, "folder NAME" or "database HOST:PORT/NAME" """
     @_builtins.property
     def model(self) -> _common_pb2.ModelInfo:
         """not for router, kvstore, ledger"""
 
     @_builtins.property
     def load(self) -> Global___Load: ...
-    @_builtins.property
-    def shard(self) -> _shards_pb2.Shard:
-        """of a kvstore"""
-
     @_builtins.property
     def heads(self) -> Global___HeadPart:
         """of an attention_pool that has a part of the KV heads only"""
@@ -76,13 +78,14 @@ class Instance(_message.Message):
         model: _common_pb2.ModelInfo | None = ...,
         load: Global___Load | None = ...,
         started_ms: _builtins.int = ...,
-        shard: _shards_pb2.Shard | None = ...,
         heads: Global___HeadPart | None = ...,
         members: _abc.Iterable[Global___Instance] | None = ...,
+        folder: _builtins.str = ...,
+        records: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["heads", b"heads", "load", b"load", "model", b"model", "shard", b"shard"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["heads", b"heads", "load", b"load", "model", b"model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["control_address", b"control_address", "data_address", b"data_address", "heads", b"heads", "host", b"host", "id", b"id", "load", b"load", "members", b"members", "model", b"model", "service", b"service", "shard", b"shard", "started_ms", b"started_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["control_address", b"control_address", "data_address", b"data_address", "folder", b"folder", "heads", b"heads", "host", b"host", "id", b"id", "load", b"load", "members", b"members", "model", b"model", "records", b"records", "service", b"service", "started_ms", b"started_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -287,24 +290,22 @@ class View(_message.Message):
 
     INSTANCES_FIELD_NUMBER: _builtins.int
     REVISION_FIELD_NUMBER: _builtins.int
-    SHARDS_FIELD_NUMBER: _builtins.int
+    RECORDS_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
+    records: _builtins.str
+    """where the stack's session records lie: kvstores with others serve nothing; empty: not known"""
     @_builtins.property
     def instances(self) -> _containers.RepeatedCompositeFieldContainer[Global___Instance]: ...
-    @_builtins.property
-    def shards(self) -> _shards_pb2.ShardView:
-        """of the kvstores; unset: none is known"""
-
     def __init__(
         self,
         *,
         instances: _abc.Iterable[Global___Instance] | None = ...,
         revision: _builtins.int = ...,
-        shards: _shards_pb2.ShardView | None = ...,
+        records: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["shards", b"shards"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instances", b"instances", "revision", b"revision", "shards", b"shards"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["instances", b"instances", "records", b"records", "revision", b"revision"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -22,7 +22,6 @@ from kvcommons.pb import ledger_pb2 as pb
 from kvcommons.pb import ledger_pb2_grpc as rpc
 from kvcommons.rpc.channel import open_channel
 from kvcommons.rpc.suspicion import SUSPECT_S, Suspicions
-from kvcommons.shards import ShardView, decode_view, newest
 
 log = logging.getLogger(__name__)
 
@@ -44,7 +43,7 @@ class Directory:
         self._ledgers = _Rotation(ledgers, watcher)
         self._watcher = watcher
         self._view: dict[str, pb.Instance] = {}
-        self._shards: ShardView | None = None
+        self._records = ""
         self._suspicions = Suspicions()
         self._changed = asyncio.Condition()
         self._task: asyncio.Task[None] | None = None
@@ -82,9 +81,10 @@ class Directory:
         return self._view.get(instance_id)
 
     @property
-    def shards(self) -> ShardView | None:
-        """Of the kvstores: who serves. None while that is not known."""
-        return self._shards
+    def records(self) -> str:
+        """Where the stack's session records lie: kvstores with others serve nothing. Empty while that is not
+        known."""
+        return self._records
 
     def suspect(self, instance_id: str) -> None:
         """After a failed call: leaves the instance out for some seconds, or until a later heartbeat of its
@@ -143,13 +143,10 @@ class Directory:
     async def _take(self, view: pb.View) -> None:
         now = time.monotonic()
         new = {instance.id: instance for instance in sorted(view.instances, key=lambda one: one.id)}
-        # Ledgers need not agree at once: no view of the shards follows a newer one.
-        shards = decode_view(view.shards)
-        if shards is None or (self._shards is not None and shards.stack == self._shards.stack):
-            shards = newest([self._shards, shards])
-        if new == self._view and shards == self._shards:
+        records = view.records or self._records  # a ledger that has not heard etcd yet does not know
+        if new == self._view and records == self._records:
             return
-        self._shards = shards
+        self._records = records
         for instance_id, instance in new.items():
             if instance != self._view.get(instance_id):
                 self._suspicions.heard(instance_id, now)

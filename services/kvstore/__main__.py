@@ -6,14 +6,14 @@ import asyncio
 import logging
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 from kvcommons.errors import InvalidInput, KVCommonsError
 from kvcommons.pb import kvstore_pb2_grpc as rpc
-from kvcommons.pb import ledger_pb2, shards_pb2_grpc
+from kvcommons.pb import ledger_pb2
 from kvcommons.rpc.directory import Directory, Heartbeat
 from kvcommons.rpc.process import Process, run
 from kvcommons.rpc.server import RpcServer
@@ -26,17 +26,17 @@ from services.kvstore.config import KVStoreConfig
 from services.kvstore.data import DataHandler
 from services.kvstore.database import DamagedDatabase
 from services.kvstore.families import META
-from services.kvstore.folder import DataFolder
+from services.kvstore.folder import DataFolder, folder_name
 from services.kvstore.integrity import CHECKED_FAMILIES, open_integrity_table
 from services.kvstore.mark import Mark
 from services.kvstore.medium import Medium
+from services.kvstore.membership import Membership
 from services.kvstore.metrics import RecordsMetrics, SessionMetrics, StoreCollector
 from services.kvstore.policies.floors import Floors
+from services.kvstore.records.embedded import EmbeddedRecords
 from services.kvstore.records.interface import Records
 from services.kvstore.server import BlocksServicer, SessionsServicer
-from services.kvstore.sessions import open_sessions
-from services.kvstore.shard import ReplicasServicer, Shard, ShardRecords, folder_name
-from services.kvstore.shard_sessions import ShardSessions
+from services.kvstore.sessions import Sessions, open_sessions
 from services.kvstore.upkeep import Upkeep
 
 log = logging.getLogger(__name__)
@@ -57,13 +57,15 @@ async def serve(config: KVStoreConfig, process: Process) -> None:
         await asyncio.to_thread(folder.make_room, ballast, min(START_BYTES, ballast.size_bytes))
         store = await asyncio.to_thread(_open_blocks, folder, config, DiskReserve(size_bytes, ballast))
         try:
-            kept = (
-                _in_database(config, process, store)
+            name = folder_name(config.data, config.folder)
+            directory = Directory(config.ledger, process.instance_id)
+            opened = (
+                _in_database(config, process, store, directory)
                 if config.records
-                else _in_folder(config, process, store, folder, ballast)
+                else _in_folder(config, process, store, directory, folder, name, ballast)
             )
-            async with kept as records:
-                await _serve(config, process, store, records)
+            async with opened as kept:
+                await _serve(config, process, store, directory, kept, name)
         finally:
             await asyncio.to_thread(store.close, config.node.drain_s / 4)
     finally:
@@ -72,16 +74,17 @@ async def serve(config: KVStoreConfig, process: Process) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Kept:
-    """Records, and where they lie; `shard` is set where that is this kvstore's own folder."""
+    """Session records. `count` says how many there are; None: whoever asks has to wait."""
 
     records: Records
-    place: str
-    shard: Shard | None = None
-    sessions: ShardSessions | None = None
+    membership: Membership
+    count: Callable[[], int] | None = None
 
 
 @asynccontextmanager
-async def _in_database(config: KVStoreConfig, process: Process, store: BlockStore) -> AsyncIterator[_Kept]:
+async def _in_database(
+    config: KVStoreConfig, process: Process, store: BlockStore, directory: Directory
+) -> AsyncIterator[_Kept]:
     try:
         from services.kvstore.records.address import conninfo_of, place_of
         from services.kvstore.records.sql import SqlRecords
@@ -91,33 +94,47 @@ async def _in_database(config: KVStoreConfig, process: Process, store: BlockStor
             param="records",
         ) from error
     conninfo = conninfo_of(config.records, config.records_password_file)
+    place = f"database {place_of(conninfo)}"
+    membership = Membership(directory, instance_id=process.instance_id, records=place)
+
+    def unnamed(model: bytes, block_ids: Sequence[bytes]) -> None:
+        store.forget(model, block_ids)
+        membership.forget(model, block_ids)
+
     records = SqlRecords(
         conninfo,
         default_ttl_s=config.session_ttl_s,
         clock=SystemClock(),
-        unnamed=store.forget,
+        unnamed=unnamed,
         connections=config.records_connections,
         call_s=config.records_timeout_s,
         observer=RecordsMetrics(process.telemetry.registry),
     )
     try:
-        yield _Kept(records=records, place=f"the database {place_of(conninfo)} (records in [kvstore])")
+        yield _Kept(records=records, membership=membership)
     finally:
         await records.close()
+        await membership.close()
 
 
 @asynccontextmanager
 async def _in_folder(
-    config: KVStoreConfig, process: Process, store: BlockStore, folder: DataFolder, ballast: Ballast
+    config: KVStoreConfig,
+    process: Process,
+    store: BlockStore,
+    directory: Directory,
+    folder: DataFolder,
+    name: str,
+    ballast: Ballast,
 ) -> AsyncIterator[_Kept]:
+    membership = Membership(directory, instance_id=process.instance_id, records=f"folder {name}")
     mark = Mark(folder.mark)
     sessions = await asyncio.to_thread(_open_sessions, folder, config, store, mark, ballast)
     executor = ThreadPoolExecutor(RPC_THREADS, thread_name_prefix="kvstore-rpc")
-    shard = Shard(sessions, executor, Directory(config.ledger, process.instance_id))
-    records = ShardRecords(sessions, executor, shard)
+    records = EmbeddedRecords(sessions, executor)
     marking = asyncio.create_task(_keep(mark), name="mark")
     try:
-        yield _Kept(records=records, place=str(folder.sessions), shard=shard, sessions=sessions)
+        yield _Kept(records=records, membership=membership, count=lambda: sessions.count)
     finally:
         marking.cancel()
         await records.close()
@@ -125,18 +142,23 @@ async def _in_folder(
         mark.close()
 
 
-async def _serve(config: KVStoreConfig, process: Process, store: BlockStore, kept: _Kept) -> None:
-    records, sessions = kept.records, kept.sessions
-    upkeep = Upkeep(records, kept.place)
-    count = (lambda: upkeep.sessions) if sessions is None else (lambda: sessions.count)
+async def _serve(
+    config: KVStoreConfig,
+    process: Process,
+    store: BlockStore,
+    directory: Directory,
+    kept: _Kept,
+    name: str,
+) -> None:
+    membership = kept.membership
+    upkeep = Upkeep(kept.records, membership.records)
+    count = kept.count or (lambda: upkeep.sessions)
     process.telemetry.registry.register(StoreCollector(store, count))
     server = RpcServer(config.node.listen, process.telemetry, call_deadline_s=config.node.call_deadline_s)
     metrics = SessionMetrics(process.telemetry.registry)
     server.add(rpc.add_BlocksServicer_to_server, BlocksServicer(store, count))
-    carry = records.carry if isinstance(records, ShardRecords) else None
-    server.add(rpc.add_SessionsServicer_to_server, SessionsServicer(store, records, metrics, carry))
-    if kept.shard is not None:
-        server.add(shards_pb2_grpc.add_ReplicasServicer_to_server, ReplicasServicer(kept.shard))
+    sessions = SessionsServicer(store, kept.records, metrics, lambda: membership.refusal)
+    server.add(rpc.add_SessionsServicer_to_server, sessions)
     handler = DataHandler(store, process.telemetry)
     data_server = DataServer(
         config.data_plane.data_listen,
@@ -148,33 +170,59 @@ async def _serve(config: KVStoreConfig, process: Process, store: BlockStore, kep
     store.start()
     data_server.start()
     await server.start()
-    describe = _describe(config, process, server, data_server.address, store, sessions)
-    heartbeat = Heartbeat(config.ledger, describe)
-    if kept.shard is not None:
-        kept.shard.start(heartbeat.beat_now)
-
-    async def keep() -> None:
-        while True:
-            reached = await upkeep.round()
-            if config.records and reached != server.ready:
-                await server.set_ready(reached)
-                heartbeat.beat_now()
-            await asyncio.sleep(config.sweep_s if reached else min(_REACH_S, config.sweep_s))
-
-    keeping = asyncio.create_task(keep(), name="upkeep")
+    identity = ledger_pb2.Instance(
+        id=process.instance_id,
+        service="kvstore",
+        control_address=config.node.advertise_control or server.address,
+        data_address=config.data_plane.advertise_data or data_server.address,
+        host=process.host,
+        started_ms=int(time.time() * 1000),
+        folder=name,
+        records=membership.records,
+    )
+    heartbeat = Heartbeat(config.ledger, _describe(identity, server, store))
+    directory.start()
+    await server.set_ready(not config.records)
+    watching = asyncio.create_task(
+        _watch(config, server, directory, membership, upkeep, heartbeat), name="upkeep"
+    )
     try:
-        await server.set_ready(not config.records)
         heartbeat.start()
-        facts = {"control": server.address, "data": data_server.address, "records": kept.place}
+        facts = {"control": server.address, "data": data_server.address, "records": membership.records}
         log.info("serving", extra=facts)
         await process.stop.wait()
     finally:
-        keeping.cancel()
+        watching.cancel()
         await heartbeat.stop()
         await server.drain(config.node.drain_s / 4)
-        if kept.shard is not None:
-            await kept.shard.stop()
+        await directory.stop()
         await asyncio.to_thread(data_server.stop, config.node.drain_s / 4)
+
+
+async def _watch(
+    config: KVStoreConfig,
+    server: RpcServer,
+    directory: Directory,
+    membership: Membership,
+    upkeep: Upkeep,
+    heartbeat: Heartbeat,
+) -> None:
+    """Has the records kept up. This kvstore is ready while its database is within reach (an own disk is tried
+    by each call), and while its records are the stack's."""
+    refusal, reached, due_s = "", not config.records, 0.0
+    while True:
+        if time.monotonic() >= due_s:
+            reached = await upkeep.round() or not config.records
+            due_s = time.monotonic() + (config.sweep_s if reached else min(_REACH_S, config.sweep_s))
+        if membership.refusal != refusal:
+            refusal = membership.refusal
+            log.log(*((logging.ERROR, refusal) if refusal else (logging.INFO, "this kvstore serves again")))
+        if server.ready != (reached and not refusal):
+            await server.set_ready(not server.ready)
+            heartbeat.beat_now()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(max(due_s - time.monotonic(), 0.0)):
+                await directory.changed()
 
 
 def _open_blocks(folder: DataFolder, config: KVStoreConfig, reserve: DiskReserve) -> BlockStore:
@@ -210,53 +258,29 @@ def _blocks(folder: DataFolder, config: KVStoreConfig, reserve: DiskReserve) -> 
 
 def _open_sessions(
     folder: DataFolder, config: KVStoreConfig, store: BlockStore, mark: Mark, ballast: Ballast
-) -> ShardSessions:
+) -> Sessions:
     """Raises DataLoss where what was committed is not all there."""
-    name = folder_name(config.data, config.shard)
     table = open_integrity_table(
         open_sessions(folder.sessions, ballast), CHECKED_FAMILIES, meta=META, path=folder.sessions
     )
     try:
         table.begin(mark)
-        return ShardSessions(
-            table,
-            folder=name,
-            default_ttl_s=config.session_ttl_s,
-            clock=SystemClock(),
-            unnamed=store.forget,
-        )
+        return Sessions(table, default_ttl_s=config.session_ttl_s, clock=SystemClock(), unnamed=store.forget)
     except (KVCommonsError, OSError):
         table.close()
         raise
 
 
 def _describe(
-    config: KVStoreConfig,
-    process: Process,
-    server: RpcServer,
-    data_address: str,
-    store: BlockStore,
-    sessions: ShardSessions | None,
+    identity: ledger_pb2.Instance, server: RpcServer, store: BlockStore
 ) -> Callable[[], ledger_pb2.Instance]:
-    started_ms = int(time.time() * 1000)
-
     def describe() -> ledger_pb2.Instance:
         stats = store.stats()
-        return ledger_pb2.Instance(
-            id=process.instance_id,
-            service="kvstore",
-            control_address=config.node.advertise_control or server.address,
-            data_address=config.data_plane.advertise_data or data_address,
-            host=process.host,
-            load=ledger_pb2.Load(
-                total_blocks=stats.disk_capacity_blocks,
-                free_blocks=max(0, stats.disk_capacity_blocks - stats.disk_blocks),
-                queued=stats.pending_writes,
-                ready=server.ready,
-            ),
-            started_ms=started_ms,
-            shard=sessions.shard() if sessions is not None else None,
-        )
+        identity.load.total_blocks = stats.disk_capacity_blocks
+        identity.load.free_blocks = max(0, stats.disk_capacity_blocks - stats.disk_blocks)
+        identity.load.queued = stats.pending_writes
+        identity.load.ready = server.ready
+        return identity
 
     return describe
 

@@ -18,7 +18,7 @@ class KVStoreConfig:
     data_plane: DataPlane
     ledger: Addresses
     data: Path  # folder of all that survives; one process at a time
-    shard: str = ""  # what the folder is called among several kvstores; drawn at its first start if not given
+    folder: str = ""  # what `data` is called in the stack, whatever its path; drawn at its first start
     dram_bytes: Annotated[int, Ge(1 << 20)] = (
         1 << 30
     )  # of blocks in memory; the process takes up to 200 MB beside them

@@ -4,4 +4,4 @@ RECORDS = "records"  # whole records
 HEADS = "heads"  # the same without tokens, messages and block ids
 LEASES = "leases"
 META = "meta"
-STAMPS = "stamps"  # which change of a session came last; only where there is another shard
+STAMPS = "stamps"  # of former versions, where there were several kvstores: which change came last

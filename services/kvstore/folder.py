@@ -2,6 +2,7 @@
 
 <data>/lock        held (flock) by the process that uses the folder
 <data>/format      "kvcommons-kvstore 1"
+<data>/shard       what the folder is called, where the settings do not say
 <data>/slabs/      slab files
 <data>/index/      RocksDB: block index
 <data>/index.damaged/  the last one that could not be read, for whoever wants to know why
@@ -15,6 +16,7 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import secrets
 import shutil
 from pathlib import Path
 
@@ -28,6 +30,24 @@ FORMAT = "kvcommons-kvstore 1"
 
 class UnknownFormat(DataLoss):
     """What lies on disk was written by another version: it is refused, not guessed at."""
+
+
+def folder_name(root: Path, given: str) -> str:
+    """What a data folder is called: as the settings say, or drawn at its first start and kept in it.
+
+    Raises StoreUnavailable.
+    """
+    if given:
+        return given
+    path = root / "shard"
+    try:
+        if not path.exists():
+            fresh = path.with_suffix(".new")
+            fresh.write_text(secrets.token_hex(6) + "\n")
+            fresh.replace(path)
+        return path.read_text().strip()
+    except OSError as error:
+        raise StoreUnavailable(f"the folder's name in {path} cannot be kept: {error}") from error
 
 
 class DataFolder:

@@ -27,7 +27,7 @@ from services.kvstore.mark import Mark
 
 log = logging.getLogger(__name__)
 
-# The families of the sessions: what was committed, how far it had come, and what other shards know of it.
+# The families of the sessions: what was committed, how far it had come, and what other kvstores knew of it.
 CHECKED_FAMILIES = (RECORDS, HEADS, META, STAMPS)
 _KEY = b"witness"  # bytes on disk keep the former name
 _FORMAT = 2

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from kvcommons.errors import InvalidInput, Overloaded
+from kvcommons.errors import InvalidInput, Overloaded, StoreUnavailable
 from kvcommons.pb import kvstore_pb2 as pb
 from kvcommons.pb import kvstore_pb2_grpc as rpc
 from services.kvstore.blocks import BlockStore
@@ -86,6 +86,10 @@ class BlocksServicer(rpc.BlocksServicer):
         self._store.condemn(request.model, request.block_id, request.generation)
         return pb.CondemnReply()
 
+    async def Forget(self, request: pb.ForgetRequest, context: Any) -> pb.ForgetReply:
+        self._store.forget(request.model, list(request.block_ids))
+        return pb.ForgetReply()
+
     async def AwaitDurable(self, request: pb.AwaitDurableRequest, context: Any) -> pb.AwaitDurableReply:
         durable = await until_durable(self._store, request.model, list(request.block_ids), request.wait_ms)
         return pb.AwaitDurableReply(durable_blocks=durable)
@@ -113,13 +117,13 @@ class SessionsServicer(rpc.SessionsServicer):
         store: BlockStore,
         records: Records,
         metrics: SessionMetrics,
-        carry: Callable[[pb.SessionRecord, str], Coroutine[Any, Any, pb.SessionRecord]] | None = None,
+        refusal: Callable[[], str] = str,
     ) -> None:
-        """`carry` makes a fork of a record that came along with its call, where there are shards."""
+        """`refusal`: why no session is served here; empty where they are."""
         self._store = store
         self._records = records
         self._metrics = metrics
-        self._carry = carry
+        self._refusal = refusal
         self._calls = 0
 
     async def Create(self, request: pb.CreateSessionRequest, context: Any) -> pb.SessionRecord:
@@ -145,8 +149,6 @@ class SessionsServicer(rpc.SessionsServicer):
         new_session_id = request.new_id or new_id()
         check_texts(new_session_id)
         check_name(new_session_id, "new_id")
-        if self._carry is not None and request.HasField("source"):
-            return await self._bounded(self._carry(request.source, new_session_id))
         return await self._call(self._records.fork, request.tenant, request.session_id, new_session_id)
 
     async def BeginTurn(self, request: pb.BeginTurnRequest, context: Any) -> pb.BeginTurnReply:
@@ -225,6 +227,9 @@ class SessionsServicer(rpc.SessionsServicer):
         return await self._bounded(function(tenant, session_id, *args, **kwargs))
 
     async def _bounded(self, call: Coroutine[Any, Any, T]) -> T:
+        if refusal := self._refusal():
+            call.close()
+            raise StoreUnavailable(refusal, retry_after_ms=1000)
         if self._calls >= CALLS_MAX:
             call.close()
             raise Overloaded(f"{CALLS_MAX} calls on sessions wait already: retry later", retry_after_ms=500)

@@ -18,6 +18,7 @@ from services.kvstore.ballast import Ballast
 from services.kvstore.clock import Clock
 from services.kvstore.database import DamagedDatabase, Database, Put, Table
 from services.kvstore.families import HEADS, LEASES, META, RECORDS, STAMPS
+from services.kvstore.folder import UnknownFormat
 from services.kvstore.session import Committed, TurnCommit, TurnLease, new_id
 from services.kvstore.uses import USES, BlockUses
 
@@ -41,7 +42,8 @@ class Sessions:
     """All sessions of all tenants. A tenant sees its own only; another's is SessionNotFound.
 
     `default_ttl_s` is for sessions without one of their own; 0 keeps them for ever. Raises StoreUnavailable
-    where RocksDB fails.
+    where RocksDB fails, and UnknownFormat where the folder was one of several, for another one may have later
+    turns.
     """
 
     def __init__(
@@ -52,6 +54,12 @@ class Sessions:
         clock: Clock,
         unnamed: Callable[[bytes, Sequence[bytes]], None] = lambda model, block_ids: None,
     ) -> None:
+        if next(table.items(STAMPS), None) is not None:
+            raise UnknownFormat(
+                "these session records are one copy of two, which kvstores kept for each other before "
+                "records could lie in a database: `kvcommons records move` takes what all of the stack's "
+                "folders have to a database, or to one folder"
+            )
         self._table = table
         self._uses = BlockUses(table, unnamed)
         self._default_ttl_s = default_ttl_s

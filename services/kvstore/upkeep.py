@@ -27,11 +27,11 @@ class Upkeep:
             self.sessions = await self._records.count()
         except KVCommonsError as error:
             if self._reached:
-                log.error("session records in %s are out of reach: %s", self._place, error.message)
+                log.error("session records in the %s are out of reach: %s", self._place, error.message)
             self._reached = False
             return False
         if not self._reached:
-            log.info("session records in %s are within reach again", self._place)
+            log.info("session records in the %s are within reach again", self._place)
         if removed:
             log.info("expired sessions removed", extra={"sessions": removed})
         self._reached = True

@@ -9,10 +9,8 @@ import time
 
 from kvcommons.pb import ledger_pb2 as pb
 from kvcommons.pb.ledger_pb2_grpc import add_LedgerServicer_to_server
-from kvcommons.pb.shards_pb2 import ShardView
 from kvcommons.rpc.process import Process, run
 from kvcommons.rpc.server import RpcServer
-from kvcommons.shards import encode_view
 from services.ledger.candidates import Candidates
 from services.ledger.commons import open_commons
 from services.ledger.config import LedgerConfig
@@ -21,10 +19,9 @@ from services.ledger.feed import Feed
 from services.ledger.metrics import LedgerMetrics
 from services.ledger.mirror import Mirror
 from services.ledger.presence import Presence
+from services.ledger.records import RecordsKeeper
 from services.ledger.registry import Registry
 from services.ledger.server import LedgerService
-from services.ledger.shard_views import ShardViews
-from services.ledger.shards import ShardKeeper
 
 GRACE_S = 1.0  # its calls are short; its watches are ended
 
@@ -38,18 +35,14 @@ async def serve(config: LedgerConfig, process: Process) -> None:
         feed.touch()
         health_changed.set()
 
-    def shards() -> ShardView | None:
-        view = keeper.view()
-        return encode_view(view) if view is not None else None
-
     candidates = Candidates(random.Random())
-    feed = Feed(registry, shards, lambda: candidates.follow(registry.instances))
+    feed = Feed(registry, lambda: keeper.place, lambda: candidates.follow(registry.instances))
     mirror = Mirror(etcd, registry, prefix=config.etcd_prefix, lease_s=config.lease_s, changed=changed)
-    keeper = ShardKeeper(
+    keeper = RecordsKeeper(
         Etcd(config.etcd, timeout_s=config.etcd_timeout_s),
         registry,
-        ShardViews(grace_s=config.heartbeat_ms / 1e3, lost=config.lost_shards),
         prefix=config.etcd_prefix,
+        lost=config.lost_records,
         connected=lambda: mirror.connected,
         changed=feed.touch,
     )

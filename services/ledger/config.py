@@ -26,8 +26,8 @@ class LedgerConfig:
     settle_round_blocks: Annotated[int, Ge(1)] = 8
     settle_every_s: Annotated[float, Gt(0)] = 2.0
 
-    # Kvstores whose disks are gone for good, by their shards' names: what nobody else had is given up.
-    lost_shards: tuple[str, ...] = ()
+    # Places of session records that are given up, as `kvcommons status` names them: another one may follow.
+    lost_records: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.heartbeat_ms * 2 > self.lease_s * 1_000:

@@ -7,7 +7,6 @@ import time
 from collections.abc import AsyncIterator, Callable
 
 from kvcommons.pb import ledger_pb2 as pb
-from kvcommons.pb.shards_pb2 import ShardView
 from services.ledger.registry import Change, Registry
 
 # Who is there goes out at most ten times a second; how much is free, twice: it changes all the time and is
@@ -21,13 +20,12 @@ class Feed:
     def __init__(
         self,
         registry: Registry,
-        shards: Callable[[], ShardView | None] = lambda: None,
+        records: Callable[[], str] = str,
         refreshed: Callable[[], None] = lambda: None,
     ) -> None:
-        """`shards`: the view of the kvstores, where there is one; `refreshed` is called when the registry has
-        another view."""
+        """`records`: where session records lie; `refreshed` is called when the registry has another view."""
         self._registry = registry
-        self._shards = shards
+        self._records = records
         self._refreshed = refreshed
         self._dirty = asyncio.Event()
         self._published = asyncio.Condition()
@@ -58,7 +56,7 @@ class Feed:
             self._dirty.clear()
             now = time.monotonic()
             self._look(now)
-            moved = self._shards_moved()
+            moved = self._records() != self._view.records
             load_is_due = self._due is Change.LOAD and now - published_at >= LOAD_PAUSE_S
             if self._due is Change.MEMBERS or moved or load_is_due or now - published_at >= SIGN_OF_LIFE_S:
                 if self._due is not Change.NOTHING or moved:
@@ -95,13 +93,9 @@ class Feed:
             self._refreshed()
         self._due = max(self._due, change, key=lambda one: one.value)
 
-    def _shards_moved(self) -> bool:
-        shards = self._shards()
-        return shards is not None and shards != self._view.shards
-
     def _renew(self) -> None:
         self._view = pb.View(
-            instances=self._registry.view(), revision=self._view.revision + 1, shards=self._shards()
+            instances=self._registry.view(), revision=self._view.revision + 1, records=self._records()
         )
 
     async def _publish(self) -> None:

@@ -113,7 +113,7 @@ async def _serving(config: RouterConfig, process: Process) -> Serving:
         text=text,
         directory=directory,
         fleet=fleet,
-        store=SessionStore(fleet, takeover_wait_s=config.takeover_wait_s),
+        store=SessionStore(fleet),
         admission=admission,
         look_ahead=look_ahead,
         dispatch=dispatch,

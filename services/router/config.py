@@ -45,9 +45,6 @@ class RouterConfig:
     client_stall_s: float = 60.0  # a client that reads nothing of its answer for so long loses its turn
     stall_s: float = 20.0  # a decode stream that is silent for so long is taken for dead
     commit_deadline_s: float = 30.0  # how long a commit is tried again while the kvstore is away
-    # With several kvstores, how long a call waits until another has taken over from one that died or hangs;
-    # longer than the ledger's lease_s and a heartbeat.
-    takeover_wait_s: float = 15.0
     durable_wait_ms: int = 2000  # how long a commit waits for the turn's KV to be on disk
     # Of a turn; renewed each third of it. The kvstore grants none that is longer than this bound.
     lease_ms: Annotated[int, Ge(1), Le(600_000)] = 15_000
@@ -86,7 +83,7 @@ class RouterConfig:
             "head_s",
             "body_s",
         )
-        for name in (*deadlines, "commit_deadline_s", "takeover_wait_s"):
+        for name in (*deadlines, "commit_deadline_s"):
             if not getattr(self, name) > 0:  # nor nan, which TOML can write
                 raise InvalidInput(f"router {name} must be more than 0", param=name)
 

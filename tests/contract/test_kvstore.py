@@ -373,7 +373,8 @@ def test_a_kvstore_waits_for_its_database_and_shows_no_password(socket_folder: P
     finally:
         store.kill()
         server.remove()
-    assert f"{server.folder}:5432/postgres (records in [kvstore]) are out of reach" in store.errors
+    assert f"in the database {server.folder}:5432/postgres are out of reach" in store.errors
+    assert "see that it runs where the setting records says" in store.errors
     assert "are within reach again" in store.errors
     assert "not-to-be-seen" not in store.errors
 

@@ -1,65 +1,94 @@
-"""Two kvstores in a whole stack: one dies or hangs in mid-conversation, and nobody who talks can tell."""
+"""Several kvstores with their records in a database: each may die or hang, and the database, too."""
 
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
-from kvcommons.shards import ShardView, session_key
+import pytest
+
+from kvcommons.shards import owners, session_key
+from tests.contract.postgres_server import PostgresServer
+from tests.fault.records_chaos import opened
 from tests.system.conftest import FLOAT32
 from tests.system.stack import Stack
 
+SEED = 20_261
+KILLS = 8
 TELLS = ("My cat is called Zuzu.", "My brother is called Benno.", "What is my cat called?")
 PROCESSES = {"kvstore": "kvstore-1", "kvstore-2": "kvstore-2"}  # by the folder
-SETTLE_S = 60.0
+SERVE_S = 60.0
 
 
-def settled(stack: Stack, count: int) -> ShardView:
-    """Waits until so many serve, and have all that they need."""
-    found: list[ShardView] = []
-
-    def look() -> bool:
-        shards = stack.client.get("/v1/status")["shards"]
-        if shards is None or len(shards["serving"]) != count or not shards["settled"] or shards["joining"]:
-            return False
-        found.append(ShardView(epoch=shards["epoch"], serving=tuple(shards["serving"])))
-        return True
-
-    stack.until(look, SETTLE_S, f"{count} kvstores never serve")
-    return found[-1]
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="kvs-"))
+    yield path
+    shutil.rmtree(path)
 
 
-def home(stack: Stack, session: str) -> str:
-    """The process that answers for a session."""
-    shard = settled(stack, 2).home(session_key("local", session))
-    return PROCESSES[shard.rpartition(".")[0]]
+@pytest.fixture
+def database() -> Iterator[PostgresServer]:
+    server = PostgresServer()
+    try:
+        server.start()
+        server.wait_ready()
+        yield server
+    finally:
+        server.remove()
 
 
-def test_conversations_go_on_whichever_kvstore_dies_or_hangs(tmp_path: Path) -> None:
-    stack = Stack(tmp_path, tables=FLOAT32, kvstore=2, attention_pool=0)
-    with stack:
-        settled(stack, 2)
+@pytest.mark.timeout(240)
+async def test_every_acknowledged_turn_is_there_once(folder: Path, database: PostgresServer) -> None:
+    print(f"replay with SEED = {SEED}")
+    chaos = await opened(folder, SEED, database)
+    try:
+        await chaos.run(kills=KILLS)
+        assert await chaos.check() == []
+        assert chaos.acknowledged > KILLS
+        assert set(chaos.kills) == {"kvstore", "database"}
+    finally:
+        await chaos.kvstores.close()
+
+
+def home(session: str) -> str:
+    """The process that is asked first."""
+    return PROCESSES[owners(session_key("local", session), PROCESSES)[0]]
+
+
+def ready(stack: Stack) -> int:
+    return int(stack.client.get("/health")["components"]["kvstore"]["ready"])
+
+
+def test_conversations_go_on_whichever_kvstore_dies_or_hangs(
+    tmp_path: Path, postgres: PostgresServer
+) -> None:
+    tables = {**FLOAT32, "kvstore": {"records": postgres.new_url()}}
+    with Stack(tmp_path, tables=tables, kvstore=2, attention_pool=0) as stack:
+        stack.until(lambda: ready(stack) == 2, SERVE_S, "two kvstores never serve")
         calm = [stack.client.say(text, "calm", reuse=False, temperature=0).text for text in TELLS]
         assert "Zuzu" in calm[-1]
         sessions = [f"talk-{number}" for number in range(6)]
         for session in sessions:
             assert stack.client.say(TELLS[0], session, temperature=0).text == calm[0]
 
-        stack.kill(home(stack, sessions[0]))
+        stack.kill(home(sessions[0]))
         for session in sessions:
             assert stack.client.say(TELLS[1], session, temperature=0).text == calm[1]
-        settled(stack, 2)  # it was started again, and has caught up
+        stack.until(lambda: ready(stack) == 2, SERVE_S, "it was not started again")
 
-        hung = stack.pid(home(stack, sessions[0]))
+        hung = stack.pid(home(sessions[0]))
         os.kill(hung, signal.SIGSTOP)
         try:
             turns = [stack.client.say(TELLS[2], session, temperature=0) for session in sessions]
-            settled(stack, 1)
         finally:
             os.kill(hung, signal.SIGCONT)
         assert [turn.text for turn in turns] == [calm[2]] * len(sessions)
-        settled(stack, 2)
+        stack.until(lambda: ready(stack) == 2, SERVE_S, "the one that hung is not back")
         tokens = {tuple(stack.client.session(session)["token_ids"]) for session in sessions}
         assert len(tokens) == 1
     stack.assert_gone()

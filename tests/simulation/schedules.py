@@ -6,17 +6,15 @@ from collections.abc import Callable
 
 from tests.simulation.commons_schedule import CommonsSchedule
 from tests.simulation.session_schedule import SessionSchedule
-from tests.simulation.shard_schedule import ShardSchedule
 from tests.simulation.store_schedule import StoreSchedule
 
 KINDS: dict[str, Callable[[int], None]] = {
     "block store": lambda seed: StoreSchedule(seed).run(),
     "sessions": lambda seed: SessionSchedule(seed).run(),
-    "shards": lambda seed: ShardSchedule(seed).run(),
     "commons": lambda seed: CommonsSchedule(seed).run(),
 }
 
-# By the seed's last digit. Shards live long, so they are few.
+# By the seed's last digit.
 _TURNS = (
     "block store",
     "sessions",
@@ -27,7 +25,7 @@ _TURNS = (
     "block store",
     "commons",
     "commons",
-    "shards",
+    "sessions",
 )
 
 

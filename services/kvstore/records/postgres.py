@@ -175,8 +175,8 @@ class Postgres:
             delay_s = min(delay_s * 2, _DELAY_S_MAX)
             await asyncio.sleep(min(delay_s * self._dice.random(), max(deadline_s - loop.time(), 0.0)))
         raise StoreUnavailable(
-            f"the database of records did not answer for {self._call_s:g} s{self._reason}: see that it runs, "
-            "and that this kvstore may connect to it",
+            f"the database of records did not answer for {self._call_s:g} s{self._reason}: see that it runs "
+            "where the setting records says, and that this kvstore may connect to it",
             retry_after_ms=1000,
         )
 

@@ -10,7 +10,6 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from kvcommons.errors import KVCommonsError
 from kvcommons.pb import kvstore_pb2, ledger_pb2
-from kvcommons.shards import COPIES
 from services.router.api.shapes import Json
 from services.router.http.middleware import SERVING
 from services.router.serving import Serving
@@ -68,7 +67,7 @@ async def status(request: web.Request) -> web.Response:
         {
             "instances": instances,
             "store": await _store(serving),
-            "shards": _shards(serving),
+            "records": serving.fleet.records or None,
             "queue": {"running": serving.admission.running, "waiting": serving.admission.waiting},
             "models": [model.name for model in serving.fleet.models()],
         }
@@ -76,9 +75,9 @@ async def status(request: web.Request) -> web.Response:
 
 
 async def _store(serving: Serving) -> Json | None:
-    """Of all shards together; None while one of them does not answer."""
+    """Of all kvstores together; None while one of them does not answer."""
     stores = serving.fleet.stores()
-    if len(stores) < len(serving.fleet.serving):
+    if not stores:
         return None
     request = kvstore_pb2.StatsRequest()
     calls = (serving.fleet.blocks(store).Stats(request, timeout=_STATS_S) for store in stores)
@@ -90,20 +89,7 @@ async def _store(serving: Serving) -> Json | None:
         field.name: sum(getattr(stats, field.name) for stats in found)
         for field in kvstore_pb2.StatsReply.DESCRIPTOR.fields
     }
-    return body | {"sessions": body["sessions"] // min(COPIES, len(stores))}
-
-
-def _shards(serving: Serving) -> Json | None:
-    """Who of the kvstores serves; None while no ledger has said so."""
-    view = serving.fleet.shards
-    if view is None:
-        return None
-    return {
-        "epoch": view.epoch,
-        "serving": list(view.serving),
-        "joining": list(view.joining),
-        "settled": view.settled,
-    }
+    return body | {"sessions": max(stats.sessions for stats in found)}  # each has counted all of them
 
 
 def _heads(instance: ledger_pb2.Instance) -> Json | None:
@@ -132,7 +118,7 @@ def _instance(instance: ledger_pb2.Instance, unfit: str | None = None) -> Json:
         "running": load.running,
         "queued": load.queued,
         "debts": dict(load.debts),
-        "shard": instance.shard.name or None,
+        "records": instance.records or None,
         "heads": _heads(instance),
         "unfit": unfit,
     }

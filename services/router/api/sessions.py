@@ -31,7 +31,7 @@ async def create_session(request: web.Request) -> web.Response:
     record = await request.app[SERVING].store.call(
         lambda stub, timeout_s: stub.Create(create, timeout=timeout_s),
         tenant=create.tenant,
-        session_id=create.session_id,
+        root=create.session_id,
     )
     return web.json_response(session_body(record), status=_CREATED)
 
@@ -64,7 +64,7 @@ async def get_session(request: web.Request) -> web.Response:
     record = await serving.store.call(
         lambda stub, timeout_s: stub.Get(wanted, timeout=timeout_s),
         tenant=wanted.tenant,
-        session_id=wanted.session_id,
+        root=wanted.session_id,
         patience_s=_READ_PATIENCE_S,
     )
     body = session_body(record)
@@ -85,7 +85,11 @@ async def fork_session(request: web.Request) -> web.Response:
     fork = pb.ForkSessionRequest(
         tenant=request[TENANT].name, session_id=_id(request), new_id=body.id or _new_id()
     )
-    record = await request.app[SERVING].store.fork(fork)
+    record = await request.app[SERVING].store.call(
+        lambda stub, timeout_s: stub.Fork(fork, timeout=timeout_s),
+        tenant=fork.tenant,
+        root=fork.session_id,
+    )
     return web.json_response(session_body(record), status=_CREATED)
 
 
@@ -95,7 +99,7 @@ async def delete_session(request: web.Request) -> web.Response:
     await request.app[SERVING].store.call(
         lambda stub, timeout_s: stub.Delete(delete, timeout=timeout_s),
         tenant=delete.tenant,
-        session_id=session_id,
+        root=session_id,
     )
     return web.json_response({"id": session_id, "object": "session.deleted", "deleted": True})
 

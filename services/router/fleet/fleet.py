@@ -17,17 +17,17 @@ from kvcommons.pb.decode_pb2_grpc import DecodeStub
 from kvcommons.pb.kvstore_pb2_grpc import BlocksStub, SessionsStub
 from kvcommons.pb.ledger_pb2 import Instance
 from kvcommons.pb.prefill_pb2_grpc import PrefillStub
-from kvcommons.shards import ShardView
 from services.router.capacity.occupancy import Occupancy, Reservation
 from services.router.fleet.pairing import (
     Pair,
     capacity_blocks,
     choose_pair,
-    home_of,
+    common_records,
     of_model,
     served_models,
-    shard_of,
+    stores_of,
     unfit_pools,
+    why_none_serves,
 )
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class View(Protocol):
     def suspect(self, instance_id: str) -> None: ...
 
     @property
-    def shards(self) -> ShardView | None: ...
+    def records(self) -> str: ...
 
 
 class Fleet:
@@ -187,38 +187,27 @@ class Fleet:
         self._view.suspect(instance_id)
 
     def homed(self, home: bytes) -> Fleet:
-        """The same fleet, seen from a key: `store` is the key's home."""
+        """The same fleet, seen from a key: `stores` begin with the key's home."""
         bound = copy(self)
         bound._home = home
         return bound
 
     def store(self) -> Instance | None:
-        """The kvstore that has what this is about; None while it is not known, or away."""
-        return home_of(self._view.shards, self._stores(), self._home)
-
-    def shard(self, name: str) -> Instance | None:
-        """A kvstore by its shard's name; "" is one that stands alone."""
-        return shard_of(self._stores(), name)
+        """The kvstore whose blocks are of use here; None while none is there."""
+        return next(iter(self.stores()), None)
 
     def stores(self) -> list[Instance]:
-        """All kvstores that serve and are there."""
-        found = (self.shard(name) for name in self.serving)
-        return [store for store in found if store is not None]
-
-    @property
-    def serving(self) -> tuple[str, ...]:
-        """The names of the shards that serve; of one that stands alone, ""."""
-        return self._view.shards.serving if self._view.shards is not None else ("",)
-
-    @property
-    def shards(self) -> ShardView | None:
-        """Who of the kvstores serves, where a ledger says so."""
-        return self._view.shards
-
-    def _stores(self) -> list[Instance]:
-        ready = self._view.instances("kvstore")
+        """All kvstores whose session records are the stack's, in the order in which to ask: those that are
+        well before others, and the home before others."""
+        ready = {store.id for store in self._view.instances("kvstore")}
         known = self._view.instances("kvstore", ready=False)
-        return [*ready, *(store for store in known if store not in ready)]
+        found = stores_of(known, self._view.records, self._home)
+        return sorted(found, key=lambda store: store.id not in ready)
+
+    @property
+    def records(self) -> str:
+        """Where session records lie; empty while that is not known."""
+        return self._view.records or common_records(self._view.instances("kvstore", ready=False))
 
     def decode(self, instance: Instance) -> DecodeAsyncStub:
         return DecodeStub(self._channel(instance.control_address))
@@ -230,11 +219,10 @@ class Fleet:
         return BlocksStub(self._channel(store.control_address))
 
     def sessions(self, store: Instance | None) -> SessionsAsyncStub:
-        """Raises StoreUnavailable for None: the store is not known."""
+        """Raises StoreUnavailable for None: none serves."""
         if store is None:
-            raise StoreUnavailable(
-                "no session store is there; try again in some seconds", retry_after_ms=1000
-            )
+            stores = self._view.instances("kvstore", ready=False)
+            raise StoreUnavailable(why_none_serves(stores, self._view.records), retry_after_ms=1000)
         return SessionsStub(self._channel(store.control_address))
 
     @contextmanager

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kvcommons.pb import ledger_pb2
 from kvcommons.pb.common_pb2 import ModelInfo
-from kvcommons.shards import ShardView
+from kvcommons.shards import owners
 
 # How much busier than the idlest instance a session's own instance may be and still be preferred: what its
 # device tier saves is worth about that many sequences' share of an iteration.
@@ -172,20 +172,36 @@ def of_model(instances: Sequence[ledger_pb2.Instance], model: bytes) -> list[led
     return [instance for instance in instances if instance.model.fingerprint == model]
 
 
-def home_of(
-    view: ShardView | None, stores: Sequence[ledger_pb2.Instance], home: bytes
-) -> ledger_pb2.Instance | None:
-    """The kvstore that a view gives a key to; None while it is away, or while no view is known.
+def stores_of(
+    stores: Collection[ledger_pb2.Instance], records: str, home: bytes
+) -> list[ledger_pb2.Instance]:
+    """The kvstores to ask about a key: its home first, then whoever would be its home without those before.
 
-    A kvstore that is no shard stands alone, and is asked whatever it is about.
+    `records` says where those of the stack are; while that is not known ("") all kvstores have to agree. Of a
+    folder's processes the last one has it; dead ones stay in the registry for some seconds.
     """
-    return shard_of(stores, view.home(home) if view is not None else "")
+    records = records or common_records(stores)
+    last: dict[str, ledger_pb2.Instance] = {}
+    for store in stores:
+        name = store.folder or store.id
+        if store.records == records and (name not in last or last[name].started_ms < store.started_ms):
+            last[name] = store
+    return [last[name] for name in owners(home, last)]
 
 
-def shard_of(stores: Sequence[ledger_pb2.Instance], name: str) -> ledger_pb2.Instance | None:
-    """Of `stores`, the best first, the process that has the shard: those that died stay in the registry for
-    some seconds."""
-    lives = [store for store in stores if store.shard.name == name]
-    if not name:
-        return lives[0] if lives else None
-    return max(lives, key=lambda store: store.started_ms, default=None)
+def common_records(stores: Collection[ledger_pb2.Instance]) -> str:
+    """Where all of them keep session records; empty where they do not agree."""
+    places = {store.records for store in stores}
+    return places.pop() if len(places) == 1 else ""
+
+
+def why_none_serves(stores: Collection[ledger_pb2.Instance], records: str) -> str:
+    """Of kvstores that are there."""
+    places = sorted({store.records for store in stores if store.records != records})
+    if not places:
+        return "no session store is there; try again in some seconds"
+    own = f"this stack's records lie in the {records}" if records else "nobody has said which ones count"
+    return (
+        f"no session store serves: kvstores have session records in the {', the '.join(places)}, and {own}. "
+        'Set records in [kvstore] of all to the same database ("postgresql://…"), or run one kvstore only'
+    )

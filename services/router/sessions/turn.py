@@ -10,7 +10,7 @@ from kvcommons.errors import Conflict, KVCommonsError, NotFound
 from kvcommons.pb import kvstore_pb2 as pb
 from kvcommons.pb.common_pb2 import ModelInfo
 from services.router.sessions.conversation import Message
-from services.router.sessions.store import CALL_S, SessionStore
+from services.router.sessions.store import SessionStore
 from services.router.sessions.truncation import Truncation
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class SessionTurn:
         reply = await store.call(
             lambda stub, timeout_s: stub.BeginTurn(request, timeout=timeout_s),
             tenant=tenant,
-            session_id=session_id,
+            root=session_id,
             patience_s=_BEGIN_PATIENCE_S,
         )
         return cls(store, request, reply)
@@ -74,13 +74,6 @@ class SessionTurn:
 
         Raises StoreUnavailable, or Conflict where the lease was lost.
         """
-        apart = await self._store.await_durable(
-            pb.AwaitDurableRequest(model=model.fingerprint, block_ids=block_ids, wait_ms=durable_wait_ms),
-            tenant=self._begin.tenant,
-            session_id=self._begin.session_id,
-            root=self.record.root,
-        )
-        durable_wait_ms = 0 if apart else durable_wait_ms
         request = pb.CommitTurnRequest(
             tenant=self._begin.tenant,
             session_id=self._begin.session_id,
@@ -98,9 +91,9 @@ class SessionTurn:
         reply = await self._store.call(
             lambda stub, timeout_s: stub.CommitTurn(request, timeout=timeout_s),
             tenant=request.tenant,
-            session_id=request.session_id,
+            root=self.record.root,
             patience_s=patience_s,
-            call_s=CALL_S + durable_wait_ms / 1000,
+            waits_s=durable_wait_ms / 1000,
         )
         self._renewal.cancel()
         return reply
@@ -118,7 +111,7 @@ class SessionTurn:
             await self._store.call(
                 lambda stub, timeout_s: stub.AbandonTurn(request, timeout=timeout_s),
                 tenant=request.tenant,
-                session_id=request.session_id,
+                root=self.record.root,
                 patience_s=_ABANDON_PATIENCE_S,
             )
         except KVCommonsError as error:
@@ -139,7 +132,7 @@ class SessionTurn:
                 await self._store.call(
                     lambda stub, timeout_s: stub.RenewTurn(request, timeout=timeout_s),
                     tenant=request.tenant,
-                    session_id=request.session_id,
+                    root=self.record.root,
                 )
             except (Conflict, NotFound) as error:
                 self.lost = error

@@ -72,7 +72,7 @@ def test_a_stack_that_gets_a_second_kvstore_keeps_the_first_one_s_folder() -> No
     for count, folders in ((1, ["kvstore"]), (2, ["kvstore", "kvstore-2"])):
         plans = processes(UpSettings(kvstore=count), PLACE, 8, 8123, {}, user={}, model_flag=False)
         found = [flags(plan.command) for plan in plans if plan.service == "kvstore"]
-        assert [one["shard"] for one in found] == folders
+        assert [one["folder"] for one in found] == folders
         assert [one["data"] for one in found] == [f"/data/{folder}" for folder in folders]
 
 

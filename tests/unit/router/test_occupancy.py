@@ -169,7 +169,7 @@ def test_the_largest_sequence_where_memory_is_shared() -> None:
 
 
 class View:
-    shards = None
+    records = ""
 
     def __init__(self, *decodes: Instance) -> None:
         self.decodes = list(decodes)

@@ -152,7 +152,7 @@ def test_models_need_both_services() -> None:
 class View:
     """What the ledger says, without a ledger."""
 
-    shards = None
+    records = ""
 
     def __init__(self) -> None:
         self.there: dict[str, list[Instance]] = {}

@@ -240,7 +240,7 @@ class InstanceStatus(AnswerBody):
     running: int
     queued: int
     debts: dict[str, int]
-    shard: str | None
+    records: str | None = Field(description="Of a kvstore: where its session records lie.")
     heads: HeadShare | None
     unfit: str | None = Field(description="Of an attention_pool: why it can lend to no decode instance.")
 
@@ -257,13 +257,6 @@ class StoreStatus(AnswerBody):
     corrupt_blocks: int
 
 
-class ShardsStatus(AnswerBody):
-    epoch: int
-    serving: list[str]
-    joining: list[str]
-    settled: bool = Field(description="Every kvstore that serves has all the sessions that it owns.")
-
-
 class QueueStatus(AnswerBody):
     running: int
     waiting: int
@@ -272,6 +265,8 @@ class QueueStatus(AnswerBody):
 class Status(AnswerBody):
     instances: list[InstanceStatus]
     store: StoreStatus | None
-    shards: ShardsStatus | None = Field(description="Which kvstores serve; null until a ledger says so.")
+    records: str | None = Field(
+        description="Where session records lie; a kvstore with others serves nothing. Null while not known."
+    )
     queue: QueueStatus
     models: list[str]

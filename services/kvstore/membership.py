@@ -1,0 +1,69 @@
+"""This kvstore among those of its stack: whether its records are the stack's, and who else has blocks."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+import grpc.aio
+
+from kvcommons.errors import KVCommonsError
+from kvcommons.pb import kvstore_pb2 as pb
+from kvcommons.pb import kvstore_pb2_grpc as rpc
+from kvcommons.rpc.channel import open_channel
+from kvcommons.rpc.directory import Directory
+
+log = logging.getLogger(__name__)
+
+FORGET_S = 2.0
+FORGETS_MAX = 100  # calls under way
+
+
+class Membership:
+    """`records` is where this kvstore's lie. On the event loop's thread."""
+
+    def __init__(self, directory: Directory, *, instance_id: str, records: str) -> None:
+        self._directory = directory
+        self._instance_id = instance_id
+        self.records = records
+        self._channels: dict[str, grpc.aio.Channel] = {}
+        self._forgetting: set[asyncio.Task[None]] = set()
+
+    @property
+    def refusal(self) -> str:
+        """Why no session is served here; empty where they are."""
+        stack = self._directory.records
+        if stack in ("", self.records):
+            return ""
+        return (
+            f"this kvstore keeps session records in the {self.records}, and those of this stack are in the "
+            f"{stack}: it serves nothing. Set records in [kvstore] of all kvstores to the same database "
+            '("postgresql://…"), or stop this one; where the other place is gone for good, name it in '
+            "lost_records of [ledger]"
+        )
+
+    def forget(self, model: bytes, block_ids: Sequence[bytes]) -> None:
+        """Tells the others that no session names these blocks any more. Whoever does not hear it evicts them
+        as it evicts any block."""
+        request = pb.ForgetRequest(model=model, block_ids=block_ids)
+        for one in self._directory.instances("kvstore"):
+            if one.id != self._instance_id and len(self._forgetting) < FORGETS_MAX:
+                task = asyncio.create_task(self._forget(one.control_address, request))
+                self._forgetting.add(task)
+                task.add_done_callback(self._forgetting.discard)
+
+    async def close(self) -> None:
+        for task in self._forgetting:
+            task.cancel()
+        await asyncio.gather(*self._forgetting, return_exceptions=True)
+        for channel in self._channels.values():
+            await channel.close(None)
+
+    async def _forget(self, address: str, request: pb.ForgetRequest) -> None:
+        if address not in self._channels:
+            self._channels[address] = open_channel(address)
+        try:
+            await rpc.BlocksStub(self._channels[address]).Forget(request, timeout=FORGET_S)
+        except KVCommonsError as error:
+            log.debug("another kvstore was not told which blocks nobody names: %s", error.message)

@@ -1,0 +1,235 @@
+"""Several kvstores with their session records in one database, asked as a router asks: each may die or hang
+at any time. And several whose records lie in folders of their own, of which but one may serve."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from kvcommons.errors import Conflict, SessionNotFound, StoreUnavailable, TurnInProgress
+from kvcommons.pb import kvstore_pb2 as pb
+from tests.contract.kvstores import LEASE_MS, PATIENCE_S, TENANT, Kvstores
+from tests.contract.ledger_process import eventually
+from tests.contract.postgres_server import PostgresServer
+from tests.machine import scaled
+from tests.pausing import pause
+from tests.unit.kvstore.samples import SHAPE, block_ids
+
+NAMES = [f"session-{number}" for number in range(12)]
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="kvs-"))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+async def kvstores(folder: Path, postgres: PostgresServer) -> AsyncIterator[Kvstores]:
+    """Two that serve, with a database."""
+    it = Kvstores(folder, postgres.new_url())
+    try:
+        it.directory.start()
+        for name in ("a", "b"):
+            it.start(name)
+        await it.serve("a", "b")
+        yield it
+    finally:
+        await it.close()
+
+
+def at_home(kvstores: Kvstores, name: str) -> str:
+    """A session whose home is this kvstore."""
+    return next(session_id for session_id in NAMES if kvstores.home(session_id) == name)
+
+
+async def test_another_goes_on_at_once_where_one_died(kvstores: Kvstores) -> None:
+    """Also with turns that were under way, whose leases hold."""
+    for number, name in enumerate(NAMES):
+        assert await kvstores.turn(name, [number]) == 1
+    of_both = (at_home(kvstores, "a"), at_home(kvstores, "b"))
+    under_way = {name: await kvstores.begin(name) for name in of_both}
+    kvstores.processes["a"].kill()
+    for name, begun in under_way.items():
+        with pytest.raises(TurnInProgress):
+            await kvstores.begin(name)
+        assert await kvstores.commit(kvstores.committing(begun, [100])) == 2
+    for number, name in enumerate(NAMES):
+        expected = [number, 100] if name in under_way else [number]
+        assert await kvstores.tokens(name) == expected
+    kvstores.start("a")
+    await kvstores.serve("a", "b")
+    kvstores.processes["b"].kill()
+    for name in under_way:
+        assert (await kvstores.tokens(name))[1:] == [100]
+
+
+async def test_what_a_kvstore_that_hung_says_when_it_wakes_is_true(kvstores: Kvstores) -> None:
+    name = at_home(kvstores, "a")
+    await kvstores.turn(name, [1])
+    begun = await kvstores.begin(name)
+    hung = kvstores.processes["a"]
+    pause(hung.process.pid)
+    late = asyncio.create_task(
+        asyncio.to_thread(hung.sessions.CommitTurn, kvstores.committing(begun, [9]), timeout=scaled(60))
+    )
+    # The same turn by another way; of the two, one is committed.
+    assert await kvstores.commit(kvstores.committing(begun, [2])) == 2
+    await kvstores.turn(name, [3])
+    hung.process.send_signal(signal.SIGCONT)
+    assert (await late).version == 2  # the turn's, whoever committed it
+    stale = pb.RenewTurnRequest(
+        tenant=TENANT,
+        session_id=name,
+        turn_id=begun[0].turn_id,
+        fencing=begun[1].fencing,
+        lease_ms=LEASE_MS,
+    )
+    with pytest.raises(Conflict):
+        await asyncio.to_thread(hung.sessions.RenewTurn, stale, timeout=scaled(60))
+    wanted = pb.GetSessionRequest(tenant=TENANT, session_id=name)
+    record = await asyncio.to_thread(hung.sessions.Get, wanted, timeout=scaled(60))
+    assert list(record.tokens) == [1, 2, 3]
+
+
+async def test_a_commit_whose_answer_was_lost_is_not_made_twice(kvstores: Kvstores) -> None:
+    """Neither at the same kvstore nor at another one."""
+    name = at_home(kvstores, "a")
+    commit = kvstores.committing(await kvstores.begin(name), [1])
+    assert await kvstores.commit(commit) == 1
+    assert await kvstores.commit(commit) == 1
+    kvstores.processes["a"].kill()
+    assert await kvstores.commit(commit) == 1
+    assert await kvstores.tokens(name) == [1]
+
+
+async def test_turns_go_on_without_ledger_and_etcd(kvstores: Kvstores) -> None:
+    kvstores.etcd.kill()
+    kvstores.ledger.kill()
+    kvstores.processes["b"].kill()
+    for name in NAMES:
+        await kvstores.turn(name, [1])
+    assert [await kvstores.tokens(name) for name in NAMES] == [[1]] * len(NAMES)
+
+
+async def test_a_third_one_takes_its_share_and_leaves_it_again(kvstores: Kvstores) -> None:
+    for number, name in enumerate(NAMES):
+        await kvstores.turn(name, [number])
+    before = {name: kvstores.home(name) for name in NAMES}
+    kvstores.start("c")
+    await kvstores.serve("a", "b", "c")
+    after = {name: kvstores.home(name) for name in NAMES}
+    assert all(after[name] in (before[name], "c") for name in NAMES)
+    reply = await kvstores.store.list(pb.ListSessionsRequest(tenant=TENANT, limit=5), patience_s=PATIENCE_S)
+    assert [one.session_id for one in reply.sessions] == sorted(NAMES)[:5]
+    assert reply.more
+    kvstores.processes["c"].kill()
+    await kvstores.serve("a", "b")
+    assert {name: kvstores.home(name) for name in NAMES} == before
+    for number, name in enumerate(NAMES):
+        await kvstores.turn(name, [50])
+        assert await kvstores.tokens(name) == [number, 50]
+
+
+async def test_all_of_them_forget_the_blocks_of_a_deleted_session(kvstores: Kvstores) -> None:
+    ids = block_ids(6)
+    for process in kvstores.processes.values():
+        process.put_blocks(ids)
+    commit = kvstores.committing(await kvstores.begin(NAMES[0]), [1], ids[:4])
+    commit.model = SHAPE.model
+    await kvstores.commit(commit)
+    delete = pb.DeleteSessionRequest(tenant=TENANT, session_id=NAMES[0])
+    kvstores.processes["a"].sessions.Delete(delete, timeout=scaled(20))
+
+    def forgotten(name: str) -> bool:
+        request = pb.MatchRequest(model=SHAPE.model, block_ids=ids[:1])
+        return not kvstores.processes[name].blocks.Match(request, timeout=scaled(20)).tiers
+
+    for name in kvstores.processes:
+        await eventually(f"{name} has forgotten them", lambda name=name: forgotten(name), within_s=20)
+        kept = pb.MatchRequest(model=SHAPE.model, block_ids=ids[4:])
+        assert len(kvstores.processes[name].blocks.Match(kept, timeout=scaled(20)).tiers) == 2
+
+
+# ---- records in folders
+
+
+@pytest.fixture
+async def embedded(folder: Path) -> AsyncIterator[Kvstores]:
+    it = Kvstores(folder)
+    try:
+        it.directory.start()
+        it.start("a").wait_ready()
+        await it.serve("a")
+        yield it
+    finally:
+        await it.close()
+
+
+async def test_a_second_one_with_a_folder_of_its_own_serves_nothing(embedded: Kvstores) -> None:
+    """Not even while the first one is away: sessions would look empty."""
+    await embedded.turn("s", [1])
+    other = embedded.start("b")
+    await eventually(
+        "the second one is known", lambda: len(embedded.directory.instances("kvstore", ready=False)) == 2,
+        within_s=30,
+    )  # fmt: skip
+    await eventually("the second one is not ready", lambda: not other.is_ready(), within_s=30)
+    assert await embedded.turn("s", [2]) == 2
+    embedded.processes["a"].kill()
+    await eventually("the first one is gone", lambda: not embedded.fleet.stores(), within_s=30)
+    wanted = pb.GetSessionRequest(tenant=TENANT, session_id="s")
+    with pytest.raises(StoreUnavailable, match="Set records in"):
+        other.sessions.Get(wanted, timeout=scaled(20))
+    with pytest.raises(StoreUnavailable, match="session records in the folder b"):
+        await embedded.store.call(
+            lambda stub, timeout_s: stub.Get(wanted, timeout=timeout_s), tenant=TENANT, root="s"
+        )
+    embedded.start("a").wait_ready()
+    assert await embedded.turn("s", [3]) == 3
+    other.kill()
+    assert "Set records in [kvstore]" in other.errors
+
+
+async def test_one_that_is_killed_and_started_again_is_no_second_one(embedded: Kvstores) -> None:
+    for number in range(3):
+        assert await embedded.turn("s", [number]) == number + 1
+        embedded.processes["a"].kill()
+        embedded.start("a").wait_ready()
+    assert await embedded.tokens("s") == [0, 1, 2]
+    assert "Set records" not in embedded.ledger.log()
+
+
+async def test_a_folder_that_was_begun_anew_serves(embedded: Kvstores, folder: Path) -> None:
+    await embedded.turn("s", [1])
+    embedded.processes["a"].kill()
+    shutil.rmtree(folder / "a.data")
+    embedded.start("a").wait_ready()
+    with pytest.raises(SessionNotFound):
+        await embedded.tokens("s")
+    assert await embedded.turn("s", [2]) == 1
+
+
+async def test_a_database_follows_on_a_folder_that_nobody_has(
+    embedded: Kvstores, postgres: PostgresServer
+) -> None:
+    """And no folder follows on a database."""
+    url = postgres.new_url()
+    both = embedded.start("b", records=url)
+    await eventually("the folder counts", lambda: not both.is_ready(), within_s=30)
+    assert await embedded.turn("s", [1]) == 1
+    embedded.processes["a"].kill()
+    await embedded.serve("b")
+    assert await embedded.turn("s", [2]) == 1
+    both.kill()
+    back = embedded.start("a")
+    await eventually("the database counts", lambda: not back.is_ready(), within_s=30)
+    await eventually("the kvstore with it is gone", lambda: not embedded.fleet.stores(), within_s=30)
+    assert not back.is_ready()
