@@ -131,7 +131,7 @@ async def _in_folder(
     mark = Mark(folder.mark)
     sessions = await asyncio.to_thread(_open_sessions, folder, config, store, mark, ballast)
     executor = ThreadPoolExecutor(RPC_THREADS, thread_name_prefix="kvstore-rpc")
-    records = EmbeddedRecords(sessions, executor)
+    records = EmbeddedRecords(sessions, executor, RecordsMetrics(process.telemetry.registry))
     marking = asyncio.create_task(_keep(mark), name="mark")
     try:
         yield _Kept(records=records, membership=membership, count=lambda: sessions.count)

@@ -35,24 +35,24 @@ class SessionMetrics:
 
 
 class RecordsMetrics(RecordsObserver):
-    """Of calls on a database of records."""
+    """Of calls on session records."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._seconds = Histogram(
             "kvcommons_records_seconds",
-            "A call on the database of records, waiting for a connection and further tries included.",
+            "A call on session records, its queueing and, in a database, further tries included.",
             ["call"],
             registry=registry,
             buckets=_COMMIT_BUCKETS,
         )
         self._retries = Counter(
             "kvcommons_records_retries_total",
-            "Transactions that were done again, by what kept them from happening.",
+            "Transactions of a database that were done again, by what kept them from happening.",
             ["cause"],
             registry=registry,
         )
         self._connections = Gauge(
-            "kvcommons_records_connections", "Connections in use by calls.", registry=registry
+            "kvcommons_records_connections", "Connections to a database in use by calls.", registry=registry
         )
 
     def called(self, call: str, seconds: float) -> None:

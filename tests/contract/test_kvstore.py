@@ -317,6 +317,7 @@ def test_metrics_have_their_names(store: KvstoreProcess) -> None:
     tiers(store, IDS)
     text = scraped(store)
     assert 'kvcommons_block_hits_total{tier="dram"} 12.0' in text
+    assert 'kvcommons_records_seconds_count{call="sweep"}' in text
     for name in ("kv_cache_usage_perc", "block_evictions_total", "block_pending_writes", "sessions"):
         assert f"kvcommons_{name}" in text
 

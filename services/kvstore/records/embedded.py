@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 from concurrent.futures import Executor
 from contextvars import copy_context
@@ -10,6 +11,7 @@ from functools import partial
 from typing import ParamSpec, TypeVar
 
 from kvcommons.pb import kvstore_pb2 as pb
+from services.kvstore.records.interface import RecordsObserver
 from services.kvstore.session import Committed, TurnCommit, TurnLease
 from services.kvstore.sessions import Sessions
 
@@ -23,9 +25,12 @@ class EmbeddedRecords:
     A caller that is cancelled leaves its call to go on to its end.
     """
 
-    def __init__(self, sessions: Sessions, executor: Executor) -> None:
+    def __init__(
+        self, sessions: Sessions, executor: Executor, observer: RecordsObserver | None = None
+    ) -> None:
         self._sessions = sessions
         self._executor = executor
+        self._observer = observer or RecordsObserver()
 
     async def create(self, tenant: str, session_id: str, ttl_s: int) -> pb.SessionRecord:
         return await self._run(self._sessions.create, tenant, session_id, ttl_s)
@@ -71,4 +76,8 @@ class EmbeddedRecords:
 
     async def _run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         work = partial(copy_context().run, call, *args, **kwargs)  # for the ids in log lines
-        return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+        began_s = time.monotonic()
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+        finally:
+            self._observer.called(call.__name__, time.monotonic() - began_s)
