@@ -7,9 +7,11 @@ import contextlib
 import ctypes
 import functools
 import os
+import pwd
 import signal
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 from devstack.logfile import LogFile
 from devstack.plan import ProcessPlan
@@ -61,6 +63,7 @@ class Child:
             # order.
             process_group=0,
             preexec_fn=functools.partial(end_with, os.getpid(), signal.SIGKILL),
+            **_identity(self.plan.account),
         )
         self._reader = asyncio.create_task(self._read(self._process))
 
@@ -76,11 +79,11 @@ class Child:
         return status
 
     async def stop(self, grace_s: float) -> bool:
-        """SIGTERM, then SIGKILL after `grace_s`. Returns whether it went by itself."""
+        """Its signal to stop, then SIGKILL after `grace_s`. Returns whether it went by itself."""
         if not self.running:
             return True
         assert self._process is not None
-        self._signal(signal.SIGTERM)
+        self._signal(self.plan.stop_signal)
         try:
             await asyncio.wait_for(self._process.wait(), grace_s)
         except TimeoutError:
@@ -126,6 +129,13 @@ class Child:
         self._log.write(record.json())
         self.last_lines.append(record.summary())
         self._on_record(self.name, record)
+
+
+def _identity(account: str | None) -> dict[str, Any]:
+    if account is None:
+        return {}
+    entry = pwd.getpwnam(account)
+    return {"user": entry.pw_uid, "group": entry.pw_gid, "extra_groups": []}
 
 
 def end_with(parent: int, number: signal.Signals) -> None:

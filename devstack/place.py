@@ -71,7 +71,7 @@ class Claim:
         fresh.replace(path)
 
     def release(self) -> None:
-        shutil.rmtree(self.place.runtime, ignore_errors=True)
+        _remove_runtime(self.place)
         (self.place.data / RECORD).unlink(missing_ok=True)
         os.close(self._lock)
 
@@ -84,7 +84,12 @@ class Claim:
         except (OSError, ValueError, KeyError, TypeError):
             return
         if stale.name.startswith("kvc-"):
-            shutil.rmtree(stale, ignore_errors=True)
+            _remove_runtime(Place(data=data, runtime=stale))
+
+
+def _remove_runtime(place: Place) -> None:
+    for folder in (place.runtime, place.postgres_sockets):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _new_runtime() -> Path:

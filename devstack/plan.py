@@ -6,6 +6,7 @@ Each service gets the same generated settings file (the user's tables over the s
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from kvcommons.errors import InvalidInput
 from kvcommons.placement.choice import POLICIES
 
 # Started together, stopped in this order: each before what it calls. etcd comes last of all.
-STOP_ORDER = ("router", "prefill", "decode", "attention_pool", "kvstore", "ledger", "etcd")
+STOP_ORDER = ("router", "prefill", "decode", "attention_pool", "kvstore", "postgres", "ledger", "etcd")
 # Those that compute share the machine's cores.
 MODEL_SERVICES = ("prefill", "decode", "attention_pool")
 ENGINES = ("prefill", "decode")
@@ -33,7 +34,8 @@ KVSTORE_DRAM_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessPlan:
-    """One child process. `sockets` are paths that its death leaves behind."""
+    """One child process. `sockets` are paths that its death leaves behind; `account`: as whom it runs, where
+    that is not whoever runs the stack."""
 
     name: str  # "decode-1"; without the number where there is one
     service: str
@@ -41,6 +43,8 @@ class ProcessPlan:
     environment: Mapping[str, str]
     sockets: tuple[Path, ...] = ()
     folder: Path | None = None  # working directory
+    account: str | None = None
+    stop_signal: signal.Signals = signal.SIGTERM
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +62,16 @@ class Place:
     def secret_file(self) -> Path:
         """The root of the tenants' salts: block identities are lost with it."""
         return self.data / "secret"
+
+    @property
+    def postgres(self) -> Path:
+        """Session records, where the stack runs a database of its own for them."""
+        return self.data / "postgres"
+
+    @property
+    def postgres_sockets(self) -> Path:
+        """Beside `runtime`, which another account may not enter."""
+        return self.runtime.with_name(f"{self.runtime.name}-pg")
 
     @property
     def core_lock(self) -> Path:
@@ -102,10 +116,11 @@ def threads_by_service(cores: int, settings: UpSettings, user: Mapping[str, Any]
 
 
 def tables(
-    settings: UpSettings, place: Place, cores: int, user: Mapping[str, Any]
+    settings: UpSettings, place: Place, cores: int, user: Mapping[str, Any], records: str = ""
 ) -> dict[str, dict[str, Any]]:
-    """The generated settings: the stack's defaults for each service, the user's tables over them. Raises
-    InvalidInput where these leave a stack that answers nothing."""
+    """The generated settings: the stack's defaults for each service, the user's tables over them. `records`:
+    the stack's own database of session records. Raises InvalidInput where these leave a stack that answers
+    nothing."""
     lenders = settings.attention_pool + settings.decode - 1
     if _offloads(user) and not lenders:
         raise InvalidInput(
@@ -149,7 +164,7 @@ def tables(
     defaults: dict[str, dict[str, Any]] = {
         "router": {**model, "bind": settings.bind, "secret_file": str(place.secret_file)},
         **compute,
-        "kvstore": {"ledger": ledgers, "dram_bytes": KVSTORE_DRAM_BYTES},
+        "kvstore": {"ledger": ledgers, "dram_bytes": KVSTORE_DRAM_BYTES, "records": records},
         "ledger": {"etcd": [f"unix:{place.runtime / 'etcd'}"]},
     }
     return {service: {**table, **user.get(service, {})} for service, table in defaults.items()}

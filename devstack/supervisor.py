@@ -20,9 +20,10 @@ SETTLED_S = 30.0
 GRACE_S = 14.0
 # What `rpc.process` exits with where starting again would not help: wrong settings, damaged data.
 REFUSED = 2
-# Levels that are shown; etcd's own are a diary, kept in its file.
+# Levels that are shown; what the databases say is a diary, kept in its file.
 _SHOWN = frozenset({"info", "warning", "error", "critical", "output"})
-_SHOWN_OF_ETCD = frozenset({"error", "critical"})
+_SHOWN_OF_DATABASES = frozenset({"error", "critical"})
+_DATABASES = ("etcd", "postgres")
 
 
 def restart_delay_s(deaths: int) -> float:
@@ -122,6 +123,6 @@ class Supervisor:
     def _show(self, name: str, record: Record) -> None:
         # What goes well with a request is for the log files: a terminal would show nothing else.
         routine = record.level == "info" and "request_id" in record.fields
-        shown = _SHOWN_OF_ETCD if name.startswith("etcd") else _SHOWN
+        shown = _SHOWN_OF_DATABASES if name in _DATABASES else _SHOWN
         if record.level in shown and not routine:
             self._terminal.child(name, record.human(), record.level)

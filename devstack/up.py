@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from devstack import etcd, toml
+from devstack import etcd, postgres, toml
 from devstack.child import end_with
 from devstack.fetch import MODELS, cached, fetch
 from devstack.place import Claim
@@ -78,6 +78,7 @@ class _Up:
         self._stop = asyncio.Event()
         self._supervisor: Supervisor | None = None
         self._settings = settings
+        self._facts: dict[str, str] = {}  # of the running stack, for tools
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -86,18 +87,24 @@ class _Up:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         settings = self._settings
         port = _free_port(settings.bind, settings.port)
-        plans = self._plans(port)
+        if self._parent is not None:
+            end_with(self._parent, signal.SIGTERM)
+        database: postgres.Server | None = None
+        if postgres.is_wanted(settings, self._claim.place, self._user, os.environ):
+            database = postgres.find(self._claim.place, os.environ, settings.kvstore)
+            if not await self._is_made(database):
+                return 0
+            self._facts["records"] = database.url
+        plans = self._plans(port, database)
         supervisor = Supervisor(
             plans, self._claim.place, self._terminal, restart=settings.restart, log_bytes=settings.log_bytes
         )
         self._supervisor = supervisor
-        if self._parent is not None:
-            end_with(self._parent, signal.SIGTERM)
         url = f"http://{settings.bind}:{port}"
         status = 1
         try:
             await supervisor.start()
-            self._claim.record({"url": url, "ready": False})
+            self._claim.record({**self._facts, "url": url, "ready": False})
             status = await self._until_stopped(
                 RestClient(url, api_key=os.environ.get("KVCOMMONS_API_KEY", "")), supervisor
             )
@@ -108,17 +115,36 @@ class _Up:
             self._terminal.say("Stopped")
         return status
 
-    def _plans(self, port: int) -> list[ProcessPlan]:
+    async def _is_made(self, database: postgres.Server) -> bool:
+        """False where somebody stopped it first."""
+        if database.place.postgres.exists():
+            return True
+        making = asyncio.ensure_future(postgres.make(database, self._terminal.say, self._settings.log_bytes))
+        stopped = asyncio.ensure_future(self._stop.wait())
+        await asyncio.wait([making, stopped], return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if making.done():
+            making.result()
+            return True
+        making.cancel()
+        await asyncio.wait([making])
+        return False
+
+    def _plans(self, port: int, database: postgres.Server | None) -> list[ProcessPlan]:
         place = self._claim.place
         cores = len(os.sched_getaffinity(0))
         settings = self._settings
+        records = database.url if database is not None else ""
         place.settings_file.write_text(
-            toml.dumps(tables(settings, place, cores, self._user), origin=self._config)
+            toml.dumps(tables(settings, place, cores, self._user, records), origin=self._config)
         )
         plans = processes(
             settings, place, cores, port, os.environ, user=self._user, model_flag="model" in self._flags
         )
-        return [etcd.plan(place.data / "etcd", place.runtime, os.environ), *plans]
+        databases = [etcd.plan(place.data / "etcd", place.runtime, os.environ)]
+        if database is not None:
+            databases.append(database.plan(place.postgres))
+        return [*databases, *plans]
 
     def _interrupted(self) -> None:
         self._interrupts += 1
@@ -160,7 +186,7 @@ class _Up:
             self._terminal.progress(f"waiting for {missing}", tick=tick)
             await asyncio.sleep(POLL_S)
         self._terminal.progress("")
-        self._claim.record({"url": client.url, "ready": True})
+        self._claim.record({**self._facts, "url": client.url, "ready": True})
         self._terminal.say(f"Ready after {time.monotonic() - started:.1f} s")
 
     def _missing(self, client: RestClient) -> str:

@@ -1,0 +1,80 @@
+"""`kvcommons up --kvstore 2` where PostgreSQL is installed and no database is named."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.contract.postgres_server import account, programs
+from tests.system.stack import Stack
+
+START_S = 60.0
+TELLS = ("My cat is called Zuzu.", "My brother is called Benno.", "What is my cat called?")
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """One that PostgreSQL's account may enter, where the tests run as root."""
+    programs()
+    account()
+    path = Path(tempfile.mkdtemp(prefix="kvc-test-"))
+    path.chmod(0o711)
+    yield path
+    shutil.rmtree(path)
+
+
+def working_in(folder: Path) -> list[int]:
+    """Processes, by what is their working directory: PostgreSQL's are in no process session of the stack."""
+    found = []
+    for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
+        try:
+            if Path(os.readlink(f"/proc/{pid}/cwd")).is_relative_to(folder):
+                found.append(pid)
+        except OSError:
+            continue
+    return found
+
+
+def serving(stack: Stack) -> int:
+    """How many kvstores are ready."""
+    instances = stack.client.get("/v1/status")["instances"]
+    return sum(one["service"] == "kvstore" and one["ready"] for one in instances)
+
+
+def test_a_stack_that_grows_keeps_its_sessions_whichever_kvstore_dies(folder: Path) -> None:
+    stack = Stack(folder, kvstore=1, attention_pool=0)
+    with stack:
+        told = stack.client.say(TELLS[0], "grown", temperature=0).text
+    assert not (stack.data / "postgres").exists()
+
+    stack = Stack(folder, kvstore=2, attention_pool=0)
+    with stack:
+        assert "Moved now: 1;" in stack.said()
+        assert working_in(stack.data / "postgres")
+        sessions = ["grown", *(f"talk-{number}" for number in range(3))]
+        for session in sessions[1:]:
+            assert stack.client.say(TELLS[0], session, temperature=0).text == told
+        for name, text in (("kvstore-1", TELLS[1]), ("kvstore-2", TELLS[2])):
+            stack.until(lambda: serving(stack) == 2, START_S, "two kvstores are never ready")
+            stack.kill(name)
+            answers = {stack.client.say(text, session, temperature=0).text for session in sessions}
+            assert len(answers) == 1
+        assert "Zuzu" in answers.pop()
+        tokens = stack.client.session("grown")["token_ids"]
+    stack.assert_gone()
+    assert not working_in(stack.data)
+    assert not stack.runtime.with_name(f"{stack.runtime.name}-pg").exists()
+
+    stack = Stack(folder, kvstore=1, attention_pool=0)  # it stays with the database
+    with stack:
+        assert stack.client.session("grown")["token_ids"] == tokens
+        stack.kill_all()  # and comes back from that
+        stack.start()
+        assert stack.client.session("grown")["token_ids"] == tokens
+    stack.assert_gone()
+    assert not working_in(stack.data)
