@@ -71,7 +71,8 @@ class ServedPlan:
         self._struct: Any = None
         self._plans: dict[int | None, BatchPlan] = {}  # of `_step`, by window
         self._step: int | None = None
-        self._looked_up_at = step
+        # Told of, and not looked up yet: the step of layers to come.
+        self._coming_step: int | None = step
         self._arrange([None] * len(rows), [_Row(row.moved(-step)) for row in rows])
 
     @property
@@ -116,7 +117,7 @@ class ServedPlan:
         left = [self._rows[index] for index in removed]
         self._arrange(order, [_Row(row.moved(-step)) for _, row in placed])
         self._unpin(left)
-        self.revision, self._looked_up_at = revision, step
+        self.revision, self._coming_step = revision, step
 
     def close(self) -> None:
         self._unpin(self._rows)
@@ -193,7 +194,9 @@ class ServedPlan:
         if self._library is None or not self._single or self.trace:
             return None
         if not self._resolved:
-            self.look_up(self._looked_up_at)
+            # Of segments that have changed since, the next layer's step tells what may be written.
+            if self._coming_step is not None:
+                self.look_up(self._coming_step)
             if not self._resolved:
                 return None
         if self._struct is None:
@@ -228,7 +231,7 @@ class ServedPlan:
 
     def _resolve(self, step: int) -> None:
         """Looks up what was changed, and rows that have outgrown the blocks that are known."""
-        self._looked_up_at = step
+        self._coming_step = None
         if not 0 <= step < _STEP_MAX:
             raise InvalidInput(f"step {step} of plan {self.number}")
         changed = [one for one in self._rows if one.state is RowState.CHANGED]

@@ -163,6 +163,24 @@ def test_what_changes_a_segment_is_seen_by_the_next_layer(socket_folder: Path, a
         assert peer.lost(2) == {0: "stale_epoch"}
 
 
+def test_blocks_that_are_frozen_while_the_debtor_is_silent_cost_no_row(socket_folder: Path) -> None:
+    """The thread looks at its plans now and then. Where the last step wrote is sealed by now; the next one
+    writes behind it."""
+    with rig(socket_folder) as made:
+        ref, peer = made.lend(10), made.peer()
+        peer.open([row(ref, 0, 1)])
+        step = made.follow(peer, 0)
+        while step % SIZE:
+            for layer in range(LAYERS):
+                peer.ask(peer.layer(layer, step))
+            step += 1
+        made.holder.freeze(ref, 1, step // SIZE, owner="debtor")
+        time.sleep(3 * plan_session._REPORT_S)
+        for layer in range(LAYERS):
+            peer.ask(peer.layer(layer, step))
+        assert peer.lost() == {}
+
+
 def test_a_row_that_is_lost_ends_no_other(socket_folder: Path) -> None:
     """Its partial is empty from then on, on either path, until it is removed; the others do not notice."""
     with rig(socket_folder) as made:
