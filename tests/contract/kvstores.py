@@ -11,6 +11,7 @@ from kvcommons.pb import kvstore_pb2 as pb
 from kvcommons.rpc.channel import open_channel
 from kvcommons.rpc.directory import Directory
 from kvcommons.shards import session_key
+from services.kvstore.session import LEASE_MS_MAX
 from services.router.fleet.fleet import Fleet
 from services.router.sessions.store import SessionStore
 from tests.contract.kvstore_process import KvstoreProcess
@@ -19,7 +20,7 @@ from tests.etcd import RealEtcd
 from tests.machine import scaled
 
 TENANT = "tenant"
-LEASE_MS = scaled(60_000)
+LEASE_MS = min(scaled(60_000), LEASE_MS_MAX)
 PATIENCE_S = scaled(30)
 MODEL = b"m" * 32
 

@@ -67,7 +67,7 @@ def durable(store: KvstoreProcess, ids: list[bytes], wait_ms: int = scaled(10_00
 
 def begin(store: KvstoreProcess, turn_id: str, session_id: str = "s") -> pb.BeginTurnReply:
     request = pb.BeginTurnRequest(
-        tenant="alice", session_id=session_id, turn_id=turn_id, owner="router", lease_ms=scaled(30_000)
+        tenant="alice", session_id=session_id, turn_id=turn_id, owner="router", lease_ms=scaled(20_000)
     )
     return store.sessions.BeginTurn(request, timeout=scaled(20))
 
