@@ -1,5 +1,5 @@
 # One file for every container of the stack. Targets: `control` (router, kvstore, ledger; no torch), `compute` (prefill,
-# decode, attention_pool) and `etcd`. compose.yaml says which service takes which.
+# decode, attention_pool), `etcd` and `postgres`. compose.yaml and compose.database.yaml say which service takes which.
 ARG BASE_IMAGE=python:3.11-slim
 # An image with /usr/local/bin/etcd and etcdctl, or the stage that takes them from Debian's packages.
 ARG ETCD_IMAGE=etcd-packaged
@@ -17,7 +17,7 @@ ARG PIP_EXTRA_INDEX_URL
 ARG PIP_FIND_LINKS
 COPY pyproject.toml constraints.txt deploy/requirements.py ./
 RUN python3 -m venv /opt/venv \
-    && python requirements.py router kvstore ledger otlp >requirements.txt \
+    && python requirements.py router kvstore postgres ledger otlp >requirements.txt \
     && pip install --no-cache-dir --disable-pip-version-check -c constraints.txt -r requirements.txt
 
 FROM control-packages AS compute-packages
@@ -51,6 +51,18 @@ COPY --from=etcd-source /usr/local/bin/etcd /usr/local/bin/etcdctl /usr/local/bi
 USER kvcommons
 VOLUME /data
 CMD ["etcd", "--data-dir=/data/etcd", "--listen-client-urls=http://0.0.0.0:2379", "--advertise-client-urls=http://etcd:2379"]
+
+FROM base AS postgres
+# Without the cluster that Debian makes for a machine.
+RUN mkdir /etc/postgresql-common && echo "create_main_cluster = false" >/etc/postgresql-common/createcluster.conf \
+    && apt-get -qq update \
+    && apt-get -qq install -y --no-install-recommends postgresql \
+    && rm -rf /var/lib/apt/lists/* \
+    && ln -sf /usr/lib/postgresql/*/bin/* /usr/local/bin/
+COPY --chmod=755 deploy/start-postgres /usr/local/bin/
+USER kvcommons
+VOLUME /data
+CMD ["start-postgres"]
 
 FROM base AS control
 COPY --from=control-packages /opt/venv /opt/venv

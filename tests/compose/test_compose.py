@@ -13,6 +13,7 @@ import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Self
 
 import pytest
 
@@ -20,17 +21,26 @@ from devstack.rest import RestClient
 from kvcommons.errors import KVCommonsError, Unauthenticated
 
 ROOT = Path(__file__).parents[2]
-PROJECT = "kvcommons-test"
-PORT = "18700"
 BLOCK_TOKENS = 16
 pytestmark = [pytest.mark.compose, pytest.mark.timeout(1800)]
 
 
 class Engine:
-    """`docker compose` on this project, on a port and with volumes of its own."""
+    """`docker compose` on a project, on a port and with volumes of its own, which go with the context. Skips
+    where no engine answers."""
 
-    def __init__(self) -> None:
-        self._environment = {**os.environ, "KVCOMMONS_PORT": PORT, "COMPOSE_PROJECT_NAME": PROJECT}
+    def __init__(self, project: str, port: int, **environment: str) -> None:
+        if shutil.which("docker") is None:
+            pytest.skip("no docker on PATH")
+        if subprocess.run(["docker", "info"], capture_output=True, check=False, timeout=60).returncode != 0:
+            pytest.skip("no container engine answers (DOCKER_HOST)")
+        self._port = port
+        self._environment = {
+            **os.environ,
+            "KVCOMMONS_PORT": str(port),
+            "COMPOSE_PROJECT_NAME": project,
+            **environment,
+        }
 
     def compose(self, *arguments: str, timeout_s: float = 300) -> str:
         done = subprocess.run(
@@ -58,21 +68,22 @@ class Engine:
     def client(self) -> RestClient:
         tenant, key = self.compose("exec", "-T", "router", "cat", "/data/api_keys").split()
         assert tenant == "local"
-        return RestClient(f"http://127.0.0.1:{PORT}", api_key=key)
+        return RestClient(f"http://127.0.0.1:{self._port}", api_key=key)
+
+    def __enter__(self) -> Self:
+        self.compose("down", "--volumes", "--remove-orphans")
+        self.compose("build", timeout_s=1500)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.compose("down", "--volumes", "--remove-orphans")
 
 
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
-    if shutil.which("docker") is None:
-        pytest.skip("no docker on PATH")
-    if subprocess.run(["docker", "info"], capture_output=True, check=False, timeout=60).returncode != 0:
-        pytest.skip("no container engine answers (DOCKER_HOST)")
-    engine = Engine()
-    engine.compose("down", "--volumes", "--remove-orphans")
-    engine.compose("build", timeout_s=1500)
-    engine.up()
-    yield engine
-    engine.compose("down", "--volumes", "--remove-orphans")
+    with Engine("kvcommons-test", 18700) as engine:
+        engine.up()
+        yield engine
 
 
 @pytest.fixture(scope="module")
@@ -102,6 +113,10 @@ def test_all_services_are_healthy_and_confined(engine: Engine) -> None:
     containers = engine.containers()
     services = {container["Service"] for container in containers}
     assert services == {"etcd", "ledger", "kvstore", "prefill", "decode", "attention_pool", "router"}
+    assert_confined(containers)
+
+
+def assert_confined(containers: list[dict[str, str]]) -> None:
     for container in containers:
         assert container["Health"] == "healthy", container
         found = subprocess.run(
