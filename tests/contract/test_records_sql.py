@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
@@ -15,7 +16,7 @@ import pytest
 from kvcommons.errors import Conflict, DataLoss, Overloaded, StoreUnavailable, TurnInProgress
 from services.kvstore.records.interface import RecordsObserver
 from services.kvstore.records.postgres import CONFLICTS_MAX, Postgres, Transaction
-from services.kvstore.records.schema import REVISION, migrate
+from services.kvstore.records.schema import REVISION, migrate, render
 from services.kvstore.records.sql import SqlRecords
 from tests.contract.postgres_server import PostgresServer, Proxy
 from tests.contract.records_fixtures import CALL_S, Clock, begin, commit, sql, turn
@@ -306,6 +307,12 @@ async def test_kvstores_that_start_at_once_make_the_tables_once(
     several = [await opened(stack, postgres.conninfo + schema) for _ in range(4)]
     await asyncio.gather(*(commit(one, f"t{n}", [n], f"s{n}") for n, one in enumerate(several)))
     assert await several[0].count() == 4
+
+
+def test_whoever_starts_a_stack_is_not_shown_what_alembic_does(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO):
+        assert "CREATE TABLE" in render(None)
+    assert not caplog.records
 
 
 async def test_tables_of_a_newer_version_are_left_alone(postgres: PostgresServer, schema: str) -> None:

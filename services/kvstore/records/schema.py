@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import logging
 import threading
 from pathlib import Path
 
@@ -22,6 +23,7 @@ _RENDERING = threading.Lock()  # alembic keeps what it works on in a module of i
 def render(revision: str | None) -> str:
     """The SQL that leads from a revision, or from an empty database, to `REVISION`."""
     # Alembic and what it needs take long to import, and only a step that is due needs them.
+    logging.getLogger("alembic").setLevel(logging.WARNING)  # it names each of its plugins as it is imported
     from alembic import command
     from alembic.config import Config
 
