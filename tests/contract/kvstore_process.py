@@ -57,7 +57,9 @@ class KvstoreProcess:
         command = [sys.executable, "-m", "services.kvstore"]
         for name, value in flags.items():
             command += ["--set", f"{name}={value}"]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        self._log = sockets / "log"  # a pipe that nobody reads would fill up, and hold the process up
+        with self._log.open("wb") as log:
+            self.process = subprocess.Popen(command, stderr=log)
         self.channel = grpc.insecure_channel(self.control)
         intercepted = grpc.intercept_channel(self.channel, Errors())
         self.blocks = rpc.BlocksStub(intercepted)
@@ -93,7 +95,8 @@ class KvstoreProcess:
     def _end(self) -> None:
         self.client.close()
         self.channel.close()
-        _, self.errors = self.process.communicate(timeout=scaled(10))
+        self.process.wait(scaled(10))
+        self.errors = self._log.read_text()
 
     @property
     def resident_bytes(self) -> int:

@@ -9,6 +9,7 @@ import pwd
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from contextlib import suppress
@@ -23,6 +24,14 @@ from tests.machine import scaled
 
 _START_S = 60.0
 _schemas = itertools.count()
+_AS_ACCOUNT = """
+import os, sys
+group, user, *command = sys.argv[1:]
+os.setgroups([])
+os.setgid(int(group))
+os.setuid(int(user))
+os.execv(command[0], command)
+"""
 
 
 def programs() -> Path:
@@ -56,8 +65,8 @@ class PostgresServer:
             shutil.chown(self.folder, self._account)
         command = ["initdb", "-D", "data", "-U", "tests", "-A", "trust", "-E", "UTF8", "--no-instructions"]
         made = subprocess.run(
-            [self._programs / command[0], *command[1:]],
-            **self._how(),
+            self._command(*command),
+            cwd=self.folder,
             capture_output=True,
             text=True,
             timeout=scaled(_START_S),
@@ -80,7 +89,7 @@ class PostgresServer:
         options = [part for setting in settings for part in ("-c", setting)]
         with (self.folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
-                [self._programs / "postgres", "-D", "data", *options], **self._how(), stdout=log, stderr=log
+                self._command("postgres", "-D", "data", *options), cwd=self.folder, stdout=log, stderr=log
             )
 
     def wait_ready(self) -> None:
@@ -140,12 +149,14 @@ class PostgresServer:
         self.kill()
         shutil.rmtree(self.folder)
 
-    def _how(self) -> dict[str, object]:
-        how: dict[str, object] = {"cwd": self.folder}
-        if self._account is not None:
-            entry = pwd.getpwnam(self._account)
-            how |= {"user": entry.pw_uid, "group": entry.pw_gid, "extra_groups": []}
-        return how
+    def _command(self, program: str, *arguments: str) -> list[str]:
+        """As the account. The new process itself changes to it: for `user` subprocess would fork without
+        vfork, and a fork beside threads of gRPC may crash before it executes anything."""
+        command = [str(self._programs / program), *arguments]
+        if self._account is None:
+            return command
+        entry = pwd.getpwnam(self._account)
+        return [sys.executable, "-ISc", _AS_ACCOUNT, str(entry.pw_gid), str(entry.pw_uid), *command]
 
 
 def _lives(pid: int) -> bool:
