@@ -88,9 +88,10 @@ class RecordsKeeper:
             await asyncio.sleep(ROUND_S)
 
     async def _swap(self, place: str) -> None:
+        before = self.place  # the watch may tell of the swap first
         revision = await self._etcd.swap(self._key, place.encode(), self._revision)
         if revision is not None:  # else another replica was faster: the watch tells what it chose
-            log.info("session records are in another place", extra={"before": self.place, "now": place})
+            log.info("session records have a place", extra={"place": place, "before": before or "none"})
             self._take(Record(key=self._key, value=place.encode(), revision=revision))
 
     def _take(self, record: Record) -> None:
