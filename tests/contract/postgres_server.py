@@ -36,7 +36,7 @@ os.execv(command[0], command)
 
 def programs() -> Path:
     """The folder with initdb and postgres. Skips the test where there is none."""
-    found = [Path(path).parent for name in ("initdb", "pg_config") if (path := shutil.which(name))]
+    found = [Path(path).resolve().parent for name in ("initdb", "pg_config") if (path := shutil.which(name))]
     found += sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
     for folder in found:
         if (folder / "initdb").exists() and (folder / "postgres").exists():
@@ -57,24 +57,21 @@ def account() -> str | None:
 class PostgresServer:
     """Made in a folder of its own with fsync and all else as it comes; reached over a Unix socket there."""
 
-    def __init__(self) -> None:
+    def __init__(self, **settings: str) -> None:
+        """`settings` of postgresql.conf, beside the defaults."""
         self._programs, self._account = programs(), account()
         self.folder = Path(tempfile.mkdtemp(prefix="kvc-pg-"))
+        self._settings = {
+            "unix_socket_directories": self.folder, "listen_addresses": "", "max_connections": 60, **settings
+        }  # fmt: skip
         self._process: subprocess.Popen[bytes] | None = None
         if self._account is not None:
             shutil.chown(self.folder, self._account)
-        command = ["initdb", "-D", "data", "-U", "tests", "-A", "trust", "-E", "UTF8", "--no-instructions"]
-        made = subprocess.run(
-            self._command(*command),
-            cwd=self.folder,
-            capture_output=True,
-            text=True,
-            timeout=scaled(_START_S),
-            check=False,
-        )
-        if made.returncode:
+        try:
+            self._make("initdb", "-U", "tests", "-A", "trust", "-E", "UTF8", "--no-instructions")
+        except RuntimeError as error:
             shutil.rmtree(self.folder)
-            pytest.skip(f"PostgreSQL's initdb failed here: {made.stderr.strip()}")
+            pytest.skip(str(error))
 
     @property
     def conninfo(self) -> str:
@@ -85,12 +82,18 @@ class PostgresServer:
         return self.folder / ".s.PGSQL.5432"
 
     def start(self) -> None:
-        settings = [f"unix_socket_directories={self.folder}", "listen_addresses=", "max_connections=60"]
-        options = [part for setting in settings for part in ("-c", setting)]
+        options = [part for name, value in self._settings.items() for part in ("-c", f"{name}={value}")]
         with (self.folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
                 self._command("postgres", "-D", "data", *options), cwd=self.folder, stdout=log, stderr=log
             )
+
+    def copy(self, primary: PostgresServer) -> None:
+        """Becomes its standby with the next `start`; what was here is gone."""
+        shutil.rmtree(self.folder / "data")
+        self._make(
+            "pg_basebackup", "-h", str(primary.folder), "-U", "tests", "-R", "-X", "stream", "-c", "fast"
+        )
 
     def wait_ready(self) -> None:
         """Until it takes connections."""
@@ -149,6 +152,19 @@ class PostgresServer:
         self.kill()
         shutil.rmtree(self.folder)
 
+    def _make(self, program: str, *arguments: str) -> None:
+        """The data folder."""
+        made = subprocess.run(
+            self._command(program, "-D", "data", *arguments),
+            cwd=self.folder,
+            capture_output=True,
+            text=True,
+            timeout=scaled(_START_S),
+            check=False,
+        )
+        if made.returncode:
+            raise RuntimeError(f"PostgreSQL's {program} failed here: {made.stderr.strip()}")
+
     def _command(self, program: str, *arguments: str) -> list[str]:
         """As the account. The new process itself changes to it: for `user` subprocess would fork without
         vfork, and a fork beside threads of gRPC may crash before it executes anything."""
@@ -157,6 +173,62 @@ class PostgresServer:
             return command
         entry = pwd.getpwnam(self._account)
         return [sys.executable, "-ISc", _AS_ACCOUNT, str(entry.pw_gid), str(entry.pw_uid), *command]
+
+
+class PostgresPair:
+    """A primary, and a standby that has each commit before it is acknowledged (synchronous streaming
+    replication). Where the primary is killed, `start` promotes the standby, and what was the primary begins
+    anew as the standby of it."""
+
+    def __init__(self) -> None:
+        # Each is a standby that the other waits for, if it is the primary.
+        self._primary, self._standby = (
+            PostgresServer(cluster_name=own, synchronous_standby_names=other)
+            for own, other in (("one", "two"), ("two", "one"))
+        )
+        self._killed = False
+
+    def url(self) -> str:
+        """Of whichever is the primary."""
+        values = {
+            "host": f"{self._primary.folder},{self._standby.folder}",
+            "user": "tests",
+            "dbname": "postgres",
+            "target_session_attrs": "read-write",
+        }
+        return f"postgresql:///?{urlencode(values, quote_via=quote)}"
+
+    def start(self) -> None:
+        """Returns once what is committed is in both."""
+        if self._killed:
+            self._primary, self._standby = self._standby, self._primary
+            with psycopg.connect(self._primary.conninfo, autocommit=True) as connection:
+                promoted = connection.execute("SELECT pg_promote(true, 60)").fetchone()
+            assert promoted == (True,)
+        else:
+            self._primary.start()
+            self._primary.wait_ready()
+        self._killed = False
+        self._standby.copy(self._primary)
+        self._standby.start()
+        self._standby.wait_ready()
+        give_up = time.monotonic() + scaled(_START_S)
+        with psycopg.connect(self._primary.conninfo, autocommit=True) as connection:
+            while connection.execute("SELECT sync_state FROM pg_stat_replication").fetchall() != [("sync",)]:
+                assert time.monotonic() < give_up
+                time.sleep(0.02)
+
+    def kill(self) -> None:
+        """The primary."""
+        self._primary.kill()
+        self._killed = True
+
+    async def ready(self) -> None:
+        await self._primary.ready()
+
+    def remove(self) -> None:
+        for server in (self._primary, self._standby):
+            server.remove()
 
 
 def _lives(pid: int) -> bool:

@@ -1,6 +1,7 @@
 """Several kvstores on one database under load, and a hand that kills them and it.
 
-`python -m tests.fault.records_chaos --minutes 10 [--seed N]` does so for longer, and says what it saw.
+`python -m tests.fault.records_chaos --minutes 10 [--seed N] [--replica]` does so for longer, and says what it
+saw. With `--replica` the database has a synchronous one, which is promoted instead of a restart.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pathlib import Path
 
 from kvcommons.errors import Conflict, KVCommonsError, SessionNotFound, TurnInProgress
 from tests.contract.kvstores import Kvstores
-from tests.contract.postgres_server import PostgresServer
+from tests.contract.postgres_server import PostgresPair, PostgresServer
 from tests.fault.histories import Commit, Read, violations
 from tests.machine import scaled
 
@@ -46,7 +47,7 @@ class Chaos:
 
     seed: int
     kvstores: Kvstores
-    database: PostgresServer
+    database: PostgresServer | PostgresPair
     histories: dict[str, History] = field(default_factory=dict)
     kills: Counter[str] = field(default_factory=Counter)
     acknowledged: int = 0
@@ -72,7 +73,7 @@ class Chaos:
                 if victim == "database":
                     self.database.kill()
                     await asyncio.sleep(dice.uniform(0.0, 0.5))
-                    self.database.start()
+                    await asyncio.to_thread(self.database.start)
                 else:
                     self.kvstores.processes[victim].kill()
                     self.kvstores.start(victim)
@@ -147,7 +148,7 @@ class Chaos:
         )
 
 
-async def opened(folder: Path, seed: int, database: PostgresServer) -> Chaos:
+async def opened(folder: Path, seed: int, database: PostgresServer | PostgresPair) -> Chaos:
     kvstores = Kvstores(folder, database.url())
     kvstores.directory.start()
     for name in NAMES:
@@ -156,8 +157,9 @@ async def opened(folder: Path, seed: int, database: PostgresServer) -> Chaos:
     return Chaos(seed=seed, kvstores=kvstores, database=database)
 
 
-async def _main(minutes: float, seed: int) -> int:
-    folder, database = Path(tempfile.mkdtemp(prefix="kvs-")), PostgresServer()
+async def _main(minutes: float, seed: int, *, replica: bool) -> int:
+    folder = Path(tempfile.mkdtemp(prefix="kvs-"))
+    database = PostgresPair() if replica else PostgresServer()
     database.start()
     await database.ready()
     chaos = await opened(folder, seed, database)
@@ -182,6 +184,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(prog="python -m tests.fault.records_chaos", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 32))
+    parser.add_argument("--replica", action="store_true")
     arguments = parser.parse_args()
     logging.disable(logging.ERROR)
-    sys.exit(asyncio.run(_main(arguments.minutes, arguments.seed)))
+    sys.exit(asyncio.run(_main(arguments.minutes, arguments.seed, replica=arguments.replica)))

@@ -6,13 +6,13 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
 
 from kvcommons.shards import owners, session_key
-from tests.contract.postgres_server import PostgresServer
+from tests.contract.postgres_server import PostgresPair, PostgresServer
 from tests.fault.records_chaos import opened
 from tests.system.conftest import FLOAT32
 from tests.system.stack import Stack
@@ -31,19 +31,24 @@ def folder() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
-@pytest.fixture
-def database() -> Iterator[PostgresServer]:
-    server = PostgresServer()
+@pytest.fixture(
+    params=[PostgresServer, pytest.param(PostgresPair, marks=pytest.mark.slow)],
+    ids=["restarted", "replica promoted"],
+)
+async def database(request: pytest.FixtureRequest) -> AsyncIterator[PostgresServer | PostgresPair]:
+    server = request.param()
     try:
         server.start()
-        server.wait_ready()
+        await server.ready()
         yield server
     finally:
         server.remove()
 
 
-@pytest.mark.timeout(240)
-async def test_every_acknowledged_turn_is_there_once(folder: Path, database: PostgresServer) -> None:
+@pytest.mark.timeout(600)
+async def test_every_acknowledged_turn_is_there_once(
+    folder: Path, database: PostgresServer | PostgresPair
+) -> None:
     print(f"replay with SEED = {SEED}")
     chaos = await opened(folder, SEED, database)
     try:
