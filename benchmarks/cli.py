@@ -25,6 +25,7 @@ from benchmarks import (
     overlap_cli,
     partition,
     prefixes_cli,
+    records,
     remote_attention,
     rotation,
     settlement_cli,
@@ -100,6 +101,7 @@ def _parser() -> argparse.ArgumentParser:
     overlap_cli.add(commands, _add_outputs)
     store_cli.add(commands, _add_outputs)
     live_hits.add(commands, _add_outputs)
+    records.add(commands, _add_outputs)
     transport.add(commands, _add_outputs)
     borrow.add(commands, _add_outputs)
     settlement_cli.add(commands, _add_outputs)
