@@ -84,7 +84,7 @@ class Sessions:
         with self._lock:
             self._refuse_taken(tenant, session_id)
             record = rules.new_record(tenant, session_id, ttl_s, self._now_ms())
-            self._table.write(_puts(record))
+            self._table.write(puts_of(record))
             self._count += 1
             return record
 
@@ -126,7 +126,7 @@ class Sessions:
             self._refuse_taken(tenant, new_session_id)
             fork = rules.fork_of(record, new_session_id, self._now_ms())
             key = session_key(tenant, new_session_id)
-            self._table.write([*_puts(fork), *self._uses.changes(key, [], fork.block_ids)])
+            self._table.write([*puts_of(fork), *self._uses.changes(key, [], fork.block_ids)])
             self._count += 1
             return fork
 
@@ -181,7 +181,7 @@ class Sessions:
                 return Committed(version=record.version, new=False)
             after = rules.grown(record, head, turn)
             uses = self._uses.changes(key, record.block_ids, after.block_ids)
-            self._write_step([*_puts(after), *uses, (LEASES, key, None)], self._fencing + 1)
+            self._write_step([*puts_of(after), *uses, (LEASES, key, None)], self._fencing + 1)
             self._count += stored is None
             return Committed(version=after.version, new=True)
 
@@ -281,7 +281,8 @@ def _prefix(tenant: str) -> bytes:
     return session_key(tenant, "")
 
 
-def _puts(record: pb.SessionRecord) -> Sequence[Put]:
+def puts_of(record: pb.SessionRecord) -> Sequence[Put]:
+    """What a record is on disk."""
     key = session_key(record.tenant, record.session_id)
     return [
         (RECORDS, key, record.SerializeToString(deterministic=True)),

@@ -14,12 +14,11 @@ from kvcommons.errors import InvalidInput
 from kvcommons.pb import kvstore_pb2 as pb
 from kvcommons.shards import session_key
 from services.kvstore import session as rules
-from services.kvstore.database import Put
-from services.kvstore.families import HEADS, LEASES, META, RECORDS, STAMPS
+from services.kvstore.families import LEASES, META, RECORDS, STAMPS
 from services.kvstore.folder import DataFolder
 from services.kvstore.integrity import CHECKED_FAMILIES, open_integrity_table
 from services.kvstore.mark import Mark
-from services.kvstore.sessions import open_sessions
+from services.kvstore.sessions import open_sessions, puts_of
 from services.kvstore.uses import BlockUses
 
 
@@ -67,13 +66,9 @@ class FolderDestination:
         there = await self.get(record.tenant, record.session_id)
         if there is not None and (there.version >= record.version or not goes_on_from(record, there)):
             return False
-        puts: list[Put] = [
-            (RECORDS, key, record.SerializeToString(deterministic=True)),
-            (HEADS, key, rules.head_of(record).SerializeToString(deterministic=True)),
-            (LEASES, key, None),
-        ]
         before = there.block_ids if there is not None else ()
-        self._table.write([*puts, *self._uses.changes(key, before, record.block_ids)])
+        uses = self._uses.changes(key, before, record.block_ids)
+        self._table.write([*puts_of(record), (LEASES, key, None), *uses])
         return True
 
     async def get(self, tenant: str, session_id: str) -> pb.SessionRecord | None:
