@@ -165,19 +165,19 @@ class RestClient:
     def _events(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
         connection = self._connect(None)
         try:
-            response = self._send(connection, "POST", path, body)
-            if response.status != http.client.OK:
-                raise _error(response.status, response.read())
-            for line in response:
-                if not line.startswith(b"data:"):
-                    continue
-                data = line[5:].strip()
-                if data == b"[DONE]":
-                    return
-                event = json.loads(data)
-                if "error" in event:
-                    raise _error(response.status, data)
-                yield event
+            with self._send(connection, "POST", path, body) as response:
+                if response.status != http.client.OK:
+                    raise _error(response.status, response.read())
+                for line in response:
+                    if not line.startswith(b"data:"):
+                        continue
+                    data = line[5:].strip()
+                    if data == b"[DONE]":
+                        return
+                    event = json.loads(data)
+                    if "error" in event:
+                        raise _error(response.status, data)
+                    yield event
             raise Unavailable(f"the answer of {self.url} ended before it was complete")
         except (OSError, http.client.HTTPException) as error:
             raise Unavailable(f"the connection to {self.url} broke: {error}") from error
@@ -187,8 +187,8 @@ class RestClient:
     def _call(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float | None) -> Any:
         connection = self._connect(timeout_s)
         try:
-            response = self._send(connection, method, path, body)
-            data = response.read()
+            with self._send(connection, method, path, body) as response:
+                data = response.read()
         except (OSError, http.client.HTTPException) as error:
             raise Unavailable(f"the connection to {self.url} broke: {error}") from error
         finally:
@@ -214,6 +214,7 @@ class RestClient:
     def _send(
         self, connection: http.client.HTTPConnection, method: str, path: str, body: Mapping[str, Any] | None
     ) -> http.client.HTTPResponse:
+        """The response holds the socket, for the connection is for one call: who reads it closes it."""
         data = None if body is None else json.dumps(body).encode()
         headers = {**self._headers, "Connection": "close"}
         if data is not None:

@@ -96,8 +96,8 @@ def _call(stack: Stack, message: str, request_id: str, *, traceparent: str = "",
             json.dumps(asked),
             headers | ({"traceparent": traceparent} if traceparent else {}),
         )
-        response = connection.getresponse()
-        answer = json.loads(response.read())
+        with connection.getresponse() as response:
+            answer = json.loads(response.read())
     finally:
         connection.close()
     assert response.status == 200, answer

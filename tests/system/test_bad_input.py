@@ -22,8 +22,8 @@ def send(stack: Stack, body: bytes | None, *, path: str = CHAT, method: str = "P
     connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=scaled(30))
     try:
         connection.request(method, path, body=body, headers={"Content-Type": "application/json"})
-        response = connection.getresponse()
-        return response.status, json.loads(response.read())
+        with connection.getresponse() as response:
+            return response.status, json.loads(response.read())
     finally:
         connection.close()
 

@@ -45,8 +45,8 @@ def send(
     connection = http.client.HTTPConnection(address.hostname or "", address.port, timeout=WAIT_S)
     with contextlib.closing(connection):
         connection.request(method, path, body=body, headers=dict(headers or {}))
-        response = connection.getresponse()
-        answer = json.loads(response.read())
+        with connection.getresponse() as response:
+            answer = json.loads(response.read())
         if response.status >= 400:
             assert set(answer) == {"error"}
             assert set(answer["error"]) == {"message", "type", "param", "code"}

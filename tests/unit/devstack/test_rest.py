@@ -1,0 +1,54 @@
+"""The client of the server's REST doors."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import socket
+import sys
+import threading
+from typing import Any
+
+import pytest
+
+from devstack.rest import RestClient
+from tests.machine import scaled
+
+EVENTS = b'data: {"piece": 1}\n\n' * 3
+HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nConnection: close\r\n\r\n"
+
+
+def test_a_stream_that_is_left_closes_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At once, and not when the collector comes by: an error that keeps the stream's frame may live long."""
+    unraisable: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", unraisable.append)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        ended: list[bytes] = []
+        thread = threading.Thread(target=_serve_one, args=(server, ended))
+        thread.start()
+        stream = RestClient(f"http://127.0.0.1:{server.getsockname()[1]}").tokens([1])
+        assert next(stream) == {"piece": 1}
+        kept = _thrown_into(stream)
+        thread.join(scaled(5))
+        assert ended == [b""], "the server still waits for its client"
+    del stream, kept
+    gc.collect()
+    assert not unraisable
+
+
+def _serve_one(server: socket.socket, ended: list[bytes]) -> None:
+    connection, _ = server.accept()
+    with connection:
+        connection.settimeout(scaled(5))
+        connection.recv(65536)
+        connection.sendall(HEAD + EVENTS)
+        with contextlib.suppress(TimeoutError):
+            ended.append(connection.recv(1))
+
+
+def _thrown_into(stream: Any) -> Exception:
+    try:
+        stream.throw(RuntimeError("the reader failed"))
+    except RuntimeError as error:
+        return error
+    raise AssertionError("the stream kept the error")
