@@ -115,7 +115,7 @@ def find(place: Place, environ: Mapping[str, str], kvstores: int, packaged: Path
             )
     if not found:
         raise Unavailable(f"{_OTHERWISE}, or install PostgreSQL (initdb and postgres), which is started then")
-    account = _account()
+    account = account_for_it()
     sockets = place.postgres_sockets
     sockets.mkdir(mode=0o700)
     if account is not None:
@@ -199,8 +199,8 @@ def _major(program: Path) -> int | None:
     return int(match[1]) if match else None
 
 
-def _account() -> str | None:
-    """Raises Unavailable."""
+def account_for_it() -> str | None:
+    """As whom it runs; None: as whoever runs this, since only root is refused. Raises Unavailable."""
     if os.getuid() != 0:
         return None
     for name in ("postgres", "nobody"):

@@ -39,15 +39,10 @@ def pytest_report_header() -> str:
 def postgres() -> Iterator[PostgresServer]:
     """A real one, for all tests of a worker; each makes a schema of its own in it, and leaves it running.
     Skips where there is none."""
-    from tests.contract.postgres_server import PostgresServer
+    from tests.contract.postgres_server import PostgresServer, running
 
-    server = PostgresServer()
-    try:
-        server.start()
-        server.wait_ready()
+    with running(PostgresServer()) as server:
         yield server
-    finally:
-        server.remove()
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest-timeout reads its own

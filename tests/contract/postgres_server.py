@@ -12,15 +12,21 @@ import subprocess
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import quote, urlencode
 
 import psycopg
 import pytest
 from psycopg.conninfo import conninfo_to_dict
 
+from devstack.postgres import account_for_it
+from kvcommons.errors import Unavailable
 from tests.machine import scaled
+
+Server = TypeVar("Server", "PostgresServer", "PostgresPair")
 
 _START_S = 60.0
 _schemas = itertools.count()
@@ -45,13 +51,11 @@ def programs() -> Path:
 
 
 def account() -> str | None:
-    """As whom PostgreSQL runs; None: as whoever runs the tests, since only root is refused."""
-    if os.getuid() != 0:
-        return None
-    for name in ("postgres", "nobody"):
-        with suppress(KeyError):
-            return pwd.getpwnam(name).pw_name
-    pytest.skip("PostgreSQL refuses to run as root, and there is no account `postgres` or `nobody`")
+    """As that of a stack. Skips the test where there is none."""
+    try:
+        return account_for_it()
+    except Unavailable as error:
+        pytest.skip(error.message)
 
 
 class PostgresServer:
@@ -175,6 +179,17 @@ class PostgresServer:
         return [sys.executable, "-ISc", _AS_ACCOUNT, str(entry.pw_gid), str(entry.pw_uid), *command]
 
 
+@contextmanager
+def running(server: Server) -> Iterator[Server]:
+    """From its start until it is taken away."""
+    try:
+        server.start()
+        server.wait_ready()
+        yield server
+    finally:
+        server.remove()
+
+
 class PostgresPair:
     """A primary, and a standby that has each commit before it is acknowledged (synchronous streaming
     replication). Where the primary is killed, `start` promotes the standby, and what was the primary begins
@@ -222,6 +237,9 @@ class PostgresPair:
         """The primary."""
         self._primary.kill()
         self._killed = True
+
+    def wait_ready(self) -> None:
+        self._primary.wait_ready()
 
     async def ready(self) -> None:
         await self._primary.ready()

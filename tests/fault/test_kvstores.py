@@ -6,13 +6,13 @@ import os
 import shutil
 import signal
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from kvcommons.shards import owners, session_key
-from tests.contract.postgres_server import PostgresPair, PostgresServer
+from tests.contract.postgres_server import PostgresPair, PostgresServer, running
 from tests.fault.records_chaos import opened
 from tests.system.conftest import FLOAT32
 from tests.system.stack import Stack
@@ -35,14 +35,9 @@ def folder() -> Iterator[Path]:
     params=[PostgresServer, pytest.param(PostgresPair, marks=pytest.mark.slow)],
     ids=["restarted", "replica promoted"],
 )
-async def database(request: pytest.FixtureRequest) -> AsyncIterator[PostgresServer | PostgresPair]:
-    server = request.param()
-    try:
-        server.start()
-        await server.ready()
+def database(request: pytest.FixtureRequest) -> Iterator[PostgresServer | PostgresPair]:
+    with running(request.param()) as server:
         yield server
-    finally:
-        server.remove()
 
 
 @pytest.mark.timeout(600)

@@ -10,7 +10,7 @@ import pytest
 
 from devstack.rest import Piece, Turn
 from kvcommons.errors import StoreUnavailable, TurnInProgress
-from tests.contract.postgres_server import PostgresServer
+from tests.contract.postgres_server import PostgresServer, running
 from tests.fault.conftest import slow_tables
 from tests.fault.streams import ANSWER_TOKENS, NEVER_ENDS, SAMPLINGS, stream, token_ids
 from tests.system.stack import Stack
@@ -22,13 +22,8 @@ PARAMETERS = {**NEVER_ENDS, **SAMPLINGS["sampled"]}
 
 @pytest.fixture(scope="module")
 def database() -> Iterator[PostgresServer]:
-    server = PostgresServer()
-    try:
-        server.start()
-        server.wait_ready()
+    with running(PostgresServer()) as server:
         yield server
-    finally:
-        server.remove()
 
 
 @pytest.fixture(scope="module")
