@@ -48,6 +48,7 @@ def model_of(name: str) -> Model:
         layers=spec.layers,
         hidden=query_width,  # what is sent and returned is as wide
         kv_width=kv_width,
+        head_dim=spec.head_dim,
     )
 
 

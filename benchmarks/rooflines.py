@@ -1,5 +1,6 @@
 """What the parts of a token's computation take on given devices: rooflines of models and accelerators
-(Lamina, sections 3 and 4), for planning and for simulation where the devices themselves are not at hand."""
+(Lamina, sections 3 and 4; Mnemosyne, section 3), for planning and for simulation where the devices themselves
+are not at hand."""
 
 from __future__ import annotations
 
@@ -60,14 +61,24 @@ class Device:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
     """A decoder. `parameters` are those that a token is multiplied with (all but the embedding of tokens);
-    `kv_width` is the width of K, and of V, in one layer: less than `hidden` where heads share them."""
+    `hidden` is the width of the queries of all heads too, `kv_width` that of K, and of V, in one layer: less
+    where heads share them."""
 
     name: str
     parameters: float
     layers: int
     hidden: int
     kv_width: int
+    head_dim: int = 128
     element_bytes: int = 2
+
+    @property
+    def query_heads(self) -> int:
+        return self.hidden // self.head_dim
+
+    @property
+    def kv_heads(self) -> int:
+        return self.kv_width // self.head_dim
 
     @property
     def weight_bytes(self) -> float:
@@ -175,11 +186,12 @@ A100_40G_AS_3090 = A100_40G.priced_as(RTX_3090)
 COMPUTING_DEVICES = (A100_40G, A100_80G, H100)
 MEMORY_DEVICES = (RTX_3090, RX_7900_XTX, ARC_A770, A100_40G_AS_3090, *COMPUTING_DEVICES)
 
-# Parameters without the embedding of tokens: those of tables 2 and 4.
+# Parameters without the embedding of tokens: those of Lamina's tables 2 and 4, and Mnemosyne's two models.
 MODELS = (
     Model(name="llama-7b", parameters=6.61e9, layers=32, hidden=4096, kv_width=4096),
     Model(name="llama-13b", parameters=12.85e9, layers=40, hidden=5120, kv_width=5120),
     Model(name="llama-33b", parameters=32.3e9, layers=60, hidden=6656, kv_width=6656),
     Model(name="llama-65b", parameters=65.0e9, layers=80, hidden=8192, kv_width=8192),
     Model(name="llama3-70b", parameters=69.5e9, layers=80, hidden=8192, kv_width=1024),
+    Model(name="llama3-8b", parameters=7.5e9, layers=32, hidden=4096, kv_width=1024),
 )

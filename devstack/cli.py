@@ -1,4 +1,5 @@
-"""The command line: `kvcommons up`, `fetch`, `chat`, `status`, `records`, and the commands of `benchmarks/`.
+"""The command line: `kvcommons up`, `fetch`, `chat`, `status`, `records`, and the commands of `benchmarks/`
+(`bench`, `plan`, `replay`).
 
 It starts at once: each command imports what it needs, and none imports torch.
 """
@@ -17,6 +18,7 @@ from pathlib import Path
 # Commands that take their arguments as they are: name, module with `main(argv) -> int`, help.
 _LAZY = {
     "bench": ("benchmarks.cli", "benchmarks, with a table and a picture"),
+    "plan": ("benchmarks.planning.cli", "the cheapest devices for a model, a context and objectives"),
     "replay": ("benchmarks.replay.cli", "eviction policies on a trace of requests, on a virtual clock"),
     "records": ("services.kvstore.records.__main__", "move session records to a database"),
 }

@@ -1,0 +1,1 @@
+"""Which devices a model, contexts of a length and objectives want: `kvcommons plan`."""

@@ -1,0 +1,367 @@
+"""The cheapest devices that keep objectives, by the laws of long contexts (Mnemosyne, section 7, "Finding the
+right parallelism"). Decisions only: nothing is measured here, nothing runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+from benchmarks.planning.laws import CHUNKS, Prefill, Replica, attention_flop
+from benchmarks.rooflines import Device, Model
+from kvcommons.errors import InvalidInput
+
+_FEW = 16  # stages, and holders, up to which every number is tried
+_CONTEXT_MAX = 2**30  # tokens: beyond any that is asked for
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objectives:
+    """What has to be kept. Each request's prompt is `context` tokens, of which the last `new` are computed;
+    the rest comes from the session store. It is answered with `answer` tokens. `requests_s` of them come a
+    second, at random; 0: one at a time."""
+
+    context: int
+    new: int
+    answer: int
+    ttft_s: float
+    tbt_s: float
+    requests_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("context", "new", "answer", "ttft_s", "tbt_s"):
+            if getattr(self, name) <= 0:
+                raise InvalidInput(f"{name} has to be above 0", param=name)
+        if self.new > self.context:
+            raise InvalidInput(
+                f"new is {self.new} of a context of {self.context} tokens: it is a part of it", param="new"
+            )
+        if self.requests_s < 0:
+            raise InvalidInput("requests_s cannot be below 0", param="requests_s")
+
+    @property
+    def generating(self) -> float:
+        """Sequences that generate at once, each as slowly as is allowed (Little's law)."""
+        return max(self.requests_s * self.answer * self.tbt_s, 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Market:
+    """What there is to choose from: `device` computes, `pool` holds KV and attends to it, `devices_max` of
+    both together. A layer is divided over `tensor_max` devices at most (those of one host), the layers over
+    `stages_max` stages."""
+
+    device: Device
+    pool: Device
+    devices_max: int
+    tensor_max: int
+    stages_max: int
+
+    def __post_init__(self) -> None:
+        for name in ("devices_max", "tensor_max", "stages_max"):
+            if getattr(self, name) < 1:
+                raise InvalidInput(f"{name} has to be 1 at least", param=name)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefilling:
+    """`count` replicas that compute prompts. `ttft_s` is the mean of requests that come at random, and wait
+    for others as in an M/D/1 queue."""
+
+    replica: Replica
+    count: int
+    prefill: Prefill
+    ttft_s: float
+
+    @property
+    def price(self) -> float:
+        return self.count * self.replica.price
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoding:
+    """`count` replicas that generate, with `rows` sequences each."""
+
+    replica: Replica
+    count: int
+    rows: float
+    tbt_s: float
+
+    @property
+    def price(self) -> float:
+        return self.count * self.replica.price
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Prefill and decode, on devices of their own or, `colocated`, on the same replicas: then chunks are as
+    large as the rows beside them allow."""
+
+    model: Model
+    objectives: Objectives
+    prefilling: Prefilling
+    decoding: Decoding
+    colocated: bool
+
+    @property
+    def price(self) -> float:
+        return self.decoding.price + (0.0 if self.colocated else self.prefilling.price)
+
+    @property
+    def devices(self) -> int:
+        replicas = [(self.decoding.replica, self.decoding.count)]
+        if not self.colocated:
+            replicas.append((self.prefilling.replica, self.prefilling.count))
+        return sum(count * (replica.devices + replica.pool_devices) for replica, count in replicas)
+
+    def limits(self) -> dict[str, int]:
+        """The longest contexts that the same devices serve, in tokens, by each of the objectives and by
+        memory. One of the three bounds the rest."""
+        prefilling, decoding, wanted = self.prefilling, self.decoding, self.objectives
+        history = wanted.context - wanted.new
+
+        def first_in_time(context: int) -> bool:
+            found = prefilled(
+                prefilling.replica, replace(wanted, context=context, new=max(context - history, 1)), decoding
+            )
+            return found is not None and _ttft_s(found, wanted, prefilling.count) <= wanted.ttft_s
+
+        def prefilled(replica: Replica, changed: Objectives, beside: Decoding) -> Prefill | None:
+            if not self.colocated:
+                return _prefill(replica, changed)
+            return _prefill(replica, changed, rows=beside.rows, iteration_s_max=wanted.tbt_s)
+
+        return {
+            "time to first token": _longest(first_in_time),
+            "time between tokens": _longest(
+                lambda context: decoding.replica.token_s(decoding.rows, context) <= wanted.tbt_s
+            ),
+            "memory": math.floor(decoding.replica.kv_tokens / max(decoding.rows, 1)),
+        }
+
+
+class Planner:
+    """Of one model and what may be bought. Shapes that are tried: powers of two for tensor parallelism, as
+    far as they divide the query heads; every number of stages up to 16, then longer steps; pools in whole KV
+    parallel instances."""
+
+    def __init__(self, model: Model, market: Market) -> None:
+        self._model = model
+        self._market = market
+
+    def plans(self, objectives: Objectives) -> list[Plan]:
+        """With and without devices of their own for prefill, the cheaper first. Raises InvalidInput where
+        neither keeps the objectives: the message says what is nearest."""
+        prefilling, decoding = self._prefilling(objectives), self._decoding(objectives)
+        found = []
+        if prefilling and decoding:
+            found.append(self._plan(objectives, prefilling, decoding, colocated=False))
+        if together := self._colocated(objectives, math.inf):
+            found.append(together)
+        found = [plan for plan in found if plan.devices <= self._market.devices_max]
+        if not found:
+            raise InvalidInput(self._refusal(objectives, prefilling, decoding))
+        return sorted(found, key=lambda plan: (plan.price, plan.colocated))
+
+    def _plan(
+        self, objectives: Objectives, prefilling: Prefilling, decoding: Decoding, *, colocated: bool
+    ) -> Plan:
+        return Plan(
+            model=self._model,
+            objectives=objectives,
+            prefilling=prefilling,
+            decoding=decoding,
+            colocated=colocated,
+        )
+
+    def _prefilling(self, objectives: Objectives) -> Prefilling | None:
+        """The cheapest; of those the quickest."""
+        best: Prefilling | None = None
+        for replica in self._replicas:
+            if best and replica.price > best.price:
+                break
+            if replica.kv_tokens >= objectives.context:
+                found = self._computing(replica, objectives, 1, _prefill(replica, objectives))
+                if found and (best is None or (found.price, found.ttft_s) < (best.price, best.ttft_s)):
+                    best = found
+        return best
+
+    def _decoding(self, objectives: Objectives) -> Decoding | None:
+        """The cheapest; of those the quickest."""
+        best: Decoding | None = None
+        for replica in self._with_pools:
+            if best and replica.price > best.price:
+                break
+            found = self._generating(replica, objectives)
+            if found and (best is None or (found.price, found.tbt_s) < (best.price, best.tbt_s)):
+                best = found
+        return best
+
+    def _colocated(self, objectives: Objectives, price_max: float) -> Plan | None:
+        """The cheapest below `price_max`, if any: each replica computes prompts beside its rows, in chunks
+        with which an iteration keeps their objective."""
+        best: Plan | None = None
+        for replica in self._with_pools:
+            if replica.price >= price_max:
+                break
+            decoding = self._generating(replica, objectives)
+            if decoding is None or decoding.price >= price_max or self._too_slow(replica, objectives):
+                continue
+            # With more replicas than the rows need, each has fewer rows beside its chunks.
+            prefill = _prefill(replica, objectives, rows=decoding.rows, iteration_s_max=objectives.tbt_s)
+            prefilling = self._computing(replica, objectives, decoding.count, prefill)
+            if prefilling and prefilling.price < price_max:
+                decoding = replace(
+                    decoding,
+                    count=prefilling.count,
+                    rows=max(objectives.generating / prefilling.count, 1.0),
+                    tbt_s=_decode_s(replica, objectives, prefilling.count),
+                )
+                best = self._plan(objectives, prefilling, decoding, colocated=True)
+                price_max = best.price
+        return best
+
+    def _computing(
+        self, replica: Replica, objectives: Objectives, least: int, prefill: Prefill | None
+    ) -> Prefilling | None:
+        """So many replicas, `least` at least, that the first token keeps its objective in the queue too."""
+        if prefill is None or prefill.seconds > objectives.ttft_s:
+            return None
+        for count in range(least, self._most(replica) + 1):
+            ttft_s = _ttft_s(prefill, objectives, count)
+            if ttft_s <= objectives.ttft_s:
+                return Prefilling(replica=replica, count=count, prefill=prefill, ttft_s=ttft_s)
+        return None
+
+    def _generating(self, replica: Replica, objectives: Objectives) -> Decoding | None:
+        """So many replicas that the rows of each keep the time between tokens, and have room."""
+        if replica.token_s(1, objectives.context) > objectives.tbt_s:
+            return None
+        for count in range(1, self._most(replica) + 1):
+            decoding = _decode(replica, objectives, count)
+            if decoding is not None:
+                return decoding
+        return None
+
+    def _most(self, replica: Replica) -> int:
+        return self._market.devices_max // (replica.devices + replica.pool_devices)
+
+    def _too_slow(self, replica: Replica, objectives: Objectives) -> bool:
+        """Whether the prompt's operations alone, at the peak of all devices, take too long: most shapes are
+        passed over so, without going through the prompt."""
+        history = objectives.context - objectives.new
+        attended = attention_flop(self._model, objectives.context) - attention_flop(self._model, history)
+        flop = attended + 2 * self._model.parameters * objectives.new
+        pool = replica.pool_devices * replica.pool.flops if replica.pool else 0.0
+        return flop / (replica.devices * replica.device.flops + pool) > objectives.ttft_s
+
+    @cached_property
+    def _replicas(self) -> Sequence[Replica]:
+        """Those that the weights fit, the cheapest first."""
+        market = self._market
+        shapes = [
+            Replica(model=self._model, device=market.device, tensor=tensor, stages=stages)
+            for tensor in _powers(market.tensor_max)
+            if self._model.query_heads % tensor == 0
+            for stages in _numbers(min(self._model.layers, market.stages_max, market.devices_max // tensor))
+        ]
+        return sorted((one for one in shapes if one.own_tokens), key=lambda one: one.price)
+
+    @cached_property
+    def _with_pools(self) -> Sequence[Replica]:
+        """Each of them alone, and with KV parallel instances beside it; the cheapest first."""
+        market = self._market
+        shapes = [
+            replace(replica, pool=market.pool, pool_devices=holders * replica.devices)
+            for replica in self._replicas
+            for holders in _numbers((market.devices_max - replica.devices) // replica.devices)
+        ]
+        return sorted([*self._replicas, *shapes], key=lambda one: one.price)
+
+    def _refusal(
+        self, objectives: Objectives, prefilling: Prefilling | None, decoding: Decoding | None
+    ) -> str:
+        market, room = self._market, max((one.kv_tokens for one in self._with_pools), default=0)
+        named = f"{market.devices_max} {market.device.name}"
+        if not room:
+            return f"the weights of {self._model.name} do not fit {named}: allow more devices"
+        if room < objectives.context:
+            missing = (objectives.context - room) * self._model.kv_token_bytes
+            return f"{objectives.context} tokens do not fit {named}: {missing / 1e9:.1f} GB are missing"
+        if decoding is None:
+            nearest = min(_decode_s(one, objectives, 1) for one in self._with_pools)
+            return (
+                f"{named} cannot keep {1e3 * objectives.tbt_s:.3g} ms between tokens: one replica comes to "
+                f"{1e3 * nearest:.3g} ms at best"
+            )
+        if prefilling is None:
+            alone = [_prefill(one, objectives) for one in self._replicas]
+            nearest = min((one.seconds for one in alone if one), default=math.inf)
+            return (
+                f"{named} cannot keep {objectives.ttft_s:.3g} s to the first token: one replica comes to "
+                f"{nearest:.3g} s at best, alone"
+            )
+        wanted = self._plan(objectives, prefilling, decoding, colocated=False).devices
+        return f"{named} are too few: the cheapest that keeps the objectives has {wanted} devices"
+
+
+def _prefill(
+    replica: Replica, objectives: Objectives, *, rows: float = 0.0, iteration_s_max: float = math.inf
+) -> Prefill | None:
+    return replica.prefill(
+        objectives.new,
+        history=objectives.context - objectives.new,
+        iteration_s_max=iteration_s_max,
+        rows=rows / replica.stages,
+        row_context=objectives.context,
+    )
+
+
+def _ttft_s(prefill: Prefill, objectives: Objectives, count: int) -> float:
+    """The mean, of requests that come at random to `count` replicas; infinite where more come than they
+    compute."""
+    load = objectives.requests_s * prefill.busy_s / count
+    if load >= 1:
+        return math.inf
+    return prefill.seconds + load * prefill.busy_s / (2 * (1 - load))
+
+
+def _decode_s(replica: Replica, objectives: Objectives, count: int) -> float:
+    return replica.token_s(objectives.generating / count, objectives.context)
+
+
+def _decode(replica: Replica, objectives: Objectives, count: int) -> Decoding | None:
+    rows = max(objectives.generating / count, 1.0)
+    if replica.kv_tokens < math.ceil(rows) * objectives.context:
+        return None
+    tbt_s = _decode_s(replica, objectives, count)
+    if tbt_s > objectives.tbt_s:
+        return None
+    return Decoding(replica=replica, count=count, rows=rows, tbt_s=tbt_s)
+
+
+def _longest(keeps: Callable[[int], bool]) -> int:
+    """The largest number of tokens that keeps it: what more tokens break, fewer do not."""
+    low, high = 0, CHUNKS[0]
+    while high < _CONTEXT_MAX and keeps(high):
+        low, high = high, 2 * high
+    while high - low > max(low // 256, 1):
+        middle = (low + high) // 2
+        low, high = (middle, high) if keeps(middle) else (low, middle)
+    return low
+
+
+def _powers(most: int) -> Iterator[int]:
+    number = 1
+    while number <= most:
+        yield number
+        number *= 2
+
+
+def _numbers(most: int) -> Iterator[int]:
+    """1, 2, … 16, and then in steps of an eighth."""
+    number = 1
+    while number <= most:
+        yield number
+        number += max(1, number // (_FEW // 2)) if number >= _FEW else 1
