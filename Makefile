@@ -7,13 +7,18 @@ TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
 PYTHON ?= $(shell for python in python3 python3.13 python3.12 python3.11; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+# pip would compile every file that it unpacks, most of which nothing ever imports. What the stack imports is
+# compiled by importing it once, before processes that start together would each do so.
+INSTALL := $(PIP) install --quiet --no-compile
+IMPORTED := devstack.up, services.router.__main__, services.kvstore.__main__, services.ledger.__main__, \
+	services.prefill.service, services.decode.service, services.attention_pool.service
 # Tests share two cores with the stacks that they start.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 ARGS ?=
 # A file's tests are one worker's, so that the stacks they share are started once. Files begin in the order of
 # `testpaths`: what takes longest first, so that no worker is left with it at the end.
 WORKERS ?= 3
-# Tests start hundreds of processes, each of which would compile all that it imports.
+# Hundreds of processes are started, each of which would compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: install up test test-slow simulate check bench protos compose-test clean
@@ -29,14 +34,15 @@ $(STAMP): pyproject.toml constraints.txt
 	@if $(BIN)/python -c 'import importlib.metadata as m, sys; sys.exit(not m.version("torch").startswith("$(TORCH)"))' 2>/dev/null; \
 	then :; \
 	elif [ "$$(uname -s)" != Linux ] || nvidia-smi -L >/dev/null 2>&1; then \
-		echo "Installing torch $(TORCH)"; $(PIP) install --quiet "torch==$(TORCH)" -c constraints.txt; \
+		echo "Installing torch $(TORCH)"; $(INSTALL) "torch==$(TORCH)" -c constraints.txt; \
 	else \
 		echo "Installing torch $(TORCH) for the CPU"; \
-		$(PIP) install --quiet --no-deps "torch==$(TORCH)+cpu" 2>/dev/null || \
-		$(PIP) install --quiet --no-deps "torch==$(TORCH)+cpu" --index-url $(TORCH_CPU_INDEX); \
+		$(INSTALL) --no-deps "torch==$(TORCH)+cpu" 2>/dev/null || \
+		$(INSTALL) --no-deps "torch==$(TORCH)+cpu" --index-url $(TORCH_CPU_INDEX); \
 	fi
 	@echo "Installing kvcommons"
-	@$(PIP) install --quiet -c constraints.txt -e ".[all,dev]"
+	@$(INSTALL) -c constraints.txt -e ".[all,dev]"
+	@$(BIN)/python -c "import $(IMPORTED)"
 	@$(BIN)/python -m kvcommons.attention.native.build >/dev/null
 	@touch $@
 
