@@ -194,9 +194,17 @@ class Etcd:
 
     async def _bounded(self, call: Awaitable[T]) -> T:
         """aetcd passes the timeout on to gRPC; this one also holds where it waits for something else."""
+        task = asyncio.current_task()
+        asked_to_end = task.cancelling() if task else 0
         try:
             async with asyncio.timeout(self._timeout_s * 1.5):
                 return await call
+        except asyncio.CancelledError as error:
+            # A reconnect closes the channel, and gRPC ends the calls on it as if their tasks had been
+            # cancelled. A TaskGroup would take that for a task that is done.
+            if task is None or task.cancelling() > asked_to_end:
+                raise
+            raise self._unavailable(error) from error
         except DuplicateLeaseError:
             raise
         except ClientError as error:
@@ -207,7 +215,7 @@ class Etcd:
         except (grpc.aio.AioRpcError, TimeoutError, grpc.aio.UsageError, AttributeError) as error:
             raise self._unavailable(error) from error
 
-    def _unavailable(self, error: Exception) -> Unavailable:
+    def _unavailable(self, error: BaseException) -> Unavailable:
         details = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
         reason = details or type(error).__name__
         return Unavailable(f"etcd at {self.endpoint} does not answer: {reason}")

@@ -333,6 +333,34 @@ async def test_a_write_under_way_does_not_bring_back_who_leaves(etcd: RealEtcd) 
         await asyncio.wait({running})
 
 
+async def test_a_reconnect_fails_the_calls_under_way(etcd: RealEtcd) -> None:
+    """They end as failures, to be tried again. Cancelled, they would pass for done in a TaskGroup: a replica's
+    last words were taken for written so."""
+    etcd.start()
+    client = Etcd([etcd.endpoint], timeout_s=scaled(20))
+    await client.reconnect()
+    etcd.pause()
+    try:
+        calls = [
+            asyncio.create_task(call)
+            for call in (client.revoke(1), client.list(PREFIX), client.swap(b"key", b"value", 0))
+        ]
+        _, waiting = await asyncio.wait(calls, timeout=0.2)
+        assert waiting == set(calls)
+        await client.reconnect()
+        for call in calls:
+            with pytest.raises(Unavailable):
+                await asyncio.wait_for(call, scaled(5))
+        ours = asyncio.create_task(client.list(PREFIX))
+        await asyncio.wait({ours}, timeout=0.2)
+        ours.cancel()
+        await asyncio.wait({ours}, timeout=scaled(5))
+        assert ours.cancelled()
+    finally:
+        etcd.resume()
+        await client.close()
+
+
 async def test_last_words_are_tried_again(etcd: RealEtcd) -> None:
     """etcd stumbles while a replica leaves: it is out of the registry all the same, well before its lease."""
     etcd.start()
