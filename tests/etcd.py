@@ -12,6 +12,7 @@ from pathlib import Path
 
 from devstack import etcd
 from tests.machine import scaled
+from tests.pausing import pause
 
 START_S = scaled(20.0)
 
@@ -42,7 +43,8 @@ class RealEtcd:
         self._process.wait()
 
     def pause(self) -> None:
-        self._signal(signal.SIGSTOP)
+        assert self._process is not None
+        pause(self._process.pid)
 
     def resume(self) -> None:
         self._signal(signal.SIGCONT)

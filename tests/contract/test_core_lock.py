@@ -21,6 +21,7 @@ from kvcommons.errors import InvalidInput
 from tests.contract.plan_cases import eventually
 from tests.contract.test_long_chunks import LAYERS, Chunk, Clock, alone, creditor
 from tests.machine import scaled
+from tests.pausing import pause
 
 LONG_S = scaled(20.0)
 
@@ -153,10 +154,10 @@ def test_a_chunk_gives_way_until_who_is_urgent_has_looked(seen: CoreLock, childr
     assert first.ask("acquire") == "True"
     chunk.tell("acquire")
     eventually(lambda: seen.wanted)
-    chunk.process.send_signal(signal.SIGSTOP)  # it is the next
+    pause(chunk.process.pid)  # it is the next
     tokens.tell("acquire urgently")
     eventually(lambda: seen.urgently_wanted)
-    tokens.process.send_signal(signal.SIGSTOP)
+    pause(tokens.process.pid)
     chunk.process.send_signal(signal.SIGCONT)
     eventually(lambda: not seen.wanted)
     assert first.ask("release") == "released"

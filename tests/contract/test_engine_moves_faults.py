@@ -20,6 +20,7 @@ from tests.contract.engine_stack import BLOCK, SlowIterations, Stack, ready
 from tests.contract.engine_turns import turn
 from tests.contract.test_engine_moves import ballast, debtor, lent, room, running
 from tests.machine import scaled
+from tests.pausing import pause
 
 pytestmark = pytest.mark.asyncio
 pytest_plugins = ("tests.contract.engine_fixtures",)
@@ -102,7 +103,7 @@ async def test_a_creditor_that_hangs_for_a_moment_is_copied_from_all_the_same(
     before, loop = await lent(engines, "pool-0"), asyncio.get_running_loop()
 
     def hang() -> None:
-        pool.send_signal(signal.SIGSTOP)
+        pause(pool.pid)
         loop.call_soon_threadsafe(loop.call_later, 0.7, pool.send_signal, signal.SIGCONT)
 
     interruption.strike = hang
@@ -126,7 +127,7 @@ async def test_a_creditor_that_hangs_for_longer_than_its_leases_costs_its_sequen
 ) -> None:
     interruption = Interruption(monkeypatch)
     pool, task, _ = await frozen(engines, attend_deadline_s=2.0, lease_ms=3000)
-    interruption.strike = lambda: pool.send_signal(signal.SIGSTOP)
+    interruption.strike = lambda: pause(pool.pid)
     request = holder_pb2.RoundRequest(**ROUND)
     with pytest.raises(DeadlineExceeded):
         await debtor(engines).CopyHome(request, timeout=scaled(4))

@@ -15,6 +15,7 @@ from kvcommons.rblock.identity import IdentityChain
 from tests.contract.engine_stack import BLOCK, Stack, ready, settings
 from tests.contract.engine_turns import SALT, Turn, prompt, turn
 from tests.machine import scaled
+from tests.pausing import pause
 
 pytestmark = pytest.mark.asyncio
 pytest_plugins = ("tests.contract.engine_fixtures",)
@@ -125,7 +126,7 @@ async def test_a_paused_holder_costs_its_deadline_once(engines: Stack) -> None:
         placement="overflow", attend_deadline_s=3.0, engine={"capacity_tokens": 30 * BLOCK}
     )
     home, _, expected, at_home, elsewhere = await beside(engines, decode)
-    pool.send_signal(signal.SIGSTOP)
+    pause(pool.pid)
     paused = time.monotonic()
     with pytest.raises(DataLoss):
         await elsewhere

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -32,6 +31,7 @@ from tests.contract.holder_cases import (
     soon,
 )
 from tests.machine import scaled
+from tests.pausing import pause
 
 LEASE_S = scaled(2.0)
 
@@ -118,12 +118,6 @@ async def test_a_write_that_is_under_way_keeps_its_blocks_from_others(
         raw.close()
 
 
-def stopped(pid: int) -> bool:
-    """Whether all threads have stopped: a signal takes a moment, and one of them may answer meanwhile."""
-    threads = (Path("/proc") / str(pid) / "task").glob("*/stat")
-    return all(thread.read_text().rpartition(")")[2].split()[0] == "T" for thread in threads)
-
-
 async def test_a_killed_pool_is_noticed_and_its_next_life_refuses_the_old_handles(pool: PoolProcess) -> None:
     served = await pool.ready()
     lost: list[SegmentRef] = []
@@ -131,8 +125,7 @@ async def test_a_killed_pool_is_noticed_and_its_next_life_refuses_the_old_handle
         ref = await client.reserve("s", 2, first_position=0, timeout_s=scaled(5))
         part = PlanRow.of(ref, position=9, length=0)
         begin_attend(client, 0, [part], torch.zeros(1, 4, 16), [], soon()).finish()[0]
-        pool.process.send_signal(signal.SIGSTOP)
-        await eventually(lambda: stopped(pool.process.pid))
+        pause(pool.process.pid)
         started = Deadline.after(0.3)
         pending = begin_attend(client, 0, [part], torch.zeros(1, 4, 16), [], started)
         with pytest.raises(DeadlineExceeded):

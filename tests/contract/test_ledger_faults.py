@@ -334,8 +334,8 @@ async def test_a_write_under_way_does_not_bring_back_who_leaves(etcd: RealEtcd) 
 
 
 async def test_a_reconnect_fails_the_calls_under_way(etcd: RealEtcd) -> None:
-    """They end as failures, to be tried again. Cancelled, they would pass for done in a TaskGroup: a replica's
-    last words were taken for written so."""
+    """They end as failures, to be tried again. Cancelled, they would pass for done in a TaskGroup, and a
+    replica's last words for written."""
     etcd.start()
     client = Etcd([etcd.endpoint], timeout_s=scaled(20))
     await client.reconnect()

@@ -16,6 +16,7 @@ from kvcommons.errors import KVCommonsError
 from tests.fault.conftest import TWINS, slow_tables
 from tests.fault.streams import ANSWER_TOKENS, NEVER_ENDS, SAMPLINGS, Victims, stream, token_ids, until_whole
 from tests.machine import scaled
+from tests.pausing import pause
 from tests.system.conftest import FLOAT32
 from tests.system.stack import Stack
 
@@ -176,7 +177,7 @@ def test_an_instance_that_is_alone_and_stays_away(single: Stack, alone: str) -> 
     single.until(single.client.healthy, 60.0, "the stack is not healthy")
     before = single.client.say("My cat is called Zuzu.", session, temperature=0)
     assert before.text
-    single.kill(alone, signal.SIGSTOP)
+    pause(single.pid(alone))
     began = time.monotonic()
     try:
         with pytest.raises(KVCommonsError) as failure:

@@ -14,6 +14,7 @@ import pytest
 from kvcommons.shards import owners, session_key
 from tests.contract.postgres_server import PostgresPair, PostgresServer, running
 from tests.fault.records_chaos import opened
+from tests.pausing import pause
 from tests.system.conftest import FLOAT32
 from tests.system.stack import Stack
 
@@ -82,7 +83,7 @@ def test_conversations_go_on_whichever_kvstore_dies_or_hangs(
         stack.until(lambda: ready(stack) == 2, SERVE_S, "it was not started again")
 
         hung = stack.pid(home(sessions[0]))
-        os.kill(hung, signal.SIGSTOP)
+        pause(hung)
         try:
             turns = [stack.client.say(TELLS[2], session, temperature=0) for session in sessions]
         finally:
