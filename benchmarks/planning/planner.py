@@ -120,17 +120,12 @@ class Plan:
         memory. One of the three bounds the rest."""
         prefilling, decoding, wanted = self.prefilling, self.decoding, self.objectives
         history = wanted.context - wanted.new
+        rows, iteration_s_max = (decoding.rows, wanted.tbt_s) if self.colocated else (0.0, math.inf)
 
         def first_in_time(context: int) -> bool:
-            found = prefilled(
-                prefilling.replica, replace(wanted, context=context, new=max(context - history, 1)), decoding
-            )
+            asked = replace(wanted, context=context, new=max(context - history, 1))
+            found = _prefill(prefilling.replica, asked, rows=rows, iteration_s_max=iteration_s_max)
             return found is not None and _ttft_s(found, wanted, prefilling.count) <= wanted.ttft_s
-
-        def prefilled(replica: Replica, changed: Objectives, beside: Decoding) -> Prefill | None:
-            if not self.colocated:
-                return _prefill(replica, changed)
-            return _prefill(replica, changed, rows=beside.rows, iteration_s_max=wanted.tbt_s)
 
         return {
             "time to first token": _longest(first_in_time),
