@@ -15,8 +15,9 @@ IMPORTED := devstack.up, services.router.__main__, services.kvstore.__main__, se
 # Tests share two cores with the stacks that they start.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 ARGS ?=
-# A file's tests are one worker's, so that the stacks they share are started once. Files begin in the order of
-# `testpaths`: what takes longest first, so that no worker is left with it at the end.
+# A file's tests are one worker's, so that the stacks they share are started once (tests/conftest.py, for a stack
+# that files share). Files begin in the order of `testpaths`: what takes longest first, so that no worker is left
+# with it at the end.
 WORKERS ?= 3
 # Hundreds of processes are started, each of which would compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE

@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Generator, Iterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
@@ -25,6 +25,11 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # A developer's own settings must not steer the tests.
 for _name in [name for name in os.environ if name.startswith("KVCOMMONS_") and "__" in name]:
     del os.environ[_name]
+
+SHARED_STACK = "tests/system/conftest.py::stack"
+SHARING_FILES = {
+    f"tests/system/test_{name}.py" for name in ("bad_input", "nonsense", "openai", "readme", "terminal")
+}
 
 # A machine that does other work is no fault of an example.
 hypothesis.settings.register_profile("untimed", deadline=None)
@@ -56,6 +61,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         own = item.get_closest_marker("timeout")
         if own is not None:
             item.add_marker(pytest.mark.timeout(scaled(own.args[0])), append=False)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Files whose tests share the stack of tests/system are one worker's, too: each worker would start it."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class LoadStackScheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return SHARED_STACK if file in SHARING_FILES else file
+
+    return LoadStackScheduling(config, log) if config.getvalue("dist") == "loadfile" else None
 
 
 def pytest_collection_finish() -> None:
