@@ -109,8 +109,12 @@ async def test_a_body_has_to_come_in_time(keyed: Stack, headers: dict[str, str])
 
 @pytest.mark.parametrize(
     "request_head",
-    [b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n", b"GET /" + b"x" * 150 + b" HTTP/1.1\r\nHost: x\r\n\r\n"],
-    ids=["without a key", "no such path"],
+    [
+        pytest.param(b"GET /v1/models HTTP/1.1\r\nHost: x\r\n\r\n", id="without a key"),
+        pytest.param(
+            b"GET /" + b"x" * 150 + b" HTTP/1.1\r\nHost: x\r\n\r\n", id="no such path", marks=pytest.mark.slow
+        ),
+    ],
 )
 async def test_answers_have_to_be_read(keyed: Stack, request_head: bytes) -> None:
     """Refusals too, which need no key."""

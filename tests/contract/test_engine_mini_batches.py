@@ -70,7 +70,8 @@ async def test_tokens_are_the_reference(engines: Stack, transport: str, mini_bat
     await engines.idle("decode", "pool-0", "pool-1")
 
 
-@pytest.mark.parametrize("transport", ["shm", pytest.param("tcp", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", ["shm", "tcp"])
 async def test_a_holder_that_fails_loses_its_own_sequences_only(
     engines: Stack, transport: str, unhurried: SlowIterations
 ) -> None:

@@ -146,7 +146,7 @@ async def test_a_group_becomes_idle_and_serves_again(engines: Stack) -> None:
         await engines.idle("decode-0", "decode-1")
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), signal.SIGSTOP])
 async def test_a_peer_dies_or_is_paused_in_the_middle(engines: Stack, how: signal.Signals) -> None:
     """Its slices are computed by their owner; one that comes back is given slices again."""
     await engines.lenders(60)

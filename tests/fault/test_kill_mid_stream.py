@@ -67,6 +67,7 @@ def test_a_death_in_mid_stream_changes_no_token(
     assert turn.timings["resumptions"] == (1 if victim == "decode" else 0)
 
 
+@pytest.mark.slow
 def test_all_instances_of_a_kind_may_die_one_after_the_other(
     twins: Stack, undisturbed: tuple[dict[str, float], Turn, list[int]]
 ) -> None:
@@ -126,11 +127,11 @@ def test_prefill_dies_while_it_computes(
             {**slow_tables(decode={"placement": "offload"}), "up": {"heads": True}},
             40,
             id="a part of a head group",
-            marks=pytest.mark.slow,
         ),
     ],
 )
-@pytest.mark.parametrize("sampling", ["sampled", pytest.param("greedy", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("sampling", ["sampled", "greedy"])
+@pytest.mark.slow
 def test_borrowed_memory_dies_with_its_holder(
     tmp_path: Path, slow_model: Path, tables: dict[str, dict[str, object]], at_piece: int, sampling: str
 ) -> None:
@@ -169,7 +170,7 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     own.assert_gone()
 
 
-@pytest.mark.parametrize("alone", ["prefill", "decode", "kvstore"])
+@pytest.mark.parametrize("alone", [pytest.param("prefill", marks=pytest.mark.slow), "decode", "kvstore"])
 def test_an_instance_that_is_alone_and_stays_away(single: Stack, alone: str) -> None:
     """A paused process is one that does not come back: the request ends with a clear error within its
     deadline, and all is well again once the process goes on."""

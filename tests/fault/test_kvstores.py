@@ -69,7 +69,7 @@ def test_conversations_go_on_whichever_kvstore_dies_or_hangs(
     tmp_path: Path, postgres: PostgresServer
 ) -> None:
     tables = {**FLOAT32, "kvstore": {"records": postgres.new_url()}}
-    with Stack(tmp_path, tables=tables, kvstore=2, attention_pool=0) as stack:
+    with Stack(tmp_path, tables=tables, kvstore=2, colocated=True, attention_pool=0) as stack:
         stack.until(lambda: ready(stack) == 2, SERVE_S, "two kvstores never serve")
         calm = [stack.client.say(text, "calm", reuse=False, temperature=0).text for text in TELLS]
         assert "Zuzu" in calm[-1]

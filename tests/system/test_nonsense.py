@@ -318,14 +318,8 @@ def _odd_config(folder: Path) -> str:
     return "num_key_value_heads must be a positive integer"
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        _pickled,
-        pytest.param(_cut_off, marks=pytest.mark.slow),
-        pytest.param(_odd_config, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("spoil", [_pickled, _cut_off, _odd_config])
 def test_folders_that_are_no_models_end_the_start(tmp_path: Path, spoil: Callable[[Path], str]) -> None:
     folder = tmp_path / "model"
     shutil.copytree(DEMO, folder)

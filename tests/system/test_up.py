@@ -173,7 +173,7 @@ def test_two_stacks_run_side_by_side_and_a_service_that_is_killed_is_named_and_c
     idle: Stack, tmp_path: Path
 ) -> None:
     """And a second Ctrl-C kills."""
-    with Stack(tmp_path) as other:
+    with Stack(tmp_path, colocated=True, attention_pool=0) as other:
         assert other.url != idle.url
         assert other.client.healthy()
         assert idle.client.healthy()
@@ -258,9 +258,12 @@ STAGES: dict[str, Callable[[Stack], object]] = {
     "all children": lambda stack: len(stack.processes()) == CHILDREN + 1,
     "the router answers": lambda stack: "router           serving" in stack.said(),
 }
+TELLING = ("importing", "the router answers")  # the first and the last
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize(
+    "stage", [stage if stage in TELLING else pytest.param(stage, marks=pytest.mark.slow) for stage in STAGES]
+)
 def test_ctrl_c_while_it_starts_leaves_nothing_and_no_traceback(tmp_path: Path, stage: str) -> None:
     stack = Stack(tmp_path)
     stack.start(ready=False)

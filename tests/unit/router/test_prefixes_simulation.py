@@ -34,7 +34,9 @@ def test_room_for_all_costs_each_prefix_one_computation() -> None:
 
 
 @pytest.mark.parametrize("skew", [0.0, 0.7, 1.0, 1.4])
-@pytest.mark.parametrize(("dram", "seed"), [(0, 1001), (16, 1002), (16, 1003)])
+@pytest.mark.parametrize(
+    ("dram", "seed"), [(0, 1001), (16, 1002), pytest.param(16, 1003, marks=pytest.mark.slow)]
+)
 def test_bounded_keeps_the_throughput_of_fastest_first_with_a_bound(
     skew: float, dram: int, seed: int
 ) -> None:
