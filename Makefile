@@ -17,7 +17,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 ARGS ?=
 # A file's tests are one worker's, so that the stacks they share are started once (tests/conftest.py, for a stack
 # that files share). Files begin in the order of `testpaths`: what takes longest first, so that no worker is left
-# with it at the end.
+# with it at the end; those that mostly wait among them.
 WORKERS ?= 3
 # Hundreds of processes are started, each of which would compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE

@@ -4,6 +4,7 @@ deadlines that fit the machine."""
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 from collections.abc import Generator, Iterator
 from typing import TYPE_CHECKING, Any
@@ -30,6 +31,14 @@ SHARED_STACK = "tests/system/conftest.py::stack"
 SHARING_FILES = {
     f"tests/system/test_{name}.py" for name in ("bad_input", "nonsense", "openai", "readme", "terminal")
 }
+# What takes long in them is waiting, for leases that end and for who falls silent to be missed.
+WAITING_FILES = [
+    f"tests/contract/test_{name}.py"
+    for name in (
+        "ledger_faults", "ledger_commons", "kvstores", "ledger", "holder_faults", "hints", "exchange_replies",
+        "connections",
+    )
+]  # fmt: skip
 
 # A machine that does other work is no fault of an example.
 hypothesis.settings.register_profile("untimed", deadline=None)
@@ -56,11 +65,25 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.timeout = scaled(float(config.getini("timeout")))
 
 
+@pytest.hookimpl(trylast=True)  # what is not to run has been taken out
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         own = item.get_closest_marker("timeout")
         if own is not None:
             item.add_marker(pytest.mark.timeout(scaled(own.args[0])), append=False)
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items[:] = _interleaved(items)
+
+
+def _interleaved(items: list[pytest.Item]) -> list[pytest.Item]:
+    """A file that waits after each one that computes, as long as there are any: workers that all waited at
+    the same time would leave the cores idle, and more of them would slow down the rest."""
+    files: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.nodeid.partition("::")[0], []).append(item)
+    waiting = [files.pop(name) for name in WAITING_FILES if name in files]
+    pairs = itertools.zip_longest(files.values(), waiting, fillvalue=[])
+    return [item for pair in pairs for file in pair for item in file]
 
 
 @pytest.hookimpl(optionalhook=True)
