@@ -233,12 +233,13 @@ class Story:
 
 
 def _disturb(stack: Stack, dice: random.Random, until_s: float) -> list[str]:
-    """Kills and pauses, about one a second; what was done."""
+    """Kills and pauses, about one a second; what was done. Fewer on a slow machine, on which processes take
+    longer to come back: of a stack that is dead nothing could be expected."""
     done = []
     while time.monotonic() < until_s:
-        time.sleep(dice.uniform(0.3, 2.0))
+        time.sleep(scaled(dice.uniform(0.3, 2.0)))
         alive = {process.name: process.pid for process in stack.processes() if process.name != "up"}
-        for name in dice.sample(sorted(alive), dice.choice([1, 1, 1, 2])):
+        for name in dice.sample(sorted(alive), min(dice.choice([1, 1, 1, 2]), len(alive))):
             pause_s = dice.choice([0.0, 0.0, dice.uniform(0.2, scaled(4.0))])
             with contextlib.suppress(ProcessLookupError):
                 os.kill(alive[name], signal.SIGSTOP if pause_s else signal.SIGKILL)
