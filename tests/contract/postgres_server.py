@@ -257,7 +257,8 @@ def _lives(pid: int) -> bool:
 
 
 class Proxy:
-    """Between a client and PostgreSQL, without TLS. `rows` and `bytes` count what went through.
+    """Between a client and PostgreSQL, without TLS. `rows` and `bytes` count what went through, `round_trips`
+    how often a client spoke after the server had.
 
     `cut_at_commit` breaks the next connection that commits: "before" the server hears of it, or "after" it
     has answered, which the client does not hear.
@@ -268,7 +269,7 @@ class Proxy:
         self._tasks: set[asyncio.Task[None]] = set()
         self._open = asyncio.Event()
         self._open.set()
-        self.rows = self.bytes = 0
+        self.rows = self.bytes = self.round_trips = 0
         self.cut_at_commit = ""
 
     async def start(self) -> None:
@@ -318,6 +319,8 @@ class Proxy:
         while data := await reader.read(1 << 16):
             await self._open.wait()
             self.bytes += len(data)
+            self.round_trips += link.answered
+            link.answered = False
             if self.cut_at_commit and b"COMMIT" in data:
                 how, self.cut_at_commit = self.cut_at_commit, ""
                 if how == "before":
@@ -337,6 +340,7 @@ class Proxy:
             await self._open.wait()
             self.bytes += len(head) + len(body)
             self.rows += head[:1] == b"D"
+            link.answered = True
             if link.mute and head[:1] == b"Z":  # ready for the next query: the commit is through
                 raise ConnectionResetError
             if not link.mute:
@@ -345,6 +349,6 @@ class Proxy:
 
 
 class _Link:
-    """One connection; `mute`: the client hears nothing any more."""
+    """One connection; `mute`: the client hears nothing any more; `answered`: the server spoke last."""
 
-    mute = False
+    mute = answered = False

@@ -332,10 +332,12 @@ async def test_tables_of_a_newer_version_are_left_alone(postgres: PostgresServer
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one turn: rows that came over the wire, bytes both ways, rows that the server fetched and wrote."""
+    """Of one turn: rows that came over the wire, bytes both ways, how often the kvstore waited for an answer,
+    rows that the server fetched and wrote."""
 
     rows: int
     bytes: int
+    round_trips: int
     fetched: int
     written: int
 
@@ -376,11 +378,12 @@ async def test_a_turn_costs_the_same_however_long_its_session(
 
     async def cost(session_id: str, number: int, before: int) -> Cost:
         fetched, written = await statistics(records, postgres, schema)
-        rows, octets = proxy.rows, proxy.bytes
+        rows, octets, round_trips = proxy.rows, proxy.bytes, proxy.round_trips
         await one_turn(session_id, number, before, 128)
         rows, octets = proxy.rows - rows, proxy.bytes - octets
+        round_trips = proxy.round_trips - round_trips
         fetched_after, written_after = await statistics(records, postgres, schema)
-        return Cost(rows, octets, fetched_after - fetched, written_after - written)
+        return Cost(rows, octets, round_trips, fetched_after - fetched, written_after - written)
 
     costs = []
     for session_id, tokens, turns in (("short", 1280, 10), ("long.", 100_096, 30)):
@@ -392,4 +395,5 @@ async def test_a_turn_costs_the_same_however_long_its_session(
     assert (long.rows, long.fetched, long.written) == (short.rows, short.fetched, short.written)
     assert abs(long.bytes - short.bytes) <= 64  # a length that takes a byte more
     assert short.rows <= 5
+    assert short.round_trips == long.round_trips == 7  # of its begin 4, of its commit 3
     assert short.bytes < 8192

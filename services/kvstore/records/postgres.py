@@ -49,14 +49,19 @@ class ReadAgain(Exception):
     """What a transaction read does not fit together: another one came in between."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Transaction:
     """One try of a transaction. `unsure`: an earlier one may have happened, and nobody heard; `afterwards`:
-    what to call once this one has."""
+    what to call once this one has.
+
+    The connection is in pipeline mode: a statement is sent with those behind it, once somebody asks for an
+    answer, which brings all answers until then; one that fails raises there.
+    """
 
     connection: Connection
     unsure: bool
     afterwards: list[Callable[[], None]] = field(default_factory=list)
+    reached_commit: bool = False
 
 
 class Postgres:
@@ -139,14 +144,12 @@ class Postgres:
         unsure, conflicts, delay_s = False, 0, _DELAY_S_MIN
         while loop.time() < deadline_s:
             connection: Connection | None = None
-            reached_commit = False
+            transaction: Transaction | None = None
             try:
                 connection = await self._connection(deadline_s)
                 transaction = Transaction(connection=connection, unsure=unsure)
                 with _cut_off(connection, deadline_s):
-                    async with connection.transaction():
-                        result = await work(transaction)
-                        reached_commit = True
+                    result = await _carry_out(transaction, work)
                 for call in transaction.afterwards:
                     call()
                 return result
@@ -165,7 +168,7 @@ class Postgres:
                         raise StoreUnavailable(
                             f"the database of records refused ({error.sqlstate}): {self._why}"
                         ) from error
-                    unsure = unsure or reached_commit
+                    unsure = unsure or (transaction is not None and transaction.reached_commit)
                     await connection.close()
                     await self._drop_idle()  # what broke one has mostly broken all
                 self._observer.retried("connection")
@@ -215,8 +218,9 @@ class Postgres:
             with _cut_off(connection, deadline_s):
                 # The server gives up what this side has given up.
                 limit = f"{math.ceil(self._call_s * 1000)}ms"
-                for name in ("statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout"):
-                    await connection.execute("SELECT set_config(%s, %s, false)", [name, limit])
+                async with connection.pipeline():
+                    for name in ("statement_timeout", "lock_timeout", "idle_in_transaction_session_timeout"):
+                        await connection.execute("SELECT set_config(%s, %s, false)", [name, limit])
         except BaseException:
             await connection.close()
             raise
@@ -236,6 +240,25 @@ class Postgres:
     async def _drop_idle(self) -> None:
         while self._idle:
             await self._idle.pop()[0].close()
+
+
+async def _carry_out(transaction: Transaction, work: Callable[[Transaction], Awaitable[T]]) -> T:
+    connection = transaction.connection
+    try:
+        async with connection.pipeline() as pipeline:
+            await connection.execute("BEGIN")
+            result = await work(transaction)
+            # A row that is new has no lock yet. If its INSERT went out with COMMIT and reached the server
+            # late, another connection might have made it, and somebody deleted it, before.
+            await pipeline.sync()
+            transaction.reached_commit = True
+            await connection.execute("COMMIT")  # sent at the end of the pipeline
+        return result
+    except BaseException:
+        if not connection.closed:
+            with suppress(psycopg.Error):
+                await connection.rollback()
+        raise
 
 
 def _line(error: Exception) -> str:

@@ -159,14 +159,14 @@ class SqlRecords:
             connection, now_ms = transaction.connection, self._now_ms()
             row = await self._live_or_removed(transaction, key)
             before = row.lease if row is not None else None
-            fencing = await tables.next_fencing(connection)
+            drawn = row.fencing if row is not None else await tables.next_fencing(connection)
             lease = rules.begin(
                 before,
                 turn_id=turn_id,
                 owner=owner,
                 lease_ms=lease_ms,
                 # A database that draws numbers at several places may draw a lower one later.
-                next_fencing=max(fencing, before.fencing + 1 if before is not None else 1),
+                next_fencing=max(drawn, before.fencing + 1 if before is not None else 1),
                 now_ms=now_ms,
             )
             if row is None:

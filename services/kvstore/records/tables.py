@@ -22,13 +22,15 @@ ID_BYTES = 32  # of a block
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A session. `head` is None while there is but a lease; `blocks_digest` is of all its block ids."""
+    """A session. `head` is None while there is but a lease; `blocks_digest` is of all its block ids;
+    `fencing` is a number drawn when the row was locked."""
 
     incarnation: uuid.UUID
     head: pb.SessionRecord | None = None
     lease: TurnLease | None = None
     blocks: int = 0
     blocks_digest: bytes = blake2b(digest_size=16).digest()
+    fencing: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,18 +51,22 @@ async def next_fencing(connection: Connection) -> int:
 
 async def read(connection: Connection, key: bytes, *, lock: bool) -> Row | None:
     """With `lock`, nobody else changes the session before this transaction ends."""
-    columns: LiteralString = "SELECT incarnation, head, lease, blocks, blocks_digest FROM sessions"
-    which: LiteralString = " WHERE key = %s FOR UPDATE" if lock else " WHERE key = %s"
-    rows = await _rows(connection, columns + which, key)
+    columns: LiteralString = "SELECT incarnation, head, lease, blocks, blocks_digest"
+    which: LiteralString = " FROM sessions WHERE key = %s"
+    if lock:
+        rows = await _rows(connection, columns + ", nextval('fencing')" + which + " FOR UPDATE", key)
+    else:
+        rows = await _rows(connection, columns + ", 0" + which, key)
     if not rows:
         return None
-    incarnation, head, lease, blocks, digest = rows[0]
+    incarnation, head, lease, blocks, digest, fencing = rows[0]
     return Row(
         incarnation=incarnation,
         head=rules.decode_record(head) if head is not None else None,
         lease=rules.decode_lease(lease) if lease is not None else None,
         blocks=blocks,
         blocks_digest=digest,
+        fencing=fencing,
     )
 
 
