@@ -12,7 +12,7 @@ from services.kvstore.records.destination import goes_on_from
 from services.kvstore.records.interface import RecordsObserver
 from services.kvstore.records.postgres import Postgres, Transaction
 
-CALL_S = 10.0
+CALL_S = 60.0  # the first one waits for the tables to be made, on whatever machine
 
 
 class DatabaseDestination:
