@@ -40,7 +40,9 @@ def _serve_one(server: socket.socket, ended: list[bytes]) -> None:
     connection, _ = server.accept()
     with connection:
         connection.settimeout(scaled(5))
-        connection.recv(65536)
+        asked = b""
+        while not asked.endswith(b"}"):  # the head and the body come apart
+            asked += connection.recv(65536)
         connection.sendall(HEAD + EVENTS)
         with contextlib.suppress(TimeoutError):
             ended.append(connection.recv(1))
