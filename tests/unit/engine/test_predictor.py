@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import fields, replace
+from statistics import mean
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvcommons.engine.predictor import IterationWork, Predictor
+
+FEW = 32
+MIB = 1 << 20
+COSTS = {
+    "iterations": 0.05,
+    "few_rows": 0.012,
+    "more_rows": 0.004,
+    "pairs": 4e-8,
+    "read_bytes": 1.5e-10,
+    "exchanges": 0.03,
+    "away_bytes": 2e-10,
+}
+
+
+def takes_s(work: IterationWork, machine: float = 1.0) -> float:
+    """On a machine that is so many times as slow."""
+    few = min(work.rows, FEW)
+    amounts = (1, few, work.rows - few, work.pairs, work.read_bytes, work.exchanges, work.away_bytes)
+    return machine * sum(cost * amount for cost, amount in zip(COSTS.values(), amounts, strict=True))
+
+
+class Machine:
+    """Iterations of a colocated instance: tokens, some of whose KV lies elsewhere, chunks, and both."""
+
+    def __init__(self, seed: int, noise: float = 0.08) -> None:
+        self._random = random.Random(seed)
+        self._noise = noise
+        self.slowness = 1.0
+
+    def tokens(self) -> IterationWork:
+        chance = self._random
+        some = IterationWork(rows=chance.randint(1, 16), read_bytes=chance.randint(1, 300) * MIB)
+        if chance.random() < 0.3:
+            some = some.beside(IterationWork(exchanges=1, away_bytes=chance.randint(1, 300) * MIB))
+        return some
+
+    def chunk(self) -> IterationWork:
+        first = self._random.choice([0, 100, 1000, 5000, 20000, 60000])
+        return IterationWork.of_chunk(range(first, first + self._random.randint(FEW, 512)))
+
+    def mixed(self) -> IterationWork:
+        kind = self._random.random()
+        if kind < 0.5:
+            return self.tokens()
+        return self.chunk() if kind < 0.7 else self.chunk().beside(self.tokens())
+
+    def seconds(self, work: IterationWork) -> float:
+        return takes_s(work, self.slowness) * self._random.lognormvariate(0.0, self._noise)
+
+    def run(self, predictor: Predictor, iterations: int, work: Callable[[], IterationWork]) -> list[float]:
+        """Errors of what was predicted, each a share of what was measured."""
+        errors = []
+        for _ in range(iterations):
+            some = work()
+            measured_s = self.seconds(some)
+            errors.append(abs(predictor.seconds(some) / measured_s - 1))
+            predictor.learn(some, measured_s)
+        return errors
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_costs_are_found_again_in_noisy_iterations(seed: int) -> None:
+    made, machine = Predictor(), Machine(seed, noise=0.02)
+    machine.run(made, 1000, machine.mixed)
+    assert dict(made.costs) == pytest.approx(COSTS, rel=0.25)
+
+
+@pytest.mark.parametrize("seed", [1, 2, 3])
+def test_the_mean_error_is_within_a_tenth(seed: int) -> None:
+    """The noise itself is 6% on the average."""
+    made, machine = Predictor(), Machine(seed)
+    assert mean(machine.run(made, 500, machine.mixed)[100:]) <= 0.1
+    assert 0.04 < made.error <= 0.1
+
+
+def test_nothing_is_known_at_first() -> None:
+    made, work = Predictor(), IterationWork.of_chunk(range(512))
+    assert (made.seconds(work), made.error) == (0.0, 0.0)
+    assert not made.knows(work)
+
+
+def test_of_what_was_never_seen_nothing_below_zero_is_said() -> None:
+    made, machine = Predictor(), Machine(1)
+    machine.run(made, 200, machine.tokens)
+    for rows in (1, 32, 512, 4096):
+        chunk = IterationWork.of_chunk(range(1000, 1000 + rows))
+        assert made.seconds(chunk) > 0
+        assert not made.knows(chunk)
+
+
+def test_what_a_chunk_takes_is_not_forgotten_while_there_are_tokens_only() -> None:
+    made, machine = Predictor(), Machine(1)
+    machine.run(made, 300, machine.mixed)
+    machine.run(made, 5000, lambda: IterationWork(rows=4, read_bytes=80 * MIB))
+    for first in (0, 5000, 60000):
+        chunk = IterationWork.of_chunk(range(first, first + 512))
+        assert made.seconds(chunk) == pytest.approx(takes_s(chunk), rel=0.15)
+
+
+def test_a_machine_that_becomes_slower_is_followed() -> None:
+    made, machine = Predictor(), Machine(1)
+    machine.run(made, 300, machine.mixed)
+    for slowness in (3.0, 1.0):
+        machine.slowness = slowness
+        assert mean(machine.run(made, 400, machine.mixed)[200:]) <= 0.1
+
+
+def test_one_pause_changes_little() -> None:
+    made, machine = Predictor(), Machine(1, noise=0.0)
+    machine.run(made, 300, machine.mixed)
+    work = IterationWork(rows=8, read_bytes=100 * MIB)
+    before_s = made.seconds(work)
+    made.learn(work, 1000 * before_s)
+    assert made.seconds(work) < 1.3 * before_s
+
+
+def test_chunks_of_one_size_are_put_down_to_their_tokens() -> None:
+    """Nothing tells what an iteration takes by itself."""
+    made = Predictor()
+    for _ in range(20):
+        made.learn(IterationWork.of_chunk(range(512)), 1.0)
+    assert made.seconds(IterationWork.of_chunk(range(512))) == pytest.approx(1.0, rel=0.01)
+    assert made.seconds(IterationWork.of_chunk(range(256))) == pytest.approx(0.5, rel=0.1)
+
+
+def test_pairs_of_a_chunk_grow_with_what_is_before_it() -> None:
+    assert IterationWork.of_chunk(range(3)).pairs == 1 + 2 + 3
+    assert IterationWork.of_chunk(range(10, 13)).pairs == 11 + 12 + 13
+
+
+works = st.builds(
+    IterationWork,
+    rows=st.integers(1, 4096),
+    pairs=st.integers(0, 1 << 32),
+    read_bytes=st.integers(0, 1 << 40),
+    exchanges=st.integers(0, 1),
+    away_bytes=st.integers(0, 1 << 40),
+)
+
+
+@given(
+    measured=st.lists(st.tuples(works, st.floats(1e-6, 1e3)), max_size=30),
+    asked=works,
+    more=st.integers(1, 1 << 20),
+)
+def test_more_never_takes_less(
+    measured: list[tuple[IterationWork, float]], asked: IterationWork, more: int
+) -> None:
+    made = Predictor()
+    for work, seconds in measured:
+        made.learn(work, seconds)
+    asked_s = made.seconds(asked)
+    assert asked_s >= 0
+    for amount in fields(IterationWork):
+        larger = replace(asked, **{amount.name: getattr(asked, amount.name) + more})
+        assert made.seconds(larger) >= asked_s
