@@ -436,6 +436,7 @@ class SessionRecord(_message.Message):
     ROOT_FIELD_NUMBER: _builtins.int
     DROPPED_TOKENS_FIELD_NUMBER: _builtins.int
     LAST_TURN_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
     format: _builtins.int
     tenant: _builtins.str
     session_id: _builtins.str
@@ -453,6 +454,8 @@ class SessionRecord(_message.Message):
     """decides at which kvstore the blocks lie"""
     dropped_tokens: _builtins.int
     last_turn_id: _builtins.str
+    incarnation: _builtins.bytes
+    """16 bytes, drawn when the session was made; empty in a record of before there were any"""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -481,10 +484,11 @@ class SessionRecord(_message.Message):
         root: _builtins.str = ...,
         dropped_tokens: _builtins.int = ...,
         last_turn_id: _builtins.str = ...,
+        incarnation: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "created_ms", b"created_ms", "dropped_tokens", b"dropped_tokens", "format", b"format", "last_turn_id", b"last_turn_id", "last_used_ms", b"last_used_ms", "messages", b"messages", "model", b"model", "model_name", b"model_name", "parent", b"parent", "root", b"root", "session_id", b"session_id", "tenant", b"tenant", "tokens", b"tokens", "truncations", b"truncations", "ttl_s", b"ttl_s", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "created_ms", b"created_ms", "dropped_tokens", b"dropped_tokens", "format", b"format", "incarnation", b"incarnation", "last_turn_id", b"last_turn_id", "last_used_ms", b"last_used_ms", "messages", b"messages", "model", b"model", "model_name", b"model_name", "parent", b"parent", "root", b"root", "session_id", b"session_id", "tenant", b"tenant", "tokens", b"tokens", "truncations", b"truncations", "ttl_s", b"ttl_s", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -497,20 +501,23 @@ class CreateSessionRequest(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
     TTL_S_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
     tenant: _builtins.str
     session_id: _builtins.str
-    """empty: the store makes one"""
     ttl_s: _builtins.int
+    incarnation: _builtins.bytes
+    """of the session, drawn by the caller: the same call made again finds what it made. Empty: the store draws it"""
     def __init__(
         self,
         *,
         tenant: _builtins.str = ...,
         session_id: _builtins.str = ...,
         ttl_s: _builtins.int = ...,
+        incarnation: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["session_id", b"session_id", "tenant", b"tenant", "ttl_s", b"ttl_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "session_id", b"session_id", "tenant", b"tenant", "ttl_s", b"ttl_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -595,17 +602,21 @@ class DeleteSessionRequest(_message.Message):
 
     TENANT_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
     tenant: _builtins.str
     session_id: _builtins.str
+    incarnation: _builtins.bytes
+    """the one that is meant: no error if it is gone, and nothing happens to the next one. Empty: whichever is there"""
     def __init__(
         self,
         *,
         tenant: _builtins.str = ...,
         session_id: _builtins.str = ...,
+        incarnation: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["session_id", b"session_id", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "session_id", b"session_id", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -633,20 +644,23 @@ class ForkSessionRequest(_message.Message):
     TENANT_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
     NEW_ID_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
     tenant: _builtins.str
     session_id: _builtins.str
     new_id: _builtins.str
-    """empty: the store makes one"""
+    incarnation: _builtins.bytes
+    """of the new session, as in CreateSessionRequest"""
     def __init__(
         self,
         *,
         tenant: _builtins.str = ...,
         session_id: _builtins.str = ...,
         new_id: _builtins.str = ...,
+        incarnation: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["new_id", b"new_id", "session_id", b"session_id", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "new_id", b"new_id", "session_id", b"session_id", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

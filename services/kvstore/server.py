@@ -15,7 +15,7 @@ from services.kvstore.blocks import BlockStore
 from services.kvstore.hinted import HintedJobs
 from services.kvstore.metrics import SessionMetrics
 from services.kvstore.records.interface import Records
-from services.kvstore.session import LIST_MAX, TurnCommit, check_name, new_id
+from services.kvstore.session import LIST_MAX, TurnCommit, check_incarnation, check_name
 
 log = logging.getLogger(__name__)
 
@@ -127,8 +127,10 @@ class SessionsServicer(rpc.SessionsServicer):
         self._calls = 0
 
     async def Create(self, request: pb.CreateSessionRequest, context: Any) -> pb.SessionRecord:
-        session_id = request.session_id or new_id()
-        return await self._call(self._records.create, request.tenant, session_id, request.ttl_s)
+        check_incarnation(request.incarnation)
+        return await self._call(
+            self._records.create, request.tenant, request.session_id, request.ttl_s, request.incarnation
+        )
 
     async def Get(self, request: pb.GetSessionRequest, context: Any) -> pb.SessionRecord:
         return await self._call(self._records.get, request.tenant, request.session_id)
@@ -142,14 +144,15 @@ class SessionsServicer(rpc.SessionsServicer):
         return pb.ListSessionsReply(sessions=sessions, more=more)
 
     async def Delete(self, request: pb.DeleteSessionRequest, context: Any) -> pb.DeleteSessionReply:
-        await self._call(self._records.delete, request.tenant, request.session_id)
+        check_incarnation(request.incarnation)
+        await self._call(self._records.delete, request.tenant, request.session_id, request.incarnation)
         return pb.DeleteSessionReply()
 
     async def Fork(self, request: pb.ForkSessionRequest, context: Any) -> pb.SessionRecord:
-        new_session_id = request.new_id or new_id()
-        check_texts(new_session_id)
-        check_name(new_session_id, "new_id")
-        return await self._call(self._records.fork, request.tenant, request.session_id, new_session_id)
+        check_incarnation(request.incarnation)
+        return await self._call(
+            self._records.fork, request.tenant, request.session_id, request.new_id, request.incarnation
+        )
 
     async def BeginTurn(self, request: pb.BeginTurnRequest, context: Any) -> pb.BeginTurnReply:
         record, lease = await self._call(

@@ -31,6 +31,7 @@ LEASE_FORMAT = 1
 LIST_MAX = 1000
 LEASE_KEPT_MS = 3_600_000  # a lease that ran out may still be committed, if nobody took it
 NAME_BYTES_MAX = 512
+INCARNATION_BYTES = 16
 LEASE_MS_MAX = 600_000  # the router's `lease_ms` has the same bound
 
 # format, fencing, expires ms, length of turn id, owner
@@ -74,8 +75,8 @@ class Committed:
     new: bool
 
 
-def new_id() -> str:
-    return f"session-{uuid.uuid4().hex}"
+def new_incarnation() -> bytes:
+    return uuid.uuid4().bytes
 
 
 def check_name(value: str, param: str) -> None:
@@ -84,6 +85,12 @@ def check_name(value: str, param: str) -> None:
         raise InvalidInput(f"{param} is empty", param=param)
     if len(value.encode()) > NAME_BYTES_MAX:
         raise InvalidInput(f"{param} has more than {NAME_BYTES_MAX} bytes", param=param)
+
+
+def check_incarnation(value: bytes) -> None:
+    """Raises InvalidInput."""
+    if len(value) not in (0, INCARNATION_BYTES):
+        raise InvalidInput(f"an incarnation has {INCARNATION_BYTES} bytes", param="incarnation")
 
 
 def check_limit(limit: int) -> None:
@@ -100,7 +107,9 @@ def taken(session_id: str) -> AlreadyExists:
     return AlreadyExists(f"a session {session_id!r} exists already", param="session_id")
 
 
-def new_record(tenant: str, session_id: str, ttl_s: int, now_ms: int) -> pb.SessionRecord:
+def new_record(
+    tenant: str, session_id: str, ttl_s: int, now_ms: int, incarnation: bytes = b""
+) -> pb.SessionRecord:
     """A session without a turn."""
     return pb.SessionRecord(
         format=RECORD_FORMAT,
@@ -110,6 +119,7 @@ def new_record(tenant: str, session_id: str, ttl_s: int, now_ms: int) -> pb.Sess
         ttl_s=ttl_s,
         created_ms=now_ms,
         last_used_ms=now_ms,
+        incarnation=incarnation,
     )
 
 
@@ -132,7 +142,7 @@ def head_of(record: pb.SessionRecord) -> pb.SessionRecord:
     return head
 
 
-def fork_of(record: pb.SessionRecord, new_id: str, now_ms: int) -> pb.SessionRecord:
+def fork_of(record: pb.SessionRecord, new_id: str, now_ms: int, incarnation: bytes) -> pb.SessionRecord:
     """A session that goes on from where this one is now."""
     fork = pb.SessionRecord()
     fork.CopyFrom(record)
@@ -140,6 +150,7 @@ def fork_of(record: pb.SessionRecord, new_id: str, now_ms: int) -> pb.SessionRec
     fork.parent = record.session_id
     fork.created_ms = fork.last_used_ms = now_ms
     fork.last_turn_id = ""
+    fork.incarnation = incarnation
     return fork
 
 

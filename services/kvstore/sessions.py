@@ -19,7 +19,7 @@ from services.kvstore.clock import Clock
 from services.kvstore.database import DamagedDatabase, Database, Put, Table
 from services.kvstore.families import HEADS, LEASES, META, RECORDS, STAMPS
 from services.kvstore.folder import UnknownFormat
-from services.kvstore.session import Committed, TurnCommit, TurnLease, new_id
+from services.kvstore.session import Committed, TurnCommit, TurnLease, new_incarnation
 from services.kvstore.uses import USES, BlockUses
 
 SWEEP_MAX = 1000
@@ -76,14 +76,17 @@ class Sessions:
         """Sessions that exist, expired ones included until they are swept."""
         return self._count
 
-    def create(self, tenant: str, session_id: str, ttl_s: int) -> pb.SessionRecord:
-        """A session without a turn; an empty id is made up. Raises AlreadyExists."""
+    def create(self, tenant: str, session_id: str, ttl_s: int, incarnation: bytes = b"") -> pb.SessionRecord:
+        """A session without a turn; the one that an earlier call with this incarnation made, as it is now.
+        Raises AlreadyExists."""
         rules.check_name(tenant, "tenant")
-        session_id = session_id or new_id()
         rules.check_name(session_id, "session_id")
+        incarnation = incarnation or new_incarnation()
         with self._lock:
-            self._refuse_taken(tenant, session_id)
-            record = rules.new_record(tenant, session_id, ttl_s, self._now_ms())
+            made = self._made(tenant, session_id, incarnation)
+            if made is not None:
+                return made
+            record = rules.new_record(tenant, session_id, ttl_s, self._now_ms(), incarnation)
             self._table.write(puts_of(record))
             self._count += 1
             return record
@@ -111,20 +114,31 @@ class Sessions:
             found.append(head)
         return found, False
 
-    def delete(self, tenant: str, session_id: str) -> None:
-        """A turn under way cannot commit any more. Raises SessionNotFound."""
+    def delete(self, tenant: str, session_id: str, incarnation: bytes = b"") -> None:
+        """A turn under way cannot commit any more. Without an incarnation, whichever is there: raises
+        SessionNotFound where none is."""
+        rules.check_name(tenant, "tenant")
+        rules.check_name(session_id, "session_id")
         with self._lock:
-            self._require(tenant, session_id)
-            self._remove(session_key(tenant, session_id))
+            record = self._live(tenant, session_id)
+            if record is not None and incarnation in (b"", record.incarnation):
+                self._remove(session_key(tenant, session_id))
+            elif not incarnation:
+                raise rules.not_found(session_id)
 
-    def fork(self, tenant: str, session_id: str, new_session_id: str) -> pb.SessionRecord:
-        """A new session with all that this one has committed. Raises SessionNotFound, AlreadyExists."""
-        new_session_id = new_session_id or new_id()
+    def fork(
+        self, tenant: str, session_id: str, new_session_id: str, incarnation: bytes = b""
+    ) -> pb.SessionRecord:
+        """A new session with all that this one has committed; as in `create`, it may be there already.
+        Raises SessionNotFound, AlreadyExists."""
         rules.check_name(new_session_id, "new_id")
+        incarnation = incarnation or new_incarnation()
         with self._lock:
+            made = self._made(tenant, new_session_id, incarnation)
+            if made is not None:
+                return made
             record = self._require(tenant, session_id)
-            self._refuse_taken(tenant, new_session_id)
-            fork = rules.fork_of(record, new_session_id, self._now_ms())
+            fork = rules.fork_of(record, new_session_id, self._now_ms(), incarnation)
             key = session_key(tenant, new_session_id)
             self._table.write([*puts_of(fork), *self._uses.changes(key, [], fork.block_ids)])
             self._count += 1
@@ -175,7 +189,7 @@ class Sessions:
             now_ms = self._now_ms()
             key = session_key(tenant, session_id)
             stored = self._live(tenant, session_id)
-            record = stored or rules.new_record(tenant, session_id, 0, now_ms)
+            record = stored or rules.new_record(tenant, session_id, 0, now_ms, new_incarnation())
             head = rules.commit(record, self._lease(key), turn, now_ms, exists=stored is not None)
             if head is None:
                 return Committed(version=record.version, new=False)
@@ -255,10 +269,15 @@ class Sessions:
             raise rules.not_found(session_id)
         return record
 
-    def _refuse_taken(self, tenant: str, session_id: str) -> None:
-        begun = rules.under_way(self._lease(session_key(tenant, session_id)), self._now_ms())
-        if begun or self._live(tenant, session_id) is not None:
+    def _made(self, tenant: str, session_id: str, incarnation: bytes) -> pb.SessionRecord | None:
+        """The session that an earlier call made; None where there is room for it. Raises AlreadyExists."""
+        record = self._live(tenant, session_id)
+        if record is not None and record.incarnation == incarnation:
+            return record
+        lease = self._lease(session_key(tenant, session_id))
+        if record is not None or rules.under_way(lease, self._now_ms()):
             raise rules.taken(session_id)
+        return None
 
     def _lease(self, key: bytes) -> TurnLease | None:
         value = self._table.get(LEASES, key)

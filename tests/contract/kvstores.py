@@ -115,14 +115,7 @@ class Kvstores:
         return await self.commit(self.committing(await self.begin(session_id), tokens))
 
     async def tokens(self, session_id: str) -> list[int]:
-        wanted = pb.GetSessionRequest(tenant=TENANT, session_id=session_id)
-        record = await self.store.call(
-            lambda stub, timeout_s: stub.Get(wanted, timeout=timeout_s),
-            tenant=TENANT,
-            root=session_id,
-            patience_s=PATIENCE_S,
-        )
-        return list(record.tokens)
+        return list((await self.store.get(TENANT, session_id, patience_s=PATIENCE_S)).tokens)
 
     async def close(self) -> None:
         await self.directory.stop()

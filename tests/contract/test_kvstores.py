@@ -9,11 +9,13 @@ import signal
 import tempfile
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from kvcommons.errors import Conflict, SessionNotFound, StoreUnavailable, TurnInProgress
+from kvcommons.errors import AlreadyExists, Conflict, SessionNotFound, StoreUnavailable, TurnInProgress
 from kvcommons.pb import kvstore_pb2 as pb
+from services.router.sessions.store import SessionStore
 from tests.contract.kvstores import LEASE_MS, PATIENCE_S, TENANT, Kvstores
 from tests.contract.ledger_process import eventually
 from tests.contract.postgres_server import PostgresServer
@@ -110,6 +112,44 @@ async def test_a_commit_whose_answer_was_lost_is_not_made_twice(kvstores: Kvstor
     assert await kvstores.tokens(name) == [1]
 
 
+class Remembering(SessionStore):
+    """Keeps what it asked last: to be asked again, as if its answer had been lost, or late."""
+
+    last: Any = None
+
+    async def call(self, make: Any, **where: Any) -> Any:
+        self.last = make
+        return await super().call(make, **where)
+
+
+async def test_what_makes_and_deletes_sessions_may_be_asked_of_another_again(kvstores: Kvstores) -> None:
+    store = Remembering(kvstores.fleet)
+    name = at_home(kvstores, "a")
+
+    async def again(call: Any) -> Any:
+        return await kvstores.store.call(call, tenant=TENANT, root=name, patience_s=PATIENCE_S)
+
+    made = await store.create(TENANT, name, 60, patience_s=PATIENCE_S)
+    creation = store.last
+    forked = await store.fork(TENANT, name, "a copy", patience_s=PATIENCE_S)
+    fork = store.last
+    kvstores.processes["a"].kill()
+    assert await again(creation) == made
+    assert await again(fork) == forked
+    with pytest.raises(AlreadyExists):
+        await store.create(TENANT, name, 60, patience_s=PATIENCE_S)
+    with pytest.raises(AlreadyExists):
+        await store.fork(TENANT, name, "a copy", patience_s=PATIENCE_S)
+    await store.delete(TENANT, name, patience_s=PATIENCE_S)
+    deletion = store.last
+    await again(deletion)
+    with pytest.raises(SessionNotFound):
+        await store.delete(TENANT, name, patience_s=PATIENCE_S)
+    await kvstores.turn(name, [2])
+    await again(deletion)  # it was another session's
+    assert await kvstores.tokens(name) == [2]
+
+
 async def test_turns_go_on_without_ledger_and_etcd(kvstores: Kvstores) -> None:
     kvstores.etcd.kill()
     kvstores.ledger.kill()
@@ -189,9 +229,7 @@ async def test_a_second_one_with_a_folder_of_its_own_serves_nothing(embedded: Kv
     with pytest.raises(StoreUnavailable, match="Set records in"):
         other.sessions.Get(wanted, timeout=scaled(20))
     with pytest.raises(StoreUnavailable, match="session records in the folder b"):
-        await embedded.store.call(
-            lambda stub, timeout_s: stub.Get(wanted, timeout=timeout_s), tenant=TENANT, root="s"
-        )
+        await embedded.store.get(TENANT, "s", patience_s=0)
     embedded.start("a").wait_ready()
     assert await embedded.turn("s", [3]) == 3
     other.kill()

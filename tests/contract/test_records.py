@@ -230,7 +230,7 @@ async def test_a_fork_goes_its_own_way(records: Records) -> None:
     await commit(records, "t1", [1, 2])
     fork = await records.fork("alice", "s", "s-fork")
     assert (fork.parent, fork.root, list(fork.tokens), fork.version) == ("s", "s", [1, 2], 1)
-    grandchild = await records.fork("alice", "s-fork", "")
+    grandchild = await records.fork("alice", "s-fork", "s-fork-fork")
     assert (grandchild.parent, grandchild.root) == ("s-fork", "s")
     record, lease = await begin(records, "t1", "s-fork")  # a turn id of the original is new here
     assert (await records.commit("alice", "s-fork", turn(lease, record.version, [3]))).new
@@ -243,9 +243,8 @@ async def test_a_fork_goes_its_own_way(records: Records) -> None:
 
 
 async def test_creating_takes_a_free_name_only(records: Records, clock: Clock) -> None:
-    made_up = await records.create("alice", "", 0)
-    assert await records.get("alice", made_up.session_id) == made_up
-    await records.create("alice", "s", 5)
+    made = await records.create("alice", "s", 5)
+    assert await records.get("alice", "s") == made
     with pytest.raises(AlreadyExists, match="'s'"):
         await records.create("alice", "s", 5)
     await begin(records, "t1", "begun")
@@ -257,6 +256,42 @@ async def test_creating_takes_a_free_name_only(records: Records, clock: Clock) -
     for name in ("", "x" * 600):
         with pytest.raises(InvalidInput):
             await records.get("alice", name)
+        with pytest.raises(InvalidInput):
+            await records.create("alice", name, 0)
+        with pytest.raises(InvalidInput):
+            await records.fork("alice", "s", name)
+
+
+async def test_creation_and_fork_may_be_asked_twice(home: Home) -> None:
+    records = await home.open()
+    made = await records.create("alice", "s", 0, b"1" * 16)
+    assert await records.create("alice", "s", 0, b"1" * 16) == made
+    await commit(records, "t1", [1, 2])
+    fork = await records.fork("alice", "s", "fork", b"2" * 16)
+    assert (made.incarnation, fork.incarnation) == (b"1" * 16, b"2" * 16)
+    await commit(records, "t2", [3])
+    await home.close()
+    again = await home.open()
+    assert list((await again.create("alice", "s", 0, b"1" * 16)).tokens) == [1, 2, 3]
+    await again.delete("alice", "s")
+    assert await again.fork("alice", "s", "fork", b"2" * 16) == fork
+    with pytest.raises(AlreadyExists):
+        await again.create("alice", "fork", 0, b"1" * 16)
+
+
+async def test_only_the_incarnation_that_is_meant_is_deleted(records: Records) -> None:
+    incarnations = set()
+    for number in range(3):
+        await commit(records, f"t{number}", [number])
+        record = await records.get("alice", "s")
+        incarnations.add(record.incarnation)
+        for incarnation in incarnations - {record.incarnation}:
+            await records.delete("alice", "s", incarnation)  # late
+        assert list((await records.get("alice", "s")).tokens) == [number]
+        await records.delete("alice", "s", record.incarnation)
+        await records.delete("alice", "s", record.incarnation)
+        assert await records.count() == 0
+    assert len(incarnations) == 3
 
 
 async def test_of_many_that_create_at_once_one_does(records: Records) -> None:

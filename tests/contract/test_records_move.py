@@ -134,7 +134,9 @@ def test_of_each_session_the_newest_state_is_moved(
     async def check(records: Records) -> None:
         assert await records.count() == len(stack.records)
         for key, record in stack.records.items():
-            assert await records.get(*key) == record
+            there = await records.get(*key)
+            there.ClearField("incarnation")  # a database gives it one
+            assert there == record
         for key in stack.gone:
             with pytest.raises(SessionNotFound):
                 await records.get(*key)
@@ -194,7 +196,10 @@ def test_what_another_session_of_the_same_name_has_is_left(
     assert "left as it is" in said
     assert "letters-again of alice" in said
     assert "letters of alice" not in said
-    assert destination.get("alice", "letters") == stack.records["alice", "letters"]  # it went on from there
+    there = destination.get("alice", "letters")
+    assert there is not None
+    there.ClearField("incarnation")
+    assert there == stack.records["alice", "letters"]  # it went on from there
     kept = destination.get("alice", "letters-again")
     assert kept is not None
     assert list(kept.tokens) == [9]

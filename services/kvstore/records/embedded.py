@@ -32,8 +32,10 @@ class EmbeddedRecords:
         self._executor = executor
         self._observer = observer or RecordsObserver()
 
-    async def create(self, tenant: str, session_id: str, ttl_s: int) -> pb.SessionRecord:
-        return await self._run(self._sessions.create, tenant, session_id, ttl_s)
+    async def create(
+        self, tenant: str, session_id: str, ttl_s: int, incarnation: bytes = b""
+    ) -> pb.SessionRecord:
+        return await self._run(self._sessions.create, tenant, session_id, ttl_s, incarnation)
 
     async def get(self, tenant: str, session_id: str) -> pb.SessionRecord:
         return await self._run(self._sessions.get, tenant, session_id)
@@ -41,11 +43,13 @@ class EmbeddedRecords:
     async def page(self, tenant: str, after: str, limit: int) -> tuple[list[pb.SessionRecord], bool]:
         return await self._run(self._sessions.page, tenant, after, limit)
 
-    async def delete(self, tenant: str, session_id: str) -> None:
-        await self._run(self._sessions.delete, tenant, session_id)
+    async def delete(self, tenant: str, session_id: str, incarnation: bytes = b"") -> None:
+        await self._run(self._sessions.delete, tenant, session_id, incarnation)
 
-    async def fork(self, tenant: str, session_id: str, new_session_id: str) -> pb.SessionRecord:
-        return await self._run(self._sessions.fork, tenant, session_id, new_session_id)
+    async def fork(
+        self, tenant: str, session_id: str, new_session_id: str, incarnation: bytes = b""
+    ) -> pb.SessionRecord:
+        return await self._run(self._sessions.fork, tenant, session_id, new_session_id, incarnation)
 
     async def begin(
         self, tenant: str, session_id: str, *, turn_id: str, owner: str, lease_ms: int

@@ -26,13 +26,16 @@ class Records(Protocol):
 
     Every call that changes something is durable when it returns, and each is one step: whatever runs beside
     it comes before it or after it. Every call ends by itself. Raises StoreUnavailable where it could not be
-    done in time, and then the change may be there or not: `begin`, `renew`, `commit` and `abandon` may be
-    repeated as they were, and find out. Raises Overloaded where too many calls wait already. On the event
-    loop's thread.
+    done in time, and then the change may be there or not: each call may be repeated as it was, and finds out;
+    `create`, `fork` and `delete` need an incarnation for that. Raises Overloaded where too many calls wait
+    already. On the event loop's thread.
     """
 
-    async def create(self, tenant: str, session_id: str, ttl_s: int) -> pb.SessionRecord:
-        """A session without a turn; an empty id is made up. Raises AlreadyExists."""
+    async def create(
+        self, tenant: str, session_id: str, ttl_s: int, incarnation: bytes = b""
+    ) -> pb.SessionRecord:
+        """A session without a turn; the one that an earlier call with this incarnation made, as it is now.
+        Without an incarnation one is drawn. Raises AlreadyExists."""
 
     async def get(self, tenant: str, session_id: str) -> pb.SessionRecord:
         """The whole record. Raises SessionNotFound."""
@@ -41,12 +44,15 @@ class Records(Protocol):
         """Heads of a tenant's sessions in the order of their ids' UTF-8 bytes, those behind the id `after`,
         and whether there are more."""
 
-    async def delete(self, tenant: str, session_id: str) -> None:
-        """A turn under way cannot commit any more. Raises SessionNotFound."""
+    async def delete(self, tenant: str, session_id: str, incarnation: bytes = b"") -> None:
+        """The incarnation is gone, and a turn of it that is under way cannot commit any more; nothing happens
+        to another one. Without an incarnation, whichever is there: raises SessionNotFound where none is."""
 
-    async def fork(self, tenant: str, session_id: str, new_session_id: str) -> pb.SessionRecord:
-        """A new session with all that this one has committed; an empty id is made up. Raises SessionNotFound,
-        AlreadyExists."""
+    async def fork(
+        self, tenant: str, session_id: str, new_session_id: str, incarnation: bytes = b""
+    ) -> pb.SessionRecord:
+        """A new session with all that this one has committed; the incarnation is the new one's, as in
+        `create`. Raises SessionNotFound, AlreadyExists."""
 
     async def begin(
         self, tenant: str, session_id: str, *, turn_id: str, owner: str, lease_ms: int

@@ -51,17 +51,14 @@ class ReadAgain(Exception):
 
 @dataclass(slots=True, kw_only=True)
 class Transaction:
-    """One try of a transaction. `unsure`: an earlier one may have happened, and nobody heard; `afterwards`:
-    what to call once this one has.
+    """One try of a transaction. `afterwards`: what to call once it has happened.
 
     The connection is in pipeline mode: a statement is sent with those behind it, once somebody asks for an
     answer, which brings all answers until then; one that fails raises there.
     """
 
     connection: Connection
-    unsure: bool
     afterwards: list[Callable[[], None]] = field(default_factory=list)
-    reached_commit: bool = False
 
 
 class Postgres:
@@ -141,13 +138,12 @@ class Postgres:
 
     async def _try_until(self, deadline_s: float, work: Callable[[Transaction], Awaitable[T]]) -> T:
         loop = asyncio.get_running_loop()
-        unsure, conflicts, delay_s = False, 0, _DELAY_S_MIN
+        conflicts, delay_s = 0, _DELAY_S_MIN
         while loop.time() < deadline_s:
             connection: Connection | None = None
-            transaction: Transaction | None = None
             try:
                 connection = await self._connection(deadline_s)
-                transaction = Transaction(connection=connection, unsure=unsure)
+                transaction = Transaction(connection=connection)
                 with _cut_off(connection, deadline_s):
                     result = await _carry_out(transaction, work)
                 for call in transaction.afterwards:
@@ -168,7 +164,6 @@ class Postgres:
                         raise StoreUnavailable(
                             f"the database of records refused ({error.sqlstate}): {self._why}"
                         ) from error
-                    unsure = unsure or (transaction is not None and transaction.reached_commit)
                     await connection.close()
                     await self._drop_idle()  # what broke one has mostly broken all
                 self._observer.retried("connection")
@@ -251,7 +246,6 @@ async def _carry_out(transaction: Transaction, work: Callable[[Transaction], Awa
             # A row that is new has no lock yet. If its INSERT went out with COMMIT and reached the server
             # late, another connection might have made it, and somebody deleted it, before.
             await pipeline.sync()
-            transaction.reached_commit = True
             await connection.execute("COMMIT")  # sent at the end of the pipeline
         return result
     except BaseException:

@@ -26,7 +26,7 @@ from services.kvstore.records import tables
 from services.kvstore.records.interface import RecordsObserver
 from services.kvstore.records.postgres import Connection, Postgres, ReadAgain, Transaction
 from services.kvstore.records.tables import Row
-from services.kvstore.session import Committed, TurnCommit, TurnLease, new_id
+from services.kvstore.session import Committed, TurnCommit, TurnLease, new_incarnation
 
 T = TypeVar("T")
 
@@ -75,16 +75,19 @@ class SqlRecords:
 
     # ---- sessions
 
-    async def create(self, tenant: str, session_id: str, ttl_s: int) -> pb.SessionRecord:
-        session_id = session_id or new_id()
+    async def create(
+        self, tenant: str, session_id: str, ttl_s: int, incarnation: bytes = b""
+    ) -> pb.SessionRecord:
         key = _checked_key(tenant, session_id)
-        record = rules.new_record(tenant, session_id, ttl_s, self._now_ms())
-        row = Row(incarnation=uuid.uuid4(), head=record)
+        incarnation = incarnation or new_incarnation()
+        record = rules.new_record(tenant, session_id, ttl_s, self._now_ms(), incarnation)
 
         async def work(transaction: Transaction) -> pb.SessionRecord:
-            if not await self._is_there(transaction, key, row.incarnation):
+            made = await self._made(transaction, key, incarnation)
+            if made is None:
+                row = Row(incarnation=uuid.UUID(bytes=incarnation), head=record)
                 await tables.insert(transaction.connection, key, row)
-            return record
+            return made or record
 
         return await self._call("create", work)
 
@@ -95,7 +98,7 @@ class SqlRecords:
             row = await self._live(transaction.connection, key, lock=False)
             if row is None or row.head is None:
                 raise rules.not_found(session_id)
-            return await self._whole(transaction.connection, row.incarnation, row.head)
+            return await self._whole(transaction.connection, row.head)
 
         return await self._call("get", work)
 
@@ -116,31 +119,36 @@ class SqlRecords:
 
         return await self._call("page", work)
 
-    async def delete(self, tenant: str, session_id: str) -> None:
+    async def delete(self, tenant: str, session_id: str, incarnation: bytes = b"") -> None:
         key = _checked_key(tenant, session_id)
+        meant = incarnation  # or whichever the first try finds
 
         async def work(transaction: Transaction) -> None:
+            nonlocal meant
             row = await self._live(transaction.connection, key)
-            if row is not None and row.head is not None:
+            if row is not None and row.head is not None and meant in (b"", row.head.incarnation):
+                meant = row.head.incarnation
                 await self._remove(transaction, row)
-            elif not transaction.unsure:
+            elif not meant:
                 raise rules.not_found(session_id)
 
         await self._call("delete", work)
 
-    async def fork(self, tenant: str, session_id: str, new_session_id: str) -> pb.SessionRecord:
+    async def fork(
+        self, tenant: str, session_id: str, new_session_id: str, incarnation: bytes = b""
+    ) -> pb.SessionRecord:
         key = _checked_key(tenant, session_id)
-        new_session_id = new_session_id or new_id()
         rules.check_name(new_session_id, "new_id")
-        incarnation = uuid.uuid4()
+        incarnation = incarnation or new_incarnation()
 
         async def work(transaction: Transaction) -> None:
+            if await self._made(transaction, session_key(tenant, new_session_id), incarnation):
+                return
             row = await self._live(transaction.connection, key)
             if row is None or row.head is None:
                 raise rules.not_found(session_id)
-            if not await self._is_there(transaction, session_key(tenant, new_session_id), incarnation):
-                head = rules.fork_of(row.head, new_session_id, self._now_ms())
-                await tables.fork(transaction.connection, row, head, incarnation)
+            head = rules.fork_of(row.head, new_session_id, self._now_ms(), incarnation)
+            await tables.fork(transaction.connection, row, head)
 
         await self._call("fork", work)
         return await self.get(tenant, new_session_id)
@@ -175,7 +183,7 @@ class SqlRecords:
                 await tables.write_lease(connection, row, lease)
             if row is None or row.head is None:
                 return rules.new_record(tenant, session_id, 0, now_ms), lease
-            return await self._whole(connection, row.incarnation, row.head), lease
+            return await self._whole(connection, row.head), lease
 
         return await self._call("begin", work)
 
@@ -204,7 +212,8 @@ class SqlRecords:
             connection, now_ms = transaction.connection, self._now_ms()
             row = await self._live(connection, key)
             stored = row.head if row is not None else None
-            before = stored or rules.new_record(tenant, session_id, 0, now_ms)
+            drawn = row.incarnation.bytes if row is not None else b""
+            before = stored or rules.new_record(tenant, session_id, 0, now_ms, drawn)
             lease = row.lease if row is not None else None
             try:
                 head = rules.commit(before, lease, turn, now_ms, exists=stored is not None)
@@ -273,18 +282,20 @@ class SqlRecords:
         await self._remove(transaction, row)
         return None
 
-    async def _is_there(self, transaction: Transaction, key: bytes, incarnation: uuid.UUID) -> bool:
-        """Whether an earlier try has put a new session there; if not, there is room. Raises
+    async def _made(
+        self, transaction: Transaction, key: bytes, incarnation: bytes
+    ) -> pb.SessionRecord | None:
+        """The session that an earlier try or call made; None where there is room for it. Raises
         AlreadyExists."""
         row = await self._live_or_removed(transaction, key)
         if row is None:
-            return False
-        if row.incarnation == incarnation:
-            return True
+            return None
+        if row.head is not None and row.head.incarnation == incarnation:
+            return await self._whole(transaction.connection, row.head)
         if row.head is not None or rules.under_way(row.lease, self._now_ms()):
             raise rules.taken(_session_id(key))
         await self._remove(transaction, row)
-        return False
+        return None
 
     def _is_over(self, row: Row) -> bool:
         """Whether nothing in the row counts any more."""
@@ -301,10 +312,9 @@ class SqlRecords:
         if row.head is not None and unnamed:
             transaction.afterwards.append(partial(self._unnamed, row.head.model, unnamed))
 
-    async def _whole(
-        self, connection: Connection, incarnation: uuid.UUID, head: pb.SessionRecord
-    ) -> pb.SessionRecord:
+    async def _whole(self, connection: Connection, head: pb.SessionRecord) -> pb.SessionRecord:
         """The record of a head. Turns are never changed, so only those that are not known here are read."""
+        incarnation = uuid.UUID(bytes=head.incarnation)
         known = self._known.get(incarnation)
         turns = await tables.read_turns(connection, incarnation, known.version, head.version)
         body = pb.SessionRecord()

@@ -22,8 +22,8 @@ ID_BYTES = 32  # of a block
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A session. `head` is None while there is but a lease; `blocks_digest` is of all its block ids;
-    `fencing` is a number drawn when the row was locked."""
+    """A session. `head`, which names the incarnation too, is None while there is but a lease; `blocks_digest`
+    is of all its block ids; `fencing` is a number drawn when the row was locked."""
 
     incarnation: uuid.UUID
     head: pb.SessionRecord | None = None
@@ -59,10 +59,13 @@ async def read(connection: Connection, key: bytes, *, lock: bool) -> Row | None:
         rows = await _rows(connection, columns + ", 0" + which, key)
     if not rows:
         return None
-    incarnation, head, lease, blocks, digest, fencing = rows[0]
+    incarnation, stored, lease, blocks, digest, fencing = rows[0]
+    head = rules.decode_record(stored) if stored is not None else None
+    if head is not None:
+        head.incarnation = incarnation.bytes  # in the bytes of before there was this field it is not
     return Row(
         incarnation=incarnation,
-        head=rules.decode_record(head) if head is not None else None,
+        head=head,
         lease=rules.decode_lease(lease) if lease is not None else None,
         blocks=blocks,
         blocks_digest=digest,
@@ -147,7 +150,8 @@ async def remove(connection: Connection, row: Row) -> list[bytes]:
     return [block_id for block_id in ids if block_id not in others]
 
 
-async def fork(connection: Connection, source: Row, head: pb.SessionRecord, incarnation: uuid.UUID) -> None:
+async def fork(connection: Connection, source: Row, head: pb.SessionRecord) -> None:
+    incarnation = uuid.UUID(bytes=head.incarnation)
     row = Row(incarnation=incarnation, head=head, blocks=source.blocks, blocks_digest=source.blocks_digest)
     await insert(connection, session_key(head.tenant, head.session_id), row)
     # Without the turns' ids: a turn of the one session may be a turn of the other, too.

@@ -15,8 +15,7 @@ from services.router.api.shapes import Json
 from services.router.http.middleware import SERVING, TENANT
 from services.router.serving import Serving
 
-# Reading waits for a store that restarts; what changes something is for the client to repeat.
-_READ_PATIENCE_S = 5.0
+_PATIENCE_S = 5.0  # with a store that restarts
 _MATCH_S = 1.0
 _LIMIT_DEFAULT = 20
 _LIMIT_MAX = 100
@@ -25,13 +24,8 @@ _CREATED = 201
 
 async def create_session(request: web.Request) -> web.Response:
     body = await read_body(request, SessionCreate, may_be_empty=True)
-    create = pb.CreateSessionRequest(
-        tenant=request[TENANT].name, session_id=body.id or _new_id(), ttl_s=body.ttl_s or 0
-    )
-    record = await request.app[SERVING].store.call(
-        lambda stub, timeout_s: stub.Create(create, timeout=timeout_s),
-        tenant=create.tenant,
-        root=create.session_id,
+    record = await request.app[SERVING].store.create(
+        request[TENANT].name, body.id or _new_id(), body.ttl_s or 0, patience_s=_PATIENCE_S
     )
     return web.json_response(session_body(record), status=_CREATED)
 
@@ -45,7 +39,7 @@ async def list_sessions(request: web.Request) -> web.Response:
     wanted = pb.ListSessionsRequest(
         tenant=request[TENANT].name, after=request.query.get("after", ""), limit=limit
     )
-    reply = await request.app[SERVING].store.list(wanted, patience_s=_READ_PATIENCE_S)
+    reply = await request.app[SERVING].store.list(wanted, patience_s=_PATIENCE_S)
     data = [session_body(record) for record in reply.sessions]
     return web.json_response(
         {
@@ -60,13 +54,7 @@ async def list_sessions(request: web.Request) -> web.Response:
 
 async def get_session(request: web.Request) -> web.Response:
     serving = request.app[SERVING]
-    wanted = pb.GetSessionRequest(tenant=request[TENANT].name, session_id=_id(request))
-    record = await serving.store.call(
-        lambda stub, timeout_s: stub.Get(wanted, timeout=timeout_s),
-        tenant=wanted.tenant,
-        root=wanted.session_id,
-        patience_s=_READ_PATIENCE_S,
-    )
+    record = await serving.store.get(request[TENANT].name, _id(request), patience_s=_PATIENCE_S)
     body = session_body(record)
     body["messages"] = [
         {"role": message.role, "content": message.content} | ({"name": message.name} if message.name else {})
@@ -82,25 +70,15 @@ async def get_session(request: web.Request) -> web.Response:
 
 async def fork_session(request: web.Request) -> web.Response:
     body = await read_body(request, SessionFork, may_be_empty=True)
-    fork = pb.ForkSessionRequest(
-        tenant=request[TENANT].name, session_id=_id(request), new_id=body.id or _new_id()
-    )
-    record = await request.app[SERVING].store.call(
-        lambda stub, timeout_s: stub.Fork(fork, timeout=timeout_s),
-        tenant=fork.tenant,
-        root=fork.session_id,
+    record = await request.app[SERVING].store.fork(
+        request[TENANT].name, _id(request), body.id or _new_id(), patience_s=_PATIENCE_S
     )
     return web.json_response(session_body(record), status=_CREATED)
 
 
 async def delete_session(request: web.Request) -> web.Response:
     session_id = _id(request)
-    delete = pb.DeleteSessionRequest(tenant=request[TENANT].name, session_id=session_id)
-    await request.app[SERVING].store.call(
-        lambda stub, timeout_s: stub.Delete(delete, timeout=timeout_s),
-        tenant=delete.tenant,
-        root=session_id,
-    )
+    await request.app[SERVING].store.delete(request[TENANT].name, session_id, patience_s=_PATIENCE_S)
     return web.json_response({"id": session_id, "object": "session.deleted", "deleted": True})
 
 

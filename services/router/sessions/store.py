@@ -1,10 +1,15 @@
 """Calls to the session store: each to the home of its session first, bounded, tried again there and at other
-kvstores while nobody answers, and StoreUnavailable at the end."""
+kvstores while nobody answers, and StoreUnavailable at the end.
+
+What was asked of one kvstore may have happened though it gave no answer, or may happen later, when it wakes.
+So what makes a session names its incarnation, and what deletes one, too.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, TypeVar
 
@@ -71,6 +76,54 @@ class SessionStore:
             asked.clear()
             await asyncio.sleep(delay_s)
             delay_s = min(delay_s * 2, _DELAY_S_MAX)
+
+    async def create(
+        self, tenant: str, session_id: str, ttl_s: int, *, patience_s: float
+    ) -> pb.SessionRecord:
+        """Raises AlreadyExists."""
+        request = pb.CreateSessionRequest(
+            tenant=tenant, session_id=session_id, ttl_s=ttl_s, incarnation=uuid.uuid4().bytes
+        )
+        return await self.call(
+            lambda stub, timeout_s: stub.Create(request, timeout=timeout_s),
+            tenant=tenant,
+            root=session_id,
+            patience_s=patience_s,
+        )
+
+    async def get(self, tenant: str, session_id: str, *, patience_s: float) -> pb.SessionRecord:
+        """Raises SessionNotFound."""
+        request = pb.GetSessionRequest(tenant=tenant, session_id=session_id)
+        return await self.call(
+            lambda stub, timeout_s: stub.Get(request, timeout=timeout_s),
+            tenant=tenant,
+            root=session_id,
+            patience_s=patience_s,
+        )
+
+    async def fork(self, tenant: str, session_id: str, new_id: str, *, patience_s: float) -> pb.SessionRecord:
+        """Raises SessionNotFound, AlreadyExists."""
+        request = pb.ForkSessionRequest(
+            tenant=tenant, session_id=session_id, new_id=new_id, incarnation=uuid.uuid4().bytes
+        )
+        return await self.call(
+            lambda stub, timeout_s: stub.Fork(request, timeout=timeout_s),
+            tenant=tenant,
+            root=session_id,
+            patience_s=patience_s,
+        )
+
+    async def delete(self, tenant: str, session_id: str, *, patience_s: float) -> None:
+        """The session that is there now; not one that somebody makes by the same id meanwhile. Raises
+        SessionNotFound."""
+        there = await self.get(tenant, session_id, patience_s=patience_s)
+        request = pb.DeleteSessionRequest(tenant=tenant, session_id=session_id, incarnation=there.incarnation)
+        await self.call(
+            lambda stub, timeout_s: stub.Delete(request, timeout=timeout_s),
+            tenant=tenant,
+            root=there.root,
+            patience_s=patience_s,
+        )
 
     async def list(self, request: pb.ListSessionsRequest, *, patience_s: float) -> pb.ListSessionsReply:
         """From whichever kvstore answers: each has all sessions."""
