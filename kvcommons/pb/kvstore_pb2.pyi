@@ -252,52 +252,6 @@ class ForgetReply(_message.Message):
 Global___ForgetReply: _TypeAlias = ForgetReply  # noqa: Y015
 
 @_typing.final
-class AwaitDurableRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    MODEL_FIELD_NUMBER: _builtins.int
-    BLOCK_IDS_FIELD_NUMBER: _builtins.int
-    WAIT_MS_FIELD_NUMBER: _builtins.int
-    model: _builtins.bytes
-    wait_ms: _builtins.int
-    @_builtins.property
-    def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
-    def __init__(
-        self,
-        *,
-        model: _builtins.bytes = ...,
-        block_ids: _abc.Iterable[_builtins.bytes] | None = ...,
-        wait_ms: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "model", b"model", "wait_ms", b"wait_ms"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___AwaitDurableRequest: _TypeAlias = AwaitDurableRequest  # noqa: Y015
-
-@_typing.final
-class AwaitDurableReply(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    DURABLE_BLOCKS_FIELD_NUMBER: _builtins.int
-    durable_blocks: _builtins.int
-    """leading ones"""
-    def __init__(
-        self,
-        *,
-        durable_blocks: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["durable_blocks", b"durable_blocks"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___AwaitDurableReply: _TypeAlias = AwaitDurableReply  # noqa: Y015
-
-@_typing.final
 class StatsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -54,11 +54,6 @@ class BlocksStub:
                 request_serializer=kvcommons_dot_v1_dot_kvstore__pb2.ForgetRequest.SerializeToString,
                 response_deserializer=kvcommons_dot_v1_dot_kvstore__pb2.ForgetReply.FromString,
                 _registered_method=True)
-        self.AwaitDurable = channel.unary_unary(
-                '/kvcommons.v1.Blocks/AwaitDurable',
-                request_serializer=kvcommons_dot_v1_dot_kvstore__pb2.AwaitDurableRequest.SerializeToString,
-                response_deserializer=kvcommons_dot_v1_dot_kvstore__pb2.AwaitDurableReply.FromString,
-                _registered_method=True)
         self.Stats = channel.unary_unary(
                 '/kvcommons.v1.Blocks/Stats',
                 request_serializer=kvcommons_dot_v1_dot_kvstore__pb2.StatsRequest.SerializeToString,
@@ -97,13 +92,6 @@ class BlocksServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def AwaitDurable(self, request, context):
-        """Returns when the blocks are on disk, or at wait_ms.
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def Stats(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -132,11 +120,6 @@ def add_BlocksServicer_to_server(servicer, server):
                     servicer.Forget,
                     request_deserializer=kvcommons_dot_v1_dot_kvstore__pb2.ForgetRequest.FromString,
                     response_serializer=kvcommons_dot_v1_dot_kvstore__pb2.ForgetReply.SerializeToString,
-            ),
-            'AwaitDurable': grpc.unary_unary_rpc_method_handler(
-                    servicer.AwaitDurable,
-                    request_deserializer=kvcommons_dot_v1_dot_kvstore__pb2.AwaitDurableRequest.FromString,
-                    response_serializer=kvcommons_dot_v1_dot_kvstore__pb2.AwaitDurableReply.SerializeToString,
             ),
             'Stats': grpc.unary_unary_rpc_method_handler(
                     servicer.Stats,
@@ -252,33 +235,6 @@ class Blocks:
             '/kvcommons.v1.Blocks/Forget',
             kvcommons_dot_v1_dot_kvstore__pb2.ForgetRequest.SerializeToString,
             kvcommons_dot_v1_dot_kvstore__pb2.ForgetReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def AwaitDurable(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/kvcommons.v1.Blocks/AwaitDurable',
-            kvcommons_dot_v1_dot_kvstore__pb2.AwaitDurableRequest.SerializeToString,
-            kvcommons_dot_v1_dot_kvstore__pb2.AwaitDurableReply.FromString,
             options,
             channel_credentials,
             insecure,

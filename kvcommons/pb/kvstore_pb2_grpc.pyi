@@ -39,8 +39,6 @@ class BlocksStub:
     """A reader found an object whose checksum is wrong: drop that generation of the block."""
     Forget: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.ForgetRequest, _kvstore_pb2.ForgetReply]
     """No session names these blocks any more: another kvstore, which deleted the last one that did, tells."""
-    AwaitDurable: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.AwaitDurableRequest, _kvstore_pb2.AwaitDurableReply]
-    """Returns when the blocks are on disk, or at wait_ms."""
     Stats: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.StatsRequest, _kvstore_pb2.StatsReply]
 
 @_typing.type_check_only
@@ -54,8 +52,6 @@ class BlocksAsyncStub(BlocksStub):
     """A reader found an object whose checksum is wrong: drop that generation of the block."""
     Forget: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.ForgetRequest, _kvstore_pb2.ForgetReply]  # type: ignore[assignment]
     """No session names these blocks any more: another kvstore, which deleted the last one that did, tells."""
-    AwaitDurable: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.AwaitDurableRequest, _kvstore_pb2.AwaitDurableReply]  # type: ignore[assignment]
-    """Returns when the blocks are on disk, or at wait_ms."""
     Stats: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.StatsRequest, _kvstore_pb2.StatsReply]  # type: ignore[assignment]
 
 class BlocksServicer(metaclass=_abc_1.ABCMeta):
@@ -90,14 +86,6 @@ class BlocksServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_kvstore_pb2.ForgetReply, _abc.Awaitable[_kvstore_pb2.ForgetReply]]:
         """No session names these blocks any more: another kvstore, which deleted the last one that did, tells."""
-
-    @_abc_1.abstractmethod
-    def AwaitDurable(
-        self,
-        request: _kvstore_pb2.AwaitDurableRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_kvstore_pb2.AwaitDurableReply, _abc.Awaitable[_kvstore_pb2.AwaitDurableReply]]:
-        """Returns when the blocks are on disk, or at wait_ms."""
 
     @_abc_1.abstractmethod
     def Stats(

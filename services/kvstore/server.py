@@ -90,10 +90,6 @@ class BlocksServicer(rpc.BlocksServicer):
         self._store.forget(request.model, list(request.block_ids))
         return pb.ForgetReply()
 
-    async def AwaitDurable(self, request: pb.AwaitDurableRequest, context: Any) -> pb.AwaitDurableReply:
-        durable = await until_durable(self._store, request.model, list(request.block_ids), request.wait_ms)
-        return pb.AwaitDurableReply(durable_blocks=durable)
-
     async def Stats(self, request: pb.StatsRequest, context: Any) -> pb.StatsReply:
         stats = self._store.stats()
         return pb.StatsReply(

@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvcommons.errors import from_grpc
 from kvcommons.pb import data_pb2 as data
+from kvcommons.pb import kvstore_pb2 as pb
 from kvcommons.pb import kvstore_pb2_grpc as rpc
 from kvcommons.rblock.checksum import checksum
 from kvcommons.transport.client import DataClient
@@ -74,6 +75,14 @@ class KvstoreProcess:
                 return self
         self.kill()
         raise AssertionError(f"the kvstore did not come up: {self.errors}")
+
+    def wait_written(self) -> pb.StatsReply:
+        """Until all blocks that are complete are on disk, as far as it has room."""
+        give_up = time.monotonic() + scaled(20.0)
+        while (stats := self.blocks.Stats(pb.StatsRequest(), timeout=scaled(20.0))).pending_writes:
+            assert time.monotonic() < give_up, stats
+            time.sleep(0.02)
+        return stats
 
     def is_ready(self) -> bool:
         try:

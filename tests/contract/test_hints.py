@@ -52,15 +52,10 @@ def in_dram(store: KvstoreProcess, ids: list[bytes]) -> bool:
     return peek(store, ids, MODEL.fingerprint) == [pb.TIER_DRAM] * len(ids)
 
 
-def durable(store: KvstoreProcess, ids: list[bytes], model: bytes = SHAPE.model) -> int:
-    request = pb.AwaitDurableRequest(model=model, block_ids=ids, wait_ms=10_000)
-    return int(store.blocks.AwaitDurable(request, timeout=scaled(20)).durable_blocks)
-
-
 def test_after_a_restart_hinted_sessions_are_served_from_dram(socket_folder: Path) -> None:
     store = KvstoreProcess(socket_folder, socket_folder / "store").wait_ready()
     store.put_blocks(IDS)
-    assert durable(store, IDS) == len(IDS)
+    store.wait_written()
     store.kill()
     again = KvstoreProcess(socket_folder, socket_folder / "store").wait_ready()
     assert peek(again, IDS) == [pb.TIER_DISK] * len(IDS)
@@ -120,7 +115,7 @@ async def test_the_queue_starts_the_nearest_prefix_first_and_has_it_fetched(
     stored = ids_of(prompts[2])[:6]
     store = KvstoreProcess(socket_folder, socket_folder / "store").wait_ready()
     store.put_blocks(stored, shape=shape)
-    assert durable(store, stored, MODEL.fingerprint) == len(stored)
+    store.wait_written()
     store.kill()
     store = KvstoreProcess(socket_folder, socket_folder / "store").wait_ready()
     settings = {"max_running": 1, "policy": policy, "secret_file": str(secret)}
@@ -152,7 +147,7 @@ async def test_a_store_that_dies_holds_up_nobody_and_hears_of_the_queue_when_it_
     stored = ids_of(prompt(3))[:6]
     store = KvstoreProcess(socket_folder, socket_folder / "store").wait_ready()
     store.put_blocks(stored, shape=shape)
-    assert durable(store, stored, MODEL.fingerprint) == len(stored)
+    store.wait_written()
     settings = {"max_running": 1, "policy": "bounded_fpf", "secret_file": str(socket_folder / "secret")}
     async with stack(socket_folder, Known(store), settings=settings) as served:
         served.says("yes")

@@ -60,11 +60,6 @@ def tiers(store: KvstoreProcess, ids: list[bytes], model: bytes = MODEL) -> list
     return list(store.blocks.Match(pb.MatchRequest(model=model, block_ids=ids), timeout=scaled(20)).tiers)
 
 
-def durable(store: KvstoreProcess, ids: list[bytes], wait_ms: int = scaled(10_000)) -> int:
-    request = pb.AwaitDurableRequest(model=MODEL, block_ids=ids, wait_ms=wait_ms)
-    return store.blocks.AwaitDurable(request, timeout=scaled(20)).durable_blocks
-
-
 def begin(store: KvstoreProcess, turn_id: str, session_id: str = "s") -> pb.BeginTurnReply:
     request = pb.BeginTurnRequest(
         tenant="alice", session_id=session_id, turn_id=turn_id, owner="router", lease_ms=scaled(20_000)
@@ -99,8 +94,7 @@ def test_blocks_go_in_and_come_out(store: KvstoreProcess) -> None:
     assert tiers(store, [*IDS, b"x" * 32]) == [pb.TIER_DRAM] * len(IDS)
     assert store.get_blocks(IDS)[0] == len(IDS)
     assert store.put_layer(IDS[:3], 0, writer="another") == [0, 1, 2]
-    assert durable(store, IDS) == len(IDS)
-    stats = store.blocks.Stats(pb.StatsRequest(), timeout=scaled(20))
+    stats = store.wait_written()
     assert (stats.dram_blocks, stats.disk_blocks, stats.pending_writes) == (12, 12, 0)
     assert stats.block_hits == 12
     assert stats.block_misses == len(IDS) + 1
@@ -135,12 +129,12 @@ def test_a_tenant_keeps_its_floor_while_another_fills_both_tiers(socket_folder: 
     try:
         own = block_ids(60, "ann")
         store.put_blocks(own, tenant="ann")
-        assert durable(store, own) == len(own)
+        store.wait_written()
         for again in range(2):
             for round in range(20):  # 24 MB each time
                 flood = block_ids(75, f"bob {again} {round}")
                 store.put_blocks(flood, tenant="bob")
-                assert durable(store, flood) == len(flood)
+                store.wait_written()
             assert pb.TIER_DRAM in tiers(store, own) or again
             assert store.get_blocks(own)[0] == len(own)
             if not again:
@@ -154,7 +148,7 @@ def test_part_of_the_layers_can_be_asked_for(
     store: KvstoreProcess, socket_folder: Path, tmp_path: Path
 ) -> None:
     store.put_blocks(IDS)
-    assert durable(store, IDS) == len(IDS)
+    store.wait_written()
     store.kill()
     again = KvstoreProcess(socket_folder, tmp_path / "data").wait_ready()
     request = data.DataRequest(get_layers=data.GetLayers(model=MODEL, block_ids=IDS, first_layer=2, layers=1))
@@ -176,7 +170,7 @@ def test_a_commit_waits_for_blocks_on_their_way(store: KvstoreProcess) -> None:
 
 def test_a_commit_waits_no_longer_than_its_request_says(store: KvstoreProcess) -> None:
     store.put_blocks(IDS[:4])
-    durable(store, IDS[:4])
+    store.wait_written()
     reply = commit(store, "t1", begin(store, "t1"), IDS, 200)
     assert (reply.version, reply.durable_blocks) == (1, 4)
 
