@@ -6,6 +6,7 @@ from one iteration to the next is a token, a position and a length per row.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kvcommons.backend.interface import Backend, Partial
+from kvcommons.engine.predictor import IterationWork
 from kvcommons.engine.sequence import LocalRun, RemoteRun, Sequence
 from kvcommons.holder.creditor import Creditor
 
@@ -200,6 +202,18 @@ class Batch:
             block, inside = divmod(sequence.computed - run.first_block * size, size)
             slots.append(run.blocks[block] * size + inside)
         return self._longs(slots)
+
+    def work(self, block_bytes: int) -> IterationWork:
+        """Of an iteration; a block's KV has so many bytes in all layers."""
+        away: Counter[Creditor] = Counter()
+        for share in self.shares:
+            away[share.holder] += sum(segment.run.count for segment in share.segments)
+        return IterationWork(
+            rows=len(self.sequences),
+            read_bytes=self.kept_tokens * block_bytes // self.block_tokens,
+            exchanges=int(bool(away)),
+            away_bytes=max(away.values(), default=0) * block_bytes,
+        )
 
     def gather(self, contributions: Items[tuple[Items[Group], Partial]], like: Tensor) -> Partial:
         """Merges partials of several sources into one [B, H, D]: each group is laid over the batch's rows,

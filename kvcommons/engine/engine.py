@@ -39,6 +39,7 @@ from kvcommons.engine.executor import Executor
 from kvcommons.engine.iteration import Iteration
 from kvcommons.engine.keeper import BlockKeeper
 from kvcommons.engine.mailbox import Command, Mailbox
+from kvcommons.engine.predictor import Predictor
 from kvcommons.engine.prompt import Prompt
 from kvcommons.engine.prompts import Prompts, PromptSpan
 from kvcommons.engine.scheduler import Plan, Scheduler, freed_by, plan_for
@@ -87,6 +88,7 @@ class Engine:
         self._callbacks = callbacks
         self._metrics = metrics
         self._cores = cores
+        self.predictor = Predictor()
         self._sequences: dict[int, Generating] = {}
         self._steps: dict[int, SequenceUpdate] = {}
         self._preempted_s = -PREEMPT_PAUSE_S
@@ -258,6 +260,8 @@ class Engine:
         computed_s = seconds - sum(span.waited_s for span in spans)
         if tokens is not None:
             self._budget.iterated(computed_s)
+        if tokens is not None and not iteration.failures:
+            self.predictor.learn(iteration.work, computed_s - iteration.timing.waiting_s)
         for number, group in enumerate(iteration.groups):
             failure = iteration.failures.get(number)
             if isinstance(group, TokenRows):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
+from functools import reduce
 from itertools import accumulate
 from typing import Protocol
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from kvcommons.engine.core import Core
 from kvcommons.engine.iteration_timing import IterationTiming
+from kvcommons.engine.predictor import IterationWork
 from kvcommons.engine.slices import LocalSlices, Slices
 from kvcommons.model.sampling import SamplingRow
 from kvcommons.model.slices import State
@@ -37,6 +39,10 @@ class Rows(Protocol):
     @property
     def positions(self) -> Tensor:
         """LongTensor [rows], in host memory: for which they are rotated."""
+
+    @property
+    def work(self) -> IterationWork:
+        """Of these rows alone."""
 
     def open(self, timing: IterationTiming) -> None:
         """The iteration begins; what it takes is added to `timing`."""
@@ -68,6 +74,10 @@ class Iteration:
         self.rows = self._ends[-1]
         self.failures: dict[int, Exception] = {}  # by the group's number
         self.timing = IterationTiming()
+
+    @property
+    def work(self) -> IterationWork:
+        return reduce(IterationWork.beside, (group.work for group in self.groups))
 
     def run(self, between_layers: Callable[[], None] | None = None) -> list[list[pb.SampledToken]]:
         """The tokens sampled for each group; none for a group that failed or goes on. `between_layers` is

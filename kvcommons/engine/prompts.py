@@ -18,6 +18,7 @@ from kvcommons.engine.history import Histories
 from kvcommons.engine.iteration_timing import IterationTiming
 from kvcommons.engine.keeper import BlockKeeper, KeptRun
 from kvcommons.engine.load_or_compute import LoadOrCompute
+from kvcommons.engine.predictor import IterationWork
 from kvcommons.engine.preloading import LoadFellShort, Preloading
 from kvcommons.engine.prompt import Prompt
 from kvcommons.engine.read_buffer import ReadBuffer
@@ -303,6 +304,10 @@ class PromptSpan:
     @property
     def positions(self) -> Tensor:
         return self._rows.positions
+
+    @property
+    def work(self) -> IterationWork:
+        return IterationWork.of_chunk(self.chunk, exchanges=int(not self.prompt.memory.keeps))
 
     @property
     def waited_s(self) -> float:

@@ -11,6 +11,7 @@ from kvcommons.backend.interface import BatchPlan, Partial
 from kvcommons.engine.batch import Batch, Queries
 from kvcommons.engine.core import Core
 from kvcommons.engine.iteration_timing import IterationTiming
+from kvcommons.engine.predictor import IterationWork
 from kvcommons.engine.remote.attention import RemoteAttention, RemoteStep
 from kvcommons.engine.remote.plans import NewRows
 from kvcommons.errors import KVCommonsError
@@ -51,6 +52,10 @@ class TokenRows:
         return self.batch.positions + self.batch.dropped
 
     @property
+    def work(self) -> IterationWork:
+        return self.batch.work(self._core.layout.block_bytes)
+
+    @property
     def lost(self) -> dict[int, KVCommonsError]:
         return self._step.lost
 
@@ -69,8 +74,7 @@ class TokenRows:
 
     def observe(self) -> None:
         """The iteration went well: what reading KV here took. A small read says little of it."""
-        layout = self._core.layout
-        read_bytes = self.batch.kept_tokens * layout.layers * layout.object_bytes // layout.block_tokens
+        read_bytes = self.work.read_bytes
         if read_bytes >= _READ_BYTES:
             self._rates.attended_here(read_bytes, self._here_s)
 

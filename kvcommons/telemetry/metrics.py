@@ -131,6 +131,7 @@ class LoadMetrics:
         running: Callable[[], float],
         waiting: Callable[[], float],
         kv_cache_usage: Callable[[], float] | None = None,
+        prediction_error: Callable[[], float] | None = None,
     ) -> None:
         def gauge(name: str, text: str, read: Callable[[], float]) -> None:
             Gauge(f"kvcommons_{name}", text, ["model_name"], registry=registry).labels(
@@ -141,6 +142,12 @@ class LoadMetrics:
         gauge("num_requests_waiting", "Requests queued.", waiting)
         if kv_cache_usage is not None:
             gauge("kv_cache_usage_perc", "Share of KV blocks that sequences use, 0 to 1.", kv_cache_usage)
+        if prediction_error is not None:
+            gauge(
+                "iteration_prediction_error_ratio",
+                "Mean absolute error of what iterations were expected to take, 0 to 1.",
+                prediction_error,
+            )
 
 
 class CallMetrics:

@@ -228,6 +228,7 @@ class DecodeParts:
             running=lambda: self.engine.running,
             waiting=lambda: self.engine.queued,
             kv_cache_usage=lambda: core.allocator.in_use / core.allocator.total,
+            prediction_error=lambda: self.engine.predictor.error,
         )
 
     def start(self) -> None:

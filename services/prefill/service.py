@@ -76,6 +76,7 @@ class PrefillParts:
             running=lambda: self.engine.computing,
             waiting=lambda: self.engine.waiting,
             kv_cache_usage=lambda: core.allocator.in_use / core.allocator.total,
+            prediction_error=lambda: self.engine.predictor.error,
         )
         self.engine.start()
 

@@ -230,6 +230,9 @@ def test_the_other_services_metrics_agree(observed: Observed) -> None:
     # Prefill samples the first token of each.
     assert after["decode"].value("kvcommons_decode_tokens_total") >= 3 * (ANSWER_TOKENS - 1)
     assert after["decode"].value("kvcommons_iteration_seconds_count") > 0
+    for service in ("prefill", "decode"):
+        error = after[service].value("kvcommons_iteration_prediction_error_ratio", model_name=MODEL)
+        assert 0 < error <= 1, service
     assert after["attention_pool"].value("kvcommons_data_server_seconds_count", op="attend_layer") > 0
     for service in ("prefill", "decode", "attention_pool"):
         assert after[service].value("kvcommons_kv_cache_usage_perc", model_name=MODEL) == 0, service

@@ -10,6 +10,7 @@ from kvcommons.backend.choice import choose
 from kvcommons.backend.interface import Partial
 from kvcommons.backend.memory import BlockMemory
 from kvcommons.engine.batch import Batch, by_holder
+from kvcommons.engine.predictor import IterationWork
 from kvcommons.engine.request import Request
 from kvcommons.engine.sequence import LocalRun, RemoteRun, Run, Sequence
 from kvcommons.holder.client import RemoteHolder
@@ -70,6 +71,17 @@ def test_rows_in_one_piece_are_their_own_parts() -> None:
     assert batch.lengths.tolist() == [6, 3]
     assert batch.slots().tolist() == [2 * BLOCK + 1, 1 * BLOCK + 2]
     assert batch.tokens.tolist() == [5, 2]
+
+
+def test_the_work_of_a_batch_is_what_it_reads_here_and_at_the_slowest_holder() -> None:
+    here, other = LocalRun(first_block=0, blocks=[5, 2]), cast(RemoteHolder, "another one")
+    alone = Batch([make(6, here), make(3, LocalRun(first_block=0, blocks=[1]))], BLOCK, CPU)
+    assert alone.work(400) == IterationWork(rows=2, read_bytes=9 * 100)
+    far = RemoteRun(first_block=2, count=1, holder=other, ref=SegmentRef(handle=2, epoch=1))
+    spread = Batch([make(12, remote(0, 2), far), make(8, remote(0, 2))], BLOCK, CPU)
+    assert spread.work(400) == IterationWork(rows=2, exchanges=1, away_bytes=4 * 400)
+    spread.divide(2)
+    assert spread.work(400).away_bytes == 4 * 400
 
 
 def test_a_step_moves_every_row_on() -> None:

@@ -17,6 +17,7 @@ from kvcommons.engine.engine import Engine
 from kvcommons.engine.history import Histories
 from kvcommons.engine.iteration import Iteration
 from kvcommons.engine.keeper import BlockKeeper
+from kvcommons.engine.predictor import IterationWork
 from kvcommons.engine.prompt import Prompt
 from kvcommons.engine.prompt_engine import prompt_engine
 from kvcommons.engine.prompt_memory import WholePrompt
@@ -138,6 +139,18 @@ def test_prompts_that_share_an_iteration_give_what_each_gives_alone(groups: list
         for (token, logprob), sink in zip(expected, sinks, strict=True):
             assert sink.token() == (token, pytest.approx(logprob, abs=1e-5))
     assert groups == [3]
+
+
+def test_every_iteration_is_learnt_from() -> None:
+    with running(chunk_tokens=16) as one:
+        sink = Kept()
+        one.submit(tokens(45, 4), sink)
+        one.engine.start()
+        sink.token()
+        one.engine.stop(LONG_S)
+        predictor = one.engine.predictor
+        assert predictor.most == IterationWork(rows=16, pairs=IterationWork.of_chunk(range(32, 45)).pairs)
+        assert predictor.seconds(predictor.most) > 0
 
 
 def test_chunks_that_end_inside_a_block_give_the_same_and_each_block_goes_out_once() -> None:

@@ -24,7 +24,10 @@ def test_the_names_that_vllm_users_know() -> None:
     registry = new_registry()
     requests = RequestMetrics(registry, "demo")
     running = 3
-    LoadMetrics(registry, "demo", running=lambda: running, waiting=lambda: 1, kv_cache_usage=lambda: 0.25)
+    LoadMetrics(
+        registry, "demo", running=lambda: running, waiting=lambda: 1, kv_cache_usage=lambda: 0.25,
+        prediction_error=lambda: 0.07,
+    )  # fmt: skip
     requests.time_to_first_token_s.observe(0.03)
     requests.inter_token_latency_s.observe(0.01)
     requests.e2e_request_latency_s.observe(1.0)
@@ -44,6 +47,7 @@ def test_the_names_that_vllm_users_know() -> None:
         "num_requests_running": 3,
         "num_requests_waiting": 1,
         "kv_cache_usage_perc": 0.25,
+        "iteration_prediction_error_ratio": 0.07,
     }.items():
         assert value(registry, f"kvcommons_{name}", model_name="demo") == expected, name
     name = "kvcommons_request_success_total"
