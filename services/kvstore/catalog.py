@@ -175,6 +175,12 @@ class Catalog:
         if block_id in space.blocks:
             return Refusal.STORED
         staging = space.stagings.get(block_id, {}).get(writer)
+        if staging is not None and not (staging.missing - staging.receiving).issuperset(layers):
+            if layers.start:
+                return Refusal.DUPLICATE
+            # Its writer begins anew: what it computed before was given up between two layers.
+            self._drop(staging)
+            staging = None
         if staging is None:
             slot = self.evictor.dram_slot(space)
             if slot is None:
@@ -182,8 +188,6 @@ class Catalog:
             self.dram.used(slot, self._tick)
             staging = Staging(space, block_id, writer, origin, slot, now_s)
             space.stagings.setdefault(block_id, {})[writer] = staging
-        if not staging.missing.issuperset(layers) or not staging.receiving.isdisjoint(layers):
-            return Refusal.DUPLICATE
         staging.receiving.update(layers)
         staging.touched_s = now_s
         return staging

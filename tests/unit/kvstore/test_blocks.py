@@ -82,7 +82,7 @@ def test_layers_of_two_writers_never_meet_in_a_block(tmp_path: Path) -> None:
 def test_layers_may_come_together(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     assert put_layer(store, layer_put(IDS, 1, count=2)) == []
-    assert store.begin_put(layer_put(IDS, 0, count=2)).into == [None] * len(IDS)  # one of them is there
+    assert put_layer(store, layer_put(IDS, 1)) == []  # it is there: once is enough
     assert store.match(SHAPE.model, IDS) == []
     broken = store.begin_put(layer_put(IDS, 0))
     broken.break_off()
@@ -91,6 +91,25 @@ def test_layers_may_come_together(tmp_path: Path) -> None:
     assert store.stats().counters.put_bytes == len(IDS) * SHAPE.block_bytes
     with pytest.raises(InvalidInput):
         layer_put(IDS, 1, count=3)
+    store.close()
+
+
+def test_a_writer_that_begins_a_block_anew_completes_it(tmp_path: Path) -> None:
+    """A prompt that is given up between two layers and asked for again at once: its first layers are there,
+    and one may be under way still."""
+    store = open_store(tmp_path)
+    put_layer(store, layer_put(IDS, 0))
+    under_way = store.begin_put(layer_put(IDS, 1))
+    for place in under_way.into:
+        assert place is not None
+        place[:] = b"?" * len(place)
+    assert put_layer(store, layer_put(IDS, 0, count=2)) == []
+    under_way.finish()
+    assert store.match(SHAPE.model, IDS) == []
+    assert put_layer(store, layer_put(IDS, 2)) == []
+    assert read_blocks(store, IDS) == len(IDS)
+    assert store.stats().staging == 0
+    assert store.stats().dram_blocks == len(IDS)
     store.close()
 
 
