@@ -474,8 +474,11 @@ class LayerExchange:
         self.failures.setdefault(call.number, error)
         if asked:
             self._late[index, call.number] = isinstance(error, DeadlineExceeded)
-            call.timings[index, 2] = time.monotonic_ns()
-            began_s, sent = float(call.timings[index, 0]) / 1e9, call.state is CallState.SENT
+            timing, sent = call.timings[index], call.state is CallState.SENT
+            timing[2] = time.monotonic_ns()
+            if not sent:  # it was waited for while it was sent to
+                timing[1] = timing[0]
+            began_s = float(timing[0]) / 1e9
             call.plan.observe(began_s, time.monotonic(), call.sent_bytes * sent, 0, error.code)
         for other in self._calls:
             if other.number == call.number:

@@ -306,6 +306,9 @@ def test_what_was_sent_in_part_leaves_no_connection_behind(socket_folder: Path) 
     made.ask(0, torch.zeros(many, heads, LAYOUT.head_dim), kv, kv, None)
     made.receive()
     assert isinstance(made.failures[0], DeadlineExceeded)
+    ((late,),) = (layer.shares for layer in made.take_timings())
+    assert not late.answered
+    assert 0.1 < late.came_s - late.waits_s < scaled(10), "it was waited for while it was sent to"
     made.end()
     first, second = (plan.bare for plans in pools for plan in plans._idle)
     assert first is None
