@@ -2,14 +2,15 @@
 `ucx`.
 
 The port is TCP. On it both sides tell each other where their UCX workers are, and it stays open: its end is
-the peer's end, whatever UCX makes of that. The bytes go as tagged messages. Each connection has a worker of
-its own, which the thread that uses the connection drives, and waits for, in UCX's blocking mode: a thread in
-between would cost two switches a message. docs/formats/ucx-greeting.md is the page of the greeting.
+the peer's end, whatever UCX makes of that. The bytes go as tagged messages. Each connection has a context and
+a worker of its own, which the thread that uses the connection drives, and waits for, in UCX's blocking mode:
+a thread in between would cost two switches a message. docs/formats/ucx-greeting.md is the page of the
+greeting.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import os
 import select
 import socket
@@ -28,12 +29,13 @@ from kvcommons.transport.sockets import ASK_S, SocketListener, SocketStream, yie
 from kvcommons.transport.tcp import connect_stream, listen_on, open_stream
 
 MAGIC = b"KVCX"
-VERSION = 1
+VERSION = 2
 # magic, version, flags, bytes of the worker's address that follows
 _GREETING = struct.Struct("<4sHHI")
 _FLAG_UCX = 1
+_HELLO = b"\0"
 _ADDRESS_BYTES_MAX = 64 << 10
-# What a started greeting may take.
+# What a started greeting may take, the first messages included.
 _GREETING_S = 5.0
 # One message; what is longer goes as several.
 _MESSAGE_BYTES = 512 << 10
@@ -92,8 +94,7 @@ class _WorkerTerms:
             self.close()
             return None
         worker, self._offered = self._offered, None
-        worker.join(address)
-        return UcxStream(self._control, worker)
+        return _meet(self._control, worker, address, deadline)
 
     def close(self) -> None:
         if self._offered is not None:
@@ -105,9 +106,12 @@ class _Worker:
     """A UCX worker with an endpoint to one other. Belongs to one thread at a time."""
 
     def __init__(self) -> None:
-        api, context = library()
-        self._api = api
-        self._worker = api.UCXWorker(context)
+        self._api = api = library()
+        options = {name: value for name, value in _DEFAULTS.items() if f"UCX_{name}" not in os.environ}
+        # Of its own: workers of several threads may share a context only where it was made for that
+        # (`mt_workers_shared`), which the binding cannot say.
+        self._context = api.UCXContext(options, (api.Feature.TAG, api.Feature.WAKEUP))
+        self._worker = api.UCXWorker(self._context)
         self._worker.init_blocking_progress_mode()
         self._endpoint: Any = None
         self._tag = api.UCXXTag(1)
@@ -157,14 +161,32 @@ class _Worker:
             return str(error) or type(error).__name__
         return ""
 
-    def close(self, requests: list[Any], *memory: object) -> None:
+    def close(self, requests: list[Any], *memory: object, connecting: bool = False) -> None:
         """UCX takes things down when the last reference goes, and may wait for the peer meanwhile; the
-        requests' `memory` stays until then."""
-        requests += [self._endpoint, self._worker, memory]
-        self._endpoint = self._worker = None
-        thread = threading.Thread(target=_let_go, args=(requests,), name="ucx-close", daemon=True)
+        requests' `memory` stays until then. `connecting`: no message has come yet."""
+
+        def let_go() -> None:
+            if connecting:
+                self._await_failure()
+            requests.extend([self._endpoint, self._worker, self._context, memory])
+            self._endpoint = self._worker = self._context = None
+            while requests:
+                requests.pop(0)
+
+        thread = threading.Thread(target=let_go, name="ucx-close", daemon=True)
         thread.start()
         thread.join(_CLOSE_S)
+
+    def _await_failure(self) -> None:
+        """Of an endpoint that is not wanted any more. To close one that UCX still connects may end the
+        process (`ucp_worker_discard_uct_ep` of UCX 1.21 reads a connection that UCX has freed), not so one
+        that has failed; and it fails soon, for the peer gives its own end up."""
+        deadline = Deadline.after(_GREETING_S)
+        while self._endpoint is not None and self._endpoint.alive and not deadline.passed():
+            with contextlib.suppress(Unavailable):
+                self.progress()
+            if self.arm():
+                select.select([self.descriptor], [], [], min(deadline.left(), _LAST_WORD_S))
 
 
 class UcxStream:
@@ -176,6 +198,7 @@ class UcxStream:
         self._poll = select.poll()
         self._poll.register(worker.descriptor, select.POLLIN)
         self._poll.register(control.sock, select.POLLIN)
+        self._met = False
         self._ended = False
         self._aborted = False
         self._brief = True  # the wait before
@@ -187,6 +210,13 @@ class UcxStream:
         self._sending = bytearray()
         self._request: Any = None  # under way
         self._message: Any = None  # that came, and was not received yet
+
+    def meet(self, deadline: Deadline) -> None:
+        """Sends a first message and waits for the peer's: both endpoints stand then. Raises Unavailable."""
+        self.send_some([memoryview(_HELLO)], deadline)
+        if not self.receive_some([memoryview(bytearray(len(_HELLO)))], deadline):
+            raise Unavailable(f"{self._control.peer} closed the connection")
+        self._met = True
 
     def send_some(self, views: Sequence[memoryview], deadline: Deadline) -> int:
         if self._aborted:
@@ -251,7 +281,7 @@ class UcxStream:
         self._control.close()
         requests = [self._request, self._message]
         self._request = self._message = None
-        self._worker.close(requests, self._sending, self._box)
+        self._worker.close(requests, self._sending, self._box, connecting=not self._met)
 
     def _came(self) -> bool:
         if self._message is None:
@@ -326,12 +356,23 @@ def _take_offer(control: SocketStream, deadline: Deadline) -> Stream:
         return control
     worker = _Worker()
     try:
-        worker.join(address)
         send_greeting(control, worker.address, deadline)
     except BaseException:
         worker.close([])
         raise
-    return UcxStream(control, worker)
+    return _meet(control, worker, address, deadline)
+
+
+def _meet(control: SocketStream, worker: _Worker, address: bytes, deadline: Deadline) -> UcxStream:
+    """A stream between this worker and the one of that address, once messages come and go."""
+    stream = UcxStream(control, worker)
+    try:
+        worker.join(address)
+        stream.meet(deadline.within(_GREETING_S))
+    except BaseException:
+        stream.close()
+        raise
+    return stream
 
 
 def send_greeting(control: SocketStream, address: bytes, deadline: Deadline) -> None:
@@ -366,23 +407,15 @@ def _read(control: SocketStream, size: int, deadline: Deadline) -> bytes:
     return bytes(got)
 
 
-def _let_go(parts: list[object]) -> None:
-    while parts:
-        parts.pop(0)
-
-
-@functools.cache
-def library() -> tuple[Any, Any]:
-    """The binding, and the one context of this process: a handle of the library, made when first needed.
-    Raises UnsupportedParameter where the package is missing."""
+def library() -> Any:
+    """The binding. Raises UnsupportedParameter where the package is missing."""
     try:
         import ucxx._lib.libucxx as api
     except ImportError as error:
         raise UnsupportedParameter(
             "addresses of ucx: need the package ucxx: pip install 'kvcommons[ucx]' (Linux), or use tcp:"
         ) from error
-    options = {name: value for name, value in _DEFAULTS.items() if f"UCX_{name}" not in os.environ}
-    return api, api.UCXContext(options, (api.Feature.TAG, api.Feature.WAKEUP))
+    return api
 
 
 def _array(view: memoryview) -> Any:

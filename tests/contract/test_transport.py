@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import random
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -213,6 +215,14 @@ def test_limits_hold_at_both_ends(address: str) -> None:
     strict.close()
     loose.close()
     assert server.stop(scaled(10))
+
+
+def test_connections_of_several_threads_come_and_go_at_once(address: str) -> None:
+    """Some are left as soon as they are there. In a process of its own: a library that takes its memory down
+    twice ends it."""
+    command = [sys.executable, "-m", peer.__name__, address, "come and go"]
+    done = subprocess.run(command, timeout=scaled(60), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_both_ends_observe(address: str) -> None:

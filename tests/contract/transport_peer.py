@@ -10,9 +10,13 @@ import socket
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 from kvcommons.errors import StaleEpoch
 from kvcommons.pb import data_pb2 as pb
+from kvcommons.transport.addresses import connect
+from kvcommons.transport.client import DataClient
+from kvcommons.transport.deadline import Deadline
 from kvcommons.transport.server import DataServer, Exchange
 
 ECHO, SLEEP, STALE, CRASH, IGNORE_PAYLOAD, SILENT, GIVE, PART = range(8)
@@ -65,11 +69,33 @@ def connect_raw(address: str) -> socket.socket:
         greeting = raw.recv(12, socket.MSG_WAITALL)
         assert greeting.startswith(b"KVCX")
         raw.recv(int.from_bytes(greeting[8:], "little"), socket.MSG_WAITALL)
-        raw.sendall(b"KVCX" + bytes([1, 0]) + bytes(6))
+        raw.sendall(b"KVCX" + bytes([2, 0]) + bytes(6))
     return raw
 
 
+def come_and_go(address: str) -> None:
+    """Connections of several threads, both ends of each in this process."""
+    server = DataServer(address, answer, name="peer")
+    server.start()
+
+    def connect_and_leave(number: int) -> None:
+        for turn in range(16):
+            if (turn + number) % 2:
+                connect(server.address, Deadline.after(60)).close()
+                continue
+            client = DataClient(server.address)
+            client.call(request(ECHO), [bytes(300_000)], deadline=Deadline.after(60))
+            client.close()
+
+    with ThreadPoolExecutor(3) as threads:
+        list(threads.map(connect_and_leave, range(3)))
+    assert server.stop(60)
+
+
 def main() -> None:
+    if sys.argv[2:] == ["come and go"]:
+        come_and_go(sys.argv[1])
+        return
     server = DataServer(sys.argv[1], answer, name="peer")
     server.start()
     print(server.address, flush=True)

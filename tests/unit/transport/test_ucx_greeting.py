@@ -39,10 +39,10 @@ def test_greetings_have_the_documented_bytes(ends: tuple[SocketStream, socket.so
     ("said", "message"),
     [
         (b"HTTP/1.1 400 Bad", "begins with b'HTTP'"),
-        (struct.pack("<4sHHI", b"KVCX", 2, 1, 7), "version 2"),
-        (struct.pack("<4sHHI", b"KVCX", 1, 2, 7), "flags 2"),
-        (struct.pack("<4sHHI", b"KVCX", 1, 1, 0), "run one version"),
-        (struct.pack("<4sHHI", b"KVCX", 1, 1, 1 << 20), "run one version"),
+        (struct.pack("<4sHHI", b"KVCX", 1, 1, 7), "version 1"),
+        (struct.pack("<4sHHI", b"KVCX", 2, 2, 7), "flags 2"),
+        (struct.pack("<4sHHI", b"KVCX", 2, 1, 0), "run one version"),
+        (struct.pack("<4sHHI", b"KVCX", 2, 1, 1 << 20), "run one version"),
     ],
 )
 def test_what_is_no_greeting_is_refused(
