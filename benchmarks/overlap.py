@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -31,6 +32,7 @@ from kvcommons.engine.engine import Engine
 from kvcommons.engine.history import Histories
 from kvcommons.engine.keeper import BlockKeeper, KeptRun
 from kvcommons.engine.load_or_compute import AlwaysLoad
+from kvcommons.engine.predictor import Predictor
 from kvcommons.engine.prompt import FirstToken, Prompt
 from kvcommons.engine.prompt_engine import prompt_engine
 from kvcommons.engine.prompt_memory import WholePrompt
@@ -92,7 +94,9 @@ class Trials:
         self._core = core
         self._link = link
         self._serial = itertools.count(1)
-        self.cost = AlwaysLoad()
+        self._chunk_tokens = -(-BEFORE_TOKENS // core.block_tokens) * core.block_tokens
+        self._predictor = Predictor()
+        self._cost = AlwaysLoad(partial(self._predictor.prompt_seconds, chunk_tokens=self._chunk_tokens))
         self.saver = BlockSaver("bench", buffer_bytes=BUFFER_BYTES)
         self.loader = BlockLoader(lambda _: None)
 
@@ -122,11 +126,12 @@ class Trials:
         prompts = Prompts(
             core,
             scheduler,
-            chunk_tokens=-(-BEFORE_TOKENS // core.block_tokens) * core.block_tokens,
+            chunk_tokens=self._chunk_tokens,
             keeper=keeper,
             histories=Histories(core, self.loader),
             read_buffer=read_buffer,
-            cost=self.cost,
+            predictor=self._predictor,
+            cost=self._cost,
             tracer=Tracer.off(),
         )
         engine = prompt_engine(core, scheduler, prompts, keeper)

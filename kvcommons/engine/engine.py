@@ -88,7 +88,7 @@ class Engine:
         self._callbacks = callbacks
         self._metrics = metrics
         self._cores = cores
-        self.predictor = Predictor()
+        self.predictor = prompts.predictor if prompts is not None else Predictor()
         self._sequences: dict[int, Generating] = {}
         self._steps: dict[int, SequenceUpdate] = {}
         self._preempted_s = -PREEMPT_PAUSE_S
@@ -275,16 +275,8 @@ class Engine:
                 if tokens is None:
                     failure = Internal("an iteration failed; the log of its instance says why")
                 self._advanced(group, failure, sampled[number], seconds)
-        if self._prompts is None or tokens is None or iteration.failures:
-            return
-        if not spans:
+        if self._prompts is not None and tokens is not None and not spans and not iteration.failures:
             self._prompts.generated(seconds)
-            return
-        self._prompts.computed(
-            sum(len(span.chunk) for span in spans),
-            computed_s,
-            beside=len(spans) < len(iteration.groups),
-        )
 
     def idle(self) -> None:
         self._budget.idle()

@@ -1,8 +1,9 @@
-"""Load or compute: which is faster for a run of blocks, by measured rates. Pure: durations are passed in."""
+"""Load or compute: which is faster for a run of blocks, as measured. Pure: durations are passed in."""
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable
 
 from kvcommons.engine.regression import Regression
@@ -59,7 +60,7 @@ class Duration:
 
 
 class LoadOrCompute:
-    """Keeps current what loading (by bytes) and computing (by tokens) take.
+    """Keeps current what loading takes, by bytes.
 
     Until both are known, loading is assumed to win. The first load opens connections and touches memory that
     was never used: it stands for the rate only until there is a second, and is no reason to compute. A
@@ -67,11 +68,14 @@ class LoadOrCompute:
     measured would never recover.
     """
 
-    def __init__(self, *, smoothing: float = 0.3, retry_every: int = 8) -> None:
+    def __init__(
+        self, compute_seconds: Callable[[range], float], *, smoothing: float = 0.3, retry_every: int = 8
+    ) -> None:
+        """`compute_seconds`: of these positions of a prompt; 0 until that is known."""
+        self.compute_seconds = compute_seconds
         self._smoothing = smoothing
         self._load = Duration(smoothing)
         self._loads = 0
-        self._compute = Duration(smoothing)
         self._retry_every = retry_every
         self._refusals = 0
 
@@ -80,44 +84,32 @@ class LoadOrCompute:
         """0 until measured."""
         return 1 / self._load.mean if self._load.known else 0.0
 
-    @property
-    def compute_tokens_per_s(self) -> float:
-        """0 until measured."""
-        return 1 / self._compute.mean if self._compute.known else 0.0
-
     def loaded(self, loaded_bytes: int, seconds: float) -> None:
         self._loads += loaded_bytes > 0
         if self._loads == 2:
             self._load = Duration(self._smoothing)
         self._load.add(loaded_bytes, seconds)
 
-    def computed(self, tokens: int, seconds: float) -> None:
-        self._compute.add(tokens, seconds)
-
     def load_seconds(self, load_bytes: int) -> float:
         """0 until measured."""
         return self._load.seconds(load_bytes)
 
-    def compute_seconds(self, tokens: int) -> float:
-        """0 until measured."""
-        return self._compute.seconds(tokens)
-
-    def blocks_to_load(self, blocks: int, *, block_bytes: int, block_tokens: int, new_tokens: int) -> int:
-        """How many leading ones of `blocks` stored blocks to load; the others are computed, with
-        `new_tokens`.
+    def blocks_to_load(self, blocks: int, *, block_bytes: int, block_tokens: int, positions: range) -> int:
+        """How many leading ones of `blocks` stored blocks to load; the rest of `positions`, which begin with
+        them, is computed.
 
         Layers are loaded while earlier ones compute, so both together take as long as the longer of the two.
         """
         whole_s = self.load_seconds(blocks * block_bytes)
-        if self._loads < 2 or not self._compute.known or whole_s <= SHORT_LOAD_S:
+        if self._loads < 2 or not self.compute_seconds(positions) or whole_s <= SHORT_LOAD_S:
             return blocks
-
-        def takes_s(loaded: int) -> float:
-            computed_s = self.compute_seconds((blocks - loaded) * block_tokens + new_tokens)
-            return max(self.load_seconds(loaded * block_bytes), computed_s)
-
-        best = _least(takes_s, blocks)
-        if takes_s(best) > (1 - _WORTH_SHARE) * takes_s(blocks):
+        best, best_s = _divide(
+            blocks,
+            lambda loaded: self.load_seconds(loaded * block_bytes),
+            lambda loaded: self.compute_seconds(positions[loaded * block_tokens :]),
+        )
+        all_s = max(whole_s, self.compute_seconds(positions[blocks * block_tokens :]))
+        if best_s > (1 - _WORTH_SHARE) * all_s:
             self._refusals = 0
             return blocks
         self._refusals += 1
@@ -126,56 +118,59 @@ class LoadOrCompute:
         self._refusals = 0
         return blocks
 
-    def patience_s(self, *, tokens: int, waited_s: float, pace_s: float, layers_left: int) -> float:
-        """How much longer to wait for a load's next layer before its `tokens` are computed instead; 0: not at
+    def patience_s(self, *, positions: range, waited_s: float, pace_s: float, layers_left: int) -> float:
+        """How much longer to wait for a load's next layer before `positions` are computed instead; 0: not at
         all.
 
         A load that comes a layer each `pace_s` (0: none has come) and would need far longer than computing is
         hopeless. Any other is waited for as long as computing takes, so that both together are at most twice
         the shorter one, whatever becomes of the load.
         """
-        if not self._compute.known:
+        compute_s = self.compute_seconds(positions)
+        if not compute_s:
             return max(0.0, PATIENCE_S_UNKNOWN - waited_s)
-        limit_s = max(self.compute_seconds(tokens), PATIENCE_S_MIN)
+        limit_s = max(compute_s, PATIENCE_S_MIN)
         if pace_s * layers_left > _HOPELESS * limit_s:
             return 0.0
         return max(0.0, limit_s - waited_s)
 
     def blocks_to_keep(
-        self, blocks: int, *, block_tokens: int, new_tokens: int, pace_s: float, layers_left: int
+        self, blocks: int, *, block_tokens: int, positions: range, pace_s: float, layers_left: int
     ) -> int:
         """How many leading blocks of a load that is given up to go on with: the layers that it lacks, at its
-        pace, while the other blocks are computed. 0 where no layer has come; half of them at most, so that a
-        load which falls behind again and again ends."""
-        if not pace_s or not self._compute.known:
+        pace, while the rest of `positions`, which begin with them, is computed. 0 where no layer has come;
+        half of them at most, so that a load which falls behind again and again ends."""
+        all_s = self.compute_seconds(positions)
+        if not pace_s or not all_s:
             return 0
         rest_s = pace_s * layers_left / blocks
-
-        def takes_s(kept: int) -> float:
-            return max(kept * rest_s, self.compute_seconds((blocks - kept) * block_tokens + new_tokens))
-
-        best = min(_least(takes_s, blocks), blocks // 2)
-        return best if takes_s(best) < (1 - _WORTH_SHARE) * takes_s(0) else 0
+        best, best_s = _divide(
+            blocks // 2,
+            lambda kept: kept * rest_s,
+            lambda kept: self.compute_seconds(positions[kept * block_tokens :]),
+        )
+        return best if best_s < (1 - _WORTH_SHARE) * all_s else 0
 
 
 class AlwaysLoad(LoadOrCompute):
     """Loads all that is stored, however long it takes: where processors are dearer than time, and to compare
     with."""
 
-    def blocks_to_load(self, blocks: int, *, block_bytes: int, block_tokens: int, new_tokens: int) -> int:
+    def blocks_to_load(self, blocks: int, *, block_bytes: int, block_tokens: int, positions: range) -> int:
         return blocks
 
-    def patience_s(self, *, tokens: int, waited_s: float, pace_s: float, layers_left: int) -> float:
+    def patience_s(self, *, positions: range, waited_s: float, pace_s: float, layers_left: int) -> float:
         return math.inf
 
 
-def _least(takes_s: Callable[[int], float], blocks: int) -> int:
-    """Where it takes least, of 0 … blocks: it falls up to one place, and rises from there."""
-    low, high = 0, blocks
-    while low < high:
-        middle = (low + high) // 2
-        if takes_s(middle) <= takes_s(middle + 1):
-            high = middle
-        else:
-            low = middle + 1
-    return min((0, low, blocks), key=lambda count: (takes_s(count), -count))
+def _divide(
+    blocks: int, load_s: Callable[[int], float], compute_s: Callable[[int], float]
+) -> tuple[int, float]:
+    """How many of so many blocks to load while the others are computed, and what both together take: about
+    where loading begins to take longer."""
+    longer = bisect_left(range(blocks), True, key=lambda loaded: load_s(loaded) >= compute_s(loaded))
+    able = (0, max(longer - 1, 0), longer, blocks)
+    return min(
+        ((loaded, max(load_s(loaded), compute_s(loaded))) for loaded in able),
+        key=lambda one: (one[1], -one[0]),
+    )

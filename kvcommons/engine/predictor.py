@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from operator import truediv
 
 import numpy as np
@@ -37,8 +37,8 @@ _KNOWN = 2  # times what was measured: so far what was learnt is believed
 class IterationWork:
     """What is in an iteration, or in a part of one."""
 
-    rows: int = 0  # through the matrices
-    pairs: int = 0  # of chunks: a token, and one that it attends to
+    rows: float = 0  # through the matrices
+    pairs: float = 0  # of chunks: a token, and one that it attends to
     read_bytes: int = 0  # KV of sequences that generate, here
     exchanges: int = 0  # 1: other holders are asked in each layer
     away_bytes: int = 0  # KV that the slowest of them reads
@@ -96,6 +96,13 @@ class Predictor:
     def seconds(self, work: IterationWork) -> float:
         """0 until anything was measured."""
         return sum(cost * amount for cost, amount in zip(self._costs, _amounts(work), strict=True))
+
+    def prompt_seconds(self, positions: range, chunk_tokens: int) -> float:
+        """Of these of a prompt, in as many chunks as they take; 0 until a chunk was measured."""
+        if not positions or not self.most.pairs:
+            return 0.0
+        chunks, whole = -(-len(positions) // chunk_tokens), IterationWork.of_chunk(positions)
+        return chunks * self.seconds(replace(whole, rows=whole.rows / chunks, pairs=whole.pairs / chunks))
 
     def knows(self, work: IterationWork) -> bool:
         """Whether what was measured is enough to say what such an iteration takes."""

@@ -49,7 +49,7 @@ class Preloading:
                 blocks,
                 block_bytes=self._core.layout.block_bytes,
                 block_tokens=prompt.block_tokens,
-                new_tokens=prompt.tokens - (prompt.device_blocks + blocks) * prompt.block_tokens,
+                positions=_behind_device(prompt),
             )
         prompt.reuse(loaded=blocks)
 
@@ -61,7 +61,7 @@ class Preloading:
         ahead = self.read_buffer.layers_ahead(
             self._cost,
             history_bytes=size,
-            new_tokens=prompt.tokens_left,
+            new=range(prompt.sequence.computed, prompt.tokens),
             held_bytes=sum(other.ahead_bytes for other in others),
         )
         prompt.ahead_bytes = ahead * size // layout.layers
@@ -155,8 +155,9 @@ class Preloading:
         assert load is not None
         if load.ended:
             return 0.0
+        loaded = _behind_device(prompt)[: prompt.loaded_blocks * prompt.block_tokens]
         return self._cost.patience_s(
-            tokens=prompt.tokens if prompt.needs_loaded else prompt.loaded_blocks * prompt.block_tokens,
+            positions=range(prompt.tokens) if prompt.needs_loaded else loaded,
             waited_s=prompt.load_wait_s - prompt.waited_before_s,
             pace_s=self._pace_s(prompt),
             layers_left=self._core.layout.layers - load.layers_arrived,
@@ -181,7 +182,12 @@ class Preloading:
         return self._cost.blocks_to_keep(
             prompt.loaded_blocks,
             block_tokens=prompt.block_tokens,
-            new_tokens=prompt.tokens_left,
+            positions=_behind_device(prompt),
             pace_s=self._pace_s(prompt),
             layers_left=layers - arrived,
         )
+
+
+def _behind_device(prompt: Prompt) -> range:
+    """Its positions behind what was found here."""
+    return range(prompt.device_blocks * prompt.block_tokens, prompt.tokens)

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 from torch import Tensor
 
@@ -18,7 +19,7 @@ from kvcommons.engine.history import Histories
 from kvcommons.engine.iteration_timing import IterationTiming
 from kvcommons.engine.keeper import BlockKeeper, KeptRun
 from kvcommons.engine.load_or_compute import LoadOrCompute
-from kvcommons.engine.predictor import IterationWork
+from kvcommons.engine.predictor import IterationWork, Predictor
 from kvcommons.engine.preloading import LoadFellShort, Preloading
 from kvcommons.engine.prompt import Prompt
 from kvcommons.engine.read_buffer import ReadBuffer
@@ -52,6 +53,7 @@ class Prompts:
         keeper: BlockKeeper,
         histories: Histories,
         read_buffer: ReadBuffer,
+        predictor: Predictor | None = None,
         cost: LoadOrCompute | None = None,
         tracer: Tracer,
         tbt_objective_s: float = math.inf,
@@ -67,8 +69,9 @@ class Prompts:
         self._scheduler = scheduler
         self._chunk_tokens = chunk_tokens
         self._keeper = keeper
-        self._cost = cost or LoadOrCompute()
-        self.preloading = Preloading(core, histories, self._cost, read_buffer)
+        self.predictor = predictor or Predictor()
+        self._compute_s = partial(self.predictor.prompt_seconds, chunk_tokens=chunk_tokens)
+        self.preloading = Preloading(core, histories, cost or LoadOrCompute(self._compute_s), read_buffer)
         self._tracer = tracer
         self._prompts: dict[int, Prompt] = {}
         self._tbt_objective_s = tbt_objective_s
@@ -188,13 +191,6 @@ class Prompts:
             prompt.memory.close(prompt)
         self._scheduler.progress(prompt.key, tokens_left=prompt.tokens_left)
 
-    def computed(self, tokens: int, seconds: float, *, beside: bool) -> None:
-        """An iteration with so many tokens of prompts has taken so long; `beside`: sequences that generate
-        had a part in it."""
-        own_s = seconds - self._tokens_s if beside else seconds
-        if own_s > 0:
-            self._cost.computed(tokens, own_s)
-
     def generated(self, seconds: float) -> None:
         """An iteration without prompts."""
         self._tokens_s = _KEPT * self._tokens_s + (1 - _KEPT) * seconds if self._tokens_s else seconds
@@ -231,9 +227,9 @@ class Prompts:
         lends = self._lends()
         if not beside and not lends:
             return self._chunk_tokens
-        rate = self._cost.compute_tokens_per_s
+        chunk_s = self._compute_s(range(self._chunk_tokens))
         left_s = (self._tbt_objective_s if not lends else self._tbt_objective_s / 2) - self._tokens_s
-        tokens = rate * left_s if rate else BESIDE_TOKENS_MIN
+        tokens = self._chunk_tokens * left_s / chunk_s if chunk_s else BESIDE_TOKENS_MIN
         return int(min(max(tokens, BESIDE_TOKENS_MIN), self._chunk_tokens))
 
     def _begin(self, prompt: Prompt) -> None:

@@ -15,15 +15,16 @@ class LoadRates(Protocol):
 
     def load_seconds(self, load_bytes: int) -> float: ...
 
-    def compute_seconds(self, tokens: int) -> float: ...
+    def compute_seconds(self, positions: range) -> float: ...
 
 
-def buffer_bytes(rates: LoadRates, *, history_bytes: int, new_tokens: int) -> float:
+def buffer_bytes(rates: LoadRates, *, history_bytes: int, new: range) -> float:
     """`S_buf = B (T_load L_hist - T_pref L_new)`: what has to be there before a job computes, so that its
     layers never wait for their history. B is the bandwidth of loading, T_load and T_pref are the times that a
-    token takes to load and to prefill; both products come from measured rates. Not below 0.
+    token takes to load and to prefill; both products come from what was measured. `new`: positions. Not below
+    0.
     """
-    gap_s = rates.load_seconds(history_bytes) - rates.compute_seconds(new_tokens)
+    gap_s = rates.load_seconds(history_bytes) - rates.compute_seconds(new)
     return max(0.0, rates.load_bytes_per_s * gap_s)
 
 
@@ -46,8 +47,9 @@ class ReadBuffer:
         """The layer that has to be there when a job begins to compute."""
         return self.layers - 1 if self.whole_first else 0
 
-    def layers_ahead(self, rates: LoadRates, *, history_bytes: int, new_tokens: int, held_bytes: int) -> int:
-        """For a history of `history_bytes`, where other jobs' buffers hold `held_bytes`."""
+    def layers_ahead(self, rates: LoadRates, *, history_bytes: int, new: range, held_bytes: int) -> int:
+        """For a history of `history_bytes`, behind which `new` positions are computed, where other jobs'
+        buffers hold `held_bytes`."""
         layer_bytes = history_bytes / self.layers
         room = int(max(0, self.bytes_max - held_bytes) // layer_bytes)
         if self.fixed_layers is not None:
@@ -56,6 +58,6 @@ class ReadBuffer:
             wanted = self.layers
         else:
             # One more than the gap: what a turn begins with must never be waited for.
-            size = buffer_bytes(rates, history_bytes=history_bytes, new_tokens=new_tokens)
+            size = buffer_bytes(rates, history_bytes=history_bytes, new=new)
             wanted = math.ceil(size / layer_bytes) + 1
         return min(wanted, room, self.layers)

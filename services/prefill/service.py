@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from functools import partial
 from pathlib import Path
 
 from kvcommons.blockstore.loader import BlockLoader
@@ -14,6 +15,7 @@ from kvcommons.engine.core_lock import CoreLock, CoreLockCollector
 from kvcommons.engine.history import Condemner, Histories
 from kvcommons.engine.keeper import BlockKeeper
 from kvcommons.engine.load_or_compute import AlwaysLoad
+from kvcommons.engine.predictor import Predictor
 from kvcommons.engine.prompt_engine import prompt_engine
 from kvcommons.engine.prompts import Prompts
 from kvcommons.engine.read_buffer import ReadBuffer
@@ -48,6 +50,8 @@ class PrefillParts:
         scheduler = Scheduler(max_queue=config.max_queue, max_prompts=config.max_running)
         cores = self._cores = CoreLock(Path(config.core_lock)) if config.core_lock else None
         telemetry.registry.register(CoreLockCollector(cores))
+        predictor = Predictor()
+        compute_s = partial(predictor.prompt_seconds, chunk_tokens=config.chunk_tokens)
         prompts = Prompts(
             core,
             scheduler,
@@ -55,7 +59,8 @@ class PrefillParts:
             keeper=self.keeper,
             histories=Histories(core, self.loader),
             read_buffer=ReadBuffer(layers=core.layout.layers, bytes_max=config.read_buffer_bytes),
-            cost=AlwaysLoad() if config.loads == "always" else None,
+            predictor=predictor,
+            cost=AlwaysLoad(compute_s) if config.loads == "always" else None,
             tracer=telemetry.tracer,
             cores=cores,
         )

@@ -302,8 +302,8 @@ async def test_of_a_load_that_is_given_up_some_blocks_are_kept(
     stalling(blocks=6, layer=layer)
     layers = ModelSpec.read(engines.folder).layers
 
-    def patience_s(_: LoadOrCompute, *, tokens: int, layers_left: int, **__: float) -> float:
-        return 0.0 if tokens == 6 * BLOCK and layers_left <= layers - layer else 10.0
+    def patience_s(_: LoadOrCompute, *, positions: range, layers_left: int, **__: float) -> float:
+        return 0.0 if positions == range(6 * BLOCK) and layers_left <= layers - layer else 10.0
 
     monkeypatch.setattr(LoadOrCompute, "patience_s", patience_s)
     monkeypatch.setattr(LoadOrCompute, "blocks_to_keep", lambda *_, **__: keep)

@@ -1,21 +1,28 @@
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from kvcommons.engine.load_or_compute import AlwaysLoad, Duration, LoadOrCompute
 
 
+def each(token_s: float) -> Callable[[range], float]:
+    """Each token takes as long to compute; 0: that is not known."""
+    return lambda positions: token_s * len(positions)
+
+
 def cost(*, load_s: float, compute_s: float, retry_every: int = 8) -> LoadOrCompute:
     """A block (1,000 bytes, 10 tokens) takes so long to load and to compute."""
-    made = LoadOrCompute(retry_every=retry_every)
+    made = LoadOrCompute(each(compute_s / 10), retry_every=retry_every)
     made.loaded(1000, load_s)
     made.loaded(1000, load_s)
-    made.computed(10, compute_s)
     return made
 
 
 def to_load(made: LoadOrCompute, blocks: int, new_tokens: int = 0) -> int:
-    return made.blocks_to_load(blocks, block_bytes=1000, block_tokens=10, new_tokens=new_tokens)
+    positions = range(blocks * 10 + new_tokens)
+    return made.blocks_to_load(blocks, block_bytes=1000, block_tokens=10, positions=positions)
 
 
 def test_a_line_tells_the_fixed_part_from_the_rest() -> None:
@@ -39,16 +46,15 @@ def test_a_line_never_says_that_more_takes_less() -> None:
     assert 0 <= line.seconds(1) <= line.seconds(10) <= line.seconds(1000)
 
 
-def test_loads_all_until_both_rates_are_known() -> None:
-    made = LoadOrCompute()
+def test_loads_all_until_both_are_known() -> None:
+    made = LoadOrCompute(each(0.0))
     assert to_load(made, 7) == 7
     made.loaded(1000, 10.0)
     assert to_load(made, 7) == 7
 
 
 def test_the_first_load_is_no_reason_to_compute() -> None:
-    made = LoadOrCompute()
-    made.computed(10, 0.1)
+    made = LoadOrCompute(each(0.01))
     made.loaded(1000, 10.0)
     assert to_load(made, 50) == 50
     made.loaded(1000, 0.01)
@@ -76,9 +82,22 @@ def test_a_verdict_against_loading_is_tested_again() -> None:
     assert [to_load(made, 50) for _ in range(6)] == [0, 0, 50, 0, 0, 50]
 
 
-def test_rates_follow_what_is_measured() -> None:
-    made = LoadOrCompute()
-    assert made.load_bytes_per_s == made.compute_tokens_per_s == 0
+def test_of_a_long_context_more_is_loaded() -> None:
+    """Its blocks take longer to compute than those of a short one, and no longer to load."""
+    made = LoadOrCompute(lambda positions: 1e-4 * len(positions) * (positions.start + positions.stop) / 2)
+    for _ in range(2):
+        made.loaded(1000, 0.5)
+
+    def loads(positions: range) -> int:
+        return made.blocks_to_load(50, block_bytes=1000, block_tokens=10, positions=positions)
+
+    assert loads(range(500)) == 21
+    assert loads(range(10_000, 10_500)) == 50
+
+
+def test_the_load_rate_follows_what_is_measured() -> None:
+    made = LoadOrCompute(each(0.0))
+    assert made.load_bytes_per_s == 0
     for _ in range(30):
         made.loaded(100, 1.0)
     for _ in range(30):
@@ -91,7 +110,7 @@ def test_rates_follow_what_is_measured() -> None:
 def patience(
     made: LoadOrCompute, *, waited_s: float = 0.0, pace_s: float = 0.0, layers_left: int = 16
 ) -> float:
-    return made.patience_s(tokens=1000, waited_s=waited_s, pace_s=pace_s, layers_left=layers_left)
+    return made.patience_s(positions=range(1000), waited_s=waited_s, pace_s=pace_s, layers_left=layers_left)
 
 
 def test_a_load_is_waited_for_as_long_as_computing_takes() -> None:
@@ -99,7 +118,7 @@ def test_a_load_is_waited_for_as_long_as_computing_takes() -> None:
     assert patience(made) == pytest.approx(2.0)
     assert patience(made, waited_s=1.5) == pytest.approx(0.5)
     assert patience(made, waited_s=2.5) == 0
-    assert patience(LoadOrCompute(), waited_s=0.4) == pytest.approx(0.6)
+    assert patience(LoadOrCompute(each(0.0)), waited_s=0.4) == pytest.approx(0.6)
 
 
 def test_a_hopeless_load_is_given_up_at_once() -> None:
@@ -113,7 +132,9 @@ def test_of_a_load_that_is_given_up_the_share_is_kept_that_comes_in_time() -> No
     made = cost(load_s=0.1, compute_s=0.1)
 
     def keep(pace_s: float, layers_left: int = 10) -> int:
-        return made.blocks_to_keep(50, block_tokens=10, new_tokens=0, pace_s=pace_s, layers_left=layers_left)
+        return made.blocks_to_keep(
+            50, block_tokens=10, positions=range(500), pace_s=pace_s, layers_left=layers_left
+        )
 
     assert keep(0.5) == 25  # 5 s for all that is left, as computing takes for all
     assert keep(5.0) == 0
@@ -134,8 +155,7 @@ def test_one_pause_changes_little_and_a_trend_is_followed() -> None:
 
 
 def test_what_always_loads_waits_for_it() -> None:
-    made = AlwaysLoad()
+    made = AlwaysLoad(each(0.01))
     made.loaded(1000, 100.0)
-    made.computed(10, 0.1)
     assert to_load(made, 50) == 50
     assert patience(made, waited_s=1e4, pace_s=1e3) > 0

@@ -135,6 +135,17 @@ def test_chunks_of_one_size_are_put_down_to_their_tokens() -> None:
     assert made.seconds(IterationWork.of_chunk(range(256))) == pytest.approx(0.5, rel=0.1)
 
 
+def test_a_prompt_takes_as_long_as_its_chunks() -> None:
+    made, machine = Predictor(), Machine(1, noise=0.0)
+    machine.run(made, 200, machine.tokens)
+    assert made.prompt_seconds(range(100), 512) == 0, "no chunk was measured"
+    machine.run(made, 1000, machine.mixed)
+    chunks = [range(first, first + 500) for first in (4000, 4500, 5000)]
+    expected_s = sum(takes_s(IterationWork.of_chunk(chunk)) for chunk in chunks)
+    assert made.prompt_seconds(range(4000, 5500), 512) == pytest.approx(expected_s, rel=0.05)
+    assert made.prompt_seconds(range(4000, 4000), 512) == 0
+
+
 def test_pairs_of_a_chunk_grow_with_what_is_before_it() -> None:
     assert IterationWork.of_chunk(range(3)).pairs == 1 + 2 + 3
     assert IterationWork.of_chunk(range(10, 13)).pairs == 11 + 12 + 13
