@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import pwd
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -137,13 +138,16 @@ async def make(server: Server, say: Callable[[str], None], log_bytes: int) -> No
     log = LogFile(place.logs / "postgres.jsonl", log_bytes)
     try:
         say("Making a database for the session records of several kvstores")
-        await _run(server.initdb(fresh), log, lambda line: None)
+        if why := await _run(server.initdb(fresh), log, lambda line: None):
+            who = f" (as {server.account}, since it refuses root)" if server.account is not None else ""
+            raise Unavailable(f"initdb{who} failed: {why}. Mend that, or {_OTHERWISE}")
         if any(place.data.glob("kvstore*/format")):
             say("Moving the sessions into it")
             child = Child(server.plan(fresh), log, lambda name, record: None)
             await child.start()
             try:
-                await _run(_move(server), log, lambda line: say(f"    {line}"))
+                if why := await _run(_move(server), log, lambda line: say(f"    {line}")):
+                    raise Unavailable(f"the sessions could not be moved: {why}. {_without_lost(place.data)}")
             finally:
                 await child.stop(STOP_S)
     finally:
@@ -152,19 +156,26 @@ async def make(server: Server, say: Callable[[str], None], log_bytes: int) -> No
     _sync(place.data)  # a rename that is forgotten would let the next start begin anew
 
 
-async def _run(plan: ProcessPlan, log: LogFile, say: Callable[[str], None]) -> None:
+async def _run(plan: ProcessPlan, log: LogFile, say: Callable[[str], None]) -> str:
+    """Why it failed, in its own words; empty: it did not."""
     child = Child(plan, log, lambda name, record: say(record.human()))
     await child.start()
     try:
         status = await child.wait()
     finally:
         await child.stop(STOP_S)
-    if status:
-        who = f" (as {plan.account}, since it refuses root)" if plan.account is not None else ""
-        raise Unavailable(
-            f"{Path(plan.command[0]).name}{who} failed: {' '.join([*child.last_lines][-2:])}. Mend that, or "
-            f"{_OTHERWISE}"
-        )
+    return f"{' '.join([*child.last_lines][-2:])} (status {status})" if status else ""
+
+
+def _without_lost(data: Path) -> str:
+    """What to do where a folder that a former stack had is gone for good."""
+    fresh = data.with_name(f"{data.name}.moved")
+    move = ("kvcommons", "records", "move", "--data", data, "--without", "NAME", "--to", fresh / "kvstore")
+    return (
+        f"Where the folder of a kvstore is missing, bring it back into {data}; where it is lost for good, "
+        f"run `{shlex.join(map(str, move))}`, which takes what the others have, and start the stack with "
+        f"{shlex.join(['--data', str(fresh)])}"
+    )
 
 
 def _move(server: Server) -> ProcessPlan:

@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 import shutil
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from devstack.place import Claim
+from devstack.postgres import find, make
+from kvcommons.errors import Unavailable
 from tests.contract.postgres_server import account, programs
+from tests.contract.shard_folders import write_stack
+from tests.machine import scaled
 from tests.system.stack import Stack
 
 START_S = 60.0
@@ -26,6 +35,30 @@ def folder() -> Iterator[Path]:
     path.chmod(0o711)
     yield path
     shutil.rmtree(path)
+
+
+async def test_where_a_former_stack_s_folder_is_lost_the_error_has_the_way_out(folder: Path) -> None:
+    former = write_stack("three", folder / "data")
+    shutil.rmtree(former.folders[1])
+    said: list[str] = []
+
+    async def made(data: Path) -> None:
+        claim = Claim(data)
+        try:
+            await make(find(claim.place, os.environ, 2), said.append, 1 << 20)
+        finally:
+            claim.release()
+
+    with pytest.raises(Unavailable, match=r"could not be moved: .* lack ") as error:
+        await made(folder / "data")
+    lost = re.search(r"--without (\S+) where it is lost", error.value.message)
+    command = re.search(r"run `kvcommons (.*?)`.* with --data (\S+)$", error.value.message)
+    assert lost is not None
+    assert command is not None
+    words = [lost[1] if word == "NAME" else word for word in shlex.split(command[1])]
+    subprocess.run([sys.executable, "-m", "devstack", *words], check=True, timeout=scaled(START_S))
+    await made(Path(command[2]))
+    assert any("Moved now: " in line and "Moved now: 0;" not in line for line in said)
 
 
 def working_in(folder: Path) -> list[int]:
