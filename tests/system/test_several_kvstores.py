@@ -23,6 +23,33 @@ from tests.machine import scaled
 from tests.system.stack import Stack
 
 START_S = 60.0
+# The interpreter may lie where another user may not look: all is imported before it becomes one.
+AS_ANOTHER_USER = """
+import asyncio, os, sys
+from pathlib import Path
+from devstack.child import Child
+from devstack.logfile import LogFile
+from devstack.place import Claim
+from devstack.postgres import find, make
+
+async def run():
+    claim = Claim(Path(sys.argv[1]))
+    server = find(claim.place, os.environ, 2)
+    await make(server, print, 1 << 20)
+    log = LogFile(claim.place.logs / "postgres.jsonl", 1 << 20)
+    up = asyncio.Event()
+    ready = lambda name, record: up.set() if "ready to accept" in record.human() else None
+    child = Child(server.plan(claim.place.postgres), log, ready)
+    await child.start()
+    await asyncio.wait_for(up.wait(), float(sys.argv[2]))
+    assert await child.stop(float(sys.argv[2]))
+    claim.release()
+
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+asyncio.run(run())
+"""
 TELLS = ("My cat is called Zuzu.", "My brother is called Benno.", "What is my cat called?")
 
 
@@ -59,6 +86,17 @@ async def test_where_a_former_stack_s_folder_is_lost_the_error_has_the_way_out(f
     subprocess.run([sys.executable, "-m", "devstack", *words], check=True, timeout=scaled(START_S))
     await made(Path(command[2]))
     assert any("Moved now: " in line and "Moved now: 0;" not in line for line in said)
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="needs root, to become another user")
+def test_another_user_than_root_runs_it_as_himself(folder: Path) -> None:
+    home = folder / "home"
+    home.mkdir()
+    os.chown(home, 65534, 65534)
+    command = [sys.executable, "-c", AS_ANOTHER_USER, home / "data", str(scaled(START_S))]
+    subprocess.run(command, check=True, timeout=2 * scaled(START_S))
+    assert (home / "data" / "postgres").stat().st_uid == 65534
+    assert not working_in(home)
 
 
 def working_in(folder: Path) -> list[int]:
