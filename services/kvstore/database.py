@@ -23,6 +23,7 @@ from rocksdict import (
     DBRecoveryMode,
     Options,
     Rdict,
+    ReadOptions,
     WriteBatch,
     WriteOptions,
 )
@@ -109,11 +110,7 @@ class Database:
     def items(self, family: str, start: bytes = b"", prefix: bytes = b"") -> Iterator[tuple[bytes, bytes]]:
         """Keys from `start` on that begin with `prefix`, in order. Raises DamagedDatabase."""
         try:
-            for key, value in self._handle(family).items(from_key=max(start, prefix)):
-                assert isinstance(key, bytes)  # raw mode
-                if not key.startswith(prefix):
-                    return
-                yield key, value
+            yield from scan(self._handle(family), start, prefix)
         except StoreUnavailable:
             raise
         except Exception as error:
@@ -232,6 +229,23 @@ class Database:
                 handle.close()
             except Exception as error:  # it flushes, which a full disk refuses; the log has everything
                 log.warning("closing the database %s: %s", self._path, error)
+
+
+def scan(handle: Rdict, start: bytes, prefix: bytes) -> Iterator[tuple[bytes, bytes]]:
+    """Keys of one family from `start` on that begin with `prefix`, in order."""
+    options = ReadOptions()
+    # Without a bound, a search for what is gone would go through all that was deleted behind it, too.
+    if (end := end_of(prefix)) is not None:
+        options.set_iterate_upper_bound(end)
+    for key, value in handle.items(from_key=max(start, prefix), read_opt=options):
+        assert isinstance(key, bytes)  # raw mode
+        yield key, value
+
+
+def end_of(prefix: bytes) -> bytes | None:
+    """The first key behind all that begin with the prefix; None where nothing comes behind them."""
+    cut = prefix.rstrip(b"\xff")
+    return cut[:-1] + bytes([cut[-1] + 1]) if cut else None
 
 
 def _headless(path: Path) -> bool:

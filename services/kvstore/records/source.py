@@ -25,7 +25,7 @@ from rocksdict import AccessType, DBRecoveryMode, Options, Rdict
 from kvcommons.errors import InvalidInput, StoreUnavailable
 from kvcommons.pb import kvstore_pb2 as pb
 from services.kvstore import session as rules
-from services.kvstore.database import Put
+from services.kvstore.database import Put, scan
 from services.kvstore.families import HEADS, LEASES, META, RECORDS, STAMPS
 from services.kvstore.folder import DataFolder, UnknownFormat
 from services.kvstore.integrity import CHECKED_FAMILIES, open_integrity_table
@@ -228,11 +228,7 @@ class _ReadOnlyDatabase:
         if handle is None:
             return
         try:
-            for key, value in handle.items(from_key=max(start, prefix)):
-                assert isinstance(key, bytes)  # raw mode
-                if not key.startswith(prefix):
-                    return
-                yield key, value
+            yield from scan(handle, start, prefix)
         except Exception as error:
             raise StoreUnavailable(f"reading from {self._path} failed: {error}") from error
 

@@ -22,6 +22,7 @@ from kvcommons.pb import kvstore_pb2 as pb
 from kvcommons.shards import session_key
 from services.kvstore import session as rules
 from services.kvstore.clock import Clock
+from services.kvstore.database import end_of
 from services.kvstore.records import tables
 from services.kvstore.records.interface import RecordsObserver
 from services.kvstore.records.postgres import Connection, Postgres, ReadAgain, Transaction
@@ -105,7 +106,8 @@ class SqlRecords:
     async def page(self, tenant: str, after: str, limit: int) -> tuple[list[pb.SessionRecord], bool]:
         rules.check_name(tenant, "tenant")
         rules.check_limit(limit)
-        end = _end(session_key(tenant, ""))
+        end = end_of(session_key(tenant, ""))
+        assert end is not None  # it begins with a length
 
         async def work(transaction: Transaction) -> tuple[list[pb.SessionRecord], bool]:
             found: list[pb.SessionRecord] = []
@@ -371,9 +373,3 @@ def _checked_key(tenant: str, session_id: str) -> bytes:
 
 def _session_id(key: bytes) -> str:
     return key[2 + int.from_bytes(key[:2], "big") :].decode()
-
-
-def _end(prefix: bytes) -> bytes:
-    """The first key behind all that begin with a tenant's prefix, which does not begin with 255."""
-    cut = prefix.rstrip(b"\xff")
-    return cut[:-1] + bytes([cut[-1] + 1])

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from rocksdict import Options, Rdict
 
 from services.kvstore.blocks import BlockStore
 from services.kvstore.clock import SystemClock
+from services.kvstore.database import scan
 from services.kvstore.disk import LocalFile
 from services.kvstore.session import TurnCommit
 from services.kvstore.sessions import Sessions, open_sessions
@@ -105,6 +108,24 @@ def test_blocks_that_another_session_names_stay(tmp_path: Path) -> None:
     assert read_blocks(store, ids, OTHER) == 3
     sessions.close()
     store.close()
+
+
+def test_a_search_does_not_go_through_what_was_deleted_behind_it(tmp_path: Path) -> None:
+    """Or each deletion of a session would cost what all former ones left."""
+    options = Options(raw_mode=True)
+    options.enable_statistics()
+    table = Rdict(str(tmp_path / "table"), options)
+    names = [number.to_bytes(2, "big") for number in range(1000)]
+    for name in names:
+        table[name + b"one"] = table[name + b"two"] = b""
+    assert [key for key, _ in scan(table, b"", names[7])] == [names[7] + b"one", names[7] + b"two"]
+    for name in names:
+        del table[name + b"one"], table[name + b"two"]
+    assert not any(next(scan(table, b"", name), None) for name in names)
+    skipped = re.search(r"number\.iter\.skip COUNT : (\d+)", options.get_statistics() or "")
+    assert skipped is not None
+    assert int(skipped[1]) < 10 * len(names)
+    table.close()
 
 
 def test_sessions_of_before_there_were_uses_are_counted_too(tmp_path: Path) -> None:
