@@ -46,14 +46,16 @@ class Session:
     def __init__(self, kvstores: Kvstores, name: str) -> None:
         self._kvstores = itertools.cycle(kvstores)
         self.name = name
-        self._block_ids: list[bytes] = []
         self._tokens = 0
 
     def turn(self, new_tokens: int) -> tuple[float, float]:
         """Seconds of its begin and of its commit."""
+        kept = self._tokens // BLOCK_TOKENS
         self._tokens += new_tokens
-        for number in range(len(self._block_ids), self._tokens // BLOCK_TOKENS):
-            self._block_ids.append(blake2b(f"{self.name} {number}".encode(), digest_size=32).digest())
+        new_ids = [
+            blake2b(f"{self.name} {number}".encode(), digest_size=32).digest()
+            for number in range(kept, self._tokens // BLOCK_TOKENS)
+        ]
         kvstore, turn_id = next(self._kvstores), f"{self.name} {self._tokens}"
         began_s = time.monotonic()
         begun = kvstore.BeginTurn(
@@ -72,7 +74,8 @@ class Session:
             model_name="bench",
             new_tokens=range(new_tokens),
             new_messages=[pb.Message(role="user", content="x" * 4 * new_tokens)],
-            block_ids=self._block_ids,
+            kept_blocks=kept,
+            block_ids=new_ids,
         )
         begun_s = time.monotonic()
         kvstore.CommitTurn(commit, timeout=CALL_S)

@@ -735,6 +735,7 @@ class CommitTurnRequest(_message.Message):
     MODEL_NAME_FIELD_NUMBER: _builtins.int
     NEW_TOKENS_FIELD_NUMBER: _builtins.int
     NEW_MESSAGES_FIELD_NUMBER: _builtins.int
+    KEPT_BLOCKS_FIELD_NUMBER: _builtins.int
     BLOCK_IDS_FIELD_NUMBER: _builtins.int
     DURABLE_WAIT_MS_FIELD_NUMBER: _builtins.int
     NEW_TRUNCATIONS_FIELD_NUMBER: _builtins.int
@@ -745,15 +746,17 @@ class CommitTurnRequest(_message.Message):
     expected_version: _builtins.int
     model: _builtins.bytes
     model_name: _builtins.str
+    kept_blocks: _builtins.int
+    """of the session's full blocks before this turn, so many are still its first ones"""
     durable_wait_ms: _builtins.int
-    """how long to wait for those blocks to be on disk before committing the tokens alone"""
+    """how long to wait for block_ids to be on disk before committing the tokens alone"""
     @_builtins.property
     def new_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def new_messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Message]: ...
     @_builtins.property
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """of all full blocks of the session after this turn"""
+        """of the full blocks that follow on them"""
 
     @_builtins.property
     def new_truncations(self) -> _containers.RepeatedCompositeFieldContainer[Global___TruncationRecord]: ...
@@ -769,13 +772,14 @@ class CommitTurnRequest(_message.Message):
         model_name: _builtins.str = ...,
         new_tokens: _abc.Iterable[_builtins.int] | None = ...,
         new_messages: _abc.Iterable[Global___Message] | None = ...,
+        kept_blocks: _builtins.int = ...,
         block_ids: _abc.Iterable[_builtins.bytes] | None = ...,
         durable_wait_ms: _builtins.int = ...,
         new_truncations: _abc.Iterable[Global___TruncationRecord] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "durable_wait_ms", b"durable_wait_ms", "expected_version", b"expected_version", "fencing", b"fencing", "model", b"model", "model_name", b"model_name", "new_messages", b"new_messages", "new_tokens", b"new_tokens", "new_truncations", b"new_truncations", "session_id", b"session_id", "tenant", b"tenant", "turn_id", b"turn_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "durable_wait_ms", b"durable_wait_ms", "expected_version", b"expected_version", "fencing", b"fencing", "kept_blocks", b"kept_blocks", "model", b"model", "model_name", b"model_name", "new_messages", b"new_messages", "new_tokens", b"new_tokens", "new_truncations", b"new_truncations", "session_id", b"session_id", "tenant", b"tenant", "turn_id", b"turn_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

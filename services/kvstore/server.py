@@ -193,12 +193,13 @@ class SessionsServicer(rpc.SessionsServicer):
                 model_name=request.model_name,
                 new_tokens=request.new_tokens,
                 new_messages=request.new_messages,
+                kept_blocks=request.kept_blocks,
                 block_ids=ids,
                 new_truncations=request.new_truncations,
             ),
         )
         self._metrics.committed(time.monotonic() - started, new=committed.new)
-        facts = {"version": committed.version, "blocks": len(ids), "durable_blocks": durable}
+        facts = {"version": committed.version, "new_blocks": len(ids), "durable_blocks": durable}
         log.info("turn committed", extra={**facts, "new_tokens": len(request.new_tokens)})
         return pb.CommitTurnReply(version=committed.version, durable_blocks=durable)
 

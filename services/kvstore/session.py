@@ -53,8 +53,8 @@ class TurnLease:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnCommit:
-    """What a turn adds to its session. `block_ids`: of all full blocks of the session's context after this
-    turn."""
+    """What a turn adds to its session. Of the full blocks of the session's context before the turn, the first
+    `kept_blocks` still begin it; `block_ids` are of those that follow on them."""
 
     turn_id: str
     fencing: int
@@ -63,6 +63,7 @@ class TurnCommit:
     model_name: str
     new_tokens: Sequence[int]
     new_messages: Sequence[pb.Message]
+    kept_blocks: int = 0
     block_ids: Sequence[bytes]
     new_truncations: Sequence[pb.TruncationRecord] = ()
 
@@ -218,13 +219,20 @@ def renew(
 
 
 def commit(
-    record: pb.SessionRecord, lease: TurnLease | None, turn: TurnCommit, now_ms: int, *, exists: bool
+    record: pb.SessionRecord,
+    lease: TurnLease | None,
+    turn: TurnCommit,
+    now_ms: int,
+    *,
+    exists: bool,
+    blocks: int,
 ) -> pb.SessionRecord | None:
     """The head after the turn; None if the turn is the one committed last. `exists`: the record, or its head,
-    is stored.
+    is stored; `blocks`: how many block identities it has.
 
     Raises VersionConflict where the session moved on, Conflict where the lease went to another turn,
-    SessionNotFound where the session was deleted meanwhile.
+    SessionNotFound where the session was deleted meanwhile, InvalidInput for a turn that keeps more blocks
+    than there are.
     """
     check_name(turn.turn_id, "turn_id")
     if record.last_turn_id == turn.turn_id:
@@ -234,6 +242,11 @@ def commit(
         raise VersionConflict(
             f"the session is at version {record.version} and the turn began at {turn.expected_version}: "
             "begin it anew"
+        )
+    if turn.kept_blocks > blocks:
+        raise InvalidInput(
+            f"the session has {blocks} full blocks, and {turn.kept_blocks} cannot be kept",
+            param="kept_blocks",
         )
     after = head_of(record)
     after.version += 1
@@ -255,6 +268,7 @@ def grown(record: pb.SessionRecord, head: pb.SessionRecord, turn: TurnCommit) ->
     after.messages.extend(turn.new_messages)
     after.truncations.extend(record.truncations)
     after.truncations.extend(turn.new_truncations)
+    after.block_ids.extend(record.block_ids[: turn.kept_blocks])
     after.block_ids.extend(turn.block_ids)
     return after
 

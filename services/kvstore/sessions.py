@@ -190,11 +190,13 @@ class Sessions:
             key = session_key(tenant, session_id)
             stored = self._live(tenant, session_id)
             record = stored or rules.new_record(tenant, session_id, 0, now_ms, new_incarnation())
-            head = rules.commit(record, self._lease(key), turn, now_ms, exists=stored is not None)
+            blocks = len(record.block_ids)
+            lease = self._lease(key)
+            head = rules.commit(record, lease, turn, now_ms, exists=stored is not None, blocks=blocks)
             if head is None:
                 return Committed(version=record.version, new=False)
             after = rules.grown(record, head, turn)
-            uses = self._uses.changes(key, record.block_ids, after.block_ids)
+            uses = self._uses.changes(key, record.block_ids[turn.kept_blocks :], turn.block_ids)
             self._write_step([*puts_of(after), *uses, (LEASES, key, None)], self._fencing + 1)
             self._count += stored is None
             return Committed(version=after.version, new=True)

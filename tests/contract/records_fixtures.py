@@ -73,6 +73,8 @@ def turn(
     tokens: Sequence[int],
     block_ids: Sequence[bytes] = (),
     truncations: Sequence[pb.TruncationRecord] = (),
+    *,
+    kept_blocks: int = 0,
 ) -> TurnCommit:
     return TurnCommit(
         turn_id=lease.turn_id,
@@ -82,6 +84,7 @@ def turn(
         model_name="demo",
         new_tokens=tokens,
         new_messages=[pb.Message(role="user", content=f"{len(tokens)} from {tokens[:1]}")],
+        kept_blocks=kept_blocks,
         block_ids=block_ids,
         new_truncations=truncations,
     )
@@ -93,6 +96,9 @@ async def commit(
     tokens: Sequence[int],
     session_id: str = "s",
     block_ids: Sequence[bytes] = (),
+    *,
+    kept_blocks: int = 0,
 ) -> Committed:
     record, lease = await begin(records, turn_id, session_id)
-    return await records.commit("alice", session_id, turn(lease, record.version, tokens, block_ids))
+    added = turn(lease, record.version, tokens, block_ids, kept_blocks=kept_blocks)
+    return await records.commit("alice", session_id, added)

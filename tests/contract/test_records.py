@@ -91,7 +91,7 @@ async def test_turns_add_up_and_survive(home: Home) -> None:
     record, _ = await begin(records, "t1")
     assert (record.version, list(record.tokens)) == (0, [])
     assert (await commit(records, "t1", [1, 2], block_ids=[block(1)])).version == 1
-    assert (await commit(records, "t2", [300_000], block_ids=[block(1), block(2)])).version == 2
+    assert (await commit(records, "t2", [300_000], block_ids=[block(2)], kept_blocks=1)).version == 2
     before = await records.get("alice", "s")
     await home.close()
     again = await home.open()
@@ -373,9 +373,9 @@ async def test_a_lease_has_bounds(records: Records, lease_ms: int) -> None:
 
 async def test_blocks_go_with_the_last_session_that_names_them(home: Home, records: Records) -> None:
     await commit(records, "t1", [1], "a", [block(1), block(2)])
-    await commit(records, "t2", [2], "a", [block(1), block(2), block(3)])
+    await commit(records, "t2", [2], "a", [block(3)], kept_blocks=2)
     await records.fork("alice", "a", "b")
-    await commit(records, "t3", [3], "b", [block(1), block(2), block(3), block(4)])
+    await commit(records, "t3", [3], "b", [block(4)], kept_blocks=3)
     await commit(records, "t4", [3], "c", [block(1), block(9)])
     await records.delete("alice", "a")
     assert home.unnamed == []
@@ -390,9 +390,10 @@ async def test_what_a_truncation_drops_is_not_named_any_more(home: Home, records
     await commit(records, "t1", range(6), block_ids=before)
     record, lease = await begin(records, "t2")
     cut = pb.TruncationRecord(at_token=6, kept_head_tokens=1, dropped_tokens=3)
+    added = turn(lease, record.version, [6], [block(4), block(5), block(6)], [cut], kept_blocks=1)
+    await records.commit("alice", "s", added)
     after = [block(0), block(4), block(5), block(6)]
-    await records.commit("alice", "s", turn(lease, record.version, [6], after, [cut]))
-    await commit(records, "t3", [7], block_ids=[*after, block(7)])
+    await commit(records, "t3", [7], block_ids=[block(7)], kept_blocks=4)
     await home.close()
     again = await home.open()
     stored = await again.get("alice", "s")
@@ -401,6 +402,27 @@ async def test_what_a_truncation_drops_is_not_named_any_more(home: Home, records
     assert stored.dropped_tokens == 3
     await again.delete("alice", "s")
     assert home.unnamed == [*after, block(7)]
+
+
+async def test_a_turn_names_some_blocks_anew_all_or_none(home: Home, records: Records) -> None:
+    await commit(records, "t1", [1], block_ids=[block(1), block(2), block(3)])
+    await commit(records, "t2", [2], block_ids=[block(9), block(3)], kept_blocks=1)
+    assert list((await records.get("alice", "s")).block_ids) == [block(1), block(9), block(3)]
+    await commit(records, "t3", [3], block_ids=[block(3), block(4)])
+    await commit(records, "t4", [4], kept_blocks=2)
+    assert list((await records.get("alice", "s")).block_ids) == [block(3), block(4)]
+    await records.delete("alice", "s")
+    assert home.unnamed == [block(3), block(4)]
+
+
+async def test_no_more_blocks_are_kept_than_there_are(records: Records) -> None:
+    await commit(records, "t1", [1], block_ids=[block(1)])
+    before = await records.get("alice", "s")
+    _, lease = await begin(records, "t2")
+    with pytest.raises(InvalidInput, match="1 full blocks"):
+        await records.commit("alice", "s", turn(lease, 1, [2], [block(2)], kept_blocks=2))
+    assert await records.get("alice", "s") == before
+    assert (await records.commit("alice", "s", turn(lease, 1, [2], [block(2)], kept_blocks=1))).version == 2
 
 
 async def test_a_caller_that_goes_away_leaves_no_half_a_turn(records: Records) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -14,12 +15,14 @@ import psycopg
 import pytest
 
 from kvcommons.errors import Conflict, DataLoss, Overloaded, StoreUnavailable, TurnInProgress
+from kvcommons.pb import kvstore_pb2 as pb
+from kvcommons.shards import session_key
 from services.kvstore.records.interface import RecordsObserver
 from services.kvstore.records.postgres import CONFLICTS_MAX, Postgres, Transaction
 from services.kvstore.records.schema import REVISION, migrate, render
 from services.kvstore.records.sql import SqlRecords
 from tests.contract.postgres_server import PostgresServer, Proxy
-from tests.contract.records_fixtures import CALL_S, Clock, begin, commit, sql, turn
+from tests.contract.records_fixtures import CALL_S, MODEL, Clock, begin, commit, sql, turn
 from tests.machine import scaled
 
 T = TypeVar("T")
@@ -326,6 +329,44 @@ async def test_tables_of_a_newer_version_are_left_alone(postgres: PostgresServer
             await migrate(connection)
 
 
+async def test_a_database_of_the_first_version_goes_on(
+    postgres: PostgresServer, schema: str, stack: AsyncExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its sessions had a digest of all their block identities."""
+    conninfo, incarnation = postgres.conninfo + schema, uuid.uuid4()
+    ids = [bytes([number]) * 32 for number in range(3)]
+    head = pb.SessionRecord(
+        format=1, tenant="alice", session_id="s", root="s", version=1, last_turn_id="t1", model=MODEL
+    )
+    added = pb.SessionRecord(tokens=[1, 2], messages=[pb.Message(role="user", content="hi")])
+    async with await psycopg.AsyncConnection.connect(conninfo, autocommit=True) as connection:
+        with monkeypatch.context() as former:
+            former.setattr("services.kvstore.records.schema.REVISION", "0001")
+            await migrate(connection)
+        await connection.execute(
+            "INSERT INTO sessions (incarnation, key, head, blocks, blocks_digest, last_used_ms) "
+            "VALUES (%s, %s, %s, 2, %s, 0)",
+            [incarnation, session_key("alice", "s"), head.SerializeToString(), b"d" * 16],
+        )
+        await connection.execute(
+            "INSERT INTO turns VALUES (%s, 1, 't1', %s, 0, %s)",
+            [incarnation, added.SerializeToString(), ids[0] + ids[1]],
+        )
+        for block_id in ids[:2]:
+            await connection.execute("INSERT INTO block_uses VALUES (%s, %s)", [block_id, incarnation])
+    unnamed: list[bytes] = []
+    records = sql(conninfo, Clock(), unnamed=lambda model, block_ids: unnamed.extend(block_ids))
+    stack.push_async_callback(records.close)
+    assert (await commit(records, "t2", [3], block_ids=ids[2:], kept_blocks=2)).version == 2
+    record = await records.get("alice", "s")
+    assert (list(record.tokens), list(record.block_ids)) == ([1, 2, 3], ids)
+    assert [message.content for message in record.messages] == ["hi", "1 from [3]"]
+    await records.fork("alice", "s", "copy")
+    await records.delete("alice", "s")
+    await records.delete("alice", "copy")
+    assert unnamed == ids
+
+
 # ---- what a turn costs
 
 
@@ -372,8 +413,10 @@ async def test_a_turn_costs_the_same_however_long_its_session(
     async def one_turn(session_id: str, number: int, before: int, new: int) -> None:
         record, lease = await begin(records, f"t{number:04}", session_id)
         assert (record.version, len(record.tokens)) == (number, before)
-        ids = blocks(session_id, before + new)
-        await records.commit("alice", session_id, turn(lease, number, [90_000] * new, ids))
+        kept = len(blocks(session_id, before))
+        ids = blocks(session_id, before + new)[kept:]
+        added = turn(lease, number, [90_000] * new, ids, kept_blocks=kept)
+        await records.commit("alice", session_id, added)
 
     async def cost(session_id: str, number: int, before: int) -> Cost:
         fetched, written = await statistics(records, postgres, schema)

@@ -128,7 +128,8 @@ class Day(StoreSchedule):
             model_name="m",
             new_tokens=[number],
             new_messages=[],
-            block_ids=[*history, *new],
+            kept_blocks=len(history),
+            block_ids=new,
         )
         self.sessions.commit("t", name, turn)
         self._rest()

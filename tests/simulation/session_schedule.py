@@ -30,6 +30,7 @@ class Begun:
     fencing: int
     version: int
     expires_ms: int
+    blocks: int  # of the session before it
     over: bool = False
 
 
@@ -162,7 +163,9 @@ class SessionSchedule:
             self.truths[name].see((record.version, tuple(record.tokens)))
         for turn in self.turns:
             turn.over = turn.over or turn.name == name
-        self.turns.append(Begun(name, self.number, lease.fencing, record.version, now_ms + LEASE_MS))
+        self.turns.append(
+            Begun(name, self.number, lease.fencing, record.version, now_ms + LEASE_MS, len(record.block_ids))
+        )
 
     def _commit(self) -> None:
         if not self.turns:
@@ -175,7 +178,7 @@ class SessionSchedule:
             version, tokens = state or (0, ())
             if version == turn.version:
                 after.append((version + 1, (*tokens, turn.number)))
-        blocks = [bytes([number % 251]) * 32 for number in range(turn.number % 7)]
+        blocks = [f"{turn.number} {number}".encode().ljust(32) for number in range(turn.number % 7)]
         try:
             committed = self.sessions.commit(
                 "t",
@@ -188,6 +191,7 @@ class SessionSchedule:
                     model_name="m",
                     new_tokens=[turn.number],
                     new_messages=[],
+                    kept_blocks=self.dice.randint(0, turn.blocks),
                     block_ids=blocks,
                 ),
             )

@@ -218,7 +218,8 @@ class SqlRecords:
             before = stored or rules.new_record(tenant, session_id, 0, now_ms, drawn)
             lease = row.lease if row is not None else None
             try:
-                head = rules.commit(before, lease, turn, now_ms, exists=stored is not None)
+                blocks = row.blocks if row is not None else 0
+                head = rules.commit(before, lease, turn, now_ms, exists=stored is not None, blocks=blocks)
             except Conflict:
                 version = await tables.find_turn(connection, row, turn.turn_id) if row is not None else None
                 if version is None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import uuid
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from hashlib import blake2b
 from typing import Any, LiteralString
 
 from kvcommons.pb import kvstore_pb2 as pb
@@ -22,14 +21,13 @@ ID_BYTES = 32  # of a block
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """A session. `head`, which names the incarnation too, is None while there is but a lease; `blocks_digest`
-    is of all its block ids; `fencing` is a number drawn when the row was locked."""
+    """A session. `head`, which names the incarnation too, is None while there is but a lease; `blocks` says
+    how many block ids it has; `fencing` is a number drawn when the row was locked."""
 
     incarnation: uuid.UUID
     head: pb.SessionRecord | None = None
     lease: TurnLease | None = None
     blocks: int = 0
-    blocks_digest: bytes = blake2b(digest_size=16).digest()
     fencing: int = 0
 
 
@@ -51,7 +49,7 @@ async def next_fencing(connection: Connection) -> int:
 
 async def read(connection: Connection, key: bytes, *, lock: bool) -> Row | None:
     """With `lock`, nobody else changes the session before this transaction ends."""
-    columns: LiteralString = "SELECT incarnation, head, lease, blocks, blocks_digest"
+    columns: LiteralString = "SELECT incarnation, head, lease, blocks"
     which: LiteralString = " FROM sessions WHERE key = %s"
     if lock:
         rows = await _rows(connection, columns + ", nextval('fencing')" + which + " FOR UPDATE", key)
@@ -59,7 +57,7 @@ async def read(connection: Connection, key: bytes, *, lock: bool) -> Row | None:
         rows = await _rows(connection, columns + ", 0" + which, key)
     if not rows:
         return None
-    incarnation, stored, lease, blocks, digest, fencing = rows[0]
+    incarnation, stored, lease, blocks, fencing = rows[0]
     head = rules.decode_record(stored) if stored is not None else None
     if head is not None:
         head.incarnation = incarnation.bytes  # in the bytes of before there was this field it is not
@@ -68,7 +66,6 @@ async def read(connection: Connection, key: bytes, *, lock: bool) -> Row | None:
         head=head,
         lease=rules.decode_lease(lease) if lease is not None else None,
         blocks=blocks,
-        blocks_digest=digest,
         fencing=fencing,
     )
 
@@ -107,15 +104,14 @@ async def count(connection: Connection) -> int:
 async def insert(connection: Connection, key: bytes, row: Row) -> None:
     """Raises psycopg's UniqueViolation where another transaction was faster: tried again, it is seen."""
     await connection.execute(
-        "INSERT INTO sessions (incarnation, key, head, lease, blocks, blocks_digest, ends_ms, last_used_ms) "
-        "VALUES (%s, %s, %s, %s, %s, %s, %s, %s)",
+        "INSERT INTO sessions (incarnation, key, head, lease, blocks, ends_ms, last_used_ms) "
+        "VALUES (%s, %s, %s, %s, %s, %s, %s)",
         [
             row.incarnation,
             key,
             _encoded(row.head) if row.head is not None else None,
             rules.encode_lease(row.lease) if row.lease is not None else None,
             row.blocks,
-            row.blocks_digest,
             _ends_ms(row.head, row.lease),
             row.head.last_used_ms if row.head is not None else 0,
         ],
@@ -152,7 +148,7 @@ async def remove(connection: Connection, row: Row) -> list[bytes]:
 
 async def fork(connection: Connection, source: Row, head: pb.SessionRecord) -> None:
     incarnation = uuid.UUID(bytes=head.incarnation)
-    row = Row(incarnation=incarnation, head=head, blocks=source.blocks, blocks_digest=source.blocks_digest)
+    row = Row(incarnation=incarnation, head=head, blocks=source.blocks)
     await insert(connection, session_key(head.tenant, head.session_id), row)
     # Without the turns' ids: a turn of the one session may be a turn of the other, too.
     await connection.execute(
@@ -166,7 +162,7 @@ async def fork(connection: Connection, source: Row, head: pb.SessionRecord) -> N
 async def insert_whole(connection: Connection, incarnation: uuid.UUID, record: pb.SessionRecord) -> None:
     """A session whose turns are not known one by one: it gets one with all that it has, of its version."""
     ids = list(record.block_ids)
-    row = Row(incarnation=incarnation, head=record, blocks=len(ids), blocks_digest=_digest(ids))
+    row = Row(incarnation=incarnation, head=record, blocks=len(ids))
     await insert(connection, session_key(record.tenant, record.session_id), row)
     if record.version:
         added = pb.SessionRecord(
@@ -178,21 +174,20 @@ async def insert_whole(connection: Connection, incarnation: uuid.UUID, record: p
 
 async def add_turn(connection: Connection, row: Row, head: pb.SessionRecord, turn: TurnCommit) -> None:
     """Writes what the turn adds and the head after it, and takes the lease. Of what the session had, only a
-    truncation reads anything: which blocks its context had."""
-    ids = list(turn.block_ids)
-    # Mostly there are more blocks behind the ones of before, which need not be read to see that.
-    kept = row.blocks if _digest(ids[: row.blocks]) == row.blocks_digest else 0
+    turn that does not keep all blocks reads anything: their identities."""
+    kept, ids = turn.kept_blocks, list(turn.block_ids)
     if kept < row.blocks:
-        await _unname(connection, row.incarnation, {*await _block_ids(connection, row.incarnation)} - {*ids})
+        before = await _block_ids(connection, row.incarnation)
+        await _unname(connection, row.incarnation, {*before[kept:]} - {*ids})
     added = pb.SessionRecord(
         tokens=turn.new_tokens, messages=turn.new_messages, truncations=turn.new_truncations
     )
-    await _insert_turn(connection, row.incarnation, head, turn.turn_id, added, kept, ids[kept:])
-    await _name(connection, row.incarnation, ids[kept:])
+    await _insert_turn(connection, row.incarnation, head, turn.turn_id, added, kept, ids)
+    await _name(connection, row.incarnation, ids)
     await connection.execute(
-        "UPDATE sessions SET head = %s, lease = NULL, blocks = %s, blocks_digest = %s, ends_ms = %s, "
-        "last_used_ms = %s WHERE incarnation = %s",
-        [_encoded(head), len(ids), _digest(ids), _ends_ms(head), head.last_used_ms, row.incarnation],
+        "UPDATE sessions SET head = %s, lease = NULL, blocks = %s, ends_ms = %s, last_used_ms = %s "
+        "WHERE incarnation = %s",
+        [_encoded(head), kept + len(ids), _ends_ms(head), head.last_used_ms, row.incarnation],
     )
 
 
@@ -300,10 +295,6 @@ async def _rows(connection: Connection, query: LiteralString, *values: object) -
 
 def _encoded(head: pb.SessionRecord) -> bytes:
     return rules.head_of(head).SerializeToString(deterministic=True)
-
-
-def _digest(block_ids: Sequence[bytes]) -> bytes:
-    return blake2b(b"".join(block_ids), digest_size=16).digest()
 
 
 def _divided(block_ids: bytes) -> list[bytes]:

@@ -70,10 +70,11 @@ class SessionTurn:
         patience_s: float,
     ) -> pb.CommitTurnReply:
         """Durable when it returns. Tried again for `patience_s` while the store is away (idempotent by turn
-        id).
+        id). `block_ids`: of all full blocks of the context after the turn.
 
         Raises StoreUnavailable, or Conflict where the lease was lost.
         """
+        kept = _alike(self.record.block_ids, block_ids)
         request = pb.CommitTurnRequest(
             tenant=self._begin.tenant,
             session_id=self._begin.session_id,
@@ -84,7 +85,8 @@ class SessionTurn:
             model_name=model.name,
             new_tokens=new_tokens,
             new_messages=[pb.Message(role=m.role, content=m.content, name=m.name) for m in new_messages],
-            block_ids=block_ids,
+            kept_blocks=kept,
+            block_ids=block_ids[kept:],
             new_truncations=[one.record() for one in new_truncations],
             durable_wait_ms=durable_wait_ms,
         )
@@ -139,3 +141,9 @@ class SessionTurn:
                 return
             except KVCommonsError as error:
                 log.info("the lease was not renewed, which is tried again: %s", error)
+
+
+def _alike(before: Sequence[bytes], after: Sequence[bytes]) -> int:
+    """How many of the first are the same."""
+    differ = (at for at, (one, other) in enumerate(zip(before, after, strict=False)) if one != other)
+    return next(differ, min(len(before), len(after)))
