@@ -3,8 +3,8 @@ kvstore's own folder.
 
 Three real kvstores: one with its folder, two on the database that `--records` names. Turns are taken at the
 folder and at the database in turn, at the two kvstores of the database one after the other, over the calls
-that a router makes. Where a session has blocks, their identities go along with each commit, as they do in
-service; KV itself is left out.
+that a router makes which has taken the turns before, too: it knows the session, and names the blocks that
+are new. KV itself is left out.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class Session:
     def __init__(self, kvstores: Kvstores, name: str) -> None:
         self._kvstores = itertools.cycle(kvstores)
         self.name = name
+        self._last_turn_id = ""
         self._tokens = 0
 
     def turn(self, new_tokens: int) -> tuple[float, float]:
@@ -60,10 +61,16 @@ class Session:
         began_s = time.monotonic()
         begun = kvstore.BeginTurn(
             pb.BeginTurnRequest(
-                tenant="bench", session_id=self.name, turn_id=turn_id, owner="bench", lease_ms=LEASE_MS
+                tenant="bench",
+                session_id=self.name,
+                turn_id=turn_id,
+                owner="bench",
+                lease_ms=LEASE_MS,
+                known_turn_id=self._last_turn_id,
             ),
             timeout=CALL_S,
         )
+        assert begun.after_known == bool(self._last_turn_id)
         commit = pb.CommitTurnRequest(
             tenant="bench",
             session_id=self.name,
@@ -79,6 +86,7 @@ class Session:
         )
         begun_s = time.monotonic()
         kvstore.CommitTurn(commit, timeout=CALL_S)
+        self._last_turn_id = turn_id
         return begun_s - began_s, time.monotonic() - begun_s
 
     def delete(self) -> None:

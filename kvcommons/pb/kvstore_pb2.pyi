@@ -629,11 +629,14 @@ class BeginTurnRequest(_message.Message):
     TURN_ID_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
+    KNOWN_TURN_ID_FIELD_NUMBER: _builtins.int
     tenant: _builtins.str
     session_id: _builtins.str
     turn_id: _builtins.str
     owner: _builtins.str
     lease_ms: _builtins.int
+    known_turn_id: _builtins.str
+    """the caller has the record as this turn left it; empty: it has none"""
     def __init__(
         self,
         *,
@@ -642,10 +645,11 @@ class BeginTurnRequest(_message.Message):
         turn_id: _builtins.str = ...,
         owner: _builtins.str = ...,
         lease_ms: _builtins.int = ...,
+        known_turn_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_ms", b"lease_ms", "owner", b"owner", "session_id", b"session_id", "tenant", b"tenant", "turn_id", b"turn_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["known_turn_id", b"known_turn_id", "lease_ms", b"lease_ms", "owner", b"owner", "session_id", b"session_id", "tenant", b"tenant", "turn_id", b"turn_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -657,7 +661,10 @@ class BeginTurnReply(_message.Message):
 
     RECORD_FIELD_NUMBER: _builtins.int
     FENCING_FIELD_NUMBER: _builtins.int
+    AFTER_KNOWN_FIELD_NUMBER: _builtins.int
     fencing: _builtins.int
+    after_known: _builtins.bool
+    """of what grows with the session, record has only what came after known_turn_id: it goes behind that"""
     @_builtins.property
     def record(self) -> Global___SessionRecord:
         """version 0 and no tokens for a new session"""
@@ -667,10 +674,11 @@ class BeginTurnReply(_message.Message):
         *,
         record: Global___SessionRecord | None = ...,
         fencing: _builtins.int = ...,
+        after_known: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["record", b"record"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fencing", b"fencing", "record", b"record"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_known", b"after_known", "fencing", b"fencing", "record", b"record"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

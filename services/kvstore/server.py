@@ -151,15 +151,18 @@ class SessionsServicer(rpc.SessionsServicer):
         )
 
     async def BeginTurn(self, request: pb.BeginTurnRequest, context: Any) -> pb.BeginTurnReply:
-        record, lease = await self._call(
+        begun = await self._call(
             self._records.begin,
             request.tenant,
             request.session_id,
             turn_id=request.turn_id,
             owner=request.owner,
             lease_ms=request.lease_ms,
+            known_turn_id=request.known_turn_id,
         )
-        return pb.BeginTurnReply(record=record, fencing=lease.fencing)
+        return pb.BeginTurnReply(
+            record=begun.record, fencing=begun.lease.fencing, after_known=begun.after_known
+        )
 
     async def RenewTurn(self, request: pb.RenewTurnRequest, context: Any) -> pb.RenewTurnReply:
         await self._call(

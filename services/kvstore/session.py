@@ -52,6 +52,16 @@ class TurnLease:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Begun:
+    """A turn that has its session's lease. `record` is the whole session; with `after_known` its head, and of
+    tokens, messages, block ids and truncations only what turns after the known one added."""
+
+    record: pb.SessionRecord
+    lease: TurnLease
+    after_known: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TurnCommit:
     """What a turn adds to its session. Of the full blocks of the session's context before the turn, the first
     `kept_blocks` still begin it; `block_ids` are of those that follow on them."""

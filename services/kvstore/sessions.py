@@ -19,7 +19,7 @@ from services.kvstore.clock import Clock
 from services.kvstore.database import DamagedDatabase, Database, Put, Table
 from services.kvstore.families import HEADS, LEASES, META, RECORDS, STAMPS
 from services.kvstore.folder import UnknownFormat
-from services.kvstore.session import Committed, TurnCommit, TurnLease, new_incarnation
+from services.kvstore.session import Begun, Committed, TurnCommit, TurnLease, new_incarnation
 from services.kvstore.uses import USES, BlockUses
 
 SWEEP_MAX = 1000
@@ -145,9 +145,17 @@ class Sessions:
             return fork
 
     def begin(
-        self, tenant: str, session_id: str, *, turn_id: str, owner: str, lease_ms: int
-    ) -> tuple[pb.SessionRecord, TurnLease]:
+        self,
+        tenant: str,
+        session_id: str,
+        *,
+        turn_id: str,
+        owner: str,
+        lease_ms: int,
+        known_turn_id: str = "",
+    ) -> Begun:
         """Takes the turn lease. A session that does not exist has version 0 and begins with its first commit.
+        Only the last turn is known here: what single turns added is not kept.
 
         Raises TurnInProgress.
         """
@@ -166,7 +174,8 @@ class Sessions:
                 now_ms=now_ms,
             )
             self._write_step([(LEASES, key, rules.encode_lease(lease))], max(self._fencing, lease.fencing))
-            return record, lease
+            known = bool(known_turn_id) and known_turn_id == record.last_turn_id
+            return Begun(record=rules.head_of(record) if known else record, lease=lease, after_known=known)
 
     def renew(self, tenant: str, session_id: str, *, turn_id: str, fencing: int, lease_ms: int) -> None:
         """Raises Conflict where another turn has begun, SessionNotFound where the session was deleted."""

@@ -18,6 +18,7 @@ from services.router.fleet.fleet import Fleet
 from services.router.http.connections import ConnectionTable
 from services.router.http.tenants import Tenants
 from services.router.metrics import RouterMetrics
+from services.router.sessions.copies import RecordCopies
 from services.router.sessions.store import SessionStore
 from services.router.turn.dispatch import Dispatch
 from services.router.turn.plan import Text
@@ -46,6 +47,7 @@ class Serving:
     started_s: int  # since the epoch
     clock: Callable[[], float] = time.monotonic
     seed: Callable[[], int] = draw_seed
+    copies: RecordCopies = field(default_factory=RecordCopies)
     _background: set[asyncio.Task[None]] = field(default_factory=set)
 
     def in_background(self, work: Coroutine[Any, Any, None]) -> None:

@@ -13,6 +13,7 @@ from kvcommons.rpc.directory import Directory
 from kvcommons.shards import session_key
 from services.kvstore.session import LEASE_MS_MAX
 from services.router.fleet.fleet import Fleet
+from services.router.sessions.copies import RecordCopies, grown
 from services.router.sessions.store import SessionStore
 from tests.contract.kvstore_process import KvstoreProcess
 from tests.contract.ledger_process import LedgerProcess, eventually
@@ -39,6 +40,7 @@ class Kvstores:
         self.directory = Directory([self.ledger.address], "test")
         self.fleet = Fleet(self.directory, open_channel)
         self.store = SessionStore(self.fleet)
+        self.copies = RecordCopies()
         self._turns = itertools.count()
 
     def start(self, name: str, **settings: object) -> KvstoreProcess:
@@ -68,12 +70,15 @@ class Kvstores:
     async def begin(
         self, session_id: str, lease_ms: int = LEASE_MS
     ) -> tuple[pb.BeginTurnRequest, pb.BeginTurnReply]:
+        """The reply has the whole record, put together as a router does."""
+        known = self.copies.get(TENANT, session_id)
         request = pb.BeginTurnRequest(
             tenant=TENANT,
             session_id=session_id,
             turn_id=f"turn {next(self._turns)}",
             owner="test",
             lease_ms=lease_ms,
+            known_turn_id=known.last_turn_id,
         )
         reply = await self.store.call(
             lambda stub, timeout_s: stub.BeginTurn(request, timeout=timeout_s),
@@ -81,6 +86,9 @@ class Kvstores:
             root=session_id,
             patience_s=PATIENCE_S,
         )
+        if reply.after_known:
+            reply.record.CopyFrom(grown(known, reply.record, kept_blocks=len(known.block_ids)))
+        self.copies.put(reply.record)
         return request, reply
 
     def committing(

@@ -64,7 +64,9 @@ def sql(
 async def begin(
     records: Records, turn_id: str, session_id: str = "s", *, owner: str = "router", lease_ms: int = 1000
 ) -> tuple[pb.SessionRecord, TurnLease]:
-    return await records.begin("alice", session_id, turn_id=turn_id, owner=owner, lease_ms=lease_ms)
+    begun = await records.begin("alice", session_id, turn_id=turn_id, owner=owner, lease_ms=lease_ms)
+    assert not begun.after_known
+    return begun.record, begun.lease
 
 
 def turn(

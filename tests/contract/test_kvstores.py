@@ -15,7 +15,12 @@ import pytest
 
 from kvcommons.errors import AlreadyExists, Conflict, SessionNotFound, StoreUnavailable, TurnInProgress
 from kvcommons.pb import kvstore_pb2 as pb
+from kvcommons.pb.common_pb2 import ModelInfo
+from services.router.sessions.conversation import Message
+from services.router.sessions.copies import RecordCopies
 from services.router.sessions.store import SessionStore
+from services.router.sessions.truncation import Truncation
+from services.router.sessions.turn import SessionTurn
 from tests.contract.kvstores import LEASE_MS, PATIENCE_S, TENANT, Kvstores
 from tests.contract.ledger_process import eventually
 from tests.contract.postgres_server import PostgresServer
@@ -113,13 +118,15 @@ async def test_a_commit_whose_answer_was_lost_is_not_made_twice(kvstores: Kvstor
 
 
 class Remembering(SessionStore):
-    """Keeps what it asked last: to be asked again, as if its answer had been lost, or late."""
+    """Keeps what it asked last, to be asked again as if its answer had been lost, or late, and the answer."""
 
     last: Any = None
+    answer: Any = None
 
     async def call(self, make: Any, **where: Any) -> Any:
         self.last = make
-        return await super().call(make, **where)
+        self.answer = await super().call(make, **where)
+        return self.answer
 
 
 async def test_what_makes_and_deletes_sessions_may_be_asked_of_another_again(kvstores: Kvstores) -> None:
@@ -148,6 +155,51 @@ async def test_what_makes_and_deletes_sessions_may_be_asked_of_another_again(kvs
     await kvstores.turn(name, [2])
     await again(deletion)  # it was another session's
     assert await kvstores.tokens(name) == [2]
+
+
+async def test_routers_are_told_what_they_do_not_know_yet(kvstores: Kvstores) -> None:
+    """Two that take turns on one session, each at the kvstore that serves."""
+    store, copies = Remembering(kvstores.fleet), [RecordCopies(), RecordCopies()]
+    blocks: list[bytes] = []
+    told: list[tuple[bool, list[int]]] = []
+    for number, router in enumerate([0, 0, 1, 1, 0, 0, 0, 1]):
+        turn = await SessionTurn.begin(
+            store,
+            copies[router],
+            tenant=TENANT,
+            session_id=NAMES[0],
+            turn_id=f"turn {number}",
+            owner="test",
+            lease_ms=LEASE_MS,
+        )
+        told.append((store.answer.after_known, list(store.answer.record.tokens)))
+        assert list(turn.record.tokens) == list(range(number))
+        assert list(turn.record.block_ids) == blocks
+        cut = number == 5
+        blocks = [*blocks[:1], *blocks[3 if cut else 1 :], *block_ids(1, f"{number}")]
+        await turn.commit(
+            model=ModelInfo(fingerprint=SHAPE.model, name="demo"),
+            new_tokens=[number],
+            new_messages=[Message(role="user", content=f"{number}")],
+            block_ids=blocks,
+            new_truncations=[Truncation(at_token=48, head_tokens=16, dropped_tokens=32)] if cut else [],
+            durable_wait_ms=0,
+            patience_s=PATIENCE_S,
+        )
+    assert told == [
+        (False, []),  # there was no session
+        (True, []),
+        (False, [0, 1]),
+        (True, []),
+        (True, [2, 3]),
+        (True, []),
+        (True, []),
+        (False, [0, 1, 2, 3, 4, 5, 6]),  # blocks were dropped since
+    ]
+    wanted = pb.GetSessionRequest(tenant=TENANT, session_id=NAMES[0])
+    record = await asyncio.to_thread(kvstores.processes["a"].sessions.Get, wanted, timeout=scaled(20))
+    assert [message.content for message in record.messages] == [str(number) for number in range(8)]
+    assert list(record.block_ids) == blocks
 
 
 async def test_turns_go_on_without_ledger_and_etcd(kvstores: Kvstores) -> None:

@@ -80,6 +80,26 @@ async def test_looking_at_a_session_is_no_use_of_its_blocks(served: Stack) -> No
     assert sum(await used()) > sum(before), "a turn is a use"
 
 
+async def test_a_session_begun_anew_has_nothing_of_the_former_one(served: Stack) -> None:
+    """Though the router remembers that, and both had as many turns."""
+    session = new_id()
+    served.says("so be it")
+    for text in ("first", "second"):
+        await served.post(CHAT, user(text, session_id=session))
+    first = list(served.engines[0].decode.jobs[0].tokens)
+    async with served.http.delete(f"/v1/sessions/{session}") as reply:
+        assert reply.status == 200
+    for text in ("first", "another"):
+        await served.post(CHAT, user(text, session_id=session))
+    *_, anew, last = served.engines[0].decode.jobs
+    assert list(anew.tokens) == first
+    assert "second" not in served.tokenizer.decode(last.tokens)
+    _, record = await served.get(f"/v1/sessions/{session}")
+    said = [message["content"] for message in record["messages"]]
+    assert said == ["first", "so be it", "another", "so be it"]
+    assert record["token_ids"][: len(last.tokens)] == list(last.tokens)
+
+
 async def test_a_stop_match_cuts_the_sessions_tokens(served: Stack) -> None:
     session = new_id()
     (answer,) = served.says("one two three four", end=False)

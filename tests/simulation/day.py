@@ -6,6 +6,7 @@ import heapq
 from collections.abc import Sequence
 from hashlib import shake_128
 
+from kvcommons.errors import SessionNotFound
 from services.kvstore.policies.floors import TenantFloors
 from services.kvstore.policies.hit_density import HitDensity
 from services.kvstore.session import TurnCommit
@@ -105,12 +106,15 @@ class Day(StoreSchedule):
         self.store.prefetcher.step()
 
     def _ids(self, name: str) -> list[bytes]:
-        record = self.sessions._live("t", name)
-        return list(record.block_ids) if record else []
+        try:
+            return list(self.sessions.get("t", name).block_ids)
+        except SessionNotFound:
+            return []
 
     def _take(self, name: str, number: int) -> None:
         """One turn: reads its history, computes what is not there, and is committed with what it adds."""
-        record, lease = self.sessions.begin("t", name, turn_id=f"{number}", owner="o", lease_ms=60_000)
+        begun = self.sessions.begin("t", name, turn_id=f"{number}", owner="o", lease_ms=60_000)
+        record, lease = begun.record, begun.lease
         history = list(record.block_ids)
         read = self._read(history)
         if name == _LIFE:

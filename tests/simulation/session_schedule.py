@@ -12,6 +12,7 @@ from services.kvstore.families import META
 from services.kvstore.integrity import CHECKED_FAMILIES, IntegrityTable
 from services.kvstore.session import TurnCommit
 from services.kvstore.sessions import Sessions
+from services.router.sessions.copies import RecordCopies, grown
 from tests.simulation.machine import Killed, Machine, Rocks, require
 
 NAMES = ("a", "b", "c")
@@ -28,9 +29,8 @@ class Begun:
     name: str
     number: int  # also its one new token
     fencing: int
-    version: int
+    record: pb.SessionRecord  # of the session before it
     expires_ms: int
-    blocks: int  # of the session before it
     over: bool = False
 
 
@@ -58,6 +58,7 @@ class SessionSchedule:
         self.rocks = Rocks(self.machine)
         self.truths = {name: Truth() for name in NAMES}
         self.turns: list[Begun] = []
+        self.copies = RecordCopies()  # a router's
         self.fencing = 0
         self.number = 0
         self._open()
@@ -148,24 +149,32 @@ class SessionSchedule:
         self.number += 1
         now_ms = self.machine.now_ms()
         holders = [t for t in self.turns if t.name == name and not t.over and t.expires_ms > now_ms]
+        known = self.copies.get("t", name)
         try:
-            record, lease = self.sessions.begin(
-                "t", name, turn_id=f"{self.number}", owner="o", lease_ms=LEASE_MS
+            begun = self.sessions.begin(
+                "t",
+                name,
+                turn_id=f"{self.number}",
+                owner="o",
+                lease_ms=LEASE_MS,
+                known_turn_id=known.last_turn_id,
             )
         except TurnInProgress:
             return
         except StoreUnavailable:
             return
         require(not holders, "two turns of one session at once")
-        require(lease.fencing > self.fencing, "a fencing number came twice")
-        self.fencing = lease.fencing
+        require(begun.lease.fencing > self.fencing, "a fencing number came twice")
+        self.fencing = begun.lease.fencing
+        record = begun.record
+        if begun.after_known:
+            record = grown(known, record, kept_blocks=len(known.block_ids))
+        self.copies.put(record)
         if record.version:
             self.truths[name].see((record.version, tuple(record.tokens)))
         for turn in self.turns:
             turn.over = turn.over or turn.name == name
-        self.turns.append(
-            Begun(name, self.number, lease.fencing, record.version, now_ms + LEASE_MS, len(record.block_ids))
-        )
+        self.turns.append(Begun(name, self.number, self.fencing, record, now_ms + LEASE_MS))
 
     def _commit(self) -> None:
         if not self.turns:
@@ -176,9 +185,10 @@ class SessionSchedule:
         after: list[State] = []
         for state in before:
             version, tokens = state or (0, ())
-            if version == turn.version:
+            if version == turn.record.version:
                 after.append((version + 1, (*tokens, turn.number)))
         blocks = [f"{turn.number} {number}".encode().ljust(32) for number in range(turn.number % 7)]
+        kept = self.dice.randint(0, len(turn.record.block_ids))
         try:
             committed = self.sessions.commit(
                 "t",
@@ -186,12 +196,12 @@ class SessionSchedule:
                 TurnCommit(
                     turn_id=f"{turn.number}",
                     fencing=turn.fencing,
-                    expected_version=turn.version,
+                    expected_version=turn.record.version,
                     model=b"m",
                     model_name="m",
                     new_tokens=[turn.number],
                     new_messages=[],
-                    kept_blocks=self.dice.randint(0, turn.blocks),
+                    kept_blocks=kept,
                     block_ids=blocks,
                 ),
             )
@@ -207,6 +217,13 @@ class SessionSchedule:
             require(not turn.over, "a turn was committed over the next one")
             require(after, "a turn was committed to a version that it did not begin at")
             truth.states = after
+            added = pb.SessionRecord(
+                version=committed.version,
+                last_turn_id=f"{turn.number}",
+                tokens=[turn.number],
+                block_ids=blocks,
+            )
+            self.copies.put(grown(turn.record, added, kept_blocks=kept))
         else:
             truth.states = [s for s in before if s is not None and s[1] and s[1][-1] == turn.number]
             require(truth.states, "a turn that was never committed is called committed")

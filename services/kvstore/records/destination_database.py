@@ -40,7 +40,7 @@ class DatabaseDestination:
             if row is not None and row.head is not None:
                 if row.head.version >= record.version:
                     return False
-                there = await tables.read_whole(connection, row.incarnation, row.head)
+                there = await tables.read_whole(connection, row.head)
                 if not goes_on_from(record, there):
                     return False
             if row is not None:
@@ -57,7 +57,7 @@ class DatabaseDestination:
             row = await tables.read(transaction.connection, key, lock=True)
             if row is None or row.head is None:
                 return None
-            return await tables.read_whole(transaction.connection, row.incarnation, row.head)
+            return await tables.read_whole(transaction.connection, row.head)
 
         return await self._postgres.transact(work)
 

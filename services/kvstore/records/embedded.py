@@ -12,7 +12,7 @@ from typing import ParamSpec, TypeVar
 
 from kvcommons.pb import kvstore_pb2 as pb
 from services.kvstore.records.interface import RecordsObserver
-from services.kvstore.session import Committed, TurnCommit, TurnLease
+from services.kvstore.session import Begun, Committed, TurnCommit
 from services.kvstore.sessions import Sessions
 
 P = ParamSpec("P")
@@ -52,10 +52,23 @@ class EmbeddedRecords:
         return await self._run(self._sessions.fork, tenant, session_id, new_session_id, incarnation)
 
     async def begin(
-        self, tenant: str, session_id: str, *, turn_id: str, owner: str, lease_ms: int
-    ) -> tuple[pb.SessionRecord, TurnLease]:
+        self,
+        tenant: str,
+        session_id: str,
+        *,
+        turn_id: str,
+        owner: str,
+        lease_ms: int,
+        known_turn_id: str = "",
+    ) -> Begun:
         return await self._run(
-            self._sessions.begin, tenant, session_id, turn_id=turn_id, owner=owner, lease_ms=lease_ms
+            self._sessions.begin,
+            tenant,
+            session_id,
+            turn_id=turn_id,
+            owner=owner,
+            lease_ms=lease_ms,
+            known_turn_id=known_turn_id,
         )
 
     async def renew(self, tenant: str, session_id: str, *, turn_id: str, fencing: int, lease_ms: int) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from kvcommons.pb import kvstore_pb2 as pb
-from services.kvstore.session import Committed, TurnCommit, TurnLease
+from services.kvstore.session import Begun, Committed, TurnCommit
 
 
 class RecordsObserver:
@@ -55,10 +55,22 @@ class Records(Protocol):
         `create`. Raises SessionNotFound, AlreadyExists."""
 
     async def begin(
-        self, tenant: str, session_id: str, *, turn_id: str, owner: str, lease_ms: int
-    ) -> tuple[pb.SessionRecord, TurnLease]:
-        """Takes the turn lease, and returns the whole record. A session that does not exist has version 0 and
-        begins with its first commit. Raises TurnInProgress."""
+        self,
+        tenant: str,
+        session_id: str,
+        *,
+        turn_id: str,
+        owner: str,
+        lease_ms: int,
+        known_turn_id: str = "",
+    ) -> Begun:
+        """Takes the turn lease, and returns the record. A session that does not exist has version 0 and
+        begins with its first commit. Raises TurnInProgress.
+
+        `known_turn_id`: the caller has the record as this turn left it. Where the turn is one of this very
+        session, and nothing that the record had then is gone from it, it may be answered with what came after
+        it.
+        """
 
     async def renew(self, tenant: str, session_id: str, *, turn_id: str, fencing: int, lease_ms: int) -> None:
         """Raises Conflict where another turn has begun, SessionNotFound where the session was deleted."""

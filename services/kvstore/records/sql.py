@@ -11,7 +11,6 @@ import asyncio
 import random
 import time
 import uuid
-from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from functools import partial
@@ -25,13 +24,12 @@ from services.kvstore.clock import Clock
 from services.kvstore.database import end_of
 from services.kvstore.records import tables
 from services.kvstore.records.interface import RecordsObserver
-from services.kvstore.records.postgres import Connection, Postgres, ReadAgain, Transaction
+from services.kvstore.records.postgres import Connection, Postgres, Transaction
 from services.kvstore.records.tables import Row
-from services.kvstore.session import Committed, TurnCommit, TurnLease, new_incarnation
+from services.kvstore.session import Begun, Committed, TurnCommit, new_incarnation
 
 T = TypeVar("T")
 
-KNOWN_BYTES = 64 << 20  # of records that were read lately
 SWEEP_MAX = 100  # sessions in one sweep: each is a transaction
 
 
@@ -68,7 +66,6 @@ class SqlRecords:
         self._now_ms = clock.now_ms
         self._unnamed = unnamed
         self._calls: set[asyncio.Task[Any]] = set()
-        self._known = _KnownRecords(KNOWN_BYTES)
 
     async def close(self) -> None:
         await asyncio.gather(*self._calls, return_exceptions=True)
@@ -99,7 +96,7 @@ class SqlRecords:
             row = await self._live(transaction.connection, key, lock=False)
             if row is None or row.head is None:
                 raise rules.not_found(session_id)
-            return await self._whole(transaction.connection, row.head)
+            return await tables.read_whole(transaction.connection, row.head)
 
         return await self._call("get", work)
 
@@ -161,11 +158,18 @@ class SqlRecords:
     # ---- turns
 
     async def begin(
-        self, tenant: str, session_id: str, *, turn_id: str, owner: str, lease_ms: int
-    ) -> tuple[pb.SessionRecord, TurnLease]:
+        self,
+        tenant: str,
+        session_id: str,
+        *,
+        turn_id: str,
+        owner: str,
+        lease_ms: int,
+        known_turn_id: str = "",
+    ) -> Begun:
         key = _checked_key(tenant, session_id)
 
-        async def work(transaction: Transaction) -> tuple[pb.SessionRecord, TurnLease]:
+        async def work(transaction: Transaction) -> Begun:
             connection, now_ms = transaction.connection, self._now_ms()
             row = await self._live_or_removed(transaction, key)
             before = row.lease if row is not None else None
@@ -184,8 +188,11 @@ class SqlRecords:
             else:
                 await tables.write_lease(connection, row, lease)
             if row is None or row.head is None:
-                return rules.new_record(tenant, session_id, 0, now_ms), lease
-            return await self._whole(connection, row.head), lease
+                return Begun(record=rules.new_record(tenant, session_id, 0, now_ms), lease=lease)
+            after = await tables.read_after(connection, row.head, known_turn_id) if known_turn_id else None
+            if after is None:
+                return Begun(record=await tables.read_whole(connection, row.head), lease=lease)
+            return Begun(record=after, lease=lease, after_known=True)
 
         return await self._call("begin", work)
 
@@ -294,7 +301,7 @@ class SqlRecords:
         if row is None:
             return None
         if row.head is not None and row.head.incarnation == incarnation:
-            return await self._whole(transaction.connection, row.head)
+            return await tables.read_whole(transaction.connection, row.head)
         if row.head is not None or rules.under_way(row.lease, self._now_ms()):
             raise rules.taken(_session_id(key))
         await self._remove(transaction, row)
@@ -315,22 +322,6 @@ class SqlRecords:
         if row.head is not None and unnamed:
             transaction.afterwards.append(partial(self._unnamed, row.head.model, unnamed))
 
-    async def _whole(self, connection: Connection, head: pb.SessionRecord) -> pb.SessionRecord:
-        """The record of a head. Turns are never changed, so only those that are not known here are read."""
-        incarnation = uuid.UUID(bytes=head.incarnation)
-        known = self._known.get(incarnation)
-        turns = await tables.read_turns(connection, incarnation, known.version, head.version)
-        body = pb.SessionRecord()
-        body.CopyFrom(known)
-        tables.grow(body, turns)
-        if body.version != head.version:
-            raise ReadAgain("the session was changed while it was read")
-        self._known.put(incarnation, body)
-        whole = pb.SessionRecord()
-        whole.CopyFrom(body)
-        whole.MergeFrom(head)
-        return whole
-
     async def _call(self, name: str, work: Callable[[Transaction], Coroutine[Any, Any, T]]) -> T:
         task = asyncio.create_task(self._postgres.transact(work))
         self._calls.add(task)
@@ -342,28 +333,6 @@ class SqlRecords:
         self._calls.discard(task)
         if not task.cancelled():
             task.exception()  # its caller may be gone
-
-
-class _KnownRecords:
-    """What grows of the records that were read last, each as of a version."""
-
-    def __init__(self, bytes_max: int) -> None:
-        self._bytes_max = bytes_max
-        self._bytes = 0
-        self._records: OrderedDict[uuid.UUID, tuple[pb.SessionRecord, int]] = OrderedDict()
-
-    def get(self, incarnation: uuid.UUID) -> pb.SessionRecord:
-        """Of version 0 where nothing is known. The caller does not change it."""
-        known = self._records.get(incarnation)
-        return known[0] if known is not None else pb.SessionRecord()
-
-    def put(self, incarnation: uuid.UUID, record: pb.SessionRecord) -> None:
-        _, before = self._records.pop(incarnation, (None, 0))
-        size = record.ByteSize()
-        self._records[incarnation] = record, size
-        self._bytes += size - before
-        while self._bytes > self._bytes_max:
-            self._bytes -= self._records.popitem(last=False)[1][1]
 
 
 def _checked_key(tenant: str, session_id: str) -> bytes:

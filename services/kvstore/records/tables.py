@@ -13,7 +13,7 @@ from typing import Any, LiteralString
 from kvcommons.pb import kvstore_pb2 as pb
 from kvcommons.shards import session_key
 from services.kvstore import session as rules
-from services.kvstore.records.postgres import Connection
+from services.kvstore.records.postgres import Connection, ReadAgain
 from services.kvstore.session import TurnCommit, TurnLease
 
 ID_BYTES = 32  # of a block
@@ -29,17 +29,6 @@ class Row:
     lease: TurnLease | None = None
     blocks: int = 0
     fencing: int = 0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TurnRow:
-    """What one turn added, or several that were moved here as one; of the block ids of before, the first
-    `kept_blocks` are still the session's."""
-
-    version: int
-    added: bytes
-    kept_blocks: int
-    block_ids: Sequence[bytes]
 
 
 async def next_fencing(connection: Connection) -> int:
@@ -198,41 +187,51 @@ async def find_turn(connection: Connection, row: Row, turn_id: str) -> int | Non
     return int(rows[0][0]) if rows else None
 
 
-async def read_turns(
-    connection: Connection, incarnation: uuid.UUID, behind: int, version: int
-) -> list[TurnRow]:
-    """Those that came after one version, up to another one."""
+async def read_whole(connection: Connection, head: pb.SessionRecord) -> pb.SessionRecord:
+    """The record of a head."""
+    record = pb.SessionRecord()
     rows = await _rows(
         connection,
         "SELECT version, added, kept_blocks, block_ids FROM turns "
-        "WHERE incarnation = %s AND version > %s AND version <= %s ORDER BY version",
-        incarnation,
-        behind,
-        version,
+        "WHERE incarnation = %s AND version <= %s ORDER BY version",
+        uuid.UUID(bytes=head.incarnation),
+        head.version,
     )
-    return [
-        TurnRow(version=turn_version, added=added, kept_blocks=kept, block_ids=_divided(block_ids))
-        for turn_version, added, kept, block_ids in rows
-    ]
-
-
-async def read_whole(
-    connection: Connection, incarnation: uuid.UUID, head: pb.SessionRecord
-) -> pb.SessionRecord:
-    """The record of a head."""
-    record = pb.SessionRecord()
-    grow(record, await read_turns(connection, incarnation, 0, head.version))
+    for _, added, kept, block_ids in rows:
+        record.MergeFromString(added)
+        del record.block_ids[kept:]
+        record.block_ids.extend(_divided(block_ids))
+    if head.version != (rows[-1][0] if rows else 0):
+        raise ReadAgain("the session was changed while it was read")
     record.MergeFrom(head)
     return record
 
 
-def grow(record: pb.SessionRecord, turns: Sequence[TurnRow]) -> None:
-    """Adds to a record what turns behind it added, and gives it the version of the last one."""
-    for turn in turns:
-        record.MergeFromString(turn.added)
-        del record.block_ids[turn.kept_blocks :]
-        record.block_ids.extend(turn.block_ids)
-        record.version = turn.version
+async def read_after(connection: Connection, head: pb.SessionRecord, turn_id: str) -> pb.SessionRecord | None:
+    """A head, with what the session's turns after this one added. None where it is no turn of the session, or
+    where one after it did not keep all blocks."""
+    if head.last_turn_id == turn_id:
+        return head
+    incarnation = uuid.UUID(bytes=head.incarnation)
+    rows = await _rows(
+        connection,
+        "SELECT added, kept_blocks, block_ids FROM turns WHERE incarnation = %s AND version >= "
+        "(SELECT version FROM turns WHERE incarnation = %s AND turn_id = %s) ORDER BY version",
+        incarnation,
+        incarnation,
+        turn_id,
+    )
+    if not rows:
+        return None
+    record, blocks = pb.SessionRecord(), rows[0][1] + len(_divided(rows[0][2]))
+    for added, kept, block_ids in rows[1:]:
+        if kept < blocks:
+            return None
+        record.MergeFromString(added)
+        record.block_ids.extend(_divided(block_ids))
+        blocks = kept + len(_divided(block_ids))
+    record.MergeFrom(head)
+    return record
 
 
 async def _insert_turn(

@@ -47,8 +47,8 @@ class SessionStore:
         at any kvstore, so it has to be idempotent where that is not 0. Errors that the store itself raised
         pass through.
 
-        `root`: of the session, where it is known, else its id. At its home are the session's blocks, and its
-        record is in memory; but any kvstore has it. `waits_s`: how long the call itself waits for something.
+        `root`: of the session, where it is known, else its id. At its home are the session's blocks; but any
+        kvstore has its record. `waits_s`: how long the call itself waits for something.
         """
         fleet = self._fleet.homed(session_key(tenant, root))
         deadline_s, delay_s = self._clock() + patience_s, _DELAY_S_MIN

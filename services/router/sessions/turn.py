@@ -10,6 +10,7 @@ from kvcommons.errors import Conflict, KVCommonsError, NotFound
 from kvcommons.pb import kvstore_pb2 as pb
 from kvcommons.pb.common_pb2 import ModelInfo
 from services.router.sessions.conversation import Message
+from services.router.sessions.copies import RecordCopies, grown
 from services.router.sessions.store import SessionStore
 from services.router.sessions.truncation import Truncation
 
@@ -24,21 +25,43 @@ class SessionTurn:
     """Begin it, then `commit` or `abandon`; either ends the lease. `lost` is set when another turn took it
     over."""
 
-    def __init__(self, store: SessionStore, begin: pb.BeginTurnRequest, reply: pb.BeginTurnReply) -> None:
-        self.record = reply.record
+    def __init__(
+        self,
+        store: SessionStore,
+        copies: RecordCopies,
+        begin: pb.BeginTurnRequest,
+        fencing: int,
+        record: pb.SessionRecord,
+    ) -> None:
+        self.record = record
         self.lost: KVCommonsError | None = None
         self._store = store
+        self._copies = copies
         self._begin = begin
-        self._fencing = reply.fencing
+        self._fencing = fencing
         self._renewal = asyncio.create_task(self._renew(), name=f"lease of {begin.session_id}")
 
     @classmethod
     async def begin(
-        cls, store: SessionStore, *, tenant: str, session_id: str, turn_id: str, owner: str, lease_ms: int
+        cls,
+        store: SessionStore,
+        copies: RecordCopies,
+        *,
+        tenant: str,
+        session_id: str,
+        turn_id: str,
+        owner: str,
+        lease_ms: int,
     ) -> SessionTurn:
         """Raises TurnInProgress while another turn has the session, StoreUnavailable."""
+        known = copies.get(tenant, session_id)
         request = pb.BeginTurnRequest(
-            tenant=tenant, session_id=session_id, turn_id=turn_id, owner=owner, lease_ms=lease_ms
+            tenant=tenant,
+            session_id=session_id,
+            turn_id=turn_id,
+            owner=owner,
+            lease_ms=lease_ms,
+            known_turn_id=known.last_turn_id,
         )
         reply = await store.call(
             lambda stub, timeout_s: stub.BeginTurn(request, timeout=timeout_s),
@@ -46,7 +69,11 @@ class SessionTurn:
             root=session_id,
             patience_s=_BEGIN_PATIENCE_S,
         )
-        return cls(store, request, reply)
+        record = reply.record
+        if reply.after_known:
+            record = grown(known, record, kept_blocks=len(known.block_ids))
+        copies.put(record)
+        return cls(store, copies, request, reply.fencing, record)
 
     @property
     def messages(self) -> list[Message]:
@@ -98,6 +125,15 @@ class SessionTurn:
             waits_s=durable_wait_ms / 1000,
         )
         self._renewal.cancel()
+        added = pb.SessionRecord(
+            version=reply.version,
+            last_turn_id=request.turn_id,
+            tokens=request.new_tokens,
+            messages=request.new_messages,
+            block_ids=request.block_ids,
+            truncations=request.new_truncations,
+        )
+        self._copies.put(grown(self.record, added, kept_blocks=kept))
         return reply
 
     async def abandon(self) -> None:

@@ -191,6 +191,7 @@ class RequestLifecycle:
     async def _begin(self, session_id: str) -> SessionTurn:
         begin = SessionTurn.begin(
             self._serving.store,
+            self._serving.copies,
             tenant=self._tenant.name,
             session_id=session_id,
             turn_id=self.turn_id,

@@ -246,7 +246,8 @@ def limit(size):
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 def turn(number, session="s"):
-    record, lease = sessions.begin("t", session, turn_id=f"turn {number}", owner="o", lease_ms=60_000)
+    begun = sessions.begin("t", session, turn_id=f"turn {number}", owner="o", lease_ms=60_000)
+    record, lease = begun.record, begun.lease
     return lease, record, TurnCommit(
         turn_id=f"turn {number}", fencing=lease.fencing, expected_version=record.version, model=b"m",
         model_name="m", new_tokens=list(range(number, number + 5000)), new_messages=[], block_ids=[])

@@ -45,7 +45,8 @@ def open_both(folder: Path) -> tuple[BlockStore, Sessions]:
 
 
 def commit(sessions: Sessions, name: str, ids: Sequence[bytes]) -> None:
-    record, lease = sessions.begin("t", name, turn_id=f"{name} {len(ids)}", owner="o", lease_ms=1000)
+    begun = sessions.begin("t", name, turn_id=f"{name} {len(ids)}", owner="o", lease_ms=1000)
+    record, lease = begun.record, begun.lease
     turn = TurnCommit(
         turn_id=lease.turn_id,
         fencing=lease.fencing,

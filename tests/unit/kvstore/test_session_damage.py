@@ -45,7 +45,8 @@ class Store:
 
     def commit(self, session: str, number: int) -> None:
         turn_id = f"{session} {number}"
-        record, lease = self.sessions.begin("t", session, turn_id=turn_id, owner="o", lease_ms=60_000)
+        begun = self.sessions.begin("t", session, turn_id=turn_id, owner="o", lease_ms=60_000)
+        record, lease = begun.record, begun.lease
         turn = TurnCommit(
             turn_id=turn_id,
             fencing=lease.fencing,
