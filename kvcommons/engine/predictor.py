@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass, replace
-from operator import truediv
+from dataclasses import dataclass, replace
+from operator import attrgetter, truediv
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,6 +31,7 @@ _RECALLED = 0.01  # of an observation's weight: that costs are what they are. At
 _SURPRISE = 4.0
 _NOTHING = 1e-9  # of a moment: rounding
 _KNOWN = 2  # times what was measured: so far what was learnt is believed
+_FIT_EVERY = 8  # observations, once there were as many: a fit costs more than all else of one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,7 +68,10 @@ class IterationWork:
 
     def within(self, other: IterationWork, times: int) -> bool:
         """Whether no amount is larger than so many times the other's."""
-        return all(mine <= times * its for mine, its in zip(astuple(self), astuple(other), strict=True))
+        return all(mine <= times * its for mine, its in zip(_counts(self), _counts(other), strict=True))
+
+
+_counts = attrgetter(*IterationWork.__slots__)
 
 
 class Predictor:
@@ -80,6 +84,8 @@ class Predictor:
 
     def __init__(self) -> None:
         size = len(_UNITS)
+        self._each = np.eye(size)
+        self._observed = 0
         self._information = np.zeros((size, size))  # of the normal equations: information @ costs = moments
         self._moments = np.zeros(size)
         self._charged = np.zeros(size, dtype=bool)  # amounts that cost something
@@ -121,12 +127,14 @@ class Predictor:
         self.most = self.most.at_least(work)
         weight = 1 / min(seconds, expected_s or seconds)
         self._add(weight * np.array(_amounts(work)), weight * seconds, weight)
-        self._fit()
+        self._observed += 1
+        if self._observed < _FIT_EVERY or not self._observed % _FIT_EVERY:
+            self._fit()
 
     def _add(self, row: Vector, target: float, weight: float) -> None:
         recalled = (1 - _KEPT) * _RECALLED * weight**2
         self._information *= _KEPT
-        self._information += np.outer(row, row) + recalled * np.eye(len(row))
+        self._information += np.outer(row, row) + recalled * self._each
         self._moments = _KEPT * self._moments + target * row + recalled * np.array(self._costs)
 
     def _fit(self) -> None:
