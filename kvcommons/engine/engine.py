@@ -39,7 +39,7 @@ from kvcommons.engine.executor import Executor
 from kvcommons.engine.iteration import Iteration
 from kvcommons.engine.keeper import BlockKeeper
 from kvcommons.engine.mailbox import Command, Mailbox
-from kvcommons.engine.predictor import Predictor
+from kvcommons.engine.predictor import IterationWork, Predictor
 from kvcommons.engine.prompt import Prompt
 from kvcommons.engine.prompts import Prompts, PromptSpan
 from kvcommons.engine.scheduler import Plan, Scheduler, freed_by, plan_for
@@ -198,7 +198,7 @@ class Engine:
             if key in self._sequences and not self._sequences[key].full
         }
 
-    def spans(self, *, beside: int) -> Sequence[PromptSpan]:
+    def spans(self, *, beside: IterationWork) -> Sequence[PromptSpan]:
         if not self._prompts:
             return ()
         return self._prompts.spans(self._fail, beside=beside)
@@ -275,8 +275,6 @@ class Engine:
                 if tokens is None:
                     failure = Internal("an iteration failed; the log of its instance says why")
                 self._advanced(group, failure, sampled[number], seconds)
-        if self._prompts is not None and tokens is not None and not spans and not iteration.failures:
-            self._prompts.generated(seconds)
 
     def idle(self) -> None:
         self._budget.idle()

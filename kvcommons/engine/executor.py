@@ -9,6 +9,7 @@ from typing import Protocol
 from kvcommons.engine.batch import Batch, by_holder
 from kvcommons.engine.core import Core
 from kvcommons.engine.iteration import Iteration
+from kvcommons.engine.predictor import IterationWork
 from kvcommons.engine.prompts import PromptSpan
 from kvcommons.engine.remote.attention import RemoteAttention
 from kvcommons.engine.sequence import Sequence as GeneratingSequence
@@ -28,8 +29,8 @@ class Work(Protocol):
         """Makes room for a token of each sequence that generates, as far as there is any: allocates, asks
         for loans, preempts. Those that have it."""
 
-    def spans(self, *, beside: int) -> Sequence[PromptSpan]:
-        """Of prompts, for an iteration in which so many sequences generate."""
+    def spans(self, *, beside: IterationWork) -> Sequence[PromptSpan]:
+        """Of prompts, for an iteration that has this of sequences that generate."""
 
     def prompts(self) -> bool:
         """Whether any prompt is to be computed here."""
@@ -99,6 +100,10 @@ class Composer:
             return last
         return Batch(ordered, self._core.block_tokens, self._core.backend)
 
+    def work(self, batch: Batch | None) -> IterationWork:
+        """Of an iteration of it alone."""
+        return IterationWork() if batch is None else batch.work(self._core.layout.block_bytes)
+
     def iteration(
         self, batch: Batch | None, spans: Sequence[PromptSpan] = (), slices: Slices | None = None
     ) -> Iteration:
@@ -145,8 +150,8 @@ class Inline:
         """None where there is nothing to compute. `slices`: where they are computed, by whether queries are
         shifted."""
         ready = work.make_room()
-        spans = work.spans(beside=len(ready))
         self._batch = self._composer.batch(self._batch, list(ready.values()))
+        spans = work.spans(beside=self._composer.work(self._batch))
         work.answer_switches()
         if self._batch is None and not spans:
             work.idle()

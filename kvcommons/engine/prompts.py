@@ -12,6 +12,7 @@ from functools import partial
 
 from torch import Tensor
 
+from kvcommons.engine.chunk_budget import ChunkBudget
 from kvcommons.engine.chunk_rows import ChunkRows
 from kvcommons.engine.core import Core
 from kvcommons.engine.core_lock import CoreLock
@@ -31,12 +32,7 @@ from kvcommons.telemetry.trace import Tracer
 
 log = logging.getLogger(__name__)
 
-# Of prompts, beside sequences that generate: at least so many tokens an iteration, so that prompts end, and
-# so many until it is known what a token takes.
-BESIDE_TOKENS_MIN = 16
 LOAD_POLL_S = 0.005  # while prompts wait for history; commands are seen as often
-
-_KEPT = 0.8  # of an average, by the next observation
 
 Fail = Callable[[int, KVCommonsError], None]
 
@@ -70,14 +66,13 @@ class Prompts:
         self._chunk_tokens = chunk_tokens
         self._keeper = keeper
         self.predictor = predictor or Predictor()
-        self._compute_s = partial(self.predictor.prompt_seconds, chunk_tokens=chunk_tokens)
-        self.preloading = Preloading(core, histories, cost or LoadOrCompute(self._compute_s), read_buffer)
+        cost = cost or LoadOrCompute(partial(self.predictor.prompt_seconds, chunk_tokens=chunk_tokens))
+        self.preloading = Preloading(core, histories, cost, read_buffer)
         self._tracer = tracer
         self._prompts: dict[int, Prompt] = {}
         self._tbt_objective_s = tbt_objective_s
         self._lends = lends
         self._cores = cores
-        self._tokens_s = 0.0  # of an iteration of tokens alone, on the average
         self._again = False  # something may be computed at once though the last look found nothing
         self.claims: dict[bytes, int] = {}  # blocks that a prompt is about to publish
 
@@ -132,20 +127,24 @@ class Prompts:
                     progress = True
                     break
 
-    def spans(self, fail: Fail, *, beside: int) -> list[PromptSpan]:
-        """Of the next iteration, in which `beside` sequences generate. A prompt whose history is still on its
-        way, or lies with several holders, is alone in its iteration: its waits stall nobody else."""
+    def spans(self, fail: Fail, *, beside: IterationWork) -> list[PromptSpan]:
+        """Of the next iteration, `beside` what sequences that generate have in it. A prompt whose history is
+        still on its way, or lies with several holders, is alone in its iteration: its waits stall nobody
+        else."""
+        generates = beside.rows > 0
         wanted = self._scheduler.spans(
-            lambda key: self.preloading.ready(self._prompts[key], whole=beside > 0), self._budget(beside)
+            lambda key: self.preloading.ready(self._prompts[key], whole=generates), self._chunk_tokens
         )
+        budget = self._budget(beside)
         spans: list[PromptSpan] = []
         for key, tokens in wanted:
             prompt = self._prompts[key]
             exclusive = not self.preloading.whole(prompt) or not prompt.memory.keeps
-            if spans and exclusive:
+            fitting = budget.fit(prompt.sequence.computed, tokens)
+            if not fitting or (spans and exclusive):
                 continue
             try:
-                span = self._span(prompt, tokens)
+                span = self._span(prompt, fitting)
             except KVCommonsError as error:
                 fail(key, error)
                 span = None
@@ -153,6 +152,7 @@ class Prompts:
                 self._again = True
                 continue
             spans.append(span)
+            budget.add(span.work)
             if exclusive:
                 break
         return spans
@@ -191,10 +191,6 @@ class Prompts:
             prompt.memory.close(prompt)
         self._scheduler.progress(prompt.key, tokens_left=prompt.tokens_left)
 
-    def generated(self, seconds: float) -> None:
-        """An iteration without prompts."""
-        self._tokens_s = _KEPT * self._tokens_s + (1 - _KEPT) * seconds if self._tokens_s else seconds
-
     def save(self, prompt: Prompt, layer: int, blocks: range) -> None:
         """One layer of these full blocks goes to the store, as far as it is not known to have them. Nothing
         of a prompt without reuse: it leaves nothing behind that a later one could profit from."""
@@ -221,16 +217,13 @@ class Prompts:
         with idle:
             self.preloading.await_layer(prompt, layer)
 
-    def _budget(self, beside: int) -> int:
-        """Tokens of the next iteration: as many as those beside are promised time for. Half of that is left
+    def _budget(self, beside: IterationWork) -> ChunkBudget:
+        """Of the next iteration: those beside are promised a token within the objective. Half of that is left
         to others where they wait, for nobody knows when they ask."""
-        lends = self._lends()
-        if not beside and not lends:
-            return self._chunk_tokens
-        chunk_s = self._compute_s(range(self._chunk_tokens))
-        left_s = (self._tbt_objective_s if not lends else self._tbt_objective_s / 2) - self._tokens_s
-        tokens = self._chunk_tokens * left_s / chunk_s if chunk_s else BESIDE_TOKENS_MIN
-        return int(min(max(tokens, BESIDE_TOKENS_MIN), self._chunk_tokens))
+        objective_s = self._tbt_objective_s if beside.rows else math.inf
+        if self._lends():
+            objective_s = self._tbt_objective_s / 2
+        return ChunkBudget(self.predictor, beside, objective_s=objective_s, chunk_tokens=self._chunk_tokens)
 
     def _begin(self, prompt: Prompt) -> None:
         prompt.save_from = prompt.request.matched_blocks

@@ -138,7 +138,7 @@ def creditor(clock: Clock, tbt_s: float = 0.2, cores: CoreLock | None = None) ->
     prompts = Prompts(
         core, scheduler, chunk_tokens=len(PROMPT), keeper=keeper,
         histories=Histories(core, loader), read_buffer=ReadBuffer(layers=LAYERS, bytes_max=0),
-        tracer=Tracer.off(), cores=cores,
+        tracer=Tracer.off(), tbt_objective_s=tbt_s, cores=cores,
     )  # fmt: skip
     budget = AttentionBudget(tbt_s, new_allowance(core.backend.attention.native_exchange), clock)
     engine = decode_engine(

@@ -1,0 +1,224 @@
+"""Chunks beside tokens, by the law itself and by the engine's own classes on a simulated machine."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import cast
+
+import pytest
+
+from kvcommons.blockstore.loader import BlockLoader
+from kvcommons.blockstore.saver import BlockSaver
+from kvcommons.engine.chunk_budget import LEAST_TOKENS, ChunkBudget
+from kvcommons.engine.chunk_rows import ChunkRows
+from kvcommons.engine.core import Core
+from kvcommons.engine.history import Histories
+from kvcommons.engine.keeper import BlockKeeper
+from kvcommons.engine.predictor import IterationWork, Predictor
+from kvcommons.engine.prompt import Prompt
+from kvcommons.engine.prompts import Prompts, PromptSpan
+from kvcommons.engine.read_buffer import ReadBuffer
+from kvcommons.engine.request import Request
+from kvcommons.engine.scheduler import Scheduler
+from kvcommons.engine.sequence import Sequence
+from kvcommons.errors import KVCommonsError
+from kvcommons.model.sampling import SamplingParams
+from kvcommons.telemetry.trace import Tracer
+from tests.unit.engine.sinks import RecordingSink
+from tests.unit.engine.tiny import tiny_core
+
+OBJECTIVE_S = 0.2
+CHUNK = 512
+TOKENS = IterationWork(rows=4, read_bytes=100 << 20)  # of sequences that generate
+
+
+def takes_s(work: IterationWork) -> float:
+    return 0.02 + 1e-4 * work.rows + 3e-8 * work.pairs + 1e-10 * work.read_bytes
+
+
+def seconds_beside(chunk: range) -> float:
+    return takes_s(TOKENS.beside(IterationWork.of_chunk(chunk)))
+
+
+@pytest.fixture(scope="module")
+def predictor() -> Predictor:
+    """It knows the machine, which never hesitates."""
+    made, chance = Predictor(), random.Random(1)
+    for _ in range(600):
+        first = chance.choice([0, 1000, 20_000, 100_000])
+        chunk = IterationWork.of_chunk(range(first, first + chance.randint(LEAST_TOKENS, CHUNK)))
+        tokens = IterationWork(rows=chance.randint(1, 8), read_bytes=chance.randint(1, 400) << 20)
+        for work in (tokens, chunk, chunk.beside(tokens)):
+            made.learn(work, takes_s(work))
+    assert made.error < 0.02
+    return made
+
+
+def budget(
+    predictor: Predictor, *, objective_s: float = OBJECTIVE_S, chunk_tokens: int = CHUNK
+) -> ChunkBudget:
+    return ChunkBudget(predictor, TOKENS, objective_s=objective_s, chunk_tokens=chunk_tokens)
+
+
+@pytest.mark.parametrize("first", [0, 5_000, 10_000, 30_000])
+def test_a_chunk_is_the_largest_with_which_the_objective_is_kept(predictor: Predictor, first: int) -> None:
+    tokens = budget(predictor).fit(first, 10**6)
+    assert LEAST_TOKENS <= tokens <= CHUNK
+    assert seconds_beside(range(first, first + tokens)) <= OBJECTIVE_S
+    if tokens < CHUNK:
+        assert seconds_beside(range(first, first + int(1.15 * tokens))) > OBJECTIVE_S
+
+
+def test_chunks_get_smaller_as_the_context_grows_and_end_at_the_least(predictor: Predictor) -> None:
+    chunks = [budget(predictor).fit(first, 10**6) for first in range(0, 200_000, 5_000)]
+    assert chunks == sorted(chunks, reverse=True)
+    assert (chunks[0], chunks[-1]) == (CHUNK, LEAST_TOKENS)
+    assert len(set(chunks)) > 10
+
+
+def test_bounds_and_what_is_wanted_count_too(predictor: Predictor) -> None:
+    assert budget(predictor).fit(0, 7) == 7
+    assert budget(predictor, chunk_tokens=100).fit(0, 1000) == 100
+    assert budget(predictor, chunk_tokens=20, objective_s=1e-6).fit(0, 1000) == 20
+    assert budget(predictor, objective_s=1e-6).fit(0, 1000) == LEAST_TOKENS
+    assert budget(Predictor(), objective_s=math.inf).fit(0, 1000) == CHUNK
+
+
+def test_short_prompts_share_what_an_iteration_has(predictor: Predictor) -> None:
+    made, taken = budget(predictor), []
+    while tokens := made.fit(0, 60):
+        made.add(IterationWork.of_chunk(range(tokens)))
+        taken.append(tokens)
+    assert sum(taken) == CHUNK
+    made = budget(predictor)
+    made.add(IterationWork.of_chunk(range(30_000, 30_000 + made.fit(30_000, 1000))))
+    assert made.fit(30_000, 1000) <= 2, "the least is for one of them only"
+
+
+def test_chunks_grow_as_what_they_take_becomes_known() -> None:
+    made, first, chunks = Predictor(), 0, []
+    made.learn(TOKENS, takes_s(TOKENS))
+    while len(chunks) < 30:
+        tokens = budget(made).fit(first, 10**6)
+        work = TOKENS.beside(IterationWork.of_chunk(range(first, first + tokens)))
+        made.learn(work, takes_s(work))
+        chunks.append(tokens)
+        first += tokens
+    assert chunks[0] == LEAST_TOKENS
+    assert max(chunks) > 10 * LEAST_TOKENS
+    assert all(after <= 3 * before for before, after in pairwise(chunks))
+
+
+class _Room:
+    """A `PromptMemory` without memory: nothing is computed."""
+
+    keeps = True
+
+    def check(self, prompt: Prompt) -> None:
+        """There is always room."""
+
+    def take(self, prompt: Prompt) -> bool:
+        return True
+
+    def chunk(self, prompt: Prompt, tokens: int) -> range:
+        return prompt.chunk(tokens)
+
+    def open(self, prompt: Prompt, chunk: range) -> bool:
+        return True
+
+    def rows(self, prompt: Prompt, chunk: range) -> ChunkRows:
+        return cast(ChunkRows, None)  # nobody attends
+
+    def close(self, prompt: Prompt) -> None:
+        """Nothing was taken."""
+
+
+class Machine:
+    """The engine's own prompts and scheduler, beside four sequences that generate; an iteration takes what
+    `takes_s` says, and some percent more or less."""
+
+    def __init__(self, core: Core, scheduler: Scheduler, prompts: Prompts, seed: int) -> None:
+        self._core = core
+        self._scheduler = scheduler
+        self._prompts = prompts
+        self._chance = random.Random(seed)
+        self._keys = iter(range(10**6))
+
+    def submit(self, tokens: int) -> int:
+        request = Request(
+            request_id="r", session_id="", tenant="t", salt=bytes(32), tokens=(1,) * tokens,
+            prompt_tokens=tokens, sampling=SamplingParams(), store_control="", store_data="",
+            matched_blocks=0, no_reuse=True,
+        )  # fmt: skip
+        sequence = Sequence(
+            key=next(self._keys), request=request, block_tokens=self._core.block_tokens,
+            chain=request.chain(self._core.info),
+        )  # fmt: skip
+        self._prompts.submit(
+            Prompt(
+                sequence=sequence, sink=RecordingSink(), memory=_Room(), deadline_s=math.inf, submitted_s=0.0
+            )
+        )
+        self._prompts.admit()
+        return sequence.key
+
+    def iterate(self) -> tuple[list[PromptSpan], float]:
+        """Its spans, and how long it took."""
+        spans = self._prompts.spans(self._fail, beside=TOKENS)
+        work = TOKENS
+        for span in spans:
+            work = work.beside(span.work)
+        seconds = takes_s(work) * self._chance.lognormvariate(0.0, 0.05)
+        self._prompts.predictor.learn(work, seconds)
+        for span in spans:
+            self._prompts.take_result(span, None, seconds)
+            if not span.prompt.tokens_left:
+                self._prompts.remove(span.prompt.key)
+                self._scheduler.remove(span.prompt.key)
+        return spans, seconds
+
+    def _fail(self, key: int, error: KVCommonsError) -> None:
+        raise error
+
+
+@pytest.fixture
+def machine() -> Iterator[Machine]:
+    core, loader = tiny_core(layers=1), BlockLoader(lambda _: None)
+    keeper = BlockKeeper(core, BlockSaver("engine", buffer_bytes=1 << 20))
+    scheduler = Scheduler(max_queue=8, max_prompts=8)
+    prompts = Prompts(
+        core, scheduler, chunk_tokens=CHUNK, keeper=keeper,
+        histories=Histories(core, loader), read_buffer=ReadBuffer(layers=1, bytes_max=0),
+        tracer=Tracer.off(), tbt_objective_s=OBJECTIVE_S,
+    )  # fmt: skip
+    yield Machine(core, scheduler, prompts, seed=1)
+    keeper.close()
+    loader.close()
+
+
+def test_late_chunks_of_a_long_prompt_are_smaller_and_the_objective_holds(machine: Machine) -> None:
+    """Short prompts beside it, whose tokens take far less each, change nothing of that."""
+    long = machine.submit(40_000)
+    chunks: list[range] = []
+    seconds: list[float] = []
+    for number in range(2000):
+        if number % 5 == 0:
+            machine.submit(60)
+        spans, took_s = machine.iterate()
+        chunks += [span.chunk for span in spans if span.prompt.key == long]
+        seconds.append(took_s)
+        if chunks and chunks[-1].stop == 40_000:
+            break
+    assert chunks[-1].stop == 40_000
+    assert all(before.stop == after.start for before, after in pairwise(chunks))
+    known = seconds[50:]  # the first ones are small, for little is known
+    assert sum(took_s > OBJECTIVE_S for took_s in known) <= 0.02 * len(known)
+    assert sorted(known)[len(known) // 2] > 0.6 * OBJECTIVE_S, "nor is it kept by small chunks"
+    early = [len(chunk) for chunk in chunks if 5_000 < chunk.start < 8_000]
+    late = [len(chunk) for chunk in chunks if 35_000 < chunk.start < 39_000]
+    assert max(late) < min(early) / 2
+    # What the early ones would have made of the last one, as one rate for all contexts would have had it.
+    assert seconds_beside(range(39_000, 39_000 + min(early))) > 1.5 * OBJECTIVE_S
