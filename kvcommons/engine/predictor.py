@@ -31,7 +31,8 @@ _RECALLED = 0.01  # of an observation's weight: that costs are what they are. At
 _SURPRISE = 4.0
 _NOTHING = 1e-9  # of a moment: rounding
 _KNOWN = 2  # times what was measured: so far what was learnt is believed
-_FIT_EVERY = 8  # observations, once there were as many: a fit costs more than all else of one
+_FIT_EVERY = 8  # observations like those before: a fit costs more than all else of one
+_LIKE = 1.1  # times what was measured, at most
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +67,7 @@ class IterationWork:
             **{name: max(getattr(self, name), getattr(other, name)) for name in self.__slots__}
         )
 
-    def within(self, other: IterationWork, times: int) -> bool:
+    def within(self, other: IterationWork, times: float) -> bool:
         """Whether no amount is larger than so many times the other's."""
         return all(mine <= times * its for mine, its in zip(_counts(self), _counts(other), strict=True))
 
@@ -90,7 +91,7 @@ class Predictor:
         self._moments = np.zeros(size)
         self._charged = np.zeros(size, dtype=bool)  # amounts that cost something
         self._costs = (0.0,) * size
-        self.most = IterationWork()  # of each amount, that was measured in an iteration
+        self.most = IterationWork()  # of each amount, in an iteration that is learnt from
         self.error = 0.0  # the mean absolute one, of what was measured
 
     @property
@@ -124,11 +125,12 @@ class Predictor:
             self.error = _KEPT * self.error + (1 - _KEPT) * error
         if expected_s and self.knows(work):
             seconds = min(seconds, _SURPRISE * expected_s)
-        self.most = self.most.at_least(work)
         weight = 1 / min(seconds, expected_s or seconds)
         self._add(weight * np.array(_amounts(work)), weight * seconds, weight)
         self._observed += 1
-        if self._observed < _FIT_EVERY or not self._observed % _FIT_EVERY:
+        news = not work.within(self.most, _LIKE)
+        if news or self._observed < _FIT_EVERY or not self._observed % _FIT_EVERY:
+            self.most = self.most.at_least(work)
             self._fit()
 
     def _add(self, row: Vector, target: float, weight: float) -> None:

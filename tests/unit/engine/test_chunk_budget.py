@@ -112,6 +112,20 @@ def test_chunks_grow_as_what_they_take_becomes_known() -> None:
     assert all(after <= 3 * before for before, after in pairwise(chunks))
 
 
+def test_the_first_chunks_beside_tokens_do_not_overrun_what_nobody_knows_yet() -> None:
+    """Each that is larger than those before is learnt from before the next one."""
+    made, objective_s, first = Predictor(), 0.045, 0
+    for _ in range(55):
+        made.learn(TOKENS, takes_s(TOKENS))
+    for _ in range(20):
+        tokens = budget(made, objective_s=objective_s).fit(first, 10**6)
+        work = TOKENS.beside(IterationWork.of_chunk(range(first, first + tokens)))
+        assert takes_s(work) <= 1.1 * objective_s
+        made.learn(work, takes_s(work))
+        first += tokens
+    assert first > 20 * 2 * LEAST_TOKENS
+
+
 class _Room:
     """A `PromptMemory` without memory: nothing is computed."""
 
