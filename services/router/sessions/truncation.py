@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from kvcommons.pb import common_pb2
 from kvcommons.pb import kvstore_pb2 as pb
 from kvcommons.pb.common_pb2 import ModelInfo
-from kvcommons.rblock.identity import IdentityChain, reusable_blocks
+from kvcommons.rblock.identity import IdentityChain, block_id, reusable_blocks
 
 # An answer whose length the request does not bound is expected to need this share of the window.
 _ANSWER_SHARE = 8
@@ -83,9 +83,16 @@ class Context:
     were computed again, "recomputed" where the turn begins with a truncation at token 0."""
 
     def __init__(
-        self, *, salt: bytes, model: ModelInfo, tokens: Sequence[int], truncations: Sequence[Truncation] = ()
+        self,
+        *,
+        salt: bytes,
+        model: ModelInfo,
+        tokens: Sequence[int],
+        truncations: Sequence[Truncation] = (),
+        known_ids: Sequence[bytes] = (),
     ) -> None:
-        """`tokens`: all that the session ever had, and the turn's new ones."""
+        """`tokens`: all that the session ever had, and the turn's new ones. `known_ids`: of the session's
+        full blocks, as its record has them; to compute those of 100,000 tokens would hold up everybody."""
         self.kv = "kept"
         self.dropped_tokens = sum(one.dropped_tokens for one in truncations)
         self._salt = salt
@@ -93,12 +100,16 @@ class Context:
         plain = max((at + 1 for at, one in enumerate(truncations) if not one.at_token), default=0)
         head = truncations[-1].head_tokens if truncations else 0
         gone = sum(one.dropped_tokens for one in truncations[:plain])
+        self._known_ids = known_ids if not truncations else ()
         self.stages = self._stages([*tokens[:head], *tokens[head + gone :]], gone, truncations[plain:])
 
     def _stages(self, tokens: list[int], gone: int, truncations: Sequence[Truncation]) -> list[Stage]:
         """`tokens` are those of the session but for `gone` ones, whose KV nobody needs any more."""
         size = self._model.block_tokens
-        chain = IdentityChain(self._salt, self._model.fingerprint, size)
+        first = block_id(self._salt, self._model.fingerprint, b"", tokens[:size])
+        # Where secret, model and layout are what they were, so is the first identity, and so are all others.
+        known = self._known_ids if first in self._known_ids[:1] else ()
+        chain = IdentityChain(self._salt, self._model.fingerprint, size, ids=known)
         starts, dropped, parents = [0], [0], [b""]
         for one in truncations:
             starts.append(one.at_token - gone)

@@ -256,6 +256,7 @@ class RequestLifecycle:
             model=self.model,
             tokens=tokens,
             truncations=[*session.truncations, *added],
+            known_ids=session.record.block_ids,
         )
 
     def _check_model(self, request: ChatRequest) -> None:

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from kvcommons.pb.common_pb2 import ModelInfo
-from kvcommons.rblock.identity import IdentityChain
+from kvcommons.rblock.identity import IdentityChain, block_id
 from services.router.sessions.truncation import (
     Context,
     Truncation,
@@ -40,6 +40,23 @@ def ask(**changes: int | float) -> Truncation | None:
         "window": 128, "ratio": 0.5, "block_tokens": BLOCK,
     }  # fmt: skip
     return truncation_for(**{**known, **changes})  # type: ignore[arg-type]
+
+
+def test_identities_that_are_known_are_not_computed_again() -> None:
+    ids = context(64).now.ids
+    known = [ids[0], b"2".ljust(32), b"3".ljust(32)]  # nobody could compute these
+    went_on = Context(salt=SALT, model=MODEL, tokens=range(64), known_ids=known).now.ids
+    assert went_on[:3] == known
+    assert went_on[3] == block_id(SALT, MODEL.fingerprint, known[2], range(3 * BLOCK, 4 * BLOCK))
+    assert Context(salt=SALT, model=MODEL, tokens=range(64), known_ids=ids[:2]).now.ids == ids
+
+
+def test_identities_of_another_secret_or_model_or_of_before_a_truncation_are_computed_anew() -> None:
+    ids, known = context(64).now.ids, [b"1".ljust(32), b"2".ljust(32)]
+    assert Context(salt=SALT, model=MODEL, tokens=range(64), known_ids=known).now.ids == ids
+    one, known = cut(3 * BLOCK, 0, BLOCK), [ids[0], b"2".ljust(32)]
+    truncated = Context(salt=SALT, model=MODEL, tokens=range(64), truncations=[one], known_ids=known)
+    assert truncated.now.ids == context(64, one).now.ids
 
 
 def test_nothing_goes_while_all_fits() -> None:
