@@ -204,11 +204,11 @@ class Sessions:
             head = rules.commit(record, lease, turn, now_ms, exists=stored is not None, blocks=blocks)
             if head is None:
                 return Committed(version=record.version, new=False)
-            after = rules.grown(record, head, turn)
             uses = self._uses.changes(key, record.block_ids[turn.kept_blocks :], turn.block_ids)
-            self._write_step([*puts_of(after), *uses, (LEASES, key, None)], self._fencing + 1)
+            rules.grow(record, head, turn)
+            self._write_step([*puts_of(record), *uses, (LEASES, key, None)], self._fencing + 1)
             self._count += stored is None
-            return Committed(version=after.version, new=True)
+            return Committed(version=record.version, new=True)
 
     def abandon(self, tenant: str, session_id: str, *, turn_id: str, fencing: int) -> None:
         """Gives the lease back; nothing happens where it is gone already."""
