@@ -4,19 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Executor
 from contextvars import copy_context
 from functools import partial
-from typing import ParamSpec, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from kvcommons.pb import kvstore_pb2 as pb
 from services.kvstore.records.interface import RecordsObserver
-from services.kvstore.session import Begun, Committed, TurnCommit
 from services.kvstore.sessions import Sessions
 
 P = ParamSpec("P")
 T = TypeVar("T")
+
+
+def _on_executor(
+    call: Callable[Concatenate[Sessions, P], T],
+) -> Callable[Concatenate[EmbeddedRecords, P], Coroutine[Any, Any, T]]:
+    """The method of `EmbeddedRecords` that is this one of `Sessions`."""
+
+    async def called(self: EmbeddedRecords, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        work = partial(copy_context().run, call, self._sessions, *args, **kwargs)  # for the ids in log lines
+        began_s = time.monotonic()
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._executor, work)
+        finally:
+            self._observer.called(call.__name__, time.monotonic() - began_s)
+
+    return called
 
 
 class EmbeddedRecords:
@@ -32,69 +46,17 @@ class EmbeddedRecords:
         self._executor = executor
         self._observer = observer or RecordsObserver()
 
-    async def create(
-        self, tenant: str, session_id: str, ttl_s: int, incarnation: bytes = b""
-    ) -> pb.SessionRecord:
-        return await self._run(self._sessions.create, tenant, session_id, ttl_s, incarnation)
-
-    async def get(self, tenant: str, session_id: str) -> pb.SessionRecord:
-        return await self._run(self._sessions.get, tenant, session_id)
-
-    async def page(self, tenant: str, after: str, limit: int) -> tuple[list[pb.SessionRecord], bool]:
-        return await self._run(self._sessions.page, tenant, after, limit)
-
-    async def delete(self, tenant: str, session_id: str, incarnation: bytes = b"") -> None:
-        await self._run(self._sessions.delete, tenant, session_id, incarnation)
-
-    async def fork(
-        self, tenant: str, session_id: str, new_session_id: str, incarnation: bytes = b""
-    ) -> pb.SessionRecord:
-        return await self._run(self._sessions.fork, tenant, session_id, new_session_id, incarnation)
-
-    async def begin(
-        self,
-        tenant: str,
-        session_id: str,
-        *,
-        turn_id: str,
-        owner: str,
-        lease_ms: int,
-        known_turn_id: str = "",
-    ) -> Begun:
-        return await self._run(
-            self._sessions.begin,
-            tenant,
-            session_id,
-            turn_id=turn_id,
-            owner=owner,
-            lease_ms=lease_ms,
-            known_turn_id=known_turn_id,
-        )
-
-    async def renew(self, tenant: str, session_id: str, *, turn_id: str, fencing: int, lease_ms: int) -> None:
-        await self._run(
-            self._sessions.renew, tenant, session_id, turn_id=turn_id, fencing=fencing, lease_ms=lease_ms
-        )
-
-    async def commit(self, tenant: str, session_id: str, turn: TurnCommit) -> Committed:
-        return await self._run(self._sessions.commit, tenant, session_id, turn)
-
-    async def abandon(self, tenant: str, session_id: str, *, turn_id: str, fencing: int) -> None:
-        await self._run(self._sessions.abandon, tenant, session_id, turn_id=turn_id, fencing=fencing)
-
-    async def sweep(self) -> int:
-        return await self._run(self._sessions.sweep)
+    create = _on_executor(Sessions.create)
+    get = _on_executor(Sessions.get)
+    page = _on_executor(Sessions.page)
+    delete = _on_executor(Sessions.delete)
+    fork = _on_executor(Sessions.fork)
+    begin = _on_executor(Sessions.begin)
+    renew = _on_executor(Sessions.renew)
+    commit = _on_executor(Sessions.commit)
+    abandon = _on_executor(Sessions.abandon)
+    sweep = _on_executor(Sessions.sweep)
+    close = _on_executor(Sessions.close)
 
     async def count(self) -> int:
         return self._sessions.count
-
-    async def close(self) -> None:
-        await self._run(self._sessions.close)
-
-    async def _run(self, call: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        work = partial(copy_context().run, call, *args, **kwargs)  # for the ids in log lines
-        began_s = time.monotonic()
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._executor, work)
-        finally:
-            self._observer.called(call.__name__, time.monotonic() - began_s)
