@@ -27,6 +27,7 @@ from devstack.logfile import LogFile
 from devstack.plan import Place, ProcessPlan
 from devstack.settings import UpSettings
 from kvcommons.errors import Unavailable
+from kvcommons.files import sync_folder
 
 USER = "kvcommons"
 PORT = 5432  # in the socket's name; libpq's environment would choose another one
@@ -153,7 +154,7 @@ async def make(server: Server, say: Callable[[str], None], log_bytes: int) -> No
     finally:
         log.close()
     fresh.rename(place.postgres)
-    _sync(place.data)  # a rename that is forgotten would let the next start begin anew
+    sync_folder(place.data)  # a rename that is forgotten would let the next start begin anew
 
 
 async def _run(plan: ProcessPlan, log: LogFile, say: Callable[[str], None]) -> str:
@@ -221,11 +222,3 @@ def account_for_it() -> str | None:
         "PostgreSQL refuses to run as root, and there is no account `postgres` or `nobody`: run kvcommons as "
         f"another user, or {_OTHERWISE}"
     )
-
-
-def _sync(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from kvcommons.files import sync_folder
 from services.kvstore.ballast import free_bytes
 from services.kvstore.tier import PAGE_BYTES
 
@@ -109,7 +110,7 @@ class LocalDisk:
                 file.truncate(size)
                 file.flush()
                 os.fsync(file.fileno())
-            _sync_folder(self._folder)
+            sync_folder(self._folder)
             return self.open(name)
         except OSError:
             path.unlink(missing_ok=True)
@@ -194,11 +195,3 @@ def _probe_direct(folder: Path) -> bool:
     finally:
         os.close(descriptor)
         path.unlink(missing_ok=True)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -21,6 +21,7 @@ import shutil
 from pathlib import Path
 
 from kvcommons.errors import Conflict, DataLoss, StoreUnavailable
+from kvcommons.files import write_whole
 from services.kvstore.ballast import Ballast, free_bytes
 
 log = logging.getLogger(__name__)
@@ -42,9 +43,7 @@ def folder_name(root: Path, given: str) -> str:
     path = root / "shard"
     try:
         if not path.exists():
-            fresh = path.with_suffix(".new")
-            fresh.write_text(secrets.token_hex(6) + "\n")
-            fresh.replace(path)
+            write_whole(path, f"{secrets.token_hex(6)}\n".encode())
         return path.read_text().strip()
     except OSError as error:
         raise StoreUnavailable(f"the folder's name in {path} cannot be kept: {error}") from error
@@ -119,9 +118,7 @@ class DataFolder:
     def _check_format(path: Path) -> None:
         try:
             if not path.exists():
-                fresh = path.with_suffix(".new")
-                fresh.write_text(FORMAT + "\n")
-                fresh.replace(path)
+                write_whole(path, f"{FORMAT}\n".encode())
             found = path.read_text().strip()
         except OSError as error:
             raise StoreUnavailable(f"the data folder {path.parent} cannot be used: {error}") from error

@@ -14,6 +14,7 @@ import threading
 from pathlib import Path
 
 from kvcommons.errors import DataLoss
+from kvcommons.files import write_whole
 
 _DIGITS = 20
 _WORD = b"step "
@@ -48,17 +49,7 @@ class Mark:
 
     def begin(self, step: int) -> None:
         """Makes the file, durable with its name when it returns. Raises OSError."""
-        fresh = self._path.with_suffix(".new")
-        with fresh.open("wb") as file:
-            file.write(_line(step))
-            file.flush()
-            os.fsync(file.fileno())
-        fresh.replace(self._path)
-        folder = os.open(self._path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        write_whole(self._path, _line(step))
         with self._lock:
             self._close()
             self._descriptor = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
