@@ -25,9 +25,8 @@ from services.kvstore.clock import SystemClock
 from services.kvstore.config import KVStoreConfig
 from services.kvstore.data import DataHandler
 from services.kvstore.database import DamagedDatabase
-from services.kvstore.families import META
 from services.kvstore.folder import DataFolder, folder_name
-from services.kvstore.integrity import CHECKED_FAMILIES, open_integrity_table
+from services.kvstore.integrity import open_integrity_table
 from services.kvstore.mark import Mark
 from services.kvstore.medium import Medium
 from services.kvstore.membership import Membership
@@ -260,9 +259,7 @@ def _open_sessions(
     folder: DataFolder, config: KVStoreConfig, store: BlockStore, mark: Mark, ballast: Ballast
 ) -> Sessions:
     """Raises DataLoss where what was committed is not all there."""
-    table = open_integrity_table(
-        open_sessions(folder.sessions, ballast), CHECKED_FAMILIES, meta=META, path=folder.sessions
-    )
+    table = open_integrity_table(open_sessions(folder.sessions, ballast), folder.sessions)
     try:
         table.begin(mark)
         return Sessions(table, default_ttl_s=config.session_ttl_s, clock=SystemClock(), unnamed=store.forget)

@@ -28,7 +28,7 @@ from services.kvstore.mark import Mark
 log = logging.getLogger(__name__)
 
 # The families of the sessions: what was committed, how far it had come, and what other kvstores knew of it.
-CHECKED_FAMILIES = (RECORDS, HEADS, META, STAMPS)
+_FAMILIES = (RECORDS, HEADS, META, STAMPS)
 _KEY = b"witness"  # bytes on disk keep the former name
 _FORMAT = 2
 _VALUE = struct.Struct("<BQ16s")  # format, step, digest
@@ -36,20 +36,18 @@ _VALUE_1 = struct.Struct("<Q16s")  # format 1 had no format byte and left the st
 
 
 class IntegrityTable:
-    """A `Table` over one whose `families` have to stay whole; its own entry is in the family `meta`.
+    """A `Table` over the sessions', whose families stay whole or are found not to be.
 
     Raises DamagedDatabase, StoreUnavailable, UnknownFormat. Call `begin` before the first write.
     """
 
-    def __init__(self, table: RecoverableTable, families: Sequence[str], *, meta: str) -> None:
+    def __init__(self, table: RecoverableTable) -> None:
         self._table = table
-        self._families = frozenset(families)
-        self._meta = meta
         self._lock = threading.Lock()
         self._mark: Mark | None = None
         self._uncertain = False  # the last write failed: it may be there or not
-        stored = table.get(meta, _KEY)
-        found = {family: self._survey(family) for family in self._families}
+        stored = table.get(META, _KEY)
+        found = {family: self._survey(family) for family in _FAMILIES}
         self._digest = _combined(found.values())
         self._step, recorded, format_1 = _decode(stored) if stored else (0, None, False)
         self._recorded = recorded == self._digest and not format_1
@@ -106,13 +104,13 @@ class IntegrityTable:
     def _resolve(self) -> None:
         """Finds out whether the write that failed is there."""
         self._table.settle()
-        stored = self._table.get(self._meta, _KEY)
+        stored = self._table.get(META, _KEY)
         self._step, self._digest, _ = _decode(stored) if stored else (0, 0, False)
         self._uncertain = False
 
     def _change(self, puts: Sequence[Put]) -> int:
         change = 0
-        for family in self._families:
+        for family in _FAMILIES:
             new = {key: value for name, key, value in puts if name == family}
             old = self._table.get_many(family, list(new))
             for key, before in zip(new, old, strict=True):
@@ -125,28 +123,31 @@ class IntegrityTable:
         return _combined(
             _hash(family, key, value)
             for key, value in self._table.items(family)
-            if (family, key) != (self._meta, _KEY)
+            if (family, key) != (META, _KEY)
         )
 
     def _entry(self, step: int, digest: int) -> Put:
-        return self._meta, _KEY, _VALUE.pack(_FORMAT, step, digest.to_bytes(16, "little"))
+        return META, _KEY, _VALUE.pack(_FORMAT, step, digest.to_bytes(16, "little"))
 
 
-def open_integrity_table(
-    table: RecoverableTable, families: Sequence[str], *, meta: str, path: Path
-) -> IntegrityTable:
+def open_integrity_table(table: RecoverableTable, path: Path) -> IntegrityTable:
     """The table of the database at `path`; it is closed where it is damaged."""
     try:
-        return IntegrityTable(table, families, meta=meta)
+        return IntegrityTable(table)
     except UnknownFormat:
         table.close()
         raise
     except DamagedDatabase as error:
         table.close()
-        raise DamagedDatabase(
-            f"{error.message}. It has the tokens of all sessions: restore it from a backup, or repair it; to "
-            f"begin anew without any session, move {path} and {path}.mark away"
-        ) from error
+        raise damaged_sessions(error, path) from error
+
+
+def damaged_sessions(error: DamagedDatabase, path: Path) -> DamagedDatabase:
+    """The error of their database, with what to do."""
+    return DamagedDatabase(
+        f"{error.message}. It has the tokens of all sessions: restore it from a backup, or repair it; to "
+        f"begin anew without any session, move {path} and {path}.mark away"
+    )
 
 
 def _decode(value: bytes) -> tuple[int, int, bool]:

@@ -19,6 +19,7 @@ from services.kvstore.clock import Clock
 from services.kvstore.database import DamagedDatabase, Database, Put, Table
 from services.kvstore.families import HEADS, LEASES, META, RECORDS, STAMPS
 from services.kvstore.folder import UnknownFormat
+from services.kvstore.integrity import damaged_sessions
 from services.kvstore.session import Begun, Committed, TurnCommit, TurnLease, new_incarnation
 from services.kvstore.uses import USES, BlockUses
 
@@ -32,10 +33,7 @@ def open_sessions(path: Path, ballast: Ballast | None = None) -> Database:
     try:
         return Database(path, [RECORDS, HEADS, LEASES, META, USES, STAMPS], ballast)
     except DamagedDatabase as error:
-        raise DamagedDatabase(
-            f"{error.message}. It has the tokens of all sessions: restore it from a backup, or repair it; to "
-            f"begin anew without any session, move {path} and {path}.mark away"
-        ) from error
+        raise damaged_sessions(error, path) from error
 
 
 class Sessions:

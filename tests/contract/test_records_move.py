@@ -23,7 +23,7 @@ from kvcommons.shards import session_key
 from services.kvstore.database import Database, Put
 from services.kvstore.families import HEADS, META, RECORDS, STAMPS
 from services.kvstore.folder import FORMAT, DataFolder
-from services.kvstore.integrity import CHECKED_FAMILIES, IntegrityTable, open_integrity_table
+from services.kvstore.integrity import IntegrityTable, open_integrity_table
 from services.kvstore.mark import Mark
 from services.kvstore.records import destination_database
 from services.kvstore.records.__main__ import PROGRESS_SESSIONS, main
@@ -44,9 +44,7 @@ T = TypeVar("T")
 def opened(root: Path) -> Iterator[IntegrityTable]:
     """A kvstore's folder, as the kvstore opens it: not unless it is whole."""
     folder = DataFolder(root)
-    table = open_integrity_table(
-        open_sessions(folder.sessions), CHECKED_FAMILIES, meta=META, path=folder.sessions
-    )
+    table = open_integrity_table(open_sessions(folder.sessions), folder.sessions)
     mark = Mark(folder.mark)
     try:
         table.begin(mark)

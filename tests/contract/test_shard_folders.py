@@ -8,9 +8,9 @@ import pytest
 
 from kvcommons.shards import session_key
 from services.kvstore.database import Database
-from services.kvstore.families import META, RECORDS
+from services.kvstore.families import RECORDS
 from services.kvstore.folder import DataFolder
-from services.kvstore.integrity import CHECKED_FAMILIES, open_integrity_table
+from services.kvstore.integrity import open_integrity_table
 from services.kvstore.mark import Mark
 from services.kvstore.session import decode_record
 from tests.contract.shard_folders import STACKS, write_stack
@@ -26,7 +26,7 @@ def test_golden_folders_are_whole_and_one_has_the_last_state_of_each_session(
         folder = DataFolder(path)
         families = sorted(STACKS[name]["folders"][path.name]["families"])
         database = Database(folder.sessions, families)
-        table = open_integrity_table(database, CHECKED_FAMILIES, meta=META, path=folder.sessions)
+        table = open_integrity_table(database, folder.sessions)
         assert table.whole
         mark = Mark(folder.mark)
         table.begin(mark)

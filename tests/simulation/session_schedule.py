@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 
 from kvcommons.errors import KVCommonsError, SessionNotFound, StoreUnavailable, TurnInProgress
 from kvcommons.pb import kvstore_pb2 as pb
-from services.kvstore.families import META
-from services.kvstore.integrity import CHECKED_FAMILIES, IntegrityTable
+from services.kvstore.integrity import IntegrityTable
 from services.kvstore.session import TurnCommit
 from services.kvstore.sessions import Sessions
 from services.router.sessions.copies import RecordCopies, grown
@@ -66,7 +65,7 @@ class SessionSchedule:
     def _open(self) -> None:
         while True:
             try:
-                table = IntegrityTable(self.rocks, CHECKED_FAMILIES, meta=META)
+                table = IntegrityTable(self.rocks)
                 require(table.whole, "the integrity table misses something after a crash")
                 self.sessions = Sessions(table, default_ttl_s=0, clock=self.machine)
                 return

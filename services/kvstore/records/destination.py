@@ -14,9 +14,9 @@ from kvcommons.errors import InvalidInput
 from kvcommons.pb import kvstore_pb2 as pb
 from kvcommons.shards import session_key
 from services.kvstore import session as rules
-from services.kvstore.families import LEASES, META, RECORDS, STAMPS
+from services.kvstore.families import LEASES, RECORDS, STAMPS
 from services.kvstore.folder import DataFolder
-from services.kvstore.integrity import CHECKED_FAMILIES, open_integrity_table
+from services.kvstore.integrity import open_integrity_table
 from services.kvstore.mark import Mark
 from services.kvstore.sessions import open_sessions, puts_of
 from services.kvstore.uses import BlockUses
@@ -54,7 +54,7 @@ class FolderDestination:
             opened.callback(database.close)
             if next(database.items(STAMPS), None) is not None:
                 raise InvalidInput(f"{root} was a shard's folder itself: name another one", param="to")
-            self._table = open_integrity_table(database, CHECKED_FAMILIES, meta=META, path=folder.sessions)
+            self._table = open_integrity_table(database, folder.sessions)
             self._mark = Mark(folder.mark)
             self._table.begin(self._mark)
             self._uses = BlockUses(self._table, lambda model, block_ids: None)

@@ -28,7 +28,7 @@ from services.kvstore import session as rules
 from services.kvstore.database import Put, scan
 from services.kvstore.families import HEADS, LEASES, META, RECORDS, STAMPS
 from services.kvstore.folder import DataFolder, UnknownFormat
-from services.kvstore.integrity import CHECKED_FAMILIES, open_integrity_table
+from services.kvstore.integrity import open_integrity_table
 from services.kvstore.mark import Mark
 
 STAMP_FORMAT = 1
@@ -101,7 +101,7 @@ class SourceFolder:
             opened.callback(folder.close)
             database = _ReadOnlyDatabase(folder.sessions)
             opened.callback(database.close)
-            table = open_integrity_table(database, CHECKED_FAMILIES, meta=META, path=folder.sessions)
+            table = open_integrity_table(database, folder.sessions)
             Mark(folder.mark).check(table.step, whole=table.whole)
             self._table = database
             self._close = opened.pop_all().close

@@ -19,7 +19,7 @@ from kvcommons.pb import kvstore_pb2 as pb
 from services.kvstore.clock import SystemClock
 from services.kvstore.families import HEADS, META, RECORDS, STAMPS
 from services.kvstore.folder import UnknownFormat
-from services.kvstore.integrity import CHECKED_FAMILIES, open_integrity_table
+from services.kvstore.integrity import open_integrity_table
 from services.kvstore.mark import Mark
 from services.kvstore.session import TurnCommit
 from services.kvstore.sessions import Sessions, open_sessions
@@ -35,7 +35,7 @@ class Store:
     def __init__(self, root: Path) -> None:
         self.mark = Mark(root / "sessions.mark")
         path = root / "sessions"
-        self.table = open_integrity_table(open_sessions(path), CHECKED_FAMILIES, meta=META, path=path)
+        self.table = open_integrity_table(open_sessions(path), path)
         try:
             self.table.begin(self.mark)
             self.sessions = Sessions(self.table, default_ttl_s=0, clock=SystemClock())
