@@ -281,10 +281,6 @@ class World:
                 self.happen(due.proc, due.event)
         self.now = until
 
-    def next_timer(self) -> float | None:
-        """Seconds to it."""
-        return self._timers[0][0] - self.now if self._timers else None
-
     def resume(self, proc: Proc) -> None:
         """What reached it meanwhile, its own timers among it, happens in its next moments, in any order."""
         proc.paused = False

@@ -14,27 +14,6 @@ def first_free(blocks: Iterable[K], pinned: Callable[[K], bool]) -> K | None:
     return next((block for block in blocks if not pinned(block)), None)
 
 
-class Lru(QueueBlind, Generic[K]):
-    """Least recently used first; of a run that was used together, the deepest first."""
-
-    def __init__(self) -> None:
-        self._order: OrderedDict[K, None] = OrderedDict()
-
-    def use(self, job: int, run: Sequence[K], hits: int) -> None:
-        for block in reversed(run):
-            if block in self._order:
-                self._order.move_to_end(block)
-
-    def admit(self, block: K, after: K | None = None) -> None:
-        self._order[block] = None
-
-    def remove(self, block: K) -> None:
-        self._order.pop(block, None)
-
-    def victim(self, pinned: Callable[[K], bool]) -> K | None:
-        return first_free(self._order, pinned)
-
-
 class Fifo(QueueBlind, Generic[K]):
     """The block that came first goes first, used or not."""
 
@@ -52,6 +31,15 @@ class Fifo(QueueBlind, Generic[K]):
 
     def victim(self, pinned: Callable[[K], bool]) -> K | None:
         return first_free(self._order, pinned)
+
+
+class Lru(Fifo[K]):
+    """Least recently used first; of a run that was used together, the deepest first."""
+
+    def use(self, job: int, run: Sequence[K], hits: int) -> None:
+        for block in reversed(run):
+            if block in self._order:
+                self._order.move_to_end(block)
 
 
 class SegmentedLru(QueueBlind, Generic[K]):
