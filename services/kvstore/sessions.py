@@ -11,8 +11,8 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from kvcommons.homes import session_key
 from kvcommons.pb import kvstore_pb2 as pb
-from kvcommons.shards import session_key
 from services.kvstore import session as rules
 from services.kvstore.ballast import Ballast
 from services.kvstore.clock import Clock

@@ -7,10 +7,10 @@ import itertools
 import signal
 from pathlib import Path
 
+from kvcommons.homes import session_key
 from kvcommons.pb import kvstore_pb2 as pb
 from kvcommons.rpc.channel import open_channel
 from kvcommons.rpc.directory import Directory
-from kvcommons.shards import session_key
 from services.kvstore.session import LEASE_MS_MAX
 from services.router.fleet.fleet import Fleet
 from services.router.sessions.copies import RecordCopies, grown

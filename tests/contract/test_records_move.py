@@ -18,8 +18,8 @@ import psycopg
 import pytest
 
 from kvcommons.errors import SessionNotFound
+from kvcommons.homes import session_key
 from kvcommons.pb import kvstore_pb2 as pb
-from kvcommons.shards import session_key
 from services.kvstore.database import Database, Put
 from services.kvstore.families import HEADS, META, RECORDS, STAMPS
 from services.kvstore.folder import FORMAT, DataFolder

@@ -15,8 +15,8 @@ import psycopg
 import pytest
 
 from kvcommons.errors import Conflict, DataLoss, Overloaded, StoreUnavailable, TurnInProgress
+from kvcommons.homes import session_key
 from kvcommons.pb import kvstore_pb2 as pb
-from kvcommons.shards import session_key
 from services.kvstore.records.interface import RecordsObserver
 from services.kvstore.records.postgres import CONFLICTS_MAX, Postgres, Transaction
 from services.kvstore.records.schema import REVISION, migrate, render

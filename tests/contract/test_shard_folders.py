@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcommons.shards import session_key
+from kvcommons.homes import session_key
 from services.kvstore.database import Database
 from services.kvstore.families import RECORDS
 from services.kvstore.folder import DataFolder

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvcommons.shards import owners, session_key
+from kvcommons.homes import homes_of, session_key
 from tests.contract.postgres_server import PostgresPair, PostgresServer, running
 from tests.fault.records_chaos import opened
 from tests.pausing import pause
@@ -58,7 +58,7 @@ async def test_every_acknowledged_turn_is_there_once(
 
 def home(session: str) -> str:
     """The process that is asked first."""
-    return PROCESSES[owners(session_key("local", session), PROCESSES)[0]]
+    return PROCESSES[homes_of(session_key("local", session), PROCESSES)[0]]
 
 
 def ready(stack: Stack) -> int:

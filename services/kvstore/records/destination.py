@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Protocol
 
 from kvcommons.errors import InvalidInput
+from kvcommons.homes import session_key
 from kvcommons.pb import kvstore_pb2 as pb
-from kvcommons.shards import session_key
 from services.kvstore import session as rules
 from services.kvstore.families import LEASES, RECORDS, STAMPS
 from services.kvstore.folder import DataFolder

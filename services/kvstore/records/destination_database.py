@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 import uuid
 
+from kvcommons.homes import session_key
 from kvcommons.pb import kvstore_pb2 as pb
-from kvcommons.shards import session_key
 from services.kvstore.records import tables
 from services.kvstore.records.destination import goes_on_from
 from services.kvstore.records.interface import RecordsObserver

@@ -17,8 +17,8 @@ from functools import partial
 from typing import Any, TypeVar
 
 from kvcommons.errors import Conflict
+from kvcommons.homes import session_key
 from kvcommons.pb import kvstore_pb2 as pb
-from kvcommons.shards import session_key
 from services.kvstore import session as rules
 from services.kvstore.clock import Clock
 from services.kvstore.database import end_of

@@ -10,8 +10,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, LiteralString
 
+from kvcommons.homes import session_key
 from kvcommons.pb import kvstore_pb2 as pb
-from kvcommons.shards import session_key
 from services.kvstore import session as rules
 from services.kvstore.records.postgres import Connection, ReadAgain
 from services.kvstore.session import TurnCommit, TurnLease

@@ -7,8 +7,8 @@ import secrets
 from aiohttp import web
 
 from kvcommons.errors import InvalidInput, KVCommonsError
+from kvcommons.homes import session_key
 from kvcommons.pb import kvstore_pb2 as pb
-from kvcommons.shards import session_key
 from services.router.api.body import read_body
 from services.router.api.schemas.requests import SessionCreate, SessionFork, check_session_id
 from services.router.api.shapes import Json

@@ -7,9 +7,9 @@ import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from kvcommons.homes import homes_of
 from kvcommons.pb import ledger_pb2
 from kvcommons.pb.common_pb2 import ModelInfo
-from kvcommons.shards import owners
 
 # How much busier than the idlest instance a session's own instance may be and still be preferred: what its
 # device tier saves is worth about that many sequences' share of an iteration.
@@ -186,7 +186,7 @@ def stores_of(
         name = store.folder or store.id
         if store.records == records and (name not in last or last[name].started_ms < store.started_ms):
             last[name] = store
-    return [last[name] for name in owners(home, last)]
+    return [last[name] for name in homes_of(home, last)]
 
 
 def common_records(stores: Collection[ledger_pb2.Instance]) -> str:

@@ -14,8 +14,8 @@ from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, TypeVar
 
 from kvcommons.errors import DeadlineExceeded, Overloaded, StoreUnavailable, Unavailable
+from kvcommons.homes import session_key
 from kvcommons.pb import kvstore_pb2 as pb
-from kvcommons.shards import session_key
 from services.router.fleet.fleet import Fleet
 
 if TYPE_CHECKING:

@@ -12,9 +12,9 @@ from types import TracebackType
 from typing import Any
 
 from kvcommons.errors import InvalidInput, KVCommonsError
+from kvcommons.homes import session_key
 from kvcommons.pb.common_pb2 import ModelInfo
 from kvcommons.rblock.identity import IdentityChain, reusable_blocks
-from kvcommons.shards import session_key
 from kvcommons.telemetry.trace import (
     CONVERSATION_ID,
     OPERATION_NAME,

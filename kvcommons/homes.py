@@ -18,7 +18,7 @@ def session_key(tenant: str, session_id: str) -> bytes:
     return struct.pack(">H", len(name)) + name + session_id.encode()
 
 
-def owners(key: bytes, names: Collection[str]) -> list[str]:
+def homes_of(key: bytes, names: Collection[str]) -> list[str]:
     """All of them, home first; whoever comes next is home without those before it."""
     digest = blake2b(key, digest_size=16).digest()
 

@@ -1,4 +1,4 @@
-"""Rendezvous hashing: who owns what, and how little moves."""
+"""Rendezvous hashing: which kvstore is whose home, and how little moves."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvcommons.shards import owners, session_key
+from kvcommons.homes import homes_of, session_key
 
 KVSTORES = ("a", "b", "c", "d")
 KEYS = [session_key("tenant", f"session-{number}") for number in range(4000)]
@@ -15,11 +15,11 @@ KEYS = [session_key("tenant", f"session-{number}") for number in range(4000)]
 def test_the_order_of_the_kvstores_does_not_matter() -> None:
     shuffled = list(KVSTORES)
     random.Random(1).shuffle(shuffled)
-    assert all(owners(key, KVSTORES) == owners(key, shuffled) for key in KEYS)
+    assert all(homes_of(key, KVSTORES) == homes_of(key, shuffled) for key in KEYS)
 
 
 def test_every_kvstore_has_its_share() -> None:
-    homes = [owners(key, KVSTORES)[0] for key in KEYS]
+    homes = [homes_of(key, KVSTORES)[0] for key in KEYS]
     for name in KVSTORES:
         assert homes.count(name) == pytest.approx(len(KEYS) / 4, rel=0.15)
 
@@ -27,11 +27,11 @@ def test_every_kvstore_has_its_share() -> None:
 def test_a_kvstore_that_leaves_moves_only_its_share() -> None:
     left = KVSTORES[1:]
     for key in KEYS:
-        assert owners(key, left) == [name for name in owners(key, KVSTORES) if name != "a"]
+        assert homes_of(key, left) == [name for name in homes_of(key, KVSTORES) if name != "a"]
 
 
 def test_a_kvstore_that_comes_moves_only_its_share() -> None:
-    moved = sum(owners(key, KVSTORES)[0] != owners(key, (*KVSTORES, "e"))[0] for key in KEYS)
+    moved = sum(homes_of(key, KVSTORES)[0] != homes_of(key, (*KVSTORES, "e"))[0] for key in KEYS)
     assert moved == pytest.approx(len(KEYS) / 5, rel=0.15)
 
 
