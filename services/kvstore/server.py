@@ -15,7 +15,7 @@ from services.kvstore.blocks import BlockStore
 from services.kvstore.hinted import HintedJobs
 from services.kvstore.metrics import SessionMetrics
 from services.kvstore.records.interface import Records
-from services.kvstore.session import LIST_MAX, TurnCommit, check_incarnation, check_name
+from services.kvstore.session import LIST_MAX, TurnBegin, TurnCommit, check_incarnation, check_name
 
 log = logging.getLogger(__name__)
 
@@ -151,14 +151,17 @@ class SessionsServicer(rpc.SessionsServicer):
         )
 
     async def BeginTurn(self, request: pb.BeginTurnRequest, context: Any) -> pb.BeginTurnReply:
+        check_texts(request.turn_id, request.owner, request.known_turn_id)
         begun = await self._call(
             self._records.begin,
             request.tenant,
             request.session_id,
-            turn_id=request.turn_id,
-            owner=request.owner,
-            lease_ms=request.lease_ms,
-            known_turn_id=request.known_turn_id,
+            TurnBegin(
+                turn_id=request.turn_id,
+                owner=request.owner,
+                lease_ms=request.lease_ms,
+                known_turn_id=request.known_turn_id,
+            ),
         )
         return pb.BeginTurnReply(
             record=begun.record, fencing=begun.lease.fencing, after_known=begun.after_known

@@ -52,6 +52,17 @@ class TurnLease:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TurnBegin:
+    """A turn that wants its session's lease. `known_turn_id`: its caller has the record as that turn left
+    it."""
+
+    turn_id: str
+    owner: str
+    lease_ms: int
+    known_turn_id: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Begun:
     """A turn that has its session's lease. `record` is the whole session; with `after_known` its head, and of
     tokens, messages, block ids and truncations only what turns after the known one added."""
@@ -204,21 +215,19 @@ def decode_lease(value: bytes) -> TurnLease:
     )
 
 
-def begin(
-    lease: TurnLease | None, *, turn_id: str, owner: str, lease_ms: int, next_fencing: int, now_ms: int
-) -> TurnLease:
+def begin(lease: TurnLease | None, turn: TurnBegin, *, next_fencing: int, now_ms: int) -> TurnLease:
     """The lease of a new turn. The same turn asking again gets its own. Raises TurnInProgress."""
-    check_name(turn_id, "turn_id")
-    check_name(owner, "owner")
-    until_ms = now_ms + _checked(lease_ms)
-    if lease is not None and lease.turn_id == turn_id:
-        return replace(lease, owner=owner, expires_ms=until_ms)
+    check_name(turn.turn_id, "turn_id")
+    check_name(turn.owner, "owner")
+    until_ms = now_ms + _checked(turn.lease_ms)
+    if lease is not None and lease.turn_id == turn.turn_id:
+        return replace(lease, owner=turn.owner, expires_ms=until_ms)
     if lease is not None and under_way(lease, now_ms):
         raise TurnInProgress(
             "another turn of this session is under way: wait for its answer, or fork the session",
             retry_after_ms=min(1000, lease.expires_ms - now_ms),
         )
-    return TurnLease(turn_id=turn_id, owner=owner, fencing=next_fencing, expires_ms=until_ms)
+    return TurnLease(turn_id=turn.turn_id, owner=turn.owner, fencing=next_fencing, expires_ms=until_ms)
 
 
 def renew(

@@ -20,7 +20,7 @@ from services.kvstore.database import DamagedDatabase, Database, Put, Table
 from services.kvstore.families import HEADS, LEASES, META, RECORDS, STAMPS
 from services.kvstore.folder import UnknownFormat
 from services.kvstore.integrity import damaged_sessions
-from services.kvstore.session import Begun, Committed, TurnCommit, TurnLease, new_incarnation
+from services.kvstore.session import Begun, Committed, TurnBegin, TurnCommit, TurnLease, new_incarnation
 from services.kvstore.uses import USES, BlockUses
 
 SWEEP_MAX = 1000
@@ -142,16 +142,7 @@ class Sessions:
             self._count += 1
             return fork
 
-    def begin(
-        self,
-        tenant: str,
-        session_id: str,
-        *,
-        turn_id: str,
-        owner: str,
-        lease_ms: int,
-        known_turn_id: str = "",
-    ) -> Begun:
+    def begin(self, tenant: str, session_id: str, turn: TurnBegin) -> Begun:
         """Takes the turn lease. A session that does not exist has version 0 and begins with its first commit.
         Only the last turn is known here: what single turns added is not kept.
 
@@ -163,16 +154,9 @@ class Sessions:
         with self._lock:
             record = self._live(tenant, session_id) or rules.new_record(tenant, session_id, 0, now_ms)
             key = session_key(tenant, session_id)
-            lease = rules.begin(
-                self._lease(key),
-                turn_id=turn_id,
-                owner=owner,
-                lease_ms=lease_ms,
-                next_fencing=self._fencing + 1,
-                now_ms=now_ms,
-            )
+            lease = rules.begin(self._lease(key), turn, next_fencing=self._fencing + 1, now_ms=now_ms)
             self._write_step([(LEASES, key, rules.encode_lease(lease))], max(self._fencing, lease.fencing))
-            known = bool(known_turn_id) and known_turn_id == record.last_turn_id
+            known = bool(turn.known_turn_id) and turn.known_turn_id == record.last_turn_id
             return Begun(record=rules.head_of(record) if known else record, lease=lease, after_known=known)
 
     def renew(self, tenant: str, session_id: str, *, turn_id: str, fencing: int, lease_ms: int) -> None:

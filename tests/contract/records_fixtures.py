@@ -10,7 +10,7 @@ from kvcommons.pb import kvstore_pb2 as pb
 from services.kvstore.records.embedded import EmbeddedRecords
 from services.kvstore.records.interface import Records
 from services.kvstore.records.sql import SqlRecords
-from services.kvstore.session import Committed, TurnCommit, TurnLease
+from services.kvstore.session import Committed, TurnBegin, TurnCommit, TurnLease
 from services.kvstore.sessions import Sessions, open_sessions
 from tests.machine import scaled
 
@@ -64,7 +64,8 @@ def sql(
 async def begin(
     records: Records, turn_id: str, session_id: str = "s", *, owner: str = "router", lease_ms: int = 1000
 ) -> tuple[pb.SessionRecord, TurnLease]:
-    begun = await records.begin("alice", session_id, turn_id=turn_id, owner=owner, lease_ms=lease_ms)
+    wanted = TurnBegin(turn_id=turn_id, owner=owner, lease_ms=lease_ms)
+    begun = await records.begin("alice", session_id, wanted)
     assert not begun.after_known
     return begun.record, begun.lease
 

@@ -21,7 +21,7 @@ from kvcommons.errors import (
 )
 from kvcommons.pb import kvstore_pb2 as pb
 from services.kvstore.records.interface import Records
-from services.kvstore.session import LEASE_KEPT_MS, TurnLease
+from services.kvstore.session import LEASE_KEPT_MS, TurnBegin, TurnLease
 from services.router.sessions.copies import RecordCopies, grown
 from tests.contract.postgres_server import PostgresServer
 from tests.contract.records_fixtures import (
@@ -438,14 +438,8 @@ class Router:
     async def begin(self, turn_id: str, session_id: str = "s") -> tuple[pb.SessionRecord, TurnLease]:
         """The record, put together."""
         known = self.copies.get("alice", session_id)
-        self.begun = await self.records.begin(
-            "alice",
-            session_id,
-            turn_id=turn_id,
-            owner="router",
-            lease_ms=1000,
-            known_turn_id=known.last_turn_id,
-        )
+        wanted = TurnBegin(turn_id=turn_id, owner="router", lease_ms=1000, known_turn_id=known.last_turn_id)
+        self.begun = await self.records.begin("alice", session_id, wanted)
         record = self.begun.record
         if self.begun.after_known:
             record = grown(known, record, kept_blocks=len(known.block_ids))
@@ -523,9 +517,8 @@ async def test_only_a_committed_turn_of_this_session_is_known(records: Records) 
     await commit(records, "t1", [1])
     fork = await records.fork("alice", "s", "fork")
     for session_id, known in (("s", "elsewhere"), ("s", "t2"), ("s", "nobody's"), ("fork", "t1")):
-        begun = await records.begin(
-            "alice", session_id, turn_id="t2", owner="router", lease_ms=1000, known_turn_id=known
-        )
+        wanted = TurnBegin(turn_id="t2", owner="router", lease_ms=1000, known_turn_id=known)
+        begun = await records.begin("alice", session_id, wanted)
         assert not begun.after_known
         assert list(begun.record.tokens) == [1]
     assert fork.last_turn_id == ""

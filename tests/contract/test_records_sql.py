@@ -21,6 +21,7 @@ from services.kvstore.records.interface import RecordsObserver
 from services.kvstore.records.postgres import CONFLICTS_MAX, Postgres, Transaction
 from services.kvstore.records.schema import REVISION, migrate, render
 from services.kvstore.records.sql import SqlRecords
+from services.kvstore.session import TurnBegin
 from tests.contract.postgres_server import PostgresServer, Proxy
 from tests.contract.records_fixtures import CALL_S, MODEL, Clock, begin, commit, sql, turn
 from tests.machine import scaled
@@ -411,14 +412,9 @@ async def test_a_turn_costs_the_same_however_long_its_session(
         return [f"{session_id} {number}".encode().ljust(32) for number in range(tokens // 64)]
 
     async def one_turn(session_id: str, number: int, before: int, new: int) -> None:
-        begun = await records.begin(
-            "alice",
-            session_id,
-            turn_id=f"t{number:04}",
-            owner="router",
-            lease_ms=1000,
-            known_turn_id=f"t{number - 1:04}" if number else "",
-        )
+        known = f"t{number - 1:04}" if number else ""
+        wanted = TurnBegin(turn_id=f"t{number:04}", owner="router", lease_ms=1000, known_turn_id=known)
+        begun = await records.begin("alice", session_id, wanted)
         assert (begun.record.version, len(begun.record.tokens)) == (number, 0)
         kept = len(blocks(session_id, before))
         ids = blocks(session_id, before + new)[kept:]

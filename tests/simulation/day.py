@@ -9,7 +9,7 @@ from hashlib import shake_128
 from kvcommons.errors import SessionNotFound
 from services.kvstore.policies.floors import TenantFloors
 from services.kvstore.policies.hit_density import HitDensity
-from services.kvstore.session import TurnCommit
+from services.kvstore.session import TurnBegin, TurnCommit
 from services.kvstore.sessions import Sessions
 from services.kvstore.writer import Round
 from tests.simulation.machine import Rocks, require
@@ -113,7 +113,8 @@ class Day(StoreSchedule):
 
     def _take(self, name: str, number: int) -> None:
         """One turn: reads its history, computes what is not there, and is committed with what it adds."""
-        begun = self.sessions.begin("t", name, turn_id=f"{number}", owner="o", lease_ms=60_000)
+        wanted = TurnBegin(turn_id=f"{number}", owner="o", lease_ms=60_000)
+        begun = self.sessions.begin("t", name, wanted)
         record, lease = begun.record, begun.lease
         history = list(record.block_ids)
         read = self._read(history)

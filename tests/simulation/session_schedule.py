@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from kvcommons.errors import KVCommonsError, SessionNotFound, StoreUnavailable, TurnInProgress
 from kvcommons.pb import kvstore_pb2 as pb
 from services.kvstore.integrity import IntegrityTable
-from services.kvstore.session import TurnCommit
+from services.kvstore.session import TurnBegin, TurnCommit
 from services.kvstore.sessions import Sessions
 from services.router.sessions.copies import RecordCopies, grown
 from tests.simulation.machine import Killed, Machine, Rocks, require
@@ -150,14 +150,10 @@ class SessionSchedule:
         holders = [t for t in self.turns if t.name == name and not t.over and t.expires_ms > now_ms]
         known = self.copies.get("t", name)
         try:
-            begun = self.sessions.begin(
-                "t",
-                name,
-                turn_id=f"{self.number}",
-                owner="o",
-                lease_ms=LEASE_MS,
-                known_turn_id=known.last_turn_id,
+            wanted = TurnBegin(
+                turn_id=f"{self.number}", owner="o", lease_ms=LEASE_MS, known_turn_id=known.last_turn_id
             )
+            begun = self.sessions.begin("t", name, wanted)
         except TurnInProgress:
             return
         except StoreUnavailable:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from kvcommons.pb import kvstore_pb2 as pb
-from services.kvstore.session import Begun, Committed, TurnCommit
+from services.kvstore.session import Begun, Committed, TurnBegin, TurnCommit
 
 
 class RecordsObserver:
@@ -54,22 +54,12 @@ class Records(Protocol):
         """A new session with all that this one has committed; the incarnation is the new one's, as in
         `create`. Raises SessionNotFound, AlreadyExists."""
 
-    async def begin(
-        self,
-        tenant: str,
-        session_id: str,
-        *,
-        turn_id: str,
-        owner: str,
-        lease_ms: int,
-        known_turn_id: str = "",
-    ) -> Begun:
+    async def begin(self, tenant: str, session_id: str, turn: TurnBegin) -> Begun:
         """Takes the turn lease, and returns the record. A session that does not exist has version 0 and
         begins with its first commit. Raises TurnInProgress.
 
-        `known_turn_id`: the caller has the record as this turn left it. Where the turn is one of this very
-        session, and nothing that the record had then is gone from it, it may be answered with what came after
-        it.
+        Where the turn that the caller knows is one of this very session, and nothing that the record had then
+        is gone from it, the answer may be what came after it.
         """
 
     async def renew(self, tenant: str, session_id: str, *, turn_id: str, fencing: int, lease_ms: int) -> None:

@@ -26,7 +26,7 @@ from services.kvstore.records import tables
 from services.kvstore.records.interface import RecordsObserver
 from services.kvstore.records.postgres import Connection, Postgres, Transaction
 from services.kvstore.records.tables import Row
-from services.kvstore.session import Begun, Committed, TurnCommit, new_incarnation
+from services.kvstore.session import Begun, Committed, TurnBegin, TurnCommit, new_incarnation
 
 T = TypeVar("T")
 
@@ -157,16 +157,7 @@ class SqlRecords:
 
     # ---- turns
 
-    async def begin(
-        self,
-        tenant: str,
-        session_id: str,
-        *,
-        turn_id: str,
-        owner: str,
-        lease_ms: int,
-        known_turn_id: str = "",
-    ) -> Begun:
+    async def begin(self, tenant: str, session_id: str, turn: TurnBegin) -> Begun:
         key = _checked_key(tenant, session_id)
 
         async def work(transaction: Transaction) -> Begun:
@@ -176,9 +167,7 @@ class SqlRecords:
             drawn = row.fencing if row is not None else await tables.next_fencing(connection)
             lease = rules.begin(
                 before,
-                turn_id=turn_id,
-                owner=owner,
-                lease_ms=lease_ms,
+                turn,
                 # A database that draws numbers at several places may draw a lower one later.
                 next_fencing=max(drawn, before.fencing + 1 if before is not None else 1),
                 now_ms=now_ms,
@@ -189,7 +178,8 @@ class SqlRecords:
                 await tables.write_lease(connection, row, lease)
             if row is None or row.head is None:
                 return Begun(record=rules.new_record(tenant, session_id, 0, now_ms), lease=lease)
-            after = await tables.read_after(connection, row.head, known_turn_id) if known_turn_id else None
+            known = turn.known_turn_id
+            after = await tables.read_after(connection, row.head, known) if known else None
             if after is None:
                 return Begun(record=await tables.read_whole(connection, row.head), lease=lease)
             return Begun(record=after, lease=lease, after_known=True)

@@ -233,7 +233,7 @@ import resource, sys
 from pathlib import Path
 from kvcommons.errors import StoreUnavailable
 from services.kvstore.clock import SystemClock
-from services.kvstore.session import TurnCommit
+from services.kvstore.session import TurnBegin, TurnCommit
 from services.kvstore.sessions import Sessions, open_sessions
 from tests.unit.kvstore.samples import *
 
@@ -246,7 +246,8 @@ def limit(size):
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
 
 def turn(number, session="s"):
-    begun = sessions.begin("t", session, turn_id=f"turn {number}", owner="o", lease_ms=60_000)
+    wanted = TurnBegin(turn_id=f"turn {number}", owner="o", lease_ms=60_000)
+    begun = sessions.begin("t", session, wanted)
     record, lease = begun.record, begun.lease
     return lease, record, TurnCommit(
         turn_id=f"turn {number}", fencing=lease.fencing, expected_version=record.version, model=b"m",

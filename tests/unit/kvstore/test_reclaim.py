@@ -14,7 +14,7 @@ from services.kvstore.blocks import BlockStore
 from services.kvstore.clock import SystemClock
 from services.kvstore.database import scan
 from services.kvstore.disk import LocalFile
-from services.kvstore.session import TurnCommit
+from services.kvstore.session import TurnBegin, TurnCommit
 from services.kvstore.sessions import Sessions, open_sessions
 from tests.unit.kvstore.samples import (
     OTHER,
@@ -45,7 +45,8 @@ def open_both(folder: Path) -> tuple[BlockStore, Sessions]:
 
 
 def commit(sessions: Sessions, name: str, ids: Sequence[bytes]) -> None:
-    begun = sessions.begin("t", name, turn_id=f"{name} {len(ids)}", owner="o", lease_ms=1000)
+    wanted = TurnBegin(turn_id=f"{name} {len(ids)}", owner="o", lease_ms=1000)
+    begun = sessions.begin("t", name, wanted)
     record, lease = begun.record, begun.lease
     turn = TurnCommit(
         turn_id=lease.turn_id,

@@ -21,7 +21,7 @@ from services.kvstore.families import HEADS, META, RECORDS, STAMPS
 from services.kvstore.folder import UnknownFormat
 from services.kvstore.integrity import open_integrity_table
 from services.kvstore.mark import Mark
-from services.kvstore.session import TurnCommit
+from services.kvstore.session import TurnBegin, TurnCommit
 from services.kvstore.sessions import Sessions, open_sessions
 
 # RocksDB makes families in an order of its own, another each time: what a cut manifest forgets depends on it.
@@ -45,7 +45,8 @@ class Store:
 
     def commit(self, session: str, number: int) -> None:
         turn_id = f"{session} {number}"
-        begun = self.sessions.begin("t", session, turn_id=turn_id, owner="o", lease_ms=60_000)
+        wanted = TurnBegin(turn_id=turn_id, owner="o", lease_ms=60_000)
+        begun = self.sessions.begin("t", session, wanted)
         record, lease = begun.record, begun.lease
         turn = TurnCommit(
             turn_id=turn_id,
