@@ -6,7 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 from kvcommons.errors import InvalidInput, Overloaded, StoreUnavailable
 from kvcommons.pb import kvstore_pb2 as pb
@@ -15,11 +15,10 @@ from services.kvstore.blocks import BlockStore
 from services.kvstore.hinted import HintedJobs
 from services.kvstore.metrics import SessionMetrics
 from services.kvstore.records.interface import Records
-from services.kvstore.session import LIST_MAX, TurnBegin, TurnCommit, check_incarnation, check_name
+from services.kvstore.session import LIST_MAX, TurnBegin, TurnCommit, check_incarnation
 
 log = logging.getLogger(__name__)
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 LIST_DEFAULT = 100
@@ -124,57 +123,55 @@ class SessionsServicer(rpc.SessionsServicer):
 
     async def Create(self, request: pb.CreateSessionRequest, context: Any) -> pb.SessionRecord:
         check_incarnation(request.incarnation)
-        return await self._call(
-            self._records.create, request.tenant, request.session_id, request.ttl_s, request.incarnation
+        return await self._bounded(
+            self._records.create(request.tenant, request.session_id, request.ttl_s, request.incarnation)
         )
 
     async def Get(self, request: pb.GetSessionRequest, context: Any) -> pb.SessionRecord:
-        return await self._call(self._records.get, request.tenant, request.session_id)
+        return await self._bounded(self._records.get(request.tenant, request.session_id))
 
     async def List(self, request: pb.ListSessionsRequest, context: Any) -> pb.ListSessionsReply:
         limit = min(request.limit or LIST_DEFAULT, LIST_MAX)
-        check_texts(request.tenant, request.after)
-        check_name(request.tenant, "tenant")
-        page = self._records.page(request.tenant, request.after, limit)
-        sessions, more = await self._bounded(page)
+        sessions, more = await self._bounded(self._records.page(request.tenant, request.after, limit))
         return pb.ListSessionsReply(sessions=sessions, more=more)
 
     async def Delete(self, request: pb.DeleteSessionRequest, context: Any) -> pb.DeleteSessionReply:
         check_incarnation(request.incarnation)
-        await self._call(self._records.delete, request.tenant, request.session_id, request.incarnation)
+        await self._bounded(self._records.delete(request.tenant, request.session_id, request.incarnation))
         return pb.DeleteSessionReply()
 
     async def Fork(self, request: pb.ForkSessionRequest, context: Any) -> pb.SessionRecord:
         check_incarnation(request.incarnation)
-        return await self._call(
-            self._records.fork, request.tenant, request.session_id, request.new_id, request.incarnation
+        return await self._bounded(
+            self._records.fork(request.tenant, request.session_id, request.new_id, request.incarnation)
         )
 
     async def BeginTurn(self, request: pb.BeginTurnRequest, context: Any) -> pb.BeginTurnReply:
-        check_texts(request.turn_id, request.owner, request.known_turn_id)
-        begun = await self._call(
-            self._records.begin,
-            request.tenant,
-            request.session_id,
-            TurnBegin(
-                turn_id=request.turn_id,
-                owner=request.owner,
-                lease_ms=request.lease_ms,
-                known_turn_id=request.known_turn_id,
-            ),
+        begun = await self._bounded(
+            self._records.begin(
+                request.tenant,
+                request.session_id,
+                TurnBegin(
+                    turn_id=request.turn_id,
+                    owner=request.owner,
+                    lease_ms=request.lease_ms,
+                    known_turn_id=request.known_turn_id,
+                ),
+            )
         )
         return pb.BeginTurnReply(
             record=begun.record, fencing=begun.lease.fencing, after_known=begun.after_known
         )
 
     async def RenewTurn(self, request: pb.RenewTurnRequest, context: Any) -> pb.RenewTurnReply:
-        await self._call(
-            self._records.renew,
-            request.tenant,
-            request.session_id,
-            turn_id=request.turn_id,
-            fencing=request.fencing,
-            lease_ms=request.lease_ms,
+        await self._bounded(
+            self._records.renew(
+                request.tenant,
+                request.session_id,
+                turn_id=request.turn_id,
+                fencing=request.fencing,
+                lease_ms=request.lease_ms,
+            )
         )
         return pb.RenewTurnReply()
 
@@ -187,22 +184,23 @@ class SessionsServicer(rpc.SessionsServicer):
         if left_s is not None:  # waiting for blocks must not eat the time for the tokens
             wait_ms = min(wait_ms, int(left_s * 1000 / 2))
         durable = await until_durable(self._store, request.model, ids, wait_ms)
-        committed = await self._call(
-            self._records.commit,
-            request.tenant,
-            request.session_id,
-            TurnCommit(
-                turn_id=request.turn_id,
-                fencing=request.fencing,
-                expected_version=request.expected_version,
-                model=request.model,
-                model_name=request.model_name,
-                new_tokens=request.new_tokens,
-                new_messages=request.new_messages,
-                kept_blocks=request.kept_blocks,
-                block_ids=ids,
-                new_truncations=request.new_truncations,
-            ),
+        committed = await self._bounded(
+            self._records.commit(
+                request.tenant,
+                request.session_id,
+                TurnCommit(
+                    turn_id=request.turn_id,
+                    fencing=request.fencing,
+                    expected_version=request.expected_version,
+                    model=request.model,
+                    model_name=request.model_name,
+                    new_tokens=request.new_tokens,
+                    new_messages=request.new_messages,
+                    kept_blocks=request.kept_blocks,
+                    block_ids=ids,
+                    new_truncations=request.new_truncations,
+                ),
+            )
         )
         self._metrics.committed(time.monotonic() - started, new=committed.new)
         facts = {"version": committed.version, "new_blocks": len(ids), "durable_blocks": durable}
@@ -210,27 +208,15 @@ class SessionsServicer(rpc.SessionsServicer):
         return pb.CommitTurnReply(version=committed.version, durable_blocks=durable)
 
     async def AbandonTurn(self, request: pb.AbandonTurnRequest, context: Any) -> pb.AbandonTurnReply:
-        await self._call(
-            self._records.abandon,
-            request.tenant,
-            request.session_id,
-            turn_id=request.turn_id,
-            fencing=request.fencing,
+        await self._bounded(
+            self._records.abandon(
+                request.tenant,
+                request.session_id,
+                turn_id=request.turn_id,
+                fencing=request.fencing,
+            )
         )
         return pb.AbandonTurnReply()
-
-    async def _call(
-        self,
-        function: Callable[Concatenate[str, str, P], Coroutine[Any, Any, T]],
-        tenant: str,
-        session_id: str,
-        *args: P.args,
-        **kwargs: P.kwargs,
-    ) -> T:
-        check_texts(tenant, session_id, *args, *kwargs.values())
-        check_name(tenant, "tenant")
-        check_name(session_id, "session_id")
-        return await self._bounded(function(tenant, session_id, *args, **kwargs))
 
     async def _bounded(self, call: Coroutine[Any, Any, T]) -> T:
         if refusal := self._refusal():
@@ -244,10 +230,3 @@ class SessionsServicer(rpc.SessionsServicer):
             return await call
         finally:
             self._calls -= 1
-
-
-def check_texts(*values: object) -> None:
-    """Raises InvalidInput."""
-    for value in values:
-        if isinstance(value, str) and "\0" in value:
-            raise InvalidInput("an id contains a zero byte")

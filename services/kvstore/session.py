@@ -23,6 +23,7 @@ from kvcommons.errors import (
     TurnInProgress,
     VersionConflict,
 )
+from kvcommons.homes import session_key
 from kvcommons.pb import kvstore_pb2 as pb
 from services.kvstore.folder import UnknownFormat
 
@@ -102,11 +103,20 @@ def new_incarnation() -> bytes:
 
 
 def check_name(value: str, param: str) -> None:
-    """Raises InvalidInput for an empty or overlong id."""
+    """Raises InvalidInput for an id that is empty, overlong, or has a zero byte."""
     if not value:
         raise InvalidInput(f"{param} is empty", param=param)
+    if "\0" in value:
+        raise InvalidInput(f"{param} contains a zero byte", param=param)
     if len(value.encode()) > NAME_BYTES_MAX:
         raise InvalidInput(f"{param} has more than {NAME_BYTES_MAX} bytes", param=param)
+
+
+def checked_key(tenant: str, session_id: str) -> bytes:
+    """The session's. Raises InvalidInput."""
+    check_name(tenant, "tenant")
+    check_name(session_id, "session_id")
+    return session_key(tenant, session_id)
 
 
 def check_incarnation(value: bytes) -> None:
@@ -219,6 +229,8 @@ def begin(lease: TurnLease | None, turn: TurnBegin, *, next_fencing: int, now_ms
     """The lease of a new turn. The same turn asking again gets its own. Raises TurnInProgress."""
     check_name(turn.turn_id, "turn_id")
     check_name(turn.owner, "owner")
+    if turn.known_turn_id:
+        check_name(turn.known_turn_id, "known_turn_id")
     until_ms = now_ms + _checked(turn.lease_ms)
     if lease is not None and lease.turn_id == turn.turn_id:
         return replace(lease, owner=turn.owner, expires_ms=until_ms)

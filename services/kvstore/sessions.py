@@ -20,7 +20,15 @@ from services.kvstore.database import DamagedDatabase, Database, Put, Table
 from services.kvstore.families import HEADS, LEASES, META, RECORDS, STAMPS
 from services.kvstore.folder import UnknownFormat
 from services.kvstore.integrity import damaged_sessions
-from services.kvstore.session import Begun, Committed, TurnBegin, TurnCommit, TurnLease, new_incarnation
+from services.kvstore.session import (
+    Begun,
+    Committed,
+    TurnBegin,
+    TurnCommit,
+    TurnLease,
+    checked_key,
+    new_incarnation,
+)
 from services.kvstore.uses import USES, BlockUses
 
 SWEEP_MAX = 1000
@@ -77,11 +85,10 @@ class Sessions:
     def create(self, tenant: str, session_id: str, ttl_s: int, incarnation: bytes = b"") -> pb.SessionRecord:
         """A session without a turn; the one that an earlier call with this incarnation made, as it is now.
         Raises AlreadyExists."""
-        rules.check_name(tenant, "tenant")
-        rules.check_name(session_id, "session_id")
+        key = checked_key(tenant, session_id)
         incarnation = incarnation or new_incarnation()
         with self._lock:
-            made = self._made(tenant, session_id, incarnation)
+            made = self._made(key, session_id, incarnation)
             if made is not None:
                 return made
             record = rules.new_record(tenant, session_id, ttl_s, self._now_ms(), incarnation)
@@ -91,8 +98,9 @@ class Sessions:
 
     def get(self, tenant: str, session_id: str) -> pb.SessionRecord:
         """Raises SessionNotFound."""
+        key = checked_key(tenant, session_id)
         with self._lock:
-            return self._require(tenant, session_id)
+            return self._require(key, session_id)
 
     def page(self, tenant: str, after: str, limit: int) -> tuple[list[pb.SessionRecord], bool]:
         """Heads of a tenant's sessions in the order of their ids, and whether there are more."""
@@ -115,12 +123,11 @@ class Sessions:
     def delete(self, tenant: str, session_id: str, incarnation: bytes = b"") -> None:
         """A turn under way cannot commit any more. Without an incarnation, whichever is there: raises
         SessionNotFound where none is."""
-        rules.check_name(tenant, "tenant")
-        rules.check_name(session_id, "session_id")
+        key = checked_key(tenant, session_id)
         with self._lock:
-            record = self._live(tenant, session_id)
+            record = self._live(key)
             if record is not None and incarnation in (b"", record.incarnation):
-                self._remove(session_key(tenant, session_id))
+                self._remove(key)
             elif not incarnation:
                 raise rules.not_found(session_id)
 
@@ -129,15 +136,16 @@ class Sessions:
     ) -> pb.SessionRecord:
         """A new session with all that this one has committed; as in `create`, it may be there already.
         Raises SessionNotFound, AlreadyExists."""
+        source = checked_key(tenant, session_id)
         rules.check_name(new_session_id, "new_id")
+        key = session_key(tenant, new_session_id)
         incarnation = incarnation or new_incarnation()
         with self._lock:
-            made = self._made(tenant, new_session_id, incarnation)
+            made = self._made(key, new_session_id, incarnation)
             if made is not None:
                 return made
-            record = self._require(tenant, session_id)
+            record = self._require(source, session_id)
             fork = rules.fork_of(record, new_session_id, self._now_ms(), incarnation)
-            key = session_key(tenant, new_session_id)
             self._table.write([*puts_of(fork), *self._uses.changes(key, [], fork.block_ids)])
             self._count += 1
             return fork
@@ -148,12 +156,10 @@ class Sessions:
 
         Raises TurnInProgress.
         """
-        rules.check_name(tenant, "tenant")
-        rules.check_name(session_id, "session_id")
+        key = checked_key(tenant, session_id)
         now_ms = self._now_ms()
         with self._lock:
-            record = self._live(tenant, session_id) or rules.new_record(tenant, session_id, 0, now_ms)
-            key = session_key(tenant, session_id)
+            record = self._live(key) or rules.new_record(tenant, session_id, 0, now_ms)
             lease = rules.begin(self._lease(key), turn, next_fencing=self._fencing + 1, now_ms=now_ms)
             self._write_step([(LEASES, key, rules.encode_lease(lease))], max(self._fencing, lease.fencing))
             known = bool(turn.known_turn_id) and turn.known_turn_id == record.last_turn_id
@@ -161,8 +167,8 @@ class Sessions:
 
     def renew(self, tenant: str, session_id: str, *, turn_id: str, fencing: int, lease_ms: int) -> None:
         """Raises Conflict where another turn has begun, SessionNotFound where the session was deleted."""
+        key = checked_key(tenant, session_id)
         with self._lock:
-            key = session_key(tenant, session_id)
             lease = rules.renew(
                 self._lease(key),
                 exists=self._table.get(HEADS, key) is not None,
@@ -178,8 +184,8 @@ class Sessions:
         """Adds the turn and gives its lease back, in one step. See `session.commit` for what it raises."""
         with self._lock:
             now_ms = self._now_ms()
-            key = session_key(tenant, session_id)
-            stored = self._live(tenant, session_id)
+            key = checked_key(tenant, session_id)
+            stored = self._live(key)
             record = stored or rules.new_record(tenant, session_id, 0, now_ms, new_incarnation())
             blocks = len(record.block_ids)
             lease = self._lease(key)
@@ -194,8 +200,8 @@ class Sessions:
 
     def abandon(self, tenant: str, session_id: str, *, turn_id: str, fencing: int) -> None:
         """Gives the lease back; nothing happens where it is gone already."""
+        key = checked_key(tenant, session_id)
         with self._lock:
-            key = session_key(tenant, session_id)
             if rules.may_abandon(self._lease(key), turn_id, fencing):
                 self._table.write([(LEASES, key, None)])
 
@@ -242,33 +248,30 @@ class Sessions:
         self._fencing = fencing
         self._table.write([*puts, (META, _FENCING_KEY, struct.pack("<Q", fencing))])
 
-    def _live(self, tenant: str, session_id: str) -> pb.SessionRecord | None:
-        value = self._table.get(RECORDS, session_key(tenant, session_id))
+    def _live(self, key: bytes) -> pb.SessionRecord | None:
+        value = self._table.get(RECORDS, key)
         if value is None:
             return None
         record = rules.decode_record(value)
         if not self._expired(record, self._now_ms()):
             return record
-        if rules.under_way(self._lease(session_key(tenant, session_id)), self._now_ms()):
+        if rules.under_way(self._lease(key), self._now_ms()):
             return record  # a turn began in time
-        self._remove(session_key(tenant, session_id))
+        self._remove(key)
         return None
 
-    def _require(self, tenant: str, session_id: str) -> pb.SessionRecord:
-        rules.check_name(tenant, "tenant")
-        rules.check_name(session_id, "session_id")
-        record = self._live(tenant, session_id)
+    def _require(self, key: bytes, session_id: str) -> pb.SessionRecord:
+        record = self._live(key)
         if record is None:
             raise rules.not_found(session_id)
         return record
 
-    def _made(self, tenant: str, session_id: str, incarnation: bytes) -> pb.SessionRecord | None:
+    def _made(self, key: bytes, session_id: str, incarnation: bytes) -> pb.SessionRecord | None:
         """The session that an earlier call made; None where there is room for it. Raises AlreadyExists."""
-        record = self._live(tenant, session_id)
+        record = self._live(key)
         if record is not None and record.incarnation == incarnation:
             return record
-        lease = self._lease(session_key(tenant, session_id))
-        if record is not None or rules.under_way(lease, self._now_ms()):
+        if record is not None or rules.under_way(self._lease(key), self._now_ms()):
             raise rules.taken(session_id)
         return None
 

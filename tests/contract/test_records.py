@@ -256,7 +256,7 @@ async def test_creating_takes_a_free_name_only(records: Records, clock: Clock) -
     clock.time_ms += 5001
     await records.create("alice", "begun", 5)  # its turn ran out
     await records.create("alice", "s", 5)  # the former one expired
-    for name in ("", "x" * 600):
+    for name in ("", "x" * 600, "a\0b"):
         with pytest.raises(InvalidInput):
             await records.get("alice", name)
         with pytest.raises(InvalidInput):

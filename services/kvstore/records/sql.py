@@ -26,7 +26,7 @@ from services.kvstore.records import tables
 from services.kvstore.records.interface import RecordsObserver
 from services.kvstore.records.postgres import Connection, Postgres, Transaction
 from services.kvstore.records.tables import Row
-from services.kvstore.session import Begun, Committed, TurnBegin, TurnCommit, new_incarnation
+from services.kvstore.session import Begun, Committed, TurnBegin, TurnCommit, checked_key, new_incarnation
 
 T = TypeVar("T")
 
@@ -76,7 +76,7 @@ class SqlRecords:
     async def create(
         self, tenant: str, session_id: str, ttl_s: int, incarnation: bytes = b""
     ) -> pb.SessionRecord:
-        key = _checked_key(tenant, session_id)
+        key = checked_key(tenant, session_id)
         incarnation = incarnation or new_incarnation()
         record = rules.new_record(tenant, session_id, ttl_s, self._now_ms(), incarnation)
 
@@ -90,7 +90,7 @@ class SqlRecords:
         return await self._call("create", work)
 
     async def get(self, tenant: str, session_id: str) -> pb.SessionRecord:
-        key = _checked_key(tenant, session_id)
+        key = checked_key(tenant, session_id)
 
         async def work(transaction: Transaction) -> pb.SessionRecord:
             row = await self._live(transaction.connection, key, lock=False)
@@ -119,7 +119,7 @@ class SqlRecords:
         return await self._call("page", work)
 
     async def delete(self, tenant: str, session_id: str, incarnation: bytes = b"") -> None:
-        key = _checked_key(tenant, session_id)
+        key = checked_key(tenant, session_id)
         meant = incarnation  # or whichever the first try finds
 
         async def work(transaction: Transaction) -> None:
@@ -136,7 +136,7 @@ class SqlRecords:
     async def fork(
         self, tenant: str, session_id: str, new_session_id: str, incarnation: bytes = b""
     ) -> pb.SessionRecord:
-        key = _checked_key(tenant, session_id)
+        key = checked_key(tenant, session_id)
         rules.check_name(new_session_id, "new_id")
         incarnation = incarnation or new_incarnation()
 
@@ -158,7 +158,7 @@ class SqlRecords:
     # ---- turns
 
     async def begin(self, tenant: str, session_id: str, turn: TurnBegin) -> Begun:
-        key = _checked_key(tenant, session_id)
+        key = checked_key(tenant, session_id)
 
         async def work(transaction: Transaction) -> Begun:
             connection, now_ms = transaction.connection, self._now_ms()
@@ -187,7 +187,7 @@ class SqlRecords:
         return await self._call("begin", work)
 
     async def renew(self, tenant: str, session_id: str, *, turn_id: str, fencing: int, lease_ms: int) -> None:
-        key = _checked_key(tenant, session_id)
+        key = checked_key(tenant, session_id)
 
         async def work(transaction: Transaction) -> None:
             row = await self._row(transaction.connection, key)
@@ -205,7 +205,7 @@ class SqlRecords:
         await self._call("renew", work)
 
     async def commit(self, tenant: str, session_id: str, turn: TurnCommit) -> Committed:
-        key = _checked_key(tenant, session_id)
+        key = checked_key(tenant, session_id)
 
         async def work(transaction: Transaction) -> Committed:
             connection, now_ms = transaction.connection, self._now_ms()
@@ -231,7 +231,7 @@ class SqlRecords:
         return await self._call("commit", work)
 
     async def abandon(self, tenant: str, session_id: str, *, turn_id: str, fencing: int) -> None:
-        key = _checked_key(tenant, session_id)
+        key = checked_key(tenant, session_id)
 
         async def work(transaction: Transaction) -> None:
             row = await self._row(transaction.connection, key)
@@ -323,12 +323,6 @@ class SqlRecords:
         self._calls.discard(task)
         if not task.cancelled():
             task.exception()  # its caller may be gone
-
-
-def _checked_key(tenant: str, session_id: str) -> bytes:
-    rules.check_name(tenant, "tenant")
-    rules.check_name(session_id, "session_id")
-    return session_key(tenant, session_id)
 
 
 def _session_id(key: bytes) -> str:
