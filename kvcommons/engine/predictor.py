@@ -26,8 +26,8 @@ _UNITS = {
 }
 _KEPT = 0.98  # of an observation's weight, by the next one
 _RECALLED = 0.01  # of an observation's weight: that costs are what they are. At first they are nothing
-# A measurement counts as at most so many times what was expected of an iteration like those before: one pause
-# is no trend, and a trend is followed within a few.
+# A measurement counts as at most so many times what was expected of an iteration like those before, and as at
+# least such a part of it: one pause is no trend, and a trend is followed within a few.
 _SURPRISE = 4.0
 _NOTHING = 1e-9  # of a moment: rounding
 _KNOWN = 2  # times what was measured: so far what was learnt is believed
@@ -124,7 +124,7 @@ class Predictor:
             error = min(abs(expected_s / seconds - 1), 1.0)
             self.error = _KEPT * self.error + (1 - _KEPT) * error
         if expected_s and self.knows(work):
-            seconds = min(seconds, _SURPRISE * expected_s)
+            seconds = min(max(seconds, expected_s / _SURPRISE), _SURPRISE * expected_s)
         weight = 1 / min(seconds, expected_s or seconds)
         self._add(weight * np.array(_amounts(work)), weight * seconds, weight)
         self._observed += 1

@@ -126,6 +126,17 @@ def test_one_pause_changes_little() -> None:
     assert made.seconds(work) < 1.3 * before_s
 
 
+def test_one_measurement_that_is_far_too_short_changes_little() -> None:
+    """As where almost all of an iteration was waiting: what is short counts much, for errors are relative."""
+    made, machine = Predictor(), Machine(1, noise=0.0)
+    machine.run(made, 304, machine.mixed)
+    work = IterationWork(rows=8, read_bytes=100 * MIB)
+    before_s = made.seconds(work)
+    made.learn(work, 1e-9)
+    machine.run(made, 16, machine.mixed)
+    assert made.seconds(work) > 0.6 * before_s
+
+
 def test_chunks_of_one_size_are_put_down_to_their_tokens() -> None:
     """Nothing tells what an iteration takes by itself."""
     made = Predictor()
