@@ -106,7 +106,7 @@ class Server:
 def find(place: Place, environ: Mapping[str, str], kvstores: int, packaged: Path = PACKAGED) -> Server:
     """Makes the folder of its socket. Raises Unavailable, which says what to do, where there is no PostgreSQL
     that can be run."""
-    found = _installed(environ, packaged)
+    found = installed(environ, packaged)
     if place.postgres.exists():
         wanted = int((place.postgres / "PG_VERSION").read_text())
         found = {major: folder for major, folder in found.items() if major == wanted}
@@ -189,10 +189,14 @@ def _move(server: Server) -> ProcessPlan:
     )
 
 
-def _installed(environ: Mapping[str, str], packaged: Path) -> dict[int, Path]:
+def installed(environ: Mapping[str, str], packaged: Path = PACKAGED) -> dict[int, Path]:
     """Folders with initdb and postgres, by their major versions."""
     path = environ.get("PATH")
-    named = [Path(one).parent for name in ("initdb", "pg_config") if (one := shutil.which(name, path=path))]
+    named = [
+        Path(one).resolve().parent
+        for name in ("initdb", "pg_config")
+        if (one := shutil.which(name, path=path))
+    ]
     found: dict[int, Path] = {}
     for folder in [*named, *packaged.glob("*/bin")]:
         if (folder / "initdb").exists() and (version := _major(folder / "postgres")) is not None:

@@ -22,7 +22,7 @@ import psycopg
 import pytest
 from psycopg.conninfo import conninfo_to_dict
 
-from devstack.postgres import account_for_it
+from devstack.postgres import account_for_it, installed
 from kvcommons.errors import Unavailable
 from tests.machine import scaled
 
@@ -42,11 +42,8 @@ os.execv(command[0], command)
 
 def programs() -> Path:
     """The folder with initdb and postgres. Skips the test where there is none."""
-    found = [Path(path).resolve().parent for name in ("initdb", "pg_config") if (path := shutil.which(name))]
-    found += sorted(Path("/usr/lib/postgresql").glob("*/bin"), reverse=True)
-    for folder in found:
-        if (folder / "initdb").exists() and (folder / "postgres").exists():
-            return folder
+    if found := installed(os.environ):
+        return found[max(found)]
     pytest.skip("needs PostgreSQL (initdb and postgres), as Debian's package postgresql has it")
 
 
