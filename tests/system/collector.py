@@ -25,6 +25,7 @@ class Span:
     start_ns: int  # since the epoch
     end_ns: int
     failed: bool
+    message: str  # of what failed
     kind: str  # "server", "client", "internal"
     attributes: dict[str, Any] = field(hash=False)
 
@@ -68,6 +69,7 @@ def _span(service: str, span: trace_pb2.Span) -> Span:
         start_ns=span.start_time_unix_nano,
         end_ns=span.end_time_unix_nano,
         failed=span.status.code == trace_pb2.Status.STATUS_CODE_ERROR,
+        message=span.status.message,
         kind=trace_pb2.Span.SpanKind.Name(span.kind).removeprefix("SPAN_KIND_").lower(),
         attributes=_attributes(span.attributes),
     )
