@@ -155,7 +155,6 @@ def _setting(options: argparse.Namespace, trace: Trace) -> Setting:
         look_ahead=options.look_ahead,
         warm_up=options.warm_up,
         block_bytes=block_bytes,
-        seed=options.seed,
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,7 +26,6 @@ class Setting:
     ttl_s: float | None = None
     warm_up: int = 0
     block_bytes: int = 0
-    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +63,7 @@ class Outcome:
 def replay(trace: Trace, policy: str, setting: Setting) -> Outcome:
     """Raises InvalidInput for an unknown policy."""
     began = time.perf_counter()
-    chosen, make = _maker(trace, policy, setting)
+    chosen, make = _maker(trace, policy)
     hierarchy: Hierarchy[int] = Hierarchy(
         setting.room,
         make,
@@ -103,7 +101,7 @@ def replay(trace: Trace, policy: str, setting: Setting) -> Outcome:
     )
 
 
-def _maker(trace: Trace, policy: str, setting: Setting) -> tuple[PolicyEntry, Callable[[], Policy[int]]]:
+def _maker(trace: Trace, policy: str) -> tuple[PolicyEntry, Callable[[], Policy[int]]]:
     if policy in OPTIMA:
         uses: dict[int, list[int]] = {}
         for number, job in enumerate(trace.jobs):
@@ -112,11 +110,10 @@ def _maker(trace: Trace, policy: str, setting: Setting) -> tuple[PolicyEntry, Ca
         deepest_first = OPTIMA[policy]
         return PolicyEntry(make=_unused, looks_ahead=True), lambda: Belady(uses, deepest_first=deepest_first)
     chosen = policy_entry(policy)
-    source = random.Random(setting.seed)
-    return chosen, lambda: chosen.make(source)
+    return chosen, chosen.make
 
 
-def _unused(source: random.Random) -> Policy[int]:
+def _unused() -> Policy[int]:
     raise AssertionError("the optimum is made from the trace")
 
 

@@ -7,7 +7,6 @@ slab files; what moves is pinned meanwhile.
 from __future__ import annotations
 
 import logging
-import random
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -73,7 +72,7 @@ class BlockStore:
         self.arena = Arena()
         self._settings = settings
         self._clock = clock or SystemClock()
-        chosen, source = policy_entry(settings.policy), random.Random()
+        chosen = policy_entry(settings.policy)
         self._slabs = SlabFiles(medium.disk)
         self._index = BlockIndex(medium.index)
         self._catalog = Catalog(
@@ -84,7 +83,7 @@ class BlockStore:
                 overhead_bytes=PAGE_BYTES,
             ),
             memory=self.arena,
-            new_policy=lambda: chosen.make(source),
+            new_policy=chosen.make,
             first_generation=self._index.first_generation,
             looks_ahead=chosen.looks_ahead,
             paper_window=chosen.paper_window,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +9,6 @@ from typing import Any
 from kvcommons.errors import InvalidInput
 from services.kvstore.policies.arc import Arc
 from services.kvstore.policies.base import Policy
-from services.kvstore.policies.chance import Chance
-from services.kvstore.policies.greedy_dual import GreedyDual
 from services.kvstore.policies.hit_density import HitDensity
 from services.kvstore.policies.look_ahead import LookAhead
 from services.kvstore.policies.recency import Fifo, Lru, SegmentedLru
@@ -26,35 +23,28 @@ DEFAULT = "scheduler-aware"
 class PolicyEntry:
     """A policy that can be chosen: what makes one for a tier, and what it does with the queue."""
 
-    make: Callable[[random.Random], AnyPolicy]
+    make: Callable[[], AnyPolicy]
     looks_ahead: bool = False  # it uses the queue, and blocks of the next jobs are fetched from disk for it
     paper_window: bool = False  # it looks no further than AttentionStore's eviction window
 
 
-def _blind(make: Callable[[], AnyPolicy]) -> PolicyEntry:
-    return PolicyEntry(make=lambda _: make())
-
-
 def _ahead(make: Callable[[], AnyPolicy], *, paper_window: bool = False) -> PolicyEntry:
-    return PolicyEntry(make=lambda _: LookAhead(make()), looks_ahead=True, paper_window=paper_window)
+    return PolicyEntry(make=lambda: LookAhead(make()), looks_ahead=True, paper_window=paper_window)
 
 
 CATALOGUE: dict[str, PolicyEntry] = {
-    "scheduler-aware": PolicyEntry(make=lambda _: HitDensity[Hashable](), looks_ahead=True),
+    "scheduler-aware": PolicyEntry(make=HitDensity[Hashable], looks_ahead=True),
     "attention-store": _ahead(Lru, paper_window=True),
-    "lru": _blind(Lru),
-    "fifo": _blind(Fifo),
-    "random": PolicyEntry(make=Chance),
-    "slru": _blind(SegmentedLru),
-    "s3-fifo": _blind(S3Fifo),
-    "arc": _blind(Arc),
-    "gdsf": _blind(GreedyDual),
-    "hit-density": _blind(HitDensity),
+    "lru": PolicyEntry(make=Lru),
+    "fifo": PolicyEntry(make=Fifo),
+    "slru": PolicyEntry(make=SegmentedLru),
+    "s3-fifo": PolicyEntry(make=S3Fifo),
+    "arc": PolicyEntry(make=Arc),
+    "hit-density": PolicyEntry(make=HitDensity),
     "lru+queue": _ahead(Lru),
     "slru+queue": _ahead(SegmentedLru),
     "s3-fifo+queue": _ahead(S3Fifo),
     "arc+queue": _ahead(Arc),
-    "gdsf+queue": _ahead(GreedyDual),
 }
 
 

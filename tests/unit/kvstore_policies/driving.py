@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -30,8 +29,7 @@ runs = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6).map(tuple), 
 
 
 def maker(name: str) -> Callable[[], Policy[Any]]:
-    source = random.Random(7)
-    return lambda: CATALOGUE[name].make(source)
+    return CATALOGUE[name].make
 
 
 def serve_all(hierarchy: Hierarchy[int], jobs: list[Run], look_ahead: int | None, room: Room) -> int:
