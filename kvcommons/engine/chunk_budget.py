@@ -9,8 +9,10 @@ from kvcommons.engine.predictor import IterationWork, Predictor
 # Of prompts in an iteration, however late that makes the tokens beside them: so prompts end.
 LEAST_TOKENS = 32
 # Mean errors that an iteration is expected to stay below its objective: of 100 errors with a normal
-# distribution one is larger.
+# distribution one is larger. Beyond _ERROR_MAX an error is the doing of others who want the cores: small
+# chunks are held up as well, and take longer in all.
 _ERRORS = 3
+_ERROR_MAX = 0.1
 
 
 class ChunkBudget:
@@ -24,7 +26,7 @@ class ChunkBudget:
         prompts together, at most."""
         self._predictor = predictor
         self._work = beside
-        self._limit_s = objective_s / (1 + _ERRORS * predictor.error)
+        self._limit_s = objective_s / (1 + _ERRORS * min(predictor.error, _ERROR_MAX))
         self._bounded = objective_s < float("inf")
         self._tokens_left = chunk_tokens
         self._least = LEAST_TOKENS

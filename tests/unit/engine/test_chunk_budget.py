@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 from collections.abc import Iterator
@@ -77,6 +78,14 @@ def test_chunks_get_smaller_as_the_context_grows_and_end_at_the_least(predictor:
     assert chunks == sorted(chunks, reverse=True)
     assert (chunks[0], chunks[-1]) == (CHUNK, LEAST_TOKENS)
     assert len(set(chunks)) > 10
+
+
+def test_others_who_want_the_cores_do_not_make_chunks_small(predictor: Predictor) -> None:
+    noisy = copy.copy(predictor)
+    chunks = []
+    for noisy.error in (0.0, 0.1, 0.9):
+        chunks.append(budget(noisy).fit(20_000, 10**6))
+    assert chunks[0] > chunks[1] == chunks[2] > LEAST_TOKENS
 
 
 def test_bounds_and_what_is_wanted_count_too(predictor: Predictor) -> None:
