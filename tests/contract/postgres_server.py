@@ -200,6 +200,10 @@ class PostgresPair:
         )
         self._killed = False
 
+    @property
+    def primary(self) -> PostgresServer:
+        return self._primary
+
     def url(self) -> str:
         """Of whichever is the primary."""
         values = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from kvcommons.pb import kvstore_pb2 as pb
 from services.kvstore.records.interface import Records
 from services.kvstore.session import LEASE_KEPT_MS, TurnBegin, TurnLease
 from services.router.sessions.copies import RecordCopies, grown
-from tests.contract.postgres_server import PostgresServer
+from tests.contract.postgres_server import PostgresPair, PostgresServer, running
 from tests.contract.records_fixtures import (
     MODEL,
     Clock,
@@ -63,11 +63,20 @@ class Home:
         self.unnamed += block_ids
 
 
-@pytest.fixture(params=["embedded", "sql"])
+@pytest.fixture(scope="module")
+def promoted() -> Iterator[PostgresServer]:
+    """It was the synchronous replica of another one, which was killed, and has a replica itself now."""
+    with running(PostgresPair()) as pair:
+        pair.kill()
+        pair.start()
+        yield pair.primary
+
+
+@pytest.fixture(params=["embedded", "postgres", pytest.param("promoted", marks=pytest.mark.slow)])
 async def home(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Home]:
     conninfo = ""
-    if request.param == "sql":
-        server: PostgresServer = request.getfixturevalue("postgres")
+    if request.param != "embedded":
+        server: PostgresServer = request.getfixturevalue(request.param)
         conninfo = server.conninfo + server.new_schema()
     with ThreadPoolExecutor(4) as executor:
         made = Home(request.param, tmp_path, conninfo, executor)
