@@ -60,17 +60,11 @@ class Mirror:
     async def flush(self, timeout_s: float) -> bool:
         """Writes what is due, trying again for a bounded time: the last words of a replica that leaves.
         Whether etcd has it all."""
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                while True:
-                    try:
-                        # In a task of its own: on Python 3.11 a TaskGroup that failed leaves its task counted
-                        # as cancelled, and the time-out above would then end in CancelledError.
-                        await asyncio.create_task(self._write_due())
-                        return True
-                    except* Unavailable as failed:
-                        log.debug("etcd did not take the last words yet: %s", failed.exceptions[0])
-                    await asyncio.sleep(WRITE_PAUSE_S)
+        until_s = time.monotonic() + timeout_s
+        while (left_s := until_s - time.monotonic()) > 0:
+            if await self._write_within(left_s):
+                return True
+            await asyncio.sleep(WRITE_PAUSE_S)
         return False
 
     async def _follow_always(self) -> None:
@@ -134,11 +128,27 @@ class Mirror:
             self._due.clear()
             # While etcd is away the follower says so, once a try; nothing is lost meanwhile.
             if self.connected:
-                try:
-                    await self._write_due()
-                except* Unavailable as failed:
-                    log.debug("a write to etcd failed, to be done again: %s", failed.exceptions[0])
+                await self._write_within(None)
             await asyncio.sleep(WRITE_PAUSE_S)
+
+    async def _write_within(self, timeout_s: float | None) -> bool:
+        """Whether etcd has what is due. In a task of its own, which is not awaited by a time-out: a TaskGroup
+        that fails just as its task is cancelled raises its failure, and the cancellation is forgotten. On
+        Python 3.11 it leaves the task counted as cancelled besides."""
+        writing = asyncio.create_task(self._write_due())
+        try:
+            await asyncio.wait({writing}, timeout=timeout_s)
+        finally:
+            writing.cancel()
+        await asyncio.wait({writing})
+        done = not writing.cancelled()
+        try:
+            if done:
+                writing.result()
+        except* Unavailable as failed:
+            log.debug("a write to etcd failed, to be done again: %s", failed.exceptions[0])
+            done = False
+        return done
 
     async def _write_due(self) -> None:
         """The first failure ends the others: they would fail, too, each after its timeout."""
