@@ -16,33 +16,37 @@ TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 class BlockMemory:
-    """`tensor` [layers, blocks, 2, kv_heads, block_tokens, head_dim] in the KV dtype: the physical blocks.
+    """`tensor` [layers, blocks, 2, kv_heads, block_tokens, head_dim] in the KV dtype: the physical blocks, of
+    `layers`. A layer is called by its number in the model, whichever of them are here.
 
     On the host transports read and write its objects in place; elsewhere they are staged. Which block belongs
     to whom is not known here: callers that write to the same block at the same time are at fault.
     """
 
-    def __init__(self, layout: Layout, blocks: int, backend: Backend | None = None) -> None:
-        """`backend`: what attends over them; None: the CPU."""
+    def __init__(
+        self, layout: Layout, blocks: int, backend: Backend | None = None, layers: range | None = None
+    ) -> None:
+        """`backend`: what attends over them; None: the CPU. `layers`: None: all of the layout's."""
         self.layout = layout
+        self.layers = layers or range(layout.layers)
         self.blocks = blocks
         self.backend = backend or choose()
         self._device, self._attention = self.backend.device, self.backend.attention
         dtype = TORCH_DTYPES[layout.kv_dtype]
-        self.tensor = self._device.allocate((layout.layers, blocks, *layout.object_shape), dtype)
+        self.tensor = self._device.allocate((len(self.layers), blocks, *layout.object_shape), dtype)
         self._bytes = byte_view(self.tensor) if self._device.host else None
         self._head_rows = torch.arange(2 * layout.kv_heads) * layout.block_tokens
 
     def layer(self, layer: int) -> Tensor:
         """[blocks, 2, kv_heads, block_tokens, head_dim], a view."""
-        return self.tensor[layer]
+        return self.tensor[self.layers.index(layer)]
 
     def begin_read(self, layer: int, blocks: Sequence[int]) -> tuple[list[memoryview], DeviceEvent]:
         """The objects of `blocks` as bytes, one memoryview ("B") each, and the event after which they may be
         read. On the host they are the blocks themselves."""
         if self._bytes is not None:
             return [self._object(layer, block) for block in blocks], self._device.record()
-        staged, event = self._device.download(self.tensor[layer, self._device.longs(blocks)])
+        staged, event = self._device.download(self.layer(layer)[self._device.longs(blocks)])
         return _views(staged), event
 
     def read_buffers(self, layer: int, blocks: Sequence[int]) -> list[memoryview]:
@@ -63,7 +67,7 @@ class BlockMemory:
             return
         staged = self._device.buffer((len(blocks), *self.layout.object_shape), self.tensor.dtype)
         yield _views(staged)
-        self.tensor[layer, self._device.longs(blocks)] = self._device.upload(staged)
+        self.layer(layer)[self._device.longs(blocks)] = self._device.upload(staged)
 
     def write_tokens(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Writes k, v [T, kv_heads, head_dim] to slots LongTensor [T] in host memory, block * block_tokens +
@@ -81,17 +85,17 @@ class BlockMemory:
 
     def write_rows(self, layer: int, rows: Tensor, kv: Tensor) -> None:
         """Writes kv [T, 2 * kv_heads, head_dim], keys before values."""
-        self._attention.append(self.tensor[layer], rows, kv)
+        self._attention.append(self.layer(layer), rows, kv)
 
     def copy_block(self, source: int, target: int) -> None:
         """Copies all layers of a block (a shared tail block about to be written by one of its sequences)."""
         self._attention.copy(self.tensor, source, target)
 
     def _object(self, layer: int, block: int) -> memoryview:
-        if not 0 <= block < self.blocks or not 0 <= layer < self.layout.layers:
+        if not 0 <= block < self.blocks or layer not in self.layers:
             raise IndexError(f"block {block} of layer {layer} is outside the memory of {self.blocks} blocks")
         assert self._bytes is not None
-        start = (layer * self.blocks + block) * self.layout.object_bytes
+        start = (self.layers.index(layer) * self.blocks + block) * self.layout.object_bytes
         return self._bytes[start : start + self.layout.object_bytes]
 
 

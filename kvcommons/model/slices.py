@@ -2,6 +2,9 @@
 
 Slice 0 is the embedding and layer 0 up to q, k, v; slice i ends layer i-1 and begins layer i; the last one
 ends with logits. Between two slices the caller stores k and v and computes attention wherever the KV lies.
+
+A model may have a range of the layers only, as a pipeline stage does: what goes from one range to the next
+is the residual stream between two layers.
 """
 
 from __future__ import annotations
@@ -64,10 +67,11 @@ class RotaryAngles:
 
 
 class Model:
-    """Weights and slices. Thread-safe: nothing changes after loading."""
+    """Weights and slices of `layers`, by their numbers. Thread-safe: nothing changes after loading."""
 
     def __init__(self, spec: ModelSpec, weights: Weights, dtype: torch.dtype, backend: Backend) -> None:
         self.spec = spec
+        self.layers = range(min(weights.layers), max(weights.layers) + 1)
         self.dtype = dtype
         self.backend = backend
         self.scale = spec.head_dim**-0.5
@@ -77,11 +81,19 @@ class Model:
         self._frequencies = backend.device.upload(frequencies)
 
     @classmethod
-    def load(cls, folder: Path, *, dtype: str = "bfloat16", backend: Backend | None = None) -> Model:
-        """`backend`: what computes; None: the CPU. Raises InvalidInput for a folder or dtype that is not
-        served; the message says why."""
+    def load(
+        cls,
+        folder: Path,
+        *,
+        dtype: str = "bfloat16",
+        backend: Backend | None = None,
+        layers: range | None = None,
+    ) -> Model:
+        """`backend`: what computes; None: the CPU. `layers`: of which, with nothing of the others read; None:
+        all. Raises InvalidInput for a folder or dtype that is not served; the message says why."""
         spec, kind, backend = ModelSpec.read(folder), torch_dtype(dtype), backend or choose()
-        return cls(spec, read_weights(folder, spec, kind, backend), kind, backend)
+        weights = read_weights(folder, spec, kind, backend, layers or range(spec.layers))
+        return cls(spec, weights, kind, backend)
 
     @classmethod
     def random(
@@ -95,17 +107,33 @@ class Model:
     ) -> Model:
         """The same weights for the same arguments; their identity is `spec.random_fingerprint`."""
         kind, backend = torch_dtype(dtype), backend or choose()
-        weights = random_weights(spec, seed=seed, init_range=init_range, dtype=kind, backend=backend)
+        weights = random_weights(
+            spec, seed=seed, init_range=init_range, dtype=kind, backend=backend, layers=range(spec.layers)
+        )
         return cls(spec, weights, kind, backend)
 
     def window(self, layer: int) -> int | None:
         """Sliding window of a layer in tokens, the query's own included; None where it sees all."""
         return self.spec.windows[layer]
 
+    @property
+    def first(self) -> bool:
+        """Whether it begins with tokens."""
+        return self._weights.embedding is not None
+
+    @property
+    def last(self) -> bool:
+        """Whether it ends with logits."""
+        return self._weights.ending is not None
+
     def begin(self, tokens: Tensor, positions: Tensor) -> State:
-        """tokens, positions LongTensor [T] -> q, k, v of layer 0."""
-        hidden = F.embedding(tokens, self._weights.embedding)
-        return self._open(0, hidden, None, positions, self.rotation(positions))
+        """tokens, positions LongTensor [T] -> q, k, v of layer 0, which it has."""
+        assert self._weights.embedding is not None, "the first layer's range begins with tokens"
+        return self.enter(F.embedding(tokens, self._weights.embedding), positions)
+
+    def enter(self, hidden: Tensor, positions: Tensor) -> State:
+        """The residual stream hidden [T, hidden] before its first layer -> q, k, v of that."""
+        return self._open(self.layers.start, hidden, None, positions, self.rotation(positions))
 
     def advance(self, layer: int, state: State, attention: Tensor) -> State:
         """Finishes `layer` with its attention [T, query_heads, head_dim] (any float), begins layer + 1."""
@@ -119,15 +147,22 @@ class Model:
         hidden, added = self._close(self._weights.layers[layer], hidden, attention)
         return self._open(layer + 1, hidden, added, positions, rotation)
 
+    def leave(self, state: State, attention: Tensor) -> Tensor:
+        """Finishes its last layer -> the residual stream [T, hidden], with which the next range enters."""
+        hidden, added = self._close(self._weights.layers[self.layers[-1]], state.hidden, attention)
+        return hidden + added
+
     def end(self, state: State, attention: Tensor, rows: Sequence[int]) -> Tensor:
-        """Finishes the last layer for `rows` only -> logits [len(rows), vocab] float32."""
-        hidden = state.hidden
+        """Finishes the model's last layer, which it has, for `rows` only -> logits [len(rows), vocab]
+        float32."""
+        ending, hidden = self._weights.ending, state.hidden
+        assert ending is not None, "the last layer's range ends with logits"
         if len(rows) != hidden.shape[0]:
             chosen = self.backend.device.longs(list(rows))
             hidden, attention = hidden[chosen], attention[chosen]
-        hidden, added = self._close(self._weights.layers[-1], hidden, attention)
-        _, normed = self._add_and_norm(hidden, added, self._weights.final_norm)
-        return self._weights.head(normed).float()
+        hidden, added = self._close(self._weights.layers[self.layers[-1]], hidden, attention)
+        _, normed = self._add_and_norm(hidden, added, ending.norm)
+        return ending.head(normed).float()
 
     def rotation(self, positions: Tensor) -> RotaryAngles:
         """positions LongTensor [T]."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,9 +41,18 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    embedding: Tensor  # [vocab, hidden]
-    layers: tuple[LayerWeights, ...]
-    final_norm: Tensor  # [hidden]
+    """Of a model, or of a range of its layers: only what that computes with is read."""
+
+    layers: Mapping[int, LayerWeights]  # by their numbers in the model
+    embedding: Tensor | None  # [vocab, hidden]; of the first layer's range
+    ending: Ending | None  # of the last layer's
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """What comes after the last layer."""
+
+    norm: Tensor  # [hidden]
     head: Matrix  # [vocab, hidden]; of the embedding where they are tied: on a CPU a copy in another order
 
 
@@ -54,8 +63,11 @@ def torch_dtype(name: str) -> torch.dtype:
     return TORCH_DTYPES[name]
 
 
-def read_weights(folder: Path, spec: ModelSpec, dtype: torch.dtype, backend: Backend) -> Weights:
-    """Raises InvalidInput where tensors are missing, broken, or of other shapes than the config says."""
+def read_weights(
+    folder: Path, spec: ModelSpec, dtype: torch.dtype, backend: Backend, layers: range
+) -> Weights:
+    """Of these layers. Raises InvalidInput where tensors are missing, broken, or of other shapes than the
+    config says."""
     holder: dict[str, Any] = {}
     try:
         for path in weight_files(folder):
@@ -79,14 +91,14 @@ def read_weights(folder: Path, spec: ModelSpec, dtype: torch.dtype, backend: Bac
             )
         return tensor
 
-    return _assemble(spec, source, dtype, backend)
+    return _assemble(spec, source, dtype, backend, layers)
 
 
 def random_weights(
-    spec: ModelSpec, *, seed: int, init_range: float, dtype: torch.dtype, backend: Backend
+    spec: ModelSpec, *, seed: int, init_range: float, dtype: torch.dtype, backend: Backend, layers: range
 ) -> Weights:
     """The same for the same arguments on every device: each tensor has a seed of its own."""
-    return _assemble(spec, random_source(seed, init_range), dtype, backend)
+    return _assemble(spec, random_source(seed, init_range), dtype, backend, layers)
 
 
 def random_source(seed: int, init_range: float) -> Source:
@@ -101,7 +113,9 @@ def random_source(seed: int, init_range: float) -> Source:
     return source
 
 
-def _assemble(spec: ModelSpec, source: Source, dtype: torch.dtype, backend: Backend) -> Weights:
+def _assemble(
+    spec: ModelSpec, source: Source, dtype: torch.dtype, backend: Backend, layers: range
+) -> Weights:
     device, operators = backend.device, backend.operators
 
     def read(names: Sequence[str], rows: Sequence[int], columns: int | None) -> Tensor:
@@ -145,15 +159,20 @@ def _assemble(spec: ModelSpec, source: Source, dtype: torch.dtype, backend: Back
             down=down,
         )
 
-    embedding = read(["model.embed_tokens.weight"], [spec.vocab_size], spec.hidden)
-    # Tied ones share memory only where the order of the one serves the other.
-    tied = spec.tied_embeddings
-    head = operators.pack(embedding if tied else read(["lm_head.weight"], [spec.vocab_size], spec.hidden))
+    first, last = layers.start == 0, layers.stop == spec.layers
+    embedding = None
+    if first or (last and spec.tied_embeddings):
+        embedding = read(["model.embed_tokens.weight"], [spec.vocab_size], spec.hidden)
+    ending = None
+    if last:
+        # Tied ones share memory only where the order of the one serves the other.
+        tied = embedding if spec.tied_embeddings else None
+        head = read(["lm_head.weight"], [spec.vocab_size], spec.hidden) if tied is None else tied
+        ending = Ending(norm=norm("model.norm.weight", spec.hidden), head=operators.pack(head))
     return Weights(
-        embedding=embedding,
-        layers=tuple(layer(index) for index in range(spec.layers)),
-        final_norm=norm("model.norm.weight", spec.hidden),
-        head=head,
+        layers={index: layer(index) for index in layers},
+        embedding=embedding if first else None,
+        ending=ending,
     )
 
 
@@ -167,5 +186,5 @@ def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
 
     nowhere = TorchDevice(torch.device("meta"))
     backend = Backend(device=nowhere, operators=TorchOperators(), attention=TorchAttention(nowhere))
-    _assemble(spec, note, torch.float32, backend)
+    _assemble(spec, note, torch.float32, backend, range(spec.layers))
     return shapes

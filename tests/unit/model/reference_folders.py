@@ -61,12 +61,12 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def write(folder: Path, kind: str, *, max_shard_size: str = "1GB") -> Path:
+def write(folder: Path, kind: str, *, max_shard_size: str = "1GB", layers: int = 3) -> Path:
     """Random weights, biases and norms included (transformers leaves those at 0 and 1)."""
     import transformers
 
     family, changes = KINDS[kind]
-    config = getattr(transformers, f"{family}Config")(**(SMALL | changes))
+    config = getattr(transformers, f"{family}Config")(**(SMALL | {"num_hidden_layers": layers} | changes))
     with torch.random.fork_rng():
         torch.manual_seed(5)
         model = getattr(transformers, f"{family}ForCausalLM")(config)
