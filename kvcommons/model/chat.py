@@ -89,18 +89,17 @@ class ChatTemplate:
     ) -> list[int]:
         """Ids to append to a session's tokens for `new_messages`.
 
-        `history_messages` are the stored ones, the last answer (role assistant) included; `history_tokens`
-        are the session's tokens, kept as they are. Empty history: the same as `prompt(new_messages)`.
-        What is new is found by rendering a sentinel in place of the last answer and taking what follows it,
-        from the end-of-turn token on; that token is left out where the answer already ended with it.
+        `history_messages` are the stored ones; with the content of the last one, an answer or what
+        `unanswered` gave, the session's tokens `history_tokens` end, which are kept as they are. Empty
+        history: the same as `prompt(new_messages)`. What is new is found by rendering a sentinel in place of
+        that content and taking what follows it, from the end-of-turn token on; that token is left out where
+        the answer already ended with it.
         """
         if not history_tokens:
             return self.prompt([*history_messages, *new_messages])
         history = list(history_messages)
-        answered = bool(history) and history[-1].get("role") == "assistant"
-        asked = history[:-1] if answered else history
         sentinel = "answer" + _nonce([*history, *new_messages])
-        shielded = self._shield([*asked, {"role": "assistant", "content": sentinel}, *new_messages])
+        shielded = self._shield([*_ending_in(sentinel, history), *new_messages])
         rendered = self._render(shielded.messages, opened=True)
         if rendered.count(sentinel) == 1:
             tail = rendered.partition(sentinel)[2]
@@ -112,6 +111,43 @@ class ChatTemplate:
         if new and new[0] == history_tokens[-1] and self._tokenizer.is_control(new[0]):
             del new[0]
         return new
+
+    def unanswered(
+        self, history_messages: Sequence[Message], history_tokens: Sequence[int], message: Message
+    ) -> list[int]:
+        """Ids to append to a session's tokens for a message that no answer follows: they end with its
+        content.
+
+        Raises InvalidInput (param "role") where the template does not leave it in its place: it refuses the
+        role here, or shows the message again with later ones.
+        """
+        history = list(history_messages)
+        nonce = _nonce([*history, message])
+        before, end, answer = "before" + nonce, "end" + nonce, "answer" + nonce
+        question = {"role": "user", "content": "question"}
+        shown = {**message, "content": _joined(message)["content"] + end}
+        stored = _ending_in(before, history) if history_tokens else history
+        later = [question, {"role": "assistant", "content": answer}, question]
+        shielded = self._shield([*stored, shown, *later])
+        try:
+            rendered = self._render(shielded.messages, opened=True)
+        except InvalidInput as error:
+            raise InvalidInput(error.message, param="role") from error
+        new, found, rest = rendered.partition(end)
+        if history_tokens:
+            new = new.partition(before)[2]
+            if self._tokenizer.control_pattern.match(new.lstrip()):
+                new = new.lstrip()
+        if not found or not new or end in rest or answer not in rest:
+            raise InvalidInput(
+                f"the model's chat template does not keep a message of the role {message['role']!r} in its "
+                "place once others follow",
+                param="role",
+            )
+        ids = self._tokenizer.encode_markup(new, shielded.texts_in(new))
+        if history_tokens and ids and ids[0] == history_tokens[-1] and self._tokenizer.is_control(ids[0]):
+            del ids[0]
+        return ids
 
     def _rest_after_common_prefix(self, history: Sequence[Message], new: Sequence[Message]) -> list[int]:
         """For templates that drop or repeat the sentinel: where renderings with and without `new` part."""
@@ -202,6 +238,12 @@ def _joined(message: Message) -> Message:
     if not all(isinstance(text, str) for text in texts):
         raise InvalidInput("only parts of type text are understood in a message's content", param="messages")
     return {**message, "content": "\n".join(str(text) for text in texts)}
+
+
+def _ending_in(sentinel: str, history: Sequence[Message]) -> list[Message]:
+    """The stored messages with a sentinel for the content of the last one."""
+    last = history[-1]["role"] if history else "assistant"
+    return [*history[:-1], {"role": last, "content": sentinel}]
 
 
 def _nonce(messages: Sequence[Message]) -> str:

@@ -24,15 +24,15 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvcommons/v1/kvstore.proto\x12\x0ckvcommons.v1\">\n\x0cMatchRequest\x12\r\n\x05model\x18\x01 \x01(\x0c\x12\x11\n\tblock_ids\x18\x02 \x03(\x0c\x12\x0c\n\x04peek\x18\x03 \x01(\x08\"/\n\nMatchReply\x12!\n\x05tiers\x18\x01 \x03(\x0e\x32\x12.kvcommons.v1.Tier\"R\n\x0b\x45xpectedUse\x12\r\n\x05model\x18\x01 \x01(\x0c\x12\x11\n\tblock_ids\x18\x02 \x03(\x0c\x12\x14\n\x0cstarts_in_ms\x18\x03 \x01(\r\x12\x0b\n\x03job\x18\x04 \x01(\x04\"V\n\x0bHintRequest\x12\x0e\n\x06router\x18\x01 \x01(\t\x12\'\n\x04uses\x18\x02 \x03(\x0b\x32\x19.kvcommons.v1.ExpectedUse\x12\x0e\n\x06ttl_ms\x18\x03 \x01(\r\"8\n\tHintReply\x12\x15\n\raccepted_uses\x18\x01 \x01(\r\x12\x14\n\x0cunknown_jobs\x18\x02 \x03(\x04\"E\n\x0e\x43ondemnRequest\x12\r\n\x05model\x18\x01 \x01(\x0c\x12\x10\n\x08\x62lock_id\x18\x02 \x01(\x0c\x12\x12\n\ngeneration\x18\x03 \x01(\x04\"\x0e\n\x0c\x43ondemnReply\"1\n\rForgetRequest\x12\r\n\x05model\x18\x01 \x01(\x0c\x12\x11\n\tblock_ids\x18\x02 \x03(\x0c\"\r\n\x0b\x46orgetReply\"\x0e\n\x0cStatsRequest\"\xde\x01\n\nStatsReply\x12\x13\n\x0b\x64ram_blocks\x18\x01 \x01(\x04\x12\x1c\n\x14\x64ram_capacity_blocks\x18\x02 \x01(\x04\x12\x13\n\x0b\x64isk_blocks\x18\x03 \x01(\x04\x12\x1c\n\x14\x64isk_capacity_blocks\x18\x04 \x01(\x04\x12\x10\n\x08sessions\x18\x05 \x01(\x04\x12\x16\n\x0epending_writes\x18\x06 \x01(\x04\x12\x12\n\nblock_hits\x18\x07 \x01(\x04\x12\x14\n\x0c\x62lock_misses\x18\x08 \x01(\x04\x12\x16\n\x0e\x63orrupt_blocks\x18\t \x01(\x04\"6\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\"V\n\x10TruncationRecord\x12\x10\n\x08\x61t_token\x18\x01 \x01(\x04\x12\x18\n\x10kept_head_tokens\x18\x02 \x01(\x04\x12\x16\n\x0e\x64ropped_tokens\x18\x03 \x01(\x04\"\x92\x03\n\rSessionRecord\x12\x0e\n\x06\x66ormat\x18\x01 \x01(\r\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x12\n\nsession_id\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\x04\x12\r\n\x05model\x18\x05 \x01(\x0c\x12\x12\n\nmodel_name\x18\x06 \x01(\t\x12\x0e\n\x06tokens\x18\x07 \x03(\r\x12\'\n\x08messages\x18\x08 \x03(\x0b\x32\x15.kvcommons.v1.Message\x12\x11\n\tblock_ids\x18\t \x03(\x0c\x12\x33\n\x0btruncations\x18\n \x03(\x0b\x32\x1e.kvcommons.v1.TruncationRecord\x12\x12\n\ncreated_ms\x18\x0b \x01(\x03\x12\x14\n\x0clast_used_ms\x18\x0c \x01(\x03\x12\r\n\x05ttl_s\x18\r \x01(\x04\x12\x0e\n\x06parent\x18\x0e \x01(\t\x12\x0c\n\x04root\x18\x0f \x01(\t\x12\x16\n\x0e\x64ropped_tokens\x18\x10 \x01(\x04\x12\x14\n\x0clast_turn_id\x18\x11 \x01(\t\x12\x13\n\x0bincarnation\x18\x12 \x01(\x0c\"^\n\x14\x43reateSessionRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\r\n\x05ttl_s\x18\x03 \x01(\x04\x12\x13\n\x0bincarnation\x18\x04 \x01(\x0c\"7\n\x11GetSessionRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\"C\n\x13ListSessionsRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\r\n\x05\x61\x66ter\x18\x02 \x01(\t\x12\r\n\x05limit\x18\x03 \x01(\r\"P\n\x11ListSessionsReply\x12-\n\x08sessions\x18\x01 \x03(\x0b\x32\x1b.kvcommons.v1.SessionRecord\x12\x0c\n\x04more\x18\x02 \x01(\x08\"O\n\x14\x44\x65leteSessionRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x0c\"\x14\n\x12\x44\x65leteSessionReply\"c\n\x12\x46orkSessionRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x0e\n\x06new_id\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x05 \x01(\x0cJ\x04\x08\x04\x10\x05\"\x7f\n\x10\x42\x65ginTurnRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x0f\n\x07turn_id\x18\x03 \x01(\t\x12\r\n\x05owner\x18\x04 \x01(\t\x12\x10\n\x08lease_ms\x18\x05 \x01(\r\x12\x15\n\rknown_turn_id\x18\x06 \x01(\t\"c\n\x0e\x42\x65ginTurnReply\x12+\n\x06record\x18\x01 \x01(\x0b\x32\x1b.kvcommons.v1.SessionRecord\x12\x0f\n\x07\x66\x65ncing\x18\x02 \x01(\x04\x12\x13\n\x0b\x61\x66ter_known\x18\x03 \x01(\x08\"j\n\x10RenewTurnRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x0f\n\x07turn_id\x18\x03 \x01(\t\x12\x0f\n\x07\x66\x65ncing\x18\x04 \x01(\x04\x12\x10\n\x08lease_ms\x18\x05 \x01(\r\"\x10\n\x0eRenewTurnReply\"\xd1\x02\n\x11\x43ommitTurnRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x0f\n\x07turn_id\x18\x03 \x01(\t\x12\x0f\n\x07\x66\x65ncing\x18\x04 \x01(\x04\x12\x18\n\x10\x65xpected_version\x18\x05 \x01(\x04\x12\r\n\x05model\x18\x06 \x01(\x0c\x12\x12\n\nmodel_name\x18\x07 \x01(\t\x12\x12\n\nnew_tokens\x18\x08 \x03(\r\x12+\n\x0cnew_messages\x18\t \x03(\x0b\x32\x15.kvcommons.v1.Message\x12\x13\n\x0bkept_blocks\x18\r \x01(\x04\x12\x11\n\tblock_ids\x18\n \x03(\x0c\x12\x17\n\x0f\x64urable_wait_ms\x18\x0b \x01(\r\x12\x37\n\x0fnew_truncations\x18\x0c \x03(\x0b\x32\x1e.kvcommons.v1.TruncationRecord\":\n\x0f\x43ommitTurnReply\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x16\n\x0e\x64urable_blocks\x18\x02 \x01(\r\"Z\n\x12\x41\x62\x61ndonTurnRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x0f\n\x07turn_id\x18\x03 \x01(\t\x12\x0f\n\x07\x66\x65ncing\x18\x04 \x01(\x04\"\x12\n\x10\x41\x62\x61ndonTurnReply*5\n\x04Tier\x12\x0f\n\x0bTIER_ABSENT\x10\x00\x12\r\n\tTIER_DRAM\x10\x01\x12\r\n\tTIER_DISK\x10\x02\x32\xc9\x02\n\x06\x42locks\x12=\n\x05Match\x12\x1a.kvcommons.v1.MatchRequest\x1a\x18.kvcommons.v1.MatchReply\x12:\n\x04Hint\x12\x19.kvcommons.v1.HintRequest\x1a\x17.kvcommons.v1.HintReply\x12\x43\n\x07\x43ondemn\x12\x1c.kvcommons.v1.CondemnRequest\x1a\x1a.kvcommons.v1.CondemnReply\x12@\n\x06\x46orget\x12\x1b.kvcommons.v1.ForgetRequest\x1a\x19.kvcommons.v1.ForgetReply\x12=\n\x05Stats\x12\x1a.kvcommons.v1.StatsRequest\x1a\x18.kvcommons.v1.StatsReply2\xb2\x05\n\x08Sessions\x12I\n\x06\x43reate\x12\".kvcommons.v1.CreateSessionRequest\x1a\x1b.kvcommons.v1.SessionRecord\x12\x43\n\x03Get\x12\x1f.kvcommons.v1.GetSessionRequest\x1a\x1b.kvcommons.v1.SessionRecord\x12J\n\x04List\x12!.kvcommons.v1.ListSessionsRequest\x1a\x1f.kvcommons.v1.ListSessionsReply\x12N\n\x06\x44\x65lete\x12\".kvcommons.v1.DeleteSessionRequest\x1a .kvcommons.v1.DeleteSessionReply\x12\x45\n\x04\x46ork\x12 .kvcommons.v1.ForkSessionRequest\x1a\x1b.kvcommons.v1.SessionRecord\x12I\n\tBeginTurn\x12\x1e.kvcommons.v1.BeginTurnRequest\x1a\x1c.kvcommons.v1.BeginTurnReply\x12I\n\tRenewTurn\x12\x1e.kvcommons.v1.RenewTurnRequest\x1a\x1c.kvcommons.v1.RenewTurnReply\x12L\n\nCommitTurn\x12\x1f.kvcommons.v1.CommitTurnRequest\x1a\x1d.kvcommons.v1.CommitTurnReply\x12O\n\x0b\x41\x62\x61ndonTurn\x12 .kvcommons.v1.AbandonTurnRequest\x1a\x1e.kvcommons.v1.AbandonTurnReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvcommons/v1/kvstore.proto\x12\x0ckvcommons.v1\">\n\x0cMatchRequest\x12\r\n\x05model\x18\x01 \x01(\x0c\x12\x11\n\tblock_ids\x18\x02 \x03(\x0c\x12\x0c\n\x04peek\x18\x03 \x01(\x08\"/\n\nMatchReply\x12!\n\x05tiers\x18\x01 \x03(\x0e\x32\x12.kvcommons.v1.Tier\"R\n\x0b\x45xpectedUse\x12\r\n\x05model\x18\x01 \x01(\x0c\x12\x11\n\tblock_ids\x18\x02 \x03(\x0c\x12\x14\n\x0cstarts_in_ms\x18\x03 \x01(\r\x12\x0b\n\x03job\x18\x04 \x01(\x04\"V\n\x0bHintRequest\x12\x0e\n\x06router\x18\x01 \x01(\t\x12\'\n\x04uses\x18\x02 \x03(\x0b\x32\x19.kvcommons.v1.ExpectedUse\x12\x0e\n\x06ttl_ms\x18\x03 \x01(\r\"8\n\tHintReply\x12\x15\n\raccepted_uses\x18\x01 \x01(\r\x12\x14\n\x0cunknown_jobs\x18\x02 \x03(\x04\"E\n\x0e\x43ondemnRequest\x12\r\n\x05model\x18\x01 \x01(\x0c\x12\x10\n\x08\x62lock_id\x18\x02 \x01(\x0c\x12\x12\n\ngeneration\x18\x03 \x01(\x04\"\x0e\n\x0c\x43ondemnReply\"1\n\rForgetRequest\x12\r\n\x05model\x18\x01 \x01(\x0c\x12\x11\n\tblock_ids\x18\x02 \x03(\x0c\"\r\n\x0b\x46orgetReply\"\x0e\n\x0cStatsRequest\"\xde\x01\n\nStatsReply\x12\x13\n\x0b\x64ram_blocks\x18\x01 \x01(\x04\x12\x1c\n\x14\x64ram_capacity_blocks\x18\x02 \x01(\x04\x12\x13\n\x0b\x64isk_blocks\x18\x03 \x01(\x04\x12\x1c\n\x14\x64isk_capacity_blocks\x18\x04 \x01(\x04\x12\x10\n\x08sessions\x18\x05 \x01(\x04\x12\x16\n\x0epending_writes\x18\x06 \x01(\x04\x12\x12\n\nblock_hits\x18\x07 \x01(\x04\x12\x14\n\x0c\x62lock_misses\x18\x08 \x01(\x04\x12\x16\n\x0e\x63orrupt_blocks\x18\t \x01(\x04\"6\n\x07Message\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\"V\n\x10TruncationRecord\x12\x10\n\x08\x61t_token\x18\x01 \x01(\x04\x12\x18\n\x10kept_head_tokens\x18\x02 \x01(\x04\x12\x16\n\x0e\x64ropped_tokens\x18\x03 \x01(\x04\"v\n\x08\x44ocument\x12\x0e\n\x06\x66ormat\x18\x01 \x01(\r\x12\r\n\x05model\x18\x02 \x01(\x0c\x12\x12\n\nmodel_name\x18\x03 \x01(\t\x12\x0e\n\x06tokens\x18\x04 \x03(\r\x12\'\n\x08messages\x18\x05 \x03(\x0b\x32\x15.kvcommons.v1.Message\"\xa6\x01\n\rDocumentState\x12\x0e\n\x06tokens\x18\x01 \x01(\x04\x12\x17\n\x0f\x63omputed_tokens\x18\x02 \x01(\x04\x12\x14\n\x0ctokens_per_s\x18\x03 \x01(\x02\x12\x0f\n\x07left_ms\x18\x04 \x01(\x04\x12\x10\n\x08\x62\x65gun_ms\x18\x05 \x01(\x03\x12\x0c\n\x04role\x18\x06 \x01(\t\x12\x12\n\nmodel_name\x18\x07 \x01(\t\x12\x11\n\twaits_for\x18\x08 \x01(\t\"\x92\x03\n\rSessionRecord\x12\x0e\n\x06\x66ormat\x18\x01 \x01(\r\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x12\n\nsession_id\x18\x03 \x01(\t\x12\x0f\n\x07version\x18\x04 \x01(\x04\x12\r\n\x05model\x18\x05 \x01(\x0c\x12\x12\n\nmodel_name\x18\x06 \x01(\t\x12\x0e\n\x06tokens\x18\x07 \x03(\r\x12\'\n\x08messages\x18\x08 \x03(\x0b\x32\x15.kvcommons.v1.Message\x12\x11\n\tblock_ids\x18\t \x03(\x0c\x12\x33\n\x0btruncations\x18\n \x03(\x0b\x32\x1e.kvcommons.v1.TruncationRecord\x12\x12\n\ncreated_ms\x18\x0b \x01(\x03\x12\x14\n\x0clast_used_ms\x18\x0c \x01(\x03\x12\r\n\x05ttl_s\x18\r \x01(\x04\x12\x0e\n\x06parent\x18\x0e \x01(\t\x12\x0c\n\x04root\x18\x0f \x01(\t\x12\x16\n\x0e\x64ropped_tokens\x18\x10 \x01(\x04\x12\x14\n\x0clast_turn_id\x18\x11 \x01(\t\x12\x13\n\x0bincarnation\x18\x12 \x01(\x0c\"^\n\x14\x43reateSessionRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\r\n\x05ttl_s\x18\x03 \x01(\x04\x12\x13\n\x0bincarnation\x18\x04 \x01(\x0c\"7\n\x11GetSessionRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\"C\n\x13ListSessionsRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\r\n\x05\x61\x66ter\x18\x02 \x01(\t\x12\r\n\x05limit\x18\x03 \x01(\r\"P\n\x11ListSessionsReply\x12-\n\x08sessions\x18\x01 \x03(\x0b\x32\x1b.kvcommons.v1.SessionRecord\x12\x0c\n\x04more\x18\x02 \x01(\x08\"O\n\x14\x44\x65leteSessionRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x13\n\x0bincarnation\x18\x03 \x01(\x0c\"\x14\n\x12\x44\x65leteSessionReply\"c\n\x12\x46orkSessionRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x0e\n\x06new_id\x18\x03 \x01(\t\x12\x13\n\x0bincarnation\x18\x05 \x01(\x0cJ\x04\x08\x04\x10\x05\"\x7f\n\x10\x42\x65ginTurnRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x0f\n\x07turn_id\x18\x03 \x01(\t\x12\r\n\x05owner\x18\x04 \x01(\t\x12\x10\n\x08lease_ms\x18\x05 \x01(\r\x12\x15\n\rknown_turn_id\x18\x06 \x01(\t\"\xc2\x01\n\x0e\x42\x65ginTurnReply\x12+\n\x06record\x18\x01 \x01(\x0b\x32\x1b.kvcommons.v1.SessionRecord\x12\x0f\n\x07\x66\x65ncing\x18\x02 \x01(\x04\x12\x13\n\x0b\x61\x66ter_known\x18\x03 \x01(\x08\x12(\n\x08\x64ocument\x18\x04 \x01(\x0b\x32\x16.kvcommons.v1.Document\x12\x33\n\x0e\x64ocument_state\x18\x05 \x01(\x0b\x32\x1b.kvcommons.v1.DocumentState\"\xc9\x01\n\x10RenewTurnRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x0f\n\x07turn_id\x18\x03 \x01(\t\x12\x0f\n\x07\x66\x65ncing\x18\x04 \x01(\x04\x12\x10\n\x08lease_ms\x18\x05 \x01(\r\x12\x33\n\x0e\x64ocument_state\x18\x06 \x01(\x0b\x32\x1b.kvcommons.v1.DocumentState\x12(\n\x08\x64ocument\x18\x07 \x01(\x0b\x32\x16.kvcommons.v1.Document\"\x10\n\x0eRenewTurnReply\"\xd1\x02\n\x11\x43ommitTurnRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x0f\n\x07turn_id\x18\x03 \x01(\t\x12\x0f\n\x07\x66\x65ncing\x18\x04 \x01(\x04\x12\x18\n\x10\x65xpected_version\x18\x05 \x01(\x04\x12\r\n\x05model\x18\x06 \x01(\x0c\x12\x12\n\nmodel_name\x18\x07 \x01(\t\x12\x12\n\nnew_tokens\x18\x08 \x03(\r\x12+\n\x0cnew_messages\x18\t \x03(\x0b\x32\x15.kvcommons.v1.Message\x12\x13\n\x0bkept_blocks\x18\r \x01(\x04\x12\x11\n\tblock_ids\x18\n \x03(\x0c\x12\x17\n\x0f\x64urable_wait_ms\x18\x0b \x01(\r\x12\x37\n\x0fnew_truncations\x18\x0c \x03(\x0b\x32\x1e.kvcommons.v1.TruncationRecord\":\n\x0f\x43ommitTurnReply\x12\x0f\n\x07version\x18\x01 \x01(\x04\x12\x16\n\x0e\x64urable_blocks\x18\x02 \x01(\r\"Z\n\x12\x41\x62\x61ndonTurnRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x0f\n\x07turn_id\x18\x03 \x01(\t\x12\x0f\n\x07\x66\x65ncing\x18\x04 \x01(\x04\"\x12\n\x10\x41\x62\x61ndonTurnReply\":\n\x14ListDocumentsRequest\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\"C\n\x12ListDocumentsReply\x12-\n\tdocuments\x18\x01 \x03(\x0b\x32\x1a.kvcommons.v1.DocumentTurn\"\x92\x01\n\x0c\x44ocumentTurn\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12\x0f\n\x07turn_id\x18\x03 \x01(\t\x12\x0f\n\x07\x66\x65ncing\x18\x04 \x01(\x04\x12\x10\n\x08orphaned\x18\x05 \x01(\x08\x12*\n\x05state\x18\x06 \x01(\x0b\x32\x1b.kvcommons.v1.DocumentState*5\n\x04Tier\x12\x0f\n\x0bTIER_ABSENT\x10\x00\x12\r\n\tTIER_DRAM\x10\x01\x12\r\n\tTIER_DISK\x10\x02\x32\xc9\x02\n\x06\x42locks\x12=\n\x05Match\x12\x1a.kvcommons.v1.MatchRequest\x1a\x18.kvcommons.v1.MatchReply\x12:\n\x04Hint\x12\x19.kvcommons.v1.HintRequest\x1a\x17.kvcommons.v1.HintReply\x12\x43\n\x07\x43ondemn\x12\x1c.kvcommons.v1.CondemnRequest\x1a\x1a.kvcommons.v1.CondemnReply\x12@\n\x06\x46orget\x12\x1b.kvcommons.v1.ForgetRequest\x1a\x19.kvcommons.v1.ForgetReply\x12=\n\x05Stats\x12\x1a.kvcommons.v1.StatsRequest\x1a\x18.kvcommons.v1.StatsReply2\x89\x06\n\x08Sessions\x12I\n\x06\x43reate\x12\".kvcommons.v1.CreateSessionRequest\x1a\x1b.kvcommons.v1.SessionRecord\x12\x43\n\x03Get\x12\x1f.kvcommons.v1.GetSessionRequest\x1a\x1b.kvcommons.v1.SessionRecord\x12J\n\x04List\x12!.kvcommons.v1.ListSessionsRequest\x1a\x1f.kvcommons.v1.ListSessionsReply\x12N\n\x06\x44\x65lete\x12\".kvcommons.v1.DeleteSessionRequest\x1a .kvcommons.v1.DeleteSessionReply\x12\x45\n\x04\x46ork\x12 .kvcommons.v1.ForkSessionRequest\x1a\x1b.kvcommons.v1.SessionRecord\x12I\n\tBeginTurn\x12\x1e.kvcommons.v1.BeginTurnRequest\x1a\x1c.kvcommons.v1.BeginTurnReply\x12I\n\tRenewTurn\x12\x1e.kvcommons.v1.RenewTurnRequest\x1a\x1c.kvcommons.v1.RenewTurnReply\x12L\n\nCommitTurn\x12\x1f.kvcommons.v1.CommitTurnRequest\x1a\x1d.kvcommons.v1.CommitTurnReply\x12O\n\x0b\x41\x62\x61ndonTurn\x12 .kvcommons.v1.AbandonTurnRequest\x1a\x1e.kvcommons.v1.AbandonTurnReply\x12U\n\rListDocuments\x12\".kvcommons.v1.ListDocumentsRequest\x1a .kvcommons.v1.ListDocumentsReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvcommons.v1.kvstore_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_TIER']._serialized_start=2706
-  _globals['_TIER']._serialized_end=2759
+  _globals['_TIER']._serialized_start=3465
+  _globals['_TIER']._serialized_end=3518
   _globals['_MATCHREQUEST']._serialized_start=44
   _globals['_MATCHREQUEST']._serialized_end=106
   _globals['_MATCHREPLY']._serialized_start=108
@@ -59,40 +59,50 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_MESSAGE']._serialized_end=835
   _globals['_TRUNCATIONRECORD']._serialized_start=837
   _globals['_TRUNCATIONRECORD']._serialized_end=923
-  _globals['_SESSIONRECORD']._serialized_start=926
-  _globals['_SESSIONRECORD']._serialized_end=1328
-  _globals['_CREATESESSIONREQUEST']._serialized_start=1330
-  _globals['_CREATESESSIONREQUEST']._serialized_end=1424
-  _globals['_GETSESSIONREQUEST']._serialized_start=1426
-  _globals['_GETSESSIONREQUEST']._serialized_end=1481
-  _globals['_LISTSESSIONSREQUEST']._serialized_start=1483
-  _globals['_LISTSESSIONSREQUEST']._serialized_end=1550
-  _globals['_LISTSESSIONSREPLY']._serialized_start=1552
-  _globals['_LISTSESSIONSREPLY']._serialized_end=1632
-  _globals['_DELETESESSIONREQUEST']._serialized_start=1634
-  _globals['_DELETESESSIONREQUEST']._serialized_end=1713
-  _globals['_DELETESESSIONREPLY']._serialized_start=1715
-  _globals['_DELETESESSIONREPLY']._serialized_end=1735
-  _globals['_FORKSESSIONREQUEST']._serialized_start=1737
-  _globals['_FORKSESSIONREQUEST']._serialized_end=1836
-  _globals['_BEGINTURNREQUEST']._serialized_start=1838
-  _globals['_BEGINTURNREQUEST']._serialized_end=1965
-  _globals['_BEGINTURNREPLY']._serialized_start=1967
-  _globals['_BEGINTURNREPLY']._serialized_end=2066
-  _globals['_RENEWTURNREQUEST']._serialized_start=2068
-  _globals['_RENEWTURNREQUEST']._serialized_end=2174
-  _globals['_RENEWTURNREPLY']._serialized_start=2176
-  _globals['_RENEWTURNREPLY']._serialized_end=2192
-  _globals['_COMMITTURNREQUEST']._serialized_start=2195
-  _globals['_COMMITTURNREQUEST']._serialized_end=2532
-  _globals['_COMMITTURNREPLY']._serialized_start=2534
-  _globals['_COMMITTURNREPLY']._serialized_end=2592
-  _globals['_ABANDONTURNREQUEST']._serialized_start=2594
-  _globals['_ABANDONTURNREQUEST']._serialized_end=2684
-  _globals['_ABANDONTURNREPLY']._serialized_start=2686
-  _globals['_ABANDONTURNREPLY']._serialized_end=2704
-  _globals['_BLOCKS']._serialized_start=2762
-  _globals['_BLOCKS']._serialized_end=3091
-  _globals['_SESSIONS']._serialized_start=3094
-  _globals['_SESSIONS']._serialized_end=3784
+  _globals['_DOCUMENT']._serialized_start=925
+  _globals['_DOCUMENT']._serialized_end=1043
+  _globals['_DOCUMENTSTATE']._serialized_start=1046
+  _globals['_DOCUMENTSTATE']._serialized_end=1212
+  _globals['_SESSIONRECORD']._serialized_start=1215
+  _globals['_SESSIONRECORD']._serialized_end=1617
+  _globals['_CREATESESSIONREQUEST']._serialized_start=1619
+  _globals['_CREATESESSIONREQUEST']._serialized_end=1713
+  _globals['_GETSESSIONREQUEST']._serialized_start=1715
+  _globals['_GETSESSIONREQUEST']._serialized_end=1770
+  _globals['_LISTSESSIONSREQUEST']._serialized_start=1772
+  _globals['_LISTSESSIONSREQUEST']._serialized_end=1839
+  _globals['_LISTSESSIONSREPLY']._serialized_start=1841
+  _globals['_LISTSESSIONSREPLY']._serialized_end=1921
+  _globals['_DELETESESSIONREQUEST']._serialized_start=1923
+  _globals['_DELETESESSIONREQUEST']._serialized_end=2002
+  _globals['_DELETESESSIONREPLY']._serialized_start=2004
+  _globals['_DELETESESSIONREPLY']._serialized_end=2024
+  _globals['_FORKSESSIONREQUEST']._serialized_start=2026
+  _globals['_FORKSESSIONREQUEST']._serialized_end=2125
+  _globals['_BEGINTURNREQUEST']._serialized_start=2127
+  _globals['_BEGINTURNREQUEST']._serialized_end=2254
+  _globals['_BEGINTURNREPLY']._serialized_start=2257
+  _globals['_BEGINTURNREPLY']._serialized_end=2451
+  _globals['_RENEWTURNREQUEST']._serialized_start=2454
+  _globals['_RENEWTURNREQUEST']._serialized_end=2655
+  _globals['_RENEWTURNREPLY']._serialized_start=2657
+  _globals['_RENEWTURNREPLY']._serialized_end=2673
+  _globals['_COMMITTURNREQUEST']._serialized_start=2676
+  _globals['_COMMITTURNREQUEST']._serialized_end=3013
+  _globals['_COMMITTURNREPLY']._serialized_start=3015
+  _globals['_COMMITTURNREPLY']._serialized_end=3073
+  _globals['_ABANDONTURNREQUEST']._serialized_start=3075
+  _globals['_ABANDONTURNREQUEST']._serialized_end=3165
+  _globals['_ABANDONTURNREPLY']._serialized_start=3167
+  _globals['_ABANDONTURNREPLY']._serialized_end=3185
+  _globals['_LISTDOCUMENTSREQUEST']._serialized_start=3187
+  _globals['_LISTDOCUMENTSREQUEST']._serialized_end=3245
+  _globals['_LISTDOCUMENTSREPLY']._serialized_start=3247
+  _globals['_LISTDOCUMENTSREPLY']._serialized_end=3314
+  _globals['_DOCUMENTTURN']._serialized_start=3317
+  _globals['_DOCUMENTTURN']._serialized_end=3463
+  _globals['_BLOCKS']._serialized_start=3521
+  _globals['_BLOCKS']._serialized_end=3850
+  _globals['_SESSIONS']._serialized_start=3853
+  _globals['_SESSIONS']._serialized_end=4630
 # @@protoc_insertion_point(module_scope)

@@ -368,6 +368,86 @@ class TruncationRecord(_message.Message):
 Global___TruncationRecord: _TypeAlias = TruncationRecord  # noqa: Y015
 
 @_typing.final
+class Document(_message.Message):
+    """What a turn is going to add to its session. Stored as it is; docs/formats/session-record.md is its page."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FORMAT_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    MODEL_NAME_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    MESSAGES_FIELD_NUMBER: _builtins.int
+    format: _builtins.int
+    model: _builtins.bytes
+    model_name: _builtins.str
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def messages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Message]: ...
+    def __init__(
+        self,
+        *,
+        format: _builtins.int = ...,
+        model: _builtins.bytes = ...,
+        model_name: _builtins.str = ...,
+        tokens: _abc.Iterable[_builtins.int] | None = ...,
+        messages: _abc.Iterable[Global___Message] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["format", b"format", "messages", b"messages", "model", b"model", "model_name", b"model_name", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Document: _TypeAlias = Document  # noqa: Y015
+
+@_typing.final
+class DocumentState(_message.Message):
+    """How far a document is. Stored in its turn's lease; docs/formats/session-record.md is its page."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: _builtins.int
+    COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
+    TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    LEFT_MS_FIELD_NUMBER: _builtins.int
+    BEGUN_MS_FIELD_NUMBER: _builtins.int
+    ROLE_FIELD_NUMBER: _builtins.int
+    MODEL_NAME_FIELD_NUMBER: _builtins.int
+    WAITS_FOR_FIELD_NUMBER: _builtins.int
+    tokens: _builtins.int
+    computed_tokens: _builtins.int
+    tokens_per_s: _builtins.float
+    """0: not measured yet"""
+    left_ms: _builtins.int
+    """likely; 0: not measured yet"""
+    begun_ms: _builtins.int
+    role: _builtins.str
+    model_name: _builtins.str
+    waits_for: _builtins.str
+    """why it gets no further at the moment"""
+    def __init__(
+        self,
+        *,
+        tokens: _builtins.int = ...,
+        computed_tokens: _builtins.int = ...,
+        tokens_per_s: _builtins.float = ...,
+        left_ms: _builtins.int = ...,
+        begun_ms: _builtins.int = ...,
+        role: _builtins.str = ...,
+        model_name: _builtins.str = ...,
+        waits_for: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun_ms", b"begun_ms", "computed_tokens", b"computed_tokens", "left_ms", b"left_ms", "model_name", b"model_name", "role", b"role", "tokens", b"tokens", "tokens_per_s", b"tokens_per_s", "waits_for", b"waits_for"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DocumentState: _TypeAlias = DocumentState  # noqa: Y015
+
+@_typing.final
 class SessionRecord(_message.Message):
     """Stored as it is in RocksDB; docs/formats/session-record.md is its page."""
 
@@ -662,6 +742,8 @@ class BeginTurnReply(_message.Message):
     RECORD_FIELD_NUMBER: _builtins.int
     FENCING_FIELD_NUMBER: _builtins.int
     AFTER_KNOWN_FIELD_NUMBER: _builtins.int
+    DOCUMENT_FIELD_NUMBER: _builtins.int
+    DOCUMENT_STATE_FIELD_NUMBER: _builtins.int
     fencing: _builtins.int
     after_known: _builtins.bool
     """of what grows with the session, record has only what came after known_turn_id: it goes behind that"""
@@ -669,16 +751,24 @@ class BeginTurnReply(_message.Message):
     def record(self) -> Global___SessionRecord:
         """version 0 and no tokens for a new session"""
 
+    @_builtins.property
+    def document(self) -> Global___Document:
+        """which the turn adds, where one is on its way: the caller goes on with it"""
+
+    @_builtins.property
+    def document_state(self) -> Global___DocumentState: ...
     def __init__(
         self,
         *,
         record: Global___SessionRecord | None = ...,
         fencing: _builtins.int = ...,
         after_known: _builtins.bool = ...,
+        document: Global___Document | None = ...,
+        document_state: Global___DocumentState | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["record", b"record"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["document", b"document", "document_state", b"document_state", "record", b"record"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_known", b"after_known", "fencing", b"fencing", "record", b"record"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after_known", b"after_known", "document", b"document", "document_state", b"document_state", "fencing", b"fencing", "record", b"record"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -693,11 +783,21 @@ class RenewTurnRequest(_message.Message):
     TURN_ID_FIELD_NUMBER: _builtins.int
     FENCING_FIELD_NUMBER: _builtins.int
     LEASE_MS_FIELD_NUMBER: _builtins.int
+    DOCUMENT_STATE_FIELD_NUMBER: _builtins.int
+    DOCUMENT_FIELD_NUMBER: _builtins.int
     tenant: _builtins.str
     session_id: _builtins.str
     turn_id: _builtins.str
     fencing: _builtins.int
     lease_ms: _builtins.int
+    @_builtins.property
+    def document_state(self) -> Global___DocumentState:
+        """the turn is a document; absent: as before"""
+
+    @_builtins.property
+    def document(self) -> Global___Document:
+        """kept from now on until the turn's end, so that any router can go on with it"""
+
     def __init__(
         self,
         *,
@@ -706,10 +806,12 @@ class RenewTurnRequest(_message.Message):
         turn_id: _builtins.str = ...,
         fencing: _builtins.int = ...,
         lease_ms: _builtins.int = ...,
+        document_state: Global___DocumentState | None = ...,
+        document: Global___Document | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["document", b"document", "document_state", b"document_state"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["fencing", b"fencing", "lease_ms", b"lease_ms", "session_id", b"session_id", "tenant", b"tenant", "turn_id", b"turn_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["document", b"document", "document_state", b"document_state", "fencing", b"fencing", "lease_ms", b"lease_ms", "session_id", b"session_id", "tenant", b"tenant", "turn_id", b"turn_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -857,3 +959,82 @@ class AbandonTurnReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AbandonTurnReply: _TypeAlias = AbandonTurnReply  # noqa: Y015
+
+@_typing.final
+class ListDocumentsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """with session_id: of this session only; empty: of all tenants"""
+    session_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        session_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["session_id", b"session_id", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListDocumentsRequest: _TypeAlias = ListDocumentsRequest  # noqa: Y015
+
+@_typing.final
+class ListDocumentsReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DOCUMENTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def documents(self) -> _containers.RepeatedCompositeFieldContainer[Global___DocumentTurn]: ...
+    def __init__(
+        self,
+        *,
+        documents: _abc.Iterable[Global___DocumentTurn] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["documents", b"documents"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListDocumentsReply: _TypeAlias = ListDocumentsReply  # noqa: Y015
+
+@_typing.final
+class DocumentTurn(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    TURN_ID_FIELD_NUMBER: _builtins.int
+    FENCING_FIELD_NUMBER: _builtins.int
+    ORPHANED_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    session_id: _builtins.str
+    turn_id: _builtins.str
+    fencing: _builtins.int
+    orphaned: _builtins.bool
+    """its lease ran out: whoever begins its turn goes on with it"""
+    @_builtins.property
+    def state(self) -> Global___DocumentState: ...
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        session_id: _builtins.str = ...,
+        turn_id: _builtins.str = ...,
+        fencing: _builtins.int = ...,
+        orphaned: _builtins.bool = ...,
+        state: Global___DocumentState | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["state", b"state"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fencing", b"fencing", "orphaned", b"orphaned", "session_id", b"session_id", "state", b"state", "tenant", b"tenant", "turn_id", b"turn_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DocumentTurn: _TypeAlias = DocumentTurn  # noqa: Y015

@@ -327,6 +327,11 @@ class SessionsStub:
                 request_serializer=kvcommons_dot_v1_dot_kvstore__pb2.AbandonTurnRequest.SerializeToString,
                 response_deserializer=kvcommons_dot_v1_dot_kvstore__pb2.AbandonTurnReply.FromString,
                 _registered_method=True)
+        self.ListDocuments = channel.unary_unary(
+                '/kvcommons.v1.Sessions/ListDocuments',
+                request_serializer=kvcommons_dot_v1_dot_kvstore__pb2.ListDocumentsRequest.SerializeToString,
+                response_deserializer=kvcommons_dot_v1_dot_kvstore__pb2.ListDocumentsReply.FromString,
+                _registered_method=True)
 
 
 class SessionsServicer:
@@ -388,6 +393,13 @@ class SessionsServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListDocuments(self, request, context):
+        """Documents on their way into sessions: all, or the one of a session.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SessionsServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -435,6 +447,11 @@ def add_SessionsServicer_to_server(servicer, server):
                     servicer.AbandonTurn,
                     request_deserializer=kvcommons_dot_v1_dot_kvstore__pb2.AbandonTurnRequest.FromString,
                     response_serializer=kvcommons_dot_v1_dot_kvstore__pb2.AbandonTurnReply.SerializeToString,
+            ),
+            'ListDocuments': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListDocuments,
+                    request_deserializer=kvcommons_dot_v1_dot_kvstore__pb2.ListDocumentsRequest.FromString,
+                    response_serializer=kvcommons_dot_v1_dot_kvstore__pb2.ListDocumentsReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -680,6 +697,33 @@ class Sessions:
             '/kvcommons.v1.Sessions/AbandonTurn',
             kvcommons_dot_v1_dot_kvstore__pb2.AbandonTurnRequest.SerializeToString,
             kvcommons_dot_v1_dot_kvstore__pb2.AbandonTurnReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListDocuments(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcommons.v1.Sessions/ListDocuments',
+            kvcommons_dot_v1_dot_kvstore__pb2.ListDocumentsRequest.SerializeToString,
+            kvcommons_dot_v1_dot_kvstore__pb2.ListDocumentsReply.FromString,
             options,
             channel_credentials,
             insecure,

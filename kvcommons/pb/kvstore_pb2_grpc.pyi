@@ -112,6 +112,8 @@ class SessionsStub:
     CommitTurn: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.CommitTurnRequest, _kvstore_pb2.CommitTurnReply]
     """Compare-and-swap on version, idempotent by turn id; durable when it returns."""
     AbandonTurn: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.AbandonTurnRequest, _kvstore_pb2.AbandonTurnReply]
+    ListDocuments: _grpc.UnaryUnaryMultiCallable[_kvstore_pb2.ListDocumentsRequest, _kvstore_pb2.ListDocumentsReply]
+    """Documents on their way into sessions: all, or the one of a session."""
 
 @_typing.type_check_only
 class SessionsAsyncStub(SessionsStub):
@@ -127,6 +129,8 @@ class SessionsAsyncStub(SessionsStub):
     CommitTurn: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.CommitTurnRequest, _kvstore_pb2.CommitTurnReply]  # type: ignore[assignment]
     """Compare-and-swap on version, idempotent by turn id; durable when it returns."""
     AbandonTurn: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.AbandonTurnRequest, _kvstore_pb2.AbandonTurnReply]  # type: ignore[assignment]
+    ListDocuments: _aio.UnaryUnaryMultiCallable[_kvstore_pb2.ListDocumentsRequest, _kvstore_pb2.ListDocumentsReply]  # type: ignore[assignment]
+    """Documents on their way into sessions: all, or the one of a session."""
 
 class SessionsServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -193,5 +197,13 @@ class SessionsServicer(metaclass=_abc_1.ABCMeta):
         request: _kvstore_pb2.AbandonTurnRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_kvstore_pb2.AbandonTurnReply, _abc.Awaitable[_kvstore_pb2.AbandonTurnReply]]: ...
+
+    @_abc_1.abstractmethod
+    def ListDocuments(
+        self,
+        request: _kvstore_pb2.ListDocumentsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_kvstore_pb2.ListDocumentsReply, _abc.Awaitable[_kvstore_pb2.ListDocumentsReply]]:
+        """Documents on their way into sessions: all, or the one of a session."""
 
 def add_SessionsServicer_to_server(servicer: SessionsServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

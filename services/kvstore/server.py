@@ -15,7 +15,7 @@ from services.kvstore.blocks import BlockStore
 from services.kvstore.hinted import HintedJobs
 from services.kvstore.metrics import SessionMetrics
 from services.kvstore.records.interface import Records
-from services.kvstore.session import LIST_MAX, TurnBegin, TurnCommit, check_incarnation
+from services.kvstore.session import LIST_MAX, TurnBegin, TurnCommit, TurnRenewal, check_incarnation
 
 log = logging.getLogger(__name__)
 
@@ -160,7 +160,11 @@ class SessionsServicer(rpc.SessionsServicer):
             )
         )
         return pb.BeginTurnReply(
-            record=begun.record, fencing=begun.lease.fencing, after_known=begun.after_known
+            record=begun.record,
+            fencing=begun.lease.fencing,
+            after_known=begun.after_known,
+            document=begun.document,
+            document_state=begun.lease.document,
         )
 
     async def RenewTurn(self, request: pb.RenewTurnRequest, context: Any) -> pb.RenewTurnReply:
@@ -168,9 +172,13 @@ class SessionsServicer(rpc.SessionsServicer):
             self._records.renew(
                 request.tenant,
                 request.session_id,
-                turn_id=request.turn_id,
-                fencing=request.fencing,
-                lease_ms=request.lease_ms,
+                TurnRenewal(
+                    turn_id=request.turn_id,
+                    fencing=request.fencing,
+                    lease_ms=request.lease_ms,
+                    document_state=request.document_state if request.HasField("document_state") else None,
+                    document=request.document if request.HasField("document") else None,
+                ),
             )
         )
         return pb.RenewTurnReply()
@@ -217,6 +225,22 @@ class SessionsServicer(rpc.SessionsServicer):
             )
         )
         return pb.AbandonTurnReply()
+
+    async def ListDocuments(self, request: pb.ListDocumentsRequest, context: Any) -> pb.ListDocumentsReply:
+        found = await self._bounded(self._records.documents(request.tenant, request.session_id))
+        return pb.ListDocumentsReply(
+            documents=[
+                pb.DocumentTurn(
+                    tenant=one.tenant,
+                    session_id=one.session_id,
+                    turn_id=one.lease.turn_id,
+                    fencing=one.lease.fencing,
+                    orphaned=one.orphaned,
+                    state=one.lease.document,
+                )
+                for one in found
+            ]
+        )
 
     async def _bounded(self, call: Coroutine[Any, Any, T]) -> T:
         if refusal := self._refusal():

@@ -6,6 +6,10 @@ without what grows with the session, so that nobody has to read a long session i
 One turn at a time: `begin` takes the lease, `commit` gives it back with the turn's tokens, `abandon` without.
 Every lease has a fencing number higher than all before it, so that an owner who lost his lease cannot commit
 over the next.
+
+A turn may be a *document*, which takes long to compute: what it is going to add is kept beside its lease, and
+the session is its own until it is committed or abandoned. Where the lease runs out, another owner takes the
+same turn over, under a number of his own.
 """
 
 from __future__ import annotations
@@ -29,13 +33,15 @@ from services.kvstore.folder import UnknownFormat
 
 RECORD_FORMAT = 1
 LEASE_FORMAT = 1
+DOCUMENT_LEASE_FORMAT = 2
+DOCUMENT_FORMAT = 1
 LIST_MAX = 1000
 LEASE_KEPT_MS = 3_600_000  # a lease that ran out may still be committed, if nobody took it
 NAME_BYTES_MAX = 512
 INCARNATION_BYTES = 16
 LEASE_MS_MAX = 600_000  # the router's `lease_ms` has the same bound
 
-# format, fencing, expires ms, length of turn id, owner
+# format, fencing, expires ms, length of turn id, owner; of a document, its state follows on both
 _LEASE = struct.Struct("<BQqHH")
 
 
@@ -43,13 +49,15 @@ _LEASE = struct.Struct("<BQqHH")
 class TurnLease:
     """The right to commit the session's next turn.
 
-    `expires_ms` is wall-clock time, so that it survives a restart.
+    `expires_ms` is wall-clock time, so that it survives a restart. `document`: how far it is, of a turn that
+    is one; nobody changes it.
     """
 
     turn_id: str
     owner: str
     fencing: int
     expires_ms: int
+    document: pb.DocumentState | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,11 +74,35 @@ class TurnBegin:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begun:
     """A turn that has its session's lease. `record` is the whole session; with `after_known` its head, and of
-    tokens, messages, block ids and truncations only what turns after the known one added."""
+    tokens, messages, block ids and truncations only what turns after the known one added. `document`: which
+    the turn is going to add."""
 
     record: pb.SessionRecord
     lease: TurnLease
     after_known: bool = False
+    document: pb.Document | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnRenewal:
+    """A turn that keeps its session's lease. `document_state`: it is a document, and so far; `document`: what
+    it is going to add, which is kept from now on."""
+
+    turn_id: str
+    fencing: int
+    lease_ms: int
+    document_state: pb.DocumentState | None = None
+    document: pb.Document | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DocumentOnItsWay:
+    """A session's lease, which is a document's. `orphaned`: it ran out."""
+
+    tenant: str
+    session_id: str
+    lease: TurnLease
+    orphaned: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,6 +149,12 @@ def checked_key(tenant: str, session_id: str) -> bytes:
     check_name(tenant, "tenant")
     check_name(session_id, "session_id")
     return session_key(tenant, session_id)
+
+
+def names_in(key: bytes) -> tuple[str, str]:
+    """Tenant and session id of a session's key."""
+    tenant_end = 2 + int.from_bytes(key[:2], "big")
+    return key[2:tenant_end].decode(), key[tenant_end:].decode()
 
 
 def check_incarnation(value: bytes) -> None:
@@ -195,45 +233,75 @@ def expires_ms(record: pb.SessionRecord, default_ttl_s: int) -> int | None:
 
 def under_way(lease: TurnLease | None, now_ms: int) -> bool:
     """Whether a turn holds the session: nobody else may begin one, create it or let it expire."""
-    return lease is not None and lease.expires_ms > now_ms
+    return lease is not None and (lease.document is not None or lease.expires_ms > now_ms)
 
 
 def forgotten(lease: TurnLease, now_ms: int) -> bool:
     """Whether a lease ran out so long ago that its turn cannot be committed any more."""
-    return lease.expires_ms + LEASE_KEPT_MS < now_ms
+    return lease.document is None and lease.expires_ms + LEASE_KEPT_MS < now_ms
+
+
+def on_its_way(key: bytes, lease: TurnLease, now_ms: int) -> DocumentOnItsWay:
+    """The document of a session's lease, which is one's."""
+    tenant, session_id = names_in(key)
+    orphaned = lease.expires_ms <= now_ms
+    return DocumentOnItsWay(tenant=tenant, session_id=session_id, lease=lease, orphaned=orphaned)
+
+
+def decode_document(value: bytes) -> pb.Document:
+    """Raises UnknownFormat for a document that another version wrote."""
+    document = pb.Document.FromString(value)
+    if document.format != DOCUMENT_FORMAT:
+        raise UnknownFormat(
+            f"document of format {document.format}; this version of kvcommons reads {DOCUMENT_FORMAT}"
+        )
+    return document
 
 
 def encode_lease(lease: TurnLease) -> bytes:
     turn_id, owner = lease.turn_id.encode(), lease.owner.encode()
-    head = _LEASE.pack(LEASE_FORMAT, lease.fencing, lease.expires_ms, len(turn_id), len(owner))
-    return head + turn_id + owner
+    state = lease.document
+    form = LEASE_FORMAT if state is None else DOCUMENT_LEASE_FORMAT
+    head = _LEASE.pack(form, lease.fencing, lease.expires_ms, len(turn_id), len(owner))
+    rest = state.SerializeToString(deterministic=True) if state is not None else b""
+    return head + turn_id + owner + rest
 
 
 def decode_lease(value: bytes) -> TurnLease:
     """Raises UnknownFormat for a lease that another version wrote."""
-    if not value or value[0] != LEASE_FORMAT:
+    if not value or value[0] not in (LEASE_FORMAT, DOCUMENT_LEASE_FORMAT):
         raise UnknownFormat(
-            f"turn lease of an unknown format; this version of kvcommons reads {LEASE_FORMAT}"
+            f"turn lease of an unknown format; this version of kvcommons reads {LEASE_FORMAT} and "
+            f"{DOCUMENT_LEASE_FORMAT}"
         )
-    _, fencing, expires, turn_bytes, owner_bytes = _LEASE.unpack_from(value)
+    form, fencing, expires, turn_bytes, owner_bytes = _LEASE.unpack_from(value)
     turn_end = _LEASE.size + turn_bytes
+    owner_end = turn_end + owner_bytes
+    is_document = form == DOCUMENT_LEASE_FORMAT
     return TurnLease(
         turn_id=value[_LEASE.size : turn_end].decode(),
-        owner=value[turn_end : turn_end + owner_bytes].decode(),
+        owner=value[turn_end:owner_end].decode(),
         fencing=fencing,
         expires_ms=expires,
+        document=pb.DocumentState.FromString(value[owner_end:]) if is_document else None,
     )
 
 
 def begin(lease: TurnLease | None, turn: TurnBegin, *, next_fencing: int, now_ms: int) -> TurnLease:
-    """The lease of a new turn. The same turn asking again gets its own. Raises TurnInProgress."""
+    """The lease of a new turn. The same turn asking again gets its own; a document's gets a new number, for
+    it may be another router that goes on, and only once its lease ran out. Raises TurnInProgress."""
     check_name(turn.turn_id, "turn_id")
     check_name(turn.owner, "owner")
     if turn.known_turn_id:
         check_name(turn.known_turn_id, "known_turn_id")
     until_ms = now_ms + _checked(turn.lease_ms)
     if lease is not None and lease.turn_id == turn.turn_id:
-        return replace(lease, owner=turn.owner, expires_ms=until_ms)
+        if lease.document is None:
+            return replace(lease, owner=turn.owner, expires_ms=until_ms)
+        if lease.owner == turn.owner or lease.expires_ms <= now_ms:
+            return replace(lease, owner=turn.owner, fencing=next_fencing, expires_ms=until_ms)
+    if lease is not None and lease.document is not None:
+        raise _document_in_progress(lease.document)
     if lease is not None and under_way(lease, now_ms):
         raise TurnInProgress(
             "another turn of this session is under way: wait for its answer, or fork the session",
@@ -242,12 +310,16 @@ def begin(lease: TurnLease | None, turn: TurnBegin, *, next_fencing: int, now_ms
     return TurnLease(turn_id=turn.turn_id, owner=turn.owner, fencing=next_fencing, expires_ms=until_ms)
 
 
-def renew(
-    lease: TurnLease | None, *, exists: bool, turn_id: str, fencing: int, lease_ms: int, now_ms: int
-) -> TurnLease:
-    """A longer lease, even if it ran out meanwhile and nobody took it. Raises Conflict, SessionNotFound."""
-    held = _held(lease, turn_id, fencing, exists=exists)
-    return replace(held, expires_ms=now_ms + _checked(lease_ms))
+def renew(lease: TurnLease | None, turn: TurnRenewal, *, exists: bool, now_ms: int) -> TurnLease:
+    """A longer lease, even if it ran out meanwhile and nobody took it. Raises Conflict, SessionNotFound, and
+    InvalidInput for a document without its state."""
+    if turn.document is not None and turn.document_state is None:
+        raise InvalidInput("a document comes with its state", param="document_state")
+    held = _held(lease, turn.turn_id, turn.fencing, exists=exists)
+    state = turn.document_state if turn.document_state is not None else held.document
+    if held.document is None and turn.document is None and state is not None:
+        raise InvalidInput("a turn's document is kept before its state is told", param="document")
+    return replace(held, expires_ms=now_ms + _checked(turn.lease_ms), document=state)
 
 
 def commit(
@@ -305,6 +377,16 @@ def grow(record: pb.SessionRecord, head: pb.SessionRecord, turn: TurnCommit) -> 
 def may_abandon(lease: TurnLease | None, turn_id: str, fencing: int) -> bool:
     """Whether there is a lease to give back; not if it is gone, or another turn's."""
     return lease is not None and lease.turn_id == turn_id and lease.fencing == fencing
+
+
+def _document_in_progress(state: pb.DocumentState) -> TurnInProgress:
+    percent = state.computed_tokens * 1000 // max(state.tokens, 1) / 10
+    end = f", some {state.left_ms / 1000:.0f} s are left" if state.left_ms else ""
+    return TurnInProgress(
+        f"the session is given a document: {percent:g}% of its {state.tokens} tokens are computed{end}: wait "
+        "for it (GET /v1/sessions/{id}/prefill), or end it with DELETE",
+        retry_after_ms=min(max(state.left_ms, 1000), 60_000),
+    )
 
 
 def _held(lease: TurnLease | None, turn_id: str, fencing: int, *, exists: bool) -> TurnLease:

@@ -17,15 +17,17 @@ from services.kvstore import session as rules
 from services.kvstore.ballast import Ballast
 from services.kvstore.clock import Clock
 from services.kvstore.database import DamagedDatabase, Database, Put, Table
-from services.kvstore.families import HEADS, LEASES, META, RECORDS, STAMPS
+from services.kvstore.families import DOCUMENTS, HEADS, LEASES, META, RECORDS, STAMPS
 from services.kvstore.folder import UnknownFormat
 from services.kvstore.integrity import damaged_sessions
 from services.kvstore.session import (
     Begun,
     Committed,
+    DocumentOnItsWay,
     TurnBegin,
     TurnCommit,
     TurnLease,
+    TurnRenewal,
     checked_key,
     new_incarnation,
 )
@@ -39,7 +41,7 @@ _FENCING_KEY = b"fencing"
 def open_sessions(path: Path, ballast: Ballast | None = None) -> Database:
     """The sessions' database. Raises StoreUnavailable, DamagedDatabase."""
     try:
-        return Database(path, [RECORDS, HEADS, LEASES, META, USES, STAMPS], ballast)
+        return Database(path, [RECORDS, HEADS, LEASES, DOCUMENTS, META, USES, STAMPS], ballast)
     except DamagedDatabase as error:
         raise damaged_sessions(error, path) from error
 
@@ -163,22 +165,24 @@ class Sessions:
             lease = rules.begin(self._lease(key), turn, next_fencing=self._fencing + 1, now_ms=now_ms)
             self._write_step([(LEASES, key, rules.encode_lease(lease))], max(self._fencing, lease.fencing))
             known = bool(turn.known_turn_id) and turn.known_turn_id == record.last_turn_id
-            return Begun(record=rules.head_of(record) if known else record, lease=lease, after_known=known)
+            return Begun(
+                record=rules.head_of(record) if known else record,
+                lease=lease,
+                after_known=known,
+                document=self._document(key) if lease.document is not None else None,
+            )
 
-    def renew(self, tenant: str, session_id: str, *, turn_id: str, fencing: int, lease_ms: int) -> None:
+    def renew(self, tenant: str, session_id: str, turn: TurnRenewal) -> None:
         """Raises Conflict where another turn has begun, SessionNotFound where the session was deleted."""
         key = checked_key(tenant, session_id)
         with self._lock:
-            lease = rules.renew(
-                self._lease(key),
-                exists=self._table.get(HEADS, key) is not None,
-                turn_id=turn_id,
-                fencing=fencing,
-                lease_ms=lease_ms,
-                now_ms=self._now_ms(),
-            )
+            exists = self._table.get(HEADS, key) is not None
+            lease = rules.renew(self._lease(key), turn, exists=exists, now_ms=self._now_ms())
+            puts: list[Put] = [(LEASES, key, rules.encode_lease(lease))]
+            if turn.document is not None:
+                puts.append((DOCUMENTS, key, turn.document.SerializeToString(deterministic=True)))
             # Survives kill -9 all the same; a lease that a power failure shortens can still be committed.
-            self._table.write([(LEASES, key, rules.encode_lease(lease))], sync=False)
+            self._table.write(puts, sync=turn.document is not None)
 
     def commit(self, tenant: str, session_id: str, turn: TurnCommit) -> Committed:
         """Adds the turn and gives its lease back, in one step. See `session.commit` for what it raises."""
@@ -194,7 +198,7 @@ class Sessions:
                 return Committed(version=record.version, new=False)
             uses = self._uses.changes(key, record.block_ids[turn.kept_blocks :], turn.block_ids)
             rules.grow(record, head, turn)
-            self._write_step([*puts_of(record), *uses, (LEASES, key, None)], self._fencing + 1)
+            self._write_step([*puts_of(record), *uses, *_end_of(key, lease)], self._fencing + 1)
             self._count += stored is None
             return Committed(version=record.version, new=True)
 
@@ -202,8 +206,21 @@ class Sessions:
         """Gives the lease back; nothing happens where it is gone already."""
         key = checked_key(tenant, session_id)
         with self._lock:
-            if rules.may_abandon(self._lease(key), turn_id, fencing):
-                self._table.write([(LEASES, key, None)])
+            lease = self._lease(key)
+            if rules.may_abandon(lease, turn_id, fencing):
+                self._table.write(_end_of(key, lease))
+
+    def documents(self, tenant: str = "", session_id: str = "") -> list[DocumentOnItsWay]:
+        """Those of all tenants, or a session's."""
+        now_ms = self._now_ms()
+        if session_id:
+            key = checked_key(tenant, session_id)
+            value = self._table.get(LEASES, key)
+            leases = [(key, value)] if value is not None else []
+        else:
+            leases = list(self._table.items(LEASES))
+        decoded = [(key, rules.decode_lease(value)) for key, value in leases]
+        return [rules.on_its_way(key, lease, now_ms) for key, lease in decoded if lease.document is not None]
 
     def sweep(self) -> int:
         """Removes expired sessions and forgotten leases, going through all of them over several calls.
@@ -279,6 +296,10 @@ class Sessions:
         value = self._table.get(LEASES, key)
         return rules.decode_lease(value) if value is not None else None
 
+    def _document(self, key: bytes) -> pb.Document | None:
+        value = self._table.get(DOCUMENTS, key)
+        return rules.decode_document(value) if value is not None else None
+
     def _expired(self, record: pb.SessionRecord, now_ms: int) -> bool:
         limit_ms = rules.expires_ms(record, self._default_ttl_s)
         return limit_ms is not None and limit_ms <= now_ms
@@ -287,13 +308,20 @@ class Sessions:
         value = self._table.get(RECORDS, key)
         record = rules.decode_record(value) if value is not None else pb.SessionRecord()
         uses = self._uses.changes(key, record.block_ids, [])
-        self._table.write([(RECORDS, key, None), (HEADS, key, None), (LEASES, key, None), *uses])
+        families = (RECORDS, HEADS, LEASES, DOCUMENTS)
+        self._table.write([*((family, key, None) for family in families), *uses])
         self._count -= 1
         self._uses.released(record.model, record.block_ids)
 
 
 def _prefix(tenant: str) -> bytes:
     return session_key(tenant, "")
+
+
+def _end_of(key: bytes, lease: TurnLease | None) -> Sequence[Put]:
+    """A turn is over."""
+    is_document = lease is not None and lease.document is not None
+    return [(family, key, None) for family in ((LEASES, DOCUMENTS) if is_document else (LEASES,))]
 
 
 def puts_of(record: pb.SessionRecord) -> Sequence[Put]:

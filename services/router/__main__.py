@@ -24,6 +24,8 @@ from services.router.admission.queue import RequestQueue
 from services.router.admission.scheduling import scheduling
 from services.router.api.health import health_of
 from services.router.config import RouterConfig
+from services.router.documents.beginning import take_over_documents
+from services.router.documents.documents import Documents
 from services.router.fleet.fleet import Fleet
 from services.router.http.server import HttpServer, connection_table
 from services.router.http.tenants import Tenants, parse_keys
@@ -69,11 +71,13 @@ async def serve(config: RouterConfig, process: Process) -> None:
     heartbeat.start()
     watch = asyncio.create_task(_watch(serving, rpc, heartbeat))
     looking = asyncio.create_task(serving.look_ahead.run())
+    taking = asyncio.create_task(take_over_documents(serving))
     try:
         await process.stop.wait()
     finally:
         watch.cancel()
         looking.cancel()
+        taking.cancel()
         await heartbeat.stop()
         await http.drain()
         await serving.close(config.node.drain_s / 4)
@@ -98,12 +102,14 @@ async def _serving(config: RouterConfig, process: Process) -> Serving:
     )
     admission = Admission(queue, look_ahead)
     dispatch = Dispatch(fleet)
+    documents = Documents(config.max_documents)
     connections = connection_table(config)
     metrics = RouterMetrics(
         process.telemetry.registry,
         running=lambda: admission.running,
         waiting=lambda: admission.waiting,
         capacity_waiting=lambda: dispatch.queues.waiting,
+        documents=lambda: len(documents),
         connections=lambda: len(connections),
     )
     return Serving(
@@ -117,6 +123,7 @@ async def _serving(config: RouterConfig, process: Process) -> Serving:
         admission=admission,
         look_ahead=look_ahead,
         dispatch=dispatch,
+        documents=documents,
         connections=connections,
         metrics=metrics,
         tracer=process.telemetry.tracer,

@@ -30,6 +30,9 @@ class RouterConfig:
     max_running: int = 64  # choices under way at once; more wait in the queue
     max_queue: int = 1024  # choices that wait; more are answered 429
     max_choices: int = 16  # n times prompts of one request
+    max_documents: int = 4  # computed at once for POST /v1/sessions/{id}/prefill; more are answered 429
+    document_part_s: float = 5.0  # so long a part of a document computes; chat gets its memory in between
+    document_patience_s: float = 3600.0  # how long a document may get no further before it is given up
     # Reading a body holds up every stream, by up to 10 ms a megabyte; this is a million tokens of text.
     max_body_bytes: int = 4 * 1024 * 1024
     truncation_ratio: float = 0.5  # of the context window, that goes when a session with "auto" does not fit
@@ -64,7 +67,7 @@ class RouterConfig:
                 "random bytes to a file and set secret_file (KVCOMMONS_ROUTER__SECRET_FILE=FILE)",
                 param="secret_file",
             )
-        sizes = ("max_running", "max_queue", "max_choices", "max_body_bytes")
+        sizes = ("max_running", "max_queue", "max_choices", "max_documents", "max_body_bytes")
         for name in (*sizes, "max_connections", "max_connections_per_address"):
             if getattr(self, name) < 1:
                 raise InvalidInput(f"router {name} must be at least 1", param=name)
@@ -82,6 +85,8 @@ class RouterConfig:
             "client_stall_s",
             "head_s",
             "body_s",
+            "document_part_s",
+            "document_patience_s",
         )
         for name in (*deadlines, "commit_deadline_s"):
             if not getattr(self, name) > 0:  # nor nan, which TOML can write

@@ -17,10 +17,11 @@ class RouterMetrics:
         running: Callable[[], int],
         waiting: Callable[[], int],
         capacity_waiting: Callable[[], int],
+        documents: Callable[[], int],
         connections: Callable[[], int],
     ) -> None:
         """They give choices when they are asked for: those of the request queue, and of its running ones
-        those that wait for room. `connections` gives open ones."""
+        those that wait for room. `documents` gives those on their way, `connections` open ones."""
         self.registry = registry
         self._running = running
         self._waiting = waiting
@@ -41,6 +42,9 @@ class RouterMetrics:
             "Choices that wait until decode has room for them.",
             registry=registry,
         ).set_function(capacity_waiting)
+        Gauge("kvcommons_documents", "Documents on their way into sessions.", registry=registry).set_function(
+            documents
+        )
         Gauge("kvcommons_http_connections", "Open connections of clients.", registry=registry).set_function(
             connections
         )

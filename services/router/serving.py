@@ -14,6 +14,7 @@ from kvcommons.telemetry.trace import Tracer
 from services.router.admission.admission import Admission
 from services.router.admission.look_ahead import QueueLookAhead
 from services.router.config import RouterConfig
+from services.router.documents.documents import Documents
 from services.router.fleet.fleet import Fleet
 from services.router.http.connections import ConnectionTable
 from services.router.http.tenants import Tenants
@@ -41,6 +42,7 @@ class Serving:
     admission: Admission
     look_ahead: QueueLookAhead
     dispatch: Dispatch
+    documents: Documents
     connections: ConnectionTable[Any]  # of the HTTP server's protocols
     metrics: RouterMetrics
     tracer: Tracer
@@ -57,7 +59,9 @@ class Serving:
         task.add_done_callback(self._background.discard)
 
     async def close(self, grace_s: float) -> None:
-        """Waits for background work, for `grace_s` at most, and closes what requests used."""
+        """Leaves documents, waits for background work, for `grace_s` each at most, and closes what requests
+        used."""
+        await asyncio.wait((asyncio.create_task(self.documents.close()),), timeout=grace_s)
         if self._background:
             await asyncio.wait(set(self._background), timeout=grace_s)
         for task in set(self._background):

@@ -21,7 +21,7 @@ from services.kvstore.records.interface import RecordsObserver
 from services.kvstore.records.postgres import CONFLICTS_MAX, Postgres, Transaction
 from services.kvstore.records.schema import REVISION, migrate, render
 from services.kvstore.records.sql import SqlRecords
-from services.kvstore.session import TurnBegin
+from services.kvstore.session import TurnBegin, TurnRenewal
 from tests.contract.postgres_server import PostgresServer, Proxy
 from tests.contract.records_fixtures import CALL_S, MODEL, Clock, begin, commit, sql, turn
 from tests.machine import scaled
@@ -98,7 +98,7 @@ async def test_what_else_breaks_in_its_commit_is_done_once(
     proxy.cut_at_commit = "after"
     _, lease = await begin(records, "t2")
     proxy.cut_at_commit = "after"
-    await records.renew("alice", "s", turn_id="t2", fencing=lease.fencing, lease_ms=1000)
+    await records.renew("alice", "s", TurnRenewal(turn_id="t2", fencing=lease.fencing, lease_ms=1000))
     proxy.cut_at_commit = "after"
     await records.abandon("alice", "s", turn_id="t2", fencing=lease.fencing)
     assert proxy.cut_at_commit == ""
@@ -217,7 +217,7 @@ async def test_a_lease_is_fenced_whichever_kvstore_gave_it(
     with pytest.raises(Conflict, match="another turn"):
         await one.commit("alice", "s", turn(stale, 0, [1]))
     with pytest.raises(Conflict, match="another turn"):
-        await one.renew("alice", "s", turn_id="t1", fencing=stale.fencing, lease_ms=1000)
+        await one.renew("alice", "s", TurnRenewal(turn_id="t1", fencing=stale.fencing, lease_ms=1000))
     await one.abandon("alice", "s", turn_id="t1", fencing=stale.fencing)
     assert (await other.commit("alice", "s", turn(fresh, 0, [2]))).version == 1
 

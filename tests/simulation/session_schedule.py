@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from kvcommons.errors import KVCommonsError, SessionNotFound, StoreUnavailable, TurnInProgress
 from kvcommons.pb import kvstore_pb2 as pb
 from services.kvstore.integrity import IntegrityTable
-from services.kvstore.session import TurnBegin, TurnCommit
+from services.kvstore.session import TurnBegin, TurnCommit, TurnRenewal
 from services.kvstore.sessions import Sessions
 from services.router.sessions.copies import RecordCopies, grown
 from tests.simulation.machine import Killed, Machine, Rocks, require
@@ -235,9 +235,8 @@ class SessionSchedule:
         if self.turns:
             turn = self.dice.choice(self.turns[-3:])
             try:
-                self.sessions.renew(
-                    "t", turn.name, turn_id=f"{turn.number}", fencing=turn.fencing, lease_ms=LEASE_MS
-                )
+                renewal = TurnRenewal(turn_id=f"{turn.number}", fencing=turn.fencing, lease_ms=LEASE_MS)
+                self.sessions.renew("t", turn.name, renewal)
                 require(not turn.over, "a lease that went to the next turn was renewed")
                 turn.expires_ms = self.machine.now_ms() + LEASE_MS
             except KVCommonsError:

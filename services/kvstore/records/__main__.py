@@ -81,8 +81,11 @@ async def _move(options: argparse.Namespace) -> int:
             tally = await move(source, destination, _Progress())
         finally:
             await destination.close()
+        documents = source.documents()
     finally:
         source.close()
+    if documents:
+        print(f"Documents that were on their way are not moved, send them again: {_named(documents)}")
     return _report(tally, place)
 
 

@@ -55,6 +55,7 @@ class EmbeddedRecords:
     renew = _on_executor(Sessions.renew)
     commit = _on_executor(Sessions.commit)
     abandon = _on_executor(Sessions.abandon)
+    documents = _on_executor(Sessions.documents)
     sweep = _on_executor(Sessions.sweep)
     close = _on_executor(Sessions.close)
 

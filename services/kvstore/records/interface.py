@@ -5,7 +5,14 @@ from __future__ import annotations
 from typing import Protocol
 
 from kvcommons.pb import kvstore_pb2 as pb
-from services.kvstore.session import Begun, Committed, TurnBegin, TurnCommit
+from services.kvstore.session import (
+    Begun,
+    Committed,
+    DocumentOnItsWay,
+    TurnBegin,
+    TurnCommit,
+    TurnRenewal,
+)
 
 
 class RecordsObserver:
@@ -62,14 +69,20 @@ class Records(Protocol):
         is gone from it, the answer may be what came after it.
         """
 
-    async def renew(self, tenant: str, session_id: str, *, turn_id: str, fencing: int, lease_ms: int) -> None:
-        """Raises Conflict where another turn has begun, SessionNotFound where the session was deleted."""
+    async def renew(self, tenant: str, session_id: str, turn: TurnRenewal) -> None:
+        """Raises Conflict where another turn has begun, SessionNotFound where the session was deleted. A
+        document that comes with it is kept until the turn's end: `begin` gives it to whoever takes the turn
+        over."""
 
     async def commit(self, tenant: str, session_id: str, turn: TurnCommit) -> Committed:
         """Adds the turn and gives its lease back. See `session.commit` for what it raises."""
 
     async def abandon(self, tenant: str, session_id: str, *, turn_id: str, fencing: int) -> None:
-        """Gives the lease back; nothing happens where it is gone already."""
+        """Gives the lease back, without a document; nothing happens where it is gone already."""
+
+    async def documents(self, tenant: str = "", session_id: str = "") -> list[DocumentOnItsWay]:
+        """Those of all tenants, or of a session, whose lease may have run out: they are on their way until
+        they are committed or abandoned, or the session is deleted."""
 
     async def sweep(self) -> int:
         """Removes some of the expired sessions and forgotten leases; several calls get to all of them.

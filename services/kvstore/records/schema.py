@@ -13,7 +13,7 @@ import psycopg
 
 from kvcommons.errors import DataLoss
 
-REVISION = "0002"  # the last of the steps in `migrations/versions`
+REVISION = "0003"  # the last of the steps in `migrations/versions`
 
 _FOLDER = Path(__file__).parent / "migrations"
 _TRIES = 5

@@ -26,7 +26,7 @@ from kvcommons.errors import InvalidInput, StoreUnavailable
 from kvcommons.pb import kvstore_pb2 as pb
 from services.kvstore import session as rules
 from services.kvstore.database import Put, scan
-from services.kvstore.families import HEADS, LEASES, META, RECORDS, STAMPS
+from services.kvstore.families import DOCUMENTS, HEADS, LEASES, META, RECORDS, STAMPS
 from services.kvstore.folder import DataFolder, UnknownFormat
 from services.kvstore.integrity import open_integrity_table
 from services.kvstore.mark import Mark
@@ -118,6 +118,10 @@ class SourceFolder:
             row = self._table.get(STAMPS, key)
             yield key, decode_stamp(row) if row is not None else UNSTAMPED
 
+    def documents(self) -> Iterator[bytes]:
+        """Keys of sessions that a document was on its way into."""
+        return (key for key, _ in self._table.items(DOCUMENTS))
+
     def record(self, key: bytes) -> pb.SessionRecord | None:
         value = self._table.get(RECORDS, key)
         return rules.decode_record(value) if value is not None else None
@@ -143,6 +147,11 @@ class Source:
             newest = self._newest(key, {index: stamp for _, index, stamp in states})
             if newest is not None:
                 yield newest
+
+    def documents(self) -> list[tuple[str, str]]:
+        """Tenants and ids of sessions that a document was on its way into, which is not moved."""
+        keys = {key for folder in self._folders for key in folder.documents()}
+        return [rules.names_in(key) for key in sorted(keys)]
 
     def _states(self, index: int) -> Iterator[tuple[bytes, int, ChangeStamp]]:
         return ((key, index, stamp) for key, stamp in self._folders[index].stamps())

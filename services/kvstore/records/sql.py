@@ -26,7 +26,16 @@ from services.kvstore.records import tables
 from services.kvstore.records.interface import RecordsObserver
 from services.kvstore.records.postgres import Connection, Postgres, Transaction
 from services.kvstore.records.tables import Row
-from services.kvstore.session import Begun, Committed, TurnBegin, TurnCommit, checked_key, new_incarnation
+from services.kvstore.session import (
+    Begun,
+    Committed,
+    DocumentOnItsWay,
+    TurnBegin,
+    TurnCommit,
+    TurnRenewal,
+    checked_key,
+    new_incarnation,
+)
 
 T = TypeVar("T")
 
@@ -176,31 +185,31 @@ class SqlRecords:
                 await tables.insert(connection, key, Row(incarnation=uuid.uuid4(), lease=lease))
             else:
                 await tables.write_lease(connection, row, lease)
+            document = None
+            if row is not None and lease.document is not None:
+                document = await tables.read_document(connection, row)
             if row is None or row.head is None:
-                return Begun(record=rules.new_record(tenant, session_id, 0, now_ms), lease=lease)
+                anew = rules.new_record(tenant, session_id, 0, now_ms)
+                return Begun(record=anew, lease=lease, document=document)
             known = turn.known_turn_id
             after = await tables.read_after(connection, row.head, known) if known else None
-            if after is None:
-                return Begun(record=await tables.read_whole(connection, row.head), lease=lease)
-            return Begun(record=after, lease=lease, after_known=True)
+            record = after if after is not None else await tables.read_whole(connection, row.head)
+            return Begun(record=record, lease=lease, after_known=after is not None, document=document)
 
         return await self._call("begin", work)
 
-    async def renew(self, tenant: str, session_id: str, *, turn_id: str, fencing: int, lease_ms: int) -> None:
+    async def renew(self, tenant: str, session_id: str, turn: TurnRenewal) -> None:
         key = checked_key(tenant, session_id)
 
         async def work(transaction: Transaction) -> None:
             row = await self._row(transaction.connection, key)
-            lease = rules.renew(
-                row.lease if row is not None else None,
-                exists=row is not None and row.head is not None,
-                turn_id=turn_id,
-                fencing=fencing,
-                lease_ms=lease_ms,
-                now_ms=self._now_ms(),
-            )
+            before = row.lease if row is not None else None
+            exists = row is not None and row.head is not None
+            lease = rules.renew(before, turn, exists=exists, now_ms=self._now_ms())
             assert row is not None  # it had the lease
             await tables.write_lease(transaction.connection, row, lease)
+            if turn.document is not None:
+                await tables.write_document(transaction.connection, row, turn.document)
 
         await self._call("renew", work)
 
@@ -239,6 +248,16 @@ class SqlRecords:
                 await tables.write_lease(transaction.connection, row, None)
 
         await self._call("abandon", work)
+
+    async def documents(self, tenant: str = "", session_id: str = "") -> list[DocumentOnItsWay]:
+        key = checked_key(tenant, session_id) if session_id else None
+
+        async def work(transaction: Transaction) -> list[DocumentOnItsWay]:
+            now_ms = self._now_ms()
+            leases = await tables.read_document_leases(transaction.connection, key)
+            return [rules.on_its_way(key, lease, now_ms) for key, lease in leases]
+
+        return await self._call("documents", work)
 
     # ---- upkeep
 
@@ -293,7 +312,7 @@ class SqlRecords:
         if row.head is not None and row.head.incarnation == incarnation:
             return await tables.read_whole(transaction.connection, row.head)
         if row.head is not None or rules.under_way(row.lease, self._now_ms()):
-            raise rules.taken(_session_id(key))
+            raise rules.taken(rules.names_in(key)[1])
         await self._remove(transaction, row)
         return None
 
@@ -323,7 +342,3 @@ class SqlRecords:
         self._calls.discard(task)
         if not task.cancelled():
             task.exception()  # its caller may be gone
-
-
-def _session_id(key: bytes) -> str:
-    return key[2 + int.from_bytes(key[:2], "big") :].decode()

@@ -108,7 +108,9 @@ async def insert(connection: Connection, key: bytes, row: Row) -> None:
 
 
 async def write_lease(connection: Connection, row: Row, lease: TurnLease | None) -> None:
-    """A row that has nothing but its lease goes with it."""
+    """A row that has nothing but its lease goes with it, and with a document's lease the document."""
+    if lease is None:
+        await _remove_document(connection, row)
     if row.head is None and lease is None:
         await connection.execute("DELETE FROM sessions WHERE incarnation = %s", [row.incarnation])
         return
@@ -126,6 +128,7 @@ async def remove(connection: Connection, row: Row) -> list[bytes]:
     """Returns the blocks that no session names any more."""
     ids = await _block_ids(connection, row.incarnation)
     await _unname(connection, row.incarnation, ids)
+    await _remove_document(connection, row)
     await connection.execute("DELETE FROM turns WHERE incarnation = %s", [row.incarnation])
     await connection.execute("DELETE FROM sessions WHERE incarnation = %s", [row.incarnation])
     if not ids:
@@ -173,6 +176,7 @@ async def add_turn(connection: Connection, row: Row, head: pb.SessionRecord, tur
     )
     await _insert_turn(connection, row.incarnation, head, turn.turn_id, added, kept, ids)
     await _name(connection, row.incarnation, ids)
+    await _remove_document(connection, row)
     await connection.execute(
         "UPDATE sessions SET head = %s, lease = NULL, blocks = %s, ends_ms = %s, last_used_ms = %s "
         "WHERE incarnation = %s",
@@ -232,6 +236,37 @@ async def read_after(connection: Connection, head: pb.SessionRecord, turn_id: st
         blocks = kept + len(_divided(block_ids))
     record.MergeFrom(head)
     return record
+
+
+async def write_document(connection: Connection, row: Row, document: pb.Document) -> None:
+    await _remove_document(connection, row)  # of a call that is done again
+    await connection.execute(
+        "INSERT INTO documents (incarnation, document) VALUES (%s, %s)",
+        [row.incarnation, document.SerializeToString(deterministic=True)],
+    )
+
+
+async def read_document(connection: Connection, row: Row) -> pb.Document | None:
+    query = "SELECT document FROM documents WHERE incarnation = %s"
+    rows = await _rows(connection, query, row.incarnation)
+    return rules.decode_document(rows[0][0]) if rows else None
+
+
+async def read_document_leases(connection: Connection, key: bytes | None) -> list[tuple[bytes, TurnLease]]:
+    """Keys and leases of sessions with a document; of one session, where a key is given."""
+    query: LiteralString = (
+        "SELECT key, lease FROM documents JOIN sessions ON sessions.incarnation = documents.incarnation"
+    )
+    if key is None:
+        rows = await _rows(connection, query)
+    else:
+        rows = await _rows(connection, query + " WHERE key = %s", key)
+    return [(key, rules.decode_lease(lease)) for key, lease in rows]
+
+
+async def _remove_document(connection: Connection, row: Row) -> None:
+    if row.lease is not None and row.lease.document is not None:
+        await connection.execute("DELETE FROM documents WHERE incarnation = %s", [row.incarnation])
 
 
 async def _insert_turn(

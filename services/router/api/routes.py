@@ -9,7 +9,7 @@ from aiohttp import web
 from pydantic import BaseModel
 
 from kvcommons.errors import UnsupportedParameter
-from services.router.api import chat, completions, health, models, sessions
+from services.router.api import chat, completions, health, models, prefill, sessions
 from services.router.api.schemas import answers, requests
 from services.router.http.middleware import Handler
 
@@ -32,7 +32,7 @@ _SESSION_ERRORS = (400, 401, 404, 503)
 
 
 def routes() -> list[Route]:
-    return [*_generation(), *_sessions(), *_operation()]
+    return [*_generation(), *_sessions(), *_documents(), *_operation()]
 
 
 def _generation() -> list[Route]:
@@ -119,6 +119,40 @@ def _sessions() -> list[Route]:
             summary="Forgets a session.",
             answers={200: answers.SessionDeleted},
             errors=(*_SESSION_ERRORS, 409),
+        ),
+    ]
+
+
+def _documents() -> list[Route]:
+    path, state = "/v1/sessions/{id}/prefill", answers.SessionPrefillState
+    return [
+        Route(
+            method="POST",
+            path=path,
+            handler=prefill.begin_prefill,
+            summary="A document becomes the session's context in the background, to chat on afterwards.",
+            body=requests.SessionPrefill,
+            answers={202: state},
+            stream=state,
+            errors=_GENERATION_ERRORS,
+        ),
+        Route(
+            method="GET",
+            path=path,
+            handler=prefill.get_prefill,
+            summary="How far the session's document is, or what became of it.",
+            answers={200: state},
+            stream=state,
+            query=("stream",),
+            errors=_SESSION_ERRORS,
+        ),
+        Route(
+            method="DELETE",
+            path=path,
+            handler=prefill.cancel_prefill,
+            summary="Ends the document under way: the session stays as it was before.",
+            answers={200: state},
+            errors=_SESSION_ERRORS,
         ),
     ]
 

@@ -54,7 +54,9 @@ async def list_sessions(request: web.Request) -> web.Response:
 
 async def get_session(request: web.Request) -> web.Response:
     serving = request.app[SERVING]
-    record = await serving.store.get(request[TENANT].name, _id(request), patience_s=_PATIENCE_S)
+    record = await serving.store.get(
+        request[TENANT].name, session_id_in_path(request), patience_s=_PATIENCE_S
+    )
     body = session_body(record)
     body["messages"] = [
         {"role": message.role, "content": message.content} | ({"name": message.name} if message.name else {})
@@ -71,13 +73,13 @@ async def get_session(request: web.Request) -> web.Response:
 async def fork_session(request: web.Request) -> web.Response:
     body = await read_body(request, SessionFork, may_be_empty=True)
     record = await request.app[SERVING].store.fork(
-        request[TENANT].name, _id(request), body.id or _new_id(), patience_s=_PATIENCE_S
+        request[TENANT].name, session_id_in_path(request), body.id or _new_id(), patience_s=_PATIENCE_S
     )
     return web.json_response(session_body(record), status=_CREATED)
 
 
 async def delete_session(request: web.Request) -> web.Response:
-    session_id = _id(request)
+    session_id = session_id_in_path(request)
     await request.app[SERVING].store.delete(request[TENANT].name, session_id, patience_s=_PATIENCE_S)
     return web.json_response({"id": session_id, "object": "session.deleted", "deleted": True})
 
@@ -111,7 +113,8 @@ async def _tiers(serving: Serving, record: pb.SessionRecord) -> Json | None:
     return {"dram": dram, "disk": disk, "absent": len(record.block_ids) - dram - disk}
 
 
-def _id(request: web.Request) -> str:
+def session_id_in_path(request: web.Request) -> str:
+    """Raises InvalidInput."""
     try:
         return check_session_id(request.match_info["id"])
     except ValueError as error:

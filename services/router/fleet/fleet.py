@@ -128,16 +128,18 @@ class Fleet:
             failed=failed,
         )
 
-    def check(self, model: ModelInfo, tokens: int) -> None:
+    def check(self, model: ModelInfo, tokens: int, param: str = "messages") -> None:
         """Raises ContextLengthExceeded for a sequence that no instance can hold, however long it waits."""
         blocks = blocks_of(model, tokens)
         capacity = self._capacity(model.fingerprint)
         if capacity is not None and blocks > capacity:
             unfit = "".join(f"; {pool} lends nothing, for {why}" for pool, why in self.unfit_pools().items())
+            missing = blocks - capacity
             raise ContextLengthExceeded(
-                f"a sequence of {tokens} tokens needs {blocks} blocks of KV, and decode has {capacity} "
-                f"in all: shorten the prompt, or raise capacity_tokens{unfit}",
-                param="messages",
+                f"a sequence of {tokens} tokens needs {blocks} blocks of KV, and decode has {capacity} in "
+                f"all: {missing} are missing, which is {missing * model.block_tokens} tokens; "
+                f"shorten the prompt, or raise capacity_tokens{unfit}",
+                param=param,
             )
 
     def unfit_pools(self) -> dict[str, str]:

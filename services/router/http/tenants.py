@@ -41,6 +41,10 @@ class Tenants:
         """No keys are configured."""
         return not self._digests
 
+    def named(self, name: str) -> Tenant | None:
+        """None for one that has no key any more."""
+        return self._tenants.get(name)
+
     def authenticate(self, authorization: str | None) -> Tenant:
         """`authorization` is the header's value. Raises Unauthenticated."""
         if self.open:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from kvcommons.errors import DeadlineExceeded, Overloaded, StoreUnavailable, Unavailable
@@ -122,6 +122,34 @@ class SessionStore:
             lambda stub, timeout_s: stub.Delete(request, timeout=timeout_s),
             tenant=tenant,
             root=there.root,
+            patience_s=patience_s,
+        )
+
+    async def documents(
+        self, tenant: str = "", session_id: str = "", *, patience_s: float = 0.0
+    ) -> Sequence[pb.DocumentTurn]:
+        """Those on their way, of all tenants or of a session, from whichever kvstore answers."""
+        request = pb.ListDocumentsRequest(tenant=tenant, session_id=session_id)
+        reply = await self.call(
+            lambda stub, timeout_s: stub.ListDocuments(request, timeout=timeout_s),
+            tenant=tenant,
+            root=session_id,
+            patience_s=patience_s,
+        )
+        return reply.documents
+
+    async def abandon_document(self, document: pb.DocumentTurn, *, patience_s: float) -> None:
+        """Whoever computes it finds its turn gone."""
+        request = pb.AbandonTurnRequest(
+            tenant=document.tenant,
+            session_id=document.session_id,
+            turn_id=document.turn_id,
+            fencing=document.fencing,
+        )
+        await self.call(
+            lambda stub, timeout_s: stub.AbandonTurn(request, timeout=timeout_s),
+            tenant=document.tenant,
+            root=document.session_id,
             patience_s=patience_s,
         )
 

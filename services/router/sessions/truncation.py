@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 
 from kvcommons.pb import common_pb2
 from kvcommons.pb import kvstore_pb2 as pb
@@ -145,6 +146,13 @@ class Context:
     def now(self) -> Stage:
         """What the turn sees."""
         return self.stages[-1]
+
+    def up_to(self, tokens: int) -> Context:
+        """The same for a turn that sees the first `tokens` of these only; no stage before has all of them."""
+        cut, now = copy(self), self.now
+        ids = now.ids[: tokens // now.block_tokens]
+        cut.stages = [*self.stages[:-1], replace(now, tokens=now.tokens[:tokens], ids=ids)]
+        return cut
 
     def chain(self) -> IdentityChain:
         """Of the turn's tokens; to be extended."""

@@ -16,29 +16,33 @@ from services.router.sessions.truncation import Truncation
 
 log = logging.getLogger(__name__)
 
-# A new turn waits for a store that restarts, for the client has seen nothing yet.
+# A new turn waits for a store that restarts, for the client has seen nothing yet; so does a document.
 _BEGIN_PATIENCE_S = 5.0
 _ABANDON_PATIENCE_S = 5.0
+_LEFT_MS = 1  # the shortest lease
 
 
 class SessionTurn:
-    """Begin it, then `commit` or `abandon`; either ends the lease. `lost` is set when another turn took it
-    over."""
+    """Begin it, then `commit`, `abandon` or `leave`; each ends the lease. `lost` is set when another turn
+    took it over. `document`: which the turn adds, where a former owner kept one; `document_state`: how far it
+    is, which goes along when the lease is renewed."""
 
     def __init__(
         self,
         store: SessionStore,
         copies: RecordCopies,
         begin: pb.BeginTurnRequest,
-        fencing: int,
+        reply: pb.BeginTurnReply,
         record: pb.SessionRecord,
     ) -> None:
         self.record = record
         self.lost: KVCommonsError | None = None
+        self.document = reply.document if reply.HasField("document") else None
+        self.document_state = reply.document_state if reply.HasField("document_state") else None
         self._store = store
         self._copies = copies
         self._begin = begin
-        self._fencing = fencing
+        self._fencing = reply.fencing
         self._renewal = asyncio.create_task(self._renew(), name=f"lease of {begin.session_id}")
 
     @classmethod
@@ -73,7 +77,7 @@ class SessionTurn:
         if reply.after_known:
             record = grown(known, record, kept_blocks=len(known.block_ids))
         copies.put(record)
-        return cls(store, copies, request, reply.fencing, record)
+        return cls(store, copies, request, reply, record)
 
     @property
     def messages(self) -> list[Message]:
@@ -136,6 +140,32 @@ class SessionTurn:
         self._copies.put(grown(self.record, added, kept_blocks=kept))
         return reply
 
+    async def keep(self, document: pb.Document, state: pb.DocumentState) -> None:
+        """From now on the turn is a document, with which any router can go on. Durable when it returns.
+        Raises StoreUnavailable, Conflict."""
+        self.document_state = state
+        request = self._renewal_of(self._begin.lease_ms)
+        request.document.CopyFrom(document)
+        await self._store.call(
+            lambda stub, timeout_s: stub.RenewTurn(request, timeout=timeout_s),
+            tenant=request.tenant,
+            root=self.record.root,
+            patience_s=_BEGIN_PATIENCE_S,
+        )
+
+    async def leave(self) -> None:
+        """Lets the lease of a document run out, so that another router goes on with it at once."""
+        self._renewal.cancel()
+        request = self._renewal_of(_LEFT_MS)
+        try:
+            await self._store.call(
+                lambda stub, timeout_s: stub.RenewTurn(request, timeout=timeout_s),
+                tenant=request.tenant,
+                root=self.record.root,
+            )
+        except KVCommonsError as error:
+            log.warning("a document could not be left; its lease runs out by itself: %s", error)
+
     async def abandon(self) -> None:
         """Frees the session for its next turn. What fails is logged: the lease runs out by itself."""
         self._renewal.cancel()
@@ -157,19 +187,14 @@ class SessionTurn:
 
     async def _renew(self) -> None:
         interval_s = self._begin.lease_ms / 3000
-        request = pb.RenewTurnRequest(
-            tenant=self._begin.tenant,
-            session_id=self._begin.session_id,
-            turn_id=self._begin.turn_id,
-            fencing=self._fencing,
-            lease_ms=self._begin.lease_ms,
-        )
         while True:
             await asyncio.sleep(interval_s)
             try:
                 await self._store.call(
-                    lambda stub, timeout_s: stub.RenewTurn(request, timeout=timeout_s),
-                    tenant=request.tenant,
+                    lambda stub, timeout_s: stub.RenewTurn(
+                        self._renewal_of(self._begin.lease_ms), timeout=timeout_s
+                    ),
+                    tenant=self._begin.tenant,
                     root=self.record.root,
                 )
             except (Conflict, NotFound) as error:
@@ -177,6 +202,16 @@ class SessionTurn:
                 return
             except KVCommonsError as error:
                 log.info("the lease was not renewed, which is tried again: %s", error)
+
+    def _renewal_of(self, lease_ms: int) -> pb.RenewTurnRequest:
+        return pb.RenewTurnRequest(
+            tenant=self._begin.tenant,
+            session_id=self._begin.session_id,
+            turn_id=self._begin.turn_id,
+            fencing=self._fencing,
+            lease_ms=lease_ms,
+            document_state=self.document_state,
+        )
 
 
 def _alike(before: Sequence[bytes], after: Sequence[bytes]) -> int:

@@ -105,8 +105,8 @@ class RequestLifecycle:
         self._new = given
         if session_id is not None:
             self._session_id = session_id
-            self._session = await self._begin(session_id)
-            self._check_model(request)
+            self._session = await begin_turn(self._serving, self._tenant, session_id, self.turn_id)
+            self.model = checked_model(self._serving, self._session, self.model, asked=request.model)
             history = self._session.messages
             tokens = list(self._session.record.tokens)
             self._new = new_messages(history, given)
@@ -188,25 +188,6 @@ class RequestLifecycle:
             "resumptions": self.turn.resumptions,
         }
 
-    async def _begin(self, session_id: str) -> SessionTurn:
-        begin = SessionTurn.begin(
-            self._serving.store,
-            self._serving.copies,
-            tenant=self._tenant.name,
-            session_id=session_id,
-            turn_id=self.turn_id,
-            owner=self._serving.instance_id,
-            lease_ms=self._serving.config.lease_ms,
-        )
-        # Not cancelled with the request: the store may have given the lease already, and nobody would know of
-        # it, so that the session would be locked until the lease runs out.
-        beginning = asyncio.create_task(begin)
-        try:
-            return await asyncio.shield(beginning)
-        except asyncio.CancelledError:
-            self._serving.in_background(_abandon_when_begun(beginning))
-            raise
-
     async def _context(
         self, session: SessionTurn, request: ChatRequest, tokens: list[int], new: list[int]
     ) -> Context:
@@ -258,19 +239,6 @@ class RequestLifecycle:
             truncations=[*session.truncations, *added],
             known_ids=session.record.block_ids,
         )
-
-    def _check_model(self, request: ChatRequest) -> None:
-        assert self._session is not None
-        name = self._session.record.model_name
-        if not name or name == self.model.name:
-            return
-        if request.model is not None:
-            raise InvalidInput(
-                f"the session was held with the model {name!r}: its tokens are of no use to "
-                f"{self.model.name!r}; begin another session",
-                param="model",
-            )
-        self.model = self._serving.fleet.model(name)
 
     def _plan(self, request: ChatRequest | CompletionRequest, prompts: list[list[int]]) -> None:
         config = self._serving.config
@@ -371,6 +339,44 @@ class RequestLifecycle:
         for choice in self.turn.choices:
             metrics.request_generation_tokens.observe(len(choice.answer.tokens))
             metrics.succeeded(choice.finish_reason or "")
+
+
+async def begin_turn(serving: Serving, tenant: Tenant, session_id: str, turn_id: str) -> SessionTurn:
+    """Takes the lease of the session's next turn. Raises TurnInProgress, StoreUnavailable."""
+    begin = SessionTurn.begin(
+        serving.store,
+        serving.copies,
+        tenant=tenant.name,
+        session_id=session_id,
+        turn_id=turn_id,
+        owner=serving.instance_id,
+        lease_ms=serving.config.lease_ms,
+    )
+    # Not cancelled with the request: the store may have given the lease already, and nobody would know of
+    # it, so that the session would be locked until the lease runs out.
+    beginning = asyncio.create_task(begin)
+    try:
+        return await asyncio.shield(beginning)
+    except asyncio.CancelledError:
+        serving.in_background(_abandon_when_begun(beginning))
+        raise
+
+
+def checked_model(
+    serving: Serving, session: SessionTurn, model: ModelInfo, *, asked: str | None
+) -> ModelInfo:
+    """The model that a session's turn goes on with: the one that the session was held with, where the request
+    `asked` for none by name. Raises InvalidInput."""
+    name = session.record.model_name
+    if not name or name == model.name:
+        return model
+    if asked is not None:
+        raise InvalidInput(
+            f"the session was held with the model {name!r}: its tokens are of no use to {model.name!r}; "
+            "begin another session",
+            param="model",
+        )
+    return serving.fleet.model(name)
 
 
 async def _abandon_when_begun(beginning: asyncio.Task[SessionTurn]) -> None:

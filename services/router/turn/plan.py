@@ -55,6 +55,37 @@ class Text:
             return self.template.turn(stored, history_tokens, added)
         return await asyncio.to_thread(self.template.turn, stored, history_tokens, added)
 
+    async def document(
+        self,
+        history: Sequence[Message],
+        history_tokens: Sequence[int],
+        content: str,
+        role: str | None,
+        *,
+        window: int,
+    ) -> tuple[list[int], list[Message]]:
+        """Ids to append to `history_tokens` for a document, and the messages that it is.
+
+        As "system" it is a message that nobody answers; as "user" one with an empty answer, for many
+        templates refuse two questions in a row. Without a role: "system" where a session begins and the
+        template takes it, else "user". Raises InvalidInput, and ContextLengthExceeded as `chat` does.
+        """
+        await self._check_length(content, window, "content")
+        stored = [message.as_dict() for message in history]
+        if role == "system" or (role is None and not history_tokens):
+            alone = Message(role="system", content=content)
+            try:
+                new = await asyncio.to_thread(
+                    self.template.unanswered, stored, history_tokens, alone.as_dict()
+                )
+                return new, [alone]
+            except InvalidInput:
+                if role is not None:
+                    raise
+        asked = Message(role="user", content=content)
+        new = await asyncio.to_thread(self.template.turn, stored, history_tokens, [asked.as_dict()])
+        return new, [asked, Message(role="assistant", content="")]
+
     async def head_tokens(self, messages: Sequence[Message], tokens: Sequence[int], block_tokens: int) -> int:
         """Where the system prompt of a session ends among its `tokens`, to the end of its last block; 0
         without one."""

@@ -29,6 +29,23 @@ ENTRY = IndexEntry(
     checksums=(1, 2**64 - 1, 0x97114D1DBC3732B7),
 )
 LEASE = TurnLease(turn_id="turn-1", owner="router-a", fencing=9, expires_ms=1_750_000_060_000)
+DOCUMENT = pb.Document(
+    format=1,
+    model=bytes(range(32)),
+    model_name="demo",
+    tokens=[1, 300, 70000],
+    messages=[pb.Message(role="system", content="All cats are called Zuzu.")],
+)
+DOCUMENT_STATE = pb.DocumentState(
+    tokens=1_000_000,
+    computed_tokens=400_000,
+    tokens_per_s=812.5,
+    left_ms=900_000,
+    begun_ms=1_750_000_000_000,
+    role="system",
+    model_name="demo",
+    waits_for="no prefill is ready",
+)
 RECORD = pb.SessionRecord(
     format=1,
     tenant="alice",
@@ -72,6 +89,14 @@ def test_golden_session_record_and_lease() -> None:
     assert decode_lease((GOLDEN / "turn-lease.bin").read_bytes()) == LEASE
 
 
+def test_golden_document_and_its_lease() -> None:
+    assert DOCUMENT.SerializeToString(deterministic=True) == (GOLDEN / "document.bin").read_bytes()
+    assert rules.decode_document((GOLDEN / "document.bin").read_bytes()) == DOCUMENT
+    lease = dataclasses.replace(LEASE, document=DOCUMENT_STATE)
+    assert encode_lease(lease) == (GOLDEN / "document-lease.bin").read_bytes()
+    assert decode_lease((GOLDEN / "document-lease.bin").read_bytes()) == lease
+
+
 def test_other_versions_are_refused() -> None:
     header = bytearray(encode_header(3, SHAPE, 100))
     header[8] = 2
@@ -82,7 +107,9 @@ def test_other_versions_are_refused() -> None:
     with pytest.raises(UnknownFormat, match="format 2"):
         rules.decode_record(pb.SessionRecord(format=2, tenant="alice").SerializeToString())
     with pytest.raises(UnknownFormat, match="unknown format"):
-        decode_lease(b"\x02" + encode_lease(LEASE)[1:])
+        decode_lease(b"\x03" + encode_lease(LEASE)[1:])
+    with pytest.raises(UnknownFormat, match="format 2"):
+        rules.decode_document(pb.Document(format=2, tokens=[1]).SerializeToString())
 
 
 @pytest.mark.parametrize("place", [0, 12, 20, 84, 100])

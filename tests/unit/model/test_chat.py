@@ -96,6 +96,42 @@ def test_a_first_turn_is_a_prompt(folder: Path) -> None:
     assert template.turn([], [], ASK) == template.prompt(ASK)
 
 
+DOCUMENT: Message = {"role": "system", "content": "All cats <|im_end|> are called Zuzu. \n\nMost, at least."}
+
+
+@pytest.mark.parametrize("kind", ["chatml", "llama3", "qwen3"])
+def test_what_nobody_answers_is_followed_as_in_a_whole_rendering(tmp_path: Path, kind: str) -> None:
+    template = read(chat_folders.KINDS[kind](tmp_path))
+    stored = template.unanswered([], [], DOCUMENT)
+    assert [*stored, *template.turn([DOCUMENT], stored, NEXT)] == template.prompt([DOCUMENT, *NEXT])
+
+
+def test_what_nobody_answers_in_a_conversation_follows_the_answer(tmp_path: Path) -> None:
+    folder = chat_folders.chatml(tmp_path)
+    template, tokenizer = read(folder), Tokenizer.read(folder)
+    stored = template.prompt(ASK) + tokenizer.encode_text(ANSWER["content"])
+    stored += template.unanswered([*ASK, ANSWER], stored, DOCUMENT)
+    new = template.turn([*ASK, ANSWER, DOCUMENT], stored, NEXT)
+    assert [*stored, *new] == template.prompt([*ASK, ANSWER, DOCUMENT, *NEXT])
+
+
+def test_a_role_that_the_template_refuses_or_moves_is_the_callers_mistake(tmp_path: Path) -> None:
+    with pytest.raises(InvalidInput, match="Roles must alternate") as refused:
+        read(chat_folders.KINDS["mistral"](tmp_path)).unanswered([], [], DOCUMENT)
+    assert refused.value.param == "role"
+    # The system prompt stands in the last question, as some of Mistral's have it.
+    moved = (
+        "{% for m in messages %}{% if m.role == 'user' %}[INST] "
+        "{% if loop.last and messages[0].role == 'system' %}{{ messages[0].content }} {% endif %}"
+        "{{ m.content }} [/INST]{% elif m.role == 'assistant' %} {{ m.content }}{% endif %}{% endfor %}"
+    )
+    other = tmp_path / "moved"
+    other.mkdir()
+    with pytest.raises(InvalidInput, match="in its place") as refused:
+        read(chat_folders.chatml(other, moved)).unanswered([], [], DOCUMENT)
+    assert refused.value.param == "role"
+
+
 def test_thinking_stays_as_it_was_generated(tmp_path: Path) -> None:
     folder = chat_folders.qwen3(tmp_path)
     template, tokenizer = read(folder), Tokenizer.read(folder)

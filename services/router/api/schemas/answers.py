@@ -202,6 +202,25 @@ class SessionList(AnswerBody):
     has_more: bool
 
 
+class SessionPrefillState(AnswerBody):
+    """Also each event of a stream, which ends with [DONE] where the document is in its session."""
+
+    id: str
+    object: Literal["session.prefill"]
+    created: int
+    session_id: str
+    model: str
+    role: Literal["system", "user"]
+    status: Literal["running", "completed", "failed", "cancelled"]
+    tokens: int = Field(description="Of the document.")
+    computed_tokens: int
+    percent: float = Field(description="Of the tokens.")
+    tokens_per_s: float | None = Field(description="Where it stands now. null until measured.")
+    seconds_left: float | None = Field(description="Likely. null until measured, and at the end.")
+    waits_for: str | None = Field(description="Why it gets no further at the moment; it is tried again.")
+    error: ErrorBody | None = Field(description="Why it failed.")
+
+
 class SessionDeleted(AnswerBody):
     id: str
     object: Literal["session.deleted"]

@@ -203,3 +203,20 @@ class SessionFork(Body):
     """POST /v1/sessions/{id}/fork"""
 
     id: SessionId | None = Field(None, description="Of the new session; made by the server where absent.")
+
+
+class SessionPrefill(Body):
+    """POST /v1/sessions/{id}/prefill"""
+
+    content: str = Field(min_length=1, description="The document: text.")
+    role: Literal["system", "user"] | None = Field(
+        None,
+        description='"system": a message that nobody answers; "user": one with an empty answer. Default: '
+        '"system" where the session begins with the document and the chat template takes it, else "user".',
+    )
+    model: str | None = Field(
+        None, description="As GET /v1/models shows it; the one that is served by default."
+    )
+    stream: bool | None = Field(
+        None, description="Send the progress as events. The document goes on where they are not read."
+    )
