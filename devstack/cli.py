@@ -1,5 +1,5 @@
-"""The command line: `kvcommons up`, `fetch`, `chat`, `status`, `records`, and the commands of `benchmarks/`
-(`bench`, `plan`, `replay`).
+"""The command line: `kvcommons up`, `fetch`, `chat`, `prefill`, `status`, `records`, and the commands of
+`benchmarks/` (`bench`, `plan`, `replay`).
 
 It starts at once: each command imports what it needs, and none imports torch.
 """
@@ -67,6 +67,16 @@ def _parser() -> argparse.ArgumentParser:
     chat.add_argument("--session", metavar="ID", help="go on with this session (default: a new one)")
     chat.add_argument("--url", default=url, help="of the router (default: %(default)s)")
     chat.set_defaults(run=_chat)
+    prefill = commands.add_parser("prefill", help="give a session a long document, and see how far it is")
+    prefill.add_argument(
+        "file", nargs="?", metavar="FILE", help="text; - reads it from here; none: look at what is on its way"
+    )
+    prefill.add_argument("--session", metavar="ID", required=True, help="an unused id begins a session")
+    prefill.add_argument("--role", choices=["system", "user"], help="of the document (default: what fits)")
+    prefill.add_argument("--model", metavar="MODEL", help="of several that are served")
+    prefill.add_argument("--cancel", action="store_true", help="end the document that is on its way")
+    prefill.add_argument("--url", default=url, help="of the router (default: %(default)s)")
+    prefill.set_defaults(run=_prefill)
     status = commands.add_parser("status", help="services, sessions, tiers and debts, as tables")
     status.add_argument("--url", default=url, help="of the router (default: %(default)s)")
     status.add_argument("--watch", action="store_true", help="show it again every second")
@@ -128,6 +138,20 @@ def _chat(options: argparse.Namespace) -> int:
         from devstack.chat import chat
 
     return chat(options.url, options.session)
+
+
+def _prefill(options: argparse.Namespace) -> int:
+    with _importing():
+        from devstack.prefill import prefill
+
+    return prefill(
+        options.url,
+        options.session,
+        options.file,
+        role=options.role,
+        model=options.model,
+        cancel=options.cancel,
+    )
 
 
 def _status(options: argparse.Namespace) -> int:

@@ -162,10 +162,14 @@ class RestClient:
         """A completion of token ids, event by event as they come."""
         yield from self._events("/v1/completions", {"prompt": list(prompt), "stream": True, **parameters})
 
-    def _events(self, path: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    def events(self, path: str) -> Generator[dict[str, Any]]:
+        """Of a stream that is asked for with GET, as they come."""
+        yield from self._events(path, None)
+
+    def _events(self, path: str, body: Mapping[str, Any] | None) -> Iterator[dict[str, Any]]:
         connection = self._connect(None)
         try:
-            with self._send(connection, "POST", path, body) as response:
+            with self._send(connection, "GET" if body is None else "POST", path, body) as response:
                 if response.status != http.client.OK:
                     raise _error(response.status, response.read())
                 for line in response:
@@ -175,7 +179,7 @@ class RestClient:
                     if data == b"[DONE]":
                         return
                     event = json.loads(data)
-                    if "error" in event:
+                    if event.keys() == {"error"}:
                         raise _error(response.status, data)
                     yield event
             raise Unavailable(f"the answer of {self.url} ended before it was complete")

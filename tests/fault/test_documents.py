@@ -1,0 +1,169 @@
+"""kill -9 in the middle of a long document: whoever comes next goes on with it, and what one chats on then
+is, token for token, what the document would have been in one request."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvcommons.errors import KVCommonsError, NotFound, TurnInProgress, Unavailable
+from tests.exactness import assert_greedy, logits_of
+from tests.fault.conftest import slow_tables
+from tests.machine import scaled
+from tests.system.stack import Stack
+
+SENTENCES = 130
+# A part takes as long as a test needs to hit it; a router that is gone is missed soon.
+ROUTER = {"document_part_s": 0.15, "lease_ms": 1500, "resume_deadline_s": 3.0}
+
+
+@pytest.fixture(scope="module")
+def stack(tmp_path_factory: pytest.TempPathFactory, slow_model: Path) -> Iterator[Stack]:
+    tables = slow_tables(router=ROUTER)
+    shared = Stack(tmp_path_factory.mktemp("documents"), tables=tables, model=str(slow_model))
+    with shared:
+        yield shared
+    shared.assert_gone()
+
+
+@pytest.fixture(scope="module")
+def reference(slow_model: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(slow_model, dtype=torch.float32, attn_implementation="eager")
+
+
+def document_of(session: str) -> str:
+    """One that no other session has: nothing of it is stored."""
+    return f"{session}: " + " ".join(f"My friend number {i} likes the colour blue." for i in range(SENTENCES))
+
+
+def path_of(session: str) -> str:
+    return f"/v1/sessions/{session}/prefill"
+
+
+def states(stack: Stack, session: str) -> Iterator[dict[str, Any]]:
+    """To the end, over any number of connections."""
+    while True:
+        try:
+            with closing(stack.client.events(f"{path_of(session)}?stream=true")) as events:
+                for state in events:
+                    yield state
+                    if state["status"] != "running":
+                        return
+        except Unavailable:
+            threading.Event().wait(scaled(0.1))
+
+
+def until_computed(stack: Stack, session: str, percent: float) -> dict[str, Any]:
+    for state in states(stack, session):
+        assert state["status"] == "running", "it was over before anything could happen to it"
+        if state["percent"] >= percent:
+            return state
+    raise AssertionError("unreachable: the states have an end")
+
+
+def assert_one_chats_on_it(stack: Stack, reference: Any, session: str) -> None:
+    turn = stack.client.say("Who likes blue?", session, max_tokens=16, temperature=0.0, ignore_eos=True)
+    assert turn.cached_tokens > turn.prompt_tokens * 0.9, "its KV was computed, and kept"
+    tokens = stack.client.session(session)["token_ids"]
+    prompt, made = tokens[: turn.prompt_tokens], tokens[turn.prompt_tokens :]
+    assert_greedy(made[:16], logits_of(reference, prompt, made[:16]))
+    whole = [
+        {"role": "system", "content": document_of(session)},
+        {"role": "user", "content": "Who likes blue?"},
+    ]
+    body = {"messages": whole, "max_tokens": 16, "temperature": 0.0, "ignore_eos": True, "reuse": False}
+    alone = stack.client.post("/v1/chat/completions", body)
+    assert alone["usage"]["prompt_tokens"] == turn.prompt_tokens
+    assert alone["choices"][0]["message"]["content"] == turn.text
+
+
+@pytest.mark.parametrize(
+    "victim",
+    ["router", *(pytest.param(one, marks=pytest.mark.slow) for one in ("prefill", "decode", "kvstore"))],
+)
+def test_a_death_in_the_middle_of_a_document(stack: Stack, reference: Any, victim: str) -> None:
+    session = f"document-{victim}"
+    stack.client.post(path_of(session), {"content": document_of(session)})
+    before = until_computed(stack, session, 25)
+    stack.kill(victim)
+    found = list(states(stack, session))
+    assert found[-1]["status"] == "completed", found[-1]
+    assert found[-1]["id"] == before["id"]
+    assert found[-1]["computed_tokens"] == found[-1]["tokens"]
+    assert_one_chats_on_it(stack, reference, session)
+    stack.assert_no_block_is_held()
+
+
+@pytest.mark.slow
+def test_a_document_over_the_death_of_all(stack: Stack, reference: Any) -> None:
+    stack.client.post(path_of("document-all"), {"content": document_of("document-all")})
+    before = until_computed(stack, "document-all", 40)
+    saved = stack.client.get("/v1/status")["store"]["disk_blocks"]
+    assert saved > 0
+    for victim in ("router", "decode", "prefill", "kvstore"):
+        stack.kill(victim)
+    after = next(state for state in states(stack, "document-all") if state["computed_tokens"])
+    assert after["id"] == before["id"]
+    *_, last = states(stack, "document-all")
+    assert last["status"] == "completed", last
+    assert_one_chats_on_it(stack, reference, "document-all")
+
+
+def test_nobody_chats_meanwhile_and_one_can_end_it(stack: Stack) -> None:
+    session = "document-ended"
+    stack.client.say("Hello.", session, max_tokens=4)
+    before = stack.client.session(session)["token_ids"]
+    stack.client.post(path_of(session), {"content": document_of(session)})
+    until_computed(stack, session, 10)
+    with pytest.raises(TurnInProgress, match="% of its"):
+        stack.client.say("Hello?", session, max_tokens=4)
+    stack.kill("router")
+
+    def is_told() -> bool:
+        try:
+            stack.client.say("Hello?", session, max_tokens=4)
+        except TurnInProgress as error:
+            return "% of its" in error.message
+        except KVCommonsError:
+            return False
+        raise AssertionError("the session was free though its document had not ended")
+
+    stack.until(is_told, 30.0, "nobody says that a document is on its way")
+    assert stack.client.delete(path_of(session))["status"] == "cancelled"
+    stack.client.say("Hello?", session, max_tokens=4)
+    assert stack.client.session(session)["token_ids"][: len(before)] == before
+    stack.assert_no_block_is_held()
+
+
+def test_the_command_shows_it_over_a_death_of_the_router(stack: Stack, tmp_path: Path) -> None:
+    file = tmp_path / "document.txt"
+    file.write_text(document_of("command"))
+    command = [sys.executable, "-m", "devstack", "prefill", "--url", stack.url, "--session", "command"]
+    with subprocess.Popen([*command, str(file)], stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        try:
+            first = next(line for line in running.stdout if "0%" not in line.split(" of ")[0][:2])
+            assert "tokens/s" in first
+            stack.kill("router")
+            rest, _ = running.communicate(timeout=scaled(60))
+        finally:
+            running.kill()
+    assert running.returncode == 0
+    assert "are in the session command" in rest
+    with pytest.raises(NotFound):
+        stack.client.get(path_of("another"))
+    nothing = subprocess.run(
+        [*command[:-1], "another"], capture_output=True, text=True, timeout=scaled(30), check=False
+    )
+    assert nothing.returncode == 1
+    assert "no document is on its way" in nothing.stderr
