@@ -16,9 +16,11 @@ from benchmarks import (
     borrow,
     cores,
     first_token,
+    kv_parallel,
     live_hits,
     long_context,
     mini_batches,
+    mixed_iterations,
     offload,
     offload_figures,
     offload_plan,
@@ -109,8 +111,10 @@ def _parser() -> argparse.ArgumentParser:
     short_prompts.add(commands, _add_outputs)
     attention_store_cli.add(commands, _add_outputs)
     remote_attention.add(commands, _add_outputs)
+    kv_parallel.add(commands, _add_outputs)
     partition.add(commands, _add_outputs)
     mini_batches.add(commands, _add_outputs)
+    mixed_iterations.add(commands, _add_outputs)
     long_context.add(commands, _add_outputs)
     offload.add(commands, _add_outputs)
     offload_plan.add(commands, _add_outputs)

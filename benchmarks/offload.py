@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from benchmarks.holders import CALL_S, HolderProcess, attention_pools, decoded, fill
+from benchmarks.limits import read_memory
 from benchmarks.plot import stacked_bars
 from benchmarks.random_model import write_random_model
 from benchmarks.replacing import Replacing
@@ -194,11 +195,9 @@ def _least_s(core: Core, batch: int, tokens: int) -> float:
     """Seconds of a step at least: slices of `batch` rows, then `tokens` of KV read by all cores."""
     import torch
 
-    from kvcommons.backend.native_attention import NativeAttention
     from kvcommons.model.sampling import SamplingParams, SamplingRow, sample
 
-    model, layout, attention = core.model, core.layout, core.backend.attention
-    kernel = attention.kernel if isinstance(attention, NativeAttention) else None
+    model, layout = core.model, core.layout
     row = SamplingRow(params=SamplingParams(), position=0, generated={})
 
     def slices() -> None:
@@ -207,14 +206,8 @@ def _least_s(core: Core, batch: int, tokens: int) -> float:
             state = model.advance(layer, state, state.q)
         sample(model.end(state, state.q, range(batch)), [row] * batch, core.backend.device)
 
-    def read() -> None:
-        if kernel is not None:
-            kernel.read(core.memory.tensor)
-        else:
-            core.memory.tensor.view(torch.int64).sum()
-
     with torch.inference_mode():
-        slices_s, read_s = _median_s(slices), _median_s(read)
+        slices_s, read_s = _median_s(slices), _median_s(lambda: read_memory(core))
     kv_bytes = tokens * layout.layers * layout.object_bytes / layout.block_tokens
     return slices_s + read_s * kv_bytes / core.memory.tensor.nbytes
 

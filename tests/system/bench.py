@@ -12,11 +12,12 @@ from typing import Any
 BENCH_S_MAX = 180.0
 
 
-def bench(report: Path, *arguments: str) -> Any:
-    """What the benchmark wrote to `report`, a JSON file."""
+def bench(report: Path, *arguments: str, model: str | None = "7m") -> Any:
+    """What the benchmark wrote to `report`, a JSON file. `model`: None for one that takes none."""
+    sized = ["--random-model", model] if model is not None else []
     code = "import sys; from benchmarks.cli import main; sys.exit(main(sys.argv[1:]))"
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments, "--random-model", "7m", "--json", str(report)],
+        [sys.executable, "-c", code, *arguments, *sized, "--json", str(report)],
         check=False,
         capture_output=True,
         text=True,

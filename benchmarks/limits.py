@@ -1,0 +1,38 @@
+"""What this machine can do at most, measured where a benchmark wants it: products, and reading."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvcommons.engine.core import Core
+
+_TIMES = 3
+
+
+def product_flop_s(size: int) -> float:
+    """Of a product of two square matrices on torch's threads, in the quicker one of two precisions."""
+    import torch
+
+    rates = []
+    for dtype in (torch.bfloat16, torch.float32):
+        matrix = torch.ones((size, size), dtype=dtype)
+        for _ in range(_TIMES):
+            began_s = time.monotonic()
+            torch.mm(matrix, matrix)
+            rates.append(2 * size**3 / (time.monotonic() - began_s))
+    return max(rates)
+
+
+def read_memory(core: Core) -> None:
+    """All of its block memory, on all threads."""
+    import torch
+
+    from kvcommons.backend.native_attention import NativeAttention
+
+    memory, attention = core.memory.tensor, core.backend.attention
+    if isinstance(attention, NativeAttention) and attention.kernel is not None:
+        attention.kernel.read(memory)
+    else:
+        memory.view(torch.int64).sum()
