@@ -96,6 +96,12 @@ def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     for service in ("prefill", "decode", "attention-pool", "kvstore", "ledger"):
         up.add_argument(f"--{service}", type=int, metavar="N", help=f"{service} processes (default: 1)")
     up.add_argument(
+        "--stages",
+        type=int,
+        metavar="N",
+        help="pipeline stages of each prefill, processes with a range of the layers each (default: 1)",
+    )
+    up.add_argument(
         "--colocated",
         action="store_true",
         help="decode computes prompts, too: the model once instead of twice, for small machines",
@@ -115,7 +121,7 @@ def _up(options: argparse.Namespace) -> int:
     with _importing():
         from devstack.up import up
 
-    names = ("model", "prefill", "decode", "attention_pool", "kvstore", "ledger", "data", "port")
+    names = ("model", "prefill", "stages", "decode", "attention_pool", "kvstore", "ledger", "data", "port")
     flags = {name: str(value) for name in names if (value := getattr(options, name)) is not None}
     if options.colocated:
         flags["colocated"] = "true"

@@ -93,9 +93,16 @@ class Place:
 
 def locks_cores(settings: UpSettings, user: Mapping[str, Any]) -> bool:
     """Whether prefill and decode compute one after another, each with all cores. Never where decode's batches
-    are to be computed at the same time as others' attention or slices."""
+    are to be computed at the same time as others' attention or slices, or prompts in stages."""
     at_once = _offloads(user) or user.get("decode", {}).get("pipelining") == "on" or settings.rotate
+    at_once = at_once or stages_of(settings, user) > 1
     return settings.core_lock and not at_once
+
+
+def stages_of(settings: UpSettings, user: Mapping[str, Any]) -> int:
+    """Of each prefill: what [up] says, or what [prefill] does."""
+    named = user.get("prefill", {}).get("stages", 1)
+    return max(settings.stages, named if isinstance(named, int) else 1)
 
 
 def _offloads(user: Mapping[str, Any]) -> bool:
@@ -108,7 +115,8 @@ def threads_by_service(cores: int, settings: UpSettings, user: Mapping[str, Any]
     """Cores divided by the processes that compute at the same time, at least 1: together they must not run
     more threads than cores (three times slower). Engines that lock the cores have all of them each; a pool
     computes while the engine that holds the lock waits for it, or beside that one's own part."""
-    together = settings.prefill_processes + settings.decode + settings.attention_pool
+    prefill = settings.prefill_processes * stages_of(settings, user)
+    together = prefill + settings.decode + settings.attention_pool
     threads = dict.fromkeys(MODEL_SERVICES, max(1, cores // together))
     if locks_cores(settings, user):
         threads |= dict.fromkeys(ENGINES, cores)
@@ -146,6 +154,13 @@ def tables(
             "one of them out",
             param="prefill",
         )
+    stages = stages_of(settings, user)
+    if settings.colocated and stages > 1:
+        raise InvalidInput(
+            f"colocated = true in [up] has decode compute prompts, which has no stages, and stages = "
+            f"{stages}: leave one of them out",
+            param="stages",
+        )
     ledgers = [place.control(name) for name in names("ledger", settings.ledger)]
     model: dict[str, Any] = {"ledger": ledgers, "model": settings.model_folder}
     threads = threads_by_service(cores, settings, user)
@@ -156,6 +171,8 @@ def tables(
     if locks_cores(settings, user):
         for service in ENGINES:
             compute[service]["core_lock"] = str(place.core_lock)
+    if stages > 1:
+        compute["prefill"]["stages"] = stages
     decode = compute["decode"]
     if settings.colocated:
         decode["colocated"] = True
@@ -191,6 +208,7 @@ def processes(
     the command line, which beats file and environment.
     """
     threads = threads_by_service(cores, settings, user)
+    stages = stages_of(settings, user)
     plans = []
     for service, count in (
         ("ledger", settings.ledger),
@@ -200,8 +218,10 @@ def processes(
         ("attention_pool", settings.attention_pool),
         ("router", 1),
     ):
-        for number, name in enumerate(names(service, count)):
+        for number, name in enumerate(_all_names(service, count, stages)):
             flags = _instance_flags(service, name, port, place)
+            if service == "prefill" and stages > 1:
+                flags |= _stage_flags(name, number, count, stages, place)
             if service == "attention_pool" and settings.heads:
                 flags |= {"heads": f"{number}/{count}", "head_group": HEAD_GROUP}
             if model_flag and service in ("router", *MODEL_SERVICES):
@@ -220,6 +240,24 @@ def processes(
                 )
             )
     return plans
+
+
+def _all_names(service: str, count: int, stages: int) -> list[str]:
+    """With those of a prefill's stages behind the first: `prefill-1`, `prefill-1-stage-1`, …"""
+    if service != "prefill":
+        return names(service, count)
+    return [
+        name if not stage else f"{name}-stage-{stage}"
+        for name in names(service, count)
+        for stage in range(stages)
+    ]
+
+
+def _stage_flags(name: str, number: int, count: int, stages: int, place: Place) -> dict[str, str]:
+    """`number`: of the process, among those of `count` prefills."""
+    group, stage = names("prefill", count)[number // stages], number % stages
+    flags = {"stage": str(stage), "stage_group": group}
+    return flags | ({"data_listen": place.transport(name)} if stage else {})
 
 
 def _instance_flags(service: str, name: str, port: int, place: Place) -> dict[str, str]:

@@ -22,6 +22,7 @@ class UpSettings:
 
     model: str = DEMO_MODEL  # a folder, a hub id, "demo", or one that `kvcommons fetch` knows
     prefill: Annotated[int, Gt(0), Le(64)] = 1
+    stages: Annotated[int, Gt(0), Le(64)] = 1  # of each prefill: processes with a range of the layers each
     decode: Annotated[int, Gt(0), Le(64)] = 1
     colocated: bool = False  # decode instances are prefill instances, too: each loads the model once for both
     core_lock: bool = (

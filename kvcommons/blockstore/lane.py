@@ -41,6 +41,7 @@ class Save:
 
     model: bytes
     layers: int  # of the model
+    part: range  # of them, which this saver is given one after the other
     tenant: str
     parent: bytes
     first_index: int
@@ -182,7 +183,7 @@ class Lane:
                 return count, True
             size += save.bytes
             last = save
-            if size >= self._together_bytes or save.next_layer == save.layers:
+            if size >= self._together_bytes or save.next_layer == save.part.stop:
                 return count + 1, True
         return len(self._queue), False
 
@@ -195,10 +196,10 @@ class Lane:
         sums: list[list[int]] = []
         layers = len(save.payload)
         while not self._stopping:
-            if save.layer and not self._client.connected():
+            if save.layer != save.part.start and not self._client.connected():
                 # Another process answers there by now, without the layers before this one.
                 self._progress.lost()
-            runs = self._progress.runs(save.model, save.layer, save.block_ids)
+            runs = self._progress.runs(save.model, save.layer, save.block_ids, save.part.start)
             wanted = sum(map(len, runs))
             if not wanted:
                 return save, 0, layers * len(save.block_ids)
@@ -213,7 +214,7 @@ class Lane:
                 refused = sum(self._put(save, run, sums) for run in runs)
             except (Unavailable, DeadlineExceeded) as error:
                 self._progress.lost()
-                if save.layer:
+                if save.layer != save.part.start:
                     return save, 0, 0  # it follows layers that the store may have forgotten
                 self._pause(save, error)
                 if self._let_go and save.done is not _nothing:
@@ -264,7 +265,7 @@ class Lane:
                     self._call = None
         self._pace(sum(view.nbytes for view in payload), time.monotonic() - began_s)
         unwanted = {index for index in reply.put_layer.unwanted if index < len(block_ids)}
-        self._progress.sent(save.model, save.next_layer - 1, save.layers, block_ids)
+        self._progress.sent(save.model, save.next_layer - 1, save.part.stop, block_ids)
         self._progress.unwanted(save.model, [block_ids[index] for index in unwanted])
         return len(unwanted)
 

@@ -79,8 +79,10 @@ class LayerLoad:
     It stops after its first `ahead` layers until it is released, and then goes on with the others.
     """
 
-    def __init__(self, layers: int, blocks: int, ahead: int) -> None:
+    def __init__(self, layers: int, blocks: int, ahead: int, first: int = 0) -> None:
+        """`first`: which layer of the model is the first of these."""
         self._layers = layers
+        self._first = first
         self._blocks = blocks
         self._allowed = ahead
         self._held_s = 0.0
@@ -92,20 +94,22 @@ class LayerLoad:
         self._failure: KVCommonsError | None = None
 
     def wait(self, layer: int, deadline: Deadline) -> int:
-        """How many leading blocks are there and verified in all layers up to this one; fewer than asked for
-        where blocks were missing or corrupt, 0 where the load failed or was cancelled before this layer.
+        """How many leading blocks are there and verified in all layers up to this one of the model; fewer
+        than asked for where blocks were missing or corrupt, 0 where the load failed or was cancelled before
+        this layer.
 
         Raises DeadlineExceeded; the load goes on then.
         """
+        layer -= self._first
         with self._changed:
             ready = self._changed.wait_for(lambda: len(self._runs) > layer or self._ended, deadline.left())
             if not ready:
-                raise DeadlineExceeded(f"layer {layer} was not loaded within its deadline")
+                raise DeadlineExceeded(f"layer {layer + self._first} was not loaded within its deadline")
             return self._runs[layer] if layer < len(self._runs) else 0
 
     def wait_all(self, deadline: Deadline) -> int:
         """Blocks that are there and verified in all layers. Raises DeadlineExceeded."""
-        return self.wait(self._layers - 1, deadline)
+        return self.wait(self._first + self._layers - 1, deadline)
 
     @property
     def layers_arrived(self) -> int:
@@ -186,7 +190,7 @@ class LayerLoad:
                     raise DeadlineExceeded("a load was held back until its deadline")
             if self._cancelled or arrived == self._layers or not self._blocks:
                 return None
-            return range(arrived, self._allowed), self._blocks
+            return range(self._first + arrived, self._first + self._allowed), self._blocks
 
     def _begin(self, call: PendingCall, blocks: int) -> bool:
         """False when it was cancelled before, or is to go on with fewer blocks; the call is the caller's
@@ -251,11 +255,13 @@ class BlockLoader:
         deadline: Deadline,
         *,
         ahead: int | None = None,
+        layers: range | None = None,
     ) -> LayerLoad:
-        """Reads all layers of consecutive blocks from a store's data address, those after the first `ahead`
-        once it is released. Never blocks, and never raises for what the store does."""
-        layers = layout.layers
-        load = LayerLoad(layers, len(block_ids), layers if ahead is None else ahead)
+        """Reads `layers` (None: all) of consecutive blocks from a store's data address, those after the first
+        `ahead` once it is released. Never blocks, and never raises for what the store does."""
+        wanted_layers = layers or range(layout.layers)
+        count = len(wanted_layers)
+        load = LayerLoad(count, len(block_ids), count if ahead is None else ahead, wanted_layers.start)
         wanted = _Wanted(
             address=address,
             model=model,

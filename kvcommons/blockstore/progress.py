@@ -11,19 +11,19 @@ _BEGUN_MAX = 65536
 
 
 class Progress:
-    """Of the blocks begun at one store by one writer. A block starts with layer 0 at any time; any other
-    layer is sent only right after the one before it, for a block with a layer missing never becomes
-    readable."""
+    """Of the blocks begun at one store by one writer. A block starts with the writer's first layer at any
+    time; any other layer is sent only right after the one before it, for a block with a layer missing never
+    becomes readable."""
 
     def __init__(self, begun_max: int = _BEGUN_MAX) -> None:
         self._begun_max = begun_max
         self._due: OrderedDict[tuple[bytes, bytes], int] = OrderedDict()  # (model, block) to layer
 
-    def runs(self, model: bytes, layer: int, block_ids: Sequence[bytes]) -> list[range]:
+    def runs(self, model: bytes, layer: int, block_ids: Sequence[bytes], first: int = 0) -> list[range]:
         """Indices of blocks for which this layer is worth sending, as runs of consecutive ones."""
         runs: list[range] = []
         for index, block_id in enumerate(block_ids):
-            if layer and self._due.get((model, block_id)) != layer:
+            if layer != first and self._due.get((model, block_id)) != layer:
                 continue
             if runs and runs[-1].stop == index:
                 runs[-1] = range(runs[-1].start, index + 1)
@@ -31,11 +31,11 @@ class Progress:
                 runs.append(range(index, index + 1))
         return runs
 
-    def sent(self, model: bytes, layer: int, layers: int, block_ids: Sequence[bytes]) -> None:
-        """The store took this layer of these blocks."""
+    def sent(self, model: bytes, layer: int, stop: int, block_ids: Sequence[bytes]) -> None:
+        """The store took this layer of these blocks; the writer's last one is before `stop`."""
         for block_id in block_ids:
             self._due.pop((model, block_id), None)
-            if layer + 1 < layers:
+            if layer + 1 < stop:
                 self._due[model, block_id] = layer + 1
         while len(self._due) > self._begun_max:
             self._due.popitem(last=False)

@@ -44,14 +44,14 @@ class BlockSaver:
         observer: Observer | None = None,
     ) -> None:
         """`writer` is the instance's id; `call_s` bounds one PutLayer."""
-        self._writer = writer
+        self.writer = writer  # of what is saved from now on
         self._buffer_bytes = buffer_bytes
         self._hold_s = hold_s
         self._call_s = call_s
         self._observer = observer
         # Guards all that follows, and the lanes' queues.
         self._changed = threading.Condition()
-        self._lanes: dict[str, Lane] = {}
+        self._lanes: dict[tuple[str, str], Lane] = {}  # by address and writer
         self._pending_bytes = 0
         self._counts = {"saved": 0, "unwanted": 0, "dropped": 0}
         self._closed = False
@@ -69,6 +69,7 @@ class BlockSaver:
         layer: int,
         payload: Sequence[Buffer],
         done: Callable[[], None],
+        part: range | None = None,
     ) -> bool:
         """Queues one layer of consecutive blocks, `payload` one object a block. Returns False if it was
         dropped at once.
@@ -76,11 +77,12 @@ class BlockSaver:
         Never blocks. `done` is called exactly once, by a thread of the saver, or by this one before it
         returns False: do not hold a lock that `done` needs. `parent` is the identity of the block before the
         first (b"" at the sequence's beginning), `first_index` the first one's index in its sequence, `layers`
-        the model's."""
+        the model's, `part` those of them that this owner saves, in order (None: all)."""
         assert len(payload) == len(block_ids), "one buffer a block"
         views = tuple(memoryview(buffer) for buffer in payload)
         save = Save(
             model=model,
+            part=part or range(layers),
             layers=layers,
             tenant=tenant,
             parent=parent,
@@ -138,18 +140,19 @@ class BlockSaver:
             lane.join()
 
     def _lane(self, address: str) -> Lane:
-        lane = self._lanes.get(address)
+        key = (address, self.writer)
+        lane = self._lanes.get(key)
         if lane is None or lane.over:
             lane = Lane(
                 address,
-                writer=self._writer,
+                writer=self.writer,
                 call_s=self._call_s,
                 changed=self._changed,
                 settle=self._settle,
                 observer=self._observer,
             )
             self._lanes = {known: old for known, old in self._lanes.items() if not old.over}
-            self._lanes[address] = lane
+            self._lanes[key] = lane
             lane.start()
         return lane
 

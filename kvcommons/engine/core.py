@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Annotated, Literal
@@ -52,13 +53,24 @@ class Core:
         return self.layout.block_tokens
 
     @property
+    def layers(self) -> range:
+        """Those that are computed here, by their numbers in the model."""
+        return self.model.layers
+
+    @property
+    def block_bytes(self) -> int:
+        """Of one block in the layers that are computed here."""
+        return len(self.layers) * self.layout.object_bytes
+
+    @property
     def backend(self) -> Backend:
         """What computes, for the model and over the memory."""
         return self.model.backend
 
 
-def load_core(settings: EngineSettings) -> Core:
-    """Reads the model and makes its block memory; seconds to minutes, so never on an event loop.
+def load_core(settings: EngineSettings, layers: Callable[[ModelSpec], range] | None = None) -> Core:
+    """Reads the model and makes its block memory; seconds to minutes, so never on an event loop. `layers`:
+    which of them a pipeline stage has; None: all.
 
     Raises InvalidInput for a model or device that cannot be served.
     """
@@ -66,20 +78,21 @@ def load_core(settings: EngineSettings) -> Core:
     # On a thread that ends. OpenMP has a team for each thread that has ever computed, and where all of them
     # are more than the cores, no team waits awake for its next operation: 28 ms a token instead of 20.
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="load") as loader:
-        return loader.submit(_load, settings).result()
+        return loader.submit(_load, settings, layers).result()
 
 
-def _load(settings: EngineSettings) -> Core:
+def _load(settings: EngineSettings, layers: Callable[[ModelSpec], range] | None) -> Core:
     started = time.monotonic()
     torch.set_num_threads(settings.threads)
     backend = choose(settings.device)
     folder = resolve_folder(settings.model)
     spec = ModelSpec.read(folder)
+    own = range(spec.layers) if layers is None else layers(spec)
     identity = fingerprint(folder, spec, settings.dtype, settings.block_tokens)
     name = settings.model_name or (folder.name if settings.model == str(folder) else settings.model)
     info = model_info(name, spec, identity, settings.dtype, settings.block_tokens)
     core = make_core(
-        Model.load(folder, dtype=settings.dtype, backend=backend),
+        Model.load(folder, dtype=settings.dtype, backend=backend, layers=own),
         info,
         capacity_tokens=settings.capacity_tokens,
     )
@@ -88,6 +101,7 @@ def _load(settings: EngineSettings) -> Core:
         "model loaded",
         extra={
             "model": name,
+            "layers": f"{own.start}-{own.stop - 1}",
             "blocks": core.allocator.total,
             "seconds": round(time.monotonic() - started, 2),
         },
@@ -104,7 +118,7 @@ def make_core(model: Model, info: pb.ModelInfo, *, capacity_tokens: int) -> Core
             f"capacity_tokens = {capacity_tokens} is less than one block of {info.block_tokens} tokens",
             param="capacity_tokens",
         )
-    memory = BlockMemory(layout, blocks, model.backend)
+    memory = BlockMemory(layout, blocks, model.backend, model.layers)
     return Core(model=model, info=info, layout=layout, memory=memory, allocator=BlockAllocator(blocks))
 
 
@@ -118,11 +132,14 @@ def _warm_up(core: Core) -> None:
             table = torch.tensor(blocks)
             for first, count in ((0, rows), (rows, 1)):
                 positions = torch.arange(first, first + count)
-                state = model.begin(
-                    device.upload(torch.zeros(count, dtype=torch.long)), device.upload(positions)
-                )
+                rotated_for = device.upload(positions)
+                if model.first:
+                    state = model.begin(device.upload(torch.zeros(count, dtype=torch.long)), rotated_for)
+                else:
+                    hidden = torch.zeros((count, model.spec.hidden), dtype=model.dtype)
+                    state = model.enter(device.upload(hidden), rotated_for)
                 length = first + count
-                for layer in range(layout.layers):
+                for layer in model.layers:
                     slots = positions % core.block_tokens + blocks[0] * core.block_tokens
                     core.memory.write_tokens(layer, slots, state.k, state.v)
                     kv, window = core.memory.layer(layer), model.window(layer)
@@ -139,8 +156,11 @@ def _warm_up(core: Core) -> None:
                             query_positions=positions, window=window,
                         )  # fmt: skip
                         out = batch.attend(state.q, kv, model.scale).out
-                    if layer < layout.layers - 1:
+                    if layer < model.layers[-1]:
                         state = model.advance(layer, state, out)
-                model.end(state, out, [count - 1])
+                if model.last:
+                    model.end(state, out, [count - 1])
+                else:
+                    model.leave(state, out)
     finally:
         core.allocator.release(blocks)

@@ -162,6 +162,11 @@ class Engine:
         """The other answer to `borrow`: nobody lends."""
         self.post(lambda: self._refused(key))
 
+    def sampled(self, key: int, token: pb.SampledToken) -> None:
+        """The stage that ends the model has sampled the token that follows a prompt: all of it is
+        computed."""
+        self.post(lambda: self._sampled(key, token))
+
     def survey(self, holder: Creditor | None = None) -> Future[list[Movable]]:
         """What could move, of one holder's or of all, oldest sequence first."""
         answer: Future[list[Movable]] = Future()
@@ -180,7 +185,14 @@ class Engine:
         """To be done on the engine's thread, between two iterations or two layers of one."""
         self._mailbox.post(command)
 
-    # Below: the engine's thread. First what executors use (`Work`).
+    # Below: the engine's thread.
+
+    def fail_prompts(self, error: KVCommonsError) -> None:
+        """Ends all that are computed here, or wait for it."""
+        for key in [key for key in self._sequences if self._prompt(key) is not None]:
+            self._fail(key, error)
+
+    # What executors use (`Work`).
 
     def make_room(self) -> Mapping[int, Generating]:
         """Those that have room for a token, once room was made where it can be."""
@@ -246,8 +258,7 @@ class Engine:
     def _serve_between_layers(self) -> None:
         commands = self._mailbox.take(0)
         if commands is None:
-            for key in [key for key in self._sequences if self._prompt(key) is not None]:
-                self._fail(key, Unavailable("this instance is stopping"))
+            self.fail_prompts(Unavailable("this instance is stopping"))
             return
         self._serve(commands)
         self.answer_switches()  # those that were switched are in no iteration
@@ -464,13 +475,20 @@ class Engine:
             self._fail(prompt.key, error)
             return
         if tokens:
-            first = prompt.result(tokens[0])
-            if prompt.sink.goes_on:
-                prompts.remove(prompt.key)
-                self._begin(prompt.key, first.token)
-            else:
-                self._end(prompt.key)
-            prompt.sink.finished(prompt, first)
+            self._sampled(prompt.key, tokens[0])
+
+    def _sampled(self, key: int, token: pb.SampledToken) -> None:
+        prompt = self._prompt(key)
+        if prompt is None:
+            return  # it has ended meanwhile
+        first = prompt.result(token)
+        if prompt.sink.goes_on:
+            assert self._prompts is not None
+            self._prompts.remove(key)
+            self._begin(key, token)
+        else:
+            self._end(key)
+        prompt.sink.finished(prompt, first)
 
     def _end(self, key: int, *, reason: str = "", error: KVCommonsError | None = None) -> None:
         """The sequence holds nothing any more; what it published stays in the device tier."""

@@ -112,6 +112,10 @@ class Condemner:
         """Sets where the store behind a data address takes calls about its blocks."""
         self._control[data_address] = control_address
 
+    def control_of(self, data_address: str) -> str:
+        """Empty where it is not known."""
+        return self._control.get(data_address, "")
+
     def __call__(self, corrupt: CorruptObject) -> None:
         asyncio.run_coroutine_threadsafe(self._tell(corrupt), self._loop)
 
@@ -155,7 +159,7 @@ class Histories:
         the first `ahead` once it is released. Raises Unavailable when the loader is closed; what the store
         does shows in `Load.wait`."""
         core = self._core
-        load = Load(len(blocks) * core.layout.block_bytes)
+        load = Load(len(blocks) * core.block_bytes)
 
         @contextmanager
         def destination(layer: int, first: int, count: int) -> Iterator[Sequence[Buffer]]:
@@ -165,7 +169,14 @@ class Histories:
 
         load._begin(
             self._loader.load(
-                store, core.info.fingerprint, core.layout, ids, destination, deadline, ahead=ahead
+                store,
+                core.info.fingerprint,
+                core.layout,
+                ids,
+                destination,
+                deadline,
+                ahead=ahead,
+                layers=core.layers,
             )
         )
         return load

@@ -112,13 +112,10 @@ class Iteration:
 
     def _run(self, between_layers: Callable[[], None] | None) -> list[list[pb.SampledToken]]:
         timing, slices = self.timing, self._slices
-        upload = self._core.backend.device.upload
-        state = slices.begin(
-            timing,
-            upload(_joined([group.tokens for group in self.groups])),
-            upload(_joined([group.positions for group in self.groups])),
+        state = self._begin(
+            self._core.backend.device.upload(_joined([group.positions for group in self.groups]))
         )
-        for layer in range(self._core.layout.layers - 1):
+        for layer in self._core.layers[:-1]:
             attention = self._attend(layer, state)
             if attention is None:
                 return [[] for _ in self.groups]
@@ -127,7 +124,12 @@ class Iteration:
                 began_s = time.monotonic()
                 between_layers()
                 timing.between_layers_s += time.monotonic() - began_s
-        return self._sample(state)
+        return self._finish(state)
+
+    def _begin(self, positions: Tensor) -> State:
+        """positions [rows] -> q, k, v of the first layer that is computed here."""
+        tokens = self._core.backend.device.upload(_joined([group.tokens for group in self.groups]))
+        return self._slices.begin(self.timing, tokens, positions)
 
     def _attend(self, layer: int, state: State) -> Tensor | None:
         """Of all rows; None once all groups have failed."""
@@ -136,12 +138,12 @@ class Iteration:
             return None
         return _joined([self._nothing(number) if part is None else part for number, part in enumerate(parts)])
 
-    def _sample(self, state: State) -> list[list[pb.SampledToken]]:
-        """The last layer, of the rows that it matters for."""
+    def _finish(self, state: State) -> list[list[pb.SampledToken]]:
+        """The last layer, of the rows that it matters for, and a token after each of these."""
         sampling = [group.sampling() for group in self.groups]
         hidden, attention, rows = [], [], []
         for number, some in enumerate(sampling):
-            part = self._attend_group(number, self._core.layout.layers - 1, state, needed=bool(some))
+            part = self._attend_group(number, self._core.layers[-1], state, needed=bool(some))
             if part is None or not some or number in self.failures:
                 sampling[number] = []
                 continue

@@ -45,7 +45,7 @@ class BlockKeeper:
             self._waiting.submit(copy_context().run, self._hand_over, run, layer, payload, event)
 
     def save_all_layers(self, run: KeptRun) -> None:
-        for layer in range(self._core.layout.layers):
+        for layer in self._core.layers:
             self.save(run, layer)
 
     def make_room(self) -> bool:
@@ -64,6 +64,7 @@ class BlockKeeper:
             address=run.store,
             model=core.info.fingerprint,
             layers=core.layout.layers,
+            part=core.layers,
             tenant=run.tenant,
             parent=run.parent,
             first_index=run.first_index,

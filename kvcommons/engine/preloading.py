@@ -47,7 +47,7 @@ class Preloading:
         if blocks and not prompt.lacks_history:
             blocks = self._cost.blocks_to_load(
                 blocks,
-                block_bytes=self._core.layout.block_bytes,
+                block_bytes=self._core.block_bytes,
                 block_tokens=prompt.block_tokens,
                 positions=_behind_device(prompt),
             )
@@ -55,16 +55,15 @@ class Preloading:
 
     def begin(self, prompt: Prompt, others: Iterable[Prompt]) -> None:
         """As many layers as the read buffer has for the prompt. `others` may hold parts of it."""
-        layout = self._core.layout
         first, end = prompt.device_blocks, prompt.reused_blocks
-        size = prompt.loaded_blocks * layout.block_bytes
+        size = prompt.loaded_blocks * self._core.block_bytes
         ahead = self.read_buffer.layers_ahead(
             self._cost,
             history_bytes=size,
             new=range(prompt.sequence.computed, prompt.tokens),
             held_bytes=sum(other.ahead_bytes for other in others),
         )
-        prompt.ahead_bytes = ahead * size // layout.layers
+        prompt.ahead_bytes = ahead * size // len(self._core.layers)
         prompt.load = self._histories.load(
             store=prompt.request.store_data,
             ids=prompt.ids[first:end],
@@ -82,7 +81,7 @@ class Preloading:
 
     def whole(self, prompt: Prompt) -> bool:
         """Nothing of its history is waited for any more."""
-        return prompt.load is None or prompt.load.arrived(self._core.layout.layers - 1)
+        return prompt.load is None or prompt.load.arrived(self._core.layers[-1])
 
     def ready(self, prompt: Prompt, *, whole: bool) -> bool:
         """Whether the prompt's chunk would not begin by waiting; `whole`: nor wait later on."""
@@ -160,21 +159,21 @@ class Preloading:
             positions=range(prompt.tokens) if prompt.needs_loaded else loaded,
             waited_s=prompt.load_wait_s - prompt.waited_before_s,
             pace_s=self._pace_s(prompt),
-            layers_left=self._core.layout.layers - load.layers_arrived,
+            layers_left=len(self._core.layers) - load.layers_arrived,
         )
 
     def _pace_s(self, prompt: Prompt) -> float:
         """What a layer of the blocks that are still loaded takes, by those that came; 0 where none has."""
         load = prompt.load
         assert load is not None
-        whole = load.bytes // self._core.layout.block_bytes
+        whole = load.bytes // self._core.block_bytes
         return load.pace_s * prompt.loaded_blocks / whole
 
     def _worth_keeping(self, prompt: Prompt) -> int:
         """Of a load that fell behind."""
         load = prompt.load
         assert load is not None
-        arrived, layers = load.layers_arrived, self._core.layout.layers
+        arrived, layers = load.layers_arrived, len(self._core.layers)
         # It was no faster than this, which the next decision should know.
         self._cost.loaded(load.bytes * max(arrived, 1) // layers, max(load.seconds, prompt.load_wait_s))
         if load.ended or prompt.needs_loaded:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvcommons.engine.callbacks import SequenceUpdate
 from kvcommons.engine.core import Core
 from kvcommons.engine.core_lock import CoreLock
 from kvcommons.engine.engine import Engine
-from kvcommons.engine.executor import Composer, Inline
+from kvcommons.engine.executor import Composer, Executor, Inline
 from kvcommons.engine.iteration_timing import IterationTiming
 from kvcommons.engine.keeper import BlockKeeper
 from kvcommons.engine.prompts import Prompts
@@ -48,6 +50,7 @@ def prompt_engine(
     prompts: Prompts,
     keeper: BlockKeeper,
     cores: CoreLock | None = None,
+    executor: Callable[[Composer], Executor] = Inline,
 ) -> Engine:
     """Not started yet."""
     nobody, budget, rates = _NoGeneration(), AttentionBudget(_TBT_S), Rates()
@@ -55,7 +58,7 @@ def prompt_engine(
     return Engine(
         core,
         scheduler=scheduler,
-        executor=Inline(Composer(core, remote, attend_deadline_s=_ATTEND_DEADLINE_S, rates=rates)),
+        executor=executor(Composer(core, remote, attend_deadline_s=_ATTEND_DEADLINE_S, rates=rates)),
         prompts=prompts,
         may_borrow=False,
         budget=budget,

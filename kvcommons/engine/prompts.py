@@ -83,8 +83,8 @@ class Prompts:
         return bool(self._prompts)
 
     @property
-    def layers(self) -> int:
-        return self._core.layout.layers
+    def layers(self) -> range:
+        return self._core.layers
 
     def get(self, key: int) -> Prompt | None:
         return self._prompts.get(key)
@@ -208,6 +208,15 @@ class Prompts:
         )
         self._keeper.save(run, layer)
 
+    def save_found(self, prompt: Prompt) -> None:
+        """What was found here goes to the store, as far as it is not known to have it."""
+        for layer in self._core.layers:
+            self.save(prompt, layer, range(min(prompt.device_blocks, len(prompt.ids))))
+
+    def span(self, prompt: Prompt, chunk: range) -> PromptSpan:
+        """These positions of it, in an iteration."""
+        return PromptSpan(self, prompt, chunk, self._tracer.span("prefill chunk"))
+
     def await_layer(self, prompt: Prompt, layer: int) -> None:
         """Until this layer of its history is there. Raises LoadFellShort."""
         load = prompt.load
@@ -238,8 +247,7 @@ class Prompts:
                 self.preloading.release(prompt)
         prompt.admitted_s = time.monotonic()
         self._scheduler.admit(prompt.key, tokens_left=prompt.tokens_left)
-        for layer in range(self._core.layout.layers):
-            self.save(prompt, layer, range(min(prompt.device_blocks, len(prompt.ids))))
+        self.save_found(prompt)
         prompt.sink.began(prompt, int((prompt.admitted_s - prompt.submitted_s) * 1e6))
 
     def _span(self, prompt: Prompt, tokens: int) -> PromptSpan | None:
@@ -252,7 +260,7 @@ class Prompts:
         chunk = prompt.memory.chunk(prompt, tokens)
         if not prompt.memory.open(prompt, chunk):
             return None
-        return PromptSpan(self, prompt, chunk, self._tracer.span("prefill chunk"))
+        return self.span(prompt, chunk)
 
     def _publish(self, prompt: Prompt) -> None:
         """Computed and loaded full blocks join the device tier."""
@@ -333,7 +341,7 @@ class PromptSpan:
     def save_loaded(self) -> None:
         """Blocks behind a history that was on its way are saved once that is known to be whole."""
         if self._loads:
-            for layer in range(self._prompts.layers):
+            for layer in self._prompts.layers:
                 self._context.run(self._prompts.save, self.prompt, layer, self._full)
 
     def _hand_over(self, layer: int) -> None:

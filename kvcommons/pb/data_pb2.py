@@ -23,59 +23,84 @@ _sym_db = _symbol_database.Default()
 
 
 from kvcommons.pb import common_pb2 as kvcommons_dot_v1_dot_common__pb2
+from kvcommons.pb import prefill_pb2 as kvcommons_dot_v1_dot_prefill__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvcommons/v1/data.proto\x12\x0ckvcommons.v1\x1a\x19kvcommons/v1/common.proto\"\xea\x04\n\x0b\x44\x61taRequest\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x01 \x01(\r\x12\x13\n\x0btraceparent\x18\x02 \x01(\t\x12+\n\tput_layer\x18\n \x01(\x0b\x32\x16.kvcommons.v1.PutLayerH\x00\x12-\n\nget_layers\x18\x0b \x01(\x0b\x32\x17.kvcommons.v1.GetLayersH\x00\x12\x31\n\x0cwrite_blocks\x18\x0c \x01(\x0b\x32\x19.kvcommons.v1.WriteBlocksH\x00\x12/\n\x0bread_blocks\x18\r \x01(\x0b\x32\x18.kvcommons.v1.ReadBlocksH\x00\x12\x35\n\x0estart_sequence\x18\x0f \x01(\x0b\x32\x1b.kvcommons.v1.StartSequenceH\x00\x12\x33\n\rawait_history\x18\x10 \x01(\x0b\x32\x1a.kvcommons.v1.AwaitHistoryH\x00\x12\x33\n\rcompute_slice\x18\x11 \x01(\x0b\x32\x1a.kvcommons.v1.ComputeSliceH\x00\x12\x31\n\x0cmeet_replica\x18\x12 \x01(\x0b\x32\x19.kvcommons.v1.MeetReplicaH\x00\x12+\n\topen_plan\x18\x13 \x01(\x0b\x32\x16.kvcommons.v1.OpenPlanH\x00\x12/\n\x0b\x63hange_plan\x18\x14 \x01(\x0b\x32\x18.kvcommons.v1.ChangePlanH\x00\x12\x33\n\rdescribe_plan\x18\x15 \x01(\x0b\x32\x1a.kvcommons.v1.DescribePlanH\x00\x42\x04\n\x02opJ\x04\x08\x0e\x10\x0f\"\x9e\x03\n\tDataReply\x12(\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x19.kvcommons.v1.ErrorDetail\x12\x30\n\tput_layer\x18\n \x01(\x0b\x32\x1b.kvcommons.v1.PutLayerReplyH\x00\x12+\n\tgot_layer\x18\x0b \x01(\x0b\x32\x16.kvcommons.v1.GotLayerH\x00\x12\"\n\x04\x64one\x18\x0c \x01(\x0b\x32\x12.kvcommons.v1.DoneH\x00\x12\x35\n\x0eplaced_history\x18\x0e \x01(\x0b\x32\x1b.kvcommons.v1.PlacedHistoryH\x00\x12\x35\n\x0e\x63omputed_slice\x18\x0f \x01(\x0b\x32\x1b.kvcommons.v1.ComputedSliceH\x00\x12/\n\x0bmet_replica\x18\x10 \x01(\x0b\x32\x18.kvcommons.v1.MetReplicaH\x00\x12\x39\n\x10plan_description\x18\x11 \x01(\x0b\x32\x1d.kvcommons.v1.PlanDescriptionH\x00\x42\x04\n\x02opJ\x04\x08\r\x10\x0e\"\x06\n\x04\x44one\"\xb2\x01\n\x08PutLayer\x12\r\n\x05model\x18\x01 \x01(\x0c\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x0e\n\x06writer\x18\x03 \x01(\t\x12\r\n\x05layer\x18\x04 \x01(\r\x12\x0e\n\x06parent\x18\x05 \x01(\x0c\x12\x13\n\x0b\x66irst_block\x18\x06 \x01(\r\x12\x11\n\tblock_ids\x18\x07 \x03(\x0c\x12\x11\n\tchecksums\x18\x08 \x03(\x06\x12\x0e\n\x06layers\x18\t \x01(\r\x12\r\n\x05\x63ount\x18\n \x01(\r\"!\n\rPutLayerReply\x12\x10\n\x08unwanted\x18\x01 \x03(\r\"R\n\tGetLayers\x12\r\n\x05model\x18\x01 \x01(\x0c\x12\x11\n\tblock_ids\x18\x02 \x03(\x0c\x12\x13\n\x0b\x66irst_layer\x18\x03 \x01(\r\x12\x0e\n\x06layers\x18\x04 \x01(\r\"A\n\x08GotLayer\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x11\n\tchecksums\x18\x02 \x03(\x06\x12\x13\n\x0bgenerations\x18\x03 \x03(\x04\"t\n\x0bWriteBlocks\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05layer\x18\x03 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\r\x12\x0e\n\x06\x62locks\x18\x05 \x01(\r\x12\x12\n\ngeneration\x18\x06 \x01(\x04\"s\n\nReadBlocks\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05layer\x18\x03 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\r\x12\x0e\n\x06\x62locks\x18\x05 \x01(\r\x12\x12\n\ngeneration\x18\x06 \x01(\x04\"K\n\x08OpenPlan\x12\x0c\n\x04plan\x18\x01 \x01(\r\x12\x0c\n\x04step\x18\x02 \x01(\r\x12#\n\x04rows\x18\x03 \x03(\x0b\x32\x15.kvcommons.v1.PlanRow\"\x94\x01\n\x07PlanRow\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\r\x12\x0f\n\x07queries\x18\x05 \x01(\r\x12\x10\n\x08position\x18\x06 \x01(\x04\x12\x0e\n\x06length\x18\x07 \x01(\r\x12\x0e\n\x06\x61ppend\x18\x08 \x01(\x08\"t\n\nChangePlan\x12\x0c\n\x04plan\x18\x01 \x01(\r\x12\x10\n\x08revision\x18\x02 \x01(\r\x12\x0c\n\x04step\x18\x03 \x01(\r\x12\x0f\n\x07removed\x18\x04 \x03(\r\x12\'\n\x06placed\x18\x05 \x03(\x0b\x32\x17.kvcommons.v1.PlacedRow\">\n\tPlacedRow\x12\r\n\x05index\x18\x01 \x01(\r\x12\"\n\x03row\x18\x02 \x01(\x0b\x32\x15.kvcommons.v1.PlanRow\"\x1c\n\x0c\x44\x65scribePlan\x12\x0c\n\x04plan\x18\x01 \x01(\r\"6\n\x0fPlanDescription\x12#\n\x04lost\x18\x01 \x03(\x0b\x32\x15.kvcommons.v1.LostRow\"B\n\x07LostRow\x12\r\n\x05index\x18\x01 \x01(\r\x12(\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x19.kvcommons.v1.ErrorDetail\"t\n\rStartSequence\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12)\n\x05\x66irst\x18\x03 \x01(\x0b\x32\x1a.kvcommons.v1.SampledToken\x12\x19\n\x11pushed_from_block\x18\x04 \x01(\r\"-\n\x0c\x41waitHistory\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"\x1f\n\rPlacedHistory\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r\"R\n\x0c\x43omputeSlice\x12\r\n\x05model\x18\x01 \x01(\x0c\x12\r\n\x05layer\x18\x02 \x01(\r\x12\x11\n\tpositions\x18\x03 \x03(\r\x12\x11\n\tunrotated\x18\x04 \x01(\x08\"7\n\rComputedSlice\x12\x11\n\tqueued_us\x18\x01 \x01(\r\x12\x13\n\x0b\x63omputed_us\x18\x02 \x01(\r\"=\n\x0bMeetReplica\x12\r\n\x05model\x18\x01 \x01(\x0c\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0e\n\x06rotate\x18\x03 \x01(\x08\"/\n\nMetReplica\x12\x11\n\tsequences\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x01(\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17kvcommons/v1/data.proto\x12\x0ckvcommons.v1\x1a\x19kvcommons/v1/common.proto\x1a\x1akvcommons/v1/prefill.proto\"\xca\x05\n\x0b\x44\x61taRequest\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x01 \x01(\r\x12\x13\n\x0btraceparent\x18\x02 \x01(\t\x12+\n\tput_layer\x18\n \x01(\x0b\x32\x16.kvcommons.v1.PutLayerH\x00\x12-\n\nget_layers\x18\x0b \x01(\x0b\x32\x17.kvcommons.v1.GetLayersH\x00\x12\x31\n\x0cwrite_blocks\x18\x0c \x01(\x0b\x32\x19.kvcommons.v1.WriteBlocksH\x00\x12/\n\x0bread_blocks\x18\r \x01(\x0b\x32\x18.kvcommons.v1.ReadBlocksH\x00\x12\x35\n\x0estart_sequence\x18\x0f \x01(\x0b\x32\x1b.kvcommons.v1.StartSequenceH\x00\x12\x33\n\rawait_history\x18\x10 \x01(\x0b\x32\x1a.kvcommons.v1.AwaitHistoryH\x00\x12\x33\n\rcompute_slice\x18\x11 \x01(\x0b\x32\x1a.kvcommons.v1.ComputeSliceH\x00\x12\x31\n\x0cmeet_replica\x18\x12 \x01(\x0b\x32\x19.kvcommons.v1.MeetReplicaH\x00\x12+\n\topen_plan\x18\x13 \x01(\x0b\x32\x16.kvcommons.v1.OpenPlanH\x00\x12/\n\x0b\x63hange_plan\x18\x14 \x01(\x0b\x32\x18.kvcommons.v1.ChangePlanH\x00\x12\x33\n\rdescribe_plan\x18\x15 \x01(\x0b\x32\x1a.kvcommons.v1.DescribePlanH\x00\x12/\n\x0bjoin_stages\x18\x16 \x01(\x0b\x32\x18.kvcommons.v1.JoinStagesH\x00\x12-\n\nstage_plan\x18\x17 \x01(\x0b\x32\x17.kvcommons.v1.StagePlanH\x00\x42\x04\n\x02opJ\x04\x08\x0e\x10\x0f\"\xd1\x03\n\tDataReply\x12(\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x19.kvcommons.v1.ErrorDetail\x12\x30\n\tput_layer\x18\n \x01(\x0b\x32\x1b.kvcommons.v1.PutLayerReplyH\x00\x12+\n\tgot_layer\x18\x0b \x01(\x0b\x32\x16.kvcommons.v1.GotLayerH\x00\x12\"\n\x04\x64one\x18\x0c \x01(\x0b\x32\x12.kvcommons.v1.DoneH\x00\x12\x35\n\x0eplaced_history\x18\x0e \x01(\x0b\x32\x1b.kvcommons.v1.PlacedHistoryH\x00\x12\x35\n\x0e\x63omputed_slice\x18\x0f \x01(\x0b\x32\x1b.kvcommons.v1.ComputedSliceH\x00\x12/\n\x0bmet_replica\x18\x10 \x01(\x0b\x32\x18.kvcommons.v1.MetReplicaH\x00\x12\x39\n\x10plan_description\x18\x11 \x01(\x0b\x32\x1d.kvcommons.v1.PlanDescriptionH\x00\x12\x31\n\x0cstage_report\x18\x12 \x01(\x0b\x32\x19.kvcommons.v1.StageReportH\x00\x42\x04\n\x02opJ\x04\x08\r\x10\x0e\"\x06\n\x04\x44one\"\xb2\x01\n\x08PutLayer\x12\r\n\x05model\x18\x01 \x01(\x0c\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x0e\n\x06writer\x18\x03 \x01(\t\x12\r\n\x05layer\x18\x04 \x01(\r\x12\x0e\n\x06parent\x18\x05 \x01(\x0c\x12\x13\n\x0b\x66irst_block\x18\x06 \x01(\r\x12\x11\n\tblock_ids\x18\x07 \x03(\x0c\x12\x11\n\tchecksums\x18\x08 \x03(\x06\x12\x0e\n\x06layers\x18\t \x01(\r\x12\r\n\x05\x63ount\x18\n \x01(\r\"!\n\rPutLayerReply\x12\x10\n\x08unwanted\x18\x01 \x03(\r\"R\n\tGetLayers\x12\r\n\x05model\x18\x01 \x01(\x0c\x12\x11\n\tblock_ids\x18\x02 \x03(\x0c\x12\x13\n\x0b\x66irst_layer\x18\x03 \x01(\r\x12\x0e\n\x06layers\x18\x04 \x01(\r\"A\n\x08GotLayer\x12\r\n\x05layer\x18\x01 \x01(\r\x12\x11\n\tchecksums\x18\x02 \x03(\x06\x12\x13\n\x0bgenerations\x18\x03 \x03(\x04\"t\n\x0bWriteBlocks\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05layer\x18\x03 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\r\x12\x0e\n\x06\x62locks\x18\x05 \x01(\r\x12\x12\n\ngeneration\x18\x06 \x01(\x04\"s\n\nReadBlocks\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\r\n\x05layer\x18\x03 \x01(\r\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\r\x12\x0e\n\x06\x62locks\x18\x05 \x01(\r\x12\x12\n\ngeneration\x18\x06 \x01(\x04\"K\n\x08OpenPlan\x12\x0c\n\x04plan\x18\x01 \x01(\r\x12\x0c\n\x04step\x18\x02 \x01(\r\x12#\n\x04rows\x18\x03 \x03(\x0b\x32\x15.kvcommons.v1.PlanRow\"\x94\x01\n\x07PlanRow\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x12\n\ngeneration\x18\x03 \x01(\x04\x12\x13\n\x0b\x66irst_block\x18\x04 \x01(\r\x12\x0f\n\x07queries\x18\x05 \x01(\r\x12\x10\n\x08position\x18\x06 \x01(\x04\x12\x0e\n\x06length\x18\x07 \x01(\r\x12\x0e\n\x06\x61ppend\x18\x08 \x01(\x08\"t\n\nChangePlan\x12\x0c\n\x04plan\x18\x01 \x01(\r\x12\x10\n\x08revision\x18\x02 \x01(\r\x12\x0c\n\x04step\x18\x03 \x01(\r\x12\x0f\n\x07removed\x18\x04 \x03(\r\x12\'\n\x06placed\x18\x05 \x03(\x0b\x32\x17.kvcommons.v1.PlacedRow\">\n\tPlacedRow\x12\r\n\x05index\x18\x01 \x01(\r\x12\"\n\x03row\x18\x02 \x01(\x0b\x32\x15.kvcommons.v1.PlanRow\"\x1c\n\x0c\x44\x65scribePlan\x12\x0c\n\x04plan\x18\x01 \x01(\r\"6\n\x0fPlanDescription\x12#\n\x04lost\x18\x01 \x03(\x0b\x32\x15.kvcommons.v1.LostRow\"B\n\x07LostRow\x12\r\n\x05index\x18\x01 \x01(\r\x12(\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x19.kvcommons.v1.ErrorDetail\"t\n\rStartSequence\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12)\n\x05\x66irst\x18\x03 \x01(\x0b\x32\x1a.kvcommons.v1.SampledToken\x12\x19\n\x11pushed_from_block\x18\x04 \x01(\r\"-\n\x0c\x41waitHistory\x12\x0e\n\x06handle\x18\x01 \x01(\x04\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\"\x1f\n\rPlacedHistory\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r\"R\n\x0c\x43omputeSlice\x12\r\n\x05model\x18\x01 \x01(\x0c\x12\r\n\x05layer\x18\x02 \x01(\r\x12\x11\n\tpositions\x18\x03 \x03(\r\x12\x11\n\tunrotated\x18\x04 \x01(\x08\"7\n\rComputedSlice\x12\x11\n\tqueued_us\x18\x01 \x01(\r\x12\x13\n\x0b\x63omputed_us\x18\x02 \x01(\r\"=\n\x0bMeetReplica\x12\r\n\x05model\x18\x01 \x01(\x0c\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0e\n\x06rotate\x18\x03 \x01(\x08\"/\n\nMetReplica\x12\x11\n\tsequences\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x01(\x04\"p\n\nJoinStages\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\r\n\x05model\x18\x02 \x01(\x0c\x12\x0e\n\x06number\x18\x03 \x01(\r\x12\x0e\n\x06\x62locks\x18\x04 \x01(\r\x12\x14\n\x0cnext_address\x18\x05 \x01(\t\x12\x0e\n\x06writer\x18\x06 \x01(\t\"\x91\x01\n\tStagePlan\x12\r\n\x05\x65poch\x18\x01 \x01(\x06\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12*\n\x07\x63hanges\x18\x03 \x03(\x0b\x32\x19.kvcommons.v1.StageChange\x12&\n\x05spans\x18\x04 \x03(\x0b\x32\x17.kvcommons.v1.StageSpan\x12\x11\n\titeration\x18\x05 \x01(\x08\"\xc1\x01\n\x0bStageChange\x12*\n\x05\x62\x65gin\x18\x01 \x01(\x0b\x32\x19.kvcommons.v1.BeginPromptH\x00\x12&\n\x03\x65nd\x18\x02 \x01(\x0b\x32\x17.kvcommons.v1.EndPromptH\x00\x12(\n\x04load\x18\x03 \x01(\x0b\x32\x18.kvcommons.v1.LoadBlocksH\x00\x12*\n\x06narrow\x18\x04 \x01(\x0b\x32\x18.kvcommons.v1.NarrowLoadH\x00\x42\x08\n\x06\x63hange\"\xc7\x01\n\x0b\x42\x65ginPrompt\x12\x0e\n\x06prompt\x18\x01 \x01(\x04\x12-\n\x07request\x18\x02 \x01(\x0b\x32\x1c.kvcommons.v1.PrefillRequest\x12\x0e\n\x06\x62locks\x18\x03 \x03(\r\x12\x15\n\rdevice_blocks\x18\x04 \x01(\r\x12\x15\n\rloaded_blocks\x18\x05 \x01(\r\x12\x11\n\tsave_from\x18\x06 \x01(\r\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x07 \x01(\r\x12\x13\n\x0btraceparent\x18\x08 \x01(\t\"-\n\tEndPrompt\x12\x0e\n\x06prompt\x18\x01 \x01(\x04\x12\x10\n\x08\x66inished\x18\x02 \x01(\x08\"}\n\nLoadBlocks\x12\x0c\n\x04load\x18\x01 \x01(\x04\x12\x12\n\nstore_data\x18\x02 \x01(\t\x12\x15\n\rstore_control\x18\x03 \x01(\t\x12\x11\n\tblock_ids\x18\x04 \x03(\x0c\x12\x0e\n\x06\x62locks\x18\x05 \x03(\r\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x06 \x01(\r\"*\n\nNarrowLoad\x12\x0c\n\x04load\x18\x01 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x02 \x01(\r\":\n\tStageSpan\x12\x0e\n\x06prompt\x18\x01 \x01(\x04\x12\r\n\x05\x66irst\x18\x02 \x01(\r\x12\x0e\n\x06tokens\x18\x03 \x01(\r\"\xb2\x01\n\x0bStageReport\x12\x12\n\niterations\x18\x01 \x01(\r\x12(\n\x06tokens\x18\x02 \x03(\x0b\x32\x18.kvcommons.v1.StageToken\x12.\n\tdelivered\x18\x03 \x03(\x0b\x32\x1b.kvcommons.v1.StageDelivery\x12\r\n\x05\x65nded\x18\x04 \x03(\x04\x12&\n\x05loads\x18\x05 \x03(\x0b\x32\x17.kvcommons.v1.StageLoad\"G\n\nStageToken\x12\x0e\n\x06prompt\x18\x01 \x01(\x04\x12)\n\x05token\x18\x02 \x01(\x0b\x32\x1a.kvcommons.v1.SampledToken\"I\n\rStageDelivery\x12\x0e\n\x06prompt\x18\x01 \x01(\x04\x12(\n\x05\x65rror\x18\x02 \x01(\x0b\x32\x19.kvcommons.v1.ErrorDetail\")\n\tStageLoad\x12\x0c\n\x04load\x18\x01 \x01(\x04\x12\x0e\n\x06\x62locks\x18\x02 \x01(\rb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvcommons.v1.data_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DATAREQUEST']._serialized_start=69
-  _globals['_DATAREQUEST']._serialized_end=687
-  _globals['_DATAREPLY']._serialized_start=690
-  _globals['_DATAREPLY']._serialized_end=1104
-  _globals['_DONE']._serialized_start=1106
-  _globals['_DONE']._serialized_end=1112
-  _globals['_PUTLAYER']._serialized_start=1115
-  _globals['_PUTLAYER']._serialized_end=1293
-  _globals['_PUTLAYERREPLY']._serialized_start=1295
-  _globals['_PUTLAYERREPLY']._serialized_end=1328
-  _globals['_GETLAYERS']._serialized_start=1330
-  _globals['_GETLAYERS']._serialized_end=1412
-  _globals['_GOTLAYER']._serialized_start=1414
-  _globals['_GOTLAYER']._serialized_end=1479
-  _globals['_WRITEBLOCKS']._serialized_start=1481
-  _globals['_WRITEBLOCKS']._serialized_end=1597
-  _globals['_READBLOCKS']._serialized_start=1599
-  _globals['_READBLOCKS']._serialized_end=1714
-  _globals['_OPENPLAN']._serialized_start=1716
-  _globals['_OPENPLAN']._serialized_end=1791
-  _globals['_PLANROW']._serialized_start=1794
-  _globals['_PLANROW']._serialized_end=1942
-  _globals['_CHANGEPLAN']._serialized_start=1944
-  _globals['_CHANGEPLAN']._serialized_end=2060
-  _globals['_PLACEDROW']._serialized_start=2062
-  _globals['_PLACEDROW']._serialized_end=2124
-  _globals['_DESCRIBEPLAN']._serialized_start=2126
-  _globals['_DESCRIBEPLAN']._serialized_end=2154
-  _globals['_PLANDESCRIPTION']._serialized_start=2156
-  _globals['_PLANDESCRIPTION']._serialized_end=2210
-  _globals['_LOSTROW']._serialized_start=2212
-  _globals['_LOSTROW']._serialized_end=2278
-  _globals['_STARTSEQUENCE']._serialized_start=2280
-  _globals['_STARTSEQUENCE']._serialized_end=2396
-  _globals['_AWAITHISTORY']._serialized_start=2398
-  _globals['_AWAITHISTORY']._serialized_end=2443
-  _globals['_PLACEDHISTORY']._serialized_start=2445
-  _globals['_PLACEDHISTORY']._serialized_end=2476
-  _globals['_COMPUTESLICE']._serialized_start=2478
-  _globals['_COMPUTESLICE']._serialized_end=2560
-  _globals['_COMPUTEDSLICE']._serialized_start=2562
-  _globals['_COMPUTEDSLICE']._serialized_end=2617
-  _globals['_MEETREPLICA']._serialized_start=2619
-  _globals['_MEETREPLICA']._serialized_end=2680
-  _globals['_METREPLICA']._serialized_start=2682
-  _globals['_METREPLICA']._serialized_end=2729
+  _globals['_DATAREQUEST']._serialized_start=97
+  _globals['_DATAREQUEST']._serialized_end=811
+  _globals['_DATAREPLY']._serialized_start=814
+  _globals['_DATAREPLY']._serialized_end=1279
+  _globals['_DONE']._serialized_start=1281
+  _globals['_DONE']._serialized_end=1287
+  _globals['_PUTLAYER']._serialized_start=1290
+  _globals['_PUTLAYER']._serialized_end=1468
+  _globals['_PUTLAYERREPLY']._serialized_start=1470
+  _globals['_PUTLAYERREPLY']._serialized_end=1503
+  _globals['_GETLAYERS']._serialized_start=1505
+  _globals['_GETLAYERS']._serialized_end=1587
+  _globals['_GOTLAYER']._serialized_start=1589
+  _globals['_GOTLAYER']._serialized_end=1654
+  _globals['_WRITEBLOCKS']._serialized_start=1656
+  _globals['_WRITEBLOCKS']._serialized_end=1772
+  _globals['_READBLOCKS']._serialized_start=1774
+  _globals['_READBLOCKS']._serialized_end=1889
+  _globals['_OPENPLAN']._serialized_start=1891
+  _globals['_OPENPLAN']._serialized_end=1966
+  _globals['_PLANROW']._serialized_start=1969
+  _globals['_PLANROW']._serialized_end=2117
+  _globals['_CHANGEPLAN']._serialized_start=2119
+  _globals['_CHANGEPLAN']._serialized_end=2235
+  _globals['_PLACEDROW']._serialized_start=2237
+  _globals['_PLACEDROW']._serialized_end=2299
+  _globals['_DESCRIBEPLAN']._serialized_start=2301
+  _globals['_DESCRIBEPLAN']._serialized_end=2329
+  _globals['_PLANDESCRIPTION']._serialized_start=2331
+  _globals['_PLANDESCRIPTION']._serialized_end=2385
+  _globals['_LOSTROW']._serialized_start=2387
+  _globals['_LOSTROW']._serialized_end=2453
+  _globals['_STARTSEQUENCE']._serialized_start=2455
+  _globals['_STARTSEQUENCE']._serialized_end=2571
+  _globals['_AWAITHISTORY']._serialized_start=2573
+  _globals['_AWAITHISTORY']._serialized_end=2618
+  _globals['_PLACEDHISTORY']._serialized_start=2620
+  _globals['_PLACEDHISTORY']._serialized_end=2651
+  _globals['_COMPUTESLICE']._serialized_start=2653
+  _globals['_COMPUTESLICE']._serialized_end=2735
+  _globals['_COMPUTEDSLICE']._serialized_start=2737
+  _globals['_COMPUTEDSLICE']._serialized_end=2792
+  _globals['_MEETREPLICA']._serialized_start=2794
+  _globals['_MEETREPLICA']._serialized_end=2855
+  _globals['_METREPLICA']._serialized_start=2857
+  _globals['_METREPLICA']._serialized_end=2904
+  _globals['_JOINSTAGES']._serialized_start=2906
+  _globals['_JOINSTAGES']._serialized_end=3018
+  _globals['_STAGEPLAN']._serialized_start=3021
+  _globals['_STAGEPLAN']._serialized_end=3166
+  _globals['_STAGECHANGE']._serialized_start=3169
+  _globals['_STAGECHANGE']._serialized_end=3362
+  _globals['_BEGINPROMPT']._serialized_start=3365
+  _globals['_BEGINPROMPT']._serialized_end=3564
+  _globals['_ENDPROMPT']._serialized_start=3566
+  _globals['_ENDPROMPT']._serialized_end=3611
+  _globals['_LOADBLOCKS']._serialized_start=3613
+  _globals['_LOADBLOCKS']._serialized_end=3738
+  _globals['_NARROWLOAD']._serialized_start=3740
+  _globals['_NARROWLOAD']._serialized_end=3782
+  _globals['_STAGESPAN']._serialized_start=3784
+  _globals['_STAGESPAN']._serialized_end=3842
+  _globals['_STAGEREPORT']._serialized_start=3845
+  _globals['_STAGEREPORT']._serialized_end=4023
+  _globals['_STAGETOKEN']._serialized_start=4025
+  _globals['_STAGETOKEN']._serialized_end=4096
+  _globals['_STAGEDELIVERY']._serialized_start=4098
+  _globals['_STAGEDELIVERY']._serialized_end=4171
+  _globals['_STAGELOAD']._serialized_start=4173
+  _globals['_STAGELOAD']._serialized_end=4214
 # @@protoc_insertion_point(module_scope)

@@ -35,11 +35,12 @@ class Instance(_message.Message):
     HEADS_FIELD_NUMBER: _builtins.int
     MEMBERS_FIELD_NUMBER: _builtins.int
     FOLDER_FIELD_NUMBER: _builtins.int
+    STAGE_FIELD_NUMBER: _builtins.int
     RECORDS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """unique among living and dead: service, host and a random part"""
     service: _builtins.str
-    """"prefill", "decode", "attention_pool", "kvstore", "router", "ledger" """
+    """"prefill", "prefill_stage" (one behind the first), "decode", "attention_pool", "kvstore", "router", "ledger" """
     control_address: _builtins.str
     """gRPC target: "unix:/path" or "host:port" """
     data_address: _builtins.str
@@ -67,6 +68,10 @@ class Instance(_message.Message):
     def members(self) -> _containers.RepeatedCompositeFieldContainer[Global___Instance]:
         """in CandidatesReply: of a head group, in the order of their parts. It goes by the id"""
 
+    @_builtins.property
+    def stage(self) -> Global___StagePart:
+        """of a prefill_stage"""
+
     def __init__(
         self,
         *,
@@ -81,11 +86,12 @@ class Instance(_message.Message):
         heads: Global___HeadPart | None = ...,
         members: _abc.Iterable[Global___Instance] | None = ...,
         folder: _builtins.str = ...,
+        stage: Global___StagePart | None = ...,
         records: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["heads", b"heads", "load", b"load", "model", b"model"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["heads", b"heads", "load", b"load", "model", b"model", "stage", b"stage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["control_address", b"control_address", "data_address", b"data_address", "folder", b"folder", "heads", b"heads", "host", b"host", "id", b"id", "load", b"load", "members", b"members", "model", b"model", "records", b"records", "service", b"service", "started_ms", b"started_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["control_address", b"control_address", "data_address", b"data_address", "folder", b"folder", "heads", b"heads", "host", b"host", "id", b"id", "load", b"load", "members", b"members", "model", b"model", "records", b"records", "service", b"service", "stage", b"stage", "started_ms", b"started_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -118,6 +124,40 @@ class HeadPart(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___HeadPart: _TypeAlias = HeadPart  # noqa: Y015
+
+@_typing.final
+class StagePart(_message.Message):
+    """Pipeline stage `number` of the prefill replica `group`, and the layers that it has."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    GROUP_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    STAGES_FIELD_NUMBER: _builtins.int
+    FIRST_LAYER_FIELD_NUMBER: _builtins.int
+    LAYERS_FIELD_NUMBER: _builtins.int
+    group: _builtins.str
+    number: _builtins.int
+    """0 is the first"""
+    stages: _builtins.int
+    first_layer: _builtins.int
+    layers: _builtins.int
+    def __init__(
+        self,
+        *,
+        group: _builtins.str = ...,
+        number: _builtins.int = ...,
+        stages: _builtins.int = ...,
+        first_layer: _builtins.int = ...,
+        layers: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_layer", b"first_layer", "group", b"group", "layers", b"layers", "number", b"number", "stages", b"stages"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StagePart: _TypeAlias = StagePart  # noqa: Y015
 
 @_typing.final
 class Load(_message.Message):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 
 from kvcommons.engine.core import Core
 from kvcommons.engine.engine import Engine
@@ -22,6 +23,12 @@ from kvcommons.prefill.targets import Target
 from kvcommons.telemetry.trace import current_traceparent
 from kvcommons.transport.deadline import Deadline
 
+# Of a request in stages: which prompt it is, and where it goes. Raises where the stages are not together.
+SinkOf = Callable[
+    [pb.PrefillRequest, int, Pusher, Delivery, tuple[Target, ...], Listener],
+    HandOver,
+]
+
 
 class Intake:
     """Belongs to the event loop."""
@@ -37,8 +44,10 @@ class Intake:
         holders: Holders,
         condemner: Condemner,
         chunk_tokens: int,
+        sink: SinkOf | None = None,
     ) -> None:
-        """`prompts`: the engine's."""
+        """`prompts`: the engine's. `sink`: of prompts that are computed in stages; None: they are computed
+        here."""
         self.core = core
         self.engine = engine
         self._whole = WholePrompt(core, prompts)
@@ -47,6 +56,7 @@ class Intake:
         self._holders = holders
         self._condemner = condemner
         self._chunk_tokens = chunk_tokens
+        self._sink = sink
 
     async def prompt(self, asked: pb.PrefillRequest, deadline_s: float, listener: Listener) -> Prompt:
         """Of the call under way, to be submitted. Raises InvalidInput, ContextLengthExceeded or ModelNotFound
@@ -56,19 +66,25 @@ class Intake:
         self._condemner.know(data_address=request.store_data, control_address=request.store_control)
         targets = tuple(Target.of(placement) for placement in asked.targets)
         delivery = Delivery(Deadline(deadline_s), current_traceparent())
+        key = self.engine.new_key()
+        if self._sink is not None:
+            sink = self._sink(asked, key, self._pusher, delivery, targets, listener)
+        else:
+            sink = HandOver(self._pusher, delivery, targets, asked.push_from_block, listener)
         prompt = Prompt(
             sequence=Sequence(
-                key=self.engine.new_key(),
+                key=key,
                 request=request,
                 block_tokens=core.block_tokens,
                 chain=request.chain(core.info),
             ),
-            sink=HandOver(self._pusher, delivery, targets, asked.push_from_block, listener),
+            sink=sink,
             memory=self._whole,
             deadline_s=deadline_s,
             submitted_s=time.monotonic(),
         )
-        if prompt.total_blocks > core.allocator.total and can_spread(request, targets, core.block_tokens):
+        fits = prompt.total_blocks <= core.allocator.total
+        if not fits and self._sink is None and can_spread(request, targets, core.block_tokens):
             prompt.memory = SpreadPrompt(
                 core, self._keeper, self._holders, delivery, targets, self._chunk_tokens
             )

@@ -7,7 +7,7 @@ from kvcommons.engine.engine import Engine
 from kvcommons.engine.history import Condemner
 from kvcommons.engine.keeper import BlockKeeper
 from kvcommons.engine.prompts import Prompts
-from kvcommons.prefill.intake import Intake
+from kvcommons.prefill.intake import Intake, SinkOf
 from kvcommons.prefill.push import Pusher
 from kvcommons.prefill.spread import Holders
 from kvcommons.transport.base import Observer
@@ -27,8 +27,10 @@ class PrefillRole:
         chunk_tokens: int,
         push_deadline_s: float,
         observer: Observer | None = None,
+        sink: SinkOf | None = None,
     ) -> None:
-        """`push_deadline_s`: of one write, and of a layer's attention at holders of a spread prompt."""
+        """`sink`: as the intake has it. `push_deadline_s`: of one write, and of a layer's attention at
+        holders of a spread prompt."""
         self._pusher = Pusher(core.memory, core.allocator, call_deadline_s=push_deadline_s, observer=observer)
         self._holders = Holders(
             core.layout, core.backend, attend_deadline_s=push_deadline_s, observer=observer
@@ -42,6 +44,7 @@ class PrefillRole:
             holders=self._holders,
             condemner=condemner,
             chunk_tokens=chunk_tokens,
+            sink=sink,
         )
 
     def close(self) -> None:

@@ -151,6 +151,19 @@ class BlockAllocator:
                 claimed.append(block)
             return claimed
 
+    def held_once(self, blocks: Sequence[int]) -> bool:
+        """Whether each of these has one reference and no more."""
+        with self._lock:
+            return all(self._references[block] == 1 for block in blocks)
+
+    def forget(self) -> None:
+        """No block is to be found any more: the content of all of them is void. Blocks in use stay so."""
+        with self._lock:
+            self._free.extend(reversed(self._cached))
+            self._cached.clear()
+            self._id_of.clear()
+            self._block_of.clear()
+
     def forget_cached(self) -> int:
         """Drops the device tier; how many blocks it had. Blocks in use stay published."""
         with self._lock:

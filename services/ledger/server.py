@@ -21,7 +21,8 @@ log = logging.getLogger(__name__)
 
 ID_BYTES_MAX = 256
 MODELS_MAX = 64  # whose last warning is known
-SERVICES = frozenset(TABLES) - {"up"}
+# What has a table of settings; and those of a prefill's stages that take no requests.
+SERVICES = frozenset(TABLES) - {"up"} | {"prefill_stage"}
 
 
 class LedgerService(rpc.LedgerServicer):

@@ -13,7 +13,7 @@ from kvcommons.engine.core import EngineSettings
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrefillConfig:
-    """Prefill has no data address: it only sends."""
+    """Prefill only sends, and has no data address, but for a pipeline stage that another one sends to."""
 
     node: Node
     engine: EngineSettings
@@ -27,6 +27,24 @@ class PrefillConfig:
     core_lock: str = ""  # a file: see decode's
     loads: str = "auto"  # of stored history: "auto" loads or computes by measured rates, "always" loads
 
+    stages: Annotated[int, Ge(1)] = 1  # processes that are one instance, each with a range of the layers
+    stage: Annotated[int, Ge(0)] = 0  # which of them this one is; the first, 0, takes requests
+    stage_group: str = "prefill"  # of an instance's stages, by which they find each other
+    stage_layers: tuple[int, ...] = ()  # of each stage; default: by what they are expected to take
+    data_listen: str | None = None  # of a stage behind the first: its transport address
+    advertise_data: str | None = None  # default: what was bound
+
     def __post_init__(self) -> None:
+        if self.stage >= self.stages:
+            raise ValueError(f"stage = {self.stage} of stages = {self.stages}: stages count from 0")
+        if self.stage_layers and len(self.stage_layers) != self.stages:
+            raise ValueError(
+                f"stage_layers = {list(self.stage_layers)} names {len(self.stage_layers)} stages, and stages "
+                f"= {self.stages}"
+            )
+        if self.stage and self.data_listen is None:
+            raise ValueError(f"stage = {self.stage} is sent activations: set data_listen")
+        if self.stages > 1 and self.core_lock:
+            raise ValueError("stages compute at the same time: leave core_lock out where stages > 1")
         if self.loads not in ("auto", "always"):
             raise ValueError(f'loads = "{self.loads}" is neither "auto" nor "always"')

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
 from kvcommons.blockstore.loader import BlockLoader
 from kvcommons.blockstore.metrics import SaverCollector
 from kvcommons.blockstore.saver import BlockSaver
-from kvcommons.engine.core import Core, load_core
+from kvcommons.engine.core import Core
 from kvcommons.engine.core_lock import CoreLock, CoreLockCollector
+from kvcommons.engine.executor import Composer, Executor, Inline
 from kvcommons.engine.history import Condemner, Histories
 from kvcommons.engine.keeper import BlockKeeper
 from kvcommons.engine.load_or_compute import AlwaysLoad
@@ -24,14 +27,19 @@ from kvcommons.pb import ledger_pb2, prefill_pb2_grpc
 from kvcommons.prefill.metrics import PrefillMetrics
 from kvcommons.prefill.role import PrefillRole
 from kvcommons.prefill.service import PrefillService
-from kvcommons.rpc.directory import Heartbeat
+from kvcommons.rpc.directory import Directory, Heartbeat
 from kvcommons.rpc.process import Process
 from kvcommons.rpc.server import RpcServer
+from kvcommons.stages.executor import Pipelined
+from kvcommons.stages.formation import Formation
+from kvcommons.stages.group import StageGroup
+from kvcommons.stages.history import StagedHistories
 from kvcommons.telemetry.metrics import LoadMetrics
 from kvcommons.telemetry.telemetry import Telemetry
 from kvcommons.transport.deadline import Deadline
 from kvcommons.transport.metrics import DataMetrics
 from services.prefill.config import PrefillConfig
+from services.prefill.stage import load_share, serve_stage
 
 STOP_S = 1.0  # for threads to end, once nothing is under way
 
@@ -39,7 +47,14 @@ STOP_S = 1.0  # for threads to end, once nothing is under way
 class PrefillParts:
     """The engine and what it stands on, for a core that is loaded. Made on the event loop."""
 
-    def __init__(self, config: PrefillConfig, core: Core, telemetry: Telemetry) -> None:
+    def __init__(
+        self,
+        config: PrefillConfig,
+        core: Core,
+        telemetry: Telemetry,
+        changed: Callable[[], None],
+    ) -> None:
+        """`changed` is called, on any thread, when its stages have come together, or apart."""
         self.core = core
         self.condemner = Condemner()
         asking = DataMetrics(telemetry.registry, "client")
@@ -50,6 +65,19 @@ class PrefillParts:
         scheduler = Scheduler(max_queue=config.max_queue, max_prompts=config.max_running)
         cores = self._cores = CoreLock(Path(config.core_lock)) if config.core_lock else None
         telemetry.registry.register(CoreLockCollector(cores))
+        histories = Histories(core, self.loader)
+        self.group: StageGroup | None = None
+        if config.stages > 1:
+            self.group = StageGroup(
+                core,
+                config.stages,
+                saver=self.saver,
+                condemner=self.condemner,
+                instance_id=telemetry.instance_id,
+                changed=changed,
+                observer=asking,
+            )
+            histories = StagedHistories(histories, self.group.load)
         predictor = Predictor()
         compute_s = partial(predictor.prompt_seconds, chunk_tokens=config.chunk_tokens)
         prompts = Prompts(
@@ -57,14 +85,20 @@ class PrefillParts:
             scheduler,
             chunk_tokens=config.chunk_tokens,
             keeper=self.keeper,
-            histories=Histories(core, self.loader),
-            read_buffer=ReadBuffer(layers=core.layout.layers, bytes_max=config.read_buffer_bytes),
+            histories=histories,
+            read_buffer=ReadBuffer(
+                layers=len(core.layers),
+                bytes_max=config.read_buffer_bytes,
+                whole_first=self.group is not None,
+            ),
             predictor=predictor,
             cost=AlwaysLoad(compute_s) if config.loads == "always" else None,
             tracer=telemetry.tracer,
             cores=cores,
         )
-        self.engine = prompt_engine(core, scheduler, prompts, self.keeper, cores)
+        self.engine = prompt_engine(core, scheduler, prompts, self.keeper, cores, self._executor)
+        if self.group is not None:
+            self.group.attach(self.engine)
         self.role = PrefillRole(
             core,
             self.engine,
@@ -74,6 +108,7 @@ class PrefillParts:
             chunk_tokens=config.chunk_tokens,
             push_deadline_s=config.push_deadline_s,
             observer=asking,
+            sink=self.group.sink if self.group is not None else None,
         )
         LoadMetrics(
             telemetry.registry,
@@ -85,6 +120,14 @@ class PrefillParts:
         )
         self.engine.start()
 
+    def _executor(self, composer: Composer) -> Executor:
+        return Inline(composer) if self.group is None else Pipelined(self.core, composer, self.group)
+
+    @property
+    def together(self) -> bool:
+        """All its stages are there."""
+        return self.group is None or self.group.formed
+
     async def close(self) -> None:
         """Saves that are pending get a moment to reach the store."""
         await asyncio.to_thread(self._close)
@@ -92,6 +135,8 @@ class PrefillParts:
 
     def _close(self) -> None:
         self.engine.stop(STOP_S)
+        if self.group is not None:
+            self.group.close()
         if self._cores is not None:
             self._cores.close()
         self.role.close()
@@ -101,7 +146,11 @@ class PrefillParts:
 
 
 async def serve(config: PrefillConfig, process: Process) -> None:
-    """Answers health at once, is ready when the model is loaded, drains at a signal to stop."""
+    """Answers health at once, is ready when the model is loaded, and all its stages are there; drains at a
+    signal to stop."""
+    if config.stage:
+        await serve_stage(config, process)
+        return
     server = RpcServer(config.node.listen, process.telemetry, call_deadline_s=config.node.call_deadline_s)
     service = PrefillService(PrefillMetrics(process.telemetry.registry))
     server.add(prefill_pb2_grpc.add_PrefillServicer_to_server, service)
@@ -117,15 +166,31 @@ async def serve(config: PrefillConfig, process: Process) -> None:
                 host=process.host,
                 started_ms=started_ms,
             ),
-            ready=server.ready and not process.stop.is_set(),
+            ready=server.ready and not process.stop.is_set() and (parts is not None and parts.together),
         )
 
+    def changed() -> None:
+        with suppress(RuntimeError):  # the loop is closed: the process is ending
+            loop.call_soon_threadsafe(regrouped)
+
+    def regrouped() -> None:
+        heartbeat.beat_now()
+        if formation is not None:
+            formation.changed()
+
+    loop = asyncio.get_running_loop()
     heartbeat = Heartbeat(config.ledger, describe)
-    heartbeat.start()
+    directory = Directory(config.ledger, process.instance_id)
     parts: PrefillParts | None = None
+    formation: Formation | None = None
+    heartbeat.start()
     try:
-        core = await asyncio.to_thread(load_core, config.engine)
-        parts = PrefillParts(config, core, process.telemetry)
+        share, core = await asyncio.to_thread(load_share, config)
+        parts = PrefillParts(config, core, process.telemetry, changed)
+        if parts.group is not None:
+            directory.start()
+            formation = Formation(parts.group, share, core.info.fingerprint, directory)
+            formation.start()
         service.open(parts.role.intake)
         await server.set_ready(True)
         heartbeat.beat_now()
@@ -135,5 +200,8 @@ async def serve(config: PrefillConfig, process: Process) -> None:
         heartbeat.beat_now()
         await server.drain(config.node.drain_s / 2)
         await heartbeat.stop()
+        if formation is not None:
+            await formation.stop()
+        await directory.stop()
         if parts is not None:
             await parts.close()

@@ -51,7 +51,7 @@ from services.ledger.__main__ import serve as serve_ledger
 from services.ledger.config import LedgerConfig
 from services.prefill.config import PrefillConfig
 from services.prefill.service import serve as serve_prefill
-from tests.contract.engine_turns import Reference
+from tests.contract.engine_turns import Reference, compute, prefill_request
 from tests.etcd import RealEtcd
 from tests.machine import scaled, scaled_settings, scaled_table
 
@@ -72,6 +72,10 @@ CALLS = (
     "services.decode.moving.mover.COPY_S",
     "kvcommons.rpc.directory.BEAT_TIMEOUT_S",
     "kvcommons.holder.client._RENEW_TIMEOUT_S",
+    "kvcommons.stages.group.JOIN_S",
+    "kvcommons.stages.group.SILENCE_S",
+    "kvcommons.stages.link.SEND_S",
+    "kvcommons.stages.follower.QUIET_S",
 )
 
 
@@ -194,6 +198,50 @@ class Stack:
         await ready(lambda: stub.Inspect(prefill_pb2.PrefillInspectRequest(), timeout=scaled(5)))
         return stub
 
+    async def staged(
+        self, stages: int, name: str = "prefill", *, process: bool = False, **changes: Any
+    ) -> Any:
+        """A prefill of so many stages, which are together; those behind the first in this process, or each in
+        its own. There is a ledger."""
+        for number in range(1, stages):
+            self.stage(number, stages, name, process=process, **changes)
+        stub = await self.prefill(name, stages=stages, stage_group=name, **changes)
+        await self.together(stub)
+        return stub
+
+    def stage(
+        self, number: int, stages: int, group: str = "prefill", *, process: bool = False, **changes: Any
+    ) -> None:
+        """One behind the first."""
+        name = f"{group}-stage-{number}"
+        config = PrefillConfig(
+            node=self.node(name),
+            engine=settings(self.folder, **changes.pop("engine", {})),
+            ledger=self.ledger,
+            stages=stages,
+            stage=number,
+            stage_group=group,
+            data_listen=self.data(name),
+            **({"chunk_tokens": CHUNK} | changes),
+        )
+        if not process:
+            self.launch(name, "prefill", serve_prefill, config)
+            return
+        engine = config.engine
+        values = {
+            "listen": self.address(name), "instance_id": f"{name}-{len(self.children)}", "host": "here",
+            "ledger": self.ledger[0], "model": engine.model, "dtype": engine.dtype, "device": engine.device,
+            "block_tokens": engine.block_tokens, "capacity_tokens": engine.capacity_tokens,
+            "stages": stages, "stage": number, "stage_group": group, "data_listen": self.data(name),
+            "chunk_tokens": config.chunk_tokens,
+        }  # fmt: skip
+        self._child(name, "prefill", scaled_table(PrefillConfig, values))
+
+    async def together(self, stub: Any) -> None:
+        """Once a staged prefill computes."""
+        request = prefill_request(self.model, [2, 3], no_reuse=True)
+        await ready(lambda: compute(stub, request))
+
     async def decode(
         self, name: str = "decode", *, engine: dict[str, Any] | None = None, **changes: Any
     ) -> Any:
@@ -287,9 +335,11 @@ class Stack:
         }  # fmt: skip
         if group is not None and part is not None:
             values |= {"head_group": group, "heads": part}
-        values = scaled_table(AttentionPoolConfig, values)
+        return self._child(name, "attention_pool", scaled_table(AttentionPoolConfig, values))
+
+    def _child(self, name: str, service: str, values: dict[str, Any]) -> subprocess.Popen[bytes]:
         flags = [f"--set={key}={value}" for key, value in values.items()]
-        command = [sys.executable, "-m", "services.attention_pool", f"--parent-pid={os.getpid()}", *flags]
+        command = [sys.executable, "-m", f"services.{service}", f"--parent-pid={os.getpid()}", *flags]
         with (self.runtime / f"{name}.log").open("wb") as log:
             child = subprocess.Popen(command, stdout=log, stderr=log)
         self.children.append(child)

@@ -4,6 +4,7 @@ replay of all tokens and truncations."""
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -104,10 +105,31 @@ async def overflow_twice(session: Session, head_blocks: int, run: Any) -> None:
 async def test_what_is_left_stays_in_use(engines: Stack, session: Session, head_blocks: int) -> None:
     """Nothing of it is computed again, whether it lies in the instances' memory or only in the store."""
     store = await engines.kvstore()
+    await stays_in_use(
+        session,
+        head_blocks,
+        store,
+        [(await engines.prefill(f"p{i}", loads="always"), await engines.decode(f"d{i}")) for i in range(2)],
+    )
+    await engines.idle("d0", "d1")
+
+
+async def test_what_is_left_stays_in_use_in_stages(engines: Stack, session: Session) -> None:
+    """Each has its layers of the shifted head, and loads them."""
+    await engines.lenders()
+    store = await engines.kvstore()
     pairs = [
-        (await engines.prefill(f"p{i}", loads="always"), await engines.decode(f"d{i}")) for i in range(2)
+        (await engines.staged(2, f"p{i}", loads="always"), await engines.decode(f"d{i}")) for i in range(2)
     ]
-    found = 0
+    await stays_in_use(session, 2, store, pairs)
+    await engines.idle("d0", "d1")
+
+
+async def stays_in_use(
+    session: Session, head_blocks: int, store: BlocksStub, pairs: Sequence[tuple[Any, Any]]
+) -> None:
+    """`pairs`: prefill and decode, of the first two turns and of the others."""
+    engines, found = session.engines, 0
 
     async def run(number: int, context: Context, expected: Answer) -> None:
         nonlocal found
@@ -122,7 +144,6 @@ async def test_what_is_left_stays_in_use(engines: Stack, session: Session, head_
 
     await overflow_twice(session, head_blocks, run)
     assert sum(one.dropped_tokens for one in session.truncations) == 7 * BLOCK
-    await engines.idle("d0", "d1")
 
 
 async def test_lost_kv_is_made_again_stage_by_stage(engines: Stack, session: Session) -> None:

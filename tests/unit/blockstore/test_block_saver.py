@@ -141,7 +141,7 @@ def test_no_more_waits_for_others_than_is_sent_in_a_moment(folder: Path) -> None
         lane.put(
             Save(
                 model=MODEL, layers=8, tenant="t", parent=b"", first_index=0, block_ids=(ids(1)[0],),
-                layer=layer, payload=((view,),), bytes=1000, done=lambda: None, give_up=soon(),
+                part=range(8), layer=layer, payload=((view,),), bytes=1000, done=lambda: None, give_up=soon(),
                 traceparent="",
             )
         )  # fmt: skip

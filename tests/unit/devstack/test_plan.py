@@ -210,3 +210,40 @@ def test_colocated_instances_load_the_model_once() -> None:
     assert threads_by_service(2, alone, {"decode": {"pipelining": "on"}})["decode"] == 2
     with pytest.raises(InvalidInput, match="leave one of them out"):
         tables(UpSettings(colocated=True, prefill=2), PLACE, 2, {})
+
+
+def test_stages_of_a_prefill_are_processes_that_find_each_other() -> None:
+    settings = UpSettings(prefill=2, stages=3)
+    plans = {plan.name: plan for plan in processes(settings, PLACE, 8, 1, {}, user={}, model_flag=False)}
+    ours = {name: flags(plan.command) for name, plan in plans.items() if plan.service == "prefill"}
+    assert {name: (one["stage_group"], one["stage"]) for name, one in ours.items()} == {
+        f"{group}{suffix}": (group, str(stage))
+        for group in ("prefill-1", "prefill-2")
+        for stage, suffix in enumerate(["", "-stage-1", "-stage-2"])
+    }
+    assert all(("data_listen" in one) == (one["stage"] != "0") for one in ours.values())
+    assert len({one["listen"] for one in ours.values()}) == 6
+    written = tables(settings, PLACE, 8, {})["prefill"]
+    assert written["stages"] == 3
+    assert "core_lock" not in written
+    assert threads_by_service(8, settings, {})["prefill"] == 1
+
+
+def test_stages_of_the_settings_file_count_as_those_of_up() -> None:
+    user = {"prefill": {"stages": 2}}
+    plans = processes(UpSettings(), PLACE, 8, 1, {}, user=user, model_flag=False)
+    assert [plan.name for plan in plans if plan.service == "prefill"] == ["prefill", "prefill-stage-1"]
+    assert tables(UpSettings(), PLACE, 8, user)["prefill"]["stages"] == 2
+
+
+def test_one_stage_is_the_prefill_that_there_was() -> None:
+    plans = processes(UpSettings(), PLACE, 8, 1, {}, user={}, model_flag=False)
+    (prefill,) = [plan for plan in plans if plan.service == "prefill"]
+    assert "stage" not in flags(prefill.command)
+    assert "stages" not in tables(UpSettings(), PLACE, 8, {})["prefill"]
+
+
+def test_colocated_instances_have_no_stages() -> None:
+    with pytest.raises(InvalidInput, match="leave one of them out") as refused:
+        tables(UpSettings(colocated=True, stages=2), PLACE, 8, {})
+    assert refused.value.param == "stages"

@@ -1,0 +1,1 @@
+"""Pipeline stages of one prefill replica (Mnemosyne, section 4.3): each has a range of layers."""

@@ -1,0 +1,424 @@
+"""A stage behind the first: it computes what it is planned, in the blocks that it is told, and decides
+nothing.
+
+Its memory has the same physical blocks as the first stage's, in its own layers. Who has which of them only
+the first stage knows, so that nothing has to be agreed on; here all of them are in use all the time, and a
+block has more than one reference while it is on its way to decode or to the kvstore.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvcommons.backend.memory import byte_view
+from kvcommons.blockstore.saver import BlockSaver
+from kvcommons.engine.core import Core
+from kvcommons.engine.history import Condemner, Histories, Load
+from kvcommons.engine.keeper import BlockKeeper
+from kvcommons.engine.prompt import Prompt
+from kvcommons.engine.prompt_memory import WholePrompt
+from kvcommons.engine.prompts import Prompts
+from kvcommons.engine.read_buffer import ReadBuffer
+from kvcommons.engine.request import Request
+from kvcommons.engine.scheduler import Scheduler
+from kvcommons.engine.sequence import Sequence
+from kvcommons.errors import InvalidInput, KVCommonsError, Overloaded, Unavailable, UnsupportedParameter
+from kvcommons.pb import common_pb2
+from kvcommons.pb import data_pb2 as pb
+from kvcommons.prefill.handover import HandOver
+from kvcommons.prefill.push import Delivery, Pusher
+from kvcommons.prefill.targets import Target
+from kvcommons.stages.iteration import StageIteration
+from kvcommons.stages.link import StageLink
+from kvcommons.telemetry.telemetry import Telemetry
+from kvcommons.transport.base import Observer
+from kvcommons.transport.deadline import Deadline
+from kvcommons.transport.server import Exchange
+
+log = logging.getLogger(__name__)
+
+REPORT_S = 0.5  # between two reports, at most: each end notices that the other one is gone
+REPORT_SEND_S = 5.0
+Made = list[tuple[int, list[common_pb2.SampledToken]]]  # tokens by prompt
+LOOK_S = 0.005  # between looks at what ends by itself: loads, and what is on its way out
+QUIET_S = 15.0  # until nothing of the epoch before is under way any more
+
+
+@dataclass(slots=True)
+class _Held:
+    """A prompt that was begun here."""
+
+    prompt: Prompt
+    delivery: Delivery
+    ended: bool = False  # its blocks are awaited, then it is reported
+
+
+class Follower:
+    """A DataServer's handler. Of one epoch at a time: whoever asks it to join ends the one before."""
+
+    def __init__(
+        self,
+        core: Core,
+        number: int,
+        *,
+        keeper: BlockKeeper,
+        saver: BlockSaver,
+        histories: Histories,
+        condemner: Condemner,
+        push_deadline_s: float,
+        telemetry: Telemetry,
+        observer: Observer | None = None,
+    ) -> None:
+        """`number`: which stage it is."""
+        self.core = core
+        self._number = number
+        self._keeper = keeper
+        self._saver = saver
+        self._condemner = condemner
+        self._observer = observer
+        self._pusher = Pusher(core.memory, core.allocator, call_deadline_s=push_deadline_s, observer=observer)
+        self._histories = histories
+        self._prompts = Prompts(
+            core,
+            Scheduler(),  # that is the first stage's business
+            chunk_tokens=1,
+            keeper=keeper,
+            histories=histories,
+            read_buffer=ReadBuffer(layers=len(core.layers), bytes_max=0),
+            tracer=telemetry.tracer,
+        )
+        self._whole = WholePrompt(core, self._prompts)
+        self._blocks = core.allocator.allocate(core.allocator.total)
+        self._lock = threading.Lock()
+        self._epoch: _Epoch | None = None
+        self._joining = threading.Lock()  # by one at a time
+
+    @property
+    def prompts(self) -> int:
+        """That it computes."""
+        epoch = self._epoch
+        return epoch.held if epoch is not None else 0
+
+    def __call__(self, request: pb.DataRequest, exchange: Exchange) -> None:
+        op = request.WhichOneof("op")
+        if op == "join_stages":
+            self._join(request.join_stages, exchange)
+        elif op == "stage_plan":
+            self._take(request.stage_plan, exchange)
+        else:
+            raise UnsupportedParameter(f"a pipeline stage does not answer {op}", param="op")
+
+    def close(self) -> None:
+        """Ends the epoch: the first stage hears of it as its reports end."""
+        with self._lock:
+            epoch, self._epoch = self._epoch, None
+        if epoch is not None:
+            epoch.end(Unavailable("this stage is stopping"))
+        self._pusher.stop()
+
+    def _join(self, join: pb.JoinStages, exchange: Exchange) -> None:
+        self._check(join)
+        with self._joining:
+            with self._lock:
+                before, self._epoch = self._epoch, None
+            if before is not None:
+                before.end(Unavailable("the stages were put together anew"))
+            self._await_quiet(before)
+            self._saver.writer = join.writer
+            epoch = _Epoch(self, join)
+            with self._lock:
+                self._epoch = epoch
+        epoch.start()
+        try:
+            while True:
+                exchange.deadline = Deadline.after(REPORT_SEND_S)
+                exchange.reply(pb.DataReply(stage_report=epoch.report()))
+                epoch.await_report(REPORT_S)
+        finally:
+            epoch.end(Unavailable("the first stage is gone"))
+
+    def _check(self, join: pb.JoinStages) -> None:
+        core = self.core
+        if join.model != core.info.fingerprint:
+            raise InvalidInput(
+                "the first stage has another model: start all stages with one model, dtype and block_tokens",
+                param="model",
+            )
+        if join.number != self._number or bool(join.next_address) == core.model.last:
+            raise InvalidInput(
+                f"this is stage {self._number}, of layers {core.layers.start} … {core.layers[-1]}, and was "
+                f"taken for stage {join.number}: start all stages with the same stages and stage_layers",
+                param="number",
+            )
+        if join.blocks > core.allocator.total:
+            raise InvalidInput(
+                f"the first stage has {join.blocks} blocks, and this one {core.allocator.total}: start all "
+                "stages with one capacity_tokens",
+                param="capacity_tokens",
+            )
+
+    def _await_quiet(self, before: _Epoch | None) -> None:
+        """Nothing reads or writes the blocks any more, which are whoever's from here on. Raises
+        Overloaded."""
+        deadline = Deadline.after(QUIET_S)
+        while (before is not None and before.computes) or not self.core.allocator.held_once(self._blocks):
+            self._keeper.make_room()
+            if deadline.passed():
+                raise Overloaded(
+                    "blocks of the epoch before are still on their way: retry", retry_after_ms=500
+                )
+            time.sleep(LOOK_S)
+
+    def _take(self, plan: pb.StagePlan, exchange: Exchange) -> None:
+        exchange.one_way = True
+        with self._lock:
+            epoch = self._epoch
+        if epoch is None or epoch.number != plan.epoch:
+            return  # of one that has ended: whoever sent it knows, or will hear
+        try:
+            rows = sum(span.tokens for span in plan.spans)
+            hidden: Tensor | None = None
+            if rows:
+                hidden = torch.empty((rows, self.core.model.spec.hidden), dtype=self.core.model.dtype)
+                exchange.receive_payload([byte_view(hidden)])
+            epoch.put(plan, hidden)
+        except KVCommonsError as error:
+            epoch.end(error)
+            raise
+
+
+class _Epoch:
+    """One life of the group, at this stage: a thread that carries out plans in their order."""
+
+    def __init__(self, follower: Follower, join: pb.JoinStages) -> None:
+        self.number = join.epoch
+        self._follower = follower
+        self._core = follower.core
+        self._link = (
+            StageLink(join.next_address, join.epoch, follower._observer) if join.next_address else None
+        )
+        self._plans: queue.SimpleQueue[tuple[pb.StagePlan, Tensor | None] | None] = queue.SimpleQueue()
+        self._received = 0
+        self._held: dict[int, _Held] = {}
+        self._loads: dict[int, Load] = {}
+        # Guards what follows, and the two above where others look at them.
+        self._changed = threading.Condition()
+        self._report = pb.StageReport()
+        self._failure: KVCommonsError | None = None
+        self._thread = threading.Thread(target=self._run, name="stage", daemon=True)
+
+    @property
+    def held(self) -> int:
+        """Prompts that have begun, and are not reported as ended."""
+        return len(self._held)
+
+    @property
+    def computes(self) -> bool:
+        """Whether its thread may still write to blocks."""
+        return self._thread.is_alive()
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def put(self, plan: pb.StagePlan, hidden: Tensor | None) -> None:
+        """Raises InvalidInput where a plan before it was lost."""
+        self._received += 1
+        if plan.number != self._received:
+            raise InvalidInput(f"plan {plan.number} came where {self._received} was due")
+        self._plans.put((plan, hidden))
+
+    def end(self, failure: KVCommonsError) -> None:
+        """Nothing more is computed or sent once the chunk under way is done. Any thread, any number of
+        times."""
+        with self._changed:
+            first, self._failure = self._failure is None, self._failure or failure
+            self._changed.notify_all()
+        if first:
+            log.info("the stages' epoch has ended: %s", failure.message, extra={"epoch": f"{self.number:x}"})
+        self._plans.put(None)
+        if self._link is not None:
+            self._link.close()
+
+    def report(self) -> pb.StageReport:
+        """What has happened since the last one. Raises why the epoch has ended."""
+        with self._changed:
+            if self._failure is not None:
+                raise self._failure
+            report, self._report = self._report, pb.StageReport()
+        return report
+
+    def await_report(self, within_s: float) -> None:
+        """Until there is something to report, or that long."""
+        until = Deadline.after(within_s)
+        with self._changed:
+            while not (self._failure or self._look() or until.passed()):
+                watching = self._loads or any(held.ended for held in self._held.values())
+                self._changed.wait(min(until.left(), LOOK_S if watching else within_s))
+
+    def _look(self) -> bool:
+        """Whether there is something to report; what has ended by itself is."""
+        report, last = self._report, self._core.layers[-1]
+        for number, load in list(self._loads.items()):
+            if load.ended or load.arrived(last):
+                del self._loads[number]
+                report.loads.add(load=number, blocks=load.wait(last, Deadline.after(0)))
+        for key, held in list(self._held.items()):
+            if held.ended and self._core.allocator.held_once(held.prompt.blocks):
+                del self._held[key]
+                report.ended.append(key)
+        return bool(report.ByteSize())
+
+    def _tell(self, add: Callable[[pb.StageReport], None]) -> None:
+        with self._changed:
+            add(self._report)
+            self._changed.notify_all()
+
+    # Below: the epoch's thread.
+
+    def _run(self) -> None:
+        try:
+            with torch.inference_mode():
+                while (item := self._plans.get()) is not None and self._failure is None:
+                    self._carry_out(*item)
+        except KVCommonsError as error:
+            self._fail(error)
+        except Exception as error:
+            log.exception("a stage failed")
+            self._fail(
+                Unavailable(f"stage {self._follower._number} failed: {type(error).__name__}; see its log")
+            )
+        finally:
+            with self._changed:
+                loads, self._loads = list(self._loads.values()), {}
+                held = list(self._held.values())
+            for load in loads:
+                load.cancel()
+            for one in held:
+                one.delivery.abandon(Unavailable("a stage of this prefill ended"))
+
+    def _fail(self, error: KVCommonsError) -> None:
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()
+
+    def _carry_out(self, plan: pb.StagePlan, hidden: Tensor | None) -> None:
+        for change in plan.changes:
+            self._change(change)
+        spans = [(self._held[span.prompt].prompt, span) for span in plan.spans]
+        if hidden is None:
+            self._pass_on(plan, [], None)
+            return
+        prompts = self._follower._prompts
+        groups = [prompts.span(prompt, range(span.first, span.first + span.tokens)) for prompt, span in spans]
+        iteration = StageIteration(self._core, groups, hidden)
+        tokens = iteration.run()
+        if iteration.failures:
+            raise next(iter(iteration.failures.values()))
+        if self._link is not None:
+            self._pass_on(plan, list(plan.spans), iteration.leaving)
+        else:
+            self._sampled(plan, [(one.prompt.key, made) for one, made in zip(groups, tokens, strict=True)])
+        for one in groups:
+            if one.chunk.stop == one.prompt.tokens:
+                self._seal(one.prompt.key)
+            elif (failure := one.prompt.sink.failure) is not None:
+                self._delivered(one.prompt.key, failure)
+
+    def _pass_on(self, plan: pb.StagePlan, spans: list[pb.StageSpan], hidden: Tensor | None) -> None:
+        if self._link is not None:
+            self._link.send(list(plan.changes), spans, hidden, iteration=plan.iteration)
+        elif plan.iteration:
+            self._sampled(plan, [])
+
+    def _sampled(self, plan: pb.StagePlan, made: Made) -> None:
+        def add(report: pb.StageReport) -> None:
+            report.iterations += 1
+            for key, tokens in made:
+                for token in tokens:
+                    report.tokens.add(prompt=key, token=token)
+
+        self._tell(add)
+
+    def _change(self, change: pb.StageChange) -> None:
+        kind = change.WhichOneof("change")
+        if kind == "begin":
+            self._begin(change.begin)
+        elif kind == "end":
+            self._end(change.end)
+        elif kind == "load":
+            self._load(change.load)
+        elif kind == "narrow":
+            self._narrow(change.narrow)
+        else:
+            raise InvalidInput("a stage was told to change something that it does not know: run one version")
+
+    def _begin(self, begin: pb.BeginPrompt) -> None:
+        core, follower, asked = self._core, self._follower, begin.request
+        request = Request.of(asked.job, core.info)
+        delivery = Delivery(Deadline.after(begin.deadline_ms / 1000), begin.traceparent)
+        targets = tuple(Target.of(placement) for placement in asked.targets)
+        prompt = Prompt(
+            sequence=Sequence(
+                key=begin.prompt,
+                request=request,
+                block_tokens=core.block_tokens,
+                chain=request.chain(core.info),
+            ),
+            sink=HandOver(follower._pusher, delivery, targets, asked.push_from_block, lambda event: None),
+            memory=follower._whole,
+            deadline_s=time.monotonic() + begin.deadline_ms / 1000,
+            submitted_s=time.monotonic(),
+            blocks=list(begin.blocks),
+            save_from=begin.save_from,
+        )
+        prompt.reuse(device=begin.device_blocks, loaded=begin.loaded_blocks)
+        with self._changed:
+            self._held[begin.prompt] = _Held(prompt, delivery)
+        follower._prompts.save_found(prompt)
+
+    def _end(self, end: pb.EndPrompt) -> None:
+        with self._changed:
+            held = self._held[end.prompt]
+            held.ended = True
+            self._changed.notify_all()
+        if not end.finished:
+            held.delivery.abandon(Unavailable("the job was cancelled"))
+
+    def _load(self, wanted: pb.LoadBlocks) -> None:
+        self._follower._condemner.know(data_address=wanted.store_data, control_address=wanted.store_control)
+        load = self._follower._histories.load(
+            store=wanted.store_data,
+            ids=list(wanted.block_ids),
+            blocks=list(wanted.blocks),
+            deadline=Deadline.after(wanted.deadline_ms / 1000),
+        )
+        with self._changed:
+            self._loads[wanted.load] = load
+            self._changed.notify_all()
+
+    def _narrow(self, narrow: pb.NarrowLoad) -> None:
+        """One that has ended was reported, or is not looked at any more."""
+        with self._changed:
+            load = self._loads.get(narrow.load)
+            if load is not None and not narrow.blocks:
+                del self._loads[narrow.load]
+        if load is not None:
+            if narrow.blocks:
+                load.narrow(narrow.blocks)
+            else:
+                load.cancel()
+
+    def _seal(self, key: int) -> None:
+        self._held[key].delivery.seal(lambda failure: self._delivered(key, failure))
+
+    def _delivered(self, key: int, failure: KVCommonsError | None) -> None:
+        delivered = pb.StageDelivery(prompt=key, error=failure.to_detail() if failure is not None else None)
+        self._tell(lambda report: report.delivered.append(delivered))

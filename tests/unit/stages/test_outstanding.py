@@ -1,0 +1,65 @@
+"""What the first stage waits for, and when blocks are its own again."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from kvcommons.stages.outstanding import OutstandingWork
+
+
+def test_one_more_iteration_than_stages_fills_the_line() -> None:
+    work = OutstandingWork([1, 2], iterations_max=3)
+    for _ in range(3):
+        assert not work.full
+        work.passed_on()
+    assert work.full
+    work.done(2)
+    assert (work.full, work.iterations) == (False, 1)
+    with pytest.raises(ValueError, match="2 iterations are done, of 1"):
+        work.done(2)
+
+
+def test_blocks_come_back_once_all_stages_have_ended_a_prompt() -> None:
+    work = OutstandingWork([1, 2], iterations_max=3)
+    work.begin(7, [4, 5])
+    assert work.begun(7)
+    assert work.ended(7, 2) == ()
+    assert work.ended(7, 2) == ()
+    assert work.ended(7, 1) == (4, 5)
+    assert not work.begun(7)
+    assert work.ended(7, 1) == ()
+
+
+def test_a_stage_says_once_that_it_has_delivered() -> None:
+    work = OutstandingWork([1, 2], iterations_max=3)
+    work.begin(7, [])
+    assert [work.delivered(7, 1), work.delivered(7, 1), work.delivered(8, 1)] == [True, False, False]
+    assert work.abandon() == ([], [(7, 2)])
+
+
+def test_random_epochs_lose_no_block_and_give_none_back_twice() -> None:
+    for seed in range(300):
+        draw = random.Random(seed)
+        stages = range(1, draw.randrange(2, 6))
+        work = OutstandingWork(stages, iterations_max=len(stages) + 1)
+        held: dict[int, list[int]] = {}
+        left: dict[int, set[int]] = {}
+        came_back: list[int] = []
+        for key in range(draw.randrange(1, 12)):
+            held[key] = [draw.randrange(100) for _ in range(draw.randrange(4))]
+            left[key] = set(stages)
+            work.begin(key, held[key])
+            for _ in range(draw.randrange(6)):
+                other = draw.choice(list(left))
+                stage = draw.choice(list(stages))
+                back = work.ended(other, stage)
+                expected = left[other] == {stage}
+                left[other].discard(stage)
+                assert back == (tuple(held[other]) if expected else ())
+                came_back += back
+        blocks, undelivered = work.abandon()
+        assert sorted([*came_back, *blocks]) == sorted(block for some in held.values() for block in some)
+        assert {key for key, _ in undelivered} == {key for key, stages_left in left.items() if stages_left}
+        assert work.prompts == []
