@@ -167,3 +167,35 @@ async def test_a_store_that_dies_holds_up_nobody_and_hears_of_the_queue_when_it_
         await asyncio.gather(*asked)
         assert (await served.get("/v1/status"))[1]["queue"] == {"running": 0, "waiting": 0}
     assert again.terminate() == 0, again.errors
+
+
+async def test_what_is_computed_of_a_document_stays_while_others_come_and_go(socket_folder: Path) -> None:
+    shape = BlockShape(model=MODEL.fingerprint, layers=2, object_bytes=4096)
+    secret = socket_folder / "secret"
+    secret.write_bytes(SECRET)
+    room = {"dram_bytes": 1 << 20, "disk_bytes": 2 << 20}  # for 128 and 256 blocks
+    store = KvstoreProcess(socket_folder, socket_folder / "store", **room).wait_ready()
+
+    def keep(ids: list[bytes]) -> None:
+        store.put_blocks(ids, shape=shape)
+        store.wait_written()
+
+    async with stack(socket_folder, Known(store), settings={"secret_file": str(secret)}) as served:
+        served.says("yes and no")
+        await served.show()
+        parts = served.engines[0].prefill.requests
+        served.script.delay_s = 0.2
+        text = " ".join(f"Friend number {at} likes blue." for at in range(120))
+        await served.post("/v1/sessions/document/prefill", {"content": text})
+        await eventually(lambda: len(parts) == 1)
+        served.script.delay_s = 60.0  # of its second part
+        await eventually(lambda: len(parts) == 2)
+        computed, alike = ids_of(list(parts[0].job.tokens)), block_ids(64)
+        assert len(computed) == len(alike)
+        await asyncio.to_thread(keep, computed)
+        await asyncio.to_thread(keep, alike)
+        for name in range(3, 11):  # twice what there is room for
+            await asyncio.to_thread(keep, ids_of(prompt(name, 64)))
+        assert len(peek(store, computed, MODEL.fingerprint)) == len(computed)
+        assert not peek(store, alike, MODEL.fingerprint)
+    assert store.terminate() == 0, store.errors

@@ -8,9 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
+from kvcommons.errors import ContextLengthExceeded
 from kvcommons.model.synthetic import write_random_folder
-from tests.exactness import MARGIN
+from tests.exactness import MARGIN, assert_greedy, logits_of
 from tests.system.stack import Stack
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -106,3 +109,28 @@ def test_a_sequence_larger_than_any_instance(
         if token != expected:
             assert ahead < MARGIN, "the tokens part where the best one is far ahead"
             break
+
+
+def test_a_document_over_several_instances_is_what_one_chats_on(tmp_path: Path, model: Path) -> None:
+    """Computed part by part with KV in three places, and refused where all of them together are too small."""
+    settings = tables(HOLDER_TOKENS, placement="overflow") | {"router": {"document_part_s": 0.5}}
+    path = "/v1/sessions/long/prefill"
+    with Stack(tmp_path / "stack", tables=settings, model=str(model), attention_pool=2) as stack:
+        with pytest.raises(ContextLengthExceeded, match=r"are missing, which is \d+ tokens"):
+            stack.client.post(path, {"content": document(800)})
+        stack.client.post(path, {"content": document(360)})
+        *states, last = stack.client.events(f"{path}?stream=true")
+        assert (last["status"], last["computed_tokens"]) == ("completed", last["tokens"])
+        assert last["tokens"] > 2 * HOLDER_TOKENS
+        assert len({state["computed_tokens"] for state in states}) > 2, "in several parts"
+        turn = stack.client.say("Who likes blue?", "long", max_tokens=ANSWER, temperature=0, ignore_eos=True)
+        assert turn.cached_tokens > 0.9 * turn.prompt_tokens
+        tokens = stack.client.session("long")["token_ids"]
+        stack.assert_no_block_is_held()
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="sdpa")
+    prompt, made = tokens[: turn.prompt_tokens], tokens[turn.prompt_tokens :]
+    assert_greedy(made[:ANSWER], logits_of(reference, prompt, made[:ANSWER]))
+
+
+def document(sentences: int) -> str:
+    return " ".join(f"My friend number {i} likes the colour blue." for i in range(sentences))

@@ -35,6 +35,7 @@ class KeptBlocks:
         self._blocks = 0
         self._number = time.time_ns()  # a document that another router goes on with uses no number again
         self._hints = StoreHints()
+        self._grown = asyncio.Event()
 
     def grow(self, blocks: int) -> None:
         """So many leading blocks are computed."""
@@ -44,12 +45,14 @@ class KeptBlocks:
             self._number += 1
             self._runs.append(WaitingRequest(self._number, prefix, _STARTS_IN_S))
             self._blocks = end
+            self._grown.set()
 
     async def run(self, fleet: Fleet) -> None:
         """Until it is cancelled; what the store remembers runs out then. `fleet`: seen from the blocks'
         home."""
         store_id = ""
         while True:
+            self._grown.clear()
             store = fleet.store()
             if store is not None and self._runs:
                 if store.id != store_id:
@@ -60,4 +63,8 @@ class KeptBlocks:
                 except KVCommonsError as error:
                     self._hints.failed()
                     log.debug("the store was not told of a document's blocks: %s", error)
-            await asyncio.sleep(_HINT_S)
+            try:
+                async with asyncio.timeout(_HINT_S):
+                    await self._grown.wait()
+            except TimeoutError:
+                pass
