@@ -3,7 +3,8 @@ take. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
@@ -22,13 +23,29 @@ class LayerTimes:
     @classmethod
     def estimate(cls, spec: ModelSpec, *, rows: int, sampled: int, context: int = 0) -> LayerTimes:
         """Multiplications of an iteration of so many rows at a context of so many tokens, after `sampled` of
-        which a token is sampled: all of them where sequences generate, the last one of a prompt."""
+        which a token is sampled: all of them where sequences generate, the last one of a prompt. Of the last
+        layer the others need K and V only."""
         dim, heads, kv_heads = spec.head_dim, spec.query_heads, spec.kv_heads
-        projections = spec.hidden * dim * (2 * heads + 2 * kv_heads) + 3 * spec.hidden * spec.mlp
+        opening = spec.hidden * dim * (heads + 2 * kv_heads)
+        closing = spec.hidden * dim * heads + 3 * spec.hidden * spec.mlp
         seen = [context if window is None else min(context, window) for window in spec.windows]
+        closed = [*[rows] * (spec.layers - 1), sampled]
         return cls(
-            layers=tuple(float(rows * (projections + 2 * tokens * heads * dim)) for tokens in seen),
+            layers=tuple(
+                float(rows * opening + needed * (2 * tokens * heads * dim + closing))
+                for tokens, needed in zip(seen, closed, strict=True)
+            ),
             head=float(sampled * spec.vocab_size * spec.hidden),
+        )
+
+    @classmethod
+    def measured(cls, ranges: Sequence[range], seconds: Sequence[float]) -> LayerTimes:
+        """From what each stage of a division took: its layers alike, what lies before and after them
+        included."""
+        return cls(
+            layers=tuple(
+                took / len(layers) for layers, took in zip(ranges, seconds, strict=True) for _ in layers
+            )
         )
 
     def of(self, layers: range) -> float:
@@ -41,32 +58,35 @@ class LayerTimes:
         """Consecutive layers for each stage, at least one, so that the slowest stage, by which a pipeline
         goes, takes as little as it can, and the others are as equal as they can be. Raises InvalidInput for
         more stages than layers."""
-        count = len(self.layers)
-        check_stages(count, stages)
-        # best[end]: the slowest of `stage` stages over the layers before `end`, then the sum of squares, by
-        # which they are equal; and where the last of them begins.
-        before = [0.0, *accumulate(self.layers)]
-        best: list[tuple[float, float, int] | None] = [(0.0, 0.0, 0)] + [None] * count
-        begins: list[list[int]] = []
-        for stage in range(1, stages + 1):
-            following: list[tuple[float, float, int] | None] = [None] * (count + 1)
-            for end in range(stage, count - (stages - stage) + 1):
-                options = []
-                for start in range(stage - 1, end):
-                    reached = best[start]
-                    if reached is None:
+        check_stages(len(self.layers), stages)
+        slowest, _ = self._best(stages, math.inf, max)
+        _, borders = self._best(stages, slowest * (1 + 1e-9), lambda others, mine: others + mine * mine)
+        return ranges_between(borders)
+
+    def _best(
+        self, stages: int, limit: float, join: Callable[[float, float], float]
+    ) -> tuple[float, list[int]]:
+        """The least that stages' times, none above `limit`, can be joined to, and the borders between them:
+        the last stage may begin anywhere, behind the best of the others."""
+        count, before = len(self.layers), [0.0, *accumulate(self.layers)]
+
+        def took(start: int, end: int) -> float:
+            edges = (self.embedding if start == 0 else 0.0) + (self.head if end == count else 0.0)
+            return before[end] - before[start] + edges
+
+        best: dict[int, tuple[float, list[int]]] = {0: (0.0, [0])}
+        for _ in range(stages):
+            following: dict[int, tuple[float, list[int]]] = {}
+            for start, (others, borders) in best.items():
+                for end in range(start + 1, count + 1):
+                    mine = took(start, end)
+                    if mine > limit:
                         continue
-                    mine = before[end] - before[start]
-                    mine += self.embedding if start == 0 else 0.0
-                    mine += self.head if end == count else 0.0
-                    options.append((max(reached[0], mine), reached[1] + mine * mine, start))
-                following[end] = min(options, default=None)
+                    joined = join(others, mine)
+                    if end not in following or joined < following[end][0]:
+                        following[end] = joined, [*borders, end]
             best = following
-            begins.append([one[2] if one is not None else 0 for one in best])
-        borders = [count]
-        for starts in reversed(begins):
-            borders.append(starts[borders[-1]])
-        return ranges_between(borders[::-1])
+        return best[count]
 
 
 def check_stages(layers: int, stages: int) -> None:
@@ -90,6 +110,16 @@ def ranges_of(counts: Sequence[int], layers: int) -> tuple[range, ...]:
             param="stage_layers",
         )
     return ranges_between([0, *accumulate(counts)])
+
+
+def better_division(ranges: Sequence[range], seconds: Sequence[float]) -> tuple[list[int], float]:
+    """Layers of each stage by which the slowest would take less, from what the stages of this division took,
+    and how much less: a share, 0 where there is none."""
+    times = LayerTimes.measured(ranges, seconds)
+    better = times.divide(len(ranges))
+    slowest = max(seconds)
+    gain = 1 - max(map(times.of, better)) / slowest if slowest else 0.0
+    return [len(layers) for layers in better], max(gain, 0.0)
 
 
 def ranges_between(borders: Sequence[int]) -> tuple[range, ...]:

@@ -1085,8 +1085,11 @@ class StageReport(_message.Message):
     DELIVERED_FIELD_NUMBER: _builtins.int
     ENDED_FIELD_NUMBER: _builtins.int
     LOADS_FIELD_NUMBER: _builtins.int
+    BUSY_US_FIELD_NUMBER: _builtins.int
     iterations: _builtins.int
     """that the last stage has done"""
+    busy_us: _builtins.int
+    """that it has computed"""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageToken]: ...
     @_builtins.property
@@ -1105,10 +1108,11 @@ class StageReport(_message.Message):
         delivered: _abc.Iterable[Global___StageDelivery] | None = ...,
         ended: _abc.Iterable[_builtins.int] | None = ...,
         loads: _abc.Iterable[Global___StageLoad] | None = ...,
+        busy_us: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["delivered", b"delivered", "ended", b"ended", "iterations", b"iterations", "loads", b"loads", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_us", b"busy_us", "delivered", b"delivered", "ended", b"ended", "iterations", b"iterations", "loads", b"loads", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -18,7 +18,7 @@ class Pipelined(Inline):
         self._group = group
 
     def advance(self, work: Work) -> bool:
-        spans = () if self._group.full else work.spans(beside=IterationWork())
+        spans = work.spans(beside=IterationWork()) if self._group.takes_more() else ()
         if not spans:
             work.idle()
             return False

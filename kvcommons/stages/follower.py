@@ -320,6 +320,8 @@ class _Epoch:
         groups = [prompts.span(prompt, range(span.first, span.first + span.tokens)) for prompt, span in spans]
         iteration = StageIteration(self._core, groups, hidden)
         tokens = iteration.run()
+        with self._changed:
+            self._report.busy_us += int(iteration.timing.own_s * 1e6)
         if iteration.failures:
             raise next(iter(iteration.failures.values()))
         if self._link is not None:

@@ -23,7 +23,8 @@ from kvcommons.engine.engine import Engine
 from kvcommons.engine.history import Condemner, Load
 from kvcommons.engine.prompt import FirstToken, Prompt
 from kvcommons.engine.prompts import PromptSpan
-from kvcommons.errors import DataLoss, KVCommonsError, Loading, Unavailable, from_detail
+from kvcommons.errors import DataLoss, DeadlineExceeded, KVCommonsError, Loading, Unavailable, from_detail
+from kvcommons.model.layer_ranges import better_division
 from kvcommons.pb import data_pb2 as pb
 from kvcommons.pb import prefill_pb2
 from kvcommons.prefill.handover import HandOver, Listener
@@ -32,6 +33,7 @@ from kvcommons.prefill.targets import Target
 from kvcommons.stages.history import StagedLoad
 from kvcommons.stages.iteration import StageIteration
 from kvcommons.stages.link import StageLink
+from kvcommons.stages.metrics import StageMetrics
 from kvcommons.stages.outstanding import OutstandingWork
 from kvcommons.transport.base import Connection, Observer
 from kvcommons.transport.client import DataClient
@@ -41,6 +43,8 @@ log = logging.getLogger(__name__)
 
 JOIN_S = 20.0  # a stage that has to end another epoch first waits until its blocks are quiet
 SILENCE_S = 5.0  # reports come twice a second
+MEASURED_ITERATIONS = 256  # by which stages are compared
+UNEVEN = 0.05  # of the slowest stage's time: what another division has to save
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,35 +86,81 @@ class StagedHandOver(HandOver):
         super().cancelled()
 
 
+class EpochState:
+    """One life of the group, from where the first stage is: what it has under way with the others. How they
+    are reached is what differs."""
+
+    def __init__(self, number: int, members: Sequence[StageAddress]) -> None:
+        self.number = number
+        self.members = members
+        self.numbers = tuple(member.number for member in members)
+        self.outstanding = OutstandingWork(self.numbers, iterations_max=len(members) + 1)
+        self.iterations = 0  # that have left the line
+        self.busy_s = [0.0] * (len(members) + 1)  # by stage
+        self.deliveries: dict[int, Delivery] = {}
+        self.loads: dict[int, StagedLoad] = {}
+
+    def join(self, writer: str) -> None:
+        """Returns once all stages belong to it; they save as `writer`. Raises what one of them raises."""
+        raise NotImplementedError
+
+    def follow(self) -> None:
+        """Hears what they report, from now on."""
+        raise NotImplementedError
+
+    def send(
+        self,
+        changes: Sequence[pb.StageChange],
+        spans: Sequence[pb.StageSpan] = (),
+        iteration: StageIteration | None = None,
+    ) -> None:
+        """Down the line, in order. What is wrong with it ends the epoch, after what the engine does now."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """It has ended."""
+        raise NotImplementedError
+
+
+Epochs = Callable[["StageGroup", Sequence[StageAddress]], EpochState]
+
+
 class StageGroup:
     """Belongs to the engine's thread, but for `form`, `formed`, `check` and `close`."""
 
     def __init__(
         self,
         core: Core,
-        stages: int,
+        ranges: Sequence[range],
         *,
+        metrics: StageMetrics,
         saver: BlockSaver,
         condemner: Condemner,
+        iteration_s: float,
         instance_id: str,
         changed: Callable[[], None],
         observer: Observer | None = None,
+        epochs: Epochs | None = None,
     ) -> None:
-        """`changed` is called, on any thread, when an epoch has begun or ended."""
-        self._core = core
-        self._stages = stages
+        """`ranges`: layers of all stages. `iteration_s`: what one takes through the line, at most.
+        `changed` is called, on any thread, when an epoch has begun or ended. `epochs` makes them; None: over
+        the data plane."""
+        self.core = core
+        self._ranges = ranges
+        self._metrics = metrics
         self._saver = saver
         self._condemner = condemner
+        self._iteration_s = iteration_s
         self._instance_id = instance_id
         self._changed = changed
-        self._observer = observer
-        self._engine: Engine
-        self._epoch: _Formed | None = None
+        self._epochs = epochs or partial(_Connected, observer=observer)
+        self.engine: Engine
+        self._epoch: EpochState | None = None
         self._loads = itertools.count(1)
         self.shortfall = "its other stages have not started yet"
 
     def attach(self, engine: Engine) -> None:
-        self._engine = engine
+        self.engine = engine
 
     def sink(
         self,
@@ -137,18 +187,19 @@ class StageGroup:
     def form(self, members: Sequence[StageAddress]) -> None:
         """Has all of them join a new epoch, in the order of their numbers. Blocks; raises what one of them
         raises, Unavailable, DeadlineExceeded."""
-        epoch = time.time_ns()
-        writer = f"{self._instance_id}-{epoch:x}"
-        formed = _Formed(self, epoch, members, self._observer)
+        formed = self._epochs(self, members)
+        writer = f"{self._instance_id}-{formed.number:x}"
         try:
-            formed.join(self._core, writer)
+            formed.join(writer)
         except BaseException:
             formed.close()
             raise
         self._saver.writer = writer
         self._epoch = formed
         formed.follow()
-        log.info("the stages are together", extra={"epoch": f"{epoch:x}", "stages": self._stages})
+        log.info(
+            "the stages are together", extra={"epoch": f"{formed.number:x}", "stages": len(self._ranges)}
+        )
         self._changed()
 
     def close(self) -> None:
@@ -158,10 +209,13 @@ class StageGroup:
 
     # Below: the engine's thread.
 
-    @property
-    def full(self) -> bool:
-        """Whether a further iteration would only wait in front of the next stage."""
-        return self._epoch is None or self._epoch.outstanding.full
+    def takes_more(self) -> bool:
+        """Whether a further iteration would not only wait in front of the next stage. Ends an epoch in which
+        one does not come to its end, though all stages say that they are there."""
+        formed = self._epoch
+        if formed is not None and formed.outstanding.late(time.monotonic(), self._iteration_s):
+            self.lost(formed, DeadlineExceeded(f"an iteration took longer than {self._iteration_s:.0f} s"))
+        return self._epoch is not None and not self._epoch.outstanding.full
 
     def pass_on(self, iteration: StageIteration) -> None:
         """What the first stage has computed goes to the next one."""
@@ -177,8 +231,9 @@ class StageGroup:
             spans.append(
                 pb.StageSpan(prompt=group.prompt.key, first=group.chunk.start, tokens=len(group.chunk))
             )
-        formed.outstanding.passed_on()
+        formed.outstanding.passed_on(time.monotonic())
         formed.send(changes, spans, iteration)
+        self._took(formed, 0, iteration.timing.own_s)
 
     def end(self, key: int, *, finished: bool) -> None:
         """Nothing more is computed of a prompt; unknown ones are ignored."""
@@ -213,10 +268,10 @@ class StageGroup:
         formed.send([pb.StageChange(load=wanted)])
         return load
 
-    def _begin(self, formed: _Formed, prompt: Prompt) -> pb.StageChange:
+    def _begin(self, formed: EpochState, prompt: Prompt) -> pb.StageChange:
         sink = prompt.sink
         assert isinstance(sink, StagedHandOver)
-        self._core.allocator.retain(prompt.blocks)
+        self.core.allocator.retain(prompt.blocks)
         formed.outstanding.begin(prompt.key, prompt.blocks)
         formed.deliveries[prompt.key] = sink.delivery
         for _ in formed.numbers:
@@ -233,10 +288,21 @@ class StageGroup:
         )
         return pb.StageChange(begin=begin)
 
-    def _hear(self, formed: _Formed, stage: int, report: pb.StageReport) -> None:
+    def hear(self, formed: EpochState, stage: int, report: pb.StageReport) -> None:
+        """What a stage reports; of an epoch that has ended nothing."""
         if self._epoch is not formed:
             return
+        try:
+            self._take(formed, stage, report)
+        except ValueError as error:
+            self.lost(formed, DataLoss(f"stage {stage}: {error}"))
+
+    def _take(self, formed: EpochState, stage: int, report: pb.StageReport) -> None:
         formed.outstanding.done(report.iterations)
+        self._took(formed, stage, report.busy_us / 1e6)
+        formed.iterations += report.iterations
+        if formed.iterations >= MEASURED_ITERATIONS > formed.iterations - report.iterations:
+            self._compare(formed)
         for load in report.loads:
             known = formed.loads.get(load.load)
             if known is not None and not known.awaits_others:
@@ -246,58 +312,68 @@ class StageGroup:
                 failure = from_detail(delivered.error) if delivered.HasField("error") else None
                 formed.deliveries[delivered.prompt].end(failure)
         for made in report.tokens:
-            self._engine.sampled(made.prompt, made.token)
+            self.engine.sampled(made.prompt, made.token)
         for key in report.ended:
-            self._core.allocator.release(formed.outstanding.ended(key, stage))
+            self.core.allocator.release(formed.outstanding.ended(key, stage))
             if not formed.outstanding.begun(key):
-                formed.forget(key)
+                formed.deliveries.pop(key, None)
 
-    def _lost(self, formed: _Formed, error: KVCommonsError) -> None:
+    def _took(self, formed: EpochState, stage: int, seconds: float) -> None:
+        formed.busy_s[stage] += seconds
+        self._metrics.busy(stage, seconds)
+
+    def _compare(self, formed: EpochState) -> None:
+        """Says once an epoch where another division would be better, by what was measured in it."""
+        counts, gain = better_division(self._ranges, formed.busy_s)
+        if gain > UNEVEN:
+            log.info(
+                "the stages are uneven: stage_layers = %s would let the slowest take %.0f%% less",
+                counts,
+                100 * gain,
+                extra={"busy_s": [round(seconds, 3) for seconds in formed.busy_s]},
+            )
+
+    def lost(self, formed: EpochState, error: KVCommonsError) -> None:
         """A stage is gone, or what came of it was wrong."""
         if self._epoch is not formed:
             return
         self._epoch = None
         self.shortfall = error.message
         formed.close()
-        log.warning("the stages came apart: %s", error.message, extra={"epoch": f"{formed.epoch:x}"})
+        log.warning("the stages came apart: %s", error.message, extra={"epoch": f"{formed.number:x}"})
         gone = Unavailable(f"a stage of this prefill ended: {error.message}")
         blocks, undelivered = formed.outstanding.abandon()
         for load in formed.loads.values():
             for stage in formed.numbers:
                 load.ended_at(stage, 0)
-        self._engine.fail_prompts(gone)
+        self.engine.fail_prompts(gone)
         for key, _ in undelivered:
             formed.deliveries[key].end(gone)
-        self._core.allocator.release(blocks)
-        self._core.allocator.forget()
+        self.core.allocator.release(blocks)
+        self.core.allocator.forget()
         self._changed()
 
 
-class _Formed:
-    """One epoch's connections: one down the line, and one from each stage, on which it reports."""
+class _Connected(EpochState):
+    """One connection down the line, and one to each stage, on which it reports."""
 
     def __init__(
-        self, group: StageGroup, epoch: int, members: Sequence[StageAddress], observer: Observer | None
+        self, group: StageGroup, members: Sequence[StageAddress], observer: Observer | None = None
     ) -> None:
-        self.epoch = epoch
+        super().__init__(time.time_ns(), members)
         self._group = group
-        self._members = members
-        self.numbers = tuple(member.number for member in members)
-        self.outstanding = OutstandingWork(self.numbers, iterations_max=len(members) + 1)
-        self.deliveries: dict[int, Delivery] = {}
-        self.loads: dict[int, StagedLoad] = {}
-        self._link = StageLink(members[0].data_address, epoch, observer)
+        self._link = StageLink(members[0].data_address, self.number, observer)
         self._clients = [DataClient(member.data_address, observer=observer) for member in members]
         self._reports: list[Connection] = []
 
-    def join(self, core: Core, writer: str) -> None:
-        deadline = Deadline.after(JOIN_S)
-        following = [member.data_address for member in self._members[1:]] + [""]
-        for member, client, address in zip(self._members, self._clients, following, strict=True):
+    def join(self, writer: str) -> None:
+        core, deadline = self._group.core, Deadline.after(JOIN_S)
+        following = [member.data_address for member in self.members[1:]] + [""]
+        for member, client, address in zip(self.members, self._clients, following, strict=True):
             connection = client.connect(deadline)
             self._reports.append(connection)
             join = pb.JoinStages(
-                epoch=self.epoch,
+                epoch=self.number,
                 model=core.info.fingerprint,
                 number=member.number,
                 blocks=core.allocator.total,
@@ -310,13 +386,9 @@ class _Formed:
             _receive(connection, deadline)
 
     def follow(self) -> None:
-        for member, connection in zip(self._members, self._reports, strict=True):
-            threading.Thread(
-                target=self._follow,
-                args=(member.number, connection),
-                name=f"stage {member.number}",
-                daemon=True,
-            ).start()
+        for member, connection in zip(self.members, self._reports, strict=True):
+            name, arguments = f"stage {member.number}", (member.number, connection)
+            threading.Thread(target=self._follow, args=arguments, name=name, daemon=True).start()
 
     def send(
         self,
@@ -324,15 +396,11 @@ class _Formed:
         spans: Sequence[pb.StageSpan] = (),
         iteration: StageIteration | None = None,
     ) -> None:
-        """What is wrong with it ends the epoch, after what the engine does now."""
         try:
             hidden = None if iteration is None else iteration.leaving
             self._link.send(changes, spans, hidden, iteration=iteration is not None)
         except KVCommonsError as error:
             self._tell_lost(error)
-
-    def forget(self, key: int) -> None:
-        self.deliveries.pop(key, None)
 
     def close(self) -> None:
         self._link.close()
@@ -346,25 +414,19 @@ class _Formed:
         try:
             while True:
                 report = _receive(connection, Deadline.after(SILENCE_S))
-                for ended in report.loads:
+                for ended in report.loads:  # at once: the engine's thread may be waiting for it
                     load = self.loads.get(ended.load)
                     if load is not None:
                         load.ended_at(stage, ended.blocks)
                 if report.ByteSize():
-                    self._group._engine.post(partial(self._heard, stage, report))
+                    self._group.engine.post(partial(self._group.hear, self, stage, report))
         except KVCommonsError as error:
             self._tell_lost(error)
         finally:
             connection.close()
 
-    def _heard(self, stage: int, report: pb.StageReport) -> None:
-        try:
-            self._group._hear(self, stage, report)
-        except ValueError as error:
-            self._tell_lost(DataLoss(f"stage {stage}: {error}"))
-
     def _tell_lost(self, error: KVCommonsError) -> None:
-        self._group._engine.post(lambda: self._group._lost(self, error))
+        self._group.engine.post(partial(self._group.lost, self, error))
 
 
 def _receive(connection: Connection, deadline: Deadline) -> pb.StageReport:

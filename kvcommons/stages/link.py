@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -10,8 +11,8 @@ from torch import Tensor
 from kvcommons.backend.memory import byte_view
 from kvcommons.errors import KVCommonsError
 from kvcommons.pb import data_pb2 as pb
-from kvcommons.transport.base import Connection, Observer, SendBroken
-from kvcommons.transport.client import DataClient
+from kvcommons.transport.base import Connection, Observer
+from kvcommons.transport.client import DataClient, fresh
 from kvcommons.transport.deadline import Deadline
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ class StageLink:
         self._client = DataClient(address, observer=observer)
         self._epoch = epoch
         self._sent = 0
+        self._used_s = 0.0
         self._connection: Connection | None = None
 
     def send(
@@ -47,17 +49,15 @@ class StageLink:
         request = pb.DataRequest(deadline_ms=deadline.left_ms(), stage_plan=plan)
         payload: list[Buffer] = [] if hidden is None else [byte_view(hidden)]
         head = request.SerializeToString()
-        connection, kept = self._connection, self._connection is not None
+        connection = self._connection
+        # One that is idle for long is closed by the other end; had that lost a plan, the numbers would tell.
+        if connection is not None and not fresh(connection, self._used_s):
+            connection.close()
+            connection = None
         if connection is None:
             connection = self._connect(deadline)
-        try:
-            connection.send(head, payload, deadline)
-        except SendBroken as error:
-            if not kept or error.sent_bytes:
-                raise
-            # It was closed for idleness; had the other end lost a plan, the numbers would tell.
-            connection.close()
-            self._connect(deadline).send(head, payload, deadline)
+        connection.send(head, payload, deadline)
+        self._used_s = time.monotonic()
 
     def close(self) -> None:
         connection, self._connection = self._connection, None

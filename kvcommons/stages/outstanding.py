@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Sequence
 
 
@@ -13,7 +14,7 @@ class OutstandingWork:
         """`followers`: numbers of the stages behind the first."""
         self._followers = frozenset(followers)
         self._iterations_max = iterations_max
-        self._iterations = 0
+        self._since_s = deque[float]()  # of each iteration under way, oldest first
         self._blocks: dict[int, tuple[int, ...]] = {}  # by prompt
         self._using: dict[int, set[int]] = {}  # stages, by prompt
         self._delivering: dict[int, set[int]] = {}  # likewise
@@ -21,25 +22,30 @@ class OutstandingWork:
     @property
     def full(self) -> bool:
         """Whether one more iteration would only wait, and hold up whoever comes next."""
-        return self._iterations >= self._iterations_max
+        return len(self._since_s) >= self._iterations_max
 
     @property
     def iterations(self) -> int:
-        return self._iterations
+        return len(self._since_s)
+
+    def late(self, now_s: float, iteration_s: float) -> bool:
+        """Whether one has been under way for longer than any should be."""
+        return bool(self._since_s) and now_s - self._since_s[0] > iteration_s
 
     @property
     def prompts(self) -> list[int]:
         """Whose blocks are held."""
         return list(self._using)
 
-    def passed_on(self) -> None:
-        self._iterations += 1
+    def passed_on(self, now_s: float) -> None:
+        self._since_s.append(now_s)
 
     def done(self, iterations: int) -> None:
         """Raises ValueError for more than there are."""
-        if iterations > self._iterations:
-            raise ValueError(f"{iterations} iterations are done, of {self._iterations} under way")
-        self._iterations -= iterations
+        if iterations > len(self._since_s):
+            raise ValueError(f"{iterations} iterations are done, of {len(self._since_s)} under way")
+        for _ in range(iterations):
+            self._since_s.popleft()
 
     def begin(self, prompt: int, blocks: Sequence[int]) -> None:
         """The caller holds a reference on each of these blocks until `ended` gives them back."""
@@ -76,7 +82,7 @@ class OutstandingWork:
             (prompt, stage) for prompt, stages in self._delivering.items() for stage in sorted(stages)
         ]
         blocks = [block for prompt in list(self._using) for block in self._forget(prompt)]
-        self._iterations = 0
+        self._since_s.clear()
         return blocks, undelivered
 
     def _forget(self, prompt: int) -> tuple[int, ...]:

@@ -31,6 +31,7 @@ class PrefillConfig:
     stage: Annotated[int, Ge(0)] = 0  # which of them this one is; the first, 0, takes requests
     stage_group: str = "prefill"  # of an instance's stages, by which they find each other
     stage_layers: tuple[int, ...] = ()  # of each stage; default: by what they are expected to take
+    stage_deadline_s: Annotated[float, Gt(0)] = 120.0  # of a chunk, through all stages; then one is lost
     data_listen: str | None = None  # of a stage behind the first: its transport address
     advertise_data: str | None = None  # default: what was bound
 

@@ -31,9 +31,10 @@ from kvcommons.rpc.directory import Directory, Heartbeat
 from kvcommons.rpc.process import Process
 from kvcommons.rpc.server import RpcServer
 from kvcommons.stages.executor import Pipelined
-from kvcommons.stages.formation import Formation
+from kvcommons.stages.formation import Formation, StageShare
 from kvcommons.stages.group import StageGroup
 from kvcommons.stages.history import StagedHistories
+from kvcommons.stages.metrics import StageMetrics
 from kvcommons.telemetry.metrics import LoadMetrics
 from kvcommons.telemetry.telemetry import Telemetry
 from kvcommons.transport.deadline import Deadline
@@ -51,6 +52,7 @@ class PrefillParts:
         self,
         config: PrefillConfig,
         core: Core,
+        share: StageShare,
         telemetry: Telemetry,
         changed: Callable[[], None],
     ) -> None:
@@ -67,12 +69,14 @@ class PrefillParts:
         telemetry.registry.register(CoreLockCollector(cores))
         histories = Histories(core, self.loader)
         self.group: StageGroup | None = None
-        if config.stages > 1:
+        if len(share.ranges) > 1:
             self.group = StageGroup(
                 core,
-                config.stages,
+                share.ranges,
+                metrics=StageMetrics(telemetry.registry),
                 saver=self.saver,
                 condemner=self.condemner,
+                iteration_s=config.stage_deadline_s,
                 instance_id=telemetry.instance_id,
                 changed=changed,
                 observer=asking,
@@ -186,7 +190,7 @@ async def serve(config: PrefillConfig, process: Process) -> None:
     heartbeat.start()
     try:
         share, core = await asyncio.to_thread(load_share, config)
-        parts = PrefillParts(config, core, process.telemetry, changed)
+        parts = PrefillParts(config, core, share, process.telemetry, changed)
         if parts.group is not None:
             directory.start()
             formation = Formation(parts.group, share, core.info.fingerprint, directory)

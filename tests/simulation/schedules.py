@@ -6,12 +6,14 @@ from collections.abc import Callable
 
 from tests.simulation.commons_schedule import CommonsSchedule
 from tests.simulation.session_schedule import SessionSchedule
+from tests.simulation.stage_schedule import StageSchedule
 from tests.simulation.store_schedule import StoreSchedule
 
 KINDS: dict[str, Callable[[int], None]] = {
     "block store": lambda seed: StoreSchedule(seed).run(),
     "sessions": lambda seed: SessionSchedule(seed).run(),
     "commons": lambda seed: CommonsSchedule(seed).run(),
+    "stages": lambda seed: StageSchedule(seed).run(),
 }
 
 # By the seed's last digit.

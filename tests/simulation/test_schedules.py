@@ -27,3 +27,13 @@ def test_nothing_that_must_never_happen_does(first: int) -> None:
             replay(seed)
         except Exception as error:
             raise AssertionError(f"make simulate SEED={seed}: {error}") from error
+
+
+def test_stages_lose_no_block_and_compute_with_the_right_ones() -> None:
+    for seed in range(FIRST, FIRST + 8 * BATCH):
+        try:
+            replay(seed, "stages")
+        except Exception as error:
+            raise AssertionError(
+                f"python -m tests.simulation --kind stages --seed {seed}: {error}"
+            ) from error

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvcommons.backend.memory import BlockMemory
 from kvcommons.errors import InvalidInput
-from kvcommons.model.layer_ranges import LayerTimes, ranges_between, ranges_of
+from kvcommons.model.layer_ranges import LayerTimes, better_division, ranges_between, ranges_of
 from kvcommons.model.slices import Model, State
 from kvcommons.model.spec import ModelSpec
 from kvcommons.model.synthetic import random_config
@@ -175,3 +175,20 @@ def test_layers_may_be_named() -> None:
         assert refused.value.param == "stage_layers"
     with pytest.raises(InvalidInput, match="stages = 4"):
         ranges_of([1, 1, 1, 0], 3)
+
+
+def test_what_stages_took_says_how_to_divide_better() -> None:
+    uneven = [range(4), range(4, 8), range(8, 12), range(12, 16)]
+    counts, gain = better_division(uneven, [4.0, 4.0, 4.0, 8.0])
+    assert (sum(counts), counts[3]) == (16, 3)
+    assert gain == pytest.approx(1 - 6 / 8)
+    assert better_division(uneven, [4.0, 4.0, 4.0, 4.1])[1] == 0.0
+    assert better_division(uneven, [0.0] * 4)[1] == 0.0
+
+
+def test_of_a_prompts_last_layer_little_is_needed() -> None:
+    spec = ModelSpec.of(random_config("7m"))
+    prompt = LayerTimes.estimate(spec, rows=512, sampled=1)
+    assert prompt.layers[-1] < 0.25 * prompt.layers[0]
+    tokens = LayerTimes.estimate(spec, rows=8, sampled=8)
+    assert len(set(tokens.layers)) == 1

@@ -11,11 +11,13 @@ from kvcommons.stages.outstanding import OutstandingWork
 
 def test_one_more_iteration_than_stages_fills_the_line() -> None:
     work = OutstandingWork([1, 2], iterations_max=3)
-    for _ in range(3):
+    for now_s in (1.0, 2.0, 3.0):
         assert not work.full
-        work.passed_on()
+        work.passed_on(now_s)
     assert work.full
+    assert work.late(6.5, 5.0)
     work.done(2)
+    assert not work.late(6.5, 5.0)
     assert (work.full, work.iterations) == (False, 1)
     with pytest.raises(ValueError, match="2 iterations are done, of 1"):
         work.done(2)

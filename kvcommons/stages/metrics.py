@@ -1,0 +1,18 @@
+"""What the first stage measures of all of them."""
+
+from __future__ import annotations
+
+from prometheus_client import CollectorRegistry, Counter
+
+
+class StageMetrics:
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._busy_s = Counter(
+            "kvcommons_stage_busy_seconds_total",
+            "What iterations took in each pipeline stage.",
+            ["stage"],
+            registry=registry,
+        )
+
+    def busy(self, stage: int, seconds: float) -> None:
+        self._busy_s.labels(str(stage)).inc(seconds)
