@@ -32,6 +32,7 @@ from benchmarks import (
     rotation,
     settlement_cli,
     short_prompts,
+    stages,
     store_cli,
     transport,
 )
@@ -109,6 +110,7 @@ def _parser() -> argparse.ArgumentParser:
     settlement_cli.add(commands, _add_outputs)
     cores.add(commands, _add_outputs)
     short_prompts.add(commands, _add_outputs)
+    stages.add(commands, _add_outputs)
     attention_store_cli.add(commands, _add_outputs)
     remote_attention.add(commands, _add_outputs)
     kv_parallel.add(commands, _add_outputs)

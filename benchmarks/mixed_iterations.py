@@ -154,11 +154,11 @@ class _Mixed:
         """What was in it, the seconds that it took, and those that were expected."""
         from kvcommons.engine.iteration import Iteration
 
-        groups: list[TokenRows | _Chunk] = []
+        groups: list[TokenRows | PromptChunk] = []
         if point.rows:
             groups.append(self._token_rows(point.rows))
         if point.chunk:
-            groups.append(_Chunk(self._core, self._prompt, self._context, point.chunk))
+            groups.append(PromptChunk(self._core, self._prompt, self._context, point.chunk))
         iteration = Iteration(self._core, groups)
         iteration.run()
         for error in iteration.failures.values():
@@ -177,7 +177,7 @@ class _Mixed:
         return TokenRows(core, self._remote, batch, CALL_S, self._rates)
 
 
-class _Chunk:
+class PromptChunk:
     """A chunk that is not its prompt's last, whose KV goes nowhere else: rows of an iteration."""
 
     def __init__(self, core: Core, blocks: Sequence[int], context: int, tokens: int) -> None:
