@@ -3,6 +3,7 @@ is, token for token, what the document would have been in one request."""
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import threading
@@ -160,6 +161,29 @@ def test_the_command_shows_it_over_a_death_of_the_router(stack: Stack, tmp_path:
             running.kill()
     assert running.returncode == 0
     assert "are in the session command" in rest
+
+
+def test_the_command_leaves_a_document_and_ends_it(stack: Stack, tmp_path: Path) -> None:
+    file = tmp_path / "document.txt"
+    file.write_text(document_of("left"))
+    command = [sys.executable, "-m", "devstack", "prefill", "--url", stack.url, "--session", "left"]
+    with subprocess.Popen([*command, str(file)], stdout=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None
+        try:
+            running.stdout.readline()
+            running.send_signal(signal.SIGINT)
+            rest, _ = running.communicate(timeout=scaled(60))
+        finally:
+            running.kill()
+    assert running.returncode == 130
+    assert "The document goes on" in rest
+    assert stack.client.get(path_of("left"))["status"] == "running"
+    ended = subprocess.run(
+        [*command, "--cancel"], capture_output=True, text=True, timeout=scaled(30), check=False
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "the session is as it was before" in ended.stdout
+    assert stack.client.get(path_of("left"))["status"] == "cancelled"
     with pytest.raises(NotFound):
         stack.client.get(path_of("another"))
     nothing = subprocess.run(
