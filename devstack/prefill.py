@@ -95,6 +95,7 @@ def _watch(client: RestClient, path: str) -> int:
 def _states(client: RestClient, path: str) -> Iterator[State]:
     """To the last one, over as many connections as it takes. Raises Unavailable, NotFound."""
     heard_s = time.monotonic()
+    state: State = {}
     while True:
         try:
             with closing(client.events(f"{path}?stream=true")) as events:
@@ -106,6 +107,11 @@ def _states(client: RestClient, path: str) -> Iterator[State]:
         except Unavailable:  # loading and the store's absence are that, too
             if time.monotonic() - heard_s > AWAY_S_MAX:
                 raise
+        except NotFound:  # it came to its end, and so did the router that knows how
+            if not state or client.session(state["session_id"])["tokens"] < state["tokens"]:
+                raise
+            yield state | {"status": "completed"}
+            return
         time.sleep(_RETRY_S)
 
 
