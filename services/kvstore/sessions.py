@@ -23,13 +23,21 @@ from services.kvstore.integrity import damaged_sessions
 from services.kvstore.session import (
     Begun,
     Committed,
-    DocumentOnItsWay,
     TurnBegin,
     TurnCommit,
-    TurnLease,
     TurnRenewal,
     checked_key,
     new_incarnation,
+)
+from services.kvstore.turn_lease import (
+    DocumentOnItsWay,
+    TurnLease,
+    decode_document,
+    decode_lease,
+    encode_lease,
+    forgotten,
+    on_its_way,
+    under_way,
 )
 from services.kvstore.uses import USES, BlockUses
 
@@ -163,7 +171,7 @@ class Sessions:
         with self._lock:
             record = self._live(key) or rules.new_record(tenant, session_id, 0, now_ms)
             lease = rules.begin(self._lease(key), turn, next_fencing=self._fencing + 1, now_ms=now_ms)
-            self._write_step([(LEASES, key, rules.encode_lease(lease))], max(self._fencing, lease.fencing))
+            self._write_step([(LEASES, key, encode_lease(lease))], max(self._fencing, lease.fencing))
             known = bool(turn.known_turn_id) and turn.known_turn_id == record.last_turn_id
             return Begun(
                 record=rules.head_of(record) if known else record,
@@ -178,7 +186,7 @@ class Sessions:
         with self._lock:
             exists = self._table.get(HEADS, key) is not None
             lease = rules.renew(self._lease(key), turn, exists=exists, now_ms=self._now_ms())
-            puts: list[Put] = [(LEASES, key, rules.encode_lease(lease))]
+            puts: list[Put] = [(LEASES, key, encode_lease(lease))]
             if turn.document is not None:
                 puts.append((DOCUMENTS, key, turn.document.SerializeToString(deterministic=True)))
             # Survives kill -9 all the same; a lease that a power failure shortens can still be committed.
@@ -219,8 +227,8 @@ class Sessions:
             leases = [(key, value)] if value is not None else []
         else:
             leases = list(self._table.items(LEASES))
-        decoded = [(key, rules.decode_lease(value)) for key, value in leases]
-        return [rules.on_its_way(key, lease, now_ms) for key, lease in decoded if lease.document is not None]
+        decoded = [(key, decode_lease(value)) for key, value in leases]
+        return [on_its_way(key, lease, now_ms) for key, lease in decoded if lease.document is not None]
 
     def sweep(self) -> int:
         """Removes expired sessions and forgotten leases, going through all of them over several calls.
@@ -235,15 +243,15 @@ class Sessions:
             with self._lock:
                 lease = self._lease(key)
                 head = self._table.get(HEADS, key)
-                begun = rules.under_way(lease, now_ms)
+                begun = under_way(lease, now_ms)
                 if head is not None and not begun and self._expired(rules.decode_record(head), now_ms):
                     self._remove(key)
                     removed += 1
         for key, value in self._slice(LEASES):
-            if rules.forgotten(rules.decode_lease(value), now_ms):
+            if forgotten(decode_lease(value), now_ms):
                 with self._lock:
                     lease = self._lease(key)
-                    if lease is not None and rules.forgotten(lease, now_ms):
+                    if lease is not None and forgotten(lease, now_ms):
                         self._table.write([(LEASES, key, None)])
         return removed
 
@@ -272,7 +280,7 @@ class Sessions:
         record = rules.decode_record(value)
         if not self._expired(record, self._now_ms()):
             return record
-        if rules.under_way(self._lease(key), self._now_ms()):
+        if under_way(self._lease(key), self._now_ms()):
             return record  # a turn began in time
         self._remove(key)
         return None
@@ -288,17 +296,17 @@ class Sessions:
         record = self._live(key)
         if record is not None and record.incarnation == incarnation:
             return record
-        if record is not None or rules.under_way(self._lease(key), self._now_ms()):
+        if record is not None or under_way(self._lease(key), self._now_ms()):
             raise rules.taken(session_id)
         return None
 
     def _lease(self, key: bytes) -> TurnLease | None:
         value = self._table.get(LEASES, key)
-        return rules.decode_lease(value) if value is not None else None
+        return decode_lease(value) if value is not None else None
 
     def _document(self, key: bytes) -> pb.Document | None:
         value = self._table.get(DOCUMENTS, key)
-        return rules.decode_document(value) if value is not None else None
+        return decode_document(value) if value is not None else None
 
     def _expired(self, record: pb.SessionRecord, now_ms: int) -> bool:
         limit_ms = rules.expires_ms(record, self._default_ttl_s)

@@ -10,8 +10,9 @@ from kvcommons.pb import kvstore_pb2 as pb
 from services.kvstore.records.embedded import EmbeddedRecords
 from services.kvstore.records.interface import Records
 from services.kvstore.records.sql import SqlRecords
-from services.kvstore.session import Committed, TurnBegin, TurnCommit, TurnLease
+from services.kvstore.session import Committed, TurnBegin, TurnCommit
 from services.kvstore.sessions import Sessions, open_sessions
+from services.kvstore.turn_lease import TurnLease
 from tests.machine import scaled
 
 MODEL = b"m" * 32

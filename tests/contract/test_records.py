@@ -21,7 +21,8 @@ from kvcommons.errors import (
 )
 from kvcommons.pb import kvstore_pb2 as pb
 from services.kvstore.records.interface import Records
-from services.kvstore.session import LEASE_KEPT_MS, DocumentOnItsWay, TurnBegin, TurnLease, TurnRenewal
+from services.kvstore.session import TurnBegin, TurnRenewal
+from services.kvstore.turn_lease import LEASE_KEPT_MS, DocumentOnItsWay, TurnLease
 from services.router.sessions.copies import RecordCopies, grown
 from tests.contract.postgres_server import PostgresPair, PostgresServer, running
 from tests.contract.records_fixtures import (

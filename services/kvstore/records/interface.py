@@ -5,14 +5,8 @@ from __future__ import annotations
 from typing import Protocol
 
 from kvcommons.pb import kvstore_pb2 as pb
-from services.kvstore.session import (
-    Begun,
-    Committed,
-    DocumentOnItsWay,
-    TurnBegin,
-    TurnCommit,
-    TurnRenewal,
-)
+from services.kvstore.session import Begun, Committed, TurnBegin, TurnCommit, TurnRenewal
+from services.kvstore.turn_lease import DocumentOnItsWay
 
 
 class RecordsObserver:

@@ -30,6 +30,7 @@ from services.kvstore.families import DOCUMENTS, HEADS, LEASES, META, RECORDS, S
 from services.kvstore.folder import DataFolder, UnknownFormat
 from services.kvstore.integrity import open_integrity_table
 from services.kvstore.mark import Mark
+from services.kvstore.turn_lease import names_in
 
 STAMP_FORMAT = 1
 
@@ -151,7 +152,7 @@ class Source:
     def documents(self) -> list[tuple[str, str]]:
         """Tenants and ids of sessions that a document was on its way into, which is not moved."""
         keys = {key for folder in self._folders for key in folder.documents()}
-        return [rules.names_in(key) for key in sorted(keys)]
+        return [names_in(key) for key in sorted(keys)]
 
     def _states(self, index: int) -> Iterator[tuple[bytes, int, ChangeStamp]]:
         return ((key, index, stamp) for key, stamp in self._folders[index].stamps())

@@ -29,13 +29,13 @@ from services.kvstore.records.tables import Row
 from services.kvstore.session import (
     Begun,
     Committed,
-    DocumentOnItsWay,
     TurnBegin,
     TurnCommit,
     TurnRenewal,
     checked_key,
     new_incarnation,
 )
+from services.kvstore.turn_lease import DocumentOnItsWay, forgotten, names_in, on_its_way, under_way
 
 T = TypeVar("T")
 
@@ -255,7 +255,7 @@ class SqlRecords:
         async def work(transaction: Transaction) -> list[DocumentOnItsWay]:
             now_ms = self._now_ms()
             leases = await tables.read_document_leases(transaction.connection, key)
-            return [rules.on_its_way(key, lease, now_ms) for key, lease in leases]
+            return [on_its_way(key, lease, now_ms) for key, lease in leases]
 
         return await self._call("documents", work)
 
@@ -284,7 +284,7 @@ class SqlRecords:
 
     async def _row(self, connection: Connection, key: bytes, *, lock: bool = True) -> Row | None:
         row = await tables.read(connection, key, lock=lock)
-        if row is not None and row.lease is not None and rules.forgotten(row.lease, self._now_ms()):
+        if row is not None and row.lease is not None and forgotten(row.lease, self._now_ms()):
             return replace(row, lease=None)
         return row
 
@@ -311,14 +311,14 @@ class SqlRecords:
             return None
         if row.head is not None and row.head.incarnation == incarnation:
             return await tables.read_whole(transaction.connection, row.head)
-        if row.head is not None or rules.under_way(row.lease, self._now_ms()):
-            raise rules.taken(rules.names_in(key)[1])
+        if row.head is not None or under_way(row.lease, self._now_ms()):
+            raise rules.taken(names_in(key)[1])
         await self._remove(transaction, row)
         return None
 
     def _is_over(self, row: Row) -> bool:
         """Whether nothing in the row counts any more."""
-        if rules.under_way(row.lease, self._now_ms()):
+        if under_way(row.lease, self._now_ms()):
             return False
         return row.lease is None if row.head is None else self._expired(row.head)
 

@@ -14,7 +14,8 @@ from kvcommons.homes import session_key
 from kvcommons.pb import kvstore_pb2 as pb
 from services.kvstore import session as rules
 from services.kvstore.records.postgres import Connection, ReadAgain
-from services.kvstore.session import TurnCommit, TurnLease
+from services.kvstore.session import TurnCommit
+from services.kvstore.turn_lease import LEASE_KEPT_MS, TurnLease, decode_document, decode_lease, encode_lease
 
 ID_BYTES = 32  # of a block
 
@@ -53,7 +54,7 @@ async def read(connection: Connection, key: bytes, *, lock: bool) -> Row | None:
     return Row(
         incarnation=incarnation,
         head=head,
-        lease=rules.decode_lease(lease) if lease is not None else None,
+        lease=decode_lease(lease) if lease is not None else None,
         blocks=blocks,
         fencing=fencing,
     )
@@ -99,7 +100,7 @@ async def insert(connection: Connection, key: bytes, row: Row) -> None:
             row.incarnation,
             key,
             _encoded(row.head) if row.head is not None else None,
-            rules.encode_lease(row.lease) if row.lease is not None else None,
+            encode_lease(row.lease) if row.lease is not None else None,
             row.blocks,
             _ends_ms(row.head, row.lease),
             row.head.last_used_ms if row.head is not None else 0,
@@ -117,7 +118,7 @@ async def write_lease(connection: Connection, row: Row, lease: TurnLease | None)
     await connection.execute(
         "UPDATE sessions SET lease = %s, ends_ms = %s WHERE incarnation = %s",
         [
-            rules.encode_lease(lease) if lease is not None else None,
+            encode_lease(lease) if lease is not None else None,
             _ends_ms(row.head, lease),
             row.incarnation,
         ],
@@ -249,7 +250,7 @@ async def write_document(connection: Connection, row: Row, document: pb.Document
 async def read_document(connection: Connection, row: Row) -> pb.Document | None:
     query = "SELECT document FROM documents WHERE incarnation = %s"
     rows = await _rows(connection, query, row.incarnation)
-    return rules.decode_document(rows[0][0]) if rows else None
+    return decode_document(rows[0][0]) if rows else None
 
 
 async def read_document_leases(connection: Connection, key: bytes | None) -> list[tuple[bytes, TurnLease]]:
@@ -261,7 +262,7 @@ async def read_document_leases(connection: Connection, key: bytes | None) -> lis
         rows = await _rows(connection, query)
     else:
         rows = await _rows(connection, query + " WHERE key = %s", key)
-    return [(key, rules.decode_lease(lease)) for key, lease in rows]
+    return [(key, decode_lease(lease)) for key, lease in rows]
 
 
 async def _remove_document(connection: Connection, row: Row) -> None:
@@ -340,4 +341,4 @@ def _ends_ms(head: pb.SessionRecord | None, lease: TurnLease | None = None) -> i
     if head is not None:
         return rules.expires_ms(head, 0)
     assert lease is not None  # a row has one of them
-    return lease.expires_ms + rules.LEASE_KEPT_MS + 1
+    return lease.expires_ms + LEASE_KEPT_MS + 1

@@ -12,9 +12,9 @@ from kvcommons.pb import kvstore_pb2 as pb
 from services.kvstore import session as rules
 from services.kvstore.folder import UnknownFormat
 from services.kvstore.index import IndexEntry, decode_entry, decode_key, encode_entry, encode_key
-from services.kvstore.session import TurnLease, decode_lease, encode_lease
 from services.kvstore.slab import decode_header, encode_header
 from services.kvstore.tier import PAGE_BYTES, BlockShape, Slot
+from services.kvstore.turn_lease import TurnLease, decode_document, decode_lease, encode_lease
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 SHAPE = BlockShape(model=bytes(range(32)), layers=3, object_bytes=5000)
@@ -91,7 +91,7 @@ def test_golden_session_record_and_lease() -> None:
 
 def test_golden_document_and_its_lease() -> None:
     assert DOCUMENT.SerializeToString(deterministic=True) == (GOLDEN / "document.bin").read_bytes()
-    assert rules.decode_document((GOLDEN / "document.bin").read_bytes()) == DOCUMENT
+    assert decode_document((GOLDEN / "document.bin").read_bytes()) == DOCUMENT
     lease = dataclasses.replace(LEASE, document=DOCUMENT_STATE)
     assert encode_lease(lease) == (GOLDEN / "document-lease.bin").read_bytes()
     assert decode_lease((GOLDEN / "document-lease.bin").read_bytes()) == lease
@@ -109,7 +109,7 @@ def test_other_versions_are_refused() -> None:
     with pytest.raises(UnknownFormat, match="unknown format"):
         decode_lease(b"\x03" + encode_lease(LEASE)[1:])
     with pytest.raises(UnknownFormat, match="format 2"):
-        rules.decode_document(pb.Document(format=2, tokens=[1]).SerializeToString())
+        decode_document(pb.Document(format=2, tokens=[1]).SerializeToString())
 
 
 @pytest.mark.parametrize("place", [0, 12, 20, 84, 100])
