@@ -51,6 +51,9 @@ async def begin_document(
         document.check()
         await document.keep()
         serving.documents.check_room()  # others have begun meanwhile
+    except Exception:
+        await session.abandon()  # before the client is told: it may try again at once
+        raise
     except BaseException:
         serving.in_background(session.abandon())
         raise
