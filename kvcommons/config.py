@@ -239,7 +239,7 @@ def _from_file(field: _Field, value: Any, source: str) -> Any:
     try:
         return TypeAdapter(field.annotation).validate_json(text, strict=True)
     except ValidationError as error:
-        raise _invalid(field, value, source, _reasons(error)) from error
+        raise _invalid(field, value, source, _reasons(field, error)) from error
 
 
 def _from_text(field: _Field, text: str, source: str) -> Any:
@@ -258,7 +258,7 @@ def _from_text(field: _Field, text: str, source: str) -> Any:
     try:
         return TypeAdapter(field.annotation).validate_python(value)
     except ValidationError as error:
-        raise _invalid(field, text, source, _reasons(error)) from error
+        raise _invalid(field, text, source, _reasons(field, error)) from error
 
 
 def _kinds(annotation: Any) -> set[Any]:
@@ -272,12 +272,13 @@ def _kinds(annotation: Any) -> set[Any]:
     return {origin or annotation}
 
 
-def _reasons(error: ValidationError) -> str:
-    texts = []
+def _reasons(field: _Field, error: ValidationError) -> str:
+    """With the place in the value. Only of a table are names in it the user's, and not pydantic's."""
+    texts, named = [], dict in _kinds(field.annotation)
     for item in error.errors(include_url=False, include_input=False, include_context=False):
-        place = ".".join(str(part) for part in item["loc"] if isinstance(part, int))
+        place = ".".join(str(part) for part in item["loc"] if isinstance(part, int) or named)
         reason = item["msg"].removeprefix("Value error, ")
-        texts.append(f"item {place}: {reason}" if place else reason)
+        texts.append(f"{'' if named else 'item '}{place}: {reason}" if place else reason)
     return "; ".join(dict.fromkeys(texts))
 
 

@@ -128,6 +128,7 @@ class Batch:
     dropped: Tensor = field(init=False)  # [B], how much further on than its position a row is rotated
     part_heads: Tensor = field(init=False)  # parts that lie in their sequence's head
     has_heads: bool = field(init=False)
+    objectives_s: frozenset[float] = field(init=False)  # between tokens, that these sequences were promised
     kept_tokens: int = field(init=False)  # in local parts
     _tails: Tensor = field(init=False)  # parts that take new tokens
     _growing_runs: list[tuple[Sequence, LocalRun]] = field(init=False)  # those
@@ -168,6 +169,7 @@ class Batch:
         self.tokens = self._longs([sequence.tokens[-1] for sequence in self.sequences])
         self.positions = self._longs([sequence.computed for sequence in self.sequences])
         self.dropped = self._longs([s.request.truncated.dropped_tokens for s in self.sequences])
+        self.objectives_s = frozenset(s.request.tbt_objective_s for s in self.sequences)
         self.has_heads = any(sequence.head_blocks for sequence in self.sequences)
         self.part_heads = self._longs(
             [part for part, (row, run, _) in enumerate(parts) if self.sequences[row].in_head(run)]

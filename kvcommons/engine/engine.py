@@ -25,7 +25,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 
@@ -210,10 +210,10 @@ class Engine:
             if key in self._sequences and not self._sequences[key].full
         }
 
-    def spans(self, *, beside: IterationWork) -> Sequence[PromptSpan]:
+    def spans(self, *, beside: IterationWork, objectives_s: Collection[float] = ()) -> Sequence[PromptSpan]:
         if not self._prompts:
             return ()
-        return self._prompts.spans(self._fail, beside=beside)
+        return self._prompts.spans(self._fail, beside=beside, objectives_s=objectives_s)
 
     def prompts(self) -> bool:
         return bool(self._prompts)

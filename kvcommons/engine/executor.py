@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Protocol
 
@@ -29,8 +29,9 @@ class Work(Protocol):
         """Makes room for a token of each sequence that generates, as far as there is any: allocates, asks
         for loans, preempts. Those that have it."""
 
-    def spans(self, *, beside: IterationWork) -> Sequence[PromptSpan]:
-        """Of prompts, for an iteration that has this of sequences that generate."""
+    def spans(self, *, beside: IterationWork, objectives_s: Collection[float] = ()) -> Sequence[PromptSpan]:
+        """Of prompts, for an iteration that has this of sequences that generate, which are promised a token
+        within `objectives_s` (0: as the settings have it)."""
 
     def prompts(self) -> bool:
         """Whether any prompt is to be computed here."""
@@ -151,7 +152,8 @@ class Inline:
         shifted."""
         ready = work.make_room()
         self._batch = self._composer.batch(self._batch, list(ready.values()))
-        spans = work.spans(beside=self._composer.work(self._batch))
+        objectives_s = () if self._batch is None else self._batch.objectives_s
+        spans = work.spans(beside=self._composer.work(self._batch), objectives_s=objectives_s)
         work.answer_switches()
         if self._batch is None and not spans:
             work.idle()

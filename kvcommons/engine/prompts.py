@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
@@ -127,15 +127,17 @@ class Prompts:
                     progress = True
                     break
 
-    def spans(self, fail: Fail, *, beside: IterationWork) -> list[PromptSpan]:
-        """Of the next iteration, `beside` what sequences that generate have in it. A prompt whose history is
-        still on its way, or lies with several holders, is alone in its iteration: its waits stall nobody
-        else."""
+    def spans(
+        self, fail: Fail, *, beside: IterationWork, objectives_s: Collection[float] = (0.0,)
+    ) -> list[PromptSpan]:
+        """Of the next iteration, `beside` what sequences that generate have in it, which are promised a token
+        within `objectives_s` (0: as the settings have it). A prompt whose history is still on its way, or
+        lies with several holders, is alone in its iteration: its waits stall nobody else."""
         generates = beside.rows > 0
         wanted = self._scheduler.spans(
             lambda key: self.preloading.ready(self._prompts[key], whole=generates), self._chunk_tokens
         )
-        budget = self._budget(beside)
+        budget = self._budget(beside, objectives_s)
         spans: list[PromptSpan] = []
         for key, tokens in wanted:
             prompt = self._prompts[key]
@@ -226,12 +228,14 @@ class Prompts:
         with idle:
             self.preloading.await_layer(prompt, layer)
 
-    def _budget(self, beside: IterationWork) -> ChunkBudget:
-        """Of the next iteration: those beside are promised a token within the objective. Half of that is left
-        to others where they wait, for nobody knows when they ask."""
-        objective_s = self._tbt_objective_s if beside.rows else math.inf
+    def _budget(self, beside: IterationWork, objectives_s: Collection[float]) -> ChunkBudget:
+        """Of the next iteration: the strictest of the objectives counts. Half of it is left to others where
+        they wait, for nobody knows when they ask."""
+        promised_s = [one or self._tbt_objective_s for one in objectives_s] if beside.rows else []
         if self._lends():
-            objective_s = self._tbt_objective_s / 2
+            objective_s = min([self._tbt_objective_s, *promised_s]) / 2
+        else:
+            objective_s = min(promised_s, default=math.inf)
         return ChunkBudget(self.predictor, beside, objective_s=objective_s, chunk_tokens=self._chunk_tokens)
 
     def _begin(self, prompt: Prompt) -> None:

@@ -19,6 +19,7 @@ from kvcommons.rpc.directory import Directory, Heartbeat
 from kvcommons.rpc.process import Process, run
 from kvcommons.rpc.server import RpcServer
 from services.router.admission.admission import Admission
+from services.router.admission.classes import OTHERS, ServiceClasses
 from services.router.admission.look_ahead import QueueLookAhead
 from services.router.admission.queue import RequestQueue
 from services.router.admission.scheduling import scheduling
@@ -28,7 +29,7 @@ from services.router.documents.beginning import take_over_documents
 from services.router.documents.documents import Documents
 from services.router.fleet.fleet import Fleet
 from services.router.http.server import HttpServer, connection_table
-from services.router.http.tenants import Tenants, parse_keys
+from services.router.http.tenants import LOCAL_TENANT, Tenants, parse_keys
 from services.router.metrics import RouterMetrics
 from services.router.serving import Serving
 from services.router.sessions.store import SessionStore
@@ -121,6 +122,7 @@ async def _serving(config: RouterConfig, process: Process) -> Serving:
         fleet=fleet,
         store=SessionStore(fleet),
         admission=admission,
+        classes=ServiceClasses(config.service_classes, config.entitlements),
         look_ahead=look_ahead,
         dispatch=dispatch,
         documents=documents,
@@ -132,7 +134,8 @@ async def _serving(config: RouterConfig, process: Process) -> Serving:
 
 
 def _tenants(config: RouterConfig) -> Tenants:
-    """Raises InvalidInput for a file that cannot be read, and for a secret that is too short to be one."""
+    """Raises InvalidInput for a file that cannot be read, for a secret that is too short to be one, and for
+    entitlements of tenants that are not there."""
     secret = _LOCAL_SECRET
     if config.secret_file is not None:
         secret = _read(config.secret_file, "secret_file")
@@ -142,13 +145,25 @@ def _tenants(config: RouterConfig) -> Tenants:
                 f"{_SECRET_BYTES_MIN}",
                 param="secret_file",
             )
-    if config.api_keys is None:
-        return Tenants({}, secret)
+    keys: dict[str, str] = {}
+    if config.api_keys is not None:
+        keys = _keys(config.api_keys)
+    tenants = set(keys.values()) or {LOCAL_TENANT}
+    for name in config.entitlements.keys() - tenants - {OTHERS}:
+        raise InvalidInput(
+            f"entitlements names the tenant {name!r}, which has no key in api_keys; tenants are "
+            f"{', '.join(sorted(tenants))}, and {OTHERS!r} stands for those that are not named",
+            param="entitlements",
+        )
+    return Tenants(keys, secret)
+
+
+def _keys(path: str) -> dict[str, str]:
     try:
-        text = _read(config.api_keys, "api_keys").decode()
+        text = _read(path, "api_keys").decode()
     except UnicodeDecodeError:
-        raise InvalidInput(f"api_keys {config.api_keys} is not UTF-8 text", param="api_keys") from None
-    return Tenants(parse_keys(text, config.api_keys), secret)
+        raise InvalidInput(f"api_keys {path} is not UTF-8 text", param="api_keys") from None
+    return parse_keys(text, path)
 
 
 def _read(path: str, setting: str) -> bytes:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ipaddress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from annotated_types import Ge, Le
 
 from kvcommons.config import Addresses, Node
 from kvcommons.errors import InvalidInput
+from services.router.admission.classes import ClassObjectives, ServiceClasses
 from services.router.admission.scheduling import OVERTAKES_MAX, scheduling
 
 
@@ -26,6 +27,11 @@ class RouterConfig:
     secret_file: str | None = None  # root of the tenants' salts; needed with api_keys
     policy: str = "fcfs"  # of the request queue; or fpf, relaxed_fpf, bounded_fpf
     overtakes_max: int = OVERTAKES_MAX  # with bounded_fpf: how many later requests may start before one
+    # By name; see docs/service-classes.md. {"priority": {"ttft_s": 1.0, "tbt_s": 0.1, "unmet": "refuse"}}
+    service_classes: dict[str, ClassObjectives] = field(default_factory=dict)
+    # By tenant ("*": those that are not named): the classes that it may ask for, first the one it has if it
+    # does not ask; none: each may ask for all.
+    entitlements: dict[str, tuple[str, ...]] = field(default_factory=dict)
     look_ahead_jobs: int = 1024  # of those that wait, so many next ones are hinted to the kvstore; 0: none
     max_running: int = 64  # choices under way at once; more wait in the queue
     max_queue: int = 1024  # choices that wait; more are answered 429
@@ -55,6 +61,7 @@ class RouterConfig:
     def __post_init__(self) -> None:
         """Raises InvalidInput for settings that cannot be served."""
         scheduling(self.policy)  # raises for an unknown one
+        ServiceClasses(self.service_classes, self.entitlements)  # raises for what is not there
         if self.api_keys is None and not is_loopback(self.bind):
             raise InvalidInput(
                 f"without api_keys the router serves anyone who can reach it, so it binds to loopback only, "

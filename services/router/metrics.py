@@ -55,6 +55,14 @@ class RouterMetrics:
             ["reason"],
             registry=registry,
         )
+        self.service_classes = Counter(
+            "kvcommons_service_class_requests_total",
+            "Requests by the class of service that they asked for, and what became of its objective for the "
+            "first token: met, missed, and where it could not be met refused or served as best_effort, whose "
+            "first token counts as met under default.",
+            ["service_class", "outcome"],
+            registry=registry,
+        )
         self.errors = Counter(
             "kvcommons_request_errors_total",
             "Requests that ended with an error.",

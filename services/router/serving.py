@@ -12,6 +12,7 @@ from typing import Any
 from kvcommons.rpc.directory import Directory
 from kvcommons.telemetry.trace import Tracer
 from services.router.admission.admission import Admission
+from services.router.admission.classes import ServiceClasses
 from services.router.admission.look_ahead import QueueLookAhead
 from services.router.config import RouterConfig
 from services.router.documents.documents import Documents
@@ -40,6 +41,7 @@ class Serving:
     fleet: Fleet
     store: SessionStore
     admission: Admission
+    classes: ServiceClasses
     look_ahead: QueueLookAhead
     dispatch: Dispatch
     documents: Documents

@@ -165,6 +165,26 @@ def test_stop_strings_are_not_sent(sdk: openai.OpenAI, model: str) -> None:
     assert cut.choices[0].finish_reason == "stop"
 
 
+def test_a_class_of_service_is_used_and_said(sdk: openai.OpenAI, model: str) -> None:
+    messages: Any = ask("My goat is called Pepe. What is my goat called?")
+    plain = sdk.chat.completions.create(model=model, messages=messages, temperature=0, max_tokens=30)
+    assert plain.service_tier == "default"
+    stream = sdk.chat.completions.create(
+        model=model, messages=messages, temperature=0, max_tokens=30, stream=True, service_tier="priority"
+    )
+    chunks = list(stream)
+    assert {chunk.service_tier for chunk in chunks} == {"priority"}
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == plain.choices[0].message.content
+    flex = sdk.chat.completions.create(
+        model=model, messages=messages, temperature=0, max_tokens=30, service_tier="flex"
+    )
+    assert flex.service_tier == "default", "no class here is called so"
+    with pytest.raises(openai.BadRequestError) as unknown:
+        sdk.chat.completions.create(model=model, messages=messages, extra_body={"service_tier": "prioritee"})
+    assert unknown.value.param == "service_tier"
+
+
 def test_errors_are_the_sdks_own_classes(sdk: openai.OpenAI, model: str) -> None:
     with pytest.raises(openai.NotFoundError) as unknown:
         sdk.chat.completions.create(model="no-such-model", messages=ask("Hi"))

@@ -29,6 +29,10 @@ class Admission:
     def running(self) -> int:
         return self._queue.running
 
+    def expected_wait_s(self, cost: int) -> float:
+        """How long a request of so many choices that came now would likely wait."""
+        return self._queue.expected_wait_s(cost)
+
     @asynccontextmanager
     async def slot(
         self, *, cost: int, deadline_s: float, prefix: Callable[[], Prefix]

@@ -137,6 +137,14 @@ class RequestQueue:
         turnover_s = self._service_s / self._max_running
         return [(request, (place + 1) * turnover_s) for place, request in enumerate(order)]
 
+    def expected_wait_s(self, cost: int) -> float:
+        """How long a request of so many choices that came now would wait, by how long others ran; 0 where it
+        would run at once."""
+        cost = min(cost, self._max_running)
+        if not self._waiting and self.running + cost <= self._max_running:
+            return 0.0
+        return self._service_s * (self.waiting + cost) / self._max_running
+
     def retry_after_ms(self) -> int:
         """How long until the queue has likely moved on by one request."""
         turnover_s = self._service_s * max(1, self.waiting) / self._max_running

@@ -27,6 +27,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
                 model=lifecycle.model,
                 tokenizer=serving.text.tokenizer,
                 logprobs=logprobs_of(body)[0],
+                service_tier=lifecycle.service.name,
                 include_usage=bool(body.stream_options and body.stream_options.include_usage),
                 session_id=session_id,
                 context=lifecycle.context,

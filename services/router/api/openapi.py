@@ -15,6 +15,7 @@ from services.router.api.schemas import answers
 _REASONS = {
     400: "Invalid: the error names the field.",
     401: "The API key is missing or not known.",
+    403: "The key may not ask for that service_tier.",
     404: "No such model or session.",
     409: "Another turn of the session is under way, or the id is taken.",
     413: "The body is too large.",

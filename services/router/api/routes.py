@@ -27,7 +27,7 @@ class Route:
     errors: tuple[int, ...] = (401,)
 
 
-_GENERATION_ERRORS = (400, 401, 404, 409, 413, 429, 500, 503)
+_GENERATION_ERRORS = (400, 401, 403, 404, 409, 413, 429, 500, 503)
 _SESSION_ERRORS = (400, 401, 404, 503)
 
 

@@ -43,6 +43,7 @@ class ChatShape:
     tokenizer: Tokenizer
     logprobs: bool
     include_usage: bool
+    service_tier: str  # the class that it is served as
     session_id: str | None
     context: Context | None = None
 
@@ -90,6 +91,7 @@ class ChatShape:
             "object": kind,
             "created": self.created_s,
             "model": self.model.name,
+            "service_tier": self.service_tier,
             "system_fingerprint": fingerprint_of(self.model),
         }
         if self.session_id is not None:
@@ -125,6 +127,7 @@ class CompletionShape:
     tokenizer: Tokenizer
     logprobs: bool
     include_usage: bool
+    service_tier: str
 
     def answer(self, choices: Sequence[Choice], shown: Sequence[Sequence[Shown]], usage: TokenUsage) -> Json:
         body = self._body()
@@ -163,6 +166,7 @@ class CompletionShape:
             "object": "text_completion",
             "created": self.created_s,
             "model": self.model.name,
+            "service_tier": self.service_tier,
             "system_fingerprint": fingerprint_of(self.model),
         }
 

@@ -46,6 +46,7 @@ class RequestContext:
     home: bytes  # the key whose home has the blocks; empty: that of the first block
     reuse: bool
     deadline_s: float
+    tbt_objective_s: float | None = None  # as its class of service has it; None: decode's own
     context: Context | None = None  # of a session
 
     def chain(self) -> IdentityChain:
@@ -261,6 +262,7 @@ class Attempt:
             history=self._history,
             no_reuse=not self._request.reuse,
             truncated=self._truncated,
+            tbt_objective_ms=round(1000 * (self._request.tbt_objective_s or 0)),
         )
 
     async def _match(self) -> common_pb2.History:

@@ -27,6 +27,7 @@ from kvcommons.telemetry.trace import (
     RESPONSE_MODEL,
     Value,
 )
+from services.router.admission.classes import ServiceClass
 from services.router.admission.queue import NO_PREFIX, Prefix
 from services.router.api.schemas.requests import ChatRequest, CompletionRequest
 from services.router.http.tenants import Tenant
@@ -70,6 +71,7 @@ class RequestLifecycle:
     def __init__(self, serving: Serving, *, tenant: Tenant) -> None:
         self.model: ModelInfo
         self.turn: Turn
+        self.service: ServiceClass
         self.shown: list[list[Shown]] = []  # the tokens of each choice whose text was released
         self.created_s = int(time.time())
         # Not the request's id: clients choose that one, and may send it twice.
@@ -98,6 +100,7 @@ class RequestLifecycle:
         """Begins the session's turn where there is a session, and renders what is new."""
         if session_id is not None and (request.n or 1) > 1:
             raise InvalidInput("n has to be 1 in a session: it goes on with one answer", param="n")
+        self.service = self._asked(request)
         given = messages_of(request)
         self.model = self._serving.fleet.model(request.model)
         history: list[Message] = []
@@ -122,6 +125,7 @@ class RequestLifecycle:
             self._plan(request, [[*tokens, *new]])
 
     async def plan_completion(self, request: CompletionRequest) -> None:
+        self.service = self._asked(request)
         self.model = self._serving.fleet.model(request.model)
         prompts = await prompts_of(
             request, self._serving.text, self.model, choices_max=self._serving.config.max_choices
@@ -240,6 +244,9 @@ class RequestLifecycle:
             known_ids=session.record.block_ids,
         )
 
+    def _asked(self, request: ChatRequest | CompletionRequest) -> ServiceClass:
+        return self._serving.classes.of(self._tenant.name, request.service_tier)
+
     def _plan(self, request: ChatRequest | CompletionRequest, prompts: list[list[int]]) -> None:
         config = self._serving.config
         self._request = request
@@ -253,6 +260,21 @@ class RequestLifecycle:
             choices_max=config.max_choices,
         )
         self.shown = [[] for _ in self.turn.choices]
+        self.service = self._promised(self.service)
+
+    def _promised(self, asked: ServiceClass) -> ServiceClass:
+        """The class as which the request is served. Raises Overloaded where its class refuses it."""
+        spent_s = self._serving.clock() - self._times.received_s
+        wait_s = self._serving.admission.expected_wait_s(len(self.turn.choices))
+        count = self._serving.metrics.service_classes
+        try:
+            served = asked.expecting(spent_s + wait_s)
+        except KVCommonsError:
+            count.labels(asked.name, "refused").inc()
+            raise
+        if served != asked:
+            count.labels(asked.name, "best_effort").inc()
+        return served
 
     def _request_context(self, deadline_s: float) -> RequestContext:
         # Choices of one request, and turns of one session, are best served where their KV lies already.
@@ -267,6 +289,7 @@ class RequestLifecycle:
             affinity=f"{self._tenant.name}/{self._session_id}" if self._session_id else together,
             reuse=self._request.reuse is not False,
             deadline_s=deadline_s,
+            tbt_objective_s=self.service.objectives.tbt_s,
             context=self.context,
         )
 
@@ -318,7 +341,10 @@ class RequestLifecycle:
     def _observe(self, deltas: list[ev.Delta], now_s: float) -> None:
         metrics = self._serving.metrics.requests(self.model.name)
         if not self._times.of_choice_s:
-            metrics.time_to_first_token_s.observe(now_s - self._times.received_s)
+            ttft_s = now_s - self._times.received_s
+            metrics.time_to_first_token_s.observe(ttft_s)
+            outcome = "met" if self.service.meets(ttft_s) else "missed"
+            self._serving.metrics.service_classes.labels(self.service.name, outcome).inc()
         for delta in deltas:
             before_s = self._times.of_choice_s.get(delta.choice)
             if before_s is not None:

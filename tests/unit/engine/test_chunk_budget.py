@@ -188,6 +188,11 @@ class Machine:
         self._prompts.admit()
         return sequence.key
 
+    def next_chunk(self, *objectives_s: float) -> int:
+        """How many tokens of a prompt would be beside sequences that were promised these."""
+        (span,) = self._prompts.spans(self._fail, beside=TOKENS, objectives_s=frozenset(objectives_s))
+        return len(span.chunk)
+
     def iterate(self) -> tuple[list[PromptSpan], float]:
         """Its spans, and how long it took."""
         spans = self._prompts.spans(self._fail, beside=TOKENS)
@@ -245,3 +250,15 @@ def test_late_chunks_of_a_long_prompt_are_smaller_and_the_objective_holds(machin
     assert max(late) < min(early) / 2
     # What the early ones would have made of the last one, as one rate for all contexts would have had it.
     assert seconds_beside(range(39_000, 39_000 + min(early))) > 1.5 * OBJECTIVE_S
+
+
+def test_the_strictest_of_the_sequences_beside_decides(machine: Machine) -> None:
+    """0 stands for the instance's own objective, which is that of sequences without one."""
+    machine.submit(40_000)
+    for _ in range(60):
+        machine.iterate()
+    own = machine.next_chunk(0.0)
+    assert LEAST_TOKENS < own < CHUNK
+    assert machine.next_chunk(OBJECTIVE_S / 2, 0.0, 1.0) == machine.next_chunk(OBJECTIVE_S / 2) < own
+    assert machine.next_chunk(1.0, 0.0) == own
+    assert machine.next_chunk(1.0) > own, "nobody in the batch was promised more"

@@ -75,6 +75,7 @@ class ChatCompletion(AnswerBody):
     object: Literal["chat.completion"]
     created: int
     model: str
+    service_tier: str = Field(description="The class of service that was used.")
     choices: list[ChatChoice]
     usage: UsageInfo
     system_fingerprint: str
@@ -112,6 +113,7 @@ class ChatCompletionChunk(AnswerBody):
     object: Literal["chat.completion.chunk"]
     created: int
     model: str
+    service_tier: str = Field(description="The class of service that was used.")
     choices: list[ChatChunkChoice]
     system_fingerprint: str
     usage: UsageInfo | None = None
@@ -141,6 +143,7 @@ class Completion(AnswerBody):
     object: Literal["text_completion"]
     created: int
     model: str
+    service_tier: str = Field(description="The class of service that was used.")
     choices: list[CompletionChoice]
     system_fingerprint: str
     usage: UsageInfo | None = None

@@ -11,6 +11,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
+from services.router.admission.classes import TIER_CHARS_MAX
+
 SEED_MIN = -(1 << 63)
 SEED_MAX = (1 << 64) - 1
 TOP_LOGPROBS_MAX = 20
@@ -107,7 +109,14 @@ class GenerationBody(Body):
     metadata: Annotated[dict[str, str], BeforeValidator(_check_entries)] | None = Field(
         None, description="Accepted, no effect."
     )
-    service_tier: str | None = Field(None, description="Accepted, no effect.")
+    service_tier: str | None = Field(
+        None,
+        min_length=1,
+        max_length=TIER_CHARS_MAX,
+        description="A class of service of this server, or auto (default): the one that the key has. "
+        "Of OpenAI's names, those that no class here has are served as default. The answer repeats what was "
+        "used.",
+    )
     safety_identifier: str | None = Field(None, description="Accepted, no effect.")
     prompt_cache_key: str | None = Field(None, description="Accepted: prefixes are found by content.")
     prompt_cache_retention: str | None = Field(None, description="Accepted, no effect.")
