@@ -1,10 +1,11 @@
 """What the next iteration computes, and who gives way when memory is short: a pure class.
 
 Sequences are known by number, smaller ones being older. Prompts are admitted to memory first come, first
-served, and take turns at chunk borders: every other iteration begins with the oldest, those between with the
-one that has the fewest tokens left. So a short prompt waits for two chunks at most, however long the prompts
-before it are, and the oldest always gets at least half of the machine: nobody starves. Of the sequences that
-generate the oldest run, at most `max_batch` at once.
+served, and take turns at chunk borders. For each token of the oldest one a token of others may be computed,
+the fewest left first, and those that are done with it may have a chunk more on credit. So a short prompt
+waits for the chunk under way alone, however long the prompts before it are, as long as short ones are less
+than half of the work; and others are never ahead of the oldest by more than a chunk: nobody starves. Of the
+sequences that generate the oldest run, at most `max_batch` at once.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from itertools import accumulate
 
 from kvcommons.engine.sequence import Sequence
 from kvcommons.errors import Overloaded
@@ -56,7 +58,10 @@ class Scheduler:
         self._max_prompts = max_prompts
         self._states: dict[int, SequenceState] = {}
         self._prompts: dict[int, _Prompt] = {}  # in the order in which they came
-        self._oldest_had_turn = False
+        self._oldest: int | None = None  # of the prompts that could be computed
+        self._others_may = 0  # so many tokens of others before it is the oldest one's turn
+        self._others_turn = False  # in the last iteration
+        self._progressed = True  # in it
 
     @property
     def running(self) -> int:
@@ -106,7 +111,11 @@ class Scheduler:
 
     def progress(self, key: int, *, tokens_left: int) -> None:
         """A chunk of the prompt is done, or it was set back."""
-        self._prompts[key].tokens_left = tokens_left
+        prompt = self._prompts[key]
+        computed = max(prompt.tokens_left - tokens_left, 0)
+        self._others_may += computed if key == self._oldest else -computed
+        self._progressed = True
+        prompt.tokens_left = tokens_left
 
     def expired(self, now_s: float) -> list[int]:
         """Prompts whose deadline has passed."""
@@ -114,21 +123,33 @@ class Scheduler:
 
     def spans(self, ready: Callable[[int], bool], tokens: int) -> list[tuple[int, int]]:
         """Whose chunks are computed in the next iteration, of those that are `ready` (their history is there,
-        if they wait for any), and how many tokens of each: `tokens` in all. The first one's turn has come;
-        what it leaves goes to the others, those with the fewest tokens left first."""
-        able = [key for key in self._in(SequenceState.COMPUTING) if ready(key)]
+        if they wait for any), and how many tokens of each: `tokens` in all. What the oldest leaves on its
+        turn goes to the others. On theirs it has no part unless it is done with it: they would wait for its
+        rows."""
+        computing = self._in(SequenceState.COMPUTING)
+        able = [key for key in computing if self._tokens_left(key) and ready(key)]  # else its end is awaited
         if not able or tokens < 1:
             return []
-        shortest = sorted(able, key=self._tokens_left)
-        self._oldest_had_turn = not self._oldest_had_turn
-        first = able[0] if self._oldest_had_turn else shortest[0]
+        self._oldest, others = able[0], sorted(able[1:], key=self._tokens_left)
+        self._others_may = min(self._others_may, tokens)
+        if not self._progressed:  # whoever's turn it was could not use it
+            self._others_may = -tokens if self._others_turn else tokens
+        first: list[int] = []
+        if self._oldest not in self._done_with(sorted(able, key=self._tokens_left), tokens):
+            credit = tokens + self._others_may  # by which they may be ahead of it
+            first = others if self._others_may > 0 else self._done_with(others, credit)
+        self._others_turn, self._progressed = bool(first), False
         chosen = []
-        for key in [first, *(other for other in shortest if other != first)]:
-            share = min(self._tokens_left(key), tokens)
-            if share:
+        for key in first or [self._oldest, *others]:
+            if share := min(self._tokens_left(key), tokens):
                 chosen.append((key, share))
             tokens -= share
         return chosen
+
+    def _done_with(self, shortest: list[int], tokens: int) -> list[int]:
+        """The first of them that so many tokens are enough for."""
+        used = accumulate(map(self._tokens_left, shortest))
+        return [key for key, by_then in zip(shortest, used, strict=True) if by_then <= tokens]
 
     # Sequences that generate.
 

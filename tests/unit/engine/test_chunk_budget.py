@@ -262,3 +262,20 @@ def test_the_strictest_of_the_sequences_beside_decides(machine: Machine) -> None
     assert machine.next_chunk(OBJECTIVE_S / 2, 0.0, 1.0) == machine.next_chunk(OBJECTIVE_S / 2) < own
     assert machine.next_chunk(1.0, 0.0) == own
     assert machine.next_chunk(1.0) > own, "nobody in the batch was promised more"
+
+
+def test_a_short_prompt_beside_a_long_one_waits_for_one_chunk_at_most(machine: Machine) -> None:
+    """For the iteration under way when it comes: the next one has it alone, beside the tokens."""
+    long, chance, waits, done = machine.submit(40_000), random.Random(2), 0, 0
+    for _ in range(30):  # until it is known what chunks take
+        machine.iterate()
+    while done < 39_000:
+        spans, _ = machine.iterate()
+        done = max([done, *(span.chunk.stop for span in spans if span.prompt.key == long)])
+        if chance.random() < 0.2:
+            short = machine.submit(chance.choice([20, 60, 100]))
+            spans, _ = machine.iterate()
+            assert [span.prompt.key for span in spans] == [short]
+            assert spans[0].prompt.tokens_left == 0
+            waits += 1
+    assert waits > 10
