@@ -25,7 +25,7 @@ class RouterConfig:
     port: int = 8000  # 0: any free one
     api_keys: str | None = None  # file: a line per key, "tenant key"; none: one tenant, loopback only
     secret_file: str | None = None  # root of the tenants' salts; needed with api_keys
-    policy: str = "fcfs"  # of the request queue; or fpf, relaxed_fpf, bounded_fpf
+    policy: str = "slack"  # of the request queue; or fcfs, fpf, relaxed_fpf, bounded_fpf
     overtakes_max: int = OVERTAKES_MAX  # with bounded_fpf: how many later requests may start before one
     # By name; see docs/service-classes.md. {"priority": {"ttft_s": 1.0, "tbt_s": 0.1, "unmet": "refuse"}}
     service_classes: dict[str, ClassObjectives] = field(default_factory=dict)

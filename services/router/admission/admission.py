@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 from kvcommons.errors import DeadlineExceeded
 from services.router.admission.look_ahead import QueueLookAhead
 from services.router.admission.queue import Prefix, QueuedRequest, RequestQueue
+from services.router.admission.scheduling import Promise
 
 
 class Admission:
@@ -29,20 +30,20 @@ class Admission:
     def running(self) -> int:
         return self._queue.running
 
-    def expected_wait_s(self, cost: int) -> float:
+    def expected_wait_s(self, cost: int, promise: Promise) -> float:
         """How long a request of so many choices that came now would likely wait."""
-        return self._queue.expected_wait_s(cost)
+        return self._queue.expected_wait_s(cost=cost, now_s=self._clock(), promise=promise)
 
     @asynccontextmanager
     async def slot(
-        self, *, cost: int, deadline_s: float, prefix: Callable[[], Prefix]
+        self, *, cost: int, deadline_s: float, prefix: Callable[[], Prefix], promise: Promise
     ) -> AsyncIterator[float]:
         """Yields, once the request may run, the seconds it waited. `deadline_s` is by the clock; `prefix` is
         called where the order of the queue depends on it.
 
         Raises Overloaded when too many wait, DeadlineExceeded when its deadline passed in the queue.
         """
-        request = self._queue.submit(cost=cost, now_s=self._clock(), deadline_s=deadline_s)
+        request = self._queue.submit(cost=cost, now_s=self._clock(), deadline_s=deadline_s, promise=promise)
         try:
             if request.started_s is None or self._look_ahead.asks_distance:
                 self._queue.set_prefix(request, prefix())

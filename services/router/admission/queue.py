@@ -3,14 +3,15 @@ clock is an argument."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from heapq import nsmallest
 from itertools import count
 
 from kvcommons.errors import Overloaded
 from services.router.admission.prefixes import PrefixSharers
-from services.router.admission.scheduling import ABSENT, FirstCome, Rank, Scheduling
+from services.router.admission.scheduling import ABSENT, NO_PROMISE, FirstCome, Promise, Rank, Scheduling
+from services.router.admission.shares import TenantShares
 
 _RETRY_AFTER_MS_MIN = 1000
 _RETRY_AFTER_MS_MAX = 60_000
@@ -42,6 +43,9 @@ class QueuedRequest:
     distance: float = ABSENT  # of the prefix; see `scheduling`
     on_device: int = 0  # so many of the prefix's blocks are there
     overtaken: int = 0  # requests that came later and started earlier
+    promise: Promise = NO_PROMISE
+    delay_s: float = 0.0  # of its tenant, as of the last time that the order was asked for
+    charged_s: float = 0.0  # to its tenant's share, while it runs
 
 
 class RequestQueue:
@@ -56,6 +60,7 @@ class RequestQueue:
         self._waiting: dict[QueuedRequest, None] = {}  # in the order in which they came
         self._sharers = PrefixSharers()
         self._running: set[QueuedRequest] = set()
+        self._shares = TenantShares()
         self._numbers = count()
         self._service_s = 1.0  # how long a request runs, smoothed
 
@@ -74,7 +79,9 @@ class RequestQueue:
         """Requests that wait, in the order in which they came."""
         return list(self._waiting)
 
-    def submit(self, *, cost: int, now_s: float, deadline_s: float) -> QueuedRequest:
+    def submit(
+        self, *, cost: int, now_s: float, deadline_s: float, promise: Promise = NO_PROMISE
+    ) -> QueuedRequest:
         """A request that runs at once (`started_s` set) or waits for `advance` to start it.
 
         Raises Overloaded, with the time after which to try again, when too many wait.
@@ -84,8 +91,10 @@ class RequestQueue:
             number=next(self._numbers),
             queued_s=now_s,
             deadline_s=deadline_s,
+            promise=promise,
         )
         if not self._waiting and self._fits(request):
+            self._shares.join(promise.tenant)
             self._start(request, now_s)
             return request
         if self.waiting + request.cost > self._max_waiting:
@@ -93,6 +102,7 @@ class RequestQueue:
                 f"{self.waiting} requests are waiting already; try again later",
                 retry_after_ms=self.retry_after_ms(),
             )
+        self._shares.join(promise.tenant)
         self._waiting[request] = None
         return request
 
@@ -107,10 +117,10 @@ class RequestQueue:
         queue)."""
         expired = [request for request in self._waiting if request.deadline_s <= now_s]
         for request in expired:
-            self._drop(request)
+            self.leave(request, now_s)
         started: list[QueuedRequest] = []
         while self._waiting and self.running < self._max_running:
-            request = min(self._waiting, key=lambda waiting: self._rank(waiting, now_s))
+            request = min(self._waiting, key=self._ranks(now_s))
             if not self._fits(request):
                 break
             self._drop(request)
@@ -128,31 +138,57 @@ class RequestQueue:
             self._running.remove(request)
             ran_s = now_s - (request.started_s if request.started_s is not None else now_s)
             self._service_s += _SMOOTHING * (ran_s - self._service_s)
+            self._shares.use(request.promise.tenant, self._share_s(request, ran_s) - request.charged_s)
+            self._shares.leave(request.promise.tenant)
         elif request in self._waiting:
             self._drop(request)
+            self._shares.leave(request.promise.tenant)
 
     def look_ahead(self, requests_max: int, now_s: float) -> list[tuple[QueuedRequest, float]]:
         """The next requests, and in how many seconds each will likely start, by how long requests run."""
-        order = nsmallest(requests_max, self._waiting, key=lambda request: self._rank(request, now_s))
+        order = nsmallest(requests_max, self._waiting, key=self._ranks(now_s))
         turnover_s = self._service_s / self._max_running
         return [(request, (place + 1) * turnover_s) for place, request in enumerate(order)]
 
-    def expected_wait_s(self, cost: int) -> float:
-        """How long a request of so many choices that came now would wait, by how long others ran; 0 where it
-        would run at once."""
-        cost = min(cost, self._max_running)
-        if not self._waiting and self.running + cost <= self._max_running:
+    def expected_wait_s(self, *, cost: int, now_s: float, promise: Promise = NO_PROMISE) -> float:
+        """How long a request of so many choices that came now would wait, by those that would start before
+        it and by how long others ran; 0 where it would run at once."""
+        self._shares.join(promise.tenant)
+        request = QueuedRequest(
+            cost=min(cost, self._max_running),
+            number=next(self._numbers),
+            queued_s=now_s,
+            deadline_s=now_s,
+            promise=promise,
+        )
+        rank = self._ranks(now_s)
+        before = sum(other.cost for other in self._waiting if rank(other) < rank(request))
+        self._shares.leave(promise.tenant)
+        if not self._waiting and self._fits(request):
             return 0.0
-        return self._service_s * (self.waiting + cost) / self._max_running
+        return self._share_s(request, self._service_s) + self._service_s * before / self._max_running
 
     def retry_after_ms(self) -> int:
         """How long until the queue has likely moved on by one request."""
         turnover_s = self._service_s * max(1, self.waiting) / self._max_running
         return int(min(max(turnover_s * 1000, _RETRY_AFTER_MS_MIN), _RETRY_AFTER_MS_MAX))
 
-    def _rank(self, request: QueuedRequest, now_s: float) -> Rank:
-        sharers = self._sharers.of(request.prefix.block_ids, request.on_device)
-        return self._policy.rank(request, sharers, now_s)
+    def _ranks(self, now_s: float) -> Callable[[QueuedRequest], Rank]:
+        """Of requests as they are now."""
+        oldest_s: dict[str, float] = {}
+        for waiting in self._waiting:  # in the order in which they came
+            oldest_s.setdefault(waiting.promise.tenant, waiting.queued_s)
+        delays = {tenant: self._shares.delay_s(tenant, came_s) for tenant, came_s in oldest_s.items()}
+
+        def rank(request: QueuedRequest) -> Rank:
+            tenant = request.promise.tenant
+            if tenant not in delays:  # none of its requests waits yet
+                delays[tenant] = self._shares.delay_s(tenant, request.queued_s)
+            request.delay_s = delays[tenant]
+            sharers = self._sharers.of(request.prefix.block_ids, request.on_device)
+            return self._policy.rank(request, sharers, now_s)
+
+        return rank
 
     def _drop(self, request: QueuedRequest) -> None:
         del self._waiting[request]
@@ -164,3 +200,9 @@ class RequestQueue:
     def _start(self, request: QueuedRequest, now_s: float) -> None:
         request.started_s = now_s
         self._running.add(request)
+        request.charged_s = self._share_s(request, self._service_s)
+        self._shares.start(request.promise.tenant, request.charged_s, now_s)
+
+    def _share_s(self, request: QueuedRequest, seconds: float) -> float:
+        """What it has of the whole machine in so many seconds."""
+        return seconds * request.cost / self._max_running

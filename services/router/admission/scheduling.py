@@ -8,7 +8,9 @@ of prefixes drives the same classes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from kvcommons.errors import InvalidInput
@@ -18,12 +20,27 @@ OVERTAKES_MAX = 8192
 _ON_DEVICE = 0.5  # a prompt of which this much is not there, which a new message at its end mostly is not
 _TIER_COST = 1000.0  # a tier farther away weighs as much as waiting about 30 times as long
 
+PATIENCE_S = 60.0  # of a request that was promised nothing, beside those that were
+_LATE = 10  # objectives of a request that cannot meet its own any more
+
 Rank = tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Promise:
+    """To whom a request belongs, and what it was promised."""
+
+    tenant: str = ""
+    ttft_s: float = math.inf  # from its arrival to its first token
+    expected_s: float = 0.0  # from its start to its first token
+
+
+NO_PROMISE = Promise()
 
 
 class RankedRequest(Protocol):
     """What is asked of a request that waits. `number` counts requests as they come; `overtaken` counts the
-    requests that came later and started earlier."""
+    requests that came later and started earlier; `delay_s` is of its tenant (`TenantShares`)."""
 
     @property
     def number(self) -> int: ...
@@ -36,6 +53,12 @@ class RankedRequest(Protocol):
 
     @property
     def overtaken(self) -> int: ...
+
+    @property
+    def promise(self) -> Promise: ...
+
+    @property
+    def delay_s(self) -> float: ...
 
 
 class Scheduling(Protocol):
@@ -132,9 +155,43 @@ class BoundedFastestPrefixFirst:
         return (2.0, -sharers * waited_s**2 / _TIER_COST**request.distance, request.number)
 
 
+class LeastSlackFirst:
+    """The least slack first, which is a request's objective for the first token, less what it has waited,
+    less what its prompt is expected to take. Slack shrinks for all alike, so the order is that of the moments
+    at which requests have to start.
+
+    1. Without an objective a request is to start within PATIENCE_S.
+    2. One that is late would come before all others, and with it many would be late that need not be. It has
+       ten times its objective instead, PATIENCE_S at most.
+    3. Each has to start later by its tenant's delay, which grows with what the tenant has had beyond others,
+       and with what its requests have waited for each other. So of two tenants that both want more than half
+       of the machine each gets half, whatever their requests were promised, and one whose requests are few
+       does not wait for the many of another. Among a tenant's own it changes nothing.
+
+    Theorem. A request that came at t, whose tenant's delay is never more than d meanwhile, is passed only by
+    requests that came before t + PATIENCE_S + d.
+
+    Proof. By 1 and 2 it has to start at t + PATIENCE_S + d or before. No request has to start before it came:
+    by 2, where its objective leaves it no such moment, it has ten times that. The smaller moment starts
+    first.
+    """
+
+    asks_distance = False
+
+    def rank(self, request: RankedRequest, sharers: int, now_s: float) -> Rank:
+        promise = request.promise
+        start_s = request.queued_s + PATIENCE_S
+        if promise.ttft_s < PATIENCE_S:
+            in_time_s = request.queued_s + promise.ttft_s - promise.expected_s
+            late_s = request.queued_s + _LATE * promise.ttft_s
+            start_s = in_time_s if in_time_s >= now_s else min(late_s, start_s)
+        return (start_s + request.delay_s, request.number)
+
+
 def scheduling(name: str, *, overtakes_max: int = OVERTAKES_MAX) -> Scheduling:
     """The policy behind the router's `policy` setting. Raises InvalidInput for an unknown name."""
     policies: dict[str, Callable[[], Scheduling]] = {
+        "slack": LeastSlackFirst,
         "fcfs": FirstCome,
         "fpf": FastestPrefixFirst,
         "relaxed_fpf": RelaxedFastestPrefixFirst,
@@ -142,8 +199,9 @@ def scheduling(name: str, *, overtakes_max: int = OVERTAKES_MAX) -> Scheduling:
     }
     if name not in policies:
         raise InvalidInput(
-            f"router policy {name!r} is not one of {', '.join(policies)}: first come first served, fastest "
-            "prefix first, its relaxed form, and the one that bounds how often a request is overtaken",
+            f"router policy {name!r} is not one of {', '.join(policies)}: least slack first, first come "
+            "first served, fastest prefix first, its relaxed form, and the one that bounds how often a "
+            "request is overtaken",
             param="policy",
         )
     return policies[name]()

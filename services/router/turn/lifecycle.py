@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import secrets
 import time
 from collections.abc import AsyncGenerator
@@ -29,6 +30,7 @@ from kvcommons.telemetry.trace import (
 )
 from services.router.admission.classes import ServiceClass
 from services.router.admission.queue import NO_PREFIX, Prefix
+from services.router.admission.scheduling import Promise
 from services.router.api.schemas.requests import ChatRequest, CompletionRequest
 from services.router.http.tenants import Tenant
 from services.router.serving import Serving
@@ -137,7 +139,10 @@ class RequestLifecycle:
         config, clock = self._serving.config, self._serving.clock
         deadline_s = self._times.received_s + config.request_deadline_s
         async with self._serving.admission.slot(
-            cost=len(self.turn.choices), deadline_s=deadline_s, prefix=self._prefix
+            cost=len(self.turn.choices),
+            deadline_s=deadline_s,
+            prefix=self._prefix,
+            promise=self._promise(self.service),
         ) as waited_s:
             self._times.queued_s = waited_s
             context = self._request_context(deadline_s)
@@ -260,12 +265,18 @@ class RequestLifecycle:
             choices_max=config.max_choices,
         )
         self.shown = [[] for _ in self.turn.choices]
-        self.service = self._promised(self.service)
+        self.service = self._served(self.service)
 
-    def _promised(self, asked: ServiceClass) -> ServiceClass:
-        """The class as which the request is served. Raises Overloaded where its class refuses it."""
+    def _promise(self, service: ServiceClass) -> Promise:
+        objective_s = service.objectives.ttft_s
+        return Promise(tenant=self._tenant.name, ttft_s=math.inf if objective_s is None else objective_s)
+
+    def _served(self, asked: ServiceClass) -> ServiceClass:
+        """The class as which the request is served. Raises Overloaded where the one that it asked for refuses
+        it."""
         spent_s = self._serving.clock() - self._times.received_s
-        wait_s = self._serving.admission.expected_wait_s(len(self.turn.choices))
+        choices, promise = len(self.turn.choices), self._promise(asked)
+        wait_s = self._serving.admission.expected_wait_s(choices, promise)
         count = self._serving.metrics.service_classes
         try:
             served = asked.expecting(spent_s + wait_s)
