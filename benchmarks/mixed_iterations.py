@@ -30,8 +30,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvcommons.engine.core import Core
+    from kvcommons.engine.iteration_costs import IterationWork
     from kvcommons.engine.iteration_timing import IterationTiming
-    from kvcommons.engine.predictor import IterationWork, Predictor
+    from kvcommons.engine.predictor import Predictor
     from kvcommons.engine.token_rows import TokenRows
     from kvcommons.model.sampling import SamplingRow
     from kvcommons.model.slices import State
@@ -182,7 +183,7 @@ class PromptChunk:
 
     def __init__(self, core: Core, blocks: Sequence[int], context: int, tokens: int) -> None:
         from kvcommons.engine.chunk_rows import ChunkRows
-        from kvcommons.engine.predictor import IterationWork
+        from kvcommons.engine.iteration_costs import IterationWork
 
         positions = range(context, context + tokens)
         self._rows = ChunkRows(core, (1,) * positions.stop, positions, blocks)

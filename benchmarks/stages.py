@@ -128,7 +128,8 @@ def _measured(
     rows: list[Row],
 ) -> None:
     from kvcommons.engine.core import EngineSettings, load_core
-    from kvcommons.engine.predictor import IterationWork, Predictor
+    from kvcommons.engine.iteration_costs import IterationWork
+    from kvcommons.engine.predictor import Predictor
     from kvcommons.model.layer_ranges import LayerTimes
 
     settings = EngineSettings(
@@ -255,7 +256,7 @@ def _simulate(
     ratios: dict[str, float],
     rows: list[Row],
 ) -> None:
-    from kvcommons.engine.predictor import IterationWork
+    from kvcommons.engine.iteration_costs import IterationWork
     from kvcommons.model.layer_ranges import LayerTimes
 
     def line_s(stages: int) -> float:

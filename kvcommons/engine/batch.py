@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kvcommons.backend.interface import Backend, Partial
-from kvcommons.engine.predictor import IterationWork
+from kvcommons.engine.iteration_costs import IterationWork
 from kvcommons.engine.sequence import LocalRun, RemoteRun, Sequence
 from kvcommons.holder.creditor import Creditor
 

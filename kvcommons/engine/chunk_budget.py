@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
-from kvcommons.engine.predictor import IterationWork, Predictor
+from kvcommons.engine.iteration_costs import IterationWork
+from kvcommons.engine.predictor import Predictor
 
 # Of prompts in an iteration, however late that makes the tokens beside them: so prompts end.
 LEAST_TOKENS = 32

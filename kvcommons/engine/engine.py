@@ -37,9 +37,10 @@ from kvcommons.engine.core import Core
 from kvcommons.engine.core_lock import CoreLock
 from kvcommons.engine.executor import Executor
 from kvcommons.engine.iteration import Iteration
+from kvcommons.engine.iteration_costs import IterationWork
 from kvcommons.engine.keeper import BlockKeeper
 from kvcommons.engine.mailbox import Command, Mailbox
-from kvcommons.engine.predictor import IterationWork, Predictor
+from kvcommons.engine.predictor import Predictor
 from kvcommons.engine.prompt import Prompt
 from kvcommons.engine.prompts import Prompts, PromptSpan
 from kvcommons.engine.scheduler import Plan, Scheduler, freed_by, plan_for

@@ -9,7 +9,7 @@ from typing import Protocol
 from kvcommons.engine.batch import Batch, by_holder
 from kvcommons.engine.core import Core
 from kvcommons.engine.iteration import Iteration
-from kvcommons.engine.predictor import IterationWork
+from kvcommons.engine.iteration_costs import IterationWork
 from kvcommons.engine.prompts import PromptSpan
 from kvcommons.engine.remote.attention import RemoteAttention
 from kvcommons.engine.sequence import Sequence as GeneratingSequence

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from kvcommons.engine.core import Core
+from kvcommons.engine.iteration_costs import IterationWork
 from kvcommons.engine.iteration_timing import IterationTiming
-from kvcommons.engine.predictor import IterationWork
 from kvcommons.engine.slices import LocalSlices, Slices
 from kvcommons.model.sampling import SamplingRow
 from kvcommons.model.slices import State

@@ -17,10 +17,11 @@ from kvcommons.engine.chunk_rows import ChunkRows
 from kvcommons.engine.core import Core
 from kvcommons.engine.core_lock import CoreLock
 from kvcommons.engine.history import Histories
+from kvcommons.engine.iteration_costs import IterationWork
 from kvcommons.engine.iteration_timing import IterationTiming
 from kvcommons.engine.keeper import BlockKeeper, KeptRun
 from kvcommons.engine.load_or_compute import LoadOrCompute
-from kvcommons.engine.predictor import IterationWork, Predictor
+from kvcommons.engine.predictor import Predictor
 from kvcommons.engine.preloading import LoadFellShort, Preloading
 from kvcommons.engine.prompt import Prompt
 from kvcommons.engine.read_buffer import ReadBuffer

@@ -10,8 +10,8 @@ from torch import Tensor
 from kvcommons.backend.interface import BatchPlan, Partial
 from kvcommons.engine.batch import Batch, Queries
 from kvcommons.engine.core import Core
+from kvcommons.engine.iteration_costs import IterationWork
 from kvcommons.engine.iteration_timing import IterationTiming
-from kvcommons.engine.predictor import IterationWork
 from kvcommons.engine.remote.attention import RemoteAttention, RemoteStep
 from kvcommons.engine.remote.plans import NewRows
 from kvcommons.errors import KVCommonsError

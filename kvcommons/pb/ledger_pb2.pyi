@@ -203,6 +203,26 @@ class Load(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class CostsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     TOTAL_BLOCKS_FIELD_NUMBER: _builtins.int
     FREE_BLOCKS_FIELD_NUMBER: _builtins.int
     LENDABLE_BLOCKS_FIELD_NUMBER: _builtins.int
@@ -214,6 +234,8 @@ class Load(_message.Message):
     ONLY_HERE_FIELD_NUMBER: _builtins.int
     BATCHES_FIELD_NUMBER: _builtins.int
     CHANGES_FIELD_NUMBER: _builtins.int
+    COSTS_FIELD_NUMBER: _builtins.int
+    CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     total_blocks: _builtins.int
     free_blocks: _builtins.int
@@ -229,6 +251,8 @@ class Load(_message.Message):
     """of a decode: it takes so many times the sequences of another one; 0 is 1"""
     changes: _builtins.int
     """of a decode: its sequences' reservations and ends until now, which the rest counts"""
+    chunk_tokens: _builtins.int
+    """of prompts, in an iteration at most"""
     epoch: _builtins.int
     """of a decode: this life of its process, as in its placements; `changes` begins at 0 in each"""
     @_builtins.property
@@ -238,6 +262,12 @@ class Load(_message.Message):
     @_builtins.property
     def loans(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Debtor instance id to blocks: the lender's block table, which is what counts. Of a head group, the first part tells."""
+
+    @_builtins.property
+    def costs(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Of a prefill or decode: seconds of one of each amount of an iteration, by the names of iteration_costs.py; empty:
+        nothing was measured yet.
+        """
 
     def __init__(
         self,
@@ -253,11 +283,13 @@ class Load(_message.Message):
         only_here: _builtins.bool = ...,
         batches: _builtins.int = ...,
         changes: _builtins.int = ...,
+        costs: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        chunk_tokens: _builtins.int = ...,
         epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "changes", b"changes", "debts", b"debts", "epoch", b"epoch", "free_blocks", b"free_blocks", "lendable_blocks", b"lendable_blocks", "loans", b"loans", "only_here", b"only_here", "queued", b"queued", "ready", b"ready", "running", b"running", "total_blocks", b"total_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "changes", b"changes", "chunk_tokens", b"chunk_tokens", "costs", b"costs", "debts", b"debts", "epoch", b"epoch", "free_blocks", b"free_blocks", "lendable_blocks", b"lendable_blocks", "loans", b"loans", "only_here", b"only_here", "queued", b"queued", "ready", b"ready", "running", b"running", "total_blocks", b"total_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -55,7 +55,7 @@ class Intake:
         self._pusher = pusher
         self._holders = holders
         self._condemner = condemner
-        self._chunk_tokens = chunk_tokens
+        self.chunk_tokens = chunk_tokens
         self._sink = sink
 
     async def prompt(self, asked: pb.PrefillRequest, deadline_s: float, listener: Listener) -> Prompt:
@@ -86,7 +86,7 @@ class Intake:
         fits = prompt.total_blocks <= core.allocator.total
         if not fits and self._sink is None and can_spread(request, targets, core.block_tokens):
             prompt.memory = SpreadPrompt(
-                core, self._keeper, self._holders, delivery, targets, self._chunk_tokens
+                core, self._keeper, self._holders, delivery, targets, self.chunk_tokens
             )
             if asked.push_from_block:
                 placed = await asyncio.to_thread(

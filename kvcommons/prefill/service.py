@@ -45,6 +45,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
             instance.load.free_blocks = core.allocator.free
             instance.load.running = engine.computing
             instance.load.queued = engine.waiting
+            instance.load.costs.update(engine.predictor.costs.by_name)
+            instance.load.chunk_tokens = self._intake.chunk_tokens
         instance.load.ready = ready
         return instance
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvcommons.engine.core import Core
 from kvcommons.engine.executor import Composer, Inline, Work
-from kvcommons.engine.predictor import IterationWork
+from kvcommons.engine.iteration_costs import IterationWork
 from kvcommons.stages.group import StageGroup
 from kvcommons.stages.iteration import StageIteration
 

@@ -277,6 +277,7 @@ class DecodeParts:
         load.batches = self.rotation.shares if self.rotation else 1
         load.changes = self.arrivals.changes
         load.epoch = self.holder.epoch
+        load.costs.update(self.engine.predictor.costs.by_name)
         load.debts.update(self.loans.debts())
         load.loans.update(self.holder.loans())
 

@@ -51,6 +51,11 @@ async def serve(config: RouterConfig, process: Process) -> None:
     rpc = RpcServer(config.node.listen, process.telemetry)
     directory = serving.directory
     directory.start()
+    try:
+        await _check_pace(serving)
+    except InvalidInput:
+        await directory.stop()
+        raise
     await rpc.start()
     await http.start()
     started_ms = time.time_ns() // 1_000_000
@@ -173,15 +178,40 @@ def _read(path: str, setting: str) -> bytes:
         raise InvalidInput(f"{setting} {path} cannot be read: {error.strerror}", param=setting) from error
 
 
+async def _check_pace(serving: Serving) -> None:
+    """Raises InvalidInput for a class that promises tokens sooner than any decode instance can make them, as
+    far as those that are there have measured it."""
+    if not any(one.objectives.tbt_s for one in serving.classes):
+        return
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_READY_S):
+            await serving.directory.changed()
+    for why in _too_fast(serving).values():
+        raise InvalidInput(
+            f"router service_classes: {why}: raise its tbt_s, or leave it out", param="service_classes"
+        )
+
+
+def _too_fast(serving: Serving) -> dict[str, str]:
+    """Classes that cannot be kept, by name: why."""
+    fleet = serving.fleet
+    token_s = max(map(fleet.token_seconds, fleet.models()), default=0.0)
+    return {one.name: why for one in serving.classes if (why := one.too_fast(token_s))}
+
+
 async def _watch(serving: Serving, rpc: RpcServer, heartbeat: Heartbeat) -> None:
     """Keeps gRPC health at what /health says, and closes channels to instances that are gone."""
     pruned_s = time.monotonic()
     unfit: dict[str, str] = {}
+    too_fast: dict[str, str] = {}
     while True:
         serving.dispatch.queues.update()
         before, unfit = unfit, serving.fleet.unfit_pools()
         for pool in unfit.keys() - before.keys():
             log.warning("%s can lend to no decode instance: %s", pool, unfit[pool])
+        known, too_fast = too_fast, _too_fast(serving)
+        for name in too_fast.keys() - known.keys():
+            log.warning("%s", too_fast[name])
         for model in serving.fleet.models()[:1]:
             serving.metrics.requests(model.name)  # from here on /metrics has all of its families
         ready = health_of(serving)[1]

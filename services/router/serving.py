@@ -12,6 +12,7 @@ from typing import Any
 from kvcommons.rpc.directory import Directory
 from kvcommons.telemetry.trace import Tracer
 from services.router.admission.admission import Admission
+from services.router.admission.backlog import PromptBacklog
 from services.router.admission.classes import ServiceClasses
 from services.router.admission.look_ahead import QueueLookAhead
 from services.router.config import RouterConfig
@@ -52,6 +53,7 @@ class Serving:
     clock: Callable[[], float] = time.monotonic
     seed: Callable[[], int] = draw_seed
     copies: RecordCopies = field(default_factory=RecordCopies)
+    backlog: PromptBacklog = field(default_factory=PromptBacklog)
     _background: set[asyncio.Task[None]] = field(default_factory=set)
 
     def in_background(self, work: Coroutine[Any, Any, None]) -> None:

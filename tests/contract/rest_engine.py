@@ -173,6 +173,7 @@ class Engine:
         self.prefill = ScriptedPrefill(script)
         self._model = model
         self._name = name
+        self.costs: dict[str, float] = {}  # that it says of itself
         self._server = RpcServer(f"unix:{folder}/{name}.sock", Telemetry.off(name))
         self._server.add(decode_pb2_grpc.add_DecodeServicer_to_server, self.decode)
         self._server.add(prefill_pb2_grpc.add_PrefillServicer_to_server, self.prefill)
@@ -190,7 +191,9 @@ class Engine:
         return self.decode.running + self.prefill.running
 
     def instances(self, *, ready: bool = True) -> list[ledger_pb2.Instance]:
-        load = ledger_pb2.Load(total_blocks=128, free_blocks=128, ready=ready)
+        load = ledger_pb2.Load(
+            total_blocks=128, free_blocks=128, ready=ready, costs=self.costs, chunk_tokens=512
+        )
         return [
             ledger_pb2.Instance(
                 id=f"{service}-{self._name}",

@@ -17,7 +17,9 @@ from kvcommons.telemetry.telemetry import Telemetry
 from services.router.__main__ import serve
 from services.router.admission.classes import ClassObjectives
 from services.router.config import RouterConfig
-from tests.contract.rest_stack import MODEL_FOLDER, KvStore, Stack, eventually, stack
+from tests.contract.rest_engine import Engine, Script, ScriptedLedger
+from tests.contract.rest_stack import MODEL, MODEL_FOLDER, KvStore, Stack, eventually, stack
+from tests.machine import scaled
 
 pytest_plugins = ("tests.contract.rest_fixtures",)
 
@@ -124,22 +126,85 @@ async def test_a_session_whose_turn_was_refused_is_free_for_the_next(narrow: Sta
     await eventually(free)
 
 
+SECOND_A_ROW = {"few_rows": 1.0, "more_rows": 1.0, "pairs": 1e-9}  # as instances say of themselves
+
+
+async def test_what_prompts_take_by_their_instances_decides_too(
+    socket_folder: Path, rest_store: KvStore
+) -> None:
+    """At a second a token, some tens of tokens are promised, and no hundreds; what is stored takes none."""
+    classes = {
+        "strict": ClassObjectives(ttft_s=60.0, unmet="refuse"),
+        "quick": ClassObjectives(ttft_s=60.0),
+        "fluent": ClassObjectives(tbt_s=0.9, unmet="refuse"),
+    }
+    async with stack(socket_folder, rest_store, settings={"service_classes": classes}) as served:
+        served.engines[0].costs = SECOND_A_ROW
+        await served.show()
+        served.says("hello")
+        long = [{"role": "user", "content": "one two three four five six " * 20}]
+        body: dict[str, Any] = {"messages": long, "session_id": "costly"}
+        status, refused = await served.post(CHAT, body | {"service_tier": "strict"})
+        assert status == 429
+        assert "first token within 60 s" in refused["error"]["message"]
+
+        async def as_quick() -> bool:  # once the lease of the turn that was refused is given back
+            status, answer = await served.post(CHAT, body | {"service_tier": "quick"})
+            return status == 200 and answer["service_tier"] == "default"
+
+        await eventually(as_quick)
+        again = {"messages": HI, "session_id": "costly", "service_tier": "strict"}
+        assert (await served.post(CHAT, again | {"reuse": False}))[0] == 429
+
+        async def as_strict() -> bool:
+            status, answer = await served.post(CHAT, again)
+            return status == 200 and answer["service_tier"] == "strict"
+
+        await eventually(as_strict)
+        status, refused = await served.post(CHAT, {"messages": HI, "service_tier": "fluent"})
+        assert status == 429
+        assert "a token every 0.9 s, and one takes 1 s here" in refused["error"]["message"]
+
+
+async def test_a_class_that_nobody_can_keep_ends_the_start(socket_folder: Path) -> None:
+    ledger, engine = ScriptedLedger(socket_folder), Engine(socket_folder, "engine", Script(), MODEL)
+    engine.costs = SECOND_A_ROW
+    await engine.start()
+    await ledger.start()
+    await ledger.show(engine.instances())
+    config = router(socket_folder, service_classes={"fluent": ClassObjectives(tbt_s=0.9)})
+    try:
+        async with asyncio.timeout(scaled(20)):
+            with pytest.raises(InvalidInput, match="'fluent' promises a token every") as refused:
+                await serve(config, process())
+        assert refused.value.param == "service_classes"
+    finally:
+        await ledger.stop()
+        await engine.stop()
+
+
 async def test_entitlements_of_a_tenant_without_a_key_end_the_start(socket_folder: Path) -> None:
-    config = RouterConfig(
-        node=Node(listen=f"unix:{socket_folder}/router.sock"),
-        ledger=(f"unix:{socket_folder}/none.sock",),
+    with pytest.raises(InvalidInput, match="'ann', which has no key"):
+        await serve(router(socket_folder, entitlements={"ann": ("default",)}), process())
+
+
+def router(folder: Path, **settings: Any) -> RouterConfig:
+    return RouterConfig(
+        node=Node(listen=f"unix:{folder}/router.sock"),
+        ledger=(f"unix:{folder}/ledger.sock",),
         model=str(MODEL_FOLDER),
-        entitlements={"ann": ("default",)},
+        **settings,
     )
-    process = Process(
+
+
+def process() -> Process:
+    return Process(
         service="router",
         instance_id="router-0",
         host="here",
         stop=asyncio.Event(),
         telemetry=Telemetry.off("router"),
     )
-    with pytest.raises(InvalidInput, match="'ann', which has no key"):
-        await serve(config, process)
 
 
 async def _waiting(served: Stack) -> bool:

@@ -17,7 +17,7 @@ FLOAT32 = {service: {"dtype": "float32"} for service in ("prefill", "decode", "a
 @pytest.fixture(scope="package")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     as_users_have_it = {**FLOAT32["decode"], "max_local_prefill_tokens": 256}
-    classes = {"priority": {"ttft_s": 3600.0, "tbt_s": 0.05, "unmet": "refuse"}}
+    classes = {"priority": {"ttft_s": 3600.0, "tbt_s": 2.0, "unmet": "refuse"}}
     tables = {**FLOAT32, "decode": as_users_have_it, "router": {"service_classes": classes}}
     shared = Stack(tmp_path_factory.mktemp("stack"), tables=tables)
     with shared:

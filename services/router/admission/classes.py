@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
@@ -22,8 +22,8 @@ OPENAI_TIERS = ("flex", "priority", "scale")
 TIER_CHARS_MAX = 64
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
-_RETRY_AFTER_MS_MIN = 1000
-_RETRY_AFTER_MS_MAX = 60_000
+_RETRY_AFTER_S_MIN = 1
+_RETRY_AFTER_S_MAX = 60
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,20 +48,36 @@ class ServiceClass:
         """Whether a first token after so long is as its objective has it."""
         return self.objectives.ttft_s is None or ttft_s <= self.objectives.ttft_s
 
-    def expecting(self, ttft_s: float) -> ServiceClass:
-        """As what a request of this class is served whose first token is expected so long after its arrival.
-        Raises Overloaded, with the time after which to try again, where that refuses it."""
-        if self.meets(ttft_s):
+    def too_fast(self, token_s: float) -> str:
+        """Why it cannot be kept where a token takes so long at least; empty where it can."""
+        objective_s = self.objectives.tbt_s
+        if objective_s is None or token_s <= objective_s:
+            return ""
+        return (
+            f"the class {self.name!r} promises a token every {objective_s:g} s, and one takes {token_s:.3g} "
+            "s here at least"
+        )
+
+    def expecting(self, ttft_s: float, *, token_s: float = 0.0) -> ServiceClass:
+        """As what a request of this class is served whose first token is expected so long after its arrival,
+        and whose tokens take `token_s` each at least. Raises Overloaded, with the time after which to try
+        again, where that refuses it."""
+        why, late_s = self.too_fast(token_s), float(_RETRY_AFTER_S_MAX)
+        if not why and not self.meets(ttft_s):
+            objective_s = self.objectives.ttft_s or 0.0
+            late_s = ttft_s - objective_s
+            why = (
+                f"the class {self.name!r} promises the first token within {objective_s:g} s, and this "
+                f"request's is expected after {ttft_s:.3g} s"
+            )
+        if not why:
             return self
         if self.objectives.unmet == "best_effort":
             return BEST_EFFORT
-        objective_s = self.objectives.ttft_s or 0.0
-        late_ms = int((ttft_s - objective_s) * 1000)
         raise Overloaded(
-            f"the class {self.name!r} promises the first token within {objective_s:g} s, and this "
-            f"request's is expected after {ttft_s:.3g} s: try again later, or with another service_tier",
+            f"{why}: try again later, or with another service_tier",
             param="service_tier",
-            retry_after_ms=min(max(late_ms, _RETRY_AFTER_MS_MIN), _RETRY_AFTER_MS_MAX),
+            retry_after_ms=int(1000 * min(max(late_s, _RETRY_AFTER_S_MIN), _RETRY_AFTER_S_MAX)),
         )
 
 
@@ -105,6 +121,9 @@ class ServiceClasses:
                     )
         everything = (DEFAULT, *(name for name in self._classes if name != DEFAULT))
         self._entitlements = {OTHERS: everything} if not entitlements else dict(entitlements)
+
+    def __iter__(self) -> Iterator[ServiceClass]:
+        return iter(self._classes.values())
 
     def of(self, tenant: str, asked: str | None) -> ServiceClass:
         """`asked`: the request's `service_tier`.

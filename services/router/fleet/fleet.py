@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import grpc.aio
 
+from kvcommons.engine.iteration_costs import IterationCosts, IterationWork
 from kvcommons.errors import ContextLengthExceeded, Loading, ModelNotFound, Overloaded, StoreUnavailable
 from kvcommons.pb.common_pb2 import ModelInfo
 from kvcommons.pb.decode_pb2_grpc import DecodeStub
@@ -180,6 +181,27 @@ class Fleet:
         if capacity is not None:
             self._largest_capacity[model] = capacity, now_s
         return capacity
+
+    def prompt_seconds(self, model: ModelInfo, positions: range) -> float:
+        """What computing these of a prompt takes, by what instances say of themselves, where that is
+        quickest; 0 while nobody has measured it."""
+        prefills = of_model(self._view.instances("prefill"), model.fingerprint)
+        found = [
+            IterationCosts.of(one.load.costs).prompt_seconds(positions, one.load.chunk_tokens or 1)
+            for one in prefills
+        ]
+        return min(filter(None, found), default=0.0)
+
+    def token_seconds(self, model: ModelInfo) -> float:
+        """What a token of one sequence alone takes at least, where that is quickest; 0 while nobody has
+        measured it."""
+        decodes = of_model(self._view.instances("decode"), model.fingerprint)
+        found = [IterationCosts.of(one.load.costs).seconds(IterationWork(rows=1)) for one in decodes]
+        return min(filter(None, found), default=0.0)
+
+    def prefills(self, model: ModelInfo) -> int:
+        """How many instances compute prompts of it."""
+        return len(of_model(self._view.instances("prefill"), model.fingerprint))
 
     def instances(self, service: str, *, ready: bool = True) -> list[Instance]:
         return self._view.instances(service, ready=ready)

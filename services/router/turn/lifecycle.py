@@ -32,6 +32,7 @@ from services.router.admission.classes import ServiceClass
 from services.router.admission.queue import NO_PREFIX, Prefix
 from services.router.admission.scheduling import Promise
 from services.router.api.schemas.requests import ChatRequest, CompletionRequest
+from services.router.fleet.stored import stored_blocks
 from services.router.http.tenants import Tenant
 from services.router.serving import Serving
 from services.router.sessions.conversation import Message, new_messages
@@ -86,6 +87,7 @@ class RequestLifecycle:
         self._new: list[Message] = []
         self.context: Context | None = None  # of a session
         self._truncation: Truncation | None = None  # with which this turn begins
+        self._prompt_s = 0.0  # what computing its prompts is expected to take
         self._times = _Timestamps(received_s=serving.clock())
 
     async def __aenter__(self) -> RequestLifecycle:
@@ -125,6 +127,7 @@ class RequestLifecycle:
             self._plan(request, [list(self.context.now.tokens)])
         else:
             self._plan(request, [[*tokens, *new]])
+        await self._classify()
 
     async def plan_completion(self, request: CompletionRequest) -> None:
         self.service = self._asked(request)
@@ -133,6 +136,7 @@ class RequestLifecycle:
             request, self._serving.text, self.model, choices_max=self._serving.config.max_choices
         )
         self._plan(request, prompts)
+        await self._classify()
 
     async def deltas(self) -> AsyncGenerator[list[ev.Delta], None]:
         """What the client may see, as it comes. When it ends, all is durable that has to be."""
@@ -147,10 +151,15 @@ class RequestLifecycle:
             self._times.queued_s = waited_s
             context = self._request_context(deadline_s)
             running = self._serving.dispatch.run(self.turn, context, lost=self._lost)
-            async with aclosing(running):
-                async for deltas in running:
-                    self._observe(deltas, clock())
-                    yield deltas
+            computing = self._serving.backlog.begin(self._prompt_s)
+            try:
+                async with aclosing(running):
+                    async for deltas in running:
+                        self._serving.backlog.end(computing)
+                        self._observe(deltas, clock())
+                        yield deltas
+            finally:
+                self._serving.backlog.end(computing)
         self._times.last_token_s = clock()
         if self._session is not None:
             await self._commit(self._session)
@@ -265,21 +274,51 @@ class RequestLifecycle:
             choices_max=config.max_choices,
         )
         self.shown = [[] for _ in self.turn.choices]
-        self.service = self._served(self.service)
 
     def _promise(self, service: ServiceClass) -> Promise:
         objective_s = service.objectives.ttft_s
-        return Promise(tenant=self._tenant.name, ttft_s=math.inf if objective_s is None else objective_s)
+        return Promise(
+            tenant=self._tenant.name,
+            ttft_s=math.inf if objective_s is None else objective_s,
+            expected_s=self._prompt_s,
+        )
+
+    async def _classify(self) -> None:
+        """Decides as which class the request is served. Raises Overloaded where the one that it asked for
+        refuses it."""
+        kept = 0
+        if self._session is not None and self.context is not None:
+            kept = len(self._session.record.tokens) - self.context.dropped_tokens
+        self._prompt_s = self._prompt_seconds(kept)
+        if self._session is None and not self.service.meets(self._expected_ttft_s()):
+            prefix = self._prefix()  # it was reckoned as if nothing of it were stored
+            store, patience_s = (
+                self._serving.fleet.homed(prefix.home),
+                self._serving.config.request_deadline_s,
+            )
+            stored = await stored_blocks(store, self.model, prefix.block_ids, timeout_s=patience_s, peek=True)
+            self._prompt_s = self._prompt_seconds((stored or 0) * self.model.block_tokens)
+        self.service = self._served(self.service)
+
+    def _prompt_seconds(self, stored_tokens: int) -> float:
+        """What computing its prompts is expected to take, but for so many tokens of each."""
+        first = 0 if self._request.reuse is False else stored_tokens
+        prompts = {id(choice.prompt): len(choice.prompt) for choice in self.turn.choices}
+        fleet = self._serving.fleet
+        return sum(fleet.prompt_seconds(self.model, range(first, tokens)) for tokens in prompts.values())
+
+    def _expected_ttft_s(self) -> float:
+        """From its arrival to its first token."""
+        serving, seconds = self._serving, self._prompt_s
+        wait_s = serving.admission.expected_wait_s(len(self.turn.choices), self._promise(self.service))
+        ahead_s = serving.backlog.ahead_s(seconds, instances=serving.fleet.prefills(self.model))
+        return serving.clock() - self._times.received_s + wait_s + ahead_s + seconds
 
     def _served(self, asked: ServiceClass) -> ServiceClass:
-        """The class as which the request is served. Raises Overloaded where the one that it asked for refuses
-        it."""
-        spent_s = self._serving.clock() - self._times.received_s
-        choices, promise = len(self.turn.choices), self._promise(asked)
-        wait_s = self._serving.admission.expected_wait_s(choices, promise)
         count = self._serving.metrics.service_classes
+        token_s = self._serving.fleet.token_seconds(self.model)
         try:
-            served = asked.expecting(spent_s + wait_s)
+            served = asked.expecting(self._expected_ttft_s(), token_s=token_s)
         except KVCommonsError:
             count.labels(asked.name, "refused").inc()
             raise

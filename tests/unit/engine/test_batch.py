@@ -10,7 +10,7 @@ from kvcommons.backend.choice import choose
 from kvcommons.backend.interface import Partial
 from kvcommons.backend.memory import BlockMemory
 from kvcommons.engine.batch import Batch, by_holder
-from kvcommons.engine.predictor import IterationWork
+from kvcommons.engine.iteration_costs import IterationWork
 from kvcommons.engine.request import Request
 from kvcommons.engine.sequence import LocalRun, RemoteRun, Run, Sequence
 from kvcommons.holder.client import RemoteHolder

@@ -17,8 +17,9 @@ from kvcommons.engine.chunk_budget import LEAST_TOKENS, ChunkBudget
 from kvcommons.engine.chunk_rows import ChunkRows
 from kvcommons.engine.core import Core
 from kvcommons.engine.history import Histories
+from kvcommons.engine.iteration_costs import IterationWork
 from kvcommons.engine.keeper import BlockKeeper
-from kvcommons.engine.predictor import IterationWork, Predictor
+from kvcommons.engine.predictor import Predictor
 from kvcommons.engine.prompt import Prompt
 from kvcommons.engine.prompts import Prompts, PromptSpan
 from kvcommons.engine.read_buffer import ReadBuffer

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvcommons.engine.predictor import IterationWork, Predictor
+from kvcommons.engine.iteration_costs import IterationCosts, IterationWork
+from kvcommons.engine.predictor import Predictor
 
 FEW = 32
 MIB = 1 << 20
@@ -74,7 +75,7 @@ class Machine:
 def test_costs_are_found_again_in_noisy_iterations(seed: int) -> None:
     made, machine = Predictor(), Machine(seed, noise=0.02)
     machine.run(made, 1000, machine.mixed)
-    assert dict(made.costs) == pytest.approx(COSTS, rel=0.25)
+    assert made.costs.by_name == pytest.approx(COSTS, rel=0.25)
 
 
 @pytest.mark.parametrize("seed", [1, 2, 3])
@@ -188,3 +189,19 @@ def test_more_never_takes_less(
     for amount in fields(IterationWork):
         larger = replace(asked, **{amount.name: getattr(asked, amount.name) + more})
         assert made.seconds(larger) >= asked_s
+
+
+def test_costs_say_elsewhere_what_they_say_here() -> None:
+    made, machine = Predictor(), Machine(1)
+    assert made.costs.by_name == {}, "nothing was measured"
+    machine.run(made, 50, machine.tokens)
+    assert "pairs" not in made.costs.by_name
+    assert IterationCosts.of(made.costs.by_name).prompt_seconds(range(100), 512) == 0.0
+    machine.run(made, 200, machine.mixed)
+    there = IterationCosts.of({**made.costs.by_name, "an amount of later times": 1.0})
+    for _ in range(20):
+        work = machine.mixed()
+        assert there.seconds(work) == pytest.approx(made.seconds(work))
+    assert there.prompt_seconds(range(100, 5000), 512) == pytest.approx(
+        made.prompt_seconds(range(100, 5000), 512)
+    )

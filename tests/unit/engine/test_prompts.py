@@ -16,8 +16,8 @@ from kvcommons.engine.core import Core
 from kvcommons.engine.engine import Engine
 from kvcommons.engine.history import Histories
 from kvcommons.engine.iteration import Iteration
+from kvcommons.engine.iteration_costs import IterationWork
 from kvcommons.engine.keeper import BlockKeeper
-from kvcommons.engine.predictor import IterationWork
 from kvcommons.engine.prompt import Prompt
 from kvcommons.engine.prompt_engine import prompt_engine
 from kvcommons.engine.prompt_memory import WholePrompt
