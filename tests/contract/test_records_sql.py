@@ -106,6 +106,30 @@ async def test_what_else_breaks_in_its_commit_is_done_once(
     await begin(records, "t3")
 
 
+async def test_a_document_whose_keeping_breaks_is_kept_once(
+    proxy: Proxy, schema: str, stack: AsyncExitStack
+) -> None:
+    records = await opened(stack, proxy.conninfo + schema)
+    _, lease = await begin(records, "d")
+    document, state = pb.Document(format=1, tokens=range(1000)), pb.DocumentState(tokens=1000)
+    renewal = TurnRenewal(
+        turn_id="d", fencing=lease.fencing, lease_ms=1000, document_state=state, document=document
+    )
+    for when in ("before", "after"):
+        proxy.cut_at_commit = when
+        await records.renew("alice", "s", renewal)
+        assert proxy.cut_at_commit == ""
+        assert len(await records.documents()) == 1
+    proxy.cut_at_commit = "after"
+    begun = await records.begin("alice", "s", TurnBegin(turn_id="d", owner="router", lease_ms=1000))
+    assert begun.document == document
+    proxy.cut_at_commit = "after"
+    await records.abandon("alice", "s", turn_id="d", fencing=begun.lease.fencing)
+    assert await records.documents() == []
+    _, lease = await begin(records, "t")
+    assert (await records.commit("alice", "s", turn(lease, 0, [1]))).version == 1
+
+
 async def test_a_commit_that_comes_again_after_the_next_turn_is_recognised(
     postgres: PostgresServer, schema: str, stack: AsyncExitStack
 ) -> None:
