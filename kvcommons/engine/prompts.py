@@ -93,7 +93,12 @@ class Prompts:
     def submit(self, prompt: Prompt) -> None:
         """Queues a prompt; whatever becomes of it, its sink hears. Raises CapacityExhausted, Overloaded."""
         prompt.memory.check(prompt)
-        self._scheduler.submit(prompt.key, tokens=prompt.tokens, deadline_s=prompt.deadline_s)
+        self._scheduler.submit(
+            prompt.key,
+            tokens=prompt.tokens,
+            deadline_s=prompt.deadline_s,
+            background=prompt.request.background,
+        )
         self._prompts[prompt.key] = prompt
 
     def remove(self, key: int) -> None:

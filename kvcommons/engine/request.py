@@ -30,6 +30,7 @@ class Request:
     matched_blocks: int  # leading blocks that the store said it has
     no_reuse: bool
     tbt_objective_s: float = 0.0  # between its tokens; 0: as this instance's settings have it
+    background: bool = False  # other prompts come first
     truncated: Truncated = WHOLE
     origin: Context = field(default_factory=copy_context, repr=False)  # of the call: its trace and ids
 
@@ -74,6 +75,7 @@ class Request:
             matched_blocks=job.history.matched_blocks,
             no_reuse=job.no_reuse,
             tbt_objective_s=job.tbt_objective_ms / 1000,
+            background=job.background,
             truncated=truncated,
         )
 

@@ -6,6 +6,10 @@ the fewest left first, and those that are done with it may have a chunk more on 
 waits for the chunk under way alone, however long the prompts before it are, as long as short ones are less
 than half of the work; and others are never ahead of the oldest by more than a chunk: nobody starves. Of the
 sequences that generate the oldest run, at most `max_batch` at once.
+
+Prompts in the background (parts of documents) are admitted behind all others and computed while there are
+none, in the order in which they came; beside others they have one iteration of `BACKGROUND_TURN`, so that
+they come to an end.
 """
 
 from __future__ import annotations
@@ -19,6 +23,8 @@ from itertools import accumulate
 from kvcommons.engine.sequence import Sequence
 from kvcommons.errors import Overloaded
 from kvcommons.placement.base import Next
+
+BACKGROUND_TURN = 8
 
 
 class SequenceState(Enum):
@@ -35,6 +41,7 @@ class SequenceState(Enum):
 class _Prompt:
     tokens_left: int
     deadline_s: float
+    background: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +69,7 @@ class Scheduler:
         self._others_may = 0  # so many tokens of others before it is the oldest one's turn
         self._others_turn = False  # in the last iteration
         self._progressed = True  # in it
+        self._passed_over = 0  # iterations of others while background prompts could have been computed
 
     @property
     def running(self) -> int:
@@ -90,7 +98,7 @@ class Scheduler:
 
     # Prompts that are computed here.
 
-    def submit(self, key: int, *, tokens: int, deadline_s: float) -> None:
+    def submit(self, key: int, *, tokens: int, deadline_s: float, background: bool = False) -> None:
         """Queues a prompt of `tokens` that is worth nothing after `deadline_s`. Raises Overloaded."""
         waiting = self.waiting
         if waiting >= self._max_queue:
@@ -98,12 +106,16 @@ class Scheduler:
                 f"{waiting} prompts wait for this instance, its most: retry later", retry_after_ms=1000
             )
         self._states[key] = SequenceState.WAITING
-        self._prompts[key] = _Prompt(tokens_left=tokens, deadline_s=deadline_s)
+        self._prompts[key] = _Prompt(tokens_left=tokens, deadline_s=deadline_s, background=background)
 
     def admissible(self) -> list[int]:
         """Waiting prompts in the order in which memory is to be offered to them; empty while enough are
         computed."""
-        return [] if self.computing >= self._max_prompts else self._in(SequenceState.WAITING)
+        computing = self._in(SequenceState.COMPUTING)
+        if len(self._split(computing)[0]) >= self._max_prompts:
+            return []
+        urgent, background = self._split(self._in(SequenceState.WAITING))
+        return [*urgent, *(background if len(computing) < self._max_prompts else ())]
 
     def admit(self, key: int, *, tokens_left: int) -> None:
         self._states[key] = SequenceState.COMPUTING
@@ -112,9 +124,10 @@ class Scheduler:
     def progress(self, key: int, *, tokens_left: int) -> None:
         """A chunk of the prompt is done, or it was set back."""
         prompt = self._prompts[key]
-        computed = max(prompt.tokens_left - tokens_left, 0)
-        self._others_may += computed if key == self._oldest else -computed
-        self._progressed = True
+        if not prompt.background:
+            computed = max(prompt.tokens_left - tokens_left, 0)
+            self._others_may += computed if key == self._oldest else -computed
+            self._progressed = True
         prompt.tokens_left = tokens_left
 
     def expired(self, now_s: float) -> list[int]:
@@ -127,9 +140,14 @@ class Scheduler:
         turn goes to the others. On theirs it has no part unless it is done with it: they would wait for its
         rows."""
         computing = self._in(SequenceState.COMPUTING)
-        able = [key for key in computing if self._tokens_left(key) and ready(key)]  # else its end is awaited
-        if not able or tokens < 1:
+        # Of those that have nothing left the end is awaited.
+        able, background = self._split([key for key in computing if self._tokens_left(key) and ready(key)])
+        if tokens < 1 or not (able or background):
             return []
+        self._passed_over += bool(background)
+        if not able or self._passed_over >= BACKGROUND_TURN:
+            self._passed_over = 0
+            return self._shares(background, tokens)
         self._oldest, others = able[0], sorted(able[1:], key=self._tokens_left)
         self._others_may = min(self._others_may, tokens)
         if not self._progressed:  # whoever's turn it was could not use it
@@ -139,12 +157,23 @@ class Scheduler:
             credit = tokens + self._others_may  # by which they may be ahead of it
             first = others if self._others_may > 0 else self._done_with(others, credit)
         self._others_turn, self._progressed = bool(first), False
+        return self._shares(first or [self._oldest, *others], tokens)
+
+    def _shares(self, keys: list[int], tokens: int) -> list[tuple[int, int]]:
+        """Of so many tokens in all, to the first ones what they have left."""
         chosen = []
-        for key in first or [self._oldest, *others]:
+        for key in keys:
             if share := min(self._tokens_left(key), tokens):
                 chosen.append((key, share))
             tokens -= share
         return chosen
+
+    def _split(self, keys: list[int]) -> tuple[list[int], list[int]]:
+        """Prompts, and those in the background."""
+        found: tuple[list[int], list[int]] = ([], [])
+        for key in keys:
+            found[self._prompts[key].background].append(key)
+        return found
 
     def _done_with(self, shortest: list[int], tokens: int) -> list[int]:
         """The first of them that so many tokens are enough for."""

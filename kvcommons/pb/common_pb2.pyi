@@ -397,6 +397,7 @@ class Job(_message.Message):
     SAMPLING_FIELD_NUMBER: _builtins.int
     HISTORY_FIELD_NUMBER: _builtins.int
     NO_REUSE_FIELD_NUMBER: _builtins.int
+    BACKGROUND_FIELD_NUMBER: _builtins.int
     TBT_OBJECTIVE_MS_FIELD_NUMBER: _builtins.int
     TRUNCATED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
@@ -414,6 +415,8 @@ class Job(_message.Message):
     """the sequence ends with "length" once it has this many tokens; prefill alone needs none"""
     no_reuse: _builtins.bool
     """compute all (benchmarks, and runs to compare with)"""
+    background: _builtins.bool
+    """a part of a document: other prompts are computed first, but for one chunk of eight"""
     tbt_objective_ms: _builtins.int
     """between the sequence's tokens; 0: as the instance's settings have it"""
     @_builtins.property
@@ -442,12 +445,13 @@ class Job(_message.Message):
         sampling: Global___Sampling | None = ...,
         history: Global___History | None = ...,
         no_reuse: _builtins.bool = ...,
+        background: _builtins.bool = ...,
         tbt_objective_ms: _builtins.int = ...,
         truncated: Global___Truncated | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["history", b"history", "sampling", b"sampling", "truncated", b"truncated"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["history", b"history", "max_position", b"max_position", "model", b"model", "no_reuse", b"no_reuse", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "session_id", b"session_id", "tbt_objective_ms", b"tbt_objective_ms", "tenant", b"tenant", "tokens", b"tokens", "truncated", b"truncated"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["background", b"background", "history", b"history", "max_position", b"max_position", "model", b"model", "no_reuse", b"no_reuse", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "session_id", b"session_id", "tbt_objective_ms", b"tbt_objective_ms", "tenant", b"tenant", "tokens", b"tokens", "truncated", b"truncated"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -87,6 +87,7 @@ async def test_a_document_becomes_what_one_chats_on(served: Stack, session: str)
     assert record["tokens"] == last["tokens"] == last["computed_tokens"]
     parts = served.engines[0].prefill.jobs
     assert len(parts) > 1, "it is long enough for several"
+    assert all(part.background for part in parts)
     assert [list(part.tokens) for part in parts] == [
         record["token_ids"][: len(part.tokens)] for part in parts
     ]
@@ -94,6 +95,7 @@ async def test_a_document_becomes_what_one_chats_on(served: Stack, session: str)
     assert all(len(part.tokens) % BLOCK_TOKENS == 0 for part in parts[:-1])
     status, _ = await served.post(CHAT, user("who likes blue?", session_id=session))
     assert status == 200
+    assert not served.engines[0].prefill.jobs[-1].background
     asked = list(served.engines[0].decode.jobs[-1].tokens)
     whole = [{"role": "system", "content": DOCUMENT}, {"role": "user", "content": "who likes blue?"}]
     await served.post(CHAT, {"messages": whole})

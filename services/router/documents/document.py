@@ -229,6 +229,7 @@ class Document:
                 affinity=f"{self._tenant.name}/{self.session_id}",
                 reuse=True,
                 deadline_s=deadline_s,
+                background=True,
                 context=self._context.up_to(end),
             )
             running = serving.dispatch.run(Turn([[choice]]), request, lost=lambda: self._session.lost)

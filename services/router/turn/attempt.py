@@ -47,6 +47,7 @@ class RequestContext:
     reuse: bool
     deadline_s: float
     tbt_objective_s: float | None = None  # as its class of service has it; None: decode's own
+    background: bool = False  # its prompt gives way to others
     context: Context | None = None  # of a session
 
     def chain(self) -> IdentityChain:
@@ -262,6 +263,7 @@ class Attempt:
             history=self._history,
             no_reuse=not self._request.reuse,
             truncated=self._truncated,
+            background=self._request.background,
             tbt_objective_ms=round(1000 * (self._request.tbt_objective_s or 0)),
         )
 

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from kvcommons.engine.scheduler import Scheduler
+from kvcommons.engine.scheduler import BACKGROUND_TURN, Scheduler
 from kvcommons.errors import Overloaded
 
 CHUNK = 512
@@ -142,3 +142,55 @@ def test_deadlines_hold_for_waiting_and_running_jobs() -> None:
     assert made.expired(100.0) == [0, 1]
     made.remove(1)
     assert made.expired(3.0) == []
+
+
+def with_background(*tokens: int) -> tuple[Scheduler, dict[int, int]]:
+    """Job 0 is in the background, and came first."""
+    made = Scheduler(max_queue=8, max_prompts=4)
+    for job, length in enumerate(tokens):
+        made.submit(job, tokens=length, deadline_s=100.0, background=job == 0)
+        made.admit(job, tokens_left=length)
+    return made, dict(enumerate(tokens))
+
+
+def test_the_background_has_one_iteration_of_eight_beside_others() -> None:
+    made, left = with_background(4 * CHUNK, 20 * CHUNK, 3 * CHUNK)
+    order = run(made, left)
+    assert order.index(0) == BACKGROUND_TURN - 1
+    last = max(at for at, job in enumerate(order) if job != 0)
+    turns = [at for at, job in enumerate(order[:last]) if job == 0]
+    assert turns == list(range(BACKGROUND_TURN - 1, last, BACKGROUND_TURN))
+    assert set(order[last + 1 :]) == {0}, "the rest is its own"
+
+
+def test_the_background_takes_nothing_from_the_turns_of_others() -> None:
+    """Without its iterations the order is what it is alone."""
+    made, left = with_background(100 * CHUNK, 20 * CHUNK, 10 * CHUNK, 5 * CHUNK)
+    beside = [job for job in run(made, left) if job != 0]
+    alone = Scheduler(max_queue=8, max_prompts=4)
+    others = {1: 20 * CHUNK, 2: 10 * CHUNK, 3: 5 * CHUNK}
+    for job, length in others.items():
+        alone.submit(job, tokens=length, deadline_s=100.0)
+        alone.admit(job, tokens_left=length)
+    assert beside == run(alone, others)
+
+
+def test_the_background_computes_while_others_wait_for_their_history() -> None:
+    made, _ = with_background(4 * CHUNK, 4 * CHUNK)
+    for _ in range(3):
+        assert made.spans(lambda job: job == 0, CHUNK) == [(0, CHUNK)]
+    assert made.spans(lambda _: True, CHUNK) == [(1, CHUNK)]
+
+
+def test_memory_is_offered_to_the_background_last_and_it_takes_no_place_of_others() -> None:
+    made = Scheduler(max_queue=8, max_prompts=2)
+    for job in range(4):
+        made.submit(job, tokens=CHUNK, deadline_s=100.0, background=job < 2)
+    assert made.admissible() == [2, 3, 0, 1]
+    for job in (0, 1):
+        made.admit(job, tokens_left=CHUNK)
+    assert made.admissible() == [2, 3], "though as many as may be are computed"
+    for job in (2, 3):
+        made.admit(job, tokens_left=CHUNK)
+    made.submit(4, tokens=CHUNK, deadline_s=100.0)
+    assert made.admissible() == []
