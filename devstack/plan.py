@@ -78,6 +78,11 @@ class Place:
         return self.runtime / "cores"
 
     @property
+    def predictors(self) -> Path:
+        """What iterations take on this machine, as its engines have learnt."""
+        return self.data / "predictors"
+
+    @property
     def logs(self) -> Path:
         return self.data / "logs"
 
@@ -268,6 +273,8 @@ def _instance_flags(service: str, name: str, port: int, place: Place) -> dict[st
         flags["port"] = str(port)
     else:
         flags["metrics_listen"] = place.metrics(name)
+    if service in ENGINES:
+        flags["predictor_file"] = str(place.predictors / f"{name}.json")
     if service == "kvstore":
         # The first one's, however many there are: a stack that grows keeps its sessions.
         folder = service if name in names(service, 1) + names(service, 2)[:1] else name

@@ -36,6 +36,8 @@ class EngineSettings:
     threads: Annotated[int, Ge(1)] = 1  # of the model's operators; more than cores over processes is slower
     block_tokens: Annotated[int, Ge(1)] = 64
     capacity_tokens: Annotated[int, Gt(0)] = 65536  # room for KV
+    calibrate_s: Annotated[float, Ge(0)] = 2.0  # at the start, to measure what iterations take, about so long
+    predictor_file: str = ""  # where what was learnt of that is kept from start to start; "": nowhere
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

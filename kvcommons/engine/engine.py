@@ -75,10 +75,12 @@ class Engine:
         keeper: BlockKeeper,
         callbacks: EngineCallbacks,
         metrics: EngineMetrics,
+        predictor: Predictor | None = None,
         cores: CoreLock | None = None,
     ) -> None:
-        """`prompts`: None where none are computed here. `budget` takes how long iterations are: this process
-        computes attention for others beside them. `cores`: where other engines of the host share them."""
+        """`prompts`: None where none are computed here; `predictor`: theirs, where there are any. `budget`
+        takes how long iterations are: this process computes attention for others beside them. `cores`: where
+        other engines of the host share them."""
         self._core = core
         self._scheduler = scheduler
         self._executor = executor
@@ -89,7 +91,7 @@ class Engine:
         self._callbacks = callbacks
         self._metrics = metrics
         self._cores = cores
-        self.predictor = prompts.predictor if prompts is not None else Predictor()
+        self.predictor = predictor or (prompts.predictor if prompts is not None else Predictor())
         self._sequences: dict[int, Generating] = {}
         self._steps: dict[int, SequenceUpdate] = {}
         self._preempted_s = -PREEMPT_PAUSE_S

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -36,6 +40,33 @@ class Predictor:
         self.costs = IterationCosts()
         self.most = IterationWork()  # of each amount, in an iteration that is learnt from
         self.error = 0.0  # the mean absolute one, of what was measured
+
+    @classmethod
+    def of(cls, learnt: Mapping[str, Any]) -> Predictor:
+        """The reverse of `learnt`: goes on where that was. Raises KeyError, TypeError or ValueError for what
+        is none."""
+        made, size = cls(), len(UNITS)
+        made._information = np.array(learnt["information"], dtype=float).reshape(size, size)
+        made._moments = np.array(learnt["moments"], dtype=float).reshape(size)
+        if not (np.isfinite(made._information).all() and np.isfinite(made._moments).all()):
+            raise ValueError("its numbers are not finite")
+        made._observed = int(learnt["observed"])
+        made.most = IterationWork(**learnt["most"])
+        made.error = float(learnt["error"])
+        made.costs = IterationCosts.of(learnt["costs"])
+        made._charged = np.array(made.costs.of_units) > 0
+        return made
+
+    def learnt(self) -> dict[str, Any]:
+        """All of it, as JSON can have it."""
+        return {
+            "information": self._information.tolist(),
+            "moments": self._moments.tolist(),
+            "costs": self.costs.by_name,
+            "observed": self._observed,
+            "most": asdict(self.most),
+            "error": self.error,
+        }
 
     def seconds(self, work: IterationWork) -> float:
         """0 until anything was measured."""

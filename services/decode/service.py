@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from pathlib import Path
 
 from kvcommons.blockstore.loader import BlockLoader
 from kvcommons.blockstore.metrics import SaverCollector
 from kvcommons.blockstore.saver import BlockSaver
+from kvcommons.engine.calibration import calibrated
 from kvcommons.engine.core import Core, load_core
 from kvcommons.engine.core_lock import CoreLock, CoreLockCollector
 from kvcommons.engine.history import Condemner, Histories
+from kvcommons.engine.iteration_costs import IterationWork
 from kvcommons.engine.keeper import BlockKeeper
+from kvcommons.engine.predictor import Predictor
 from kvcommons.engine.prompts import Prompts
 from kvcommons.engine.read_buffer import ReadBuffer
 from kvcommons.engine.scheduler import Scheduler
@@ -52,6 +56,8 @@ from services.decode.server import DecodeService
 from services.decode.settlement.participant import DebtorService, SettlementParticipant
 from services.decode.staggering.rotation import Rotation
 
+log = logging.getLogger(__name__)
+
 LOCAL_PROMPTS_MAX = 256  # that wait to be computed here; more go to prefill
 READ_BUFFER_BYTES = 256 << 20  # history of prompts that are computed here, loaded before their turn
 STOP_S = 1.0  # for threads to end, once nothing is under way
@@ -64,6 +70,7 @@ class DecodeParts:
         self,
         config: DecodeConfig,
         core: Core,
+        predictor: Predictor,
         process: Process,
         lending: HolderService,
         prefill_metrics: PrefillMetrics,
@@ -125,6 +132,7 @@ class DecodeParts:
                 keeper=self.keeper,
                 histories=histories,
                 read_buffer=ReadBuffer(layers=core.layout.layers, bytes_max=READ_BUFFER_BYTES),
+                predictor=predictor,
                 tracer=process.telemetry.tracer,
                 tbt_objective_s=config.tbt_objective_s,
                 lends=lambda: bool(self.holder.lent_blocks),
@@ -134,6 +142,7 @@ class DecodeParts:
             core,
             scheduler=scheduler,
             prompts=prompts,
+            predictor=predictor,
             may_borrow=placement.borrows,
             attend_deadline_s=config.attend_deadline_s,
             rates=rates,
@@ -346,7 +355,23 @@ async def serve(config: DecodeConfig, process: Process) -> None:
         heartbeat.start()
     try:
         core = await asyncio.to_thread(load_core, config.engine)
-        parts = DecodeParts(config, core, process, lending, prefill_metrics)
+        predictor, kept = await asyncio.to_thread(
+            calibrated,
+            core,
+            config.engine,
+            chunk_tokens=config.chunk_tokens,
+            generates=True,
+            core_lock=config.core_lock,
+        )
+        token_s = predictor.seconds(IterationWork(rows=1))
+        if token_s > config.tbt_objective_s:
+            log.warning(
+                "tbt_objective_s = %g is less than a token takes here (%.3g s): chunks of prompts beside "
+                "tokens will be of the least size",
+                config.tbt_objective_s,
+                token_s,
+            )
+        parts = DecodeParts(config, core, predictor, process, lending, prefill_metrics)
         parts.start()
         service.open(core, parts.arrivals, parts.condemner)
         debtor.open(parts.participant)
@@ -369,3 +394,4 @@ async def serve(config: DecodeConfig, process: Process) -> None:
             await heartbeat.stop()
         if parts is not None:
             await parts.close()
+            await asyncio.to_thread(kept.write, predictor)

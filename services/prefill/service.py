@@ -12,6 +12,7 @@ from pathlib import Path
 from kvcommons.blockstore.loader import BlockLoader
 from kvcommons.blockstore.metrics import SaverCollector
 from kvcommons.blockstore.saver import BlockSaver
+from kvcommons.engine.calibration import calibrated
 from kvcommons.engine.core import Core
 from kvcommons.engine.core_lock import CoreLock, CoreLockCollector
 from kvcommons.engine.executor import Composer, Executor, Inline
@@ -53,6 +54,7 @@ class PrefillParts:
         config: PrefillConfig,
         core: Core,
         share: StageShare,
+        predictor: Predictor,
         telemetry: Telemetry,
         changed: Callable[[], None],
     ) -> None:
@@ -82,7 +84,6 @@ class PrefillParts:
                 observer=asking,
             )
             histories = StagedHistories(histories, self.group.load)
-        predictor = Predictor()
         compute_s = partial(predictor.prompt_seconds, chunk_tokens=config.chunk_tokens)
         prompts = Prompts(
             core,
@@ -190,7 +191,15 @@ async def serve(config: PrefillConfig, process: Process) -> None:
     heartbeat.start()
     try:
         share, core = await asyncio.to_thread(load_share, config)
-        parts = PrefillParts(config, core, share, process.telemetry, changed)
+        predictor, kept = await asyncio.to_thread(
+            calibrated,
+            core,
+            config.engine,
+            chunk_tokens=config.chunk_tokens,
+            generates=False,
+            core_lock=config.core_lock,
+        )
+        parts = PrefillParts(config, core, share, predictor, process.telemetry, changed)
         if parts.group is not None:
             directory.start()
             formation = Formation(parts.group, share, core.info.fingerprint, directory)
@@ -209,3 +218,4 @@ async def serve(config: PrefillConfig, process: Process) -> None:
         await directory.stop()
         if parts is not None:
             await parts.close()
+            await asyncio.to_thread(kept.write, predictor)

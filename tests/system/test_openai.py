@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -183,6 +184,14 @@ def test_a_class_of_service_is_used_and_said(sdk: openai.OpenAI, model: str) -> 
     with pytest.raises(openai.BadRequestError) as unknown:
         sdk.chat.completions.create(model=model, messages=messages, extra_body={"service_tier": "prioritee"})
     assert unknown.value.param == "service_tier"
+
+
+def test_what_prompts_cost_is_known_from_the_start(stack: Stack) -> None:
+    """Each engine has measured it, and keeps it in the data folder."""
+    for name in ("prefill", "decode"):
+        kept = json.loads((stack.data / "predictors" / f"{name}.json").read_text())
+        assert kept["learnt"]["costs"]["pairs"] >= 0
+        assert kept["learnt"]["observed"] > 0
 
 
 def test_errors_are_the_sdks_own_classes(sdk: openai.OpenAI, model: str) -> None:

@@ -8,6 +8,7 @@ from kvcommons.engine.core_lock import CoreLock
 from kvcommons.engine.engine import Engine
 from kvcommons.engine.executor import Composer
 from kvcommons.engine.keeper import BlockKeeper
+from kvcommons.engine.predictor import Predictor
 from kvcommons.engine.prompts import Prompts
 from kvcommons.engine.remote.attention import RemoteAttention
 from kvcommons.engine.scheduler import Scheduler
@@ -33,6 +34,7 @@ def decode_engine(
     mini_batches: int = 0,
     rotation: Rotation | None = None,
     prompts: Prompts | None = None,
+    predictor: Predictor | None = None,
     cores: CoreLock | None = None,
 ) -> Engine:
     """Not started yet. `attend_deadline_s` bounds what a layer waits for other holders. `rates` takes what
@@ -52,6 +54,7 @@ def decode_engine(
             close_s=2 * attend_deadline_s,
         ),
         prompts=prompts,
+        predictor=predictor,
         may_borrow=may_borrow,
         budget=budget,
         keeper=keeper,

@@ -1,0 +1,241 @@
+"""What iterations take on this machine: measured at the start, kept from one start to the next (Mnemosyne,
+section 4.2)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvcommons.engine.chunk_rows import ChunkRows
+from kvcommons.engine.core import Core, EngineSettings
+from kvcommons.engine.core_lock import CoreLock
+from kvcommons.engine.executor import Composer
+from kvcommons.engine.iteration import Iteration
+from kvcommons.engine.iteration_costs import IterationWork
+from kvcommons.engine.iteration_timing import IterationTiming
+from kvcommons.engine.predictor import Predictor
+from kvcommons.engine.remote.attention import RemoteAttention
+from kvcommons.engine.request import Request
+from kvcommons.engine.sequence import LocalRun, Sequence
+from kvcommons.files import write_whole
+from kvcommons.holder.budget import AttentionBudget
+from kvcommons.model.sampling import SamplingParams, SamplingRow
+from kvcommons.model.slices import State
+from kvcommons.placement.auto import Rates
+from kvcommons.rblock.identity import SALT_BYTES
+
+log = logging.getLogger(__name__)
+
+_VERSION = 1  # of the file
+_ROOM_TOKENS = 2048  # of context, at most: their memory becomes resident
+_CONTEXT_TOKENS = 512  # of each sequence that generates
+_BATCHES = (1, 8)
+_CHUNKS = (32, 128, 512)
+_ROUNDS = 3
+_S = 1.0  # nobody waits for these iterations, nor do they for others
+
+
+class _Chunk:
+    """`Rows` of a prompt that nobody sent."""
+
+    def __init__(self, core: Core, positions: range, blocks: list[int]) -> None:
+        self._rows = ChunkRows(core, (0,) * positions.stop, positions, blocks)
+        self.work = IterationWork.of_chunk(positions)
+
+    @property
+    def tokens(self) -> Tensor:
+        return self._rows.tokens
+
+    @property
+    def positions(self) -> Tensor:
+        return self._rows.positions
+
+    def open(self, timing: IterationTiming) -> None:
+        """Nothing is to be told."""
+
+    def attend(self, layer: int, state: State, *, needed: bool) -> Tensor | None:
+        self._rows.write(layer, state)
+        return self._rows.attend(layer, state) if needed else None
+
+    def sampling(self) -> list[SamplingRow]:
+        return []
+
+    def close(self) -> None:
+        """Nothing was taken."""
+
+
+class Calibration:
+    """Iterations of chunks, and of tokens where sequences generate here, in blocks that are free. The first
+    one is not learnt from: it pays for what is made lazily."""
+
+    def __init__(self, core: Core, *, chunk_tokens: int, generates: bool) -> None:
+        self._core = core
+        room = min(_ROOM_TOKENS, core.info.context_window - 1, core.allocator.free * core.block_tokens)
+        self._room = room - room % core.block_tokens
+        self._chunks = sorted({min(tokens, chunk_tokens, self._room) for tokens in _CHUNKS})
+        self._batches = _BATCHES if generates else ()
+        self._composer = Composer(
+            core,
+            RemoteAttention(core.layout, core.backend, Rates(), AttentionBudget(_S)),
+            attend_deadline_s=_S,
+            rates=Rates(),
+        )
+
+    def run(
+        self,
+        predictor: Predictor,
+        *,
+        seconds_max: float,
+        cores: CoreLock | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """For about so long at most, each iteration alone on `cores`. Whatever it measured, the predictor has
+        learnt."""
+        if not self._room:
+            return
+        blocks = self._core.allocator.allocate(self._room // self._core.block_tokens)
+        began_s = clock()
+        try:
+            with torch.inference_mode():
+                for number, iteration in enumerate(self._iterations(blocks)):
+                    if cores is not None:
+                        cores.acquire(urgent=False)
+                    try:
+                        iteration.run()
+                    finally:
+                        if cores is not None:
+                            cores.release()
+                    if iteration.failures:
+                        raise iteration.failures[0]
+                    if number:
+                        predictor.learn(iteration.work, iteration.timing.own_s)
+                    if clock() - began_s > seconds_max:
+                        break
+        finally:
+            self._core.allocator.release(blocks)
+
+    def _iterations(self, blocks: list[int]) -> Iterator[Iteration]:
+        for _ in range(_ROUNDS):
+            for tokens in self._chunks:
+                yield Iteration(self._core, [_Chunk(self._core, range(tokens), blocks)])
+            last = self._chunks[-1]
+            for sequences in self._batches:
+                batch = self._composer.batch(None, self._sequences(sequences, blocks))
+                yield self._composer.iteration(batch)
+            late = _Chunk(self._core, range(self._room - last, self._room), blocks)
+            yield Iteration(self._core, [late])
+
+    def _sequences(self, count: int, blocks: list[int]) -> list[Sequence]:
+        """Each in blocks of its own, as far as there are so many: KV is not read twice."""
+        size = self._core.block_tokens
+        each = max(min(_CONTEXT_TOKENS // size, len(blocks)), 1)
+        made = []
+        for number in range(count):
+            first = number * each % (len(blocks) - each + 1)
+            request = Request(
+                request_id="calibration", session_id="", tenant="", salt=bytes(SALT_BYTES),
+                tokens=(0,) * (each * size), prompt_tokens=each * size, sampling=SamplingParams(),
+                store_control="", store_data="", matched_blocks=0, no_reuse=True,
+            )  # fmt: skip
+            sequence = Sequence(
+                key=number, request=request, block_tokens=size, chain=request.chain(self._core.info)
+            )
+            sequence.append_run(LocalRun(first_block=0, blocks=blocks[first : first + each]))
+            sequence.computed = each * size - 1
+            made.append(sequence)
+        return made
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeptPredictor:
+    """A file with what a predictor has learnt, and of what: another machine, model or number of threads makes
+    it worthless."""
+
+    path: Path
+    fingerprint: str
+
+    @classmethod
+    def of(cls, settings: EngineSettings, core: Core) -> KeptPredictor:
+        model = f"{core.info.fingerprint.hex()} {core.layers}"
+        facts = (model, processor(), settings.device, str(settings.threads))
+        return cls(
+            path=Path(settings.predictor_file),
+            fingerprint=hashlib.blake2b("\n".join(facts).encode()).hexdigest(),
+        )
+
+    def read(self) -> Predictor | None:
+        """None where there is none, or none of this machine and model."""
+        if self.path == Path():
+            return None
+        try:
+            kept = json.loads(self.path.read_bytes())
+            if kept["version"] != _VERSION or kept["fingerprint"] != self.fingerprint:
+                return None
+            return Predictor.of(kept["learnt"])
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            log.warning("what iterations take is measured anew, for %s: %s", self.path, error)
+            return None
+
+    def write(self, predictor: Predictor) -> None:
+        """A disk that refuses costs a calibration at the next start, nothing else."""
+        if self.path == Path():
+            return
+        kept = {"version": _VERSION, "fingerprint": self.fingerprint, "learnt": predictor.learnt()}
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(self.path, json.dumps(kept).encode())
+        except OSError as error:
+            log.warning("what iterations take is not kept in %s: %s", self.path, error)
+
+
+def calibrated(
+    core: Core, settings: EngineSettings, *, chunk_tokens: int, generates: bool, core_lock: str
+) -> tuple[Predictor, KeptPredictor]:
+    """What is known of a core, as it was kept, or else as it is measured for some seconds: alone on the
+    cores, where engines of the host share them. Of a pipeline stage nothing is measured, for others compute
+    the rest of its iterations."""
+
+    def measure(predictor: Predictor) -> None:
+        torch.set_num_threads(settings.threads)
+        calibration = Calibration(core, chunk_tokens=chunk_tokens, generates=generates)
+        cores = CoreLock(Path(core_lock)) if core_lock else None
+        try:
+            calibration.run(predictor, seconds_max=settings.calibrate_s, cores=cores)
+        finally:
+            if cores is not None:
+                cores.close()
+
+    kept = KeptPredictor.of(settings, core)
+    predictor = kept.read()
+    if predictor is None:
+        predictor = Predictor()
+        if settings.calibrate_s and len(core.layers) == core.info.layers:
+            # On a thread that ends, as in `load_core`.
+            with ThreadPoolExecutor(max_workers=1, thread_name_prefix="calibrate") as thread:
+                thread.submit(measure, predictor).result()
+        kept.write(predictor)
+    return predictor, kept
+
+
+def processor() -> str:
+    """Its name, as far as the operating system tells, and how many of its cores this process may use."""
+    name = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else name}, {len(os.sched_getaffinity(0))} cores"
