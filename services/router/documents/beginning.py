@@ -11,8 +11,8 @@ from kvcommons.pb import kvstore_pb2 as pb
 from services.router.documents.document import Document
 from services.router.http.tenants import Tenant
 from services.router.serving import Serving
+from services.router.sessions.beginning import begin_turn, checked_model
 from services.router.sessions.conversation import Message
-from services.router.turn.lifecycle import begin_turn, checked_model
 
 log = logging.getLogger(__name__)
 
