@@ -171,7 +171,6 @@ def _layers(
     from kvcommons.engine.remote.plans import NewRows
     from kvcommons.engine.sequence import RemoteRun
     from kvcommons.holder.budget import AttentionBudget
-    from kvcommons.placement.auto import Rates
 
     layout, backend = core.layout, core.backend
     sequences = []
@@ -181,7 +180,7 @@ def _layers(
         sequences[-1].start(1)
     batch = Batch(sequences, core.block_tokens, backend)
     kinds = {
-        number: RemoteAttention(layout, backend, Rates(), AttentionBudget(1.0), number)
+        number: RemoteAttention(layout, backend, AttentionBudget(1.0), number)
         for number in (*setting.mini_batches, AUTO)
     }
     samples: dict[int, list[_Sample]] = {number: [] for number in kinds}

@@ -136,12 +136,10 @@ class _Mixed:
         from kvcommons.engine.remote.attention import RemoteAttention
         from kvcommons.engine.sequence import LocalRun
         from kvcommons.holder.budget import AttentionBudget
-        from kvcommons.placement.auto import Rates
 
         self._core = core
         self._context = context
-        self._rates = Rates()
-        self._remote = RemoteAttention(core.layout, core.backend, self._rates, AttentionBudget(1.0))
+        self._remote = RemoteAttention(core.layout, core.backend, AttentionBudget(1.0))
         self._prompt = core.allocator.allocate(core.layout.blocks_of(context + chunk_max))
         self._sequences = []
         for key in range(rows_max):
@@ -175,7 +173,7 @@ class _Mixed:
 
         core = self._core
         batch = Batch(self._sequences[:count], core.block_tokens, core.backend)
-        return TokenRows(core, self._remote, batch, CALL_S, self._rates)
+        return TokenRows(core, self._remote, batch, CALL_S)
 
 
 class PromptChunk:

@@ -259,7 +259,6 @@ class _Load(Replacing):
         from kvcommons.engine.keeper import BlockKeeper
         from kvcommons.engine.scheduler import Scheduler
         from kvcommons.holder.budget import AttentionBudget
-        from kvcommons.placement.auto import Rates
         from services.decode.batching.engine import decode_engine
 
         core, setting = self._core, self._setting
@@ -267,7 +266,7 @@ class _Load(Replacing):
         keeper = BlockKeeper(core, saver)
         engine = decode_engine(
             core, scheduler=Scheduler(max_batch=self._batch), may_borrow=False, attend_deadline_s=CALL_S,
-            rates=Rates(), budget=AttentionBudget(1.0), keeper=keeper, callbacks=self, metrics=self,
+            budget=AttentionBudget(1.0), keeper=keeper, callbacks=self, metrics=self,
             pipelining=self._pipelining,
         )  # fmt: skip
         self._engine = engine

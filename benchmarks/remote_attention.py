@@ -211,12 +211,10 @@ class _Stepper:
         from kvcommons.engine.batch import Batch
         from kvcommons.engine.remote.attention import RemoteAttention
         from kvcommons.holder.budget import AttentionBudget
-        from kvcommons.placement.auto import Rates
 
         self._core = core
-        self._rates = Rates()
         budget = AttentionBudget(1.0)
-        self._remote = RemoteAttention(core.layout, core.backend, self._rates, budget)
+        self._remote = RemoteAttention(core.layout, core.backend, budget)
         self._sequence = decoded(core, 1, context, 1 << 30, runs)
         self._sequence.start(1)
         self._batch = Batch([self._sequence], core.block_tokens, core.backend)
@@ -226,7 +224,7 @@ class _Stepper:
         from kvcommons.engine.iteration import Iteration
         from kvcommons.engine.token_rows import TokenRows
 
-        rows = TokenRows(self._core, self._remote, self._batch, CALL_S, self._rates)
+        rows = TokenRows(self._core, self._remote, self._batch, CALL_S)
         iteration = Iteration(self._core, [rows])
         ((token,),) = iteration.run()
         for error in [*rows.lost.values(), *iteration.failures.values()]:

@@ -27,7 +27,6 @@ from kvcommons.holder.allowance import new_allowance
 from kvcommons.holder.budget import AttentionBudget
 from kvcommons.holder.client import RemoteHolder
 from kvcommons.pb import common_pb2, data_pb2
-from kvcommons.placement.auto import Rates
 from kvcommons.transport.base import Observation
 from kvcommons.transport.server import DataServer, Exchange, Handler
 from services.decode.batching.engine import decode_engine
@@ -95,7 +94,7 @@ class Replica(Replacing):
         self._keeper = BlockKeeper(core, self._saver)
         self._engine = decode_engine(
             core, scheduler=Scheduler(max_batch=max(sequences, 1)), may_borrow=False,
-            attend_deadline_s=CALL_S, rates=Rates(), budget=budget, keeper=self._keeper, callbacks=self,
+            attend_deadline_s=CALL_S, budget=budget, keeper=self._keeper, callbacks=self,
             metrics=self, rotation=self._rotation,
         )  # fmt: skip
         self._free, self._stopping = self._runs[:sequences], False

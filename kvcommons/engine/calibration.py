@@ -32,7 +32,6 @@ from kvcommons.files import write_whole
 from kvcommons.holder.budget import AttentionBudget
 from kvcommons.model.sampling import SamplingParams, SamplingRow
 from kvcommons.model.slices import State
-from kvcommons.placement.auto import Rates
 from kvcommons.rblock.identity import SALT_BYTES
 
 log = logging.getLogger(__name__)
@@ -87,9 +86,8 @@ class Calibration:
         self._batches = _BATCHES if generates else ()
         self._composer = Composer(
             core,
-            RemoteAttention(core.layout, core.backend, Rates(), AttentionBudget(_S)),
+            RemoteAttention(core.layout, core.backend, AttentionBudget(_S)),
             attend_deadline_s=_S,
-            rates=Rates(),
         )
 
     def run(

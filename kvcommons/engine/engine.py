@@ -282,7 +282,6 @@ class Engine:
                 if tokens is None or failure is not None:
                     self._failed(group, failure)
                 else:
-                    group.observe()
                     self._generated(group, sampled[number])
                     self._metrics.iteration(len(group.batch.sequences), iteration.timing)
             elif isinstance(group, PromptSpan):

@@ -16,7 +16,6 @@ from kvcommons.engine.sequence import Sequence as GeneratingSequence
 from kvcommons.engine.slices import Slices
 from kvcommons.engine.token_rows import TokenRows
 from kvcommons.pb import common_pb2 as pb
-from kvcommons.placement.auto import Rates
 
 
 class Work(Protocol):
@@ -82,14 +81,11 @@ class Executor(Protocol):
 class Composer:
     """Makes iterations of sequences; a batch whose composition has not changed is stepped on."""
 
-    def __init__(
-        self, core: Core, remote: RemoteAttention, *, attend_deadline_s: float, rates: Rates
-    ) -> None:
-        """A layer waits so long for other holders; `rates` takes what was measured."""
+    def __init__(self, core: Core, remote: RemoteAttention, *, attend_deadline_s: float) -> None:
+        """A layer waits so long for other holders."""
         self._core = core
         self._remote = remote
         self._attend_deadline_s = attend_deadline_s
-        self._rates = rates
 
     def batch(self, last: Batch | None, sequences: Sequence[GeneratingSequence]) -> Batch | None:
         """Of these sequences; the `last` one goes on if it is the same."""
@@ -110,7 +106,7 @@ class Composer:
     ) -> Iteration:
         rows = []
         if batch is not None:
-            rows = [TokenRows(self._core, self._remote, batch, self._attend_deadline_s, self._rates)]
+            rows = [TokenRows(self._core, self._remote, batch, self._attend_deadline_s)]
         return Iteration(self._core, [*rows, *spans], slices)
 
 

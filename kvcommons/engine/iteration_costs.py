@@ -20,6 +20,7 @@ UNITS = {
     "exchanges": 1.0,
     "away_bytes": float(1 << 24),
 }
+_PLACES = {name: place for place, name in enumerate(UNITS)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +86,10 @@ class IterationCosts:
             return {}
         named = zip(UNITS.items(), self.of_units, strict=True)
         return {name: cost / unit for (name, unit), cost in named if self.chunks or name != "pairs"}
+
+    def of_one(self, amount: str) -> float:
+        """Seconds of one of it, by its name in UNITS."""
+        return self.of_units[_PLACES[amount]] / UNITS[amount]
 
     def seconds(self, work: IterationWork) -> float:
         """0 until anything was measured."""

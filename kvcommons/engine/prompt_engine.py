@@ -16,7 +16,6 @@ from kvcommons.engine.remote.attention import RemoteAttention
 from kvcommons.engine.scheduler import Scheduler
 from kvcommons.engine.sequence import RemoteRun, Sequence
 from kvcommons.holder.budget import AttentionBudget
-from kvcommons.placement.auto import Rates
 
 _TBT_S = 1.0  # nobody asks: such an instance lends nothing
 _ATTEND_DEADLINE_S = 1.0  # likewise: it borrows nothing
@@ -53,12 +52,12 @@ def prompt_engine(
     executor: Callable[[Composer], Executor] = Inline,
 ) -> Engine:
     """Not started yet."""
-    nobody, budget, rates = _NoGeneration(), AttentionBudget(_TBT_S), Rates()
-    remote = RemoteAttention(core.layout, core.backend, rates, budget)
+    nobody, budget = _NoGeneration(), AttentionBudget(_TBT_S)
+    remote = RemoteAttention(core.layout, core.backend, budget)
     return Engine(
         core,
         scheduler=scheduler,
-        executor=executor(Composer(core, remote, attend_deadline_s=_ATTEND_DEADLINE_S, rates=rates)),
+        executor=executor(Composer(core, remote, attend_deadline_s=_ATTEND_DEADLINE_S)),
         prompts=prompts,
         may_borrow=False,
         budget=budget,

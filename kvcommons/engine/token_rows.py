@@ -17,29 +17,22 @@ from kvcommons.engine.remote.plans import NewRows
 from kvcommons.errors import KVCommonsError
 from kvcommons.model.sampling import SamplingRow
 from kvcommons.model.slices import State
-from kvcommons.placement.auto import Rates
-
-_READ_BYTES = 1 << 20
 
 
 class TokenRows:
     """Use once. Rows in `lost` have no valid token: their sequences' KV is not there any more."""
 
-    def __init__(
-        self, core: Core, remote: RemoteAttention, batch: Batch, attend_deadline_s: float, rates: Rates
-    ) -> None:
-        """A layer waits so long for other holders; `rates` takes what was measured."""
+    def __init__(self, core: Core, remote: RemoteAttention, batch: Batch, attend_deadline_s: float) -> None:
+        """A layer waits so long for other holders."""
         self._core = core
         self._remote = remote
         self.batch = batch
         self._attend_deadline_s = attend_deadline_s
-        self._rates = rates
         self._plans: dict[int | None, BatchPlan] = {}
         self._all_append = len(batch.append_rows) == len(batch.sequences)
         self._head_rotation = None
         if batch.has_heads:
             self._head_rotation = core.model.rotation(core.backend.device.upload(batch.positions))
-        self._here_s = 0.0
         self._step: RemoteStep
         self._timing: IterationTiming
 
@@ -72,12 +65,6 @@ class TokenRows:
     def close(self) -> None:
         self._remote.end(self._step)
 
-    def observe(self) -> None:
-        """The iteration went well: what reading KV here took. A small read says little of it."""
-        read_bytes = self.work.read_bytes
-        if read_bytes >= _READ_BYTES:
-            self._rates.attended_here(read_bytes, self._here_s)
-
     def attend(self, layer: int, state: State, *, needed: bool) -> Tensor:
         """Other holders are asked first, and answer while the local part is computed."""
         batch, model = self.batch, self._core.model
@@ -102,9 +89,7 @@ class TokenRows:
         core, began_s = self._core, time.monotonic()
         plan = self._plan(core.model.window(layer))
         partial = plan.attend(q, core.memory.layer(layer), core.model.scale, into)
-        seconds = time.monotonic() - began_s
-        self._here_s += seconds
-        self._timing.here_s += seconds
+        self._timing.here_s += time.monotonic() - began_s
         return partial
 
     def _write(self, layer: int, state: State) -> None:

@@ -1,4 +1,4 @@
-"""Which policy a sequence gets, from rates that were measured: a pure decision.
+"""Which policy a sequence gets, by what iterations were measured to cost: a pure decision.
 
 Where the KV is, the query can go (attention there, a round trip a layer), or the KV can come to the query
 (once, all of it): figures 11 and 12 of Infinite-LLM. A round trip costs the same however long the context is,
@@ -7,61 +7,47 @@ reading KV grows with it; several holders that compute at the same time divide i
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from kvcommons.engine.predictor import Predictor
 from kvcommons.placement.base import FreeBlocks, Next, Placement, SequenceLayout
 from kvcommons.placement.fixed import Grow, Offload, Overflow
 
+# Of a host with one memory and two cores, until it is measured.
+_READ_BYTE_S = 1e-10  # of KV that attention reads
+_EXCHANGE_LAYER_S = 200e-6  # beside the reading, to have a holder attend
+_MOVED_BYTE_S = 1e-9
 _KEPT = 0.9  # of an average, by the next observation
 
 
-@dataclass(slots=True, kw_only=True)
-class Rates:
-    """Measured, as averages that forget. The defaults are of a host with one memory and two cores."""
-
-    here_bytes_s: float = 10e9  # KV read by attention in this process
-    there_bytes_s: float = 10e9  # by one other holder
-    wait_s: float = 200e-6  # for a partial of one layer, beside the reading
-    network_bytes_s: float = 1e9  # of KV that moves
-
-    def attended_here(self, read_bytes: int, seconds: float) -> None:
-        self.here_bytes_s = _toward(self.here_bytes_s, read_bytes, seconds)
-
-    def attended_there(self, read_bytes: int, seconds: float) -> None:
-        """One layer's partial of one holder, from asking to its arrival."""
-        read_s = read_bytes / self.there_bytes_s
-        if read_s > self.wait_s:
-            self.there_bytes_s = _toward(self.there_bytes_s, read_bytes, max(seconds - self.wait_s, 1e-6))
-        else:
-            self.wait_s = _KEPT * self.wait_s + (1 - _KEPT) * max(seconds - read_s, 1e-6)
-
-    def copied(self, moved_bytes: int, seconds: float) -> None:
-        self.network_bytes_s = _toward(self.network_bytes_s, moved_bytes, seconds)
-
-
-def _toward(average: float, amount: int, seconds: float) -> float:
-    return _KEPT * average + (1 - _KEPT) * amount / max(seconds, 1e-9)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Seconds of attention, from rates and the size of KV."""
+    """Seconds of attention, from what the predictor has learnt of iterations and from the size of KV; and of
+    KV that moves, which is no iteration's business."""
 
-    rates: Rates
-    layers: int
-    block_bytes: int  # in all layers
+    def __init__(self, predictor: Predictor, *, layers: int, block_bytes: int) -> None:
+        """`block_bytes`: in all layers."""
+        self._predictor = predictor
+        self._layers = layers
+        self._block_bytes = block_bytes
+        self._moved_byte_s = _MOVED_BYTE_S
+
+    def moved(self, moved_bytes: int, seconds: float) -> None:
+        """KV from holder to holder has taken so long."""
+        self._moved_byte_s = _KEPT * self._moved_byte_s + (1 - _KEPT) * seconds / moved_bytes
 
     def token_s(self, *, here_blocks: int, away_blocks: int, holders: int) -> float:
         """Of one token, beside all else. What is here is read while the others compute."""
-        here_s = here_blocks * self.block_bytes / self.rates.here_bytes_s
+        here_s = here_blocks * self._block_bytes * self._known("read_bytes", _READ_BYTE_S)
         if not away_blocks:
             return here_s
-        read_s = away_blocks * self.block_bytes / holders / self.rates.there_bytes_s
-        return max(here_s, read_s + self.layers * self.rates.wait_s)
+        away_s = away_blocks * self._block_bytes / holders * self._known("away_bytes", _READ_BYTE_S)
+        return max(here_s, away_s + self._known("exchanges", self._layers * _EXCHANGE_LAYER_S))
 
     def fetch_s(self, blocks: int) -> float:
         """KV to the query."""
-        return blocks * self.block_bytes / self.rates.network_bytes_s
+        return blocks * self._block_bytes * self._moved_byte_s
+
+    def _known(self, amount: str, otherwise: float) -> float:
+        measured = getattr(self._predictor.most, amount) > 0
+        return self._predictor.costs.of_one(amount) if measured else otherwise
 
     def pays_to_fetch(self, *, blocks: int, tokens_left: int) -> bool:
         """Whether bringing blocks home once costs less than `tokens_left` queries that go to them."""

@@ -28,7 +28,7 @@ from kvcommons.holder.head_store import WholeStore
 from kvcommons.holder.holder import HeldModel, Holder
 from kvcommons.holder.server import HolderService
 from kvcommons.pb import data_pb2, decode_pb2_grpc, holder_pb2_grpc, ledger_pb2, prefill_pb2_grpc
-from kvcommons.placement.auto import Costs, Rates
+from kvcommons.placement.auto import Costs
 from kvcommons.placement.choice import placement_of, policy_class
 from kvcommons.prefill.metrics import PrefillMetrics
 from kvcommons.prefill.role import PrefillRole
@@ -99,8 +99,7 @@ class DecodeParts:
         budget = AttentionBudget(
             config.tbt_objective_s, new_allowance(core.backend.attention.native_exchange)
         )
-        rates = Rates()
-        costs = Costs(rates=rates, layers=core.layout.layers, block_bytes=core.layout.block_bytes)
+        costs = Costs(predictor, layers=core.layout.layers, block_bytes=core.layout.block_bytes)
         placement = placement_of(
             config.placement, costs=costs, holder_blocks=max(config.holder_tokens // core.block_tokens, 1)
         )
@@ -145,7 +144,6 @@ class DecodeParts:
             predictor=predictor,
             may_borrow=placement.borrows,
             attend_deadline_s=config.attend_deadline_s,
-            rates=rates,
             budget=budget,
             keeper=self.keeper,
             callbacks=self.callbacks,
@@ -195,7 +193,7 @@ class DecodeParts:
             observer=client_metrics,
             observe=process.telemetry.observe,
         )
-        self.mover = Mover(core, self.engine, self.loans, metrics, rates)
+        self.mover = Mover(core, self.engine, self.loans, metrics, costs)
         self.tasks = [Evacuation(core, self.mover, self.loans, registry).task]
         if config.homecoming and placement.comes_home():
             self.tasks.append(Homecoming(core, self.mover, costs).task)

@@ -27,7 +27,6 @@ from kvcommons.holder.budget import AttentionBudget
 from kvcommons.holder.creditor import Creditor
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.model.sampling import SamplingParams
-from kvcommons.placement.auto import Rates
 from kvcommons.rblock.identity import IdentityChain
 from kvcommons.rblock.layout import Layout
 from kvcommons.transport.base import Observer
@@ -144,10 +143,10 @@ class Debtor:
             await asyncio.to_thread(holder.write_blocks, ref, layer, 0, objects, soon())
         return ref
 
-    def decode(self, sequences: list[Decoded], rates: Rates) -> None:
+    def decode(self, sequences: list[Decoded]) -> None:
         """ITERATIONS of them, as kvcommons.engine.iteration has it."""
         layout, memory, backend = self.layout, self.memory, choose()
-        remote = RemoteAttention(layout, backend, rates, AttentionBudget(1.0), self.mini_batches)
+        remote = RemoteAttention(layout, backend, AttentionBudget(1.0), self.mini_batches)
         batch = Batch(sequences, BLOCK_TOKENS, backend)
         count = len(sequences)
         self.order = [sequence.key for sequence in batch.sequences]
@@ -186,11 +185,11 @@ class Debtor:
                 return
 
 
-async def run(debtor: Debtor, rows: Sequence[Row], rates: Rates | None = None) -> Debtor:
+async def run(debtor: Debtor, rows: Sequence[Row]) -> Debtor:
     """And gives everything back."""
     sequences = await debtor.sequences(rows)
     with torch.inference_mode():
-        await asyncio.to_thread(debtor.decode, sequences, rates or Rates())
+        await asyncio.to_thread(debtor.decode, sequences)
     for holder in debtor.holders:
         with suppress(KVCommonsError):  # one that was killed
             await holder.release(holder.borrowed, timeout_s=1)

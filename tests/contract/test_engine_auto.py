@@ -1,4 +1,4 @@
-"""Where `auto` places sequences, by rates that are given and by rates that it measures; the tokens are those
+"""Where `auto` places sequences, by costs that are given and by costs that it measures; the tokens are those
 of transformers wherever they lie."""
 
 from __future__ import annotations
@@ -7,12 +7,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvcommons.config import DataPlane
-from kvcommons.placement.auto import Rates
+from kvcommons.engine.calibration import KeptPredictor
+from kvcommons.engine.iteration_costs import IterationCosts, IterationWork
+from kvcommons.engine.predictor import Predictor
 from services.attention_pool.config import AttentionPoolConfig
 from services.attention_pool.service import serve as serve_pool
 from services.decode import service as decode_service
@@ -27,7 +30,19 @@ PROMPT, ANSWER = 260, 30
 BLOCKS = -(-(PROMPT + 1) // BLOCK)
 POOLS = ("pool-0", "pool-1", "pool-2")
 THIRDS = [(True, 6), (False, 6), (False, BLOCKS - 12)]
-SLOW_BYTES_S, FAST_BYTES_S = 1e6, 1e12
+SLOW_BYTE_S, FAST_BYTE_S = 1e-6, 1e-12
+
+
+def believe(monkeypatch: pytest.MonkeyPatch, **known: float) -> None:
+    """Of the next decode: what one of these amounts takes, in seconds, until it has measured it."""
+
+    def calibrated(*args: Any, **options: Any) -> tuple[Predictor, KeptPredictor]:
+        predictor = Predictor()
+        predictor.costs = IterationCosts.of(known)
+        predictor.most = IterationWork(**dict.fromkeys(known, 1))
+        return predictor, KeptPredictor(path=Path(), fingerprint="")
+
+    monkeypatch.setattr(decode_service, "calibrated", calibrated)
 
 
 def reserved(of: Turn, engines: Stack) -> list[tuple[bool, int]]:
@@ -40,14 +55,14 @@ def reserved(of: Turn, engines: Stack) -> list[tuple[bool, int]]:
 
 
 @pytest.mark.parametrize(
-    ("capacity", "rates", "placed"),
+    ("capacity", "known", "placed"),
     [
-        (64, {"there_bytes_s": SLOW_BYTES_S}, [(True, BLOCKS)]),
-        (64, {"wait_s": 1.0}, [(True, BLOCKS)]),
-        (64, {"here_bytes_s": SLOW_BYTES_S, "there_bytes_s": FAST_BYTES_S, "wait_s": 0.0}, [(False, BLOCKS)]),
+        (64, {"away_bytes": SLOW_BYTE_S}, [(True, BLOCKS)]),
+        (64, {"exchanges": 1.0}, [(True, BLOCKS)]),
+        (64, {"read_bytes": SLOW_BYTE_S, "away_bytes": FAST_BYTE_S, "exchanges": 0.0}, [(False, BLOCKS)]),
         # It does not fit: three memories are read at once, each a third.
-        (8, {"there_bytes_s": SLOW_BYTES_S}, THIRDS),
-        (64, {"here_bytes_s": SLOW_BYTES_S, "there_bytes_s": SLOW_BYTES_S, "wait_s": 0.0}, THIRDS),
+        (8, {"away_bytes": SLOW_BYTE_S}, THIRDS),
+        (64, {"read_bytes": SLOW_BYTE_S, "away_bytes": SLOW_BYTE_S, "exchanges": 0.0}, THIRDS),
     ],
     ids=["slow holders", "slow network", "slow memory", "little memory", "all alike"],
 )
@@ -55,10 +70,10 @@ async def test_a_sequence_goes_where_a_token_takes_least(
     engines: Stack,
     monkeypatch: pytest.MonkeyPatch,
     capacity: int,
-    rates: dict[str, float],
+    known: dict[str, float],
     placed: list[tuple[bool, int]],
 ) -> None:
-    monkeypatch.setattr(decode_service, "Rates", partial(Rates, **rates))
+    believe(monkeypatch, **known)
     await engines.lenders(24, 24, 24)
     prefill = await engines.prefill()
     decode = await engines.decode(
@@ -94,7 +109,7 @@ async def test_a_network_that_turns_out_slow_is_not_gone_over_again(
 ) -> None:
     """The first sequence goes to a pool that is taken for quick. What its tokens take is measured, and the
     next one stays."""
-    monkeypatch.setattr(decode_service, "Rates", partial(Rates, here_bytes_s=3e7, wait_s=0.0))
+    believe(monkeypatch, read_bytes=1 / 3e7, exchanges=0.0)
     await engines.lenders()
     port = free_port()
     with slow_link(port) as seen_port:

@@ -40,7 +40,6 @@ from kvcommons.holder.holder import HeldModel, Holder
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.model.sampling import SamplingParams
 from kvcommons.pb import common_pb2
-from kvcommons.placement.auto import Rates
 from kvcommons.telemetry.trace import Tracer
 from kvcommons.transport.server import DataServer
 from services.decode.batching.engine import decode_engine
@@ -142,7 +141,7 @@ def creditor(clock: Clock, tbt_s: float = 0.2, cores: CoreLock | None = None) ->
     )  # fmt: skip
     budget = AttentionBudget(tbt_s, new_allowance(core.backend.attention.native_exchange), clock)
     engine = decode_engine(
-        core, scheduler=scheduler, may_borrow=False, attend_deadline_s=LONG_S, rates=Rates(), budget=budget,
+        core, scheduler=scheduler, may_borrow=False, attend_deadline_s=LONG_S, budget=budget,
         keeper=keeper, callbacks=around, metrics=around, prompts=prompts, cores=cores,
     )  # fmt: skip
     try:

@@ -14,6 +14,7 @@ from typing import Any, cast
 from prometheus_client import CollectorRegistry
 
 from kvcommons.engine.core import Core
+from kvcommons.engine.predictor import Predictor
 from kvcommons.engine.sequence import LocalRun
 from kvcommons.errors import CapacityExhausted, DeadlineExceeded, InvalidInput, Unavailable
 from kvcommons.holder.client import RemoteHolder
@@ -23,7 +24,7 @@ from kvcommons.holder.segments import SegmentRef
 from kvcommons.holder.server import HolderService
 from kvcommons.pb import common_pb2, holder_pb2
 from kvcommons.pb import ledger_pb2 as pb
-from kvcommons.placement.auto import Rates
+from kvcommons.placement.auto import Costs
 from kvcommons.rblock.allocator import BlockAllocator
 from services.decode.borrowing.creditors import Debtor
 from services.decode.borrowing.ledger_client import LedgerClient
@@ -167,7 +168,9 @@ class Instance(Proc):
             memory=cast(Any, self.memory),
             allocator=self.allocator,
         )
-        self.mover = Mover(core, cast(Any, self.engine), self.loans, METRICS, Rates())
+        self.mover = Mover(
+            core, cast(Any, self.engine), self.loans, METRICS, Costs(Predictor(), layers=1, block_bytes=1)
+        )
         self.participant = WatchedParticipant(self)
         self._holder_service = SimulatedHolderService(self)
         self._debtor_service = DebtorService()

@@ -2,13 +2,15 @@ from __future__ import annotations
 
 import pytest
 
+from kvcommons.engine.iteration_costs import IterationCosts, IterationWork
+from kvcommons.engine.predictor import Predictor
 from kvcommons.errors import CapacityExhausted, InvalidInput
-from kvcommons.placement.auto import Auto, Costs, Rates
+from kvcommons.placement.auto import Auto, Costs
 from kvcommons.placement.base import FreeBlocks, Next, PlacedPiece, Placement, SequenceLayout
 from kvcommons.placement.choice import POLICIES, placement_of
 from kvcommons.placement.fixed import Grow
 
-COSTS = Costs(rates=Rates(), layers=2, block_bytes=1 << 20)
+COSTS = Costs(Predictor(), layers=2, block_bytes=1 << 20)
 
 
 def policy(name: str, *, holder_blocks: int = 4) -> Placement:
@@ -80,9 +82,16 @@ def test_grow_goes_to_a_new_holder_when_the_last_has_its_share(
     assert policy("grow").next_block(blocks=20, tail_blocks=tail_blocks, tail_away=tail_away) is where
 
 
-def auto(**rates: float) -> Auto:
-    costs = Costs(rates=Rates(**rates), layers=10, block_bytes=1 << 20)
-    return Auto(costs, holder_blocks=256, holders_max=16)
+def costs(**known: float) -> Costs:
+    """`known`: seconds of one of each amount; of others nothing was measured."""
+    predictor = Predictor()
+    predictor.costs = IterationCosts.of(known)
+    predictor.most = IterationWork(**dict.fromkeys(known, 1))
+    return Costs(predictor, layers=10, block_bytes=1 << 20)
+
+
+def auto(**known: float) -> Auto:
+    return Auto(costs(**known), holder_blocks=256, holders_max=16)
 
 
 def test_auto_keeps_here_what_fits_where_rates_are_alike() -> None:
@@ -92,7 +101,7 @@ def test_auto_keeps_here_what_fits_where_rates_are_alike() -> None:
 
 
 def test_auto_offloads_to_much_faster_memory_and_not_for_a_short_context() -> None:
-    fast = auto(there_bytes_s=100e9, wait_s=50e-6)
+    fast = auto(away_bytes=1e-11, exchanges=500e-6)
     assert fast.of(blocks=200, found=0, free=memory(1000)).name == "offload"
     assert fast.of(blocks=2, found=0, free=memory(1000)).name == "overflow"
 
@@ -104,25 +113,28 @@ def test_auto_spreads_a_long_context_over_holders_that_compute_at_once() -> None
 
 def test_the_query_goes_to_the_kv_for_few_tokens_and_the_kv_comes_for_many() -> None:
     """As in figures 11 and 12: moving KV costs more the longer the context is, a query does not."""
-    slow = Costs(rates=Rates(wait_s=1e-3), layers=10, block_bytes=1 << 20)
+    slow = costs(exchanges=10e-3)
     assert not slow.pays_to_fetch(blocks=1000, tokens_left=10)
     assert slow.pays_to_fetch(blocks=1000, tokens_left=1000)
     assert slow.pays_to_fetch(blocks=1, tokens_left=10)
     assert slow.fetch_s(200) == pytest.approx(2 * slow.fetch_s(100))
 
 
-def test_rates_follow_what_is_measured() -> None:
-    rates = Rates()
-    for _ in range(100):
-        rates.attended_here(8 << 20, 1e-3)
-        rates.attended_there(1 << 10, 500e-6)
-        rates.copied(1 << 20, 1e-3)
-    assert rates.here_bytes_s == pytest.approx(8 * 2**20 * 1e3, rel=0.01)
-    assert rates.wait_s == pytest.approx(500e-6, rel=0.01)
-    assert rates.network_bytes_s == pytest.approx(2**20 * 1e3, rel=0.01)
-    for _ in range(100):
-        rates.attended_there(64 << 20, 500e-6 + 4e-3)
-    assert rates.there_bytes_s == pytest.approx(64 * 2**20 / 4e-3, rel=0.05)
+def test_costs_follow_what_iterations_and_moves_take() -> None:
+    predictor = Predictor()
+    made = Costs(predictor, layers=10, block_bytes=1 << 20)
+    assumed_s = made.token_s(here_blocks=0, away_blocks=100, holders=1)
+    for blocks in (1, 200, 50, 100) * 100:
+        here = IterationWork(rows=1, read_bytes=blocks << 20)
+        predictor.learn(here, 1e-3 + blocks * 1e-4)
+        away = IterationWork(rows=1, exchanges=1, away_bytes=blocks << 20)
+        predictor.learn(away, 1e-3 + 20e-3 + blocks * 2e-4)
+        made.moved(1 << 20, 3e-3)
+    assert made.token_s(here_blocks=100, away_blocks=0, holders=1) == pytest.approx(10e-3, rel=0.1)
+    assert made.token_s(here_blocks=0, away_blocks=100, holders=1) == pytest.approx(40e-3, rel=0.1)
+    assert made.token_s(here_blocks=0, away_blocks=100, holders=4) == pytest.approx(25e-3, rel=0.1)
+    assert assumed_s < 20e-3
+    assert made.fetch_s(10) == pytest.approx(30e-3, rel=0.01)
 
 
 @pytest.mark.parametrize("name", ["local", "overflow", "offload", "grow"])

@@ -22,7 +22,6 @@ from kvcommons.engine.remote.timing import RemoteTiming
 from kvcommons.errors import DataLoss, KVCommonsError
 from kvcommons.holder.budget import AttentionBudget
 from kvcommons.holder.exchange import LayerExchange, NewKV
-from kvcommons.placement.auto import Rates
 from kvcommons.rblock.layout import Layout
 
 log = logging.getLogger(__name__)
@@ -49,17 +48,16 @@ class RemoteAttention:
         self,
         layout: Layout,
         backend: Backend,
-        rates: Rates,
         budget: AttentionBudget,
         mini_batches: int = 0,
     ) -> None:
-        """`rates` takes what was measured, `budget` when this process has nothing to do but wait. A holder
-        is sent its share of a batch in so many `mini_batches`; 0: in as many as pays by what was measured."""
+        """`budget` takes when this process has nothing to do but wait. A holder is sent its share of a batch
+        in so many `mini_batches`; 0: in as many as pays by what was measured."""
         self._budget = budget
         self._backend = backend
         self._layout = layout
         self._mini_batches = MiniBatches(mini_batches)
-        self._timing = RemoteTiming(rates, self._mini_batches)
+        self._timing = RemoteTiming(self._mini_batches)
 
     def begin(
         self,

@@ -1,5 +1,5 @@
-"""What is learned from a layer's exchanges with holders: how quick each is, what messages cost, and where the
-iteration's time went."""
+"""What is learned from a layer's exchanges with holders: what messages cost, and where the iteration's time
+went."""
 
 from __future__ import annotations
 
@@ -10,30 +10,24 @@ from kvcommons.engine.iteration_timing import IterationTiming
 from kvcommons.engine.remote.mini_batches import ExchangeSize, MiniBatches
 from kvcommons.holder.creditor import Creditor
 from kvcommons.holder.exchange import LayerTiming, ShareTiming
-from kvcommons.placement.auto import Rates
 
 _WAITED_S = 50e-6
 
 
 @dataclass(slots=True)
 class _HolderTime:
-    """What one holder took in a layer, all of its mini-batches together. How long an answer took is known
-    only where it came while it was waited for."""
+    """What one holder took in a layer, all of its mini-batches together."""
 
     waited_s: float = 0.0
     answered: bool = True
     computed_s: float = 0.0
     queued_s: float = 0.0
-    read_bytes: int = 0
-    began_s: float = 0.0  # when the first one was asked for
-    last_s: float | None = None  # when the last answer came; None: it came before it was waited for
 
 
 class RemoteTiming:
-    """Passes what was measured to `rates`, `mini_batches` and the holders."""
+    """Passes what was measured to `mini_batches` and the holders."""
 
-    def __init__(self, rates: Rates, mini_batches: MiniBatches) -> None:
-        self._rates = rates
+    def __init__(self, mini_batches: MiniBatches) -> None:
         self._mini_batches = mini_batches
 
     def layer(
@@ -56,7 +50,7 @@ class RemoteTiming:
         heard: dict[Creditor, _HolderTime] = {}
         for answer in layer.shares:
             holder, exchange = shares[answer.share]
-            self._hear(heard.setdefault(holder, _HolderTime()), answer, exchange)
+            self._hear(heard.setdefault(holder, _HolderTime()), answer)
             if mini_batches == 1 and answer.answered and answer.came_s - answer.waits_s > _WAITED_S:
                 # One of several took some of the others' time, too.
                 computed_s = answer.computed_us / 1e6
@@ -66,20 +60,14 @@ class RemoteTiming:
             self._mini_batches.took(largest, mini_batches, layer.came_s - layer.shares[0].began_s)
         for holder, one in heard.items():
             holder.waited(one.waited_s, one.answered)
-            if one.last_s is not None and not lost:
-                self._rates.attended_there(one.read_bytes, one.last_s - one.began_s)
         slowest = max(heard.values(), key=lambda one: one.computed_s, default=_HolderTime())
         timing.waited(blocked_s, computed_s=slowest.computed_s, queued_s=slowest.queued_s)
 
-    def _hear(self, heard: _HolderTime, answer: ShareTiming, exchange: ExchangeSize) -> None:
-        waited_s = answer.came_s - answer.waits_s
-        heard.waited_s += waited_s
+    def _hear(self, heard: _HolderTime, answer: ShareTiming) -> None:
+        heard.waited_s += answer.came_s - answer.waits_s
         if not answer.answered:
             heard.answered = False
             return
         if not heard.computed_s:  # those behind it have queued for it
             heard.queued_s = answer.queued_us / 1e6
         heard.computed_s += answer.computed_us / 1e6
-        heard.began_s = heard.began_s or answer.began_s
-        heard.read_bytes += exchange.read_bytes
-        heard.last_s = answer.came_s if waited_s > _WAITED_S else None

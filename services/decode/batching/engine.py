@@ -13,7 +13,6 @@ from kvcommons.engine.prompts import Prompts
 from kvcommons.engine.remote.attention import RemoteAttention
 from kvcommons.engine.scheduler import Scheduler
 from kvcommons.holder.budget import AttentionBudget
-from kvcommons.placement.auto import Rates
 from services.decode.staggering.executor import Staggered
 from services.decode.staggering.lanes import Mode, Pipelining
 from services.decode.staggering.rotation import Rotation
@@ -25,7 +24,6 @@ def decode_engine(
     scheduler: Scheduler,
     may_borrow: bool,
     attend_deadline_s: float,
-    rates: Rates,
     budget: AttentionBudget,
     keeper: BlockKeeper,
     callbacks: EngineCallbacks,
@@ -37,18 +35,18 @@ def decode_engine(
     predictor: Predictor | None = None,
     cores: CoreLock | None = None,
 ) -> Engine:
-    """Not started yet. `attend_deadline_s` bounds what a layer waits for other holders. `rates` takes what
-    was measured, `budget` the length of iterations. `pipelining` says whether two batches alternate; "auto"
+    """Not started yet. `attend_deadline_s` bounds what a layer waits for other holders. `budget` takes
+    the length of iterations. `pipelining` says whether two batches alternate; "auto"
     does it where it pays. With `rotation` the batches of several instances alternate instead. `prompts` are
     those of `scheduler`, where some are computed here. `cores` is given where other engines of the host
     share them; staggered batches do not wait for it."""
-    remote = RemoteAttention(core.layout, core.backend, rates, budget, mini_batches)
+    remote = RemoteAttention(core.layout, core.backend, budget, mini_batches)
     return Engine(
         core,
         scheduler=scheduler,
         executor=Staggered(
             core,
-            Composer(core, remote, attend_deadline_s=attend_deadline_s, rates=rates),
+            Composer(core, remote, attend_deadline_s=attend_deadline_s),
             rotation or Pipelining(pipelining, core.layout.layers),
             model_lock=rotation.model_lock if rotation else None,
             close_s=2 * attend_deadline_s,

@@ -20,7 +20,7 @@ from kvcommons.errors import CapacityExhausted, KVCommonsError
 from kvcommons.holder.copying import copy_blocks
 from kvcommons.holder.creditor import Creditor
 from kvcommons.holder.segments import SegmentRef
-from kvcommons.placement.auto import Costs, Rates
+from kvcommons.placement.auto import Costs
 from kvcommons.transport.deadline import Deadline
 from services.decode.borrowing.loans import Loans
 from services.decode.metrics import DecodeMetrics
@@ -55,10 +55,10 @@ class Mover:
     """Belongs to the event loop. A run has one move at a time."""
 
     def __init__(
-        self, core: Core, engine: Engine, loans: Loans, metrics: DecodeMetrics, rates: Rates
+        self, core: Core, engine: Engine, loans: Loans, metrics: DecodeMetrics, costs: Costs
     ) -> None:
-        """`rates` takes what was measured."""
-        self._rates = rates
+        """`costs` takes what moving takes."""
+        self._costs = costs
         self._core = core
         self._engine = engine
         self._loans = loans
@@ -117,7 +117,7 @@ class Mover:
                 raise
             return False
         self._record("copy", move, home=blocks)
-        self._rates.copied(len(blocks) * self._core.layout.block_bytes, loop.time() - began_s)
+        self._costs.moved(len(blocks) * self._core.layout.block_bytes, loop.time() - began_s)
         return True
 
     async def switch(self, move: Move, moved: Run) -> float | None:

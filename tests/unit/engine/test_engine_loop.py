@@ -22,7 +22,6 @@ from kvcommons.engine.read_buffer import ReadBuffer
 from kvcommons.engine.scheduler import Scheduler
 from kvcommons.errors import InvalidInput
 from kvcommons.holder.budget import AttentionBudget
-from kvcommons.placement.auto import Rates
 from kvcommons.telemetry.trace import Tracer
 from services.decode.batching.engine import decode_engine
 from tests.unit.engine.tiny import tiny_core
@@ -63,7 +62,7 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
 
 def _decode(core: Core, keeper: BlockKeeper, around: Around) -> Engine:
     return decode_engine(
-        core, scheduler=Scheduler(max_batch=4), may_borrow=False, attend_deadline_s=LONG_S, rates=Rates(),
+        core, scheduler=Scheduler(max_batch=4), may_borrow=False, attend_deadline_s=LONG_S,
         budget=AttentionBudget(1.0), keeper=keeper, callbacks=around, metrics=around,
     )  # fmt: skip
 
