@@ -19,6 +19,9 @@ from kvcommons.errors import InvalidInput
 from kvcommons.model.folder import read_json
 
 _NAMED_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+# `encode` of the library keeps Python's lock while it runs, a second for a million characters; a batch gives
+# it back.
+_HELD_CHARS_MAX = 8192
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -165,7 +168,9 @@ def _encode(source: tokenizers.Tokenizer, text: str) -> list[int]:
             text.encode()
         except UnicodeEncodeError as error:
             raise InvalidInput(f"the text is no Unicode: {error.reason} at {error.start}") from error
-    return list(source.encode(text, add_special_tokens=False).ids)
+    if len(text) <= _HELD_CHARS_MAX:
+        return list(source.encode(text, add_special_tokens=False).ids)
+    return list(source.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
 
 def _byte_characters() -> dict[str, bytes]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -118,6 +119,32 @@ def test_folders_without_a_readable_tokenizer_are_refused(tmp_path: Path) -> Non
 def test_a_lone_surrogate_is_refused(folder: Path) -> None:
     with pytest.raises(InvalidInput, match="no Unicode"):
         Tokenizer.read(folder).encode_text("a\ud800b")
+
+
+LONG = "Friend number 7 likes blue, <|im_end|> and so on 🙂.\n" * 20_000
+
+
+def test_a_long_text_has_the_tokens_of_a_short_one(folder: Path) -> None:
+    source = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer = Tokenizer.read(folder)
+    assert tokenizer.encode_markup(LONG) == source.encode(LONG, add_special_tokens=False).ids
+    assert tokenizer.decode(tokenizer.encode_text(LONG)).split() == LONG.split()
+
+
+def test_others_run_while_a_long_text_is_encoded(tmp_path: Path) -> None:
+    tokenizer = Tokenizer.read(chat_folders.chatml(tmp_path))
+    over, ran = threading.Event(), 0
+
+    def encode() -> None:
+        tokenizer.encode_markup(LONG)
+        over.set()
+
+    thread = threading.Thread(target=encode)
+    thread.start()
+    while not over.wait(0.001):
+        ran += 1
+    thread.join()
+    assert ran > 10, "the lock was kept from the beginning to the end"
 
 
 def test_the_router_side_imports_neither_torch_nor_transformers() -> None:
