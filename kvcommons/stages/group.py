@@ -365,6 +365,7 @@ class _Connected(EpochState):
         self._link = StageLink(members[0].data_address, self.number, observer)
         self._clients = [DataClient(member.data_address, observer=observer) for member in members]
         self._reports: list[Connection] = []
+        self._followed = False  # threads have the connections, and close them
 
     def join(self, writer: str) -> None:
         core, deadline = self._group.core, Deadline.after(JOIN_S)
@@ -386,6 +387,7 @@ class _Connected(EpochState):
             _receive(connection, deadline)
 
     def follow(self) -> None:
+        self._followed = True
         for member, connection in zip(self.members, self._reports, strict=True):
             name, arguments = f"stage {member.number}", (member.number, connection)
             threading.Thread(target=self._follow, args=arguments, name=name, daemon=True).start()
@@ -408,6 +410,8 @@ class _Connected(EpochState):
             client.close()
         for connection in self._reports:
             connection.abort()
+            if not self._followed:
+                connection.close()
 
     def _follow(self, stage: int, connection: Connection) -> None:
         """A thread of its own for each stage."""

@@ -6,18 +6,23 @@ import asyncio
 import random
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from kvcommons.errors import CapacityExhausted, InvalidInput, KVCommonsError, Loading, Unavailable
+from kvcommons.model.synthetic import random_config, write_random_folder
+from kvcommons.pb import common_pb2
 from kvcommons.pb import prefill_pb2 as pb
 from services.prefill.config import PrefillConfig
 from services.prefill.stage import load_share
-from tests.contract.engine_stack import BLOCK, Stack, ready, settings
+from tests.contract.engine_stack import BLOCK, Stack, ready, scale_calls, settings
 from tests.contract.engine_turns import compute, prefill_request, prompt, turn
 from tests.contract.test_engine_prefill import idle
 from tests.contract.test_engine_reuse import stored
+from tests.exactness import evident
 from tests.machine import scaled
 
 pytestmark = pytest.mark.asyncio
@@ -252,6 +257,50 @@ async def test_kills_under_load(engines: Stack, stages: int) -> None:
     for tokens, (expected,) in known:
         assert (await compute(stub, prefill_request(engines.model, tokens))).token.token == expected
     await idle(stub)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_a_prompt_of_16k_tokens_over_one_to_four_stages(
+    monkeypatch: pytest.MonkeyPatch, socket_folder: Path, tmp_path: Path
+) -> None:
+    """Of the 7M model, with a window for it: transformers' token, and its log-probability."""
+    config = random_config("7m") | {"max_position_embeddings": 20_000}
+    write_random_folder(tmp_path / "7m", config, dtype="float32")
+    draw = random.Random(4)
+    tokens = [draw.randrange(100, 8000) for _ in range(16_000)]
+    expected, logprob = last_of_transformers(tmp_path / "7m", tokens)
+    scale_calls(monkeypatch)
+    nobody: Any = None
+    stack = Stack(socket_folder, tmp_path / "7m", nobody)
+    sampling = common_pb2.Sampling(temperature=0.0, top_p=1.0, logprobs=True)
+    request = prefill_request(stack.model, tokens, sampling=sampling, no_reuse=True)
+    try:
+        await stack.lenders()
+        for stages, chunk_tokens in ((1, 512), (2, 4096), (2, 256), (4, 512)):
+            changes = {"engine": {"capacity_tokens": 17_000}, "chunk_tokens": chunk_tokens}
+            stub = await stack.staged(stages, f"p{stages}-{chunk_tokens}", **changes)
+            events = [event async for event in stub.Compute(request, timeout=scaled(120.0))]
+            made = events[-1].first.token
+            assert (made.token, made.position) == (expected, len(tokens))
+            assert made.logprob == pytest.approx(logprob, abs=1e-3)
+            await idle(stub)
+    finally:
+        await stack.close()
+
+
+def last_of_transformers(folder: Path, tokens: list[int]) -> tuple[int, float]:
+    """The token that follows in float32, which is evident, and its log-probability. Eager scores of so many
+    do not fit."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
+    )
+    with torch.inference_mode():
+        logits = model(torch.tensor([tokens]), logits_to_keep=1).logits[0, -1:]
+    assert evident(logits).all()
+    return int(logits.argmax()), float(logits.log_softmax(-1).max())
 
 
 async def test_a_stage_that_stops_is_waited_for(engines: Stack) -> None:
