@@ -21,6 +21,7 @@ _ON_DEVICE = 0.5  # a prompt of which this much is not there, which a new messag
 _TIER_COST = 1000.0  # a tier farther away weighs as much as waiting about 30 times as long
 
 PATIENCE_S = 60.0  # of a request that was promised nothing, beside those that were
+DOCUMENT_PATIENCE_S = 300.0  # of a part of a document, for whose end nobody waits as for an answer
 _LATE = 10  # objectives of a request that cannot meet its own any more
 
 Rank = tuple[float, ...]
@@ -33,6 +34,7 @@ class Promise:
     tenant: str = ""
     ttft_s: float = math.inf  # from its arrival to its first token
     expected_s: float = 0.0  # from its start to its first token
+    patience_s: float = PATIENCE_S  # without an objective: until it has to start
 
 
 NO_PROMISE = Promise()
@@ -160,18 +162,18 @@ class LeastSlackFirst:
     less what its prompt is expected to take. Slack shrinks for all alike, so the order is that of the moments
     at which requests have to start.
 
-    1. Without an objective a request is to start within PATIENCE_S.
+    1. Without an objective a request is to start within its patience, PATIENCE_S or DOCUMENT_PATIENCE_S.
     2. One that is late would come before all others, and with it many would be late that need not be. It has
-       ten times its objective instead, PATIENCE_S at most.
+       ten times its objective instead, its patience at most.
     3. Each has to start later by its tenant's delay, which grows with what the tenant has had beyond others,
        and with what its requests have waited for each other. So of two tenants that both want more than half
        of the machine each gets half, whatever their requests were promised, and one whose requests are few
        does not wait for the many of another. Among a tenant's own it changes nothing.
 
-    Theorem. A request that came at t, whose tenant's delay is never more than d meanwhile, is passed only by
-    requests that came before t + PATIENCE_S + d.
+    Theorem. A request that came at t with patience p, whose tenant's delay is never more than d meanwhile, is
+    passed only by requests that came before t + p + d.
 
-    Proof. By 1 and 2 it has to start at t + PATIENCE_S + d or before. No request has to start before it came:
+    Proof. By 1 and 2 it has to start at t + p + d or before. No request has to start before it came:
     by 2, where its objective leaves it no such moment, it has ten times that. The smaller moment starts
     first.
     """
@@ -180,8 +182,8 @@ class LeastSlackFirst:
 
     def rank(self, request: RankedRequest, sharers: int, now_s: float) -> Rank:
         promise = request.promise
-        start_s = request.queued_s + PATIENCE_S
-        if promise.ttft_s < PATIENCE_S:
+        start_s = request.queued_s + promise.patience_s
+        if promise.ttft_s < promise.patience_s:
             in_time_s = request.queued_s + promise.ttft_s - promise.expected_s
             late_s = request.queued_s + _LATE * promise.ttft_s
             start_s = in_time_s if in_time_s >= now_s else min(late_s, start_s)

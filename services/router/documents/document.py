@@ -24,7 +24,7 @@ from kvcommons.pb import kvstore_pb2 as pb
 from kvcommons.pb.common_pb2 import ModelInfo
 from kvcommons.rblock.identity import reusable_blocks
 from services.router.admission.queue import Prefix
-from services.router.admission.scheduling import Promise
+from services.router.admission.scheduling import DOCUMENT_PATIENCE_S, Promise
 from services.router.documents.kept_blocks import KeptBlocks
 from services.router.documents.progress import DocumentProgress
 from services.router.fleet.stored import stored_blocks
@@ -216,7 +216,7 @@ class Document:
             cost=1,
             deadline_s=deadline_s,
             prefix=lambda: Prefix(model=model.fingerprint, block_ids=ids, home=self._home),
-            promise=Promise(tenant=self._tenant.name),
+            promise=Promise(tenant=self._tenant.name, patience_s=DOCUMENT_PATIENCE_S),
         ):
             begun_s = self._clock()
             request = RequestContext(

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.router.admission.queue import QueuedRequest, RequestQueue
-from services.router.admission.scheduling import PATIENCE_S, Promise, scheduling
+from services.router.admission.scheduling import DOCUMENT_PATIENCE_S, PATIENCE_S, Promise, scheduling
 
 INF = float("inf")
 
@@ -26,8 +26,15 @@ class Line:
         self._running: QueuedRequest | None = None
         self.started: list[QueuedRequest] = []
 
-    def come(self, tenant: str = "ann", *, ttft_s: float = INF, expected_s: float = 0.0) -> QueuedRequest:
-        promise = Promise(tenant=tenant, ttft_s=ttft_s, expected_s=expected_s)
+    def come(
+        self,
+        tenant: str = "ann",
+        *,
+        ttft_s: float = INF,
+        expected_s: float = 0.0,
+        patience_s: float = PATIENCE_S,
+    ) -> QueuedRequest:
+        promise = Promise(tenant=tenant, ttft_s=ttft_s, expected_s=expected_s, patience_s=patience_s)
         request = self.queue.submit(cost=1, now_s=self.now_s, deadline_s=INF, promise=promise)
         if request.started_s is not None:
             self._began(request)
@@ -71,6 +78,17 @@ def test_the_least_slack_starts_first() -> None:
         line.come(ttft_s=20.0, expected_s=15.0),  # has to start after 5 s
     ]
     assert line.order(requests) == [3, 2, 1, 0]
+
+
+def test_parts_of_documents_come_after_requests_for_minutes() -> None:
+    line = Line()
+    line.come()
+    part = line.come(patience_s=DOCUMENT_PATIENCE_S)
+    for _ in range(500):
+        line.come()
+        if line.step() is part:
+            break
+    assert (part.started_s or INF) == pytest.approx(DOCUMENT_PATIENCE_S - PATIENCE_S, abs=3)
 
 
 def test_waiting_makes_urgent() -> None:
