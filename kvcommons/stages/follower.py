@@ -184,7 +184,9 @@ class Follower:
         if epoch is None or epoch.number != plan.epoch:
             return  # of one that has ended: whoever sent it knows, or will hear
         try:
-            rows = sum(span.tokens for span in plan.spans)
+            rows, room = sum(span.tokens for span in plan.spans), self.core.allocator.total
+            if rows > room * self.core.block_tokens:
+                raise InvalidInput(f"a plan has {rows} rows, more than there are tokens of memory here")
             hidden: Tensor | None = None
             if rows:
                 hidden = torch.empty((rows, self.core.model.spec.hidden), dtype=self.core.model.dtype)

@@ -70,12 +70,13 @@ class PrefillParts:
         cores = self._cores = CoreLock(Path(config.core_lock)) if config.core_lock else None
         telemetry.registry.register(CoreLockCollector(cores))
         histories = Histories(core, self.loader)
+        stage_metrics = StageMetrics(telemetry.registry)
         self.group: StageGroup | None = None
         if len(share.ranges) > 1:
             self.group = StageGroup(
                 core,
                 share.ranges,
-                metrics=StageMetrics(telemetry.registry),
+                metrics=stage_metrics,
                 saver=self.saver,
                 condemner=self.condemner,
                 iteration_s=config.stage_deadline_s,
