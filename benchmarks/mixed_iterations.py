@@ -27,15 +27,11 @@ from benchmarks.random_model import write_random_model
 from benchmarks.report import Report, Row
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
+    from kvcommons.engine.calibration import UnsentChunk
     from kvcommons.engine.core import Core
     from kvcommons.engine.iteration_costs import IterationWork
-    from kvcommons.engine.iteration_timing import IterationTiming
     from kvcommons.engine.predictor import Predictor
     from kvcommons.engine.token_rows import TokenRows
-    from kvcommons.model.sampling import SamplingRow
-    from kvcommons.model.slices import State
 
 Progress = Callable[[str], None]
 BLOCK_TOKENS = 64
@@ -151,13 +147,15 @@ class _Mixed:
 
     def iterate(self, point: Point, predictor: Predictor) -> tuple[IterationWork, float, float]:
         """What was in it, the seconds that it took, and those that were expected."""
+        from kvcommons.engine.calibration import UnsentChunk
         from kvcommons.engine.iteration import Iteration
 
-        groups: list[TokenRows | PromptChunk] = []
+        groups: list[TokenRows | UnsentChunk] = []
         if point.rows:
             groups.append(self._token_rows(point.rows))
         if point.chunk:
-            groups.append(PromptChunk(self._core, self._prompt, self._context, point.chunk))
+            chunk = range(self._context, self._context + point.chunk)
+            groups.append(UnsentChunk(self._core, chunk, self._prompt))
         iteration = Iteration(self._core, groups)
         iteration.run()
         for error in iteration.failures.values():
@@ -174,32 +172,6 @@ class _Mixed:
         core = self._core
         batch = Batch(self._sequences[:count], core.block_tokens, core.backend)
         return TokenRows(core, self._remote, batch, CALL_S)
-
-
-class PromptChunk:
-    """A chunk that is not its prompt's last, whose KV goes nowhere else: rows of an iteration."""
-
-    def __init__(self, core: Core, blocks: Sequence[int], context: int, tokens: int) -> None:
-        from kvcommons.engine.chunk_rows import ChunkRows
-        from kvcommons.engine.iteration_costs import IterationWork
-
-        positions = range(context, context + tokens)
-        self._rows = ChunkRows(core, (1,) * positions.stop, positions, blocks)
-        self.tokens, self.positions = self._rows.tokens, self._rows.positions
-        self.work = IterationWork.of_chunk(positions)
-
-    def open(self, timing: IterationTiming) -> None:
-        pass
-
-    def attend(self, layer: int, state: State, *, needed: bool) -> Tensor | None:
-        self._rows.write(layer, state)
-        return self._rows.attend(layer, state) if needed else None
-
-    def sampling(self) -> list[SamplingRow]:
-        return []
-
-    def close(self) -> None:
-        pass
 
 
 class _Machine:

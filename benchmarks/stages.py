@@ -21,7 +21,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.mixed_iterations import PromptChunk
 from benchmarks.plot import panels
 from benchmarks.random_model import write_random_model
 from benchmarks.report import Report, Row
@@ -181,6 +180,7 @@ def _processor_seconds(
     """Of each chunk in each stage, one after the other on one thread: the median of rounds."""
     import torch
 
+    from kvcommons.engine.calibration import UnsentChunk
     from kvcommons.stages.iteration import StageIteration
 
     blocks = [core.allocator.allocate(core.layout.blocks_of(chunks[-1].stop)) for core in cores]
@@ -191,7 +191,7 @@ def _processor_seconds(
             for chunk, seconds in zip(chunks, taken, strict=True):
                 entering = None
                 for core, some, mine in zip(cores, blocks, seconds, strict=True):
-                    rows = PromptChunk(core, some, chunk.start, len(chunk))
+                    rows = UnsentChunk(core, chunk, some)
                     iteration = StageIteration(core, [rows], entering)
                     began_s = time.process_time()
                     iteration.run()

@@ -45,8 +45,8 @@ _ROUNDS = 3
 _S = 1.0  # nobody waits for these iterations, nor do they for others
 
 
-class _Chunk:
-    """`Rows` of a prompt that nobody sent."""
+class UnsentChunk:
+    """`Rows` of a prompt that nobody sent: a chunk of it that is not its last, whose KV goes nowhere else."""
 
     def __init__(self, core: Core, positions: range, blocks: list[int]) -> None:
         self._rows = ChunkRows(core, (0,) * positions.stop, positions, blocks)
@@ -126,12 +126,12 @@ class Calibration:
     def _iterations(self, blocks: list[int]) -> Iterator[Iteration]:
         for _ in range(_ROUNDS):
             for tokens in self._chunks:
-                yield Iteration(self._core, [_Chunk(self._core, range(tokens), blocks)])
+                yield Iteration(self._core, [UnsentChunk(self._core, range(tokens), blocks)])
             last = self._chunks[-1]
             for sequences in self._batches:
                 batch = self._composer.batch(None, self._sequences(sequences, blocks))
                 yield self._composer.iteration(batch)
-            late = _Chunk(self._core, range(self._room - last, self._room), blocks)
+            late = UnsentChunk(self._core, range(self._room - last, self._room), blocks)
             yield Iteration(self._core, [late])
 
     def _sequences(self, count: int, blocks: list[int]) -> list[Sequence]:
