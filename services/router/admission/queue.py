@@ -153,7 +153,6 @@ class RequestQueue:
     def expected_wait_s(self, *, cost: int, now_s: float, promise: Promise = NO_PROMISE) -> float:
         """How long a request of so many choices that came now would wait, by those that would start before
         it and by how long others ran; 0 where it would run at once."""
-        self._shares.join(promise.tenant)
         request = QueuedRequest(
             cost=min(cost, self._max_running),
             number=next(self._numbers),
@@ -161,11 +160,13 @@ class RequestQueue:
             deadline_s=now_s,
             promise=promise,
         )
-        rank = self._ranks(now_s)
-        before = sum(other.cost for other in self._waiting if rank(other) < rank(request))
-        self._shares.leave(promise.tenant)
         if not self._waiting and self._fits(request):
             return 0.0
+        self._shares.join(promise.tenant)
+        rank = self._ranks(now_s)
+        own = rank(request)
+        before = sum(other.cost for other in self._waiting if rank(other) < own)
+        self._shares.leave(promise.tenant)
         return self._share_s(request, self._service_s) + self._service_s * before / self._max_running
 
     def retry_after_ms(self) -> int:

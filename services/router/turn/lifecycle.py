@@ -290,15 +290,19 @@ class RequestLifecycle:
         if self._session is not None and self.context is not None:
             kept = len(self._session.record.tokens) - self.context.dropped_tokens
         self._prompt_s = self._prompt_seconds(kept)
-        if self._session is None and not self.service.meets(self._expected_ttft_s()):
-            prefix = self._prefix()  # it was reckoned as if nothing of it were stored
-            store, patience_s = (
-                self._serving.fleet.homed(prefix.home),
-                self._serving.config.request_deadline_s,
-            )
-            stored = await stored_blocks(store, self.model, prefix.block_ids, timeout_s=patience_s, peek=True)
-            self._prompt_s = self._prompt_seconds((stored or 0) * self.model.block_tokens)
-        self.service = self._served(self.service)
+        asked, fleet, ttft_s = self.service, self._serving.fleet, 0.0
+        if asked.objectives.ttft_s is not None:
+            ttft_s = self._expected_ttft_s()
+            if self._session is None and not asked.meets(ttft_s):
+                prefix = self._prefix()  # it was reckoned as if nothing of it were stored
+                store, patience_s = fleet.homed(prefix.home), self._serving.config.request_deadline_s
+                stored = await stored_blocks(
+                    store, self.model, prefix.block_ids, timeout_s=patience_s, peek=True
+                )
+                self._prompt_s = self._prompt_seconds((stored or 0) * self.model.block_tokens)
+                ttft_s = self._expected_ttft_s()
+        token_s = fleet.token_seconds(self.model) if asked.objectives.tbt_s is not None else 0.0
+        self.service = self._served(asked, ttft_s, token_s)
 
     def _prompt_seconds(self, stored_tokens: int) -> float:
         """What computing its prompts is expected to take, but for so many tokens of each."""
@@ -314,11 +318,10 @@ class RequestLifecycle:
         ahead_s = serving.backlog.ahead_s(seconds, instances=serving.fleet.prefills(self.model))
         return serving.clock() - self._times.received_s + wait_s + ahead_s + seconds
 
-    def _served(self, asked: ServiceClass) -> ServiceClass:
+    def _served(self, asked: ServiceClass, ttft_s: float, token_s: float) -> ServiceClass:
         count = self._serving.metrics.service_classes
-        token_s = self._serving.fleet.token_seconds(self.model)
         try:
-            served = asked.expecting(self._expected_ttft_s(), token_s=token_s)
+            served = asked.expecting(ttft_s, token_s=token_s)
         except KVCommonsError:
             count.labels(asked.name, "refused").inc()
             raise

@@ -11,7 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.router.admission.queue import QueuedRequest, RequestQueue
-from services.router.admission.scheduling import DOCUMENT_PATIENCE_S, PATIENCE_S, Promise, scheduling
+from services.router.admission.scheduling import (
+    DOCUMENT_PATIENCE_S,
+    PATIENCE_S,
+    FirstCome,
+    Promise,
+    Rank,
+    RankedRequest,
+    scheduling,
+)
 
 INF = float("inf")
 
@@ -210,3 +218,21 @@ def test_the_wait_that_is_expected_is_for_those_that_would_start_before() -> Non
     assert queue.expected_wait_s(cost=1, now_s=now_s, promise=urgent) == pytest.approx(1.0)
     assert queue.waiting == 10, "to ask changes nothing"
     assert RequestQueue(max_running=1, max_waiting=9).expected_wait_s(cost=1, now_s=0.0) == 0.0
+
+
+def test_asking_for_the_expected_wait_ranks_each_request_once() -> None:
+    class Counting(FirstCome):
+        ranked = 0
+
+        def rank(self, request: RankedRequest, sharers: int, now_s: float) -> Rank:
+            self.ranked += 1
+            return super().rank(request, sharers, now_s)
+
+    policy = Counting()
+    queue = RequestQueue(max_running=1, max_waiting=10, policy=policy)
+    assert queue.expected_wait_s(cost=1, now_s=0.0) == 0.0
+    assert policy.ranked == 0
+    for _ in range(5):
+        queue.submit(cost=1, now_s=0.0, deadline_s=INF)
+    assert queue.expected_wait_s(cost=1, now_s=0.0) == pytest.approx(5.0)
+    assert policy.ranked == 4 + 1
