@@ -159,18 +159,20 @@ class BlockAllocator:
     def forget(self) -> None:
         """No block is to be found any more: the content of all of them is void. Blocks in use stay so."""
         with self._lock:
-            self._free.extend(reversed(self._cached))
-            self._cached.clear()
+            self._drop_cached()
             self._id_of.clear()
             self._block_of.clear()
 
     def forget_cached(self) -> int:
         """Drops the device tier; how many blocks it had. Blocks in use stay published."""
         with self._lock:
-            count = len(self._cached)
-            while self._cached:
-                self._free.append(self._evict())
-            return count
+            return self._drop_cached()
+
+    def _drop_cached(self) -> int:
+        count = len(self._cached)
+        while self._cached:
+            self._free.append(self._evict())
+        return count
 
     def _evict(self) -> int:
         block, _ = self._cached.popitem(last=False)
