@@ -14,6 +14,7 @@ from benchmarks import (
     attention,
     attention_store_cli,
     borrow,
+    chunk_attention,
     cores,
     first_token,
     kv_parallel,
@@ -101,6 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     first.set_defaults(run=_first_token, draw=_draw_first_token)
     prefixes_cli.add(commands, _add_outputs)
     attention.add(commands, _add_outputs)
+    chunk_attention.add(commands, _add_outputs)
     overlap_cli.add(commands, _add_outputs)
     store_cli.add(commands, _add_outputs)
     live_hits.add(commands, _add_outputs)

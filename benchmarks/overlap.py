@@ -45,6 +45,7 @@ from kvcommons.errors import Internal, KVCommonsError
 from kvcommons.model.sampling import SamplingParams
 from kvcommons.prefill.handover import HandOver
 from kvcommons.prefill.push import Delivery, Pusher
+from kvcommons.prefill.targets import TargetTable
 from kvcommons.rblock.identity import IdentityChain
 from kvcommons.telemetry.trace import Tracer
 from kvcommons.transport.deadline import Deadline
@@ -159,7 +160,7 @@ class Trials:
 
         for number, (tokens, matched, save) in enumerate(prompts):
             delivery = Delivery(Deadline.after(WAIT_S), "")
-            sink = HandOver(prefill.pusher, delivery, (), 0, listener(number))
+            sink = HandOver(prefill.pusher, delivery, TargetTable(()), 0, listener(number))
             prefill.engine.submit(self._prompt(prefill, sink, tokens, matched, save))
         prefill.engine.start()
         timed: list[Timed] = []

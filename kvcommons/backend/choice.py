@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvcommons.attention.native import library
+from kvcommons.attention.native import build, library
 from kvcommons.backend.host_device import HostDevice
 from kvcommons.backend.interface import Backend
 from kvcommons.backend.native_attention import NativeAttention
@@ -32,3 +32,8 @@ def choose(device: str = "cpu") -> Backend:
         )
     far = TorchDevice(place)
     return Backend(device=far, operators=TorchOperators(), attention=TorchAttention(far))
+
+
+def kernels_version() -> str:
+    """Of the compiled kernels: others take other times."""
+    return build.file_name()

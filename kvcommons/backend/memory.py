@@ -10,6 +10,7 @@ from torch import Tensor
 
 from kvcommons.backend.choice import choose
 from kvcommons.backend.interface import Backend, DeviceEvent
+from kvcommons.rblock.heads import HeadPart
 from kvcommons.rblock.layout import Layout
 
 TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -56,18 +57,25 @@ class BlockMemory:
         return objects
 
     @contextmanager
-    def write_buffers(self, layer: int, blocks: Sequence[int]) -> Iterator[list[memoryview]]:
-        """Writable memoryviews ("B"), one an object. On the host they are the blocks themselves; else they
-        are copied there on exit, before anything that the device is given after it.
+    def write_buffers(
+        self, layer: int, blocks: Sequence[int], part: HeadPart | None = None
+    ) -> Iterator[list[memoryview]]:
+        """Writable memoryviews ("B"), one an object; of a part of the heads two, its K and its V. On the host
+        they are the blocks themselves; else they are copied there on exit, before anything that the device is
+        given after it.
 
-        An exception leaves the blocks' content undefined on the host and unchanged elsewhere.
+        An exception leaves the blocks' content undefined on the host and unchanged elsewhere. Raises
+        InvalidInput for a part that the heads cannot be divided into.
         """
+        heads = slice(None) if part is None else part.kv_heads(self.layout)
+        own = self.layout if part is None else part.layout(self.layout)
         if self._bytes is not None:
-            yield [self._object(layer, block) for block in blocks]
+            objects = [self._object(layer, block) for block in blocks]
+            yield objects if part is None else part.pieces(objects)
             return
-        staged = self._device.buffer((len(blocks), *self.layout.object_shape), self.tensor.dtype)
+        staged = self._device.buffer((len(blocks), *own.object_shape), self.tensor.dtype)
         yield _views(staged)
-        self.layer(layer)[self._device.longs(blocks)] = self._device.upload(staged)
+        self.layer(layer)[self._device.longs(blocks), :, heads] = self._device.upload(staged)
 
     def write_tokens(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Writes k, v [T, kv_heads, head_dim] to slots LongTensor [T] in host memory, block * block_tokens +

@@ -17,6 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kvcommons.backend.choice import kernels_version
 from kvcommons.engine.chunk_rows import ChunkRows
 from kvcommons.engine.core import Core, EngineSettings
 from kvcommons.engine.core_lock import CoreLock
@@ -157,8 +158,8 @@ class Calibration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptPredictor:
-    """A file with what a predictor has learnt, and of what: another machine, model or number of threads makes
-    it worthless."""
+    """A file with what a predictor has learnt, and of what: another machine, model, number of threads or
+    version of the compiled kernels makes it worthless."""
 
     path: Path
     fingerprint: str
@@ -166,7 +167,7 @@ class KeptPredictor:
     @classmethod
     def of(cls, settings: EngineSettings, core: Core) -> KeptPredictor:
         model = f"{core.info.fingerprint.hex()} {core.layers}"
-        facts = (model, processor(), settings.device, str(settings.threads))
+        facts = (model, processor(), settings.device, str(settings.threads), kernels_version())
         return cls(
             path=Path(settings.predictor_file),
             fingerprint=hashlib.blake2b("\n".join(facts).encode()).hexdigest(),

@@ -31,6 +31,25 @@ struct kvc_batch {
     int32_t variant;  // the widest that may be taken: an index into kvc_variant_names
 };
 
+// The rows of a prompt's chunk over paged KV of one sequence. As above, but where it says otherwise.
+struct kvc_chunk {
+    const void* q;    // [rows, heads, dim]
+    const void* kv;
+    const int64_t* table;  // of block numbers
+    float* out;       // [rows, heads, dim]
+    float* lse;       // [rows, heads]
+    void* scratch;    // kvc_chunk_scratch_bytes, aligned to 64
+    kvc_parallel parallel;
+    int64_t q_row, q_head;  // strides
+    int64_t rows, heads, kv_heads, dim, block_tokens;
+    int64_t length;       // keys that are there
+    int64_t first_query;  // which key row 0 is the query of, by index
+    int64_t window, threads;
+    float scale;
+    int32_t q_is_bf16, kv_is_bf16;
+    int32_t variant;
+};
+
 // Partials of the same rows over different keys, to one over all of them.
 struct kvc_merge {
     const float* const* outs;  // [parts] of [rows, dim]
@@ -77,6 +96,25 @@ struct Finish {
     int64_t stride;
 };
 
+// Rows [first_row, last_row) of a chunk, a row being a token and one of the query heads that share a kv head, over
+// keys [first_key, last_key).
+struct ChunkUnit {
+    int64_t head, first_row, last_row, first_key, last_key;
+    float* out;  // of all rows, as the call's
+    float* lse;
+};
+
+// The keys that a token of the chunk sees: from the first on, up to the last one.
+inline int64_t chunk_first(const kvc_chunk& chunk, int64_t token) {
+    int64_t first = chunk.first_query + token - chunk.window + 1;
+    return chunk.window && first > 0 ? first : 0;
+}
+inline int64_t chunk_last(const kvc_chunk& chunk, int64_t token) {
+    int64_t last = chunk.first_query + token + 1;
+    last = last < chunk.length ? last : chunk.length;
+    return last > 0 ? last : 0;
+}
+
 struct Variant {
     const char* name;
     int width;  // floats in a register; dim is a multiple of twice that
@@ -85,6 +123,7 @@ struct Variant {
     void (*finish)(const kvc_batch&, const Finish&);
     void (*merge)(const kvc_merge&, int64_t first_row, int64_t last_row);
     float (*read)(const char* bytes, int64_t size);
+    void (*attend_chunk)(const kvc_chunk&, const ChunkUnit&, float* space);
 };
 
 extern const Variant portable;

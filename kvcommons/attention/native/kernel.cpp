@@ -2,6 +2,7 @@
 // register) and the compiler's flags for it. Nothing of the standard library may be instantiated here: the linker
 // would keep one of several copies, and it could be one that the processor does not have instructions for.
 #include "attend.h"
+#include "chunk.h"
 #include "vectors.h"
 
 namespace kvc {
@@ -60,13 +61,6 @@ struct Group {
     float* tops;     // [group], the scores that weights are relative to
     int64_t dim;
 };
-
-// What weights are relative to before there was a score. Not minus infinity, which a score may be: less infinity it
-// would be no number.
-constexpr float LEAST = -__FLT_MAX__;
-
-// Weights are relative to a score that no other exceeds by more than this, as a power of two: so it rarely changes.
-constexpr float LEEWAY = 16;
 
 // Makes the greatest of `scores` what the head's weights are relative to, the first `count` of the tile included.
 __attribute__((noinline)) void raise(const Group& group, int64_t h, Floats scores, int64_t count) {
@@ -355,6 +349,6 @@ float read(const char* bytes, int64_t size) {
 
 }  // namespace
 
-extern const Variant KVC_VARIANT = {TEXT(KVC_VARIANT), W, supported, attend, finish, merge, read};
+extern const Variant KVC_VARIANT = {TEXT(KVC_VARIANT), W, supported, attend, finish, merge, read, attend_chunk};
 
 }  // namespace kvc

@@ -133,6 +133,79 @@ void take_rows(void* argument) {
     }
 }
 
+// Rows of a unit of a chunk: so many that what is done once for a tile of keys does not count, and so few that their
+// sums stay in the second cache.
+constexpr int64_t CHUNK_UNIT_ROWS = 192;
+// Units that a chunk is cut into, where keys suffice for it: at least so many each.
+constexpr int64_t CHUNK_UNITS = 64;
+constexpr int64_t CHUNK_UNIT_KEYS = 4096;
+
+// How a chunk is divided: by kv heads, by rows, and, where these are few, by keys. It follows from the chunk alone, so
+// that its result is the same on any number of threads.
+struct ChunkWork {
+    const kvc_chunk* chunk;
+    const Variant* variant;
+    int64_t first_key, last_key;  // that some row sees
+    int64_t rows, blocks;         // of one kv head
+    int64_t splits, split_keys;
+    float *outs, *lses;           // a partial for each split, where there are several
+    char* spaces;
+    int64_t next, worker;
+
+    explicit ChunkWork(const kvc_chunk& call) : chunk(&call), variant(&chosen(call.variant, call.dim)) {
+        first_key = chunk_first(call, 0);
+        last_key = most(chunk_last(call, call.rows - 1), first_key);
+        rows = call.rows * (call.heads / call.kv_heads);
+        blocks = up(rows, CHUNK_UNIT_ROWS);
+        int64_t keys = last_key - first_key;
+        splits = most(least(up(CHUNK_UNITS, blocks * call.kv_heads), keys / CHUNK_UNIT_KEYS), 1);
+        split_keys = up(up(keys, splits), TILE) * TILE;
+        outs = lses = nullptr;
+        spaces = nullptr;
+        next = worker = 0;
+    }
+
+    int64_t units() const { return chunk->kv_heads * blocks * splits; }
+    int64_t threads() const { return most(least(chunk->threads, units()), 1); }
+    // Tiles of keys and values, scores and weights, and a unit's queries, sums, totals and tops.
+    int64_t space_floats() const {
+        int64_t dim = chunk->dim, unit_rows = CHUNK_UNIT_ROWS;
+        return 2 * TILE * dim + 2 * 6 * TILE + unit_rows * (2 * dim + WIDEST + 1) + ALIGNED;
+    }
+    int64_t partial_rows() const { return splits > 1 ? splits * chunk->rows * chunk->heads : 0; }
+    int64_t bytes() const {
+        return 4 * (up(partial_rows() * (chunk->dim + 1), ALIGNED) * ALIGNED +
+                    threads() * up(space_floats(), ALIGNED) * ALIGNED);
+    }
+};
+
+void take_chunk_units(void* argument) {
+    ChunkWork& work = *(ChunkWork*)argument;
+    int64_t worker = __atomic_fetch_add(&work.worker, 1, __ATOMIC_RELAXED);
+    if (worker >= work.threads()) return;
+    const kvc_chunk& chunk = *work.chunk;
+    float* space = (float*)work.spaces + worker * (up(work.space_floats(), ALIGNED) * ALIGNED);
+    int64_t all_rows = chunk.rows * chunk.heads;
+    for (;;) {
+        int64_t number = __atomic_fetch_add(&work.next, 1, __ATOMIC_RELAXED);
+        if (number >= work.units()) return;
+        int64_t split = number % work.splits, rest = number / work.splits;
+        // The last rows, which see most, first: what is left at the end is short.
+        int64_t head = rest % chunk.kv_heads, block = work.blocks - 1 - rest / chunk.kv_heads;
+        ChunkUnit unit{};
+        unit.head = head;
+        unit.first_row = block * CHUNK_UNIT_ROWS;
+        unit.last_row = least(unit.first_row + CHUNK_UNIT_ROWS, work.rows);
+        int64_t group = chunk.heads / chunk.kv_heads;
+        int64_t first = work.first_key + split * work.split_keys;
+        unit.first_key = most(first, chunk_first(chunk, unit.first_row / group));
+        unit.last_key = least(first + work.split_keys, chunk_last(chunk, (unit.last_row - 1) / group));
+        unit.out = work.splits > 1 ? work.outs + split * all_rows * chunk.dim : chunk.out;
+        unit.lse = work.splits > 1 ? work.lses + split * all_rows : chunk.lse;
+        work.variant->attend_chunk(chunk, unit, space);
+    }
+}
+
 struct ReadWork {
     const char* bytes;
     int64_t size, part, next;
@@ -200,6 +273,30 @@ EXPORTED void kvc_attend(const kvc_batch* batch) {
     work.workspaces = (float*)((char*)batch->scratch + up(integers, 64) * 64);
     work.partials = work.workspaces + batch->threads * workspace_floats(*batch);
     if (work.units) run(batch->parallel, take_units, &work, work.threads);
+}
+
+// What `scratch` of a chunk needs for `threads`, in bytes.
+EXPORTED int64_t kvc_chunk_scratch_bytes(const kvc_chunk* chunk) { return ChunkWork(*chunk).bytes(); }
+
+EXPORTED void kvc_merge_partials(const kvc_merge* merge);
+
+EXPORTED void kvc_attend_chunk(const kvc_chunk* chunk) {
+    ChunkWork work(*chunk);
+    int64_t rows = chunk->rows * chunk->heads;
+    work.outs = (float*)chunk->scratch;
+    work.lses = work.outs + work.partial_rows() * chunk->dim;
+    work.spaces = (char*)(work.outs + up(work.partial_rows() * (chunk->dim + 1), ALIGNED) * ALIGNED);
+    run(chunk->parallel, take_chunk_units, &work, work.threads());
+    if (work.splits == 1) return;
+    const float *outs[CHUNK_UNITS], *lses[CHUNK_UNITS];
+    for (int64_t i = 0; i < work.splits; i++) {
+        outs[i] = work.outs + i * rows * chunk->dim;
+        lses[i] = work.lses + i * rows;
+    }
+    kvc_merge merge{
+        outs, lses, chunk->out, chunk->lse, chunk->parallel, work.splits, rows, chunk->dim, chunk->threads,
+        chunk->variant};
+    kvc_merge_partials(&merge);
 }
 
 EXPORTED void kvc_merge_partials(const kvc_merge* merge) {

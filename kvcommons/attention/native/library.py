@@ -36,6 +36,7 @@ class Kernel:
         structures.check(self._library)
         self._library.kvc_variant_name.restype = c_char_p
         self._library.kvc_scratch_bytes.restype = c_int64
+        self._library.kvc_chunk_scratch_bytes.restype = c_int64
         self._library.kvc_read.restype = c_float
         self._library.kvc_read.argtypes = (c_void_p, c_int64, c_void_p, c_int64, c_int32)
         names = self.variants()
@@ -127,6 +128,53 @@ class PagedBatch:
             call.scratch = (self._scratch.data_ptr() + 63) // 64 * 64
         self._kernel._library.kvc_attend(byref(call))
         return into
+
+
+class PagedChunk:
+    """A ChunkPlan (kvcommons.backend.interface) over KV that the kernel `serves`; not for two threads at
+    once."""
+
+    def __init__(
+        self,
+        kernel: Kernel,
+        kv_shape: Sequence[int],
+        query_heads: int,
+        table: Tensor,
+        length: int,
+        first_query: int,
+        rows: int,
+        window: int | None,
+    ) -> None:
+        """`first_query`: which key row 0 is the query of, by index."""
+        self._kernel = kernel
+        self._table = table.contiguous()
+        _, _, kv_heads, block_tokens, dim = kv_shape
+        length = min(length, len(table) * block_tokens)
+        self._call = STRUCTURES["kvc_chunk"](
+            table=self._table.data_ptr(), parallel=kernel._parallel, rows=rows, heads=query_heads,
+            kv_heads=kv_heads, dim=dim, block_tokens=block_tokens, length=length, first_query=first_query,
+            window=window or 0, variant=kernel._index,
+        )  # fmt: skip
+        self._scratch: Tensor | None = None
+
+    def attend(self, q: Tensor, kv: Tensor, scale: float) -> Partial:
+        rows, heads, dim = q.shape
+        if q.stride(2) != 1:
+            q = q.contiguous()
+        partial = Partial(out=torch.empty((rows, heads, dim)), lse=torch.empty((rows, heads)))
+        call, kernel = self._call, self._kernel._library
+        call.q, call.kv = q.data_ptr(), kv.data_ptr()
+        call.out, call.lse = partial.out.data_ptr(), partial.lse.data_ptr()
+        call.q_row, call.q_head, call.scale = q.stride(0), q.stride(1), scale
+        call.q_is_bf16, call.kv_is_bf16 = q.dtype == torch.bfloat16, kv.dtype == torch.bfloat16
+        threads = torch.get_num_threads()
+        if self._scratch is None or call.threads != threads:
+            call.threads = threads
+            size = kernel.kvc_chunk_scratch_bytes(byref(call))
+            self._scratch = torch.empty(size + 64, dtype=torch.uint8)
+            call.scratch = (self._scratch.data_ptr() + 63) // 64 * 64
+        kernel.kvc_attend_chunk(byref(call))
+        return partial
 
 
 def serves(kv: Tensor) -> bool:

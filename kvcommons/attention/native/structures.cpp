@@ -13,7 +13,7 @@ struct kvc_structure {
 extern __attribute__((visibility("default"))) const kvc_structure kvc_structures[];
 #define SIZE(name) {#name, sizeof(name)}
 const kvc_structure kvc_structures[] = {
-    SIZE(kvc_batch), SIZE(kvc_merge), SIZE(kvc_allowance), SIZE(kvc_plan), SIZE(kvc_serving), SIZE(kvc_timing),
+    SIZE(kvc_batch), SIZE(kvc_chunk), SIZE(kvc_merge), SIZE(kvc_allowance), SIZE(kvc_plan), SIZE(kvc_serving), SIZE(kvc_timing),
     SIZE(kvc_call), SIZE(kvc_gather), SIZE(kvc_layer), SIZE(kvc_norm), SIZE(kvc_rotation), SIZE(kvc_gate),
     SIZE(kvc_product), {nullptr, 0},
 };

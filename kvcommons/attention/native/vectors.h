@@ -102,6 +102,13 @@ inline Floats power_of_two(Floats x) {
     return x < -125.0f ? Floats{} : power;
 }
 
+// What weights are relative to before there was a score. Not minus infinity, which a score may be: less infinity it
+// would be no number.
+constexpr float LEAST = -__FLT_MAX__;
+
+// Weights are relative to a score that no other exceeds by more than this, as a power of two: so it rarely changes.
+constexpr float LEEWAY = 16;
+
 inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // exp(x), the same but for a rounding of x.

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import Tensor
 
-from kvcommons.backend.fused import fused, tiled
+from kvcommons.backend.fused import fused
 from kvcommons.backend.torch_attention import Mask, dense
 
 SCALE = 0.3
@@ -14,20 +13,6 @@ SCALE = 0.3
 
 def tensors(seed: int, dtype: torch.dtype, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-@pytest.mark.parametrize("masked", [False, True])
-def test_tiles_of_a_large_chunk_give_what_the_plain_one_gives(masked: bool) -> None:
-    """In bfloat16 nearer to it than rounded weights would be; the last tile has fewer rows."""
-    q, k, v = (tensors(i, torch.bfloat16, 1, 2, n, 32) for i, n in enumerate([900, 1200, 1200]))
-    mask = None
-    if masked:
-        hidden = torch.arange(1200)[None] > torch.arange(900)[:, None] + 300
-        mask = Mask.of(hidden[None, None], blind=False)
-    out, lse = tiled(q, k, v, mask, SCALE)
-    expected = dense(q, k, v, mask, SCALE)
-    torch.testing.assert_close(out, expected[0], rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(lse, expected[1], rtol=1e-5, atol=1e-5)
 
 
 def test_fused_and_dense_calls_agree() -> None:
