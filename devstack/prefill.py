@@ -5,7 +5,6 @@ The stack goes on with it whatever becomes of this command: it can be called aga
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -25,12 +24,17 @@ _INTERRUPTED = 130
 
 
 def prefill(
-    url: str, session_id: str, file: str | None, *, role: str | None, model: str | None, cancel: bool
+    client: RestClient,
+    session_id: str,
+    file: str | None,
+    *,
+    role: str | None,
+    model: str | None,
+    cancel: bool,
 ) -> int:
     """The exit status. `file`: "-" reads standard input; None looks at the document that is on its way."""
-    client = RestClient(url, api_key=os.environ.get("KVCOMMONS_API_KEY", ""))
     path = f"/v1/sessions/{quote(session_id, safe='')}/prefill"
-    again = f"kvcommons prefill --session {session_id}"
+    again = f"kvcommons prefill{client.option} --session {session_id}"
     try:
         if cancel:
             state = client.delete(path)
@@ -85,7 +89,7 @@ def _watch(client: RestClient, path: str) -> int:
         shown.close()
     if state["status"] == "completed":
         print(f"{state['tokens']} tokens are in the session {state['session_id']}. To talk about them:")
-        print(f"kvcommons chat --session {state['session_id']}")
+        print(f"kvcommons chat{client.option} --session {state['session_id']}")
         return 0
     why = f": {state['error']['message']}" if state["error"] else ""
     print(f"The document {state['status']} at {_figures(state)}{why}", file=sys.stderr)

@@ -54,14 +54,23 @@ class RestClient:
     cannot be reached is Unavailable."""
 
     def __init__(self, url: str = DEFAULT_URL, *, api_key: str = "", timeout_s: float = ANSWER_S_MAX) -> None:
-        parts = urlsplit(url if "//" in url else f"http://{url}")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise InvalidInput(f"{url} is no address of a server: expected http://HOST:PORT", param="url")
+        try:
+            parts = urlsplit(url if "//" in url else f"http://{url}")
+            known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+        except ValueError:  # brackets or a port that are none
+            known = False
+        if not known:
+            raise InvalidInput(f"{url!r} is no address of a server: expected http://HOST:PORT", param="url")
         self.url = f"{parts.scheme}://{parts.netloc}"
         self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._host, self._port = parts.hostname, parts.port
+        self._host, self._port = parts.hostname or "", parts.port
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._timeout_s = timeout_s
+
+    @property
+    def option(self) -> str:
+        """What a command has to be given to talk to the same server; empty where it does by itself."""
+        return "" if self.url == DEFAULT_URL else f" --url {self.url}"
 
     def get(self, path: str, *, timeout_s: float | None = None) -> Any:
         return self._call("GET", path, None, timeout_s)

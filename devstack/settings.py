@@ -23,7 +23,9 @@ class UpSettings:
     model: str = DEMO_MODEL  # a folder, a hub id, "demo", or one that `kvcommons fetch` knows
     prefill: Annotated[int, Gt(0), Le(64)] = 1
     stages: Annotated[int, Gt(0), Le(64)] = 1  # of each prefill: processes with a range of the layers each
+    tensor: Annotated[int, Gt(0), Le(64)] = 1  # of each stage: processes with a share of the heads each
     decode: Annotated[int, Gt(0), Le(64)] = 1
+    decode_stages: Annotated[int, Gt(0), Le(64)] = 1  # of each decode, likewise
     colocated: bool = False  # decode instances are prefill instances, too: each loads the model once for both
     core_lock: bool = (
         True  # prefill and decode compute one after another, each with all cores; else they divide them

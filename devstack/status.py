@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from typing import Any
@@ -20,9 +19,8 @@ SESSIONS_SHOWN = 10
 Json = dict[str, Any]
 
 
-def status(url: str, *, watch: bool) -> int:
+def status(client: RestClient, *, watch: bool) -> int:
     """Prints the tables once, or until Ctrl-C; the exit status."""
-    client = RestClient(url, api_key=os.environ.get("KVCOMMONS_API_KEY", ""), timeout_s=5.0)
     console = Console()
     try:
         if not watch:

@@ -14,6 +14,7 @@ from kvcommons.blockstore.progress import Progress
 from kvcommons.errors import DeadlineExceeded, KVCommonsError, Unavailable
 from kvcommons.pb import data_pb2 as pb
 from kvcommons.rblock.checksum import checksum
+from kvcommons.rblock.heads import HeadPart
 from kvcommons.transport.base import Observer
 from kvcommons.transport.client import DataClient, PendingCall
 from kvcommons.transport.deadline import Deadline
@@ -52,6 +53,7 @@ class Save:
     done: Callable[[], None]
     give_up: Deadline
     traceparent: str
+    heads: HeadPart | None = None  # that the objects have; None: all
 
     def copied(self) -> Save:
         """The same, its payload in memory of its own."""
@@ -247,6 +249,7 @@ class Lane:
             first_block=save.first_index + run.start,
             block_ids=block_ids,
             checksums=[each for of_block in sums[run.start : run.stop] for each in of_block],
+            heads=None if save.heads is None else save.heads.message(),
         )
         deadline = Deadline.after(self._call_s)
         payload = [objects[index] for index in run for objects in save.payload]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from kvcommons.errors import DataLoss, DeadlineExceeded, Internal, KVCommonsError, Unavailable
 from kvcommons.pb import data_pb2 as pb
 from kvcommons.rblock.checksum import checksum
+from kvcommons.rblock.heads import HeadPart
 from kvcommons.rblock.layout import Layout
 from kvcommons.telemetry.trace import current_traceparent
 from kvcommons.transport.base import Observer
@@ -51,12 +52,17 @@ class _Wanted:
     address: str
     model: bytes
     layout: Layout
+    heads: HeadPart | None
     block_ids: tuple[bytes, ...]
     traceparent: str
 
     def request(self, layers: range) -> pb.DataRequest:
         wanted = pb.GetLayers(
-            model=self.model, block_ids=self.block_ids, first_layer=layers.start, layers=len(layers)
+            model=self.model,
+            block_ids=self.block_ids,
+            first_layer=layers.start,
+            layers=len(layers),
+            heads=None if self.heads is None else self.heads.message(),
         )
         return pb.DataRequest(traceparent=self.traceparent, get_layers=wanted)
 
@@ -256,9 +262,11 @@ class BlockLoader:
         *,
         ahead: int | None = None,
         layers: range | None = None,
+        heads: HeadPart | None = None,
     ) -> LayerLoad:
         """Reads `layers` (None: all) of consecutive blocks from a store's data address, those after the first
-        `ahead` once it is released. Never blocks, and never raises for what the store does."""
+        `ahead` once it is released. `layout` is that of the `heads` that are read (None: all). Never blocks,
+        and never raises for what the store does."""
         wanted_layers = layers or range(layout.layers)
         count = len(wanted_layers)
         load = LayerLoad(count, len(block_ids), count if ahead is None else ahead, wanted_layers.start)
@@ -266,6 +274,7 @@ class BlockLoader:
             address=address,
             model=model,
             layout=layout,
+            heads=heads,
             block_ids=tuple(block_ids),
             traceparent=current_traceparent(),
         )

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvcommons.blockstore.lane import Lane, Save
+from kvcommons.rblock.heads import HeadPart
 from kvcommons.telemetry.trace import current_traceparent
 from kvcommons.transport.base import Observer
 from kvcommons.transport.deadline import Deadline
@@ -70,6 +71,7 @@ class BlockSaver:
         payload: Sequence[Buffer],
         done: Callable[[], None],
         part: range | None = None,
+        heads: HeadPart | None = None,
     ) -> bool:
         """Queues one layer of consecutive blocks, `payload` one object a block. Returns False if it was
         dropped at once.
@@ -77,12 +79,14 @@ class BlockSaver:
         Never blocks. `done` is called exactly once, by a thread of the saver, or by this one before it
         returns False: do not hold a lock that `done` needs. `parent` is the identity of the block before the
         first (b"" at the sequence's beginning), `first_index` the first one's index in its sequence, `layers`
-        the model's, `part` those of them that this owner saves, in order (None: all)."""
+        the model's, `part` those of them that this owner saves, in order, and `heads` of which heads (None:
+        all)."""
         assert len(payload) == len(block_ids), "one buffer a block"
         views = tuple(memoryview(buffer) for buffer in payload)
         save = Save(
             model=model,
             part=part or range(layers),
+            heads=heads,
             layers=layers,
             tenant=tenant,
             parent=parent,

@@ -11,10 +11,14 @@ from kvcommons.engine.sequence import LocalRun, RemoteRun, Run, Sequence
 class BlockPublisher:
     """Belongs to the engine's thread."""
 
-    def __init__(self, core: Core, keeper: BlockKeeper, callbacks: EngineCallbacks) -> None:
+    def __init__(
+        self, core: Core, keeper: BlockKeeper, callbacks: EngineCallbacks, *, shares: bool = True
+    ) -> None:
+        """`shares`: as the engine has it."""
         self._core = core
         self._keeper = keeper
         self._callbacks = callbacks
+        self._shares = shares
 
     def publish_full(self, sequence: Sequence, *, prompt: bool = False) -> None:
         """Those of a prompt were saved by prefill.
@@ -28,7 +32,7 @@ class BlockPublisher:
         for index in full:
             run, inside = sequence.locate(index)
             if isinstance(run, LocalRun):
-                self._publish(run, inside, ids[index], share=prompt)
+                self._publish(run, inside, ids[index], share=prompt and self._shares)
             if not prompt and sequence.request.store_data:
                 sequence.saved_blocks += 1
                 self._save(sequence, run, inside, index)
@@ -56,13 +60,19 @@ class BlockPublisher:
         if isinstance(run, RemoteRun):
             sequence.on_behalf(self._callbacks.save_remote, run, sequence, index)
             return
-        request, ids = sequence.request, sequence.chain.ids
-        kept = KeptRun(
-            store=request.store_data,
-            tenant=request.tenant,
-            parent=ids[index - 1] if index else b"",
-            first_index=index,
-            ids=(ids[index],),
-            blocks=(run.blocks[inside],),
-        )
-        sequence.on_behalf(self._keeper.save_all_layers, kept)
+        save_block(self._keeper, sequence, run.blocks[inside], index)
+
+
+def save_block(keeper: BlockKeeper, sequence: Sequence, block: int, index: int) -> None:
+    """Full block `index` of the sequence, which lies here in `block`, goes to its store, all layers that are
+    here."""
+    request, ids = sequence.request, sequence.identities()
+    kept = KeptRun(
+        store=request.store_data,
+        tenant=request.tenant,
+        parent=ids[index - 1] if index else b"",
+        first_index=index,
+        ids=(ids[index],),
+        blocks=(block,),
+    )
+    sequence.on_behalf(keeper.save_all_layers, kept)

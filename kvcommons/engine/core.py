@@ -16,10 +16,12 @@ from kvcommons.backend.choice import choose
 from kvcommons.backend.interface import Backend
 from kvcommons.backend.memory import BlockMemory
 from kvcommons.errors import InvalidInput
-from kvcommons.model.slices import Model
+from kvcommons.model.slices import Model, Sum
 from kvcommons.model.spec import ModelSpec, fingerprint, model_info, resolve_folder
+from kvcommons.model.tensor_rank import ALONE, TensorRank
 from kvcommons.pb import common_pb2 as pb
 from kvcommons.rblock.allocator import BlockAllocator
+from kvcommons.rblock.heads import HeadPart
 from kvcommons.rblock.layout import Layout
 
 log = logging.getLogger(__name__)
@@ -42,7 +44,8 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Core:
-    """`memory` has `allocator.total` blocks; `info` is what the instance registers."""
+    """`memory` has `allocator.total` blocks; `info` is what the instance registers. `layout` is of the heads
+    that are computed here."""
 
     model: Model
     info: pb.ModelInfo
@@ -60,6 +63,16 @@ class Core:
         return self.model.layers
 
     @property
+    def heads(self) -> HeadPart | None:
+        """The KV heads that are here; None: all of the model's."""
+        return self.model.rank.kv_part(self.info.kv_heads)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether this process is the one that saves and sends the KV that it computes."""
+        return self.model.rank.keeps(self.info.kv_heads)
+
+    @property
     def block_bytes(self) -> int:
         """Of one block in the layers that are computed here."""
         return len(self.layers) * self.layout.object_bytes
@@ -70,9 +83,14 @@ class Core:
         return self.model.backend
 
 
-def load_core(settings: EngineSettings, layers: Callable[[ModelSpec], range] | None = None) -> Core:
+def load_core(
+    settings: EngineSettings,
+    layers: Callable[[ModelSpec], range] | None = None,
+    rank: TensorRank = ALONE,
+    sum_ranks: Sum | None = None,
+) -> Core:
     """Reads the model and makes its block memory; seconds to minutes, so never on an event loop. `layers`:
-    which of them a pipeline stage has; None: all.
+    which of them a pipeline stage has; None: all. `rank` and `sum_ranks`: as at `Model.load`.
 
     Raises InvalidInput for a model or device that cannot be served.
     """
@@ -80,21 +98,27 @@ def load_core(settings: EngineSettings, layers: Callable[[ModelSpec], range] | N
     # On a thread that ends. OpenMP has a team for each thread that has ever computed, and where all of them
     # are more than the cores, no team waits awake for its next operation: 28 ms a token instead of 20.
     with ThreadPoolExecutor(max_workers=1, thread_name_prefix="load") as loader:
-        return loader.submit(_load, settings, layers).result()
+        return loader.submit(_load, settings, layers, rank, sum_ranks).result()
 
 
-def _load(settings: EngineSettings, layers: Callable[[ModelSpec], range] | None) -> Core:
+def _load(
+    settings: EngineSettings,
+    layers: Callable[[ModelSpec], range] | None,
+    rank: TensorRank,
+    sum_ranks: Sum | None,
+) -> Core:
     started = time.monotonic()
     torch.set_num_threads(settings.threads)
     backend = choose(settings.device)
     folder = resolve_folder(settings.model)
     spec = ModelSpec.read(folder)
+    rank.check(spec)
     own = range(spec.layers) if layers is None else layers(spec)
     identity = fingerprint(folder, spec, settings.dtype, settings.block_tokens)
     name = settings.model_name or (folder.name if settings.model == str(folder) else settings.model)
     info = model_info(name, spec, identity, settings.dtype, settings.block_tokens)
     core = make_core(
-        Model.load(folder, dtype=settings.dtype, backend=backend, layers=own),
+        Model.load(folder, dtype=settings.dtype, backend=backend, layers=own, rank=rank, sum_ranks=sum_ranks),
         info,
         capacity_tokens=settings.capacity_tokens,
     )
@@ -113,7 +137,7 @@ def _load(settings: EngineSettings, layers: Callable[[ModelSpec], range] | None)
 
 def make_core(model: Model, info: pb.ModelInfo, *, capacity_tokens: int) -> Core:
     """A model that is in memory already, with blocks for `capacity_tokens`."""
-    layout = Layout.of(info)
+    layout = model.rank.layout(Layout.of(info))
     blocks = capacity_tokens // info.block_tokens
     if blocks < 1:
         raise InvalidInput(

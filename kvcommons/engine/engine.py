@@ -77,17 +77,19 @@ class Engine:
         metrics: EngineMetrics,
         predictor: Predictor | None = None,
         cores: CoreLock | None = None,
+        shares: bool = True,
     ) -> None:
         """`prompts`: None where none are computed here; `predictor`: theirs, where there are any. `budget`
         takes how long iterations are: this process computes attention for others beside them. `cores`: where
-        other engines of the host share them."""
+        other engines of the host share them. `shares`: whether a prompt that comes here has the blocks of an
+        equal one that is here, instead of its own."""
         self._core = core
         self._scheduler = scheduler
         self._executor = executor
         self._prompts = prompts
         self._may_borrow = may_borrow
         self._budget = budget
-        self._publisher = BlockPublisher(core, keeper, callbacks)
+        self._publisher = BlockPublisher(core, keeper, callbacks, shares=shares)
         self._callbacks = callbacks
         self._metrics = metrics
         self._cores = cores
@@ -157,8 +159,8 @@ class Engine:
         """Ends the sequence with an error (its borrowed blocks are gone, its prompt did not come)."""
         self.post(lambda: self._fail(key, error))
 
-    def grown(self, key: int, run: RemoteRun) -> None:
-        """The answer to `EngineCallbacks.borrow`."""
+    def grown(self, key: int, run: Run) -> None:
+        """The answer to `EngineCallbacks.borrow`, or more room for a prompt that is computed elsewhere."""
         self.post(lambda: self._grown(key, run))
 
     def refused(self, key: int) -> None:
@@ -190,9 +192,9 @@ class Engine:
 
     # Below: the engine's thread.
 
-    def fail_prompts(self, error: KVCommonsError) -> None:
-        """Ends all that are computed here, or wait for it."""
-        for key in [key for key in self._sequences if self._prompt(key) is not None]:
+    def fail_all(self, error: KVCommonsError) -> None:
+        """Ends all sequences."""
+        for key in list(self._sequences):
             self._fail(key, error)
 
     # What executors use (`Work`).
@@ -261,7 +263,8 @@ class Engine:
     def _serve_between_layers(self) -> None:
         commands = self._mailbox.take(0)
         if commands is None:
-            self.fail_prompts(Unavailable("this instance is stopping"))
+            for key in [key for key in self._sequences if self._prompt(key) is not None]:
+                self._fail(key, Unavailable("this instance is stopping"))
             return
         self._serve(commands)
         self.answer_switches()  # those that were switched are in no iteration
@@ -300,7 +303,7 @@ class Engine:
                 try:
                     wait_s = self._advance()
                 except Exception:
-                    self._fail_all()
+                    self._fail_unexpectedly()
                     wait_s = None  # until something is posted: what fails for ever does not take a core
                 self._flush()
         self._executor.close()
@@ -309,8 +312,7 @@ class Engine:
                 command()
             except Exception:
                 log.exception("the engine's loop failed")
-        for key in list(self._sequences):
-            self._fail(key, Unavailable("this instance is stopping"))
+        self.fail_all(Unavailable("this instance is stopping"))
         self._flush()
         for answer, _ in self._switches:
             answer.set_result(0.0)
@@ -320,13 +322,12 @@ class Engine:
             while commands:
                 commands.popleft()()
         except Exception:
-            self._fail_all()
+            self._fail_unexpectedly()
             self._mailbox.put_back(commands)  # somebody may wait for those behind the one that failed
 
-    def _fail_all(self) -> None:
+    def _fail_unexpectedly(self) -> None:
         log.exception("the engine's loop failed")
-        for key in list(self._sequences):
-            self._fail(key, Internal("the engine failed unexpectedly; its log says why"))
+        self.fail_all(Internal("the engine failed unexpectedly; its log says why"))
 
     def _advance(self) -> float | None:
         """Computes what there is to compute. How long to wait for commands then; None: until one comes."""
@@ -381,10 +382,13 @@ class Engine:
             if prompt is not None:
                 prompt.sink.failed(error)
 
-    def _grown(self, key: int, run: RemoteRun) -> None:
+    def _grown(self, key: int, run: Run) -> None:
         sequence = self._sequences.get(key)
         if sequence is None:
-            self._callbacks.give_back([run])
+            if isinstance(run, RemoteRun):
+                self._callbacks.give_back([run])
+            else:
+                self._core.allocator.release(run.blocks)
             return
         sequence.append_run(run)
         sequence.refused = False

@@ -51,6 +51,9 @@ class Work(Protocol):
     def take_results(self, iteration: Iteration, tokens: Sequence[Sequence[pb.SampledToken]] | None) -> None:
         """An iteration has ended; without tokens where it failed as a whole."""
 
+    def sampled(self, key: int, token: pb.SampledToken) -> None:
+        """The stage that ends the model has sampled the token that follows a prompt."""
+
     def idle(self) -> None:
         """There was nothing to compute."""
 
@@ -104,10 +107,12 @@ class Composer:
     def iteration(
         self, batch: Batch | None, spans: Sequence[PromptSpan] = (), slices: Slices | None = None
     ) -> Iteration:
-        rows = []
-        if batch is not None:
-            rows = [TokenRows(self._core, self._remote, batch, self._attend_deadline_s)]
+        rows = [] if batch is None else [self.rows(batch)]
         return Iteration(self._core, [*rows, *spans], slices)
+
+    def rows(self, batch: Batch) -> TokenRows:
+        """Of an iteration of it."""
+        return TokenRows(self._core, self._remote, batch, self._attend_deadline_s)
 
 
 class Inline:

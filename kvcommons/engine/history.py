@@ -177,6 +177,7 @@ class Histories:
                 deadline,
                 ahead=ahead,
                 layers=core.layers,
+                heads=core.heads,
             )
         )
         return load

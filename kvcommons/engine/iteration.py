@@ -144,7 +144,7 @@ class Iteration:
         hidden, attention, rows = [], [], []
         for number, some in enumerate(sampling):
             part = self._attend_group(number, self._core.layers[-1], state, needed=bool(some))
-            if part is None or not some or number in self.failures:
+            if part is None or not some:
                 sampling[number] = []
                 continue
             hidden.append(self._of(state, number).hidden[-len(some) :])

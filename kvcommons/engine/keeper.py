@@ -36,7 +36,9 @@ class BlockKeeper:
         self._waiting = ThreadPoolExecutor(1, thread_name_prefix="keep")
 
     def save(self, run: KeptRun, layer: int) -> None:
-        """One layer, whose content is final."""
+        """One layer, whose content is final; nothing where another rank has the same, and saves it."""
+        if not self._core.keeps:
+            return
         self._core.allocator.retain(run.blocks)
         payload, event = self._core.memory.begin_read(layer, run.blocks)
         if event.done:
@@ -65,6 +67,7 @@ class BlockKeeper:
             model=core.info.fingerprint,
             layers=core.layout.layers,
             part=core.layers,
+            heads=core.heads,
             tenant=run.tenant,
             parent=run.parent,
             first_index=run.first_index,

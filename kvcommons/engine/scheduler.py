@@ -191,8 +191,8 @@ class Scheduler:
         self._states[key] = SequenceState.RUNNING
 
     def borrowed(self, key: int) -> None:
-        """A borrower got its answer: it runs again. Unknown ones ended meanwhile."""
-        if key in self._states:
+        """A borrower got its answer: it runs again. Others ended meanwhile, or have not begun."""
+        if self._states.get(key) is SequenceState.BORROWING:
             self._states[key] = SequenceState.RUNNING
 
     def remove(self, key: int) -> None:

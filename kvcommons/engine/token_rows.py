@@ -105,7 +105,7 @@ class TokenRows:
         if window not in self._plans:
             batch = self.batch
             self._plans[window] = self._core.backend.attention.plan_batch(
-                self._core.memory.layer(0),
+                self._core.memory.layer(self._core.layers[0]),
                 batch.tables,
                 batch.lengths,
                 first_key_positions=batch.first_keys,

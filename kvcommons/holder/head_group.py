@@ -231,7 +231,7 @@ class HeadGroup:
             calls = []
             for share, client, own in zip(self._shares, self._data, self._refs(ref), strict=True):
                 request = write_request(own, layer, first_block, len(objects))
-                pieces = share.pieces(self._layout, objects)
+                pieces = share.pieces(objects)
                 calls.append(under_way.enter_context(client.begin(request, pieces, deadline=deadline)))
             for call in calls:
                 call.finish()
@@ -246,7 +246,7 @@ class HeadGroup:
                 request = read_request(own, layer, first_block, len(into))
                 calls.append(under_way.enter_context(client.begin(request, deadline=deadline)))
             for share, call in zip(self._shares, calls, strict=True):
-                call.finish(share.pieces(self._layout, into))
+                call.finish(share.pieces(into))
 
     def recipients(self, rows: Sequence[PlanRow]) -> list[Recipient]:
         """Each part, for its heads. A row whose segment is gone is lost at the parts."""

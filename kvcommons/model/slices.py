@@ -4,12 +4,13 @@ Slice 0 is the embedding and layer 0 up to q, k, v; slice i ends layer i-1 and b
 ends with logits. Between two slices the caller stores k and v and computes attention wherever the KV lies.
 
 A model may have a range of the layers only, as a pipeline stage does: what goes from one range to the next
-is the residual stream between two layers.
+is the residual stream between two layers. It may have some of each layer's heads and MLP columns only, as a
+rank of a tensor parallel stage does: attention's output and the MLP's are then sums over all ranks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from torch.nn import functional as F
 from kvcommons.backend.choice import choose
 from kvcommons.backend.interface import Backend
 from kvcommons.model.spec import ModelSpec
+from kvcommons.model.tensor_rank import ALONE, TensorRank
 from kvcommons.model.weights import LayerWeights, Weights, random_weights, read_weights, torch_dtype
 
 
@@ -27,8 +29,9 @@ from kvcommons.model.weights import LayerWeights, Weights, random_weights, read_
 class State:
     """Between two slices: the residual stream and what a layer's attention needs, in the model's dtype.
 
-    hidden [T, hidden]; q [T, query_heads, head_dim] and k, v [T, kv_heads, head_dim]; q and k are rotated for
-    `positions` [T]. `unrotated_q`, `cos` and `sin` [T, 1, head_dim / 2] are for the slices themselves.
+    hidden [T, hidden]; q [T, query_heads, head_dim] and k, v [T, kv_heads, head_dim], of a rank its own
+    heads; q and k are rotated for `positions` [T]. `unrotated_q`, `cos` and `sin` [T, 1, head_dim / 2] are
+    for the slices themselves.
     """
 
     hidden: Tensor
@@ -66,11 +69,27 @@ class RotaryAngles:
     sin: Tensor
 
 
+# Of a tensor [T, hidden] that each rank has a summand of; the result may be the same memory.
+Sum = Callable[[Tensor], Tensor]
+
+
 class Model:
     """Weights and slices of `layers`, by their numbers. Thread-safe: nothing changes after loading."""
 
-    def __init__(self, spec: ModelSpec, weights: Weights, dtype: torch.dtype, backend: Backend) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        weights: Weights,
+        dtype: torch.dtype,
+        backend: Backend,
+        rank: TensorRank = ALONE,
+        sum_ranks: Sum | None = None,
+    ) -> None:
         self.spec = spec
+        self.rank = rank
+        self._query_heads = len(rank.query_heads(spec.query_heads))
+        self._kv_heads = len(rank.kv_heads(spec.kv_heads))
+        self._sum = sum_ranks or (lambda part: part)
         self.layers = range(min(weights.layers), max(weights.layers) + 1)
         self.dtype = dtype
         self.backend = backend
@@ -88,12 +107,16 @@ class Model:
         dtype: str = "bfloat16",
         backend: Backend | None = None,
         layers: range | None = None,
+        rank: TensorRank = ALONE,
+        sum_ranks: Sum | None = None,
     ) -> Model:
         """`backend`: what computes; None: the CPU. `layers`: of which, with nothing of the others read; None:
-        all. Raises InvalidInput for a folder or dtype that is not served; the message says why."""
+        all. `rank`: whose heads and columns of them it has, and by what the ranks are summed. Raises
+        InvalidInput for a folder, dtype or division that is not served; the message says why."""
         spec, kind, backend = ModelSpec.read(folder), torch_dtype(dtype), backend or choose()
-        weights = read_weights(folder, spec, kind, backend, layers or range(spec.layers))
-        return cls(spec, weights, kind, backend)
+        rank.check(spec)
+        weights = read_weights(folder, spec, kind, backend, layers or range(spec.layers), rank)
+        return cls(spec, weights, kind, backend, rank, sum_ranks)
 
     @classmethod
     def random(
@@ -118,18 +141,22 @@ class Model:
 
     @property
     def first(self) -> bool:
-        """Whether it begins with tokens."""
+        """Whether it begins with tokens: of several ranks the first one alone has the embedding."""
         return self._weights.embedding is not None
 
     @property
     def last(self) -> bool:
-        """Whether it ends with logits."""
+        """Whether it ends with logits: of several ranks the first one alone has the head."""
         return self._weights.ending is not None
 
     def begin(self, tokens: Tensor, positions: Tensor) -> State:
         """tokens, positions LongTensor [T] -> q, k, v of layer 0, which it has."""
+        return self.enter(self.embed(tokens), positions)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """tokens LongTensor [T] -> the residual stream [T, hidden] before layer 0, which it has."""
         assert self._weights.embedding is not None, "the first layer's range begins with tokens"
-        return self.enter(F.embedding(tokens, self._weights.embedding), positions)
+        return F.embedding(tokens, self._weights.embedding)
 
     def enter(self, hidden: Tensor, positions: Tensor) -> State:
         """The residual stream hidden [T, hidden] before its first layer -> q, k, v of that."""
@@ -186,7 +213,7 @@ class Model:
         weights, spec = self._weights.layers[layer], self.spec
         hidden, normed = self._add_and_norm(hidden, added, weights.attention_norm)
         qkv = weights.qkv(normed).view(len(hidden), -1, spec.head_dim)
-        query_heads, rotated_heads = spec.query_heads, spec.query_heads + spec.kv_heads
+        query_heads, rotated_heads = self._query_heads, self._query_heads + self._kv_heads
         qk = qkv[:, :rotated_heads]
         if weights.qk_norm is not None:
             qk = self._operators.norm(qk, weights.qk_norm, spec.norm_eps)
@@ -205,8 +232,9 @@ class Model:
     def _close(self, weights: LayerWeights, hidden: Tensor, attention: Tensor) -> tuple[Tensor, Tensor]:
         """A layer from its attention output on: the residual stream, and what is still to be added to it."""
         attended = attention.reshape(len(hidden), -1).to(self.dtype)
-        hidden, normed = self._add_and_norm(hidden, weights.output(attended), weights.mlp_norm)
-        return hidden, weights.down(self._operators.gate(weights.gate_up(normed)))
+        attended = self._sum(weights.output(attended))
+        hidden, normed = self._add_and_norm(hidden, attended, weights.mlp_norm)
+        return hidden, self._sum(weights.down(self._operators.gate(weights.gate_up(normed))))
 
     def _add_and_norm(self, x: Tensor, added: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
         """x + added, and its RMSNorm over the last dimension."""

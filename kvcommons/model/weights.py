@@ -20,6 +20,7 @@ from kvcommons.backend.torch_operators import TorchOperators
 from kvcommons.errors import InvalidInput
 from kvcommons.model.folder import weight_files
 from kvcommons.model.spec import ModelSpec
+from kvcommons.model.tensor_rank import ALONE, TensorRank
 
 _FLOAT_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 # Gives the tensor of a name in a Hugging Face folder, whose shape must be the one given.
@@ -28,7 +29,8 @@ Source = Callable[[str, tuple[int, ...]], Tensor]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
-    """Matrices are [out, in], with their biases; norms are float32."""
+    """Matrices are [out, in], with their biases; norms are float32. Heads and columns of the MLP are those of
+    a rank, where ranks divide them."""
 
     attention_norm: Tensor  # [hidden]
     qkv: Matrix  # [(query_heads + 2 * kv_heads) * head_dim, hidden]
@@ -64,10 +66,15 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def read_weights(
-    folder: Path, spec: ModelSpec, dtype: torch.dtype, backend: Backend, layers: range
+    folder: Path,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    backend: Backend,
+    layers: range,
+    rank: TensorRank = ALONE,
 ) -> Weights:
-    """Of these layers. Raises InvalidInput where tensors are missing, broken, or of other shapes than the
-    config says."""
+    """Of these layers, what this rank computes with. Raises InvalidInput where tensors are missing, broken,
+    or of other shapes than the config says."""
     holder: dict[str, Any] = {}
     try:
         for path in weight_files(folder):
@@ -91,7 +98,7 @@ def read_weights(
             )
         return tensor
 
-    return _assemble(spec, source, dtype, backend, layers)
+    return _assemble(spec, source, dtype, backend, layers, rank)
 
 
 def random_weights(
@@ -114,60 +121,84 @@ def random_source(seed: int, init_range: float) -> Source:
 
 
 def _assemble(
-    spec: ModelSpec, source: Source, dtype: torch.dtype, backend: Backend, layers: range
+    spec: ModelSpec,
+    source: Source,
+    dtype: torch.dtype,
+    backend: Backend,
+    layers: range,
+    rank: TensorRank = ALONE,
 ) -> Weights:
     device, operators = backend.device, backend.operators
 
-    def read(names: Sequence[str], rows: Sequence[int], columns: int | None) -> Tensor:
-        """Tensors [rows, columns] (or [rows]) of several names, one below the other."""
-        parts = [
-            source(name, (count,) if columns is None else (count, columns)).to(dtype)
-            for name, count in zip(names, rows, strict=True)
-        ]
-        # Always a copy: what stays mapped from a file would change with it.
-        return device.upload(torch.cat(parts))
+    def read(name: str, shape: tuple[int, ...], rows: range, columns: range | None = None) -> Tensor:
+        """Some rows of a tensor, and columns of them (None: all)."""
+        part = source(name, shape)[rows.start : rows.stop].to(dtype)
+        return part if columns is None else part[:, columns.start : columns.stop]
+
+    def joined(parts: Sequence[Tensor]) -> Tensor:
+        """One below the other. Always a copy: what stays mapped from a file would change with it."""
+        return device.upload(torch.cat(list(parts)))
 
     def norm(name: str, size: int) -> Tensor:
         return device.upload(source(name, (size,)).to(torch.float32))
 
-    def matrix(prefix: str, names: Sequence[str], rows: Sequence[int], columns: int, bias: bool) -> Matrix:
-        weight = read([f"{prefix}.{name}.weight" for name in names], rows, columns)
-        added = read([f"{prefix}.{name}.bias" for name in names], rows, None) if bias else None
-        return operators.pack(weight, added)
+    def matrix(named: Sequence[tuple[str, int, range]], columns: int, own: range, bias: bool) -> Matrix:
+        """Tensors of [rows, columns] by name, with these rows of each, one below the other, and their own
+        columns."""
+        weight = [read(f"{name}.weight", (count, columns), rows, own) for name, count, rows in named]
+        added = [read(f"{name}.bias", (count,), rows) for name, count, rows in named if bias]
+        return operators.pack(joined(weight), joined(added) if bias else None)
 
     def layer(index: int) -> LayerWeights:
         prefix = f"model.layers.{index}"
-        heads, kv_heads, dim = spec.query_heads, spec.kv_heads, spec.head_dim
+        dim, hidden = spec.head_dim, range(spec.hidden)
+        heads, kv_heads = rank.query_heads(spec.query_heads), rank.kv_heads(spec.kv_heads)
         attention, mlp = f"{prefix}.self_attn", f"{prefix}.mlp"
-        qkv_rows = [heads * dim, kv_heads * dim, kv_heads * dim]
-        qkv = matrix(attention, ["q_proj", "k_proj", "v_proj"], qkv_rows, spec.hidden, spec.qkv_bias)
-        output = matrix(attention, ["o_proj"], [spec.hidden], heads * dim, spec.output_bias)
-        gate_up = matrix(mlp, ["gate_proj", "up_proj"], [spec.mlp, spec.mlp], spec.hidden, spec.mlp_bias)
-        down = matrix(mlp, ["down_proj"], [spec.hidden], spec.mlp, spec.mlp_bias)
+        q = range(heads.start * dim, heads.stop * dim)
+        kv = range(kv_heads.start * dim, kv_heads.stop * dim)
+        columns = rank.mlp(spec.mlp)
+        projections = [
+            (f"{attention}.q_proj", spec.query_heads * dim, q),
+            (f"{attention}.k_proj", spec.kv_heads * dim, kv),
+            (f"{attention}.v_proj", spec.kv_heads * dim, kv),
+        ]
+        halves = [(f"{mlp}.{name}", spec.mlp, columns) for name in ("gate_proj", "up_proj")]
+        closing = rank.number == 0  # what is added once is added by one of those that are summed
         qk_norm = None
         if spec.qk_norm:
-            q_norm = norm(f"{attention}.q_norm.weight", dim).expand(heads, dim)
-            k_norm = norm(f"{attention}.k_norm.weight", dim).expand(kv_heads, dim)
+            q_norm = norm(f"{attention}.q_norm.weight", dim).expand(len(heads), dim)
+            k_norm = norm(f"{attention}.k_norm.weight", dim).expand(len(kv_heads), dim)
             qk_norm = torch.cat([q_norm, k_norm])
         return LayerWeights(
             attention_norm=norm(f"{prefix}.input_layernorm.weight", spec.hidden),
-            qkv=qkv,
+            qkv=matrix(projections, spec.hidden, hidden, spec.qkv_bias),
             qk_norm=qk_norm,
-            output=output,
+            output=matrix(
+                [(f"{attention}.o_proj", spec.hidden, hidden)],
+                spec.query_heads * dim,
+                q,
+                spec.output_bias and closing,
+            ),
             mlp_norm=norm(f"{prefix}.post_attention_layernorm.weight", spec.hidden),
-            gate_up=gate_up,
-            down=down,
+            gate_up=matrix(halves, spec.hidden, hidden, spec.mlp_bias),
+            down=matrix(
+                [(f"{mlp}.down_proj", spec.hidden, hidden)], spec.mlp, columns, spec.mlp_bias and closing
+            ),
         )
 
-    first, last = layers.start == 0, layers.stop == spec.layers
+    def table(name: str) -> Tensor:
+        return joined([read(name, (spec.vocab_size, spec.hidden), range(spec.vocab_size))])
+
+    first = layers.start == 0 and rank.number == 0
+    last = layers.stop == spec.layers and rank.number == 0
     embedding = None
     if first or (last and spec.tied_embeddings):
-        embedding = read(["model.embed_tokens.weight"], [spec.vocab_size], spec.hidden)
+        embedding = table("model.embed_tokens.weight")
     ending = None
     if last:
         # Tied ones share memory only where the order of the one serves the other.
         tied = embedding if spec.tied_embeddings else None
-        head = read(["lm_head.weight"], [spec.vocab_size], spec.hidden) if tied is None else tied
+        head = table("lm_head.weight") if tied is None else tied
         ending = Ending(norm=norm("model.norm.weight", spec.hidden), head=operators.pack(head))
     return Weights(
         layers={index: layer(index) for index in layers},

@@ -253,6 +253,7 @@ class SegmentPlace(_message.Message):
     FIRST_BLOCK_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
     PARTS_FIELD_NUMBER: _builtins.int
+    STAGES_FIELD_NUMBER: _builtins.int
     data_address: _builtins.str
     """the holder's transport address"""
     handle: _builtins.int
@@ -266,6 +267,10 @@ class SegmentPlace(_message.Message):
     def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlacedPart]:
         """on a head group: where each part of the heads is, in order; the first is above, too"""
 
+    @_builtins.property
+    def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___PlacedLayers]:
+        """in pipeline stages: where each one's layers are, in order; the first is above, too"""
+
     def __init__(
         self,
         *,
@@ -275,14 +280,48 @@ class SegmentPlace(_message.Message):
         first_block: _builtins.int = ...,
         blocks: _builtins.int = ...,
         parts: _abc.Iterable[Global___PlacedPart] | None = ...,
+        stages: _abc.Iterable[Global___PlacedLayers] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "data_address", b"data_address", "epoch", b"epoch", "first_block", b"first_block", "handle", b"handle", "parts", b"parts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "data_address", b"data_address", "epoch", b"epoch", "first_block", b"first_block", "handle", b"handle", "parts", b"parts", "stages", b"stages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SegmentPlace: _TypeAlias = SegmentPlace  # noqa: Y015
+
+@_typing.final
+class PlacedLayers(_message.Message):
+    """Layers `first_layer` … of a run that is divided by layers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATA_ADDRESS_FIELD_NUMBER: _builtins.int
+    HANDLE_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    FIRST_LAYER_FIELD_NUMBER: _builtins.int
+    LAYERS_FIELD_NUMBER: _builtins.int
+    data_address: _builtins.str
+    handle: _builtins.int
+    epoch: _builtins.int
+    first_layer: _builtins.int
+    layers: _builtins.int
+    def __init__(
+        self,
+        *,
+        data_address: _builtins.str = ...,
+        handle: _builtins.int = ...,
+        epoch: _builtins.int = ...,
+        first_layer: _builtins.int = ...,
+        layers: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["data_address", b"data_address", "epoch", b"epoch", "first_layer", b"first_layer", "handle", b"handle", "layers", b"layers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PlacedLayers: _TypeAlias = PlacedLayers  # noqa: Y015
 
 @_typing.final
 class PlacedPart(_message.Message):

@@ -42,6 +42,8 @@ class DataRequest(_message.Message):
     DESCRIBE_PLAN_FIELD_NUMBER: _builtins.int
     JOIN_STAGES_FIELD_NUMBER: _builtins.int
     STAGE_PLAN_FIELD_NUMBER: _builtins.int
+    AWAIT_PLACES_FIELD_NUMBER: _builtins.int
+    MEET_RANKS_FIELD_NUMBER: _builtins.int
     deadline_ms: _builtins.int
     """from receipt; the server gives up after it"""
     traceparent: _builtins.str
@@ -71,6 +73,10 @@ class DataRequest(_message.Message):
     def join_stages(self) -> Global___JoinStages: ...
     @_builtins.property
     def stage_plan(self) -> Global___StagePlan: ...
+    @_builtins.property
+    def await_places(self) -> Global___AwaitPlaces: ...
+    @_builtins.property
+    def meet_ranks(self) -> Global___MeetRanks: ...
     def __init__(
         self,
         *,
@@ -89,12 +95,14 @@ class DataRequest(_message.Message):
         describe_plan: Global___DescribePlan | None = ...,
         join_stages: Global___JoinStages | None = ...,
         stage_plan: Global___StagePlan | None = ...,
+        await_places: Global___AwaitPlaces | None = ...,
+        meet_ranks: Global___MeetRanks | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["await_history", b"await_history", "change_plan", b"change_plan", "compute_slice", b"compute_slice", "describe_plan", b"describe_plan", "get_layers", b"get_layers", "join_stages", b"join_stages", "meet_replica", b"meet_replica", "op", b"op", "open_plan", b"open_plan", "put_layer", b"put_layer", "read_blocks", b"read_blocks", "stage_plan", b"stage_plan", "start_sequence", b"start_sequence", "write_blocks", b"write_blocks"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["await_history", b"await_history", "await_places", b"await_places", "change_plan", b"change_plan", "compute_slice", b"compute_slice", "describe_plan", b"describe_plan", "get_layers", b"get_layers", "join_stages", b"join_stages", "meet_ranks", b"meet_ranks", "meet_replica", b"meet_replica", "op", b"op", "open_plan", b"open_plan", "put_layer", b"put_layer", "read_blocks", b"read_blocks", "stage_plan", b"stage_plan", "start_sequence", b"start_sequence", "write_blocks", b"write_blocks"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["await_history", b"await_history", "change_plan", b"change_plan", "compute_slice", b"compute_slice", "deadline_ms", b"deadline_ms", "describe_plan", b"describe_plan", "get_layers", b"get_layers", "join_stages", b"join_stages", "meet_replica", b"meet_replica", "op", b"op", "open_plan", b"open_plan", "put_layer", b"put_layer", "read_blocks", b"read_blocks", "stage_plan", b"stage_plan", "start_sequence", b"start_sequence", "traceparent", b"traceparent", "write_blocks", b"write_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["await_history", b"await_history", "await_places", b"await_places", "change_plan", b"change_plan", "compute_slice", b"compute_slice", "deadline_ms", b"deadline_ms", "describe_plan", b"describe_plan", "get_layers", b"get_layers", "join_stages", b"join_stages", "meet_ranks", b"meet_ranks", "meet_replica", b"meet_replica", "op", b"op", "open_plan", b"open_plan", "put_layer", b"put_layer", "read_blocks", b"read_blocks", "stage_plan", b"stage_plan", "start_sequence", b"start_sequence", "traceparent", b"traceparent", "write_blocks", b"write_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_op: _TypeAlias = _typing.Literal["put_layer", "get_layers", "write_blocks", "read_blocks", "start_sequence", "await_history", "compute_slice", "meet_replica", "open_plan", "change_plan", "describe_plan", "join_stages", "stage_plan"]  # noqa: Y015
+    _WhichOneofReturnType_op: _TypeAlias = _typing.Literal["put_layer", "get_layers", "write_blocks", "read_blocks", "start_sequence", "await_history", "compute_slice", "meet_replica", "open_plan", "change_plan", "describe_plan", "join_stages", "stage_plan", "await_places", "meet_ranks"]  # noqa: Y015
     _WhichOneofArgType_op: _TypeAlias = _typing.Literal["op", b"op"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_op) -> _WhichOneofReturnType_op | None: ...
 
@@ -113,6 +121,8 @@ class DataReply(_message.Message):
     MET_REPLICA_FIELD_NUMBER: _builtins.int
     PLAN_DESCRIPTION_FIELD_NUMBER: _builtins.int
     STAGE_REPORT_FIELD_NUMBER: _builtins.int
+    PLACES_FIELD_NUMBER: _builtins.int
+    MET_RANKS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def error(self) -> _common_pb2.ErrorDetail:
         """absent when the request was carried out"""
@@ -133,6 +143,10 @@ class DataReply(_message.Message):
     def plan_description(self) -> Global___PlanDescription: ...
     @_builtins.property
     def stage_report(self) -> Global___StageReport: ...
+    @_builtins.property
+    def places(self) -> Global___Places: ...
+    @_builtins.property
+    def met_ranks(self) -> Global___MetRanks: ...
     def __init__(
         self,
         *,
@@ -145,12 +159,14 @@ class DataReply(_message.Message):
         met_replica: Global___MetReplica | None = ...,
         plan_description: Global___PlanDescription | None = ...,
         stage_report: Global___StageReport | None = ...,
+        places: Global___Places | None = ...,
+        met_ranks: Global___MetRanks | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["computed_slice", b"computed_slice", "done", b"done", "error", b"error", "got_layer", b"got_layer", "met_replica", b"met_replica", "op", b"op", "placed_history", b"placed_history", "plan_description", b"plan_description", "put_layer", b"put_layer", "stage_report", b"stage_report"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["computed_slice", b"computed_slice", "done", b"done", "error", b"error", "got_layer", b"got_layer", "met_ranks", b"met_ranks", "met_replica", b"met_replica", "op", b"op", "placed_history", b"placed_history", "places", b"places", "plan_description", b"plan_description", "put_layer", b"put_layer", "stage_report", b"stage_report"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_slice", b"computed_slice", "done", b"done", "error", b"error", "got_layer", b"got_layer", "met_replica", b"met_replica", "op", b"op", "placed_history", b"placed_history", "plan_description", b"plan_description", "put_layer", b"put_layer", "stage_report", b"stage_report"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_slice", b"computed_slice", "done", b"done", "error", b"error", "got_layer", b"got_layer", "met_ranks", b"met_ranks", "met_replica", b"met_replica", "op", b"op", "placed_history", b"placed_history", "places", b"places", "plan_description", b"plan_description", "put_layer", b"put_layer", "stage_report", b"stage_report"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_op: _TypeAlias = _typing.Literal["put_layer", "got_layer", "done", "placed_history", "computed_slice", "met_replica", "plan_description", "stage_report"]  # noqa: Y015
+    _WhichOneofReturnType_op: _TypeAlias = _typing.Literal["put_layer", "got_layer", "done", "placed_history", "computed_slice", "met_replica", "plan_description", "stage_report", "places", "met_ranks"]  # noqa: Y015
     _WhichOneofArgType_op: _TypeAlias = _typing.Literal["op", b"op"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_op) -> _WhichOneofReturnType_op | None: ...
 
@@ -172,9 +188,37 @@ class Done(_message.Message):
 Global___Done: _TypeAlias = Done  # noqa: Y015
 
 @_typing.final
+class Heads(_message.Message):
+    """Some of an object's KV heads: of `parts` equal shares, consecutive heads each, the one of this number. Its bytes are
+    its K, then its V. Absent: all heads.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """the first is 0"""
+    parts: _builtins.int
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        parts: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["number", b"number", "parts", b"parts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Heads: _TypeAlias = Heads  # noqa: Y015
+
+@_typing.final
 class PutLayer(_message.Message):
     """To the kvstore: consecutive layers of a run of consecutive blocks of one sequence. Payload: the blocks one
-    after another, of each its objects layer by layer. A block is readable once all of its layers have come.
+    after another, of each its objects layer by layer. A block is readable once all of its layers, and all heads of them,
+    have come.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -189,6 +233,7 @@ class PutLayer(_message.Message):
     CHECKSUMS_FIELD_NUMBER: _builtins.int
     LAYERS_FIELD_NUMBER: _builtins.int
     COUNT_FIELD_NUMBER: _builtins.int
+    HEADS_FIELD_NUMBER: _builtins.int
     model: _builtins.bytes
     """fingerprint"""
     tenant: _builtins.str
@@ -210,6 +255,10 @@ class PutLayer(_message.Message):
     def checksums(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """of the objects, in their order"""
 
+    @_builtins.property
+    def heads(self) -> Global___Heads:
+        """that are sent; checksums are of what is sent"""
+
     def __init__(
         self,
         *,
@@ -223,10 +272,11 @@ class PutLayer(_message.Message):
         checksums: _abc.Iterable[_builtins.int] | None = ...,
         layers: _builtins.int = ...,
         count: _builtins.int = ...,
+        heads: Global___Heads | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["heads", b"heads"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "checksums", b"checksums", "count", b"count", "first_block", b"first_block", "layer", b"layer", "layers", b"layers", "model", b"model", "parent", b"parent", "tenant", b"tenant", "writer", b"writer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "checksums", b"checksums", "count", b"count", "first_block", b"first_block", "heads", b"heads", "layer", b"layer", "layers", b"layers", "model", b"model", "parent", b"parent", "tenant", b"tenant", "writer", b"writer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -264,11 +314,14 @@ class GetLayers(_message.Message):
     BLOCK_IDS_FIELD_NUMBER: _builtins.int
     FIRST_LAYER_FIELD_NUMBER: _builtins.int
     LAYERS_FIELD_NUMBER: _builtins.int
+    HEADS_FIELD_NUMBER: _builtins.int
     model: _builtins.bytes
     first_layer: _builtins.int
     layers: _builtins.int
     @_builtins.property
     def block_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]: ...
+    @_builtins.property
+    def heads(self) -> Global___Heads: ...
     def __init__(
         self,
         *,
@@ -276,10 +329,11 @@ class GetLayers(_message.Message):
         block_ids: _abc.Iterable[_builtins.bytes] | None = ...,
         first_layer: _builtins.int = ...,
         layers: _builtins.int = ...,
+        heads: Global___Heads | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["heads", b"heads"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "first_layer", b"first_layer", "layers", b"layers", "model", b"model"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "first_layer", b"first_layer", "heads", b"heads", "layers", b"layers", "model", b"model"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -287,7 +341,7 @@ Global___GetLayers: _TypeAlias = GetLayers  # noqa: Y015
 
 @_typing.final
 class GotLayer(_message.Message):
-    """Payload: one object a block, for the leading `len(checksums)` of the blocks asked for."""
+    """Payload: one object (the heads of it that were asked for) a block, for the leading `len(checksums)` of the blocks asked for."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -328,6 +382,7 @@ class WriteBlocks(_message.Message):
     FIRST_BLOCK_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
+    HEADS_FIELD_NUMBER: _builtins.int
     handle: _builtins.int
     epoch: _builtins.int
     layer: _builtins.int
@@ -335,6 +390,10 @@ class WriteBlocks(_message.Message):
     """index within the segment; trimmed blocks keep theirs"""
     blocks: _builtins.int
     generation: _builtins.int
+    @_builtins.property
+    def heads(self) -> Global___Heads:
+        """of the holder's own, that are sent"""
+
     def __init__(
         self,
         *,
@@ -344,10 +403,11 @@ class WriteBlocks(_message.Message):
         first_block: _builtins.int = ...,
         blocks: _builtins.int = ...,
         generation: _builtins.int = ...,
+        heads: Global___Heads | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["heads", b"heads"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "epoch", b"epoch", "first_block", b"first_block", "generation", b"generation", "handle", b"handle", "layer", b"layer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "epoch", b"epoch", "first_block", b"first_block", "generation", b"generation", "handle", b"handle", "heads", b"heads", "layer", b"layer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -681,6 +741,63 @@ class PlacedHistory(_message.Message):
 Global___PlacedHistory: _TypeAlias = PlacedHistory  # noqa: Y015
 
 @_typing.final
+class AwaitPlaces(_message.Message):
+    """Prefill to decode, of a sequence whose placements do not cover its prompt: further holders join it while it is
+    computed. Answered once so many blocks have a place, or with CAPACITY_EXHAUSTED, which ends the sequence.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HANDLE_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
+    KNOWN_BLOCKS_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    handle: _builtins.int
+    """as in StartSequence"""
+    epoch: _builtins.int
+    known_blocks: _builtins.int
+    """leading ones whose places prefill knows"""
+    blocks: _builtins.int
+    """leading ones that are to have a place"""
+    def __init__(
+        self,
+        *,
+        handle: _builtins.int = ...,
+        epoch: _builtins.int = ...,
+        known_blocks: _builtins.int = ...,
+        blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "epoch", b"epoch", "handle", b"handle", "known_blocks", b"known_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AwaitPlaces: _TypeAlias = AwaitPlaces  # noqa: Y015
+
+@_typing.final
+class Places(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PLACES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def places(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.SegmentPlace]:
+        """of the blocks behind the known ones, as many as have a place by now"""
+
+    def __init__(
+        self,
+        *,
+        places: _abc.Iterable[_common_pb2.SegmentPlace] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["places", b"places"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Places: _TypeAlias = Places  # noqa: Y015
+
+@_typing.final
 class ComputeSlice(_message.Message):
     """Between decode instances that share the slices of their batches (staggered pipelining): finish `layer` with
     its attention, and begin the next one. The last layer's end and sampling stay where the sequences are.
@@ -798,7 +915,7 @@ Global___MetReplica: _TypeAlias = MetReplica  # noqa: Y015
 
 @_typing.final
 class JoinStages(_message.Message):
-    """From the first pipeline stage of a prefill replica to each other one: belong to this epoch of the group. Answered by
+    """From the first pipeline stage of a replica to each other process of it: belong to this epoch of the group. Answered by
     StageReports, the first at once and then one a second at least. Where they end, the epoch has ended, for both.
     """
 
@@ -810,6 +927,9 @@ class JoinStages(_message.Message):
     BLOCKS_FIELD_NUMBER: _builtins.int
     NEXT_ADDRESS_FIELD_NUMBER: _builtins.int
     WRITER_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    MEETING_FIELD_NUMBER: _builtins.int
+    BESIDE_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     model: _builtins.bytes
     """fingerprint"""
@@ -821,6 +941,14 @@ class JoinStages(_message.Message):
     """of the stage behind it; empty: it is the last one"""
     writer: _builtins.str
     """as which all stages save to the kvstore: they make one block together"""
+    rank: _builtins.int
+    """of its stage, that is asked; the first is 0"""
+    meeting: _builtins.str
+    """where the ranks of a stage find each other; empty: a stage has one"""
+    @_builtins.property
+    def beside(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """data addresses of its stage's other ranks, to which the first one sends on what it is sent"""
+
     def __init__(
         self,
         *,
@@ -830,18 +958,67 @@ class JoinStages(_message.Message):
         blocks: _builtins.int = ...,
         next_address: _builtins.str = ...,
         writer: _builtins.str = ...,
+        rank: _builtins.int = ...,
+        meeting: _builtins.str = ...,
+        beside: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "epoch", b"epoch", "model", b"model", "next_address", b"next_address", "number", b"number", "writer", b"writer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["beside", b"beside", "blocks", b"blocks", "epoch", b"epoch", "meeting", b"meeting", "model", b"model", "next_address", b"next_address", "number", b"number", "rank", b"rank", "writer", b"writer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___JoinStages: _TypeAlias = JoinStages  # noqa: Y015
 
 @_typing.final
+class MeetRanks(_message.Message):
+    """From each rank to the first stage's first one, where they learn each other's addresses for sums: what is known by this
+    key from here on, or without a value what another rank says by it; the answer waits for that until the deadline.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    key: _builtins.str
+    """epoch, stage and rank are in it"""
+    value: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        key: _builtins.str = ...,
+        value: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MeetRanks: _TypeAlias = MeetRanks  # noqa: Y015
+
+@_typing.final
+class MetRanks(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VALUE_FIELD_NUMBER: _builtins.int
+    value: _builtins.bytes
+    def __init__(
+        self,
+        *,
+        value: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___MetRanks: _TypeAlias = MetRanks  # noqa: Y015
+
+@_typing.final
 class StagePlan(_message.Message):
-    """From each stage to the next one, in order: what the first stage has decided, and what was computed so far.
+    """From each stage to the next one, and from its first rank to the others, in order: what the first stage has decided, and what was computed so far.
     Payload: the residual stream [rows, hidden] of the spans, in the model's dtype.
     """
 
@@ -888,27 +1065,35 @@ class StageChange(_message.Message):
     END_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     NARROW_FIELD_NUMBER: _builtins.int
+    RESERVE_FIELD_NUMBER: _builtins.int
+    GROW_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def begin(self) -> Global___BeginPrompt: ...
     @_builtins.property
-    def end(self) -> Global___EndPrompt: ...
+    def end(self) -> Global___EndSequence: ...
     @_builtins.property
     def load(self) -> Global___LoadBlocks: ...
     @_builtins.property
     def narrow(self) -> Global___NarrowLoad: ...
+    @_builtins.property
+    def reserve(self) -> Global___ReserveSequence: ...
+    @_builtins.property
+    def grow(self) -> Global___GrowSequence: ...
     def __init__(
         self,
         *,
         begin: Global___BeginPrompt | None = ...,
-        end: Global___EndPrompt | None = ...,
+        end: Global___EndSequence | None = ...,
         load: Global___LoadBlocks | None = ...,
         narrow: Global___NarrowLoad | None = ...,
+        reserve: Global___ReserveSequence | None = ...,
+        grow: Global___GrowSequence | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "change", b"change", "end", b"end", "load", b"load", "narrow", b"narrow"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "change", b"change", "end", b"end", "grow", b"grow", "load", b"load", "narrow", b"narrow", "reserve", b"reserve"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "change", b"change", "end", b"end", "load", b"load", "narrow", b"narrow"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "change", b"change", "end", b"end", "grow", b"grow", "load", b"load", "narrow", b"narrow", "reserve", b"reserve"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_change: _TypeAlias = _typing.Literal["begin", "end", "load", "narrow"]  # noqa: Y015
+    _WhichOneofReturnType_change: _TypeAlias = _typing.Literal["begin", "end", "load", "narrow", "reserve", "grow"]  # noqa: Y015
     _WhichOneofArgType_change: _TypeAlias = _typing.Literal["change", b"change"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_change) -> _WhichOneofReturnType_change | None: ...
 
@@ -916,11 +1101,13 @@ Global___StageChange: _TypeAlias = StageChange  # noqa: Y015
 
 @_typing.final
 class BeginPrompt(_message.Message):
-    """Before its first span: all that a stage has to know of a prompt. Its history is there."""
+    """Before its first span: all that a stage has to know of a prompt that is computed here and handed over. Its history is
+    there.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    PROMPT_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
     REQUEST_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
     DEVICE_BLOCKS_FIELD_NUMBER: _builtins.int
@@ -928,7 +1115,7 @@ class BeginPrompt(_message.Message):
     SAVE_FROM_FIELD_NUMBER: _builtins.int
     DEADLINE_MS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
-    prompt: _builtins.int
+    sequence: _builtins.int
     device_blocks: _builtins.int
     """leading ones, that were found in the stages' memory"""
     loaded_blocks: _builtins.int
@@ -947,7 +1134,7 @@ class BeginPrompt(_message.Message):
     def __init__(
         self,
         *,
-        prompt: _builtins.int = ...,
+        sequence: _builtins.int = ...,
         request: _prefill_pb2.PrefillRequest | None = ...,
         blocks: _abc.Iterable[_builtins.int] | None = ...,
         device_blocks: _builtins.int = ...,
@@ -958,36 +1145,98 @@ class BeginPrompt(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["request", b"request"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "deadline_ms", b"deadline_ms", "device_blocks", b"device_blocks", "loaded_blocks", b"loaded_blocks", "prompt", b"prompt", "request", b"request", "save_from", b"save_from", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "deadline_ms", b"deadline_ms", "device_blocks", b"device_blocks", "loaded_blocks", b"loaded_blocks", "request", b"request", "save_from", b"save_from", "sequence", b"sequence", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___BeginPrompt: _TypeAlias = BeginPrompt  # noqa: Y015
 
 @_typing.final
-class EndPrompt(_message.Message):
-    """Nothing more is computed of it. Its blocks are not given to another prompt before each stage has reported it as ended."""
+class ReserveSequence(_message.Message):
+    """A sequence that is to generate here, when it has its blocks: the KV of its prompt is written to them (WriteBlocks, with
+    its number as the handle and the stages' epoch), or loaded.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    PROMPT_FIELD_NUMBER: _builtins.int
-    FINISHED_FIELD_NUMBER: _builtins.int
-    prompt: _builtins.int
-    finished: _builtins.bool
-    """all of it was computed: what is under way to decode is still wanted"""
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    JOB_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    SHARED_BLOCKS_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    shared_blocks: _builtins.int
+    """leading ones, that others have too: nobody writes to them"""
+    @_builtins.property
+    def job(self) -> _common_pb2.Job: ...
+    @_builtins.property
+    def blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """physical, by index in the sequence"""
+
     def __init__(
         self,
         *,
-        prompt: _builtins.int = ...,
+        sequence: _builtins.int = ...,
+        job: _common_pb2.Job | None = ...,
+        blocks: _abc.Iterable[_builtins.int] | None = ...,
+        shared_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["job", b"job"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "job", b"job", "sequence", b"sequence", "shared_blocks", b"shared_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReserveSequence: _TypeAlias = ReserveSequence  # noqa: Y015
+
+@_typing.final
+class GrowSequence(_message.Message):
+    """More room at its end."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    @_builtins.property
+    def blocks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        sequence: _builtins.int = ...,
+        blocks: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "sequence", b"sequence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GrowSequence: _TypeAlias = GrowSequence  # noqa: Y015
+
+@_typing.final
+class EndSequence(_message.Message):
+    """Nothing more is computed of it. Its blocks are not given to another one before each stage has reported it as ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    FINISHED_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    finished: _builtins.bool
+    """of a prompt, all of it was computed: what is under way to decode is still wanted"""
+    def __init__(
+        self,
+        *,
+        sequence: _builtins.int = ...,
         finished: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "prompt", b"prompt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___EndPrompt: _TypeAlias = EndPrompt  # noqa: Y015
+Global___EndSequence: _TypeAlias = EndSequence  # noqa: Y015
 
 @_typing.final
 class LoadBlocks(_message.Message):
@@ -1052,23 +1301,28 @@ Global___NarrowLoad: _TypeAlias = NarrowLoad  # noqa: Y015
 class StageSpan(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    PROMPT_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
     FIRST_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
-    prompt: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
     first: _builtins.int
     """position"""
     tokens: _builtins.int
+    """of a prompt: a chunk of it; 0: the one token of a sequence that generates"""
+    token: _builtins.int
+    """that"""
     def __init__(
         self,
         *,
-        prompt: _builtins.int = ...,
+        sequence: _builtins.int = ...,
         first: _builtins.int = ...,
         tokens: _builtins.int = ...,
+        token: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "prompt", b"prompt", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "sequence", b"sequence", "token", b"token", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1096,7 +1350,7 @@ class StageReport(_message.Message):
     def delivered(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageDelivery]: ...
     @_builtins.property
     def ended(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """prompts of which nothing is under way here any more"""
+        """sequences of which nothing is under way here any more"""
 
     @_builtins.property
     def loads(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageLoad]: ...
@@ -1122,20 +1376,20 @@ Global___StageReport: _TypeAlias = StageReport  # noqa: Y015
 class StageToken(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
-    PROMPT_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
     TOKEN_FIELD_NUMBER: _builtins.int
-    prompt: _builtins.int
+    sequence: _builtins.int
     @_builtins.property
     def token(self) -> _common_pb2.SampledToken: ...
     def __init__(
         self,
         *,
-        prompt: _builtins.int = ...,
+        sequence: _builtins.int = ...,
         token: _common_pb2.SampledToken | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prompt", b"prompt", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequence", b"sequence", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1147,20 +1401,20 @@ class StageDelivery(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    PROMPT_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
-    prompt: _builtins.int
+    sequence: _builtins.int
     @_builtins.property
     def error(self) -> _common_pb2.ErrorDetail: ...
     def __init__(
         self,
         *,
-        prompt: _builtins.int = ...,
+        sequence: _builtins.int = ...,
         error: _common_pb2.ErrorDetail | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "prompt", b"prompt"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "sequence", b"sequence"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -99,7 +99,9 @@ class Reserved(_message.Message):
     change: _builtins.int
     """the reservation's number: a Load whose `changes` is less does not count it yet"""
     @_builtins.property
-    def placements(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.SegmentPlace]: ...
+    def placements(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.SegmentPlace]:
+        """of the leading blocks at least; others join by AwaitPlaces"""
+
     def __init__(
         self,
         *,

@@ -40,7 +40,7 @@ class Instance(_message.Message):
     id: _builtins.str
     """unique among living and dead: service, host and a random part"""
     service: _builtins.str
-    """"prefill", "prefill_stage" (one behind the first), "decode", "attention_pool", "kvstore", "router", "ledger" """
+    """"prefill", "prefill_stage" (one behind the first), "decode", "decode_stage", "attention_pool", "kvstore", "router", "ledger" """
     control_address: _builtins.str
     """gRPC target: "unix:/path" or "host:port" """
     data_address: _builtins.str
@@ -70,7 +70,7 @@ class Instance(_message.Message):
 
     @_builtins.property
     def stage(self) -> Global___StagePart:
-        """of a prefill_stage"""
+        """of a prefill_stage or decode_stage"""
 
     def __init__(
         self,
@@ -127,7 +127,7 @@ Global___HeadPart: _TypeAlias = HeadPart  # noqa: Y015
 
 @_typing.final
 class StagePart(_message.Message):
-    """Pipeline stage `number` of the prefill replica `group`, and the layers that it has."""
+    """Pipeline stage `number` of the replica `group`, and the layers that it has."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -136,12 +136,18 @@ class StagePart(_message.Message):
     STAGES_FIELD_NUMBER: _builtins.int
     FIRST_LAYER_FIELD_NUMBER: _builtins.int
     LAYERS_FIELD_NUMBER: _builtins.int
+    RANK_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
     group: _builtins.str
     number: _builtins.int
     """0 is the first"""
     stages: _builtins.int
     first_layer: _builtins.int
     layers: _builtins.int
+    rank: _builtins.int
+    """of its stage; 0 is the first"""
+    ranks: _builtins.int
+    """of each stage"""
     def __init__(
         self,
         *,
@@ -150,10 +156,12 @@ class StagePart(_message.Message):
         stages: _builtins.int = ...,
         first_layer: _builtins.int = ...,
         layers: _builtins.int = ...,
+        rank: _builtins.int = ...,
+        ranks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_layer", b"first_layer", "group", b"group", "layers", b"layers", "number", b"number", "stages", b"stages"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_layer", b"first_layer", "group", b"group", "layers", b"layers", "number", b"number", "rank", b"rank", "ranks", b"ranks", "stages", b"stages"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -236,6 +244,7 @@ class Load(_message.Message):
     CHANGES_FIELD_NUMBER: _builtins.int
     COSTS_FIELD_NUMBER: _builtins.int
     CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
+    PROMISED_BLOCKS_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     total_blocks: _builtins.int
     free_blocks: _builtins.int
@@ -253,6 +262,8 @@ class Load(_message.Message):
     """of a decode: its sequences' reservations and ends until now, which the rest counts"""
     chunk_tokens: _builtins.int
     """of prompts, in an iteration at most"""
+    promised_blocks: _builtins.int
+    """of a decode: what prompts that are computed still want of others"""
     epoch: _builtins.int
     """of a decode: this life of its process, as in its placements; `changes` begins at 0 in each"""
     @_builtins.property
@@ -285,11 +296,12 @@ class Load(_message.Message):
         changes: _builtins.int = ...,
         costs: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         chunk_tokens: _builtins.int = ...,
+        promised_blocks: _builtins.int = ...,
         epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "changes", b"changes", "chunk_tokens", b"chunk_tokens", "costs", b"costs", "debts", b"debts", "epoch", b"epoch", "free_blocks", b"free_blocks", "lendable_blocks", b"lendable_blocks", "loans", b"loans", "only_here", b"only_here", "queued", b"queued", "ready", b"ready", "running", b"running", "total_blocks", b"total_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "changes", b"changes", "chunk_tokens", b"chunk_tokens", "costs", b"costs", "debts", b"debts", "epoch", b"epoch", "free_blocks", b"free_blocks", "lendable_blocks", b"lendable_blocks", "loans", b"loans", "only_here", b"only_here", "promised_blocks", b"promised_blocks", "queued", b"queued", "ready", b"ready", "running", b"running", "total_blocks", b"total_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -36,6 +36,7 @@ class SequenceLayout:
     pieces: tuple[PlacedPiece, ...]
     spread: bool = False  # each piece that is away goes to a holder of its own, where there are enough
     balance: bool = False  # a piece goes whole to the holder where this instance has least KV
+    grows: bool = False  # pieces behind the first may be reserved in turn, as the prompt is computed
 
     @property
     def local_blocks(self) -> int:
@@ -82,9 +83,9 @@ class Placement(Protocol):
         """Whether blocks that are away come home when there is room."""
 
 
-def layout(*pieces: PlacedPiece, spread: bool = False, balance: bool = False) -> SequenceLayout:
+def layout(*pieces: PlacedPiece, **how: bool) -> SequenceLayout:
     """Without pieces that are empty."""
-    return SequenceLayout(pieces=tuple(one for one in pieces if one.blocks), spread=spread, balance=balance)
+    return SequenceLayout(pieces=tuple(one for one in pieces if one.blocks), **how)
 
 
 def not_enough_blocks(blocks: int, free_blocks: int) -> CapacityExhausted:

@@ -78,7 +78,7 @@ class Offload(_Fixed):
 
 class Grow(_Fixed):
     """A new holder each so many tokens (KVP: Mnemosyne, section 4.4): the first ones lie here, then holder
-    after holder joins, and all compute their partials at the same time."""
+    after holder joins, in the middle of the prompt too, and all compute their partials at the same time."""
 
     name = "grow"
 
@@ -94,7 +94,7 @@ class Grow(_Fixed):
         while left:
             pieces.append(PlacedPiece(blocks=min(left, self._most), away=True))
             left -= pieces[-1].blocks
-        return layout(*pieces, spread=True)
+        return layout(*pieces, spread=True, grows=True)
 
     def next_block(self, *, blocks: int, tail_blocks: int, tail_away: bool) -> Next:
         if tail_blocks >= self._most:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from kvcommons.engine.prompt import FirstToken, Prompt
 from kvcommons.errors import KVCommonsError, Unavailable
 from kvcommons.prefill.push import Delivery, Pusher
-from kvcommons.prefill.targets import Target, writes
+from kvcommons.prefill.targets import TargetTable, writes
 
 Listener = Callable[[int | FirstToken | KVCommonsError], None]
 """Told a prompt's queueing time (microseconds) when it begins, then its result, or why there is none; from
@@ -24,7 +24,7 @@ class HandOver:
         self,
         pusher: Pusher,
         delivery: Delivery,
-        targets: tuple[Target, ...],
+        targets: TargetTable,
         push_from_block: int,
         listener: Listener,
     ) -> None:
@@ -44,7 +44,7 @@ class HandOver:
 
     def computed(self, prompt: Prompt, layer: int, blocks: range) -> None:
         first = max(blocks.start, self._first(prompt))
-        for write in writes(self._targets, first, blocks.stop - first):
+        for write in writes(self._targets.now, first, blocks.stop - first):
             physical = prompt.blocks[write.first : write.first + write.count]
             self._pusher.write(self.delivery, layer, write, physical)
 
@@ -55,11 +55,11 @@ class HandOver:
             listener(failure or first)
 
         def pushed(failure: KVCommonsError | None) -> None:
-            if failure is not None or not self._targets:
+            if failure is not None or not self._targets.now:
                 acknowledged(failure)
             else:
                 self._pusher.start_sequence(
-                    self.delivery, self._targets[0], first.token, self._first(prompt), acknowledged
+                    self.delivery, self._targets.now[0], first.token, self._first(prompt), acknowledged
                 )
 
         self.delivery.seal(pushed)

@@ -17,15 +17,16 @@ from kvcommons.engine.request import Request
 from kvcommons.engine.sequence import Sequence
 from kvcommons.pb import prefill_pb2 as pb
 from kvcommons.prefill.handover import HandOver, Listener
+from kvcommons.prefill.joining import GrowingPlaces, JoiningHolders, ask_places
 from kvcommons.prefill.push import Delivery, Pusher
 from kvcommons.prefill.spread import Holders, SpreadPrompt, await_placed, can_spread
-from kvcommons.prefill.targets import Target
+from kvcommons.prefill.targets import Target, TargetTable
 from kvcommons.telemetry.trace import current_traceparent
 from kvcommons.transport.deadline import Deadline
 
 # Of a request in stages: which prompt it is, and where it goes. Raises where the stages are not together.
 SinkOf = Callable[
-    [pb.PrefillRequest, int, Pusher, Delivery, tuple[Target, ...], Listener],
+    [pb.PrefillRequest, int, Pusher, Delivery, TargetTable, Listener],
     HandOver,
 ]
 
@@ -64,9 +65,14 @@ class Intake:
         core = self.core
         request = Request.of(asked.job, core.info)
         self._condemner.know(data_address=request.store_data, control_address=request.store_control)
-        targets = tuple(Target.of(placement) for placement in asked.targets)
+        targets = TargetTable(Target.of(placement) for placement in asked.targets)
         delivery = Delivery(Deadline(deadline_s), current_traceparent())
         key = self.engine.new_key()
+        blocks = core.layout.blocks_of(len(request.tokens))
+        grows = bool(targets.now) and targets.blocks < blocks
+        if grows and self._sink is not None:
+            await self._await_all(asked, targets, blocks, delivery)
+            grows = False
         if self._sink is not None:
             sink = self._sink(asked, key, self._pusher, delivery, targets, listener)
         else:
@@ -84,13 +90,31 @@ class Intake:
             submitted_s=time.monotonic(),
         )
         fits = prompt.total_blocks <= core.allocator.total
-        if not fits and self._sink is None and can_spread(request, targets, core.block_tokens):
+        if not fits and self._sink is None and can_spread(request, targets):
             prompt.memory = SpreadPrompt(
                 core, self._keeper, self._holders, delivery, targets, self.chunk_tokens
             )
             if asked.push_from_block:
                 placed = await asyncio.to_thread(
-                    await_placed, targets, Deadline(deadline_s), delivery.traceparent
+                    await_placed, targets.now[0], delivery.deadline, delivery.traceparent
                 )
                 prompt.reuse(placed=min(placed, len(prompt.reusable())))
+        if grows:
+            joining = JoiningHolders(targets, blocks=blocks, delivery=delivery)
+            prompt.memory = GrowingPlaces(prompt.memory, joining, self.chunk_tokens)
         return prompt
+
+    async def _await_all(
+        self, asked: pb.PrefillRequest, targets: TargetTable, blocks: int, delivery: Delivery
+    ) -> None:
+        """Stages are told of a prompt's targets once, with the prompt."""
+        places = await asyncio.to_thread(
+            ask_places,
+            targets.now[0],
+            known_blocks=targets.blocks,
+            blocks=blocks,
+            deadline=delivery.deadline,
+            traceparent=delivery.traceparent,
+        )
+        asked.targets.extend(places)
+        targets.add(Target.of(place) for place in places)

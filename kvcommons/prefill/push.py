@@ -17,7 +17,7 @@ from kvcommons.pb import common_pb2 as pb
 from kvcommons.pb import data_pb2
 from kvcommons.prefill.targets import Place, Target, Write
 from kvcommons.rblock.allocator import BlockAllocator
-from kvcommons.rblock.heads import HeadPart, divided
+from kvcommons.rblock.heads import HeadPart, HeadTransfer, transfers
 from kvcommons.transport.base import Observer
 from kvcommons.transport.client import DataClient
 from kvcommons.transport.deadline import Deadline
@@ -107,8 +107,11 @@ class Pusher:
         *,
         call_deadline_s: float,
         observer: Observer | None = None,
+        heads: HeadPart | None = None,
     ) -> None:
-        """`call_deadline_s`: how long one write may take before its target counts as lost."""
+        """`call_deadline_s`: how long one write may take before its target counts as lost. `heads`: which of
+        the model's are in `memory`; None: all."""
+        self._heads = heads
         self._memory = memory
         self._allocator = allocator
         self._call_deadline_s = call_deadline_s
@@ -119,14 +122,13 @@ class Pusher:
 
     def write(self, delivery: Delivery, layer: int, write: Write, blocks: list[int]) -> None:
         """One layer of `blocks` (physical, as many as the write counts), whose content is final for that
-        layer. To a head group each part is sent its heads."""
+        layer. To a head group each part is sent its heads, as far as they are here; of pipeline stages the
+        one that has the layer is. Raises InvalidInput where the heads here and those of the parts do not
+        divide each other."""
         assert len(blocks) == write.count
-        places = write.target.places
-        if len(places) == 1:
-            self._write(delivery, layer, write, blocks, places[0], None)
-        else:
-            for place, part in zip(places, divided(len(places)), strict=True):
-                self._write(delivery, layer, write, blocks, place, part)
+        places = write.target.places_of(layer)
+        for transfer in transfers(self._heads, len(places)):
+            self._write(delivery, layer, write, blocks, places[transfer.place], transfer)
 
     def _write(
         self,
@@ -135,7 +137,7 @@ class Pusher:
         write: Write,
         blocks: list[int],
         place: Place,
-        part: HeadPart | None,
+        transfer: HeadTransfer,
     ) -> None:
         self._allocator.retain(blocks)
         delivery.begin()
@@ -150,10 +152,11 @@ class Pusher:
                     layer=layer,
                     first_block=write.first - write.target.first_block,
                     blocks=write.count,
+                    heads=None if transfer.received is None else transfer.received.message(),
                 ),
             )
             objects = self._memory.read_buffers(layer, blocks)
-            payload = objects if part is None else part.pieces(self._memory.layout, objects)
+            payload = objects if transfer.sent is None else transfer.sent.pieces(objects)
             client.call(request, payload, deadline=deadline)
 
         def done(failure: KVCommonsError | None) -> None:

@@ -31,7 +31,13 @@ class PrefillRole:
     ) -> None:
         """`sink`: as the intake has it. `push_deadline_s`: of one write, and of a layer's attention at
         holders of a spread prompt."""
-        self._pusher = Pusher(core.memory, core.allocator, call_deadline_s=push_deadline_s, observer=observer)
+        self._pusher = Pusher(
+            core.memory,
+            core.allocator,
+            call_deadline_s=push_deadline_s,
+            observer=observer,
+            heads=core.heads,
+        )
         self._holders = Holders(
             core.layout, core.backend, attend_deadline_s=push_deadline_s, observer=observer
         )

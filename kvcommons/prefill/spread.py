@@ -28,7 +28,7 @@ from kvcommons.holder.segments import SegmentRef
 from kvcommons.model.slices import State
 from kvcommons.pb import data_pb2
 from kvcommons.prefill.push import Delivery
-from kvcommons.prefill.targets import Target
+from kvcommons.prefill.targets import Target, TargetTable
 from kvcommons.rblock.layout import Layout
 from kvcommons.transport.base import Observer
 from kvcommons.transport.client import DataClient
@@ -146,7 +146,7 @@ class SpreadPrompt:
         keeper: BlockKeeper,
         holders: Holders,
         delivery: Delivery,
-        targets: tuple[Target, ...],
+        targets: TargetTable,
         chunk_tokens: int,
     ) -> None:
         self._core = core
@@ -158,7 +158,7 @@ class SpreadPrompt:
         self._chunk_tokens = min(chunk_tokens, room)
 
     def check(self, prompt: Prompt) -> None:
-        """Its targets have room for it (`can_spread`)."""
+        """Its targets have room for it, or others join them (`can_spread`)."""
 
     def take(self, prompt: Prompt) -> bool:
         prompt.blocks = [NOT_HERE] * prompt.total_blocks
@@ -183,7 +183,7 @@ class SpreadPrompt:
         return True
 
     def rows(self, prompt: Prompt, chunk: range) -> ChunkRows:
-        return SpreadRows(self._core, prompt, chunk, self._targets, self._holders)
+        return SpreadRows(self._core, prompt, chunk, self._targets.now, self._holders)
 
     def close(self, prompt: Prompt) -> None:
         """No block is held here any more; those that are still on their way are kept until they are there."""
@@ -198,10 +198,9 @@ class SpreadPrompt:
             prompt.blocks[first:stop] = self._core.allocator.allocate(stop - first)
 
 
-def await_placed(targets: tuple[Target, ...], deadline: Deadline, traceparent: str) -> int:
-    """Leading blocks of the prompt that lie at its targets, once decode has what it fetches. Blocks its
-    thread; raises what decode raises."""
-    first = targets[0]
+def await_placed(first: Target, deadline: Deadline, traceparent: str) -> int:
+    """Leading blocks of the prompt that lie at its targets, of which this is the first, once decode has what
+    it fetches. Blocks its thread; raises what decode raises."""
     client = DataClient(first.data_address)
     request = data_pb2.DataRequest(
         traceparent=traceparent,
@@ -213,9 +212,8 @@ def await_placed(targets: tuple[Target, ...], deadline: Deadline, traceparent: s
         client.close()
 
 
-def can_spread(request: Request, targets: tuple[Target, ...], block_tokens: int) -> bool:
-    """Whether all of the prompt has a place at its targets."""
-    if request.truncated.shifted_head_tokens:
-        return False
-    covered = sum(target.blocks for target in targets)
-    return covered * block_tokens >= len(request.tokens)
+def can_spread(request: Request, targets: TargetTable) -> bool:
+    """Whether the prompt has a place at its targets, or at those that join them, which attend over it:
+    pipeline stages do not."""
+    staged = any(target.stages for target in targets.now)
+    return bool(targets.now) and not staged and not request.truncated.shifted_head_tokens

@@ -15,12 +15,13 @@ class Place:
     data_address: str
     handle: int
     epoch: int
+    layers: range | None = None  # that it takes; None: all
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """A run of the sequence's blocks at the holder that will attend over them, or at the `parts` of a head
-    group: each takes its heads of them."""
+    """A run of the sequence's blocks at the holder that will attend over them, at the `parts` of a head
+    group, each of which takes its heads of them, or at its pipeline `stages`, which take their layers."""
 
     data_address: str
     handle: int
@@ -28,12 +29,17 @@ class Target:
     first_block: int
     blocks: int
     parts: tuple[Place, ...] = ()
+    stages: tuple[Place, ...] = ()
 
     @property
     def places(self) -> tuple[Place, ...]:
         """One, or the parts in order."""
         alone = Place(data_address=self.data_address, handle=self.handle, epoch=self.epoch)
         return self.parts or (alone,)
+
+    def places_of(self, layer: int) -> tuple[Place, ...]:
+        """Where this layer goes: as `places`, but for stages."""
+        return tuple(one for one in self.stages if one.layers and layer in one.layers) or self.places
 
     @classmethod
     def of(cls, placement: pb.SegmentPlace) -> Target:
@@ -47,7 +53,32 @@ class Target:
                 Place(data_address=part.data_address, handle=part.handle, epoch=part.epoch)
                 for part in placement.parts
             ),
+            stages=tuple(
+                Place(
+                    data_address=stage.data_address,
+                    handle=stage.handle,
+                    epoch=stage.epoch,
+                    layers=range(stage.first_layer, stage.first_layer + stage.layers),
+                )
+                for stage in placement.stages
+            ),
         )
+
+
+class TargetTable:
+    """The targets of one prompt, in the order of its blocks; others may join while it is computed. One thread
+    adds, any may read."""
+
+    def __init__(self, targets: Iterable[Target]) -> None:
+        self.now = tuple(targets)
+
+    @property
+    def blocks(self) -> int:
+        """Leading ones of the sequence that have a target."""
+        return max((target.first_block + target.blocks for target in self.now), default=0)
+
+    def add(self, targets: Iterable[Target]) -> None:
+        self.now = (*self.now, *targets)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

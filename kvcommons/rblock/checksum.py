@@ -11,9 +11,10 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 
-def checksum(block_id: bytes, layer: int, payload: Buffer) -> int:
-    """xxh3-64 over block identity | layer u32 LE | payload, the payload any contiguous buffer."""
+def checksum(block_id: bytes, layer: int, *payload: Buffer) -> int:
+    """xxh3-64 over block identity | layer u32 LE | payload, in contiguous buffers."""
     digest = xxhash.xxh3_64(block_id)
     digest.update(struct.pack("<I", layer))
-    digest.update(payload)
+    for part in payload:
+        digest.update(part)
     return digest.intdigest()

@@ -10,6 +10,7 @@ from hashlib import blake2b
 from typing import TYPE_CHECKING
 
 from kvcommons.errors import InvalidInput
+from kvcommons.pb import data_pb2 as pb
 from kvcommons.rblock.layout import Layout
 
 if TYPE_CHECKING:
@@ -53,6 +54,14 @@ class HeadPart:
             )
         return cls(number=int(match[1]), parts=int(match[2]))
 
+    @classmethod
+    def of(cls, message: pb.Heads) -> HeadPart:
+        """What a message names. Raises InvalidInput."""
+        return cls(number=message.number, parts=message.parts)
+
+    def message(self) -> pb.Heads:
+        return pb.Heads(number=self.number, parts=self.parts)
+
     def layout(self, whole: Layout) -> Layout:
         """Of this part. Raises InvalidInput where the heads cannot be divided so."""
         if whole.kv_heads % self.parts:
@@ -85,17 +94,56 @@ class HeadPart:
         count = whole.query_heads // self.parts
         return slice(self.number * count, (self.number + 1) * count)
 
-    def pieces(self, whole: Layout, objects: Sequence[Buffer]) -> list[memoryview]:
+    def pieces(self, objects: Sequence[Buffer]) -> list[memoryview]:
         """Of each object of the whole model, in place: this part's K, then its V. One after another they are
         the part's objects."""
-        half = whole.object_bytes // 2
-        size = half // self.parts
+        return [piece for one in objects for piece in self.pieces_of(memoryview(one).cast("B"))]
+
+    def pieces_of(self, whole: memoryview) -> tuple[memoryview, memoryview]:
+        """Of one object of all heads, by its bytes: this part's K and V, in place. Raises InvalidInput where
+        it cannot be divided so."""
+        half, rest = divmod(len(whole), 2)
+        size, uneven = divmod(half, self.parts)
+        if rest or uneven or not size:
+            raise InvalidInput(
+                f"an object of {len(whole)} bytes has no {self.parts} equal parts", param="heads"
+            )
         begin = self.number * size
-        found = []
-        for one in objects:
-            view = memoryview(one).cast("B")
-            found += [view[begin : begin + size], view[half + begin : half + begin + size]]
-        return found
+        return whole[begin : begin + size], whole[half + begin : half + begin + size]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadTransfer:
+    """Heads that go from one holder's objects to another's."""
+
+    place: int  # of the receivers
+    sent: HeadPart | None  # part of what the sender has; None: all of it
+    received: HeadPart | None  # part of what the receiver has; None: all of it
+
+
+def transfers(sender: HeadPart | None, receivers: int) -> list[HeadTransfer]:
+    """What the sender of a part (None: of all heads) sends to holders that divide all heads equally. Raises
+    InvalidInput where shares of the one begin within those of the other."""
+    senders = 1 if sender is None else sender.parts
+    own = 0 if sender is None else sender.number
+    if receivers >= senders and not receivers % senders:
+        times = receivers // senders
+        return [
+            HeadTransfer(place=own * times + number, sent=_part(number, times), received=None)
+            for number in range(times)
+        ]
+    if not senders % receivers:
+        times = senders // receivers
+        return [HeadTransfer(place=own // times, sent=None, received=_part(own % times, times))]
+    raise InvalidInput(
+        f"KV heads divided over {senders} ranks cannot be sent to a head group of {receivers}: take a tensor "
+        "that divides the group's parts, or is divided by them",
+        param="tensor",
+    )
+
+
+def _part(number: int, parts: int) -> HeadPart | None:
+    return HeadPart(number=number, parts=parts) if parts > 1 else None
 
 
 def divided(parts: int) -> list[HeadPart]:

@@ -1,1 +1,2 @@
-"""Pipeline stages of one prefill replica (Mnemosyne, section 4.3): each has a range of layers."""
+"""Pipeline stages of one replica (Mnemosyne, section 4.3), of prefill or of decode: each has a range of
+layers."""

@@ -1,5 +1,5 @@
-"""A stage behind the first: it computes what it is planned, in the blocks that it is told, and decides
-nothing.
+"""A process of a prefill beside the first: it computes what it is planned, in the blocks that it is told,
+and decides nothing.
 
 Its memory has the same physical blocks as the first stage's, in its own layers. Who has which of them only
 the first stage knows, so that nothing has to be agreed on; here all of them are in use all the time, and a
@@ -12,8 +12,9 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -21,23 +22,38 @@ from torch import Tensor
 from kvcommons.backend.memory import byte_view
 from kvcommons.blockstore.saver import BlockSaver
 from kvcommons.engine.core import Core
+from kvcommons.engine.executor import Composer
 from kvcommons.engine.history import Condemner, Histories, Load
 from kvcommons.engine.keeper import BlockKeeper
 from kvcommons.engine.prompt import Prompt
 from kvcommons.engine.prompt_memory import WholePrompt
-from kvcommons.engine.prompts import Prompts
+from kvcommons.engine.prompts import Prompts, PromptSpan
 from kvcommons.engine.read_buffer import ReadBuffer
+from kvcommons.engine.remote.attention import RemoteAttention
 from kvcommons.engine.request import Request
 from kvcommons.engine.scheduler import Scheduler
 from kvcommons.engine.sequence import Sequence
-from kvcommons.errors import InvalidInput, KVCommonsError, Overloaded, Unavailable, UnsupportedParameter
+from kvcommons.engine.token_rows import TokenRows
+from kvcommons.errors import (
+    InvalidInput,
+    KVCommonsError,
+    Overloaded,
+    StaleEpoch,
+    Unavailable,
+    UnsupportedParameter,
+)
+from kvcommons.holder.budget import AttentionBudget
 from kvcommons.pb import common_pb2
 from kvcommons.pb import data_pb2 as pb
 from kvcommons.prefill.handover import HandOver
 from kvcommons.prefill.push import Delivery, Pusher
-from kvcommons.prefill.targets import Target
+from kvcommons.prefill.targets import Target, TargetTable
+from kvcommons.rblock.heads import HeadPart
+from kvcommons.stages.batches import SteppedBatches
+from kvcommons.stages.held import Held, HeldPrompt, HeldSequence
 from kvcommons.stages.iteration import StageIteration
 from kvcommons.stages.link import StageLink
+from kvcommons.stages.ranks import RankGroup
 from kvcommons.telemetry.telemetry import Telemetry
 from kvcommons.transport.base import Observer
 from kvcommons.transport.deadline import Deadline
@@ -47,18 +63,12 @@ log = logging.getLogger(__name__)
 
 REPORT_S = 0.5  # between two reports, at most: each end notices that the other one is gone
 REPORT_SEND_S = 5.0
-Made = list[tuple[int, list[common_pb2.SampledToken]]]  # tokens by prompt
+Made = list[tuple[int, common_pb2.SampledToken]]  # tokens by sequence
 LOOK_S = 0.005  # between looks at what ends by itself: loads, and what is on its way out
 QUIET_S = 15.0  # until nothing of the epoch before is under way any more
-
-
-@dataclass(slots=True)
-class _Held:
-    """A prompt that was begun here."""
-
-    prompt: Prompt
-    delivery: Delivery
-    ended: bool = False  # its blocks are awaited, then it is reported
+RESERVED_S = 2.0  # a write waits so long for the plan that says whose blocks it is for
+GONE_MAX = 4096  # sequences that have ended are known, so that nobody waits for them
+ITERATION_S = 1.0  # nobody asks: a stage attends for no one else, and no one else for it
 
 
 class Follower:
@@ -75,16 +85,24 @@ class Follower:
         condemner: Condemner,
         push_deadline_s: float,
         telemetry: Telemetry,
+        ranks: RankGroup | None = None,
         observer: Observer | None = None,
     ) -> None:
-        """`number`: which stage it is."""
+        """`number`: which stage it is. `ranks`: its own among several."""
         self.core = core
         self._number = number
+        self._ranks = ranks
         self._keeper = keeper
         self._saver = saver
         self._condemner = condemner
         self._observer = observer
-        self._pusher = Pusher(core.memory, core.allocator, call_deadline_s=push_deadline_s, observer=observer)
+        self._pusher = Pusher(
+            core.memory,
+            core.allocator,
+            call_deadline_s=push_deadline_s,
+            observer=observer,
+            heads=core.heads,
+        )
         self._histories = histories
         self._prompts = Prompts(
             core,
@@ -96,13 +114,15 @@ class Follower:
             tracer=telemetry.tracer,
         )
         self._whole = WholePrompt(core, self._prompts)
+        remote = RemoteAttention(core.layout, core.backend, AttentionBudget(ITERATION_S))
+        self._composer = Composer(core, remote, attend_deadline_s=ITERATION_S)
         self._blocks = core.allocator.allocate(core.allocator.total)
         self._lock = threading.Lock()
         self._epoch: _Epoch | None = None
         self._joining = threading.Lock()  # by one at a time
 
     @property
-    def prompts(self) -> int:
+    def sequences(self) -> int:
         """That it computes."""
         epoch = self._epoch
         return epoch.held if epoch is not None else 0
@@ -113,6 +133,8 @@ class Follower:
             self._join(request.join_stages, exchange)
         elif op == "stage_plan":
             self._take(request.stage_plan, exchange)
+        elif op == "write_blocks":
+            self._write(request.write_blocks, exchange)
         else:
             raise UnsupportedParameter(f"a pipeline stage does not answer {op}", param="op")
 
@@ -152,10 +174,18 @@ class Follower:
                 "the first stage has another model: start all stages with one model, dtype and block_tokens",
                 param="model",
             )
-        if join.number != self._number or bool(join.next_address) == core.model.last:
+        rank, last = core.model.rank, core.layers.stop == core.model.spec.layers
+        mine = (join.number, join.rank, bool(join.meeting)) == (self._number, rank.number, rank.ranks > 1)
+        leads = not rank.number
+        if (
+            not mine
+            or (leads and bool(join.next_address) == last)
+            or len(join.beside) != (rank.ranks - 1 if leads else 0)
+        ):
             raise InvalidInput(
-                f"this is stage {self._number}, of layers {core.layers.start} … {core.layers[-1]}, and was "
-                f"taken for stage {join.number}: start all stages with the same stages and stage_layers",
+                f"this is rank {rank.number} of {rank.ranks} of stage {self._number}, of layers "
+                f"{core.layers.start} … {core.layers[-1]}, and was taken for rank {join.rank} of stage "
+                f"{join.number}: start all with the same stages, stage_layers and tensor",
                 param="number",
             )
         if join.blocks > core.allocator.total:
@@ -184,7 +214,7 @@ class Follower:
         if epoch is None or epoch.number != plan.epoch:
             return  # of one that has ended: whoever sent it knows, or will hear
         try:
-            rows, room = sum(span.tokens for span in plan.spans), self.core.allocator.total
+            rows, room = sum(span.tokens or 1 for span in plan.spans), self.core.allocator.total
             if rows > room * self.core.block_tokens:
                 raise InvalidInput(f"a plan has {rows} rows, more than there are tokens of memory here")
             hidden: Tensor | None = None
@@ -195,6 +225,30 @@ class Follower:
         except KVCommonsError as error:
             epoch.end(error)
             raise
+
+    def _write(self, write: pb.WriteBlocks, exchange: Exchange) -> None:
+        """A layer of a prompt that was computed elsewhere."""
+        memory = self.core.memory
+        part = HeadPart.of(write.heads) if write.HasField("heads") else None
+        own = memory.layout if part is None else part.layout(memory.layout)
+        if write.layer not in self.core.layers:
+            raise InvalidInput(
+                f"layer {write.layer}, and this stage has {self.core.layers.start} … {self.core.layers[-1]}",
+                param="layer",
+            )
+        with self._lock:
+            epoch = self._epoch
+        if epoch is None or epoch.number != write.epoch:
+            raise StaleEpoch("the stages have been put together anew since the blocks were reserved")
+        with epoch.writable(write, exchange.deadline.within(RESERVED_S)) as blocks:
+            due = len(blocks) * own.object_bytes
+            if exchange.payload_bytes != due:
+                raise InvalidInput(
+                    f"{len(blocks)} blocks came with {exchange.payload_bytes} bytes, not {due}"
+                )
+            with memory.write_buffers(write.layer, blocks, part) as buffers:
+                exchange.receive_payload(buffers)
+        exchange.reply(pb.DataReply(done=pb.Done()))
 
 
 class _Epoch:
@@ -207,11 +261,15 @@ class _Epoch:
         self._link = (
             StageLink(join.next_address, join.epoch, follower._observer) if join.next_address else None
         )
+        self._beside = [StageLink(address, join.epoch, follower._observer) for address in join.beside]
+        self._meeting = join.meeting
         self._plans: queue.SimpleQueue[tuple[pb.StagePlan, Tensor | None] | None] = queue.SimpleQueue()
         self._received = 0
-        self._held: dict[int, _Held] = {}
+        self._batches = SteppedBatches(self._core)
+        self._held: dict[int, Held] = {}
+        self._gone = deque[int](maxlen=GONE_MAX)  # sequences, after they were held
         self._loads: dict[int, Load] = {}
-        # Guards what follows, and the two above where others look at them.
+        # Guards what follows, and the three above where others look at them.
         self._changed = threading.Condition()
         self._report = pb.StageReport()
         self._failure: KVCommonsError | None = None
@@ -219,7 +277,7 @@ class _Epoch:
 
     @property
     def held(self) -> int:
-        """Prompts that have begun, and are not reported as ended."""
+        """Sequences that have begun, and are not reported as ended."""
         return len(self._held)
 
     @property
@@ -227,8 +285,33 @@ class _Epoch:
         """Whether its thread may still write to blocks."""
         return self._thread.is_alive()
 
+    @property
+    def _links(self) -> list[StageLink]:
+        return [*self._beside, *([] if self._link is None else [self._link])]
+
     def start(self) -> None:
         self._thread.start()
+
+    @contextmanager
+    def writable(self, write: pb.WriteBlocks, deadline: Deadline) -> Iterator[list[int]]:
+        """Physical blocks of a sequence that is to generate here, which stay its own meanwhile; the plan that
+        says so may still be on its way. Raises StaleEpoch, InvalidInput."""
+        allocator, key = self._core.allocator, write.handle
+
+        def known() -> bool:
+            return bool(self._failure) or key in self._held or key in self._gone
+
+        with self._changed:
+            self._changed.wait_for(known, deadline.left())
+            held = self._held.get(key)
+            if self._failure is not None or not isinstance(held, HeldSequence):
+                raise StaleEpoch(f"no sequence {key} waits for its prompt in this epoch")
+            blocks = held.writable(write.first_block, write.blocks)
+            allocator.retain(blocks)
+        try:
+            yield blocks
+        finally:
+            allocator.release(blocks)
 
     def put(self, plan: pb.StagePlan, hidden: Tensor | None) -> None:
         """Raises InvalidInput where a plan before it was lost."""
@@ -246,8 +329,8 @@ class _Epoch:
         if first:
             log.info("the stages' epoch has ended: %s", failure.message, extra={"epoch": f"{self.number:x}"})
         self._plans.put(None)
-        if self._link is not None:
-            self._link.close()
+        for link in self._links:
+            link.close()
 
     def report(self) -> pb.StageReport:
         """What has happened since the last one. Raises why the epoch has ended."""
@@ -273,8 +356,9 @@ class _Epoch:
                 del self._loads[number]
                 report.loads.add(load=number, blocks=load.wait(last, Deadline.after(0)))
         for key, held in list(self._held.items()):
-            if held.ended and self._core.allocator.held_once(held.prompt.blocks):
+            if held.ended and self._core.allocator.held_once(held.blocks):
                 del self._held[key]
+                self._gone.append(key)
                 report.ended.append(key)
         return bool(report.ByteSize())
 
@@ -286,7 +370,10 @@ class _Epoch:
     # Below: the epoch's thread.
 
     def _run(self) -> None:
+        ranks = self._follower._ranks
         try:
+            if ranks is not None:
+                ranks.join(self.number, self._follower._number, self._meeting)
             with torch.inference_mode():
                 while (item := self._plans.get()) is not None and self._failure is None:
                     self._carry_out(*item)
@@ -298,13 +385,15 @@ class _Epoch:
                 Unavailable(f"stage {self._follower._number} failed: {type(error).__name__}; see its log")
             )
         finally:
+            if ranks is not None:
+                ranks.leave()
             with self._changed:
                 loads, self._loads = list(self._loads.values()), {}
                 held = list(self._held.values())
             for load in loads:
                 load.cancel()
             for one in held:
-                one.delivery.abandon(Unavailable("a stage of this prefill ended"))
+                one.abandon(Unavailable("a stage of this instance ended"))
 
     def _fail(self, error: KVCommonsError) -> None:
         with self._changed:
@@ -314,13 +403,16 @@ class _Epoch:
     def _carry_out(self, plan: pb.StagePlan, hidden: Tensor | None) -> None:
         for change in plan.changes:
             self._change(change)
-        spans = [(self._held[span.prompt].prompt, span) for span in plan.spans]
+        for link in self._beside:
+            link.send(plan.changes, plan.spans, hidden)
         if hidden is None:
             self._pass_on(plan, [], None)
             return
-        prompts = self._follower._prompts
-        groups = [prompts.span(prompt, range(span.first, span.first + span.tokens)) for prompt, span in spans]
-        iteration = StageIteration(self._core, groups, hidden)
+        generating = [self._advance(span) for span in plan.spans if not span.tokens]
+        spans = [self._span(span) for span in plan.spans[len(generating) :]]
+        sequences = [held.sequence for held in generating]
+        rows = [self._follower._composer.rows(self._batches.of(sequences))] if sequences else []
+        iteration = StageIteration(self._core, [*rows, *spans], hidden)
         tokens = iteration.run()
         with self._changed:
             self._report.busy_us += int(iteration.timing.own_s * 1e6)
@@ -328,13 +420,28 @@ class _Epoch:
             raise next(iter(iteration.failures.values()))
         if self._link is not None:
             self._pass_on(plan, list(plan.spans), iteration.leaving)
-        else:
-            self._sampled(plan, [(one.prompt.key, made) for one, made in zip(groups, tokens, strict=True)])
-        for one in groups:
+        elif not self._core.model.rank.number:
+            self._sampled(plan, _by_sequence(iteration, tokens))
+        for held in generating:
+            held.computed(self._follower._keeper)
+        for one in spans:
             if one.chunk.stop == one.prompt.tokens:
                 self._seal(one.prompt.key)
             elif (failure := one.prompt.sink.failure) is not None:
                 self._delivered(one.prompt.key, failure)
+
+    def _advance(self, span: pb.StageSpan) -> HeldSequence:
+        held = self._held[span.sequence]
+        if not isinstance(held, HeldSequence):
+            raise InvalidInput("a token was planned of a sequence that does not generate here")
+        held.advance(span)
+        return held
+
+    def _span(self, span: pb.StageSpan) -> PromptSpan:
+        held = self._held[span.sequence]
+        if not isinstance(held, HeldPrompt) or not span.tokens:
+            raise InvalidInput("a chunk was planned of a sequence whose prompt is not computed here")
+        return self._follower._prompts.span(held.prompt, range(span.first, span.first + span.tokens))
 
     def _pass_on(self, plan: pb.StagePlan, spans: list[pb.StageSpan], hidden: Tensor | None) -> None:
         if self._link is not None:
@@ -345,9 +452,8 @@ class _Epoch:
     def _sampled(self, plan: pb.StagePlan, made: Made) -> None:
         def add(report: pb.StageReport) -> None:
             report.iterations += 1
-            for key, tokens in made:
-                for token in tokens:
-                    report.tokens.add(prompt=key, token=token)
+            for key, token in made:
+                report.tokens.add(sequence=key, token=token)
 
         self._tell(add)
 
@@ -357,6 +463,10 @@ class _Epoch:
             self._begin(change.begin)
         elif kind == "end":
             self._end(change.end)
+        elif kind == "reserve":
+            self._reserve(change.reserve)
+        elif kind == "grow":
+            self._grow(change.grow)
         elif kind == "load":
             self._load(change.load)
         elif kind == "narrow":
@@ -368,10 +478,11 @@ class _Epoch:
         core, follower, asked = self._core, self._follower, begin.request
         request = Request.of(asked.job, core.info)
         delivery = Delivery(Deadline.after(begin.deadline_ms / 1000), begin.traceparent)
-        targets = tuple(Target.of(placement) for placement in asked.targets)
+        # KV that another rank has as well, that one hands over.
+        targets = TargetTable(Target.of(placement) for placement in asked.targets if core.keeps)
         prompt = Prompt(
             sequence=Sequence(
-                key=begin.prompt,
+                key=begin.sequence,
                 request=request,
                 block_tokens=core.block_tokens,
                 chain=request.chain(core.info),
@@ -385,16 +496,36 @@ class _Epoch:
         )
         prompt.reuse(device=begin.device_blocks, loaded=begin.loaded_blocks)
         with self._changed:
-            self._held[begin.prompt] = _Held(prompt, delivery)
+            self._held[begin.sequence] = HeldPrompt(prompt, delivery)
         follower._prompts.save_found(prompt)
 
-    def _end(self, end: pb.EndPrompt) -> None:
+    def _reserve(self, reserve: pb.ReserveSequence) -> None:
+        core, request = self._core, Request.of(reserve.job, self._core.info)
+        sequence = Sequence(
+            key=reserve.sequence,
+            request=request,
+            block_tokens=core.block_tokens,
+            chain=request.chain(core.info),
+        )
+        held = HeldSequence(sequence, list(reserve.blocks), shared_blocks=reserve.shared_blocks)
         with self._changed:
-            held = self._held[end.prompt]
+            self._held[reserve.sequence] = held
+            self._changed.notify_all()
+
+    def _grow(self, grow: pb.GrowSequence) -> None:
+        held = self._held[grow.sequence]
+        if not isinstance(held, HeldSequence):
+            raise InvalidInput("a sequence was to grow that does not generate here")
+        with self._changed:
+            held.grow(list(grow.blocks))
+
+    def _end(self, end: pb.EndSequence) -> None:
+        with self._changed:
+            held = self._held[end.sequence]
             held.ended = True
             self._changed.notify_all()
         if not end.finished:
-            held.delivery.abandon(Unavailable("the job was cancelled"))
+            held.abandon(Unavailable("the job was cancelled"))
 
     def _load(self, wanted: pb.LoadBlocks) -> None:
         self._follower._condemner.know(data_address=wanted.store_data, control_address=wanted.store_control)
@@ -421,8 +552,23 @@ class _Epoch:
                 load.cancel()
 
     def _seal(self, key: int) -> None:
-        self._held[key].delivery.seal(lambda failure: self._delivered(key, failure))
+        held = self._held[key]
+        assert isinstance(held, HeldPrompt)
+        held.delivery.seal(lambda failure: self._delivered(key, failure))
 
     def _delivered(self, key: int, failure: KVCommonsError | None) -> None:
-        delivered = pb.StageDelivery(prompt=key, error=failure.to_detail() if failure is not None else None)
+        error = failure.to_detail() if failure is not None else None
+        delivered = pb.StageDelivery(sequence=key, error=error)
         self._tell(lambda report: report.delivered.append(delivered))
+
+
+def _by_sequence(iteration: StageIteration, tokens: list[list[common_pb2.SampledToken]]) -> Made:
+    """What was sampled, by whose it is."""
+    made: Made = []
+    for group, sampled in zip(iteration.groups, tokens, strict=True):
+        if isinstance(group, TokenRows):
+            keys = [sequence.key for sequence in group.batch.sequences]
+            made += zip(keys, sampled, strict=True)
+        elif isinstance(group, PromptSpan):
+            made += [(group.prompt.key, token) for token in sampled]
+    return made

@@ -10,25 +10,32 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvcommons.errors import KVCommonsError
+from kvcommons.model.tensor_rank import ALONE, TensorRank
 from kvcommons.pb import ledger_pb2 as pb
 from kvcommons.rpc.directory import Directory
 from kvcommons.stages.group import StageAddress, StageGroup
 
 log = logging.getLogger(__name__)
 
-STAGE_SERVICE = "prefill_stage"
 LOOK_S = 1.0  # between looks where the registry does not change
 AGAIN_S = 0.5  # after an attempt that failed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageShare:
-    """Which stage of which group a process is, and the layers of all stages. The settings say it, to each
-    process alike."""
+    """Which stage of which group a process is, and which rank of it, and the layers of all stages. The
+    settings say it, to each process alike."""
 
+    service: str  # "prefill" or "decode"
     group: str
     number: int
     ranges: tuple[range, ...]
+    rank: TensorRank = ALONE
+
+    @property
+    def alone(self) -> bool:
+        """Whether the group has this process only."""
+        return len(self.ranges) * self.rank.ranks == 1
 
     @property
     def layers(self) -> range:
@@ -41,40 +48,49 @@ class StageShare:
             stages=len(self.ranges),
             first_layer=self.layers.start,
             layers=len(self.layers),
+            rank=self.rank.number,
+            ranks=self.rank.ranks,
         )
 
 
 def members(
     share: StageShare, model: bytes, instances: Iterable[pb.Instance]
 ) -> tuple[list[StageAddress], str]:
-    """The stages behind the first, in order, and what is wrong with them, for people: empty where they can be
-    put together."""
-    by_number: dict[int, list[pb.Instance]] = {}
+    """The processes beside the first, stage after stage and of each rank after rank, and what is wrong with
+    them, for people: empty where they can be put together."""
+    known: dict[tuple[int, int], list[pb.Instance]] = {}
     for instance in _living(instances):
         if instance.stage.group == share.group:
-            by_number.setdefault(instance.stage.number, []).append(instance)
-    found = []
-    for number, layers in enumerate(share.ranges[1:], 1):
-        there = [one for one in by_number.get(number, []) if one.load.ready]
+            known.setdefault((instance.stage.number, instance.stage.rank), []).append(instance)
+    found, tensor = [], share.rank.ranks
+    for member in range(1, len(share.ranges) * tensor):
+        number, rank = divmod(member, tensor)
+        layers, who = share.ranges[number], f"stage {number}" + (f", rank {rank}," if tensor > 1 else "")
+        there = [one for one in known.get((number, rank), []) if one.load.ready]
         if not there:
-            return [], f"stage {number} of group {share.group!r} is not there, or not ready: start it"
+            return [], f"{who} of group {share.group!r} is not there, or not ready: start it"
         if len(there) > 1:
             ids = ", ".join(sorted(one.id for one in there))
-            return [], f"group {share.group!r} has stage {number} more than once ({ids}): start one of it"
+            return [], f"group {share.group!r} has {who} more than once ({ids}): start one of it"
         (one,) = there
+        if one.stage.ranks != tensor:
+            return [], (
+                f"{who} of group {share.group!r} has {one.stage.ranks} ranks a stage, and {tensor} are due: "
+                "start all with the same tensor"
+            )
         theirs = range(one.stage.first_layer, one.stage.first_layer + one.stage.layers)
         if one.stage.stages != len(share.ranges) or theirs != layers:
             return [], (
-                f"stage {number} of group {share.group!r} has layers {_text(theirs)} of {one.stage.stages} "
+                f"{who} of group {share.group!r} has layers {_text(theirs)} of {one.stage.stages} "
                 f"stages, and {_text(layers)} of {len(share.ranges)} are due: start all with the same stages "
                 "and stage_layers"
             )
         if one.model.fingerprint != model:
             return [], (
-                f"stage {number} of group {share.group!r} has another model: start all stages with one "
+                f"{who} of group {share.group!r} has another model: start all stages with one "
                 "model, dtype and block_tokens"
             )
-        found.append(StageAddress(number=number, data_address=one.data_address))
+        found.append(StageAddress(number=member, data_address=one.data_address))
     return found, ""
 
 
@@ -121,7 +137,7 @@ class Formation:
     async def _run(self) -> None:
         while True:
             await self._apart.wait()
-            instances = self._directory.instances(STAGE_SERVICE, ready=False)
+            instances = self._directory.instances(f"{self._share.service}_stage", ready=False)
             found, shortfall = members(self._share, self._model, instances)
             if not shortfall and await self._form(found):
                 continue

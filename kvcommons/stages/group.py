@@ -1,7 +1,7 @@
-"""The stages behind the first, from where the first one is: what it plans goes down the line, what they
-report comes back from each.
+"""The other processes of a prefill, from where the first one is: what it plans goes down the line of stages,
+and to the ranks of its own; what they report comes back from each.
 
-An epoch begins when all stages have joined and ends when anything goes wrong with any of them: all prompts
+An epoch begins when all stages have joined and ends when anything goes wrong with any of them: all sequences
 fail, as those of an instance that died, and what was found in the stages' memory is found no more.
 """
 
@@ -11,11 +11,13 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 from google.protobuf.message import DecodeError
+from torch import Tensor
 
 from kvcommons.blockstore.saver import BlockSaver
 from kvcommons.engine.core import Core
@@ -23,18 +25,22 @@ from kvcommons.engine.engine import Engine
 from kvcommons.engine.history import Condemner, Load
 from kvcommons.engine.prompt import FirstToken, Prompt
 from kvcommons.engine.prompts import PromptSpan
+from kvcommons.engine.sequence import Sequence as Generating
+from kvcommons.engine.token_rows import TokenRows
 from kvcommons.errors import DataLoss, DeadlineExceeded, KVCommonsError, Loading, Unavailable, from_detail
 from kvcommons.model.layer_ranges import better_division
+from kvcommons.pb import common_pb2, prefill_pb2
 from kvcommons.pb import data_pb2 as pb
-from kvcommons.pb import prefill_pb2
 from kvcommons.prefill.handover import HandOver, Listener
 from kvcommons.prefill.push import Delivery, Pusher
-from kvcommons.prefill.targets import Target
+from kvcommons.prefill.targets import TargetTable
+from kvcommons.rblock.heads import transfers
 from kvcommons.stages.history import StagedLoad
 from kvcommons.stages.iteration import StageIteration
 from kvcommons.stages.link import StageLink
 from kvcommons.stages.metrics import StageMetrics
 from kvcommons.stages.outstanding import OutstandingWork
+from kvcommons.stages.ranks import Meeting, RankGroup
 from kvcommons.transport.base import Connection, Observer
 from kvcommons.transport.client import DataClient
 from kvcommons.transport.deadline import Deadline
@@ -49,10 +55,21 @@ UNEVEN = 0.05  # of the slowest stage's time: what another division has to save
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageAddress:
-    """A stage behind the first, and where it is reached on the data plane."""
+    """A process of the group beside the first, and where it is reached on the data plane."""
 
-    number: int
+    number: int  # in the group: stage after stage, of each rank after rank
     data_address: str
+
+
+class Landing(Protocol):
+    """What hears of iterations that have left the first stage. Called on the engine's thread."""
+
+    def landed(self, iteration: StageIteration, tokens: Mapping[int, common_pb2.SampledToken]) -> None:
+        """One has left the last stage, too, which sampled these tokens, by sequence. Raises ValueError where
+        they are not those that it should have."""
+
+    def abandoned(self) -> None:
+        """Those that are under way will not: their epoch is over."""
 
 
 class StagedHandOver(HandOver):
@@ -65,7 +82,7 @@ class StagedHandOver(HandOver):
         key: int,
         pusher: Pusher,
         delivery: Delivery,
-        targets: tuple[Target, ...],
+        targets: TargetTable,
         listener: Listener,
     ) -> None:
         super().__init__(pusher, delivery, targets, asked.push_from_block, listener)
@@ -90,13 +107,14 @@ class EpochState:
     """One life of the group, from where the first stage is: what it has under way with the others. How they
     are reached is what differs."""
 
-    def __init__(self, number: int, members: Sequence[StageAddress]) -> None:
+    def __init__(self, number: int, members: Sequence[StageAddress], *, stages: int) -> None:
         self.number = number
         self.members = members
         self.numbers = tuple(member.number for member in members)
-        self.outstanding = OutstandingWork(self.numbers, iterations_max=len(members) + 1)
+        self.outstanding = OutstandingWork[StageIteration](self.numbers, iterations_max=stages)
+        self.generating: set[int] = set()  # sequences
         self.iterations = 0  # that have left the line
-        self.busy_s = [0.0] * (len(members) + 1)  # by stage
+        self.busy_s = [0.0] * stages  # of the first rank of each
         self.deliveries: dict[int, Delivery] = {}
         self.loads: dict[int, StagedLoad] = {}
 
@@ -114,7 +132,12 @@ class EpochState:
         spans: Sequence[pb.StageSpan] = (),
         iteration: StageIteration | None = None,
     ) -> None:
-        """Down the line, in order. What is wrong with it ends the epoch, after what the engine does now."""
+        """Down the line, in order; changes alone go to the ranks beside this one, too. What is wrong with it
+        ends the epoch, after what the engine does now."""
+        raise NotImplementedError
+
+    def share(self, spans: Sequence[pb.StageSpan], hidden: Tensor) -> None:
+        """An iteration that begins, with what enters the first layer, to the ranks beside this one."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -126,7 +149,10 @@ Epochs = Callable[["StageGroup", Sequence[StageAddress]], EpochState]
 
 
 class StageGroup:
-    """Belongs to the engine's thread, but for `form`, `formed`, `check` and `close`."""
+    """Belongs to the engine's thread, but for `form`, `formed`, `check`, `places`, `reserve`, `load` and
+    `close`."""
+
+    line: Landing  # set by the executor
 
     def __init__(
         self,
@@ -139,12 +165,13 @@ class StageGroup:
         iteration_s: float,
         instance_id: str,
         changed: Callable[[], None],
+        ranks: RankGroup | None = None,
         observer: Observer | None = None,
         epochs: Epochs | None = None,
     ) -> None:
-        """`ranges`: layers of all stages. `iteration_s`: what one takes through the line, at most.
-        `changed` is called, on any thread, when an epoch has begun or ended. `epochs` makes them; None: over
-        the data plane."""
+        """`ranges`: layers of all stages. `iteration_s`: what one takes through the line, at most. `ranks`:
+        where a stage has several, those of the first stage. `changed` is called, on any thread, when an epoch
+        has begun or ended. `epochs` makes them; None: over the data plane."""
         self.core = core
         self._ranges = ranges
         self._metrics = metrics
@@ -153,6 +180,8 @@ class StageGroup:
         self._iteration_s = iteration_s
         self._instance_id = instance_id
         self._changed = changed
+        self.ranks = ranks
+        self._tensor = ranks.rank.ranks if ranks is not None else 1
         self._epochs = epochs or partial(_Connected, observer=observer)
         self.engine: Engine
         self._epoch: EpochState | None = None
@@ -168,21 +197,52 @@ class StageGroup:
         key: int,
         pusher: Pusher,
         delivery: Delivery,
-        targets: tuple[Target, ...],
+        targets: TargetTable,
         listener: Listener,
     ) -> StagedHandOver:
-        """A prompt's. Raises Loading while stages are missing."""
+        """A prompt's. Raises Loading while stages are missing, InvalidInput where it is to go to a head group
+        whose parts are no shares of the ranks' heads."""
         self.check()
+        for target in targets.now:
+            transfers(self.core.heads, len(target.places))
         return StagedHandOver(self, asked, key, pusher, delivery, targets, listener)
+
+    @property
+    def stages(self) -> int:
+        return len(self._ranges)
 
     @property
     def formed(self) -> bool:
         return self._epoch is not None
 
-    def check(self) -> None:
-        """Raises Loading while stages are missing."""
-        if not self.formed:
-            raise Loading(f"this prefill lacks stages: {self.shortfall}", retry_after_ms=500)
+    def check(self) -> EpochState:
+        """The epoch that is. Raises Loading while stages are missing."""
+        formed = self._epoch
+        if formed is None:
+            raise Loading(f"this instance lacks stages: {self.shortfall}", retry_after_ms=500)
+        return formed
+
+    def places(
+        self, formed: EpochState, key: int, own: common_pb2.SegmentPlace
+    ) -> list[common_pb2.PlacedLayers]:
+        """Where each stage takes its layers of a sequence that is reserved, the first one at its `own`
+        place."""
+        first = common_pb2.PlacedLayers(data_address=own.data_address, handle=own.handle, epoch=own.epoch)
+        behind = [
+            common_pb2.PlacedLayers(data_address=member.data_address, handle=key, epoch=formed.number)
+            for member in formed.members
+        ]
+        placed = [first, *behind]
+        for one, layers in zip(placed, self._ranges, strict=True):
+            one.first_layer, one.layers = layers.start, len(layers)
+        return placed
+
+    def reserve(
+        self, formed: EpochState, sequence: Generating, job: common_pb2.Job, *, shared_blocks: int
+    ) -> None:
+        """A sequence that the engine was just given is to generate here; its leading `shared_blocks` nobody
+        writes to. It fails where the epoch in which it was given its blocks is over."""
+        self.engine.post(lambda: self._reserve(formed, sequence, job, shared_blocks))
 
     def form(self, members: Sequence[StageAddress]) -> None:
         """Has all of them join a new epoch, in the order of their numbers. Blocks; raises what one of them
@@ -217,29 +277,71 @@ class StageGroup:
             self.lost(formed, DeadlineExceeded(f"an iteration took longer than {self._iteration_s:.0f} s"))
         return self._epoch is not None and not self._epoch.outstanding.full
 
-    def pass_on(self, iteration: StageIteration) -> None:
-        """What the first stage has computed goes to the next one."""
+    @property
+    def shared(self) -> Callable[[StageIteration, Tensor], None] | None:
+        """An iteration's `entered`: what the ranks beside this one begin with. None: there are none."""
+        return self._share if self._tensor > 1 else None
+
+    def _share(self, iteration: StageIteration, hidden: Tensor) -> None:
+        formed = self._epoch
+        if formed is None:
+            raise Unavailable(self.shortfall)
+        spans = list[pb.StageSpan]()
+        for group in iteration.groups:
+            assert isinstance(group, PromptSpan), "prompts only are computed by ranks"
+            if not formed.outstanding.begun(group.prompt.key):
+                formed.send([self._begin(formed, group.prompt)])
+            spans.append(_span(group))
+        formed.share(spans, hidden)
+
+    def failed(self, iteration: StageIteration) -> None:
+        """It could not be carried out here: a rank is gone, or waits for what this one has not summed up."""
+        formed = self._epoch
+        if formed is not None and self._tensor > 1:
+            self._took(formed, 0, iteration.timing.own_s)
+            self.lost(
+                formed, Unavailable("an iteration of several ranks failed; the first one's log says why")
+            )
+
+    def pass_on(self, iteration: StageIteration) -> bool:
+        """What the first stage has computed goes to the next one. False where there is none, or nothing to
+        go."""
         formed = self._epoch
         if formed is None or iteration.leaving is None:
-            return
+            return False
         groups = [iteration.groups[number] for number in iteration.going_on]
         changes, spans = list[pb.StageChange](), list[pb.StageSpan]()
         for group in groups:
-            assert isinstance(group, PromptSpan), "prompts only are computed in stages"
+            if isinstance(group, TokenRows):
+                for sequence in group.batch.sequences:
+                    changes += self._grow(formed, sequence)
+                    spans.append(
+                        pb.StageSpan(
+                            sequence=sequence.key, first=sequence.computed, token=sequence.tokens[-1]
+                        )
+                    )
+                continue
+            assert isinstance(group, PromptSpan), "there are no other rows"
             if not formed.outstanding.begun(group.prompt.key):
                 changes.append(self._begin(formed, group.prompt))
-            spans.append(
-                pb.StageSpan(prompt=group.prompt.key, first=group.chunk.start, tokens=len(group.chunk))
-            )
-        formed.outstanding.passed_on(time.monotonic())
+            spans.append(_span(group))
+        formed.outstanding.passed_on(time.monotonic(), iteration)
         formed.send(changes, spans, iteration)
         self._took(formed, 0, iteration.timing.own_s)
+        return True
 
     def end(self, key: int, *, finished: bool) -> None:
         """Nothing more is computed of a prompt; unknown ones are ignored."""
         formed = self._epoch
         if formed is not None and formed.outstanding.begun(key):
-            formed.send([pb.StageChange(end=pb.EndPrompt(prompt=key, finished=finished))])
+            formed.send([pb.StageChange(end=pb.EndSequence(sequence=key, finished=finished))])
+
+    def leave(self, key: int) -> None:
+        """A sequence has ended: nothing more is computed of it, if it generates here."""
+        formed = self._epoch
+        if formed is not None and key in formed.generating:
+            formed.generating.remove(key)
+            self.end(key, finished=True)
 
     def load(
         self, store: str, ids: Sequence[bytes], blocks: Sequence[int], deadline: Deadline, own: Load
@@ -266,7 +368,36 @@ class StageGroup:
             deadline_ms=deadline.left_ms(),
         )
         formed.send([pb.StageChange(load=wanted)])
+        if self._epoch is not formed:  # it ended before it knew of the load
+            self._end_loads(formed)
         return load
+
+    def _reserve(
+        self, formed: EpochState, sequence: Generating, job: common_pb2.Job, shared_blocks: int
+    ) -> None:
+        if sequence.ended:
+            return
+        if self._epoch is not formed:
+            self.engine.fail(sequence.key, Unavailable("the stages came apart: go on elsewhere, or here"))
+            return
+        blocks = sequence.local_blocks()
+        self.core.allocator.retain(blocks)
+        formed.outstanding.begin(sequence.key, blocks, delivers=False)
+        formed.generating.add(sequence.key)
+        reserve = pb.ReserveSequence(
+            sequence=sequence.key, job=job, blocks=blocks, shared_blocks=shared_blocks
+        )
+        formed.send([pb.StageChange(reserve=reserve)])
+
+    def _grow(self, formed: EpochState, sequence: Generating) -> list[pb.StageChange]:
+        """What the other stages do not know yet of its room."""
+        new = sequence.blocks - formed.outstanding.blocks(sequence.key)
+        if not new:
+            return []
+        blocks = sequence.local_blocks()[-new:]
+        self.core.allocator.retain(blocks)
+        formed.outstanding.grow(sequence.key, blocks)
+        return [pb.StageChange(grow=pb.GrowSequence(sequence=sequence.key, blocks=blocks))]
 
     def _begin(self, formed: EpochState, prompt: Prompt) -> pb.StageChange:
         sink = prompt.sink
@@ -277,7 +408,7 @@ class StageGroup:
         for _ in formed.numbers:
             sink.delivery.begin()
         begin = pb.BeginPrompt(
-            prompt=prompt.key,
+            sequence=prompt.key,
             request=sink.asked,
             blocks=prompt.blocks,
             device_blocks=prompt.device_blocks,
@@ -298,7 +429,7 @@ class StageGroup:
             self.lost(formed, DataLoss(f"stage {stage}: {error}"))
 
     def _take(self, formed: EpochState, stage: int, report: pb.StageReport) -> None:
-        formed.outstanding.done(report.iterations)
+        done = formed.outstanding.done(report.iterations)
         self._took(formed, stage, report.busy_us / 1e6)
         formed.iterations += report.iterations
         if formed.iterations >= MEASURED_ITERATIONS > formed.iterations - report.iterations:
@@ -308,19 +439,22 @@ class StageGroup:
             if known is not None and not known.awaits_others:
                 del formed.loads[load.load]
         for delivered in report.delivered:
-            if formed.outstanding.delivered(delivered.prompt, stage):
+            if formed.outstanding.delivered(delivered.sequence, stage):
                 failure = from_detail(delivered.error) if delivered.HasField("error") else None
-                formed.deliveries[delivered.prompt].end(failure)
-        for made in report.tokens:
-            self.engine.sampled(made.prompt, made.token)
+                formed.deliveries[delivered.sequence].end(failure)
+        tokens = {made.sequence: made.token for made in report.tokens}
+        for iteration in done:
+            self.line.landed(iteration, tokens)
         for key in report.ended:
             self.core.allocator.release(formed.outstanding.ended(key, stage))
             if not formed.outstanding.begun(key):
                 formed.deliveries.pop(key, None)
 
-    def _took(self, formed: EpochState, stage: int, seconds: float) -> None:
-        formed.busy_s[stage] += seconds
-        self._metrics.busy(stage, seconds)
+    def _took(self, formed: EpochState, member: int, seconds: float) -> None:
+        stage, rank = divmod(member, self._tensor)
+        if not rank:
+            formed.busy_s[stage] += seconds
+        self._metrics.busy(stage, rank, seconds)
 
     def _compare(self, formed: EpochState) -> None:
         """Says once an epoch where another division would be better, by what was measured in it."""
@@ -341,17 +475,22 @@ class StageGroup:
         self.shortfall = error.message
         formed.close()
         log.warning("the stages came apart: %s", error.message, extra={"epoch": f"{formed.number:x}"})
-        gone = Unavailable(f"a stage of this prefill ended: {error.message}")
+        gone = Unavailable(f"a stage of this instance ended: {error.message}")
         blocks, undelivered = formed.outstanding.abandon()
-        for load in formed.loads.values():
-            for stage in formed.numbers:
-                load.ended_at(stage, 0)
-        self.engine.fail_prompts(gone)
+        self._end_loads(formed)
+        self.line.abandoned()
+        self.engine.fail_all(gone)
         for key, _ in undelivered:
             formed.deliveries[key].end(gone)
         self.core.allocator.release(blocks)
         self.core.allocator.forget()
         self._changed()
+
+    def _end_loads(self, formed: EpochState) -> None:
+        """Nothing more is heard of them."""
+        for load in list(formed.loads.values()):
+            for stage in formed.numbers:
+                load.ended_at(stage, 0)
 
 
 class _Connected(EpochState):
@@ -360,36 +499,52 @@ class _Connected(EpochState):
     def __init__(
         self, group: StageGroup, members: Sequence[StageAddress], observer: Observer | None = None
     ) -> None:
-        super().__init__(time.time_ns(), members)
+        tensor = group.ranks.rank.ranks if group.ranks is not None else 1
+        super().__init__(time.time_ns(), members, stages=(len(members) + 1) // tensor)
         self._group = group
-        self._link = StageLink(members[0].data_address, self.number, observer)
+        self._tensor = tensor
+        self._addresses = ["", *(member.data_address for member in members)]
+        self._link = self._open(tensor, observer) if len(self._addresses) > tensor else None
+        self._beside = [self._open(rank, observer) for rank in range(1, tensor)]
+        self._meeting: Meeting | None = None
+        self._sending = threading.Lock()  # loads begin and end on threads of their own
         self._clients = [DataClient(member.data_address, observer=observer) for member in members]
         self._reports: list[Connection] = []
         self._followed = False  # threads have the connections, and close them
 
     def join(self, writer: str) -> None:
         core, deadline = self._group.core, Deadline.after(JOIN_S)
-        following = [member.data_address for member in self.members[1:]] + [""]
-        for member, client, address in zip(self.members, self._clients, following, strict=True):
+        ranks, tensor = self._group.ranks, self._tensor
+        if ranks is not None:
+            self._meeting = Meeting(ranks.host)
+        for member, client in zip(self.members, self._clients, strict=True):
             connection = client.connect(deadline)
             self._reports.append(connection)
+            (stage, rank), first = divmod(member.number, tensor), member.number + 1
+            following = member.number + tensor
+            leads = not rank and following < len(self._addresses)
             join = pb.JoinStages(
                 epoch=self.number,
                 model=core.info.fingerprint,
-                number=member.number,
+                number=stage,
                 blocks=core.allocator.total,
-                next_address=address,
+                next_address=self._addresses[following] if leads else "",
                 writer=writer,
+                rank=rank,
+                meeting="" if self._meeting is None else self._meeting.address,
+                beside=[] if rank else self._addresses[first : first + tensor - 1],
             )
             request = pb.DataRequest(deadline_ms=deadline.left_ms(), join_stages=join)
             connection.send(request.SerializeToString(), (), deadline)
         for connection in self._reports:
             _receive(connection, deadline)
+        if ranks is not None and self._meeting is not None:
+            ranks.join(self.number, 0, self._meeting.address)
 
     def follow(self) -> None:
         self._followed = True
         for member, connection in zip(self.members, self._reports, strict=True):
-            name, arguments = f"stage {member.number}", (member.number, connection)
+            name, arguments = f"member {member.number}", (member.number, connection)
             threading.Thread(target=self._follow, args=arguments, name=name, daemon=True).start()
 
     def send(
@@ -400,12 +555,29 @@ class _Connected(EpochState):
     ) -> None:
         try:
             hidden = None if iteration is None else iteration.leaving
-            self._link.send(changes, spans, hidden, iteration=iteration is not None)
+            with self._sending:
+                if self._link is not None:
+                    self._link.send(changes, spans, hidden, iteration=iteration is not None)
+                for link in self._beside if iteration is None else ():
+                    link.send(changes)
+        except KVCommonsError as error:
+            self._tell_lost(error)
+
+    def share(self, spans: Sequence[pb.StageSpan], hidden: Tensor) -> None:
+        try:
+            with self._sending:
+                for link in self._beside:
+                    link.send((), spans, hidden)
         except KVCommonsError as error:
             self._tell_lost(error)
 
     def close(self) -> None:
-        self._link.close()
+        for link in [*self._beside, *([] if self._link is None else [self._link])]:
+            link.close()
+        if self._group.ranks is not None:
+            self._group.ranks.leave()
+        if self._meeting is not None:
+            self._meeting.close()
         for client in self._clients:
             client.close()
         for connection in self._reports:
@@ -413,8 +585,11 @@ class _Connected(EpochState):
             if not self._followed:
                 connection.close()
 
+    def _open(self, number: int, observer: Observer | None) -> StageLink:
+        return StageLink(self._addresses[number], self.number, observer)
+
     def _follow(self, stage: int, connection: Connection) -> None:
-        """A thread of its own for each stage."""
+        """A thread of its own for each member."""
         try:
             while True:
                 report = _receive(connection, Deadline.after(SILENCE_S))
@@ -431,6 +606,10 @@ class _Connected(EpochState):
 
     def _tell_lost(self, error: KVCommonsError) -> None:
         self._group.engine.post(partial(self._group.lost, self, error))
+
+
+def _span(group: PromptSpan) -> pb.StageSpan:
+    return pb.StageSpan(sequence=group.prompt.key, first=group.chunk.start, tokens=len(group.chunk))
 
 
 def _receive(connection: Connection, deadline: Deadline) -> pb.StageReport:

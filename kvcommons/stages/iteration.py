@@ -3,7 +3,7 @@ activations where it is not the model's."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 
 import torch
@@ -17,36 +17,88 @@ from kvcommons.pb import common_pb2 as pb
 
 class StageIteration(Iteration):
     """Use once. A stage before the last samples nothing: once it has run, `leaving` is what the next one
-    enters with, the residual stream [rows, hidden] in host memory of the groups in `going_on`."""
+    enters with, the residual stream [rows, hidden] in host memory of the groups in `going_on`.
 
-    def __init__(self, core: Core, groups: Sequence[Rows], entering: Tensor | None = None) -> None:
-        """`entering` [rows, hidden] in host memory: None for the first stage, which begins with tokens."""
+    Where a stage has several ranks, all of them sum up the same rows: a group that fails at one has zeros
+    there until the end.
+    """
+
+    def __init__(
+        self,
+        core: Core,
+        groups: Sequence[Rows],
+        entering: Tensor | None = None,
+        *,
+        entered: Callable[[StageIteration, Tensor], None] | None = None,
+    ) -> None:
+        """`entering` [rows, hidden] in host memory: None for the first stage, which begins with tokens.
+        `entered` is told the same there before the first layer."""
         super().__init__(core, groups)
         self._entering = entering
+        self._entered = entered
+        self._summed = core.model.rank.ranks > 1
         self.going_on: list[int] = []
         self.leaving: Tensor | None = None
 
     def _begin(self, positions: Tensor) -> State:
-        if self._entering is None:
+        if self._entering is None and self._entered is None:
             return super()._begin(positions)
+        if self._entering is None:
+            device = self._core.backend.device
+            tokens = torch.cat([group.tokens for group in self.groups])
+            with self.timing.slice(nullcontext()):
+                self._entering = device.fetch(self._core.model.embed(device.upload(tokens)))
+        if self._entered is not None:
+            self._entered(self, self._entering)
         with self.timing.slice(nullcontext()):
             return self._core.model.enter(self._core.backend.device.upload(self._entering), positions)
 
     def _finish(self, state: State) -> list[list[pb.SampledToken]]:
         core = self._core
+        nothing: list[list[pb.SampledToken]] = [[] for _ in self.groups]
+        if core.model.rank.number and core.layers.stop == core.model.spec.layers:
+            self._close_sampled(state)
+            return nothing
         if core.model.last:
             return super()._finish(state)
-        nothing: list[list[pb.SampledToken]] = [[] for _ in self.groups]
         attention = self._attend(core.layers[-1], state)
         if attention is None:
             return nothing
         with self.timing.slice(nullcontext()):
             hidden = core.model.leave(state, attention)
+            if core.model.rank.number:
+                return nothing  # the first rank has the same, and passes it on
             self.going_on = [number for number in range(len(self.groups)) if number not in self.failures]
+            if not self.going_on:
+                return nothing
             if len(self.going_on) < len(self.groups):
                 hidden = torch.cat([hidden[self._rows_of(number)] for number in self.going_on])
             self.leaving = core.backend.device.fetch(hidden.contiguous())
         return nothing
+
+    def _attend(self, layer: int, state: State) -> Tensor | None:
+        if not self._summed:
+            return super()._attend(layer, state)
+        parts = [self._attend_group(number, layer, state, needed=True) for number in range(len(self.groups))]
+        return torch.cat([part for part in parts if part is not None])
+
+    def _attend_group(self, number: int, layer: int, state: State, *, needed: bool) -> Tensor | None:
+        part = super()._attend_group(number, layer, state, needed=needed)
+        return self._nothing(number) if part is None and needed and self._summed else part
+
+    def _close_sampled(self, state: State) -> None:
+        """A rank beside the one that has the head: its part of the last layer, of the rows that are
+        sampled."""
+        hidden, attention = [], []
+        for number, group in enumerate(self.groups):
+            count = len(group.sampling())
+            part = self._attend_group(number, self._core.layers[-1], state, needed=bool(count))
+            if part is not None and count:
+                hidden.append(self._of(state, number).hidden[-count:])
+                attention.append(part[-count:])
+        if hidden:
+            with self.timing.slice(nullcontext()):
+                self._core.model.leave(state.ending(torch.cat(hidden)), torch.cat(attention))
 
     def _rows_of(self, number: int) -> slice:
         end = self._ends[number]

@@ -9,10 +9,10 @@ class StageMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._busy_s = Counter(
             "kvcommons_stage_busy_seconds_total",
-            "What iterations took in each pipeline stage.",
-            ["stage"],
+            "What iterations took in each pipeline stage, at each of its ranks.",
+            ["stage", "rank"],
             registry=registry,
         )
 
-    def busy(self, stage: int, seconds: float) -> None:
-        self._busy_s.labels(str(stage)).inc(seconds)
+    def busy(self, stage: int, rank: int, seconds: float) -> None:
+        self._busy_s.labels(str(stage), str(rank)).inc(seconds)

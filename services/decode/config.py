@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from annotated_types import Ge, Gt, Le
 
 from kvcommons.config import Addresses, DataPlane, Node
 from kvcommons.engine.core import EngineSettings
+from kvcommons.stages.settings import StageSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -19,8 +20,11 @@ class DecodeConfig:
     data_plane: DataPlane
     engine: EngineSettings
     ledger: Addresses
+    # In stages all KV lies in their own memory: nothing is lent or borrowed; prefill computes all prompts.
+    shape: StageSettings = field(default_factory=StageSettings)
     placement: str = "overflow"  # local, overflow, offload, grow or auto; see docs/placement.md
     holder_tokens: Annotated[int, Ge(1)] = 16384  # of one sequence, the most on one holder (placement grow)
+    grow_wait_s: Annotated[float, Gt(0), Le(50)] = 10.0  # for memory, in mid-prompt (placement grow)
     pipelining: Literal["auto", "on", "off"] = "auto"  # batches take turns at model and pool
     # Data addresses of all instances, this one's among them, that compute slices of each other's batches; the
     # same list in each.
@@ -47,3 +51,24 @@ class DecodeConfig:
     core_lock: str = ""
     homecoming: bool = True  # borrowed blocks come home by themselves where there is room
     save_buffer_bytes: Annotated[int, Gt(0)] = 256 << 20  # KV on its way to the kvstore; more is not saved
+
+    def __post_init__(self) -> None:
+        if self.shape.tensor > 1:
+            raise ValueError(
+                f"tensor = {self.shape.tensor}: only prefill's stages have ranks; leave it out of [decode]"
+            )
+        if self.shape.stages == 1:
+            return
+        alone = f"is not there where stages = {self.shape.stages}: leave it out, or set stages to 1"
+        if self.placement not in ("local", "overflow"):
+            raise ValueError(f'placement = "{self.placement}" {alone}: each stage keeps the KV of its layers')
+        if self.replicas:
+            raise ValueError(f"replicas {alone}: no other instance computes a stage's slices")
+        if self.pipelining == "on":
+            raise ValueError(f'pipelining = "on" {alone}: batches take turns in the stages')
+        if self.mini_batches:
+            raise ValueError(f"mini_batches {alone}: no other holder is asked")
+        if self.colocated:
+            raise ValueError(f"colocated {alone}: prefill computes the prompts, which may have stages, too")
+        if self.core_lock:
+            raise ValueError(f"core_lock {alone}: stages compute at the same time")

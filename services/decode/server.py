@@ -56,7 +56,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
         asked = _request(self._core, request)
         self._condemner.know(data_address=asked.store_data, control_address=asked.store_control)
         arrival = await self._arrivals.open(
-            asked, start_wait_s=min(request.start_wait_ms / 1000, START_WAIT_S_MAX)
+            asked, request.job, start_wait_s=min(request.start_wait_ms / 1000, START_WAIT_S_MAX)
         )
         tokens, outcome = 0, "cancelled"
         try:

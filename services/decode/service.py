@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import time
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from pathlib import Path
+from typing import Any, TypeVar
 
 from kvcommons.blockstore.loader import BlockLoader
 from kvcommons.blockstore.metrics import SaverCollector
 from kvcommons.blockstore.saver import BlockSaver
 from kvcommons.engine.calibration import calibrated
-from kvcommons.engine.core import Core, load_core
+from kvcommons.engine.core import Core
 from kvcommons.engine.core_lock import CoreLock, CoreLockCollector
 from kvcommons.engine.history import Condemner, Histories
 from kvcommons.engine.iteration_costs import IterationWork
@@ -27,20 +31,26 @@ from kvcommons.holder.data import HolderData
 from kvcommons.holder.head_store import WholeStore
 from kvcommons.holder.holder import HeldModel, Holder
 from kvcommons.holder.server import HolderService
-from kvcommons.pb import data_pb2, decode_pb2_grpc, holder_pb2_grpc, ledger_pb2, prefill_pb2_grpc
+from kvcommons.pb import common_pb2, data_pb2, decode_pb2_grpc, holder_pb2_grpc, ledger_pb2, prefill_pb2_grpc
 from kvcommons.placement.auto import Costs
 from kvcommons.placement.choice import placement_of, policy_class
 from kvcommons.prefill.metrics import PrefillMetrics
 from kvcommons.prefill.role import PrefillRole
 from kvcommons.prefill.service import PrefillService
-from kvcommons.rpc.directory import Heartbeat
+from kvcommons.rpc.directory import Directory, Heartbeat
 from kvcommons.rpc.process import Process
 from kvcommons.rpc.server import RpcServer
+from kvcommons.stages.formation import Formation, StageShare
+from kvcommons.stages.group import StageGroup
+from kvcommons.stages.history import StagedHistories
+from kvcommons.stages.metrics import StageMetrics
 from kvcommons.telemetry.metrics import LoadMetrics
 from kvcommons.transport.deadline import Deadline
 from kvcommons.transport.metrics import DataMetrics
 from kvcommons.transport.server import DataServer
 from services.decode.arrival.arrivals import Arrivals
+from services.decode.arrival.growth import Growth
+from services.decode.arrival.growth_turns import GrowthTurns
 from services.decode.arrival.local_prefill import LocalPrefill
 from services.decode.batching.callbacks import LoopCallbacks
 from services.decode.batching.engine import decode_engine
@@ -54,9 +64,12 @@ from services.decode.moving.evacuation import Evacuation
 from services.decode.moving.mover import Homecoming, Mover
 from services.decode.server import DecodeService
 from services.decode.settlement.participant import DebtorService, SettlementParticipant
+from services.decode.stage import load_stage, serve_decode_stage
 from services.decode.staggering.rotation import Rotation
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 LOCAL_PROMPTS_MAX = 256  # that wait to be computed here; more go to prefill
 READ_BUFFER_BYTES = 256 << 20  # history of prompts that are computed here, loaded before their turn
@@ -74,7 +87,11 @@ class DecodeParts:
         process: Process,
         lending: HolderService,
         prefill_metrics: PrefillMetrics,
+        share: StageShare,
+        changed: Callable[[], None],
     ) -> None:
+        """`share`: which stage this is of which. `changed` is called, on any thread, when its stages have
+        come together, or apart."""
         self.core, self._lending = core, lending
         instance_id, registry = process.instance_id, process.telemetry.registry
         core.allocator.observe = process.telemetry.observe
@@ -84,7 +101,20 @@ class DecodeParts:
         self.saver = BlockSaver(instance_id, buffer_bytes=config.save_buffer_bytes, observer=client_metrics)
         registry.register(SaverCollector(self.saver))
         self.keeper = BlockKeeper(core, self.saver)
-        model = core.model
+        model, staged, stage_metrics = core.model, len(share.ranges) > 1, StageMetrics(registry)
+        self.group: StageGroup | None = None
+        if staged:
+            self.group = StageGroup(
+                core,
+                share.ranges,
+                metrics=stage_metrics,
+                saver=self.saver,
+                condemner=self.condemner,
+                iteration_s=config.shape.stage_deadline_s,
+                instance_id=instance_id,
+                changed=changed,
+                observer=client_metrics,
+            )
         self.holder = Holder(
             core.memory,
             core.allocator,
@@ -94,14 +124,14 @@ class DecodeParts:
                 windows=tuple(model.window(layer) for layer in range(core.layout.layers)),
             ),
             instance_id=instance_id,
-            lend_blocks_max=int(core.allocator.total * config.lend_share),
+            lend_blocks_max=0 if staged else int(core.allocator.total * config.lend_share),
         )
         budget = AttentionBudget(
             config.tbt_objective_s, new_allowance(core.backend.attention.native_exchange)
         )
         costs = Costs(predictor, layers=core.layout.layers, block_bytes=core.layout.block_bytes)
         placement = placement_of(
-            config.placement, costs=costs, holder_blocks=max(config.holder_tokens // core.block_tokens, 1)
+            policy_of(config), costs=costs, holder_blocks=max(config.holder_tokens // core.block_tokens, 1)
         )
         self.callbacks = LoopCallbacks(borrow_blocks=config.borrow_blocks)
         metrics = DecodeMetrics(registry)
@@ -119,11 +149,15 @@ class DecodeParts:
         cores = self._cores = CoreLock(Path(config.core_lock)) if config.core_lock else None
         registry.register(CoreLockCollector(cores))
         scheduler = Scheduler(
-            max_batch=config.max_batch, max_queue=LOCAL_PROMPTS_MAX, max_prompts=config.max_batch
+            max_batch=config.max_batch * len(share.ranges),
+            max_queue=LOCAL_PROMPTS_MAX,
+            max_prompts=config.max_batch,
         )
         histories, prompts = Histories(core, self.loader), None
+        if self.group is not None:
+            histories = StagedHistories(histories, self.group.load)
         local_tokens = core.info.context_window if config.colocated else config.max_local_prefill_tokens
-        if local_tokens:
+        if local_tokens and not staged:
             prompts = Prompts(
                 core,
                 scheduler,
@@ -152,12 +186,16 @@ class DecodeParts:
             mini_batches=config.mini_batches,
             rotation=self.rotation,
             cores=cores,
+            stages=self.group,
         )
+        if self.group is not None:
+            self.group.attach(self.engine)
         # Before there are channels: an address that is taken ends the start here.
         held = HolderData(
             self.holder,
             on_start_sequence=self._started,
             history=self._history,
+            places=self._places,
             budget=budget,
             tracer=process.telemetry.tracer,
         )
@@ -194,7 +232,7 @@ class DecodeParts:
             observe=process.telemetry.observe,
         )
         self.mover = Mover(core, self.engine, self.loans, metrics, costs)
-        self.tasks = [Evacuation(core, self.mover, self.loans, registry).task]
+        self.tasks = [] if staged else [Evacuation(core, self.mover, self.loans, registry).task]
         if config.homecoming and placement.comes_home():
             self.tasks.append(Homecoming(core, self.mover, costs).task)
         self.participant = SettlementParticipant(self.holder, self.mover, self.loans)
@@ -215,6 +253,15 @@ class DecodeParts:
                 push_deadline_s=config.push_deadline_s,
                 observer=client_metrics,
             )
+        self.growth = Growth(
+            core,
+            GrowthTurns(wait_s=config.grow_wait_s, draw=random.random),
+            engine=self.engine,
+            holder=self.holder,
+            loans=self.loans,
+            data_address=self.data_address,
+            sequences=lambda: len(self.arrivals),
+        )
         self.arrivals = Arrivals(
             core,
             placement=placement,
@@ -225,7 +272,9 @@ class DecodeParts:
             holder=self.holder,
             histories=histories,
             loans=self.loans,
+            growth=self.growth,
             local=local,
+            stages=self.group,
         )
         self.callbacks.connect(self.engine, self.arrivals, self.loans)
         self._loop = asyncio.get_running_loop()
@@ -255,6 +304,8 @@ class DecodeParts:
             await task.close()
         await self.participant.close()
         await asyncio.to_thread(self.engine.stop, STOP_S)
+        if self.group is not None:
+            await asyncio.to_thread(self.group.close)
         if self.rotation:
             await asyncio.to_thread(self.rotation.close, STOP_S)
         await asyncio.to_thread(self.data.stop, STOP_S)
@@ -274,6 +325,11 @@ class DecodeParts:
         self.keeper.close()
         self.saver.close(Deadline.after(STOP_S))
 
+    @property
+    def together(self) -> bool:
+        """All its stages are there."""
+        return self.group is None or self.group.formed
+
     def describe(self, load: ledger_pb2.Load) -> None:
         allocator = self.core.allocator
         load.total_blocks = allocator.total
@@ -284,6 +340,7 @@ class DecodeParts:
         load.batches = self.rotation.shares if self.rotation else 1
         load.changes = self.arrivals.changes
         load.epoch = self.holder.epoch
+        load.promised_blocks = self.growth.promised_blocks
         load.costs.update(self.engine.predictor.costs.by_name)
         load.debts.update(self.loans.debts())
         load.loans.update(self.holder.loans())
@@ -296,17 +353,34 @@ class DecodeParts:
 
     def _history(self, wanted: data_pb2.AwaitHistory, deadline: Deadline) -> int:
         """On a data thread."""
-        waiting = asyncio.run_coroutine_threadsafe(self.arrivals.history(wanted.handle), self._loop)
+        return self._wait_for(self.arrivals.history(wanted.handle), deadline, "the history was not fetched")
+
+    def _places(self, wanted: data_pb2.AwaitPlaces, deadline: Deadline) -> list[common_pb2.SegmentPlace]:
+        """On a data thread."""
+        places = self.arrivals.places(wanted.handle, known_blocks=wanted.known_blocks, blocks=wanted.blocks)
+        return self._wait_for(places, deadline, "no further holder joined")
+
+    def _wait_for(self, work: Coroutine[Any, Any, T], deadline: Deadline, late: str) -> T:
+        waiting = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return waiting.result(deadline.left())
         except TimeoutError:
             waiting.cancel()
-            raise DeadlineExceeded("the history was not fetched within the deadline") from None
+            raise DeadlineExceeded(f"{late} within the deadline") from None
+
+
+def policy_of(config: DecodeConfig) -> str:
+    """In stages nothing is borrowed."""
+    return config.placement if config.shape.stages == 1 else "local"
 
 
 async def serve(config: DecodeConfig, process: Process) -> None:
-    """Answers health at once, is ready when the model is loaded, drains at a signal to stop."""
-    placement = policy_class(config.placement)
+    """Answers health at once, is ready when the model is loaded, and all its stages are there; drains at a
+    signal to stop."""
+    if config.shape.stage:
+        await serve_decode_stage(config, process)
+        return
+    placement = policy_class(policy_of(config))
     server = RpcServer(config.node.listen, process.telemetry, call_deadline_s=config.node.call_deadline_s)
     service = DecodeService(max_sequences=config.max_sequences)
     server.add(decode_pb2_grpc.add_DecodeServicer_to_server, service)
@@ -337,7 +411,8 @@ async def serve(config: DecodeConfig, process: Process) -> None:
             instance.data_address = parts.data_address
             instance.model.CopyFrom(parts.core.info)
             parts.describe(instance.load)
-        instance.load.ready = server.ready and not process.stop.is_set()
+        together = parts is not None and parts.together
+        instance.load.ready = server.ready and not process.stop.is_set() and together
         instance.load.only_here = not placement.borrows
         return instance
 
@@ -346,13 +421,25 @@ async def serve(config: DecodeConfig, process: Process) -> None:
         ready = server.ready and not process.stop.is_set()
         return prefill.describe(registered("prefill", f"{process.instance_id}-prefill"), ready=ready)
 
+    def changed() -> None:
+        with suppress(RuntimeError):  # the loop is closed: the process is ending
+            loop.call_soon_threadsafe(regrouped)
+
+    def regrouped() -> None:
+        heartbeats[0].beat_now()
+        if formation is not None:
+            formation.changed()
+
+    loop = asyncio.get_running_loop()
+    directory = Directory(config.ledger, process.instance_id)
+    formation: Formation | None = None
     heartbeats = [Heartbeat(config.ledger, describe)]
     if prefill is not None:
         heartbeats.append(Heartbeat(config.ledger, describe_prefill))
     for heartbeat in heartbeats:
         heartbeat.start()
     try:
-        core = await asyncio.to_thread(load_core, config.engine)
+        share, core, _ = await asyncio.to_thread(load_stage, config)
         predictor, kept = await asyncio.to_thread(
             calibrated,
             core,
@@ -369,8 +456,12 @@ async def serve(config: DecodeConfig, process: Process) -> None:
                 config.tbt_objective_s,
                 token_s,
             )
-        parts = DecodeParts(config, core, predictor, process, lending, prefill_metrics)
+        parts = DecodeParts(config, core, predictor, process, lending, prefill_metrics, share, changed)
         parts.start()
+        if parts.group is not None:
+            directory.start()
+            formation = Formation(parts.group, share, core.info.fingerprint, directory)
+            formation.start()
         service.open(core, parts.arrivals, parts.condemner)
         debtor.open(parts.participant)
         if prefill is not None and parts.prefill is not None:
@@ -390,6 +481,9 @@ async def serve(config: DecodeConfig, process: Process) -> None:
         await server.drain(config.node.drain_s / 2)
         for heartbeat in heartbeats:
             await heartbeat.stop()
+        if formation is not None:
+            await formation.stop()
+        await directory.stop()
         if parts is not None:
             await parts.close()
             await asyncio.to_thread(kept.write, predictor)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
+from kvcommons.rblock.heads import HeadPart
 from services.kvstore.policies.base import Policy
 from services.kvstore.policies.floors import Floors, TenantFloors
 from services.kvstore.tier import BlockShape, Slot
@@ -52,7 +53,8 @@ class Space:
 class Staging:
     """A block of which not all layers have come. Layers of two writers never meet in one.
 
-    Each has its own.
+    Each has its own. What comes is counted in units: a layer, or a part of the heads of one where its writer
+    has several ranks.
     """
 
     __slots__ = (
@@ -61,6 +63,7 @@ class Staging:
         "dropped",
         "missing",
         "origin",
+        "parts",
         "receiving",
         "slot",
         "space",
@@ -69,18 +72,33 @@ class Staging:
     )
 
     def __init__(
-        self, space: Space, block_id: bytes, writer: str, origin: BlockOrigin, slot: Slot, now_s: float
+        self,
+        space: Space,
+        block_id: bytes,
+        writer: str,
+        origin: BlockOrigin,
+        slot: Slot,
+        now_s: float,
+        parts: int,
     ) -> None:
         self.space = space
+        self.parts = parts  # of the heads of a layer, which come by themselves
         self.block_id = block_id
         self.writer = writer
         self.origin = origin
         self.slot = slot
         self.checksums = [0] * space.shape.layers
-        self.missing = set(range(space.shape.layers))
-        self.receiving: set[int] = set()  # layers whose bytes are under way into the slot
+        self.missing = set(range(space.shape.layers * parts))  # units that have not come
+        self.receiving: set[int] = set()  # units of which bytes are under way into the slot, or are summed up
         self.touched_s = now_s
         self.dropped = False  # given up while bytes were still under way
+
+
+def units(layers: range, heads: HeadPart | None) -> list[int]:
+    """Of these layers, as a staging counts them."""
+    if heads is None:
+        return list(layers)
+    return [layer * heads.parts + heads.number for layer in layers]
 
 
 class Block:

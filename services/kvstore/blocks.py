@@ -11,7 +11,8 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from kvcommons.errors import InvalidInput
+from kvcommons.errors import DataLoss, InvalidInput
+from kvcommons.rblock.checksum import checksum
 from services.kvstore.arena import Arena
 from services.kvstore.block import Block, BlockOrigin, Refusal, Staging, StoreStats
 from services.kvstore.catalog import Catalog
@@ -168,24 +169,25 @@ class BlockStore:
                     parent=put.block_ids[number - 1] if number else put.parent,
                     first_index=put.first_block + number,
                 )
-                place = self._catalog.stage(put.shape, put.writer, block_id, origin, put.layers, now_s)
+                place = self._stage(put, block_id, origin, now_s)
                 while place is Refusal.NO_ROOM and (left_s := give_up_s - self._clock.monotonic_s()) > 0:
                     self._freed.wait(left_s)
-                    place = self._catalog.stage(put.shape, put.writer, block_id, origin, put.layers, now_s)
+                    place = self._stage(put, block_id, origin, now_s)
                 places.append(place)
         return Incoming(self, put, places)
 
     def finish_put(self, put: LayerPut, places: Sequence[Staging | Refusal]) -> list[int]:
         """See Incoming.finish."""
         now_s = self._clock.monotonic_s()
+        sums = self._sum_up(put, places)
         unwanted = []
         with self._lock:
             counters = self._catalog.counters
             for number, place in enumerate(places):
                 result: Block | Refusal | None
                 if isinstance(place, Staging):
-                    result = self._catalog.received(place, put.layers, put.checksums_of(number), now_s)
-                    counters.put_bytes += len(put.layers) * put.shape.object_bytes
+                    result = self._catalog.received(place, put.layers, sums[number], now_s, put.heads)
+                    counters.put_bytes += put.block_bytes
                 else:
                     result = place
                     counters.refused += place is Refusal.NO_ROOM
@@ -202,8 +204,38 @@ class BlockStore:
         with self._lock:
             for place in places:
                 if isinstance(place, Staging):
-                    self._catalog.broken_off(place, put.layers)
+                    self._catalog.broken_off(place, put.layers, put.heads)
             self._freed.notify_all()
+
+    def _stage(self, put: LayerPut, block_id: bytes, origin: BlockOrigin, now_s: float) -> Staging | Refusal:
+        return self._catalog.stage(put.shape, put.writer, block_id, origin, put.layers, now_s, put.heads)
+
+    def _sum_up(self, put: LayerPut, places: Sequence[Staging | Refusal]) -> list[list[int | None]]:
+        """Checksums of whole objects, block by block. Those of some heads are made here once all heads of a
+        layer have come, from parts that are what was sent: raises DataLoss where one is not."""
+        if put.heads is None:
+            return [list(put.checksums_of(number)) for number in range(len(places))]
+        for number, place in enumerate(places):
+            if isinstance(place, Staging):
+                for layer, sent in zip(put.layers, put.checksums_of(number), strict=True):
+                    pieces = put.heads.pieces_of(self.arena.object(place.slot, layer))
+                    if checksum(place.block_id, layer, *pieces) != sent:
+                        self.break_put(put, places)
+                        raise DataLoss(f"heads {put.heads} of layer {layer} came as something else")
+        with self._lock:
+            whole = [
+                self._catalog.arrived(place, put.layers, put.heads) if isinstance(place, Staging) else []
+                for place in places
+            ]
+        return [
+            [
+                checksum(block_id, layer, self.arena.object(place.slot, layer))
+                if isinstance(place, Staging) and layer in layers
+                else None
+                for layer in put.layers
+            ]
+            for block_id, place, layers in zip(put.block_ids, places, whole, strict=True)
+        ]
 
     # ---- out
 

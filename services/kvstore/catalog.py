@@ -18,8 +18,9 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
 from kvcommons.errors import CapacityExhausted, InvalidInput, Overloaded
+from kvcommons.rblock.heads import HeadPart
 from services.kvstore.ages import Ages
-from services.kvstore.block import Block, BlockOrigin, Doomed, Refusal, Space, Staging
+from services.kvstore.block import Block, BlockOrigin, Doomed, Refusal, Space, Staging, units
 from services.kvstore.evictor import DramMemory, Evictor
 from services.kvstore.policies.base import Policy
 from services.kvstore.policies.floors import NO_FLOORS, Floors
@@ -169,13 +170,18 @@ class Catalog:
         origin: BlockOrigin,
         layers: range,
         now_s: float,
+        heads: HeadPart | None = None,
     ) -> Staging | Refusal:
-        """Room for layers of a block; end with `received` or `broken_off`. Raises as `_admit` does."""
+        """Room for layers of a block, or for these heads of them; end with `received` or `broken_off`. Raises
+        as `_admit` does."""
+        coming, parts = units(layers, heads), 1 if heads is None else heads.parts
         space = self._admit(shape)
         if block_id in space.blocks:
             return Refusal.STORED
         staging = space.stagings.get(block_id, {}).get(writer)
-        if staging is not None and not (staging.missing - staging.receiving).issuperset(layers):
+        if staging is not None and (
+            staging.parts != parts or not (staging.missing - staging.receiving).issuperset(coming)
+        ):
             if layers.start:
                 return Refusal.DUPLICATE
             # Its writer begins anew: what it computed before was given up between two layers.
@@ -186,28 +192,48 @@ class Catalog:
             if slot is None:
                 return Refusal.NO_ROOM
             self.dram.used(slot, self._tick)
-            staging = Staging(space, block_id, writer, origin, slot, now_s)
+            staging = Staging(space, block_id, writer, origin, slot, now_s, parts)
             space.stagings.setdefault(block_id, {})[writer] = staging
-        staging.receiving.update(layers)
+        staging.receiving.update(coming)
         staging.touched_s = now_s
         return staging
 
+    def arrived(self, staging: Staging, layers: range, heads: HeadPart) -> list[int]:
+        """These heads of the layers have come, and are what was sent: of which layers all heads have now, for
+        the caller to sum up. `received` is to follow."""
+        staging.missing.difference_update(units(layers, heads))
+        others = range(heads.parts)
+        return [
+            layer
+            for layer in layers
+            if staging.missing.isdisjoint(layer * heads.parts + number for number in others)
+        ]
+
     def received(
-        self, staging: Staging, layers: range, checksums: Sequence[int], now_s: float
+        self,
+        staging: Staging,
+        layers: range,
+        checksums: Sequence[int | None],
+        now_s: float,
+        heads: HeadPart | None = None,
     ) -> Block | Refusal | None:
-        """The bytes of these layers have come. The block if they were the last ones.
+        """The bytes of these layers, or of these heads of them, have come; no checksum for a layer of which
+        other heads have not. The block if they were the last ones.
 
         STORED if another writer was faster.
         """
-        staging.receiving.difference_update(layers)
+        coming = units(layers, heads)
+        staging.receiving.difference_update(coming)
         staging.touched_s = now_s
         space = staging.space
         if staging.dropped or staging.block_id in space.blocks:
             self._drop(staging)
             return Refusal.STORED
-        staging.missing.difference_update(layers)
-        staging.checksums[layers.start : layers.stop] = checksums
-        if staging.missing:
+        staging.missing.difference_update(coming)
+        for layer, known in zip(layers, checksums, strict=True):
+            if known is not None:
+                staging.checksums[layer] = known
+        if staging.missing or staging.receiving:
             return None
         self._generation += 1
         block = Block(space, staging.block_id, self._generation, staging.origin.tenant)
@@ -225,9 +251,9 @@ class Catalog:
             self._drop(other)
         return block
 
-    def broken_off(self, staging: Staging, layers: range) -> None:
+    def broken_off(self, staging: Staging, layers: range, heads: HeadPart | None = None) -> None:
         """The bytes of these layers will not come: the connection broke."""
-        staging.receiving.difference_update(layers)
+        staging.receiving.difference_update(units(layers, heads))
         if staging.dropped:
             self._drop(staging)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from kvcommons.errors import InvalidInput, UnsupportedParameter
 from kvcommons.pb import data_pb2 as pb
+from kvcommons.rblock.heads import HeadPart
 from kvcommons.telemetry.telemetry import Telemetry
 from kvcommons.transport.server import Exchange
 from services.kvstore.blocks import BlockStore
@@ -53,7 +54,12 @@ class DataHandler:
             raise InvalidInput(
                 f"{exchange.payload_bytes} bytes are no whole objects for {len(put.block_ids)} blocks"
             )
-        shape = BlockShape(model=put.model, layers=put.layers, object_bytes=exchange.payload_bytes // objects)
+        heads = HeadPart.of(put.heads) if put.HasField("heads") else None
+        sent_bytes = exchange.payload_bytes // objects
+        object_bytes = sent_bytes * (1 if heads is None else heads.parts)
+        if heads is not None and sent_bytes % 2:
+            raise InvalidInput(f"{sent_bytes} bytes of heads are no K and V of one size", param="heads")
+        shape = BlockShape(model=put.model, layers=put.layers, object_bytes=object_bytes)
         incoming = self._store.begin_put(
             LayerPut(
                 shape=shape,
@@ -64,15 +70,13 @@ class DataHandler:
                 first_block=put.first_block,
                 block_ids=list(put.block_ids),
                 checksums=list(put.checksums),
+                heads=heads,
             )
         )
         try:
-            wanted = [place for place in incoming.into if place is not None]
-            if len(wanted) == len(incoming.into):
-                exchange.receive_payload(wanted)
-            elif wanted:
-                waste = memoryview(bytearray(count * shape.object_bytes))
-                exchange.receive_payload([waste if place is None else place for place in incoming.into])
+            if any(buffers is not None for buffers in incoming.into):
+                waste = [memoryview(bytearray(count * sent_bytes))] if None in incoming.into else []
+                exchange.receive_payload([each for buffers in incoming.into for each in buffers or waste])
         except BaseException:
             incoming.break_off()
             raise
@@ -84,9 +88,10 @@ class DataHandler:
         if not get.layers:
             raise InvalidInput("layers is 0: nothing is asked for", param="layers")
         last_layer = get.first_layer + get.layers - 1
+        heads = HeadPart.of(get.heads) if get.HasField("heads") else None
         with self._store.open_run(get.model, list(get.block_ids), get.first_layer, last_layer) as run:
             for layer in range(get.first_layer, last_layer + 1):
-                checksums, generations, objects = run.layer(layer, exchange.deadline.left())
+                checksums, generations, objects = run.layer(layer, exchange.deadline.left(), heads)
                 reply = pb.GotLayer(layer=layer, checksums=checksums, generations=generations)
                 exchange.reply(pb.DataReply(got_layer=reply), objects)
                 self._store.sent(sum(len(part) for part in objects))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvcommons.errors import InvalidInput
+from kvcommons.rblock.heads import HeadPart
 from services.kvstore.block import Refusal, Staging
 from services.kvstore.tier import BlockShape
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerPut:
-    """Consecutive layers of a run of consecutive blocks of one sequence.
+    """Consecutive layers of a run of consecutive blocks of one sequence, or some heads of them.
 
     Objects and `checksums` are in the order of `block_ids`, those of one block in the order of `layers`.
     """
@@ -29,6 +30,7 @@ class LayerPut:
     first_block: int
     block_ids: Sequence[bytes]
     checksums: Sequence[int]
+    heads: HeadPart | None = None
 
     def __post_init__(self) -> None:
         if not self.block_ids or len(self.block_ids) * len(self.layers) != len(self.checksums):
@@ -42,6 +44,11 @@ class LayerPut:
         if not self.writer:
             raise InvalidInput("a writer has a name", param="writer")
 
+    @property
+    def block_bytes(self) -> int:
+        """That come of each block."""
+        return len(self.layers) * self.shape.object_bytes // (1 if self.heads is None else self.heads.parts)
+
     def checksums_of(self, number: int) -> Sequence[int]:
         """Of one block, layer by layer."""
         count = len(self.layers)
@@ -49,7 +56,7 @@ class LayerPut:
 
 
 class Incoming:
-    """Layers on their way in: where each block's objects go (None: nobody wants them).
+    """Layers on their way in: where each block's bytes go, in their order (None: nobody wants them).
 
     End it by `finish` or `break_off`.
     """
@@ -58,10 +65,15 @@ class Incoming:
         self._store = store
         self._put = put
         self._places = places
-        self.into: list[memoryview | None] = [
-            store.arena.objects(place.slot, put.layers) if isinstance(place, Staging) else None
-            for place in places
+        self.into: list[list[memoryview] | None] = [
+            self._buffers(place) if isinstance(place, Staging) else None for place in places
         ]
+
+    def _buffers(self, place: Staging) -> list[memoryview]:
+        arena, put = self._store.arena, self._put
+        if put.heads is None:
+            return [arena.objects(place.slot, put.layers)]
+        return put.heads.pieces([arena.object(place.slot, layer) for layer in put.layers])
 
     def finish(self) -> list[int]:
         """The bytes are there. Indices of blocks of which no more layers should be sent."""

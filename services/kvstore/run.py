@@ -6,6 +6,8 @@ import time
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
+from kvcommons.rblock.checksum import checksum
+from kvcommons.rblock.heads import HeadPart
 from services.kvstore.block import Block
 from services.kvstore.loader import BlockLoad
 
@@ -22,11 +24,15 @@ class Run(AbstractContextManager["Run"]):
         self._loads = loads
         self._length = len(blocks)
 
-    def layer(self, layer: int, timeout_s: float) -> tuple[list[int], list[int], list[memoryview]]:
-        """Checksums, generations and objects of the leading blocks that have this layer.
+    def layer(
+        self, layer: int, timeout_s: float, heads: HeadPart | None = None
+    ) -> tuple[list[int], list[int], list[memoryview]]:
+        """Checksums, generations and objects of the leading blocks that have this layer; of `heads` theirs,
+        K and V of an object one after the other.
 
         Waits for those that come from disk. A block that failed, or did not come in time, ends the run for
-        this layer and all later ones.
+        this layer and all later ones; so does one whose heads are asked for, if it is not what was stored:
+        whoever reads some of them cannot tell.
         """
         give_up_s = time.monotonic() + timeout_s
         for number, load in enumerate(self._loads[: self._length]):
@@ -39,9 +45,19 @@ class Run(AbstractContextManager["Run"]):
         for block in blocks:
             assert block.checksums is not None
             assert block.dram is not None
-            checksums.append(block.checksums[layer])
-            views.append(arena.object(block.dram, layer))
-        return checksums, [block.generation for block in blocks], views
+            whole, stored = arena.object(block.dram, layer), block.checksums[layer]
+            if heads is None:
+                checksums.append(stored)
+                views.append(whole)
+                continue
+            if checksum(block.block_id, layer, whole) != stored:
+                self._length = len(checksums)
+                self._store.condemn(block.space.shape.model, block.block_id, block.generation)
+                break
+            pieces = heads.pieces_of(whole)
+            checksums.append(checksum(block.block_id, layer, *pieces))
+            views += pieces
+        return checksums, [block.generation for block in blocks[: len(checksums)]], views
 
     def __len__(self) -> int:
         return self._length

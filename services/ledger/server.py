@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 
 ID_BYTES_MAX = 256
 MODELS_MAX = 64  # whose last warning is known
-# What has a table of settings; and those of a prefill's stages that take no requests.
-SERVICES = frozenset(TABLES) - {"up"} | {"prefill_stage"}
+# What has a table of settings; and pipeline stages that take no requests.
+SERVICES = frozenset(TABLES) - {"up"} | {"prefill_stage", "decode_stage"}
 
 
 class LedgerService(rpc.LedgerServicer):

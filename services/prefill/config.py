@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated
 
 from annotated_types import Ge, Gt
 
 from kvcommons.config import Addresses, Node
 from kvcommons.engine.core import EngineSettings
+from kvcommons.stages.settings import StageSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,6 +19,7 @@ class PrefillConfig:
     node: Node
     engine: EngineSettings
     ledger: Addresses
+    shape: StageSettings = field(default_factory=StageSettings)
     chunk_tokens: Annotated[int, Gt(0)] = 512  # computed at once; other jobs take their turn between chunks
     max_running: Annotated[int, Ge(1)] = 4  # jobs that hold memory and take turns
     max_queue: Annotated[int, Ge(0)] = 256  # jobs that wait for memory; more are refused
@@ -27,25 +29,17 @@ class PrefillConfig:
     core_lock: str = ""  # a file: see decode's
     loads: str = "auto"  # of stored history: "auto" loads or computes by measured rates, "always" loads
 
-    stages: Annotated[int, Ge(1)] = 1  # processes that are one instance, each with a range of the layers
-    stage: Annotated[int, Ge(0)] = 0  # which of them this one is; the first, 0, takes requests
-    stage_group: str = "prefill"  # of an instance's stages, by which they find each other
-    stage_layers: tuple[int, ...] = ()  # of each stage; default: by what they are expected to take
-    stage_deadline_s: Annotated[float, Gt(0)] = 120.0  # of a chunk, through all stages; then one is lost
-    data_listen: str | None = None  # of a stage behind the first: its transport address
+    data_listen: str | None = None  # of a process beside the first: its transport address
     advertise_data: str | None = None  # default: what was bound
 
     def __post_init__(self) -> None:
-        if self.stage >= self.stages:
-            raise ValueError(f"stage = {self.stage} of stages = {self.stages}: stages count from 0")
-        if self.stage_layers and len(self.stage_layers) != self.stages:
+        if self.shape.follows and self.data_listen is None:
             raise ValueError(
-                f"stage_layers = {list(self.stage_layers)} names {len(self.stage_layers)} stages, and stages "
-                f"= {self.stages}"
+                f"stage = {self.shape.stage}, rank = {self.shape.rank} is sent activations: set data_listen"
             )
-        if self.stage and self.data_listen is None:
-            raise ValueError(f"stage = {self.stage} is sent activations: set data_listen")
-        if self.stages > 1 and self.core_lock:
-            raise ValueError("stages compute at the same time: leave core_lock out where stages > 1")
+        if self.shape.members > 1 and self.core_lock:
+            raise ValueError(
+                "stages and ranks compute at the same time: leave core_lock out where stages or tensor > 1"
+            )
         if self.loads not in ("auto", "always"):
             raise ValueError(f'loads = "{self.loads}" is neither "auto" nor "always"')

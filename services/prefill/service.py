@@ -36,12 +36,13 @@ from kvcommons.stages.formation import Formation, StageShare
 from kvcommons.stages.group import StageGroup
 from kvcommons.stages.history import StagedHistories
 from kvcommons.stages.metrics import StageMetrics
+from kvcommons.stages.ranks import RankGroup
 from kvcommons.telemetry.metrics import LoadMetrics
 from kvcommons.telemetry.telemetry import Telemetry
 from kvcommons.transport.deadline import Deadline
 from kvcommons.transport.metrics import DataMetrics
 from services.prefill.config import PrefillConfig
-from services.prefill.stage import load_share, serve_stage
+from services.prefill.stage import load_stage, serve_prefill_stage
 
 STOP_S = 1.0  # for threads to end, once nothing is under way
 
@@ -54,6 +55,7 @@ class PrefillParts:
         config: PrefillConfig,
         core: Core,
         share: StageShare,
+        ranks: RankGroup | None,
         predictor: Predictor,
         telemetry: Telemetry,
         changed: Callable[[], None],
@@ -72,16 +74,17 @@ class PrefillParts:
         histories = Histories(core, self.loader)
         stage_metrics = StageMetrics(telemetry.registry)
         self.group: StageGroup | None = None
-        if len(share.ranges) > 1:
+        if not share.alone:
             self.group = StageGroup(
                 core,
                 share.ranges,
                 metrics=stage_metrics,
                 saver=self.saver,
                 condemner=self.condemner,
-                iteration_s=config.stage_deadline_s,
+                iteration_s=config.shape.stage_deadline_s,
                 instance_id=telemetry.instance_id,
                 changed=changed,
+                ranks=ranks,
                 observer=asking,
             )
             histories = StagedHistories(histories, self.group.load)
@@ -127,7 +130,9 @@ class PrefillParts:
         self.engine.start()
 
     def _executor(self, composer: Composer) -> Executor:
-        return Inline(composer) if self.group is None else Pipelined(self.core, composer, self.group)
+        if self.group is None:
+            return Inline(composer)
+        return Pipelined(self.core, composer, self.group)
 
     @property
     def together(self) -> bool:
@@ -154,8 +159,8 @@ class PrefillParts:
 async def serve(config: PrefillConfig, process: Process) -> None:
     """Answers health at once, is ready when the model is loaded, and all its stages are there; drains at a
     signal to stop."""
-    if config.stage:
-        await serve_stage(config, process)
+    if config.shape.follows:
+        await serve_prefill_stage(config, process)
         return
     server = RpcServer(config.node.listen, process.telemetry, call_deadline_s=config.node.call_deadline_s)
     service = PrefillService(PrefillMetrics(process.telemetry.registry))
@@ -191,7 +196,7 @@ async def serve(config: PrefillConfig, process: Process) -> None:
     formation: Formation | None = None
     heartbeat.start()
     try:
-        share, core = await asyncio.to_thread(load_share, config)
+        share, core, ranks = await asyncio.to_thread(load_stage, config)
         predictor, kept = await asyncio.to_thread(
             calibrated,
             core,
@@ -200,7 +205,7 @@ async def serve(config: PrefillConfig, process: Process) -> None:
             generates=False,
             core_lock=config.core_lock,
         )
-        parts = PrefillParts(config, core, share, predictor, process.telemetry, changed)
+        parts = PrefillParts(config, core, share, ranks, predictor, process.telemetry, changed)
         if parts.group is not None:
             directory.start()
             formation = Formation(parts.group, share, core.info.fingerprint, directory)

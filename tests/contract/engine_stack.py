@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from kvcommons.pb.kvstore_pb2_grpc import BlocksStub
 from kvcommons.pb.ledger_pb2_grpc import LedgerStub
 from kvcommons.rpc.channel import open_channel
 from kvcommons.rpc.process import Process
+from kvcommons.stages.settings import StageSettings
 from kvcommons.telemetry.telemetry import Telemetry
 from kvcommons.telemetry.trace import Tracer
 from services.attention_pool.config import AttentionPoolConfig
@@ -51,7 +52,7 @@ from services.ledger.__main__ import serve as serve_ledger
 from services.ledger.config import LedgerConfig
 from services.prefill.config import PrefillConfig
 from services.prefill.service import serve as serve_prefill
-from tests.contract.engine_turns import Reference, compute, prefill_request
+from tests.contract.engine_turns import Reference, compute, prefill_request, turn
 from tests.etcd import RealEtcd
 from tests.machine import scaled, scaled_settings, scaled_table
 
@@ -65,6 +66,12 @@ def settings(folder: Path, **changes: Any) -> EngineSettings:
     return EngineSettings(model=str(folder), **(known | changes))
 
 
+def shape_of(changes: dict[str, Any], **known: Any) -> StageSettings:
+    """Takes what is of stages out of `changes`."""
+    named = {field.name for field in fields(StageSettings)} & changes.keys()
+    return StageSettings(**known | {name: changes.pop(name) for name in named})
+
+
 CALLS = (
     "services.decode.borrowing.ledger_client.CALL_S",
     "services.decode.borrowing.loans.CALL_S",
@@ -75,6 +82,8 @@ CALLS = (
     "kvcommons.stages.group.JOIN_S",
     "kvcommons.stages.group.SILENCE_S",
     "kvcommons.stages.link.SEND_S",
+    "kvcommons.stages.ranks.JOIN_S",
+    "kvcommons.stages.ranks.SUM_S",
     "kvcommons.stages.follower.QUIET_S",
 )
 
@@ -191,6 +200,7 @@ class Stack:
             node=self.node(name),
             engine=settings(self.folder, **(engine or {})),
             ledger=self.ledger,
+            shape=shape_of(changes),
             **({"chunk_tokens": CHUNK} | changes),
         )
         self.launch(name, "prefill", serve_prefill, config)
@@ -199,42 +209,42 @@ class Stack:
         return stub
 
     async def staged(
-        self, stages: int, name: str = "prefill", *, process: bool = False, **changes: Any
+        self, stages: int, name: str = "prefill", *, tensor: int = 1, process: bool = False, **changes: Any
     ) -> Any:
-        """A prefill of so many stages, which are together; those behind the first in this process, or each in
-        its own. There is a ledger."""
-        for number in range(1, stages):
-            self.stage(number, stages, name, process=process, **changes)
-        stub = await self.prefill(name, stages=stages, stage_group=name, **changes)
+        """A prefill of so many stages, of so many ranks each, which are together; those beside the first in
+        this process, or each in its own. There is a ledger."""
+        for member in range(1, stages * tensor):
+            number, rank = divmod(member, tensor)
+            self.stage(number, stages, name, rank=rank, tensor=tensor, process=process, **changes)
+        stub = await self.prefill(name, stages=stages, stage_group=name, tensor=tensor, **changes)
         await self.together(stub)
         return stub
 
     def stage(
-        self, number: int, stages: int, group: str = "prefill", *, process: bool = False, **changes: Any
+        self,
+        number: int,
+        stages: int,
+        group: str = "prefill",
+        *,
+        rank: int = 0,
+        tensor: int = 1,
+        process: bool = False,
+        **changes: Any,
     ) -> None:
-        """One behind the first."""
-        name = f"{group}-stage-{number}"
+        """One beside the first."""
+        name = f"{group}-stage-{number}" + (f"-rank-{rank}" if rank else "")
         config = PrefillConfig(
             node=self.node(name),
             engine=settings(self.folder, **changes.pop("engine", {})),
             ledger=self.ledger,
-            stages=stages,
-            stage=number,
-            stage_group=group,
+            shape=shape_of(changes, stages=stages, stage=number, tensor=tensor, rank=rank, stage_group=group),
             data_listen=self.data(name),
             **({"chunk_tokens": CHUNK} | changes),
         )
         if not process:
             self.launch(name, "prefill", serve_prefill, config)
             return
-        engine = config.engine
-        values = {
-            "listen": self.address(name), "instance_id": f"{name}-{len(self.children)}", "host": "here",
-            "ledger": self.ledger[0], "model": engine.model, "dtype": engine.dtype, "device": engine.device,
-            "block_tokens": engine.block_tokens, "capacity_tokens": engine.capacity_tokens,
-            "stages": stages, "stage": number, "stage_group": group, "data_listen": self.data(name),
-            "chunk_tokens": config.chunk_tokens,
-        }  # fmt: skip
+        values = self._stage_flags(name, config) | {"chunk_tokens": config.chunk_tokens}
         self._child(name, "prefill", scaled_table(PrefillConfig, values))
 
     async def together(self, stub: Any) -> None:
@@ -250,11 +260,63 @@ class Stack:
             data_plane=DataPlane(data_listen=self.data(name)),
             engine=settings(self.folder, **(engine or {})),
             ledger=self.ledger,
+            shape=shape_of(changes),
             **({"placement": "local", "fetch_min_bytes": 0, "max_local_prefill_tokens": 0} | changes),
         )
         self.launch(name, "decode", serve_decode, config)
         await ready(lambda: self.inspect(name))
         return decode_pb2_grpc.DecodeStub(self.channel(name))
+
+    async def staged_decode(
+        self, stages: int, name: str = "decode", *, process: bool = False, **changes: Any
+    ) -> Any:
+        """A decode of so many stages, which are together; those behind the first in this process, or each in
+        its own. There is a ledger."""
+        for number in range(1, stages):
+            self.decode_stage(number, stages, name, process=process, **changes)
+        stub = await self.decode(name, stages=stages, stage_group=name, **changes)
+        await self.decode_together(stub)
+        return stub
+
+    def decode_stage(
+        self, number: int, stages: int, group: str = "decode", *, process: bool = False, **changes: Any
+    ) -> None:
+        """One behind the first."""
+        name = f"{group}-stage-{number}"
+        config = DecodeConfig(
+            node=self.node(name),
+            data_plane=DataPlane(data_listen=self.data(name)),
+            engine=settings(self.folder, **changes.pop("engine", {})),
+            ledger=self.ledger,
+            shape=shape_of(changes, stages=stages, stage=number, stage_group=group),
+            **changes,
+        )
+        if not process:
+            self.launch(name, "decode", serve_decode, config)
+            return
+        self._child(name, "decode", scaled_table(DecodeConfig, self._stage_flags(name, config)))
+
+    async def decode_together(self, stub: Any) -> None:
+        """Once a staged decode takes sequences."""
+        request = turn(None, stub, self.model, [2, 3], 1).request
+
+        async def reserved() -> None:
+            call = stub.Generate(request, timeout=scaled(5))
+            async for _ in call:
+                call.cancel()
+                return
+
+        await ready(reserved)
+
+    def _stage_flags(self, name: str, config: PrefillConfig | DecodeConfig) -> dict[str, Any]:
+        engine, shape = config.engine, config.shape
+        return {
+            "listen": self.address(name), "instance_id": f"{name}-{len(self.children)}", "host": "here",
+            "ledger": self.ledger[0], "model": engine.model, "dtype": engine.dtype, "device": engine.device,
+            "block_tokens": engine.block_tokens, "capacity_tokens": engine.capacity_tokens,
+            "stages": shape.stages, "stage": shape.stage, "stage_group": shape.stage_group,
+            "tensor": shape.tensor, "rank": shape.rank, "data_listen": self.data(name),
+        }  # fmt: skip
 
     async def kvstore(self, name: str = "kvstore") -> BlocksStub:
         config = KVStoreConfig(

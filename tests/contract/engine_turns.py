@@ -90,9 +90,11 @@ def prefill_request(model: bytes, tokens: Sequence[int], **changes: Any) -> pref
     return prefill_pb2.PrefillRequest(job=common_pb2.Job(**(known | changes)), **of_request)
 
 
-async def compute(stub: Any, request: prefill_pb2.PrefillRequest) -> prefill_pb2.PrefillFirst:
+async def compute(
+    stub: Any, request: prefill_pb2.PrefillRequest, call_s: float = CALL_S
+) -> prefill_pb2.PrefillFirst:
     """The result of a job; checks that it is told as the contract says."""
-    events = [event async for event in stub.Compute(request, timeout=CALL_S)]
+    events = [event async for event in stub.Compute(request, timeout=call_s)]
     assert [event.WhichOneof("event") for event in events] == ["started", "first"]
     return events[1].first
 
@@ -105,6 +107,7 @@ class Turn:
     decode: Any
     request: decode_pb2.GenerateRequest
     prefill_history: common_pb2.History | None = None  # where prefill finds another one than decode
+    call_s: float = CALL_S
     tokens: list[int] = field(default_factory=list)
     sampled: list[common_pb2.SampledToken] = field(default_factory=list)
     first: prefill_pb2.PrefillFirst | None = None
@@ -114,7 +117,7 @@ class Turn:
 
     async def run(self) -> Turn:
         computing: asyncio.Task[None] | None = None
-        call = self.decode.Generate(self.request, timeout=CALL_S)
+        call = self.decode.Generate(self.request, timeout=self.call_s)
 
         def has_ended(prefill: asyncio.Task[None]) -> None:
             """Decode would wait for a prompt that does not come, and not know why."""
@@ -162,7 +165,7 @@ class Turn:
         request = prefill_pb2.PrefillRequest(
             job=job, targets=self.reserved.placements, push_from_block=push_from_block
         )
-        self.first = await compute(self.prefill, request)
+        self.first = await compute(self.prefill, request, self.call_s)
         self._take([self.first.token])
 
     def _take(self, tokens: Sequence[common_pb2.SampledToken]) -> None:

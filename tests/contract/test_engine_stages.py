@@ -16,8 +16,9 @@ from kvcommons.errors import CapacityExhausted, InvalidInput, KVCommonsError, Lo
 from kvcommons.model.synthetic import random_config, write_random_folder
 from kvcommons.pb import common_pb2
 from kvcommons.pb import prefill_pb2 as pb
+from kvcommons.stages.settings import StageSettings
 from services.prefill.config import PrefillConfig
-from services.prefill.stage import load_share
+from services.prefill.stage import load_stage
 from tests.contract.engine_stack import BLOCK, Stack, ready, scale_calls, settings
 from tests.contract.engine_turns import compute, prefill_request, prompt, turn
 from tests.contract.test_engine_prefill import idle
@@ -318,10 +319,13 @@ async def test_a_stage_that_stops_is_waited_for(engines: Stack) -> None:
 
 async def test_more_stages_than_layers_are_refused(engines: Stack) -> None:
     config = PrefillConfig(
-        node=engines.node("prefill"), engine=settings(engines.folder), ledger=engines.ledger, stages=4
+        node=engines.node("prefill"),
+        engine=settings(engines.folder),
+        ledger=engines.ledger,
+        shape=StageSettings(stages=4),
     )
     with pytest.raises(InvalidInput, match="stages = 4, and the model has 3 layers"):
-        load_share(config)
+        load_stage(config)
 
 
 async def test_a_prompt_beyond_the_stages_memory_is_refused(engines: Stack) -> None:

@@ -172,13 +172,18 @@ def asked(engines: Stack, stage: Stage) -> Any:
     return prefill_request(engines.model, stage.tokens, truncated=stage.message())
 
 
-@pytest.mark.parametrize("capacity", [5, 9])
-async def test_the_head_may_lie_elsewhere(engines: Stack, session: Session, capacity: int) -> None:
-    """Decode borrows: the head on a pool, or part of it, and a batch with a sequence that has none."""
+@pytest.mark.parametrize(("placement", "capacity"), [("overflow", 5), ("overflow", 9), ("grow", 40)])
+async def test_the_head_may_lie_elsewhere(
+    engines: Stack, session: Session, placement: str, capacity: int
+) -> None:
+    """Decode borrows: the head on a pool, or part of it, and a batch with a sequence that has none; or
+    holders join behind the head while what is new is computed."""
     await engines.lenders(20)
     store = await engines.kvstore()
     prefill = await engines.prefill()
-    decode = await engines.decode(placement="overflow", engine={"capacity_tokens": capacity * BLOCK})
+    decode = await engines.decode(
+        placement=placement, holder_tokens=3 * BLOCK, engine={"capacity_tokens": capacity * BLOCK}
+    )
     plain, following = engines.reference.prompt(40, NEW)
 
     async def run(number: int, context: Context, expected: Answer) -> None:

@@ -197,6 +197,38 @@ async def test_what_is_released_or_of_another_life_is_stale(creditor: Creditor) 
     creditor.write_blocks(ref, 0, 0, objects, soon())
 
 
+async def test_heads_come_by_parts(served: Served) -> None:
+    """From the ranks of a prefill: together they are the objects; what cannot be a part is refused."""
+    objects = Tokens(4 * BLOCK_TOKENS, 0).objects(0, 4 * BLOCK_TOKENS)
+    async with served.debtor() as client:
+        ref = await borrow(client, 4 * BLOCK_TOKENS)
+        sender = DataClient(served.data)
+
+        def write(heads: pb.Heads, payload: list[memoryview]) -> None:
+            request = pb.DataRequest(
+                deadline_ms=5000,
+                write_blocks=pb.WriteBlocks(
+                    handle=ref.handle, epoch=ref.epoch, layer=1, first_block=0, blocks=4, heads=heads
+                ),
+            )
+            sender.call(request, payload, deadline=soon())
+
+        for part in divided(2):
+            write(part.message(), part.pieces(objects))
+        into = [bytearray(LAYOUT.object_bytes) for _ in range(4)]
+        client.read_blocks(ref, 1, 0, into, soon())
+        assert [bytes(one) for one in into] == [bytes(one) for one in objects]
+        first = divided(2)[0]
+        for heads in (pb.Heads(number=2, parts=2), pb.Heads(number=0, parts=1), pb.Heads(number=0, parts=3)):
+            with pytest.raises(InvalidInput):
+                write(heads, first.pieces(objects))
+        with pytest.raises(InvalidInput, match="came with"):
+            write(first.message(), first.pieces(objects)[:-1])
+        client.read_blocks(ref, 1, 0, into, soon())
+        assert [bytes(one) for one in into] == [bytes(one) for one in objects]
+        sender.close()
+
+
 async def test_segments_grow_and_no_room_is_said(served: Served) -> None:
     async with served.debtor() as client, served.debtor("debtor-2") as other:
         ref = await borrow(client, 4)

@@ -1,5 +1,5 @@
 """Seeded schedules of the stages' protocol: the first stage's own group, bookkeeping and allocator, beside
-stages of which every message, copy and death comes when the dice say so.
+stages, each of one or several ranks, of which every message, copy and death comes when the dice say so.
 
 A block's content is the tokens up to its end, by which it is checked whenever anything reads it: attention
 of a later chunk, and what is on its way to decode. So a block that is given away too soon, or found after its
@@ -11,17 +11,21 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 from kvcommons.engine.prompt import FirstToken
 from kvcommons.engine.prompts import PromptSpan
-from kvcommons.errors import CapacityExhausted, KVCommonsError, Unavailable
+from kvcommons.engine.token_rows import TokenRows
+from kvcommons.errors import CapacityExhausted, KVCommonsError, Loading, Unavailable
+from kvcommons.model.tensor_rank import TensorRank
 from kvcommons.pb import common_pb2, prefill_pb2
 from kvcommons.pb import data_pb2 as pb
 from kvcommons.prefill.push import Delivery
+from kvcommons.prefill.targets import TargetTable
 from kvcommons.rblock.allocator import BlockAllocator
+from kvcommons.stages.batches import next_batch
 from kvcommons.stages.group import EpochState, StageAddress, StagedHandOver, StageGroup
 from kvcommons.transport.deadline import Deadline
 
@@ -40,7 +44,8 @@ class SimulatedPrompt:
         self.told: list[int | FirstToken | KVCommonsError] = []
         self.delivery = Delivery(Deadline.after(1e6), "")
         asked = prefill_pb2.PrefillRequest()
-        self.sink = StagedHandOver(world.group, asked, key, world.pusher, self.delivery, (), self.tell)
+        targets = TargetTable(())
+        self.sink = StagedHandOver(world.group, asked, key, world.pusher, self.delivery, targets, self.tell)
         self.blocks: list[int] = []
         self.device_blocks = self.loaded_blocks = self.save_from = self.computed = 0
         self.world = world
@@ -55,6 +60,44 @@ class SimulatedPrompt:
                         raise AssertionError(f"a token, though stage {number} has not delivered {label}")
 
 
+class SimulatedSequence:
+    """It generates here, one token a block; its prompt's KV is written to each stage by itself. A token
+    follows from those before it."""
+
+    def __init__(self, world: StageSchedule, key: int, prompt: Label, new: int) -> None:
+        self.key, self.prompt, self.new = key, prompt, new
+        self.tokens = list(prompt)
+        self.computed = len(prompt)
+        self.physical: list[int] = []
+        self.shared = 0
+        self.unwritten = {(number, index) for number in range(world.stages) for index in range(len(prompt))}
+        self.ended = False
+        self.results: list[str] = []
+
+    @property
+    def blocks(self) -> int:
+        return len(self.physical)
+
+    def local_blocks(self) -> list[int]:
+        return list(self.physical)
+
+    @property
+    def started(self) -> bool:
+        """Its prompt is everywhere, and its first token was heard."""
+        return len(self.tokens) > len(self.prompt)
+
+
+def following(tokens: Sequence[int]) -> int:
+    return (sum(tokens) + len(tokens)) % 2
+
+
+class SimulatedRows(TokenRows):
+    """A token of each of these."""
+
+    def __init__(self, sequences: list[Any]) -> None:
+        self.batch: Any = SimpleNamespace(sequences=sequences)
+
+
 class SimulatedSpan(PromptSpan):
     """The next block of a prompt."""
 
@@ -63,7 +106,8 @@ class SimulatedSpan(PromptSpan):
 
 
 class SimulatedStage:
-    """One behind the first: its memory, what it is sent, and copies of blocks on their way to decode."""
+    """One beside the first, or a rank of one: its memory, what it is sent, and copies of blocks on their way
+    to decode."""
 
     def __init__(self, world: StageSchedule, number: int) -> None:
         self.world, self.number = world, number
@@ -71,9 +115,12 @@ class SimulatedStage:
         self.content: dict[int, Label] = {}
         self.inbox: deque[pb.StagePlan] = deque()
         self.held: dict[int, list[int]] = {}
+        self.tokens: dict[int, list[int]] = {}  # of those held that generate
+        self.shared: dict[int, int] = {}  # leading blocks of them that nobody writes to
         self.over: set[int] = set()  # held, ended by the first stage
         self.done: set[int] = set()  # held, all of it computed
         self.pushes: list[tuple[int, int, Label]] = []  # prompt, block, what it has to be
+        self.writes: list[tuple[int, int, int]] = []  # sequence, its block's index, and the block
         self.report = pb.StageReport()
 
     def die(self) -> None:
@@ -84,35 +131,77 @@ class SimulatedStage:
         self.epoch = None
         self.inbox.clear()
         self.held, self.over, self.done, self.report = {}, set(), set(), pb.StageReport()
+        self.tokens, self.shared = {}, {}
 
     def compute(self) -> None:
         """The next plan."""
         assert self.epoch is not None
         plan, world = self.inbox.popleft(), self.world
+        stage, rank = divmod(self.number, world.tensor)
+        for beside in range(1, 1 if rank else world.tensor):
+            self.epoch.lines[self.number + beside].append(plan)
         for change in plan.changes:
             if change.HasField("begin"):
-                self.held[change.begin.prompt] = list(change.begin.blocks)
+                self.held[change.begin.sequence] = list(change.begin.blocks)
+            elif change.HasField("reserve"):
+                reserve = change.reserve
+                self.held[reserve.sequence] = list(reserve.blocks)
+                self.tokens[reserve.sequence] = list(world.sequences[reserve.sequence].prompt)
+                self.shared[reserve.sequence] = reserve.shared_blocks
+            elif change.HasField("grow"):
+                self.held[change.grow.sequence] += change.grow.blocks
             elif change.HasField("end"):
-                self.over.add(change.end.prompt)
+                self.over.add(change.end.sequence)
         for span in plan.spans:
-            prompt, blocks = world.prompts[span.prompt], self.held[span.prompt]
+            if not span.tokens:
+                self.generate(span)
+                continue
+            prompt, blocks = world.prompts[span.sequence], self.held[span.sequence]
             for index in range(span.first):
                 self.check(blocks[index], prompt.labels[index], "a chunk attends over")
             self.content[blocks[span.first]] = prompt.labels[span.first]
             first = 0 if span.first == prompt.device_blocks else span.first
             self.pushes += [
-                (span.prompt, blocks[index], prompt.labels[index]) for index in range(first, span.first + 1)
+                (span.sequence, blocks[index], prompt.labels[index]) for index in range(first, span.first + 1)
             ]
             if span.first + 1 == len(prompt.labels):
-                self.done.add(span.prompt)
-        if self.number < world.stages - 1:
-            self.epoch.lines[self.number + 1].append(plan)
+                self.done.add(span.sequence)
+        if rank:
+            return
+        if stage < world.stages - 1:
+            self.epoch.lines[self.number + world.tensor].append(plan)
             return
         self.report.iterations += plan.iteration
         for span in plan.spans:
-            if span.first + 1 == len(world.prompts[span.prompt].labels):
+            if not span.tokens:
+                token = common_pb2.SampledToken(token=following(self.tokens[span.sequence]))
+            elif span.first + 1 == len(world.prompts[span.sequence].labels):
                 token = common_pb2.SampledToken(token=1, position=span.first + 1)
-                self.report.tokens.add(prompt=span.prompt, token=token)
+            else:
+                continue
+            self.report.tokens.add(sequence=span.sequence, token=token)
+
+    def generate(self, span: pb.StageSpan) -> None:
+        tokens, blocks = self.tokens[span.sequence], self.held[span.sequence]
+        if span.first != len(tokens):
+            raise AssertionError(f"token {span.first} came where {len(tokens)} was due")
+        for index in range(span.first):
+            self.check(blocks[index], tuple(tokens[: index + 1]), "a token attends over")
+        tokens.append(span.token)
+        self.content[blocks[span.first]] = tuple(tokens)
+
+    def begin_write(self, sequence: SimulatedSequence, index: int) -> None:
+        """Prefill sends a block; the stage takes it where it knows whose it is."""
+        if sequence.key in self.held and sequence.key not in self.over:
+            if index < self.shared[sequence.key]:
+                raise AssertionError("prefill writes to a block that others have")
+            self.writes.append((sequence.key, index, self.held[sequence.key][index]))
+
+    def end_write(self, at: int) -> None:
+        key, index, block = self.writes.pop(at)
+        sequence = self.world.sequences[key]
+        self.content[block] = sequence.prompt[: index + 1]
+        sequence.unwritten.discard((self.number, index))
 
     def push(self, at: int) -> None:
         """One copy arrives."""
@@ -123,11 +212,11 @@ class SimulatedStage:
     def look(self) -> None:
         """What has ended is reported."""
         pending = [key for key, _, _ in self.pushes]
-        using = {block for _, block, _ in self.pushes}
+        using = {block for _, block, _ in self.pushes} | {block for _, _, block in self.writes}
         for key, blocks in list(self.held.items()):
             if key in self.done and key not in pending:
                 self.done.discard(key)
-                self.report.delivered.add(prompt=key)
+                self.report.delivered.add(sequence=key)
             if key in self.over and not using & set(blocks):
                 del self.held[key]
                 self.over.discard(key)
@@ -142,7 +231,7 @@ class SimulatedEpoch(EpochState):
     """Its connections are queues."""
 
     def __init__(self, world: StageSchedule, members: Sequence[StageAddress]) -> None:
-        super().__init__(world.draw.getrandbits(60), members)
+        super().__init__(world.draw.getrandbits(60), members, stages=world.stages)
         self.world = world
         self.lines: dict[int, deque[pb.StagePlan]] = {number: deque() for number in self.numbers}
         self.open = True
@@ -153,7 +242,7 @@ class SimulatedEpoch(EpochState):
             stage = self.world.stage[number]
             if stage.epoch is not None:
                 stage.leave()
-            if stage.pushes:
+            if stage.pushes or stage.writes:
                 raise Unavailable("blocks of the epoch before are still on their way")
         for number in self.numbers:
             self.world.stage[number].epoch = self
@@ -164,9 +253,19 @@ class SimulatedEpoch(EpochState):
     def send(
         self, changes: Sequence[pb.StageChange], spans: Sequence[pb.StageSpan] = (), iteration: Any = None
     ) -> None:
+        plan = pb.StagePlan(changes=changes, spans=spans, iteration=iteration is not None)
+        if self.open and self.world.stages > 1:
+            self.lines[self.world.tensor].append(plan)
+        if self.open and iteration is None:
+            self._beside(plan)
+
+    def share(self, spans: Sequence[pb.StageSpan], hidden: Any) -> None:
         if self.open:
-            plan = pb.StagePlan(changes=changes, spans=spans, iteration=iteration is not None)
-            self.lines[1].append(plan)
+            self._beside(pb.StagePlan(spans=spans))
+
+    def _beside(self, plan: pb.StagePlan) -> None:
+        for rank in range(1, self.world.tensor):
+            self.lines[rank].append(plan)
 
     def close(self) -> None:
         self.open = False
@@ -175,7 +274,8 @@ class SimulatedEpoch(EpochState):
 class StageSchedule:
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(seed)
-        self.stages = self.draw.randrange(2, 5)
+        self.tensor = self.draw.choice((1, 1, 2, 3))
+        self.stages = self.draw.randrange(2 if self.tensor == 1 else 1, 5 - self.tensor // 2)
         self.prompts: dict[int, SimulatedPrompt] = {}
         self.waiting: list[int] = []
         self.computing: list[int] = []
@@ -187,16 +287,19 @@ class StageSchedule:
         self.allocator = allocator
         core: Any = SimpleNamespace(allocator=allocator)
         ignored: Any = SimpleNamespace(busy=lambda *args: None, writer="", control_of=lambda address: "")
+        ranks: Any = SimpleNamespace(rank=TensorRank(ranks=self.tensor))
         ranges = [range(number, number + 1) for number in range(self.stages)]
         self.group = StageGroup(
             core, ranges, metrics=ignored, saver=ignored, condemner=ignored, iteration_s=1e6, instance_id="p",
-            changed=lambda: None, epochs=lambda group, members: SimulatedEpoch(self, members),
+            changed=lambda: None, ranks=ranks, epochs=lambda group, members: SimulatedEpoch(self, members),
         )  # fmt: skip
-        engine: Any = SimpleNamespace(
-            post=self.posted.append, sampled=self.sampled, fail_prompts=self.fail_prompts
-        )
+        engine: Any = SimpleNamespace(post=self.posted.append, fail=self.fail, fail_all=self.fail_all)
         self.group.attach(engine)
-        self.stage = {number: SimulatedStage(self, number) for number in range(1, self.stages)}
+        self.group.line = self
+        self.sequences: dict[int, SimulatedSequence] = {}
+        self.generating: list[int] = []
+        self.under_way: dict[int, list[Callable[[], None]]] = {}  # what waits for a sequence's token
+        self.stage = {number: SimulatedStage(self, number) for number in range(1, self.stages * self.tensor)}
 
     def run(self) -> None:
         for _ in range(EVENTS):
@@ -218,8 +321,15 @@ class StageSchedule:
                 actions += [stage.compute] * 2
             if stage.pushes:
                 actions.append(lambda stage=stage: stage.push(self.draw.randrange(len(stage.pushes))))
+            if stage.writes:
+                actions.append(lambda stage=stage: stage.end_write(self.draw.randrange(len(stage.writes))))
+        if self.generating:
+            actions += [self.write] * 2 + [self.generate] * 2
         if kills:
-            actions.append(self.submit)
+            # Where sequences generate, stages have one rank each.
+            actions += [self.submit] if self.tensor > 1 else [self.submit, self.reserve]
+            if self.draw.random() < 0.2:
+                actions.append(self.cancel_sequence)
             if self.draw.random() < 0.2:
                 actions.append(self.cancel)
             if self.draw.random() < 0.1:
@@ -241,6 +351,51 @@ class StageSchedule:
             prompt.sink.cancelled()
             prompt.told.append(Unavailable("cancelled"))
             self.finish(prompt)
+
+    def reserve(self) -> None:
+        """A sequence arrives, as at decode: its blocks first, what the engine makes of it later."""
+        try:
+            formed = self.group.check()
+        except Loading:
+            return
+        key = 1000 + len(self.sequences)
+        prompt = tuple(self.draw.randrange(2) for _ in range(self.draw.randrange(1, 4)))
+        one = SimulatedSequence(self, key, prompt, self.draw.randrange(1, 5))
+        found = self.allocator.match([bytes(prompt[: index + 1]) for index in range(len(prompt) - 1)])
+        try:
+            one.physical = found + self.allocator.allocate(len(prompt) + 1 - len(found))
+        except CapacityExhausted:
+            self.allocator.release(found)
+            return
+        one.shared = len(found)
+        one.unwritten = {(number, index) for number, index in one.unwritten if index >= one.shared}
+        self.sequences[key] = one
+        self.posted.append(lambda: self.generating.append(key))
+        sequence: Any = one
+        self.group.reserve(formed, sequence, common_pb2.Job(), shared_blocks=one.shared)
+
+    def write(self) -> None:
+        """Prefill sends one block to one stage, or after the last one has come the first token."""
+        one = self.sequences[self.draw.choice(self.generating)]
+        if not one.unwritten:
+            self.posted.append(lambda: self.start(one))
+            return
+        number, index = self.draw.choice(sorted(one.unwritten))
+        if number:
+            self.stage[number].begin_write(one, index)
+        else:
+            self.content[one.physical[index]] = one.prompt[: index + 1]
+            one.unwritten.discard((0, index))
+
+    def start(self, one: SimulatedSequence) -> None:
+        """Prefill's first token."""
+        if not one.ended and not one.started:
+            self.append(one, following(one.prompt))
+
+    def cancel_sequence(self) -> None:
+        if self.generating:
+            key = self.draw.choice(self.generating)
+            self.fail(key, Unavailable("cancelled"))
 
     def kill(self) -> None:
         number = self.draw.choice(list(self.stage))
@@ -293,12 +448,20 @@ class StageSchedule:
         if not spans:
             return
         iteration: Any = SimpleNamespace(
-            leaving=object(), groups=spans, going_on=range(len(spans)), timing=SimpleNamespace(own_s=0.0)
+            leaving=object() if self.stages > 1 else None,
+            groups=spans,
+            going_on=range(len(spans)),
+            timing=SimpleNamespace(own_s=0.0),
         )
+        hidden: Any = None
+        if self.group.shared is not None:
+            self.group.shared(iteration, hidden)
         self.group.pass_on(iteration)
         for prompt in chosen:
             self.allocator.publish(prompt.blocks[prompt.computed], prompt.ids[prompt.computed])
             prompt.computed += 1
+            if self.stages == 1 and prompt.computed == len(prompt.labels):
+                self.sampled(prompt.key, common_pb2.SampledToken(token=1, position=prompt.computed))
 
     def admit(self, prompt: SimulatedPrompt) -> None:
         found = self.allocator.match(prompt.ids[:-1])  # the last one is always computed
@@ -311,6 +474,79 @@ class StageSchedule:
         self.waiting.remove(prompt.key)
         self.computing.append(prompt.key)
 
+    def generate(self) -> None:
+        """An iteration of some that have their last token, as the first stage's executor has it."""
+        ready = [key for key in sorted(self.generating) if self.sequences[key].started]
+        keys = next_batch(ready, self.under_way, self.stages)
+        if not keys or not self.group.takes_more():
+            return
+        rows = []
+        for one in [self.sequences[key] for key in keys]:
+            if len(one.tokens) > one.blocks:
+                try:
+                    one.physical += self.allocator.allocate(1)
+                except CapacityExhausted:
+                    self.fail(one.key, Unavailable("preempted"))
+                    continue
+            for index in range(one.computed):
+                if self.content.get(one.physical[index]) != tuple(one.tokens[: index + 1]):
+                    raise AssertionError("the first stage generates over another block")
+            self.content[one.physical[one.computed]] = tuple(one.tokens)
+            rows.append(one)
+        if not rows:
+            return
+        iteration: Any = SimpleNamespace(
+            leaving=object(), groups=[SimulatedRows(rows)], going_on=[0], timing=SimpleNamespace(own_s=0.0)
+        )
+        if not self.group.pass_on(iteration):
+            raise AssertionError("a line that takes more took none")
+        self.under_way |= {one.key: [] for one in rows}
+
+    def landed(self, iteration: Any, tokens: Mapping[int, common_pb2.SampledToken]) -> None:
+        for group in iteration.groups:
+            if isinstance(group, SimulatedSpan):
+                if group.prompt.key in tokens:
+                    self.sampled(group.prompt.key, tokens[group.prompt.key])
+                continue
+            for one in group.batch.sequences:
+                waiting = self.under_way.pop(one.key)
+                self.append(one, tokens[one.key].token)
+                for command in waiting:
+                    command()
+
+    def abandoned(self) -> None:
+        waiting, self.under_way = self.under_way, {}
+        for commands in waiting.values():
+            for command in commands:
+                command()
+
+    def append(self, one: SimulatedSequence, token: int) -> None:
+        """A token that was sampled; what was computed before it can be found."""
+        one.computed = len(one.tokens)
+        one.tokens.append(token)
+        for index in range(one.computed):
+            self.allocator.publish(one.physical[index], bytes(one.tokens[: index + 1]))
+        if len(one.tokens) == len(one.prompt) + one.new:
+            expected = list(one.prompt)
+            while len(expected) < len(one.tokens):
+                expected.append(following(expected))
+            if one.tokens != expected:
+                raise AssertionError(f"{one.tokens} were generated, and {expected} follow")
+            self.leave(one, "done")
+
+    def fail(self, key: int, error: KVCommonsError) -> None:
+        if key in self.under_way:
+            self.under_way[key].append(lambda: self.fail(key, error))
+        elif not self.sequences[key].ended:
+            self.leave(self.sequences[key], error.message)
+
+    def leave(self, one: SimulatedSequence, result: str) -> None:
+        one.ended = True
+        one.results.append(result)
+        self.generating.remove(one.key)
+        self.group.leave(one.key)
+        self.allocator.release(one.physical)
+
     def sampled(self, key: int, token: common_pb2.SampledToken) -> None:
         prompt = self.prompts[key]
         if not prompt.ended:
@@ -318,7 +554,9 @@ class StageSchedule:
             first: Any = SimpleNamespace(token=token)
             prompt.sink.finished(prompt, first)  # type: ignore[arg-type]
 
-    def fail_prompts(self, error: KVCommonsError) -> None:
+    def fail_all(self, error: KVCommonsError) -> None:
+        for key in list(self.generating):
+            self.fail(key, error)
         for key in self.computing + self.waiting:
             prompt = self.prompts[key]
             self.finish(prompt)
@@ -334,11 +572,11 @@ class StageSchedule:
     # What has to hold.
 
     def quiet(self) -> bool:
-        busy = self.waiting or self.computing or self.posted or not self.group.formed
+        busy = self.waiting or self.computing or self.generating or self.posted or not self.group.formed
         epoch = next(iter(self.stage.values())).epoch
         lines = epoch is not None and any(epoch.lines.values())
         stages = any(
-            stage.inbox or stage.pushes or stage.held or stage.report.ByteSize()
+            stage.inbox or stage.pushes or stage.writes or stage.held or stage.report.ByteSize()
             for stage in self.stage.values()
         )
         return not (busy or lines or stages)
@@ -346,6 +584,9 @@ class StageSchedule:
     def check_end(self) -> None:
         if self.allocator.in_use:
             raise AssertionError(f"{self.allocator.in_use} blocks stay in use")
+        for key, one in self.sequences.items():
+            if len(one.results) != 1:
+                raise AssertionError(f"sequence {key} came to {len(one.results)} ends")
         for key, prompt in self.prompts.items():
             if len(prompt.told) != 1:
                 raise AssertionError(f"prompt {key} was told {len(prompt.told)} results")

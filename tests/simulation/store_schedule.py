@@ -201,7 +201,8 @@ class StoreSchedule:
             if place is not None:
                 whole = b"".join(payload(block_id, layer, put.shape.object_bytes) for layer in put.layers)
                 part = slice(int(begin * len(whole)), int(end * len(whole)))
-                place[part] = whole[part]
+                (buffer,) = place
+                buffer[part] = whole[part]
         return incoming
 
     def _open_run(self) -> None:

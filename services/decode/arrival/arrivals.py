@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -20,12 +21,14 @@ from kvcommons.engine.history import Histories, Load
 from kvcommons.engine.prompt import FirstToken
 from kvcommons.engine.request import Request
 from kvcommons.engine.sequence import LocalRun, RemoteRun, Run, Sequence
-from kvcommons.errors import CapacityExhausted, KVCommonsError, Unavailable
+from kvcommons.errors import CapacityExhausted, KVCommonsError, Overloaded, Unavailable
 from kvcommons.holder.holder import Holder
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import common_pb2 as pb
 from kvcommons.placement.base import FreeBlocks, Placement, SequenceLayout
+from kvcommons.stages.group import StageGroup
 from kvcommons.transport.deadline import Deadline
+from services.decode.arrival.growth import GrowingPrompt, Growth, split
 from services.decode.arrival.local_prefill import LocalPrefill, LocalSink
 from services.decode.arrival.start_barrier import PushFrom, StartBarrier, StartGeneration
 from services.decode.batching.stream import EventStream
@@ -60,10 +63,14 @@ def pieces_of(runs: list[Run], ids: list[bytes], begin: int, end: int) -> list[F
     return found
 
 
-def split(blocks: range, at: int) -> list[range]:
-    """The parts of `blocks` before and after block `at`, without empty ones."""
-    parts = (range(blocks.start, min(at, blocks.stop)), range(max(at, blocks.start), blocks.stop))
-    return [part for part in parts if part]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Reserved:
+    """Runs for a prompt and its first token, or for the beginning of that."""
+
+    runs: list[Run]
+    found: int  # leading blocks that were known here already
+    placement: Placement  # that placed them
+    later: tuple[int, ...]  # blocks of each holder that is to join
 
 
 class Arrival:
@@ -113,11 +120,15 @@ class Arrivals:
         holder: Holder,
         histories: Histories,
         loans: Loans,
+        growth: Growth,
         local: LocalPrefill | None = None,
+        stages: StageGroup | None = None,
     ) -> None:
-        """`local` computes prompts here; None where prefill computes all."""
+        """`local` computes prompts here; None where prefill computes all. `stages`: the others, where this is
+        the first of several."""
         self._core = core
         self._local = local
+        self._stages = stages
         self._loop = asyncio.get_running_loop()
         self._placement = placement
         self._data_address = data_address
@@ -127,6 +138,7 @@ class Arrivals:
         self._holder = holder
         self._histories = histories
         self._loans = loans
+        self._growth = growth
         self._threads = ThreadPoolExecutor(FETCHES_MAX, thread_name_prefix="decode-fetch")
         self._by_key: dict[int, Arrival] = {}
         self._by_handle: dict[int, Arrival] = {}
@@ -141,25 +153,30 @@ class Arrivals:
     def find(self, key: int) -> Arrival | None:
         return self._by_key.get(key)
 
-    async def open(self, request: Request, *, start_wait_s: float) -> Arrival:
-        """Reserves blocks and begins to fetch the history. Prefill has `start_wait_s` to deliver. Raises
-        CapacityExhausted, and holds nothing then."""
+    async def open(self, request: Request, job: pb.Job, *, start_wait_s: float) -> Arrival:
+        """Of a request, which is checked, and came as this job. Reserves blocks and begins to fetch the
+        history. Prefill has `start_wait_s` to deliver. Raises CapacityExhausted, and Loading where stages are
+        missing, and holds nothing then."""
         core, key = self._core, self._engine.new_key()
+        formed = self._stages.check() if self._stages is not None else None  # before anything is found
         chain = request.chain(core.info)
         ids = list(chain.ids)
         reusable = ids[: request.reusable(core.block_tokens)]
-        runs, found, placement = await self._reserve(key, request, reusable)
+        matched = min(request.matched_blocks, len(reusable)) if request.store_data else 0
+        reserved = await self._reserve(key, request, reusable, matched)
+        runs, found = reserved.runs, reserved.found
         sequence = Sequence(
             key=key,
             request=request,
             block_tokens=core.block_tokens,
             chain=chain,
-            placement=placement,
+            placement=reserved.placement,
         )
         ref, placements = self._placements(request, runs, found)
+        if self._stages is not None and formed is not None:
+            placements[0].stages.extend(self._stages.places(formed, key, placements[0]))
         for run in runs:
             sequence.append_run(run)  # which joins those that follow each other
-        matched = min(request.matched_blocks, len(reusable)) if request.store_data else 0
         # A few blocks cost less as a part of what prefill pushes than as a message of their own.
         push_from = matched if matched - found >= self._fetch_min_blocks else found
         local = self._local is not None and self._local.takes(sequence, max(found, matched))
@@ -168,6 +185,18 @@ class Arrivals:
         arrival = Arrival(sequence, ref, placements, push_from, start_wait_s, computes=local)
         arrival.barrier = StartBarrier(push_from_block=push_from, fetching=push_from > found)
         self._by_key[key] = self._by_handle[ref.handle] = arrival
+        if reserved.later:
+            self._growth.begin(
+                GrowingPrompt(
+                    key=key,
+                    name=request.request_id,
+                    head_blocks=sequence.head_blocks,
+                    blocks=sequence.blocks,
+                    needed=sequence.blocks + sum(reserved.later),
+                    pieces=deque(reserved.later),
+                    holders=sequence.remote_runs(),
+                )
+            )
         self.changes += 1
         arrival.change = self.changes
         if self._local is not None and local:
@@ -175,6 +204,8 @@ class Arrivals:
             self._local.submit(sequence, sink, wait_s=start_wait_s)
         else:
             self._engine.add(sequence)
+            if self._stages is not None and formed is not None:
+                self._stages.reserve(formed, sequence, job, shared_blocks=found)
             self._expect(arrival)
         if push_from == found:
             arrival.present.set_result(found)
@@ -238,6 +269,13 @@ class Arrivals:
             raise Unavailable(f"no sequence waits for its prompt at segment {handle}")
         return present
 
+    async def places(self, handle: int, *, known_blocks: int, blocks: int) -> list[pb.SegmentPlace]:
+        """As `Growth.places`."""
+        arrival = self._by_handle.get(handle)
+        if arrival is None:
+            raise Unavailable(f"no sequence waits for its prompt at segment {handle}")
+        return await self._growth.places(arrival.sequence.key, known_blocks=known_blocks, blocks=blocks)
+
     def ended(self, arrival: Arrival) -> int:
         """The sequence holds nothing any more, or will not in a moment: the number of that change."""
         if arrival.end_change is None:
@@ -257,22 +295,20 @@ class Arrivals:
         if not arrival.stream.ended:
             self._engine.cancel(arrival.sequence.key)
 
-    async def _reserve(
-        self, key: int, request: Request, reusable: list[bytes]
-    ) -> tuple[list[Run], int, Placement]:
-        """Runs for the prompt and the first token, how many leading blocks are known here already, and the
-        policy that placed them."""
+    async def _reserve(self, key: int, request: Request, reusable: list[bytes], matched: int) -> _Reserved:
+        """Room for the prompt and the first token or, where holders join as it grows, for `matched` blocks at
+        least."""
         try:
-            return await self._reserve_by(self._placement, key, request, reusable)
+            return await self._reserve_by(self._placement, key, request, reusable, matched)
         except CapacityExhausted:
             otherwise = self._placement.otherwise()
             if otherwise is None:
                 raise
-        return await self._reserve_by(otherwise, key, request, reusable)
+        return await self._reserve_by(otherwise, key, request, reusable, matched)
 
     async def _reserve_by(
-        self, policy: Placement, key: int, request: Request, reusable: list[bytes]
-    ) -> tuple[list[Run], int, Placement]:
+        self, policy: Placement, key: int, request: Request, reusable: list[bytes], matched: int
+    ) -> _Reserved:
         allocator = self._core.allocator
         needed = self._core.layout.blocks_of(len(request.tokens) + 1)
         held = allocator.match(reusable)
@@ -286,22 +322,29 @@ class Arrivals:
                 allocator.release(held)
                 held, found, runs = [], 0, []
                 placement, layout = self._place(policy, needed, found)
+            if layout.grows and len(layout.pieces) > 1 and self._growth.any_waits:
+                raise Overloaded(
+                    "an earlier prompt has begun and waits for memory: retry later",
+                    retry_after_ms=500,
+                )
             local = allocator.allocate(layout.local_blocks)
             held = held + local
-            at = found
+            at, later = found, []
             for piece in layout.pieces:
-                if piece.away:
+                if piece.away and layout.grows and runs and at >= matched:
+                    later.append(piece.blocks)
+                elif piece.away:
                     part = await self._borrow(key, request, range(at, at + piece.blocks), layout, remote)
                     remote += part
                     runs += part
                 else:
                     runs.append(LocalRun(first_block=at, blocks=local))
-                at += piece.blocks
+                at = runs[-1].first_block + runs[-1].count
         except BaseException:
             self._loans.give_back(remote)
             allocator.release(held)
             raise
-        return runs, found, placement
+        return _Reserved(runs=runs, found=found, placement=placement, later=tuple(later))
 
     def _place(self, policy: Placement, needed: int, found: int) -> tuple[Placement, SequenceLayout]:
         free = FreeBlocks(free_blocks=self._core.allocator.free, sequences=len(self._by_key))
@@ -403,7 +446,7 @@ class Arrivals:
 
             def finish() -> int:
                 try:
-                    return load.wait(self._core.layout.layers - 1, deadline)
+                    return load.wait(self._core.layers[-1], deadline)
                 finally:
                     load.cancel()
                     allocator.release(blocks)
@@ -442,5 +485,6 @@ class Arrivals:
         """Prefill has nothing more to write here."""
         if arrival.timer is not None:
             arrival.timer.cancel()
+        self._growth.end(arrival.sequence.key)
         if self._by_handle.pop(arrival.ref.handle, None) is not None:
             self._holder.release([arrival.ref])

@@ -88,7 +88,7 @@ class LocalPrefill:
         """Whether a sequence that has just arrived, so many of whose blocks were found here or are stored, is
         one of them. All of it has to lie here."""
         new = len(sequence.request.tokens) - found_blocks * sequence.block_tokens
-        return new <= self._tokens_max and not sequence.remote_runs()
+        return new <= self._tokens_max and not sequence.remote_runs() and not sequence.full
 
     def ended(self, sequence: Sequence, first: FirstToken) -> None:
         """A prompt that was computed here has its first token."""

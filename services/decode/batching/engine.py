@@ -6,13 +6,15 @@ from kvcommons.engine.callbacks import EngineCallbacks, EngineMetrics
 from kvcommons.engine.core import Core
 from kvcommons.engine.core_lock import CoreLock
 from kvcommons.engine.engine import Engine
-from kvcommons.engine.executor import Composer
+from kvcommons.engine.executor import Composer, Executor
 from kvcommons.engine.keeper import BlockKeeper
 from kvcommons.engine.predictor import Predictor
 from kvcommons.engine.prompts import Prompts
 from kvcommons.engine.remote.attention import RemoteAttention
 from kvcommons.engine.scheduler import Scheduler
 from kvcommons.holder.budget import AttentionBudget
+from kvcommons.stages.executor import Pipelined
+from kvcommons.stages.group import StageGroup
 from services.decode.staggering.executor import Staggered
 from services.decode.staggering.lanes import Mode, Pipelining
 from services.decode.staggering.rotation import Rotation
@@ -34,23 +36,31 @@ def decode_engine(
     prompts: Prompts | None = None,
     predictor: Predictor | None = None,
     cores: CoreLock | None = None,
+    stages: StageGroup | None = None,
 ) -> Engine:
     """Not started yet. `attend_deadline_s` bounds what a layer waits for other holders. `budget` takes
     the length of iterations. `pipelining` says whether two batches alternate; "auto"
     does it where it pays. With `rotation` the batches of several instances alternate instead. `prompts` are
     those of `scheduler`, where some are computed here. `cores` is given where other engines of the host
-    share them; staggered batches do not wait for it."""
+    share them; staggered batches do not wait for it. With `stages` this is the first of several, and batches
+    take turns in them."""
     remote = RemoteAttention(core.layout, core.backend, budget, mini_batches)
-    return Engine(
-        core,
-        scheduler=scheduler,
-        executor=Staggered(
+    composer = Composer(core, remote, attend_deadline_s=attend_deadline_s)
+    executor: Executor
+    if stages is not None:
+        executor = Pipelined(core, composer, stages)
+    else:
+        executor = Staggered(
             core,
-            Composer(core, remote, attend_deadline_s=attend_deadline_s),
+            composer,
             rotation or Pipelining(pipelining, core.layout.layers),
             model_lock=rotation.model_lock if rotation else None,
             close_s=2 * attend_deadline_s,
-        ),
+        )
+    return Engine(
+        core,
+        scheduler=scheduler,
+        executor=executor,
         prompts=prompts,
         predictor=predictor,
         may_borrow=may_borrow,
@@ -59,4 +69,5 @@ def decode_engine(
         callbacks=callbacks,
         metrics=metrics,
         cores=cores,
+        shares=stages is None,
     )

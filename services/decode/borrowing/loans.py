@@ -104,6 +104,11 @@ class Loans:
             owed[names[holder]] = owed.get(names[holder], 0) + loan.blocks
         return owed
 
+    @property
+    def shortfall(self) -> str:
+        """Of head groups, by the ledger's last answer; it is appended to error messages."""
+        return self._ledger.shortfall
+
     async def borrow(
         self,
         key: int,

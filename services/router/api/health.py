@@ -15,7 +15,9 @@ from services.router.http.middleware import SERVING
 from services.router.serving import Serving
 
 _NEEDED = ("prefill", "decode", "kvstore")
-_SERVICES = ("router", "prefill", "prefill_stage", "decode", "attention_pool", "kvstore", "ledger")
+_SERVICES = (
+    "router", "prefill", "prefill_stage", "decode", "decode_stage", "attention_pool", "kvstore", "ledger",
+)  # fmt: skip
 _STATS_S = 1.0
 _OK = 200
 _UNAVAILABLE = 503

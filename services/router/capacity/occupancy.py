@@ -195,7 +195,8 @@ class Occupancy:
         remote = sum(one.counted_remote - _remote_now(one) for state in known for one in state.reservations)
         # The parts of a head group have the same blocks, a share of the heads each.
         pooled = sum(one.load.lendable_blocks for one in pools if not one.heads.number)
-        others = sum(lendable) + pooled + remote
+        promised = sum(state.load.promised_blocks for state in known)
+        others = sum(lendable) + pooled + remote - promised
         for instance_id, state, own in zip(ids, known, lendable, strict=True):
             blocks = self._unclaimed(state)
             if not state.load.only_here:

@@ -212,11 +212,12 @@ class Attempt:
 
     def _reserved(self, reservation: Reservation, reserved: decode_pb2.Reserved) -> None:
         blocks = [placement.blocks for placement in reserved.placements]  # its own first
+        all_blocks = blocks_of(self._request.model, len(self._tokens))  # holders may join later
         self._fleet.occupancy.confirm(
             reservation,
             change=reserved.change,
             local=sum(blocks[:1]),
-            remote=sum(blocks[1:]),
+            remote=max(sum(blocks[1:]), all_blocks - sum(blocks[:1])),
             epoch=reserved.placements[0].epoch if reserved.placements else 0,
         )
         self._queues.reserved(self._ticket, self._request.model)

@@ -229,11 +229,50 @@ def test_stages_of_a_prefill_are_processes_that_find_each_other() -> None:
     assert threads_by_service(8, settings, {})["prefill"] == 1
 
 
+def test_ranks_of_stages_are_processes_of_the_same_instance() -> None:
+    settings = UpSettings(stages=2)
+    user = {"prefill": {"tensor": 2}}
+    plans = processes(settings, PLACE, 8, 1, {}, user=user, model_flag=False)
+    ours = {plan.name: flags(plan.command) for plan in plans if plan.service == "prefill"}
+    assert {name: (one["stage"], one["rank"]) for name, one in ours.items()} == {
+        "prefill": ("0", "0"),
+        "prefill-rank-1": ("0", "1"),
+        "prefill-stage-1": ("1", "0"),
+        "prefill-stage-1-rank-1": ("1", "1"),
+    }
+    assert {one["stage_group"] for one in ours.values()} == {"prefill"}
+    assert [name for name, one in ours.items() if "data_listen" not in one] == ["prefill"]
+    written = tables(settings, PLACE, 8, user)["prefill"]
+    assert (written["stages"], written["tensor"]) == (2, 2)
+    assert "core_lock" not in written
+    with pytest.raises(InvalidInput, match="tensor = 2") as refused:
+        tables(UpSettings(colocated=True), PLACE, 8, user)
+    assert refused.value.param == "tensor"
+
+
 def test_stages_of_the_settings_file_count_as_those_of_up() -> None:
     user = {"prefill": {"stages": 2}}
     plans = processes(UpSettings(), PLACE, 8, 1, {}, user=user, model_flag=False)
     assert [plan.name for plan in plans if plan.service == "prefill"] == ["prefill", "prefill-stage-1"]
     assert tables(UpSettings(), PLACE, 8, user)["prefill"]["stages"] == 2
+
+
+def test_stages_of_a_decode_are_processes_with_an_address_each() -> None:
+    settings = UpSettings(decode=2, decode_stages=2)
+    plans = processes(settings, PLACE, 8, 1, {}, user={}, model_flag=False)
+    ours = {plan.name: flags(plan.command) for plan in plans if plan.service == "decode"}
+    assert {name: (one["stage_group"], one["stage"]) for name, one in ours.items()} == {
+        "decode-1": ("decode-1", "0"), "decode-1-stage-1": ("decode-1", "1"),
+        "decode-2": ("decode-2", "0"), "decode-2-stage-1": ("decode-2", "1"),
+    }  # fmt: skip
+    assert len({one["data_listen"] for one in ours.values()}) == 4
+    written = tables(settings, PLACE, 8, {})
+    assert (written["decode"]["stages"], "stages" in written["prefill"]) == (2, False)
+    assert "core_lock" not in written["decode"]
+    assert threads_by_service(8, settings, {})["decode"] == 1
+    with pytest.raises(InvalidInput, match="leave one of them out") as refused:
+        tables(UpSettings(decode=2, decode_stages=2, rotate=True), PLACE, 8, {})
+    assert refused.value.param == "decode_stages"
 
 
 def test_one_stage_is_the_prefill_that_there_was() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from devstack.cli import main
 from devstack.rest import RestClient
 from tests.machine import scaled
 
@@ -54,3 +55,20 @@ def _thrown_into(stream: Any) -> Exception:
     except RuntimeError as error:
         return error
     raise AssertionError("the stream kept the error")
+
+
+@pytest.mark.parametrize(
+    "url", ["", "ftp://host", "http://", "http://[::1", "http://host:99999", "http://host:a"]
+)
+def test_an_address_that_is_none_is_named(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    for command in (["chat"], ["status"], ["prefill", "--session", "one"]):
+        with pytest.raises(SystemExit) as ended:
+            main([*command, "--url", url])
+        assert ended.value.code == 2
+        assert f"--url: {url!r} is no address of a server" in capsys.readouterr().err
+
+
+def test_a_hint_has_the_address_where_it_is_another_one() -> None:
+    assert RestClient().option == ""
+    assert RestClient("127.0.0.1:8000/").option == ""
+    assert RestClient("http://host:9").option == " --url http://host:9"

@@ -9,6 +9,7 @@ from hashlib import shake_128
 from pathlib import Path
 
 from kvcommons.rblock.checksum import checksum
+from kvcommons.rblock.heads import HeadPart
 from services.kvstore.blocks import BlockStore, BlockStoreSettings
 from services.kvstore.incoming import LayerPut
 from services.kvstore.medium import Medium
@@ -29,8 +30,20 @@ def payload(block_id: bytes, layer: int, shape: BlockShape = SHAPE) -> bytes:
     return shake_128(block_id + bytes([layer])).digest(shape.object_bytes)
 
 
+def content(block_id: bytes, layer: int, shape: BlockShape = SHAPE, heads: HeadPart | None = None) -> bytes:
+    """Of some heads (None: of all): their K, then their V."""
+    whole = payload(block_id, layer, shape)
+    return whole if heads is None else b"".join(heads.pieces([whole]))
+
+
 def layer_put(
-    ids: Sequence[bytes], layer: int, *, writer: str = "writer", shape: BlockShape = SHAPE, count: int = 1
+    ids: Sequence[bytes],
+    layer: int,
+    *,
+    writer: str = "writer",
+    shape: BlockShape = SHAPE,
+    count: int = 1,
+    heads: HeadPart | None = None,
 ) -> LayerPut:
     layers = range(layer, layer + count)
     return LayerPut(
@@ -41,7 +54,8 @@ def layer_put(
         parent=b"",
         first_block=0,
         block_ids=ids,
-        checksums=[checksum(b, layer, payload(b, layer, shape)) for b in ids for layer in layers],
+        checksums=[checksum(b, layer, content(b, layer, shape, heads)) for b in ids for layer in layers],
+        heads=heads,
     )
 
 
@@ -50,7 +64,10 @@ def put_layer(store: BlockStore, put: LayerPut) -> list[int]:
     incoming = store.begin_put(put)
     for block_id, place in zip(put.block_ids, incoming.into, strict=True):
         if place is not None:
-            place[:] = b"".join(payload(block_id, layer, put.shape) for layer in put.layers)
+            sent = b"".join(content(block_id, layer, put.shape, put.heads) for layer in put.layers)
+            for buffer in place:
+                buffer[:], sent = sent[: len(buffer)], sent[len(buffer) :]
+            assert not sent
     return incoming.finish()
 
 

@@ -53,6 +53,19 @@ def test_what_was_dispatched_is_taken_until_a_heartbeat_counts_it() -> None:
     assert (free(occupancy, after), occupancy.projected(after).load.running) == (55, 2)
 
 
+def test_what_prompts_that_have_begun_still_want_is_nobody_elses_to_borrow() -> None:
+    """Here is what others may have: it was never promised."""
+    grows = decode("d", free=10, lendable_blocks=5, only_here=False, promised_blocks=12)
+    other = decode("e", free=20, lendable_blocks=15, only_here=False)
+    pool = Instance(id="p", load=Load(lendable_blocks=30))
+    occupancy = Occupancy()
+    occupancy.update([grows, other], [pool])
+    assert occupancy.free_blocks([grows, other], [pool]) == {"d": 10 + 15 + 30 - 12, "e": 20 + 5 + 30 - 12}
+    grows.load.promised_blocks = 100
+    occupancy.update([grows, other], [pool])
+    assert occupancy.free_blocks([grows, other], [pool]) == {"d": 10, "e": 20}
+
+
 def test_a_heartbeat_that_is_quicker_than_the_reservation_is_not_counted_twice() -> None:
     occupancy = observed(decode(free=100, changes=4))
     reservation = occupancy.reserve("d", 30)

@@ -55,7 +55,7 @@ def stage() -> Iterator[str]:
 @pytest.mark.parametrize(
     ("plan", "why"),
     [
-        (pb.StagePlan(number=1, spans=[pb.StageSpan(prompt=1, tokens=1 << 31)]), "more than there are"),
+        (pb.StagePlan(number=1, spans=[pb.StageSpan(sequence=1, tokens=1 << 31)]), "more than there are"),
         (pb.StagePlan(number=2, iteration=True), "plan 2 came where 1 was due"),
         (pb.StagePlan(number=1, changes=[pb.StageChange()]), "does not know: run one version"),
     ],

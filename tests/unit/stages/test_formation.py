@@ -7,19 +7,21 @@ from typing import Any
 
 import pytest
 
+from kvcommons.model.tensor_rank import TensorRank
 from kvcommons.pb import common_pb2
 from kvcommons.pb import ledger_pb2 as pb
 from kvcommons.stages.formation import StageShare, members
 from kvcommons.stages.group import StageAddress
 
 MODEL = b"m" * 32
-SHARE = StageShare(group="prefill", number=0, ranges=(range(4), range(4, 7), range(7, 10)))
+SHARE = StageShare(service="prefill", group="prefill", number=0, ranges=(range(4), range(4, 7), range(7, 10)))
 
 
 def stage(number: int, **changes: Any) -> pb.Instance:
     layers = SHARE.ranges[number]
     part = {
         "group": "prefill", "number": number, "stages": 3, "first_layer": layers.start, "layers": len(layers),
+        "rank": 0, "ranks": 1,
     }  # fmt: skip
     part |= {name: changes.pop(name) for name in list(changes) if name in part}
     known: dict[str, Any] = {
@@ -37,6 +39,27 @@ def test_stages_are_found_in_order_whoever_else_is_there() -> None:
         StageAddress(number=1, data_address="unix:/s1"),
         StageAddress(number=2, data_address="unix:/s2"),
     ]
+
+
+def test_ranks_of_stages_are_members_one_after_another() -> None:
+    share = StageShare(
+        service="prefill", group="prefill", number=0, ranges=SHARE.ranges, rank=TensorRank(ranks=2)
+    )
+    assert not share.alone
+    instances = [
+        stage(number, rank=rank, ranks=2, id=f"{number}-{rank}", data_address=f"unix:/{number}-{rank}")
+        for number in range(3)
+        for rank in range(2)
+        if number or rank
+    ]
+    found, shortfall = members(share, MODEL, reversed(instances))
+    assert not shortfall
+    assert [(one.number, one.data_address) for one in found] == [
+        (number, f"unix:/{number // 2}-{number % 2}") for number in range(1, 6)
+    ]
+    assert "stage 1, rank 1, of group 'prefill' is not there" in members(share, MODEL, instances[:2])[1]
+    wrong = [stage(0, rank=1, ranks=4), *instances[1:]]
+    assert "has 4 ranks a stage, and 2 are due: start all" in members(share, MODEL, wrong)[1]
 
 
 def test_of_two_at_one_address_the_later_lives() -> None:

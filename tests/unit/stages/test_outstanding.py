@@ -10,32 +10,35 @@ from kvcommons.stages.outstanding import OutstandingWork
 
 
 def test_one_more_iteration_than_stages_fills_the_line() -> None:
-    work = OutstandingWork([1, 2], iterations_max=3)
-    for now_s in (1.0, 2.0, 3.0):
+    work = OutstandingWork[str]([1, 2], iterations_max=3)
+    for now_s, name in ((1.0, "a"), (2.0, "b"), (3.0, "c")):
         assert not work.full
-        work.passed_on(now_s)
+        work.passed_on(now_s, name)
     assert work.full
     assert work.late(6.5, 5.0)
-    work.done(2)
+    assert work.done(2) == ["a", "b"]
     assert not work.late(6.5, 5.0)
     assert (work.full, work.iterations) == (False, 1)
     with pytest.raises(ValueError, match="2 iterations are done, of 1"):
         work.done(2)
 
 
-def test_blocks_come_back_once_all_stages_have_ended_a_prompt() -> None:
-    work = OutstandingWork([1, 2], iterations_max=3)
-    work.begin(7, [4, 5])
+def test_blocks_come_back_once_all_stages_have_ended_a_sequence() -> None:
+    work = OutstandingWork[None]([1, 2], iterations_max=3)
+    work.begin(7, [4, 5], delivers=False)
+    work.grow(7, [9])
     assert work.begun(7)
+    assert work.blocks(7) == 3
     assert work.ended(7, 2) == ()
     assert work.ended(7, 2) == ()
-    assert work.ended(7, 1) == (4, 5)
+    assert not work.delivered(7, 1)
+    assert work.ended(7, 1) == (4, 5, 9)
     assert not work.begun(7)
     assert work.ended(7, 1) == ()
 
 
 def test_a_stage_says_once_that_it_has_delivered() -> None:
-    work = OutstandingWork([1, 2], iterations_max=3)
+    work = OutstandingWork[None]([1, 2], iterations_max=3)
     work.begin(7, [])
     assert [work.delivered(7, 1), work.delivered(7, 1), work.delivered(8, 1)] == [True, False, False]
     assert work.abandon() == ([], [(7, 2)])
@@ -45,7 +48,7 @@ def test_random_epochs_lose_no_block_and_give_none_back_twice() -> None:
     for seed in range(300):
         draw = random.Random(seed)
         stages = range(1, draw.randrange(2, 6))
-        work = OutstandingWork(stages, iterations_max=len(stages) + 1)
+        work = OutstandingWork[None](stages, iterations_max=len(stages) + 1)
         held: dict[int, list[int]] = {}
         left: dict[int, set[int]] = {}
         came_back: list[int] = []
@@ -64,4 +67,4 @@ def test_random_epochs_lose_no_block_and_give_none_back_twice() -> None:
         blocks, undelivered = work.abandon()
         assert sorted([*came_back, *blocks]) == sorted(block for some in held.values() for block in some)
         assert {key for key, _ in undelivered} == {key for key, stages_left in left.items() if stages_left}
-        assert work.prompts == []
+        assert work.sequences == []

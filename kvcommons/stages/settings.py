@@ -1,0 +1,69 @@
+"""The shape of an instance of several processes: prefill's and decode's settings have these."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from ipaddress import ip_address
+from typing import Annotated
+
+from annotated_types import Ge, Gt
+
+from kvcommons.model.layer_ranges import LayerTimes, ranges_of
+from kvcommons.model.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageSettings:
+    """All processes of an instance have the same, but for `stage` and `rank`."""
+
+    stages: Annotated[int, Ge(1)] = 1  # processes that are one instance, each with a range of the layers
+    stage: Annotated[int, Ge(0)] = 0  # which of them this one is; the first, 0, takes requests
+    stage_group: str = "stages"  # of an instance's stages, by which they find each other
+    stage_layers: tuple[int, ...] = ()  # of each stage; default: by what they are expected to take
+    stage_deadline_s: Annotated[float, Gt(0)] = 120.0  # of an iteration, through all; then one is lost
+    tensor: Annotated[int, Ge(1)] = 1  # processes of each stage, each with a share of heads and MLP columns
+    rank: Annotated[int, Ge(0)] = 0  # which of its stage's this one is
+    rank_host: str = "127.0.0.1"  # where ranks meet: this machine's address; what they say there has no TLS
+    private_network: bool = False  # nobody else reaches rank_host; without it ranks meet on loopback only
+
+    def __post_init__(self) -> None:
+        if self.stage >= self.stages:
+            raise ValueError(f"stage = {self.stage} of stages = {self.stages}: stages count from 0")
+        if self.stage_layers and len(self.stage_layers) != self.stages:
+            raise ValueError(
+                f"stage_layers = {list(self.stage_layers)} names {len(self.stage_layers)} stages, and stages "
+                f"= {self.stages}"
+            )
+        if self.rank >= self.tensor:
+            raise ValueError(f"rank = {self.rank} of tensor = {self.tensor}: ranks count from 0")
+        if self.tensor > 1 and not self.private_network and not _is_loopback(self.rank_host):
+            raise ValueError(
+                f"rank_host = {self.rank_host!r}: what ranks tell each other has no TLS; set "
+                "private_network = true where nobody else reaches that address, or leave rank_host out"
+            )
+
+    @property
+    def members(self) -> int:
+        """Processes of the instance."""
+        return self.stages * self.tensor
+
+    @property
+    def follows(self) -> bool:
+        """Whether another process of the instance takes the requests."""
+        return self.stage + self.rank > 0
+
+    def ranges(self, spec: ModelSpec, *, rows: int, sampled: int) -> tuple[range, ...]:
+        """Layers of all stages, as LayerTimes.estimate has it for iterations of so many rows: what it goes by
+        is in the settings and in the model, which all stages have. Raises InvalidInput for more stages than
+        layers."""
+        if self.stage_layers:
+            return ranges_of(self.stage_layers, spec.layers)
+        times = LayerTimes.estimate(spec, rows=rows, sampled=sampled, context=spec.context_window // 2)
+        return times.divide(self.stages)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,29 @@
+"""Decode in stages: which layers a process has, and what one behind the first is."""
+
+from __future__ import annotations
+
+from kvcommons.engine.core import Core
+from kvcommons.rpc.process import Process
+from kvcommons.stages.formation import StageShare
+from kvcommons.stages.ranks import RankGroup
+from kvcommons.stages.service import load_share, serve_stage
+from services.decode.config import DecodeConfig
+
+
+def load_stage(config: DecodeConfig) -> tuple[StageShare, Core, RankGroup | None]:
+    """Of a batch all rows meet the head. Raises InvalidInput for more stages than layers."""
+    rows = config.max_batch
+    return load_share(config.engine, config.shape, "decode", rows=rows, sampled=rows)
+
+
+async def serve_decode_stage(config: DecodeConfig, process: Process) -> None:
+    await serve_stage(
+        process,
+        lambda: load_stage(config),
+        node=config.node,
+        ledger=config.ledger,
+        data_listen=config.data_plane.data_listen,
+        advertise_data=config.data_plane.advertise_data,
+        save_buffer_bytes=config.save_buffer_bytes,
+        push_deadline_s=config.push_deadline_s,
+    )

@@ -1,0 +1,283 @@
+"""Decode in pipeline stages: its tokens are those of transformers, and of a decode with the whole model,
+whatever becomes of a stage meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import Any
+
+import pytest
+
+from kvcommons.config import DataPlane
+from kvcommons.errors import CapacityExhausted, InvalidInput, KVCommonsError, Loading, Unavailable
+from kvcommons.pb import common_pb2
+from kvcommons.stages.settings import StageSettings
+from services.decode.config import DecodeConfig
+from services.decode.stage import load_stage
+from tests.contract.engine_stack import BLOCK, Stack, ready, settings
+from tests.contract.engine_turns import Turn, prompt, turn
+from tests.contract.test_engine_prefill import idle
+from tests.contract.test_engine_reuse import stored
+from tests.contract.test_engine_truncation import Session, stays_in_use
+from tests.contract.truncation_reference import TruncatedReference
+
+pytestmark = pytest.mark.asyncio
+pytest_plugins = ("tests.contract.engine_fixtures",)
+
+SETTINGS: list[dict[str, Any]] = [
+    {"temperature": 0.0, "logprobs": True, "top_logprobs": 2},
+    {"temperature": 1.0, "seed": 5, "logprobs": True},
+    {"temperature": 0.8, "seed": 6, "top_k": 40, "frequency_penalty": 0.7, "presence_penalty": 0.3},
+    {"temperature": 1.2, "seed": 7, "min_p": 0.02, "logit_bias": {17: 4.0, 3: -50.0}},
+    {"temperature": 1.0, "seed": 7, "choice": 1, "top_p": 0.9},
+]
+
+
+@pytest.mark.parametrize(("engines", "stages"), [("llama", 2), ("qwen3", 3)], indirect=["engines"])
+async def test_several_sequences_generate_the_reference(engines: Stack, stages: int) -> None:
+    """More than there are stages: each has a batch of them. Logits are compared as logarithms of
+    probabilities."""
+    await engines.lenders()
+    prefill, decode = await engines.prefill(), await engines.staged_decode(stages)
+    known = [engines.reference.prompt(length, 40) for length in (75, 33, 16, 100, 1)]
+    sampling = common_pb2.Sampling(temperature=0.0, top_p=1.0, logprobs=True)
+    turns = [turn(prefill, decode, engines.model, tokens, 40, sampling=sampling) for tokens, _ in known]
+    made = await asyncio.gather(*(one.run() for one in turns))
+    assert [one.tokens for one in made] == [expected for _, expected in known]
+    for one, (tokens, expected) in zip(made, known, strict=True):
+        logprobs = engines.reference.logprobs(tokens, expected)
+        assert [token.logprob for token in one.sampled] == pytest.approx(logprobs, abs=1e-4)
+    await engines.idle("decode")
+    await idle(prefill)
+
+
+async def test_sampling_is_that_of_a_whole_model(engines: Stack) -> None:
+    """Seeds, penalties, biases and probabilities, side by side; prefill has stages, too, and each of its
+    stages writes its layers to the one of decode's that has them. A stop token ends a sequence."""
+    await engines.lenders()
+    prefill, whole = await engines.prefill("p1"), await engines.decode("whole")
+    staged_prefill = await engines.staged(3, "p3")
+    staged = await engines.staged_decode(2, stage_layers=(2, 1))
+
+    def turns(prefill: Any, decode: Any) -> list[Turn]:
+        return [
+            turn(
+                prefill, decode, engines.model, prompt(20 + 9 * number, number + 1), 50,
+                sampling=common_pb2.Sampling(**one),
+            )
+            for number, one in enumerate(SETTINGS)
+        ]  # fmt: skip
+
+    expected = await asyncio.gather(*(one.run() for one in turns(prefill, whole)))
+    made = await asyncio.gather(*(one.run() for one in turns(staged_prefill, staged)))
+    for one, other in zip(made, expected, strict=True):
+        assert one.tokens == other.tokens
+        assert [token.logprob for token in one.sampled] == pytest.approx(
+            [token.logprob for token in other.sampled], abs=1e-4
+        )
+        assert [[top.token for top in token.top] for token in one.sampled] == [
+            [top.token for top in token.top] for token in other.sampled
+        ]
+    assert len({tuple(one.tokens) for one in made}) == len(SETTINGS)
+    stop = made[0].tokens[12]
+    sampling = common_pb2.Sampling(temperature=0.0, top_p=1.0, stop_token_ids=[stop])
+    stopped = await turn(staged_prefill, staged, engines.model, prompt(20, 1), 50, sampling=sampling).run()
+    assert stopped.tokens == made[0].tokens[: made[0].tokens.index(stop) + 1]
+    assert stopped.finished is not None
+    assert stopped.finished.reason == "stop"
+    await engines.idle("decode")
+
+
+@pytest.mark.parametrize("engines", ["mistral-sliding"], indirect=True)
+async def test_a_second_turn_has_the_history_from_memory_and_from_the_store(engines: Stack) -> None:
+    """What stages generated they have saved, each its layers: a fresh group of another shape loads it."""
+    await engines.lenders()
+    store, prefill = await engines.kvstore(), await engines.prefill()
+    decode = await engines.staged_decode(2, "d1")
+    tokens, expected = engines.reference.prompt(75, 96)
+    first = await turn(prefill, decode, engines.model, tokens, 32, history=engines.history(0)).run()
+    assert first.tokens == expected[:32]
+    assert first.finished is not None
+    full, known = (75 + 32 - 1) // BLOCK, tokens + expected[:32]
+    assert first.finished.saved_blocks == full - 75 // BLOCK
+    assert await stored(engines, store, known[: full * BLOCK]) == full
+
+    second = turn(prefill, decode, engines.model, known, 32, history=engines.history(full))
+    assert (await second.run()).tokens == expected[32:64]
+    assert second.reserved is not None
+    assert second.reserved.push_from_block == full
+    await engines.idle("d1")
+
+    full, known = (75 + 64 - 1) // BLOCK, tokens + expected[:64]
+    assert await stored(engines, store, known[: full * BLOCK]) == full
+    decode = await engines.staged_decode(3, "d2", fetch_min_bytes=0)
+    third = turn(prefill, decode, engines.model, known, 32, history=engines.history(full))
+    assert (await third.run()).tokens == expected[64:]
+    assert third.reserved is not None
+    assert third.reserved.push_from_block == full
+    assert not third.missing
+    await engines.idle("d2")
+
+
+async def test_what_the_store_has_no_more_prefill_pushes_to_all_stages(engines: Stack) -> None:
+    await engines.lenders()
+    await engines.kvstore()
+    prefill, decode = await engines.staged(2), await engines.staged_decode(2)
+    tokens, expected = engines.reference.prompt(100, 20)
+    made = turn(prefill, decode, engines.model, tokens, 20, history=engines.history(6))
+    assert (await made.run()).tokens == expected
+    assert made.missing == [0]
+    await engines.idle("decode")
+
+
+async def test_truncated_sessions_go_on_in_stages(engines: Stack) -> None:
+    """Each stage has its layers of the shifted head."""
+    await engines.lenders()
+    store = await engines.kvstore()
+    prefill = await engines.prefill(loads="always")
+    pairs = [(prefill, await engines.staged_decode(stages, f"d{stages}")) for stages in (2, 3)]
+    session = Session(engines, TruncatedReference(engines.folder))
+    await stays_in_use(session, 2, store, pairs)
+    await engines.idle("d2", "d3")
+
+
+@pytest.mark.usefixtures("unhurried")
+async def test_cancelled_and_preempted_sequences_give_their_blocks_back(engines: Stack) -> None:
+    await engines.lenders()
+    prefill = await engines.prefill()
+    decode = await engines.staged_decode(2, engine={"capacity_tokens": 12 * BLOCK})
+    (old, expected), young = engines.reference.prompt(60, 60), prompt(60, seed=9)
+    cancelled = turn(prefill, decode, engines.model, prompt(20, 3), 60)
+    first, second = (turn(prefill, decode, engines.model, tokens, 60) for tokens in (old, young))
+    second.request.job.max_position = 400
+    running = asyncio.create_task(first.run())
+    ending = asyncio.create_task(cancelled.run())
+    await until(lambda: len(first.tokens) > 1 and len(cancelled.tokens) > 1)
+    ending.cancel()
+    with pytest.raises(CapacityExhausted, match="older sequences precedence"):
+        await second.run()
+    await running
+    assert first.tokens == expected
+    assert len(cancelled.tokens) < 60
+    engines.reference.assert_greedy(young, second.tokens)
+    await engines.idle("decode")
+    with pytest.raises(CapacityExhausted, match="13 blocks and this decode instance has 12 free"):
+        await turn(prefill, decode, engines.model, prompt(192, seed=77), 5).run()
+    await engines.idle("decode")
+
+
+@pytest.mark.usefixtures("unhurried")
+async def test_a_stage_that_is_killed_fails_its_sequences_over_and_comes_back(engines: Stack) -> None:
+    """Of its own process, in the middle of answers: each says so, no block stays taken, what was found in
+    memory is found no more; once the stage is there again, what was heard is gone on with."""
+    await engines.lenders()
+    prefill, decode = await engines.prefill(), await engines.staged_decode(2, process=True)
+    known = [engines.reference.prompt(length, 60) for length in (75, 33, 20)]
+    turns = [turn(prefill, decode, engines.model, tokens, 60) for tokens, _ in known]
+    running = [asyncio.create_task(one.run()) for one in turns]
+    await until(lambda: all(len(one.tokens) > 3 for one in turns))
+    engines.children[-1].kill()
+    engines.children[-1].wait()
+    for task in running:
+        with pytest.raises(Unavailable, match="stage"):
+            await task
+    await engines.idle("decode")
+    with pytest.raises(Loading, match="lacks stages"):
+        await turn(prefill, decode, engines.model, [5, 6, 7], 2).run()
+    engines.decode_stage(1, 2, process=True)
+    await engines.decode_together(decode)
+    for one, (tokens, expected) in zip(turns, known, strict=True):
+        heard = len(one.tokens)
+        assert one.tokens == expected[:heard]
+        again = turn(
+            prefill, decode, engines.model, tokens + one.tokens, 60 - heard, prompt_tokens=len(tokens)
+        )
+        assert (await again.run()).tokens == expected[heard:]
+        assert again.reserved is not None
+        if one is turns[0]:  # the others begin like it
+            assert again.reserved.push_from_block == 0
+    await engines.idle("decode")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("stages", [2, 3])
+async def test_kills_under_load(engines: Stack, stages: int) -> None:
+    """Thirty times a stage is killed at some moment while sequences arrive and generate: each has the
+    reference's tokens up to a clear error, or all of them, and all blocks come back."""
+    draw = random.Random(stages)
+    await engines.lenders()
+    prefill, decode = await engines.prefill(), await engines.staged_decode(stages, process=True)
+    known = [engines.reference.prompt(length, 60) for length in (200, 120, 75, 33)]
+    children = dict(zip(range(1, stages), engines.children[-stages + 1 :], strict=True))
+    exact = refused = 0
+    for _ in range(30):
+        turns = [turn(prefill, decode, engines.model, tokens, 60) for tokens, _ in known]
+        running = [asyncio.create_task(one.run()) for one in turns]
+        await asyncio.sleep(draw.random() * 0.4)
+        number = draw.randrange(1, stages)
+        children[number].kill()
+        children[number].wait()
+        made = await asyncio.gather(*running, return_exceptions=True)
+        for one, result, (_, expected) in zip(turns, made, known, strict=True):
+            assert one.tokens == expected[: len(one.tokens)]
+            if isinstance(result, BaseException):
+                assert isinstance(result, KVCommonsError), result
+                refused += 1
+            else:
+                assert one.tokens == expected
+                exact += 1
+        await engines.idle("decode")
+        await idle(prefill)
+        engines.decode_stage(number, stages, process=True)
+        children[number] = engines.children[-1]
+        await engines.decode_together(decode)
+    assert exact
+    assert refused
+    made = await asyncio.gather(
+        *(turn(prefill, decode, engines.model, tokens, 60).run() for tokens, _ in known)
+    )
+    assert [one.tokens for one in made] == [expected for _, expected in known]
+    await engines.idle("decode")
+
+
+async def test_more_stages_than_layers_are_refused(engines: Stack) -> None:
+    config = decode_config(engines, shape=StageSettings(stages=4))
+    with pytest.raises(InvalidInput, match="stages = 4, and the model has 3 layers"):
+        load_stage(config)
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"placement": "offload"}, 'placement = "offload" is not there where stages = 2'),
+        ({"placement": "grow"}, "placement"),
+        ({"replicas": ("unix:/a", "unix:/b")}, "replicas"),
+        ({"pipelining": "on"}, "pipelining"),
+        ({"mini_batches": 2}, "mini_batches"),
+        ({"colocated": True}, "colocated"),
+        ({"core_lock": "/tmp/cores"}, "core_lock"),
+    ],
+)
+async def test_what_stages_do_not_do_is_named(engines: Stack, changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        decode_config(engines, shape=StageSettings(stages=2), **changes)
+
+
+def decode_config(engines: Stack, **changes: Any) -> DecodeConfig:
+    return DecodeConfig(
+        node=engines.node("decode"),
+        data_plane=DataPlane(data_listen=engines.data("decode")),
+        engine=settings(engines.folder),
+        ledger=engines.ledger,
+        **changes,
+    )
+
+
+async def until(condition: Any) -> None:
+    async def check() -> None:
+        if not condition():
+            raise Unavailable("not yet")
+
+    await ready(check)

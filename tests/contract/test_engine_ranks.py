@@ -1,0 +1,211 @@
+"""Prefill whose stages have several ranks: its tokens are those of transformers, whatever becomes of a rank
+meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvcommons.backend.choice import choose
+from kvcommons.errors import InvalidInput, Loading, Unavailable
+from kvcommons.model.tensor_rank import TensorRank
+from kvcommons.stages.ranks import Meeting, RankGroup
+from kvcommons.stages.settings import StageSettings
+from services.prefill.config import PrefillConfig
+from services.prefill.stage import load_stage
+from tests.contract.engine_stack import BLOCK, Stack, settings, shape_of
+from tests.contract.engine_turns import compute, prefill_request, prompt, turn
+from tests.contract.test_engine_prefill import idle
+from tests.contract.test_engine_reuse import stored
+from tests.contract.test_engine_stages import Retrying, under_way
+from tests.machine import scaled
+
+pytestmark = pytest.mark.asyncio
+pytest_plugins = ("tests.contract.engine_fixtures",)
+
+
+def slow(*values: object) -> object:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("engines", "stages", "tensor"),
+    [("qwen3", 1, 2), slow("qwen2", 1, 4), ("llama-tied-biased", 2, 2), slow("mistral-sliding", 1, 4)],
+    indirect=["engines"],
+)
+async def test_the_first_token_is_the_reference_with_and_without_reuse(
+    engines: Stack, stages: int, tensor: int
+) -> None:
+    await engines.lenders()
+    stub = await engines.staged(stages, tensor=tensor)
+    tokens, (expected,) = engines.reference.prompt(75)
+    cold = await compute(stub, prefill_request(engines.model, tokens))
+    assert (cold.token.token, cold.token.position, cold.cached_tokens) == (expected, 75, 0)
+    warm = await compute(stub, prefill_request(engines.model, tokens))
+    assert (warm.token.token, warm.cached_tokens, warm.device_tokens) == (expected, 64, 64)
+    known = [engines.reference.prompt(length) for length in (300, 33, 75, 1)]
+    made = await asyncio.gather(
+        *(compute(stub, prefill_request(engines.model, tokens)) for tokens, _ in known)
+    )
+    assert [first.token.token for first in made] == [expected for _, (expected,) in known]
+    await idle(stub)
+
+
+@pytest.mark.parametrize(
+    ("engines", "stages", "tensor"),
+    [("mistral-sliding", 2, 2), slow("qwen2", 1, 4), slow("llama", 1, 2)],
+    indirect=["engines"],
+)
+async def test_ranks_hand_over_their_heads_and_load_them_from_the_store(
+    engines: Stack, stages: int, tensor: int
+) -> None:
+    """Decode goes on from what the ranks sent it, and from what they saved; a fresh group loads its heads of
+    that, and one process without ranks loads all of it."""
+    await engines.lenders()
+    store = await engines.kvstore()
+    tokens, expected = engines.reference.prompt(75, 64)
+    prefill, decode = await engines.staged(stages, "p1", tensor=tensor), await engines.decode("d1")
+    first = turn(prefill, decode, engines.model, tokens, 32, history=engines.history(0))
+    assert (await first.run()).tokens == expected[:32]
+    full = (75 + 32 - 1) // BLOCK
+    known = tokens + expected[:32]
+    assert await stored(engines, store, known[: full * BLOCK]) == full
+    await engines.idle("d1")
+
+    decode = await engines.decode("d2", fetch_min_bytes=1 << 30)
+    for prefill in (
+        await engines.staged(1, "p2", tensor=2, loads="always"),
+        await engines.prefill("p3", loads="always"),
+    ):
+        second = turn(prefill, decode, engines.model, known, 32, history=engines.history(full))
+        assert (await second.run()).tokens == expected[32:]
+        assert second.first is not None
+        assert (second.first.cached_tokens, second.first.device_tokens) == (full * BLOCK, 0)
+        await engines.idle("d2")
+        await idle(prefill)
+
+
+@pytest.mark.usefixtures("unhurried")
+async def test_cancelled_jobs_give_their_blocks_back_at_all_ranks(engines: Stack) -> None:
+    await engines.lenders()
+    stub = await engines.staged(2, tensor=2)
+    calls = [
+        asyncio.create_task(compute(stub, prefill_request(engines.model, prompt(480, seed))))
+        for seed in range(3)
+    ]
+    await under_way(stub)
+    for call in calls:
+        call.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)
+    await idle(stub)
+    tokens, (expected,) = engines.reference.prompt(75)
+    assert (await compute(stub, prefill_request(engines.model, tokens))).token.token == expected
+
+
+@pytest.mark.usefixtures("unhurried")
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+async def test_a_rank_that_dies_or_stands_still_ends_the_epoch(
+    engines: Stack, how: signal.Signals, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of a prompt, while the others wait for its part of a sum: a clear error within seconds,
+    all blocks back, and the group is there again with it; nothing of the process groups is left."""
+    monkeypatch.setattr("kvcommons.stages.group.SILENCE_S", scaled(2.0))
+    monkeypatch.setattr("kvcommons.stages.ranks.SUM_S", scaled(2.0))
+    await engines.lenders()
+    stub, decode = await engines.staged(1, tensor=2, process=True), await engines.decode()
+    tokens, expected = engines.reference.prompt(480, 8)
+    threads = gloo_threads()
+    for _ in range(2):
+        call = asyncio.create_task(compute(stub, prefill_request(engines.model, tokens, no_reuse=True)))
+        await under_way(stub)
+        child = engines.children[-1]
+        child.send_signal(how)
+        with pytest.raises(Unavailable, match="stage"):
+            await call
+        await idle(stub)
+        if how is signal.SIGSTOP:
+            with pytest.raises(Loading, match="lacks stages"):
+                await compute(stub, prefill_request(engines.model, tokens))
+            child.send_signal(signal.SIGCONT)
+        else:
+            child.wait()
+            engines.stage(0, 1, rank=1, tensor=2, process=True)
+        await engines.together(stub)
+        made = turn(Retrying(stub), decode, engines.model, tokens, 8)
+        assert (await made.run()).tokens == expected
+        await engines.idle("decode")
+        await idle(stub)
+    assert gloo_threads() == threads
+
+
+def gloo_threads() -> list[str]:
+    """Of process groups in this process, by name."""
+    names = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+    return sorted(name for name in names if "gloo" in name)
+
+
+@pytest.mark.parametrize("engines", ["llama-all-heads"], indirect=True)
+async def test_what_cannot_be_divided_is_refused_before_anything_starts(engines: Stack) -> None:
+    config = PrefillConfig(
+        node=engines.node("prefill"),
+        engine=settings(engines.folder),
+        ledger=engines.ledger,
+        shape=StageSettings(tensor=3),
+    )
+    with pytest.raises(InvalidInput, match=r"tensor = 3 does not divide 4 query heads, .* over 1, 2, 4$"):
+        load_stage(config)
+    for wrong, named in (
+        ({"tensor": 2, "rank": 2}, "rank = 2 of tensor = 2"),
+        ({"tensor": 2, "rank": 1}, "set data_listen"),
+        ({"tensor": 2, "core_lock": "lock"}, "leave core_lock out"),
+        ({"tensor": 2, "rank_host": "10.0.0.7"}, "private_network"),
+        ({"tensor": 2, "rank_host": "node-3"}, "private_network"),
+    ):
+        with pytest.raises(ValueError, match=named):
+            PrefillConfig(
+                node=engines.node("prefill"),
+                engine=settings(engines.folder),
+                ledger=(),
+                shape=shape_of(wrong),
+                **wrong,
+            )
+
+
+async def test_sums_end_when_a_rank_leaves_and_belong_to_one_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = choose("cpu").device
+    meeting = Meeting("127.0.0.1")
+    ranks = [RankGroup(TensorRank(number=number, ranks=2), "127.0.0.1", device) for number in range(2)]
+    part = torch.full((3, 4), 1.5, dtype=torch.bfloat16)
+    assert ranks[0].sum(part.clone()).equal(part)  # alone, before the first epoch
+
+    def both(call: object) -> None:
+        threads = [threading.Thread(target=call, args=(rank,)) for rank in ranks]  # type: ignore[arg-type]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(scaled(20))
+            assert not thread.is_alive()
+
+    for epoch in (1, 2):
+        both(lambda rank, epoch=epoch: rank.join(epoch, 0, meeting.address))
+        sums: list[torch.Tensor] = []
+        both(lambda rank, sums=sums: sums.append(rank.sum(part.clone())))
+        assert [one.equal(part * 2) for one in sums] == [True, True]
+        ranks[1].leave()
+        with pytest.raises(Unavailable, match="gone, or stands still"):
+            ranks[0].sum(part)
+        for rank in ranks:
+            with pytest.raises(Unavailable, match="belongs to no epoch"):
+                rank.sum(part)
+    monkeypatch.setattr("kvcommons.stages.ranks.JOIN_S", 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        for nobody in (f"tcp:127.0.0.1:{silent.getsockname()[1]}", meeting.address):
+            with pytest.raises(Unavailable, match="did not meet"):
+                ranks[0].join(3, 0, nobody)
+    meeting.close()

@@ -1,0 +1,152 @@
+"""Prompts of 16K tokens of the 7M model over holders that join while they are computed: tokens and
+log-probabilities are those of transformers."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvcommons.errors import KVCommonsError
+from kvcommons.model.synthetic import random_config, write_random_folder
+from kvcommons.pb import common_pb2
+from tests.contract.engine_stack import BLOCK, Stack, scale_calls
+from tests.contract.engine_turns import Turn, turn
+from tests.contract.test_engine_growing import computed, until_lent
+from tests.contract.test_engine_reuse import stored
+from tests.exactness import evident
+
+pytestmark = [pytest.mark.asyncio, pytest.mark.slow, pytest.mark.timeout(900)]
+
+PROMPT, ANSWER = 16_000, 6
+CAPACITY = 17_000
+SAMPLING = common_pb2.Sampling(temperature=0.0, top_p=1.0, logprobs=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Long:
+    """A prompt, and what transformers says of it. Eager scores of so many tokens do not fit."""
+
+    folder: Path
+    tokens: list[int]
+    answer: list[int]
+    logprobs: list[float]
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory: pytest.TempPathFactory) -> Long:
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("7m")
+    config = random_config("7m") | {"max_position_embeddings": 20_000}
+    write_random_folder(folder, config, dtype="float32")
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
+    )
+    draw = random.Random(4)
+    tokens = [draw.randrange(100, 8000) for _ in range(PROMPT)]
+    step, past, answer, logprobs = tokens, None, list[int](), list[float]()
+    with torch.inference_mode():
+        while len(answer) < ANSWER:
+            out = model(torch.tensor([step]), past_key_values=past, use_cache=True, logits_to_keep=1)
+            logits, past = out.logits[0, -1:], out.past_key_values
+            assert evident(logits).all()
+            step = [int(logits.argmax())]
+            answer += step
+            logprobs.append(float(logits.log_softmax(-1).max()))
+    return Long(folder, tokens, answer, logprobs)
+
+
+@pytest.fixture
+async def stack(long: Long, socket_folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Stack]:
+    scale_calls(monkeypatch)
+    nobody: Any = None
+    made = Stack(socket_folder, long.folder, nobody)
+    yield made
+    await made.close()
+
+
+def asked(stack: Stack, long: Long, prefill: Any, decode: Any, **changes: Any) -> Turn:
+    changes = {"sampling": SAMPLING, "start_wait_ms": 300_000} | changes
+    one = turn(prefill, decode, stack.model, long.tokens, ANSWER, **changes)
+    one.call_s = 300.0
+    return one
+
+
+def assert_exact(one: Turn, long: Long) -> None:
+    assert one.tokens == long.answer
+    assert [token.logprob for token in one.sampled] == pytest.approx(long.logprobs, abs=1e-3)
+
+
+@pytest.mark.parametrize("holders", [1, 2, 4])
+async def test_over_one_to_four_holders_that_join(stack: Stack, long: Long, holders: int) -> None:
+    share = -(-CAPACITY // holders)
+    pools = [f"pool-{number}" for number in range(holders - 1)]
+    await stack.lenders(*[share // BLOCK + 1 for _ in pools])
+    prefill = await stack.prefill(engine={"capacity_tokens": 2048}, chunk_tokens=512)
+    decode = await stack.decode(
+        placement="grow", holder_tokens=share, engine={"capacity_tokens": CAPACITY}, attend_deadline_s=20.0
+    )
+    one = asked(stack, long, prefill, decode)
+    running = asyncio.create_task(one.run())
+    joined: list[int] = []
+    while one.first is None and not running.done():
+        joined.append(sum([len((await stack.inspect(name)).segments) for name in pools]))
+        await asyncio.sleep(0.05)
+    await running
+    assert_exact(one, long)
+    assert joined == sorted(joined)
+    assert set(joined) == set(range(holders)), "they joined one after another"
+    await stack.idle("decode", *pools)
+    await computed(prefill)
+
+
+async def test_with_history_from_the_store(stack: Stack, long: Long) -> None:
+    """Half of it is fetched to the first two holders, the others join behind them."""
+    pools = ("pool-0", "pool-1", "pool-2")
+    await stack.lenders(*[300 for _ in pools])
+    store, prefill = await stack.kvstore(), await stack.prefill(engine={"capacity_tokens": CAPACITY})
+    grow: dict[str, Any] = {
+        "placement": "grow", "holder_tokens": 4096, "engine": {"capacity_tokens": CAPACITY},
+        "attend_deadline_s": 20.0, "fetch_deadline_s": 60.0,
+    }  # fmt: skip
+    known = 8000 // BLOCK
+    decode = await stack.decode(**grow)
+    half = turn(prefill, decode, stack.model, long.tokens[: known * BLOCK], 1, history=stack.history(0))
+    half.call_s = 300.0
+    await half.run()
+    assert await stored(stack, store, long.tokens[: known * BLOCK]) == known
+    small = await stack.prefill("small", engine={"capacity_tokens": 2048}, chunk_tokens=512)
+    fresh = await stack.decode("fresh", **grow)
+    one = asked(stack, long, small, fresh, history=stack.history(known))
+    await one.run()
+    assert_exact(one, long)
+    assert one.first is not None
+    assert one.first.cached_tokens == known * BLOCK
+    await stack.idle("fresh", *pools)
+
+
+async def test_with_a_holder_that_is_killed_in_the_middle(stack: Stack, long: Long) -> None:
+    killed, _ = await stack.lenders(600, 600, process=True)
+    prefill = await stack.prefill(engine={"capacity_tokens": 2048}, chunk_tokens=512)
+    decode = await stack.decode(
+        placement="grow", holder_tokens=4096, engine={"capacity_tokens": CAPACITY}, lease_ms=2000,
+        attend_deadline_s=20.0,
+    )  # fmt: skip
+    running = asyncio.create_task(asked(stack, long, prefill, decode).run())
+    await until_lent(stack, 1, "pool-0")
+    killed.kill()
+    with pytest.raises(KVCommonsError):
+        await running
+    await stack.idle("decode", "pool-1")
+    await computed(prefill)
+    one = asked(stack, long, prefill, decode)
+    await one.run()
+    assert_exact(one, long)
+    await stack.idle("decode", "pool-1")
