@@ -200,7 +200,7 @@ class Stack:
             node=self.node(name),
             engine=settings(self.folder, **(engine or {})),
             ledger=self.ledger,
-            shape=shape_of(changes),
+            shape=shape_of(changes, stage_group=name),
             **({"chunk_tokens": CHUNK} | changes),
         )
         self.launch(name, "prefill", serve_prefill, config)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from kvcommons.engine.predictor import Predictor
 from services.attention_pool.config import AttentionPoolConfig
 from services.attention_pool.service import serve as serve_pool
 from services.decode import service as decode_service
+from services.decode.arrival.growth import GrowingPrompt, Growth
 from tests.contract.engine_stack import BLOCK, Stack, settings
 from tests.contract.engine_turns import Turn, turn
 from tests.contract.rest_stack import free_port
@@ -45,13 +46,25 @@ def believe(monkeypatch: pytest.MonkeyPatch, **known: float) -> None:
     monkeypatch.setattr(decode_service, "calibrated", calibrated)
 
 
-def reserved(of: Turn, engines: Stack) -> list[tuple[bool, int]]:
-    """Whether each piece was placed at decode itself, and its blocks, in the sequence's order."""
+def placed_by(of: Turn, engines: Stack, growing: Sequence[GrowingPrompt] = ()) -> list[tuple[bool, int]]:
+    """Whether each piece was placed at decode itself, and its blocks, in the sequence's order: those that
+    were reserved when it came, and those that joined."""
     assert of.reserved is not None
     here = engines.data("decode")
-    return [
-        (placed.data_address == here, placed.blocks) for placed in of.reserved.placements if placed.blocks
-    ]
+    places = [*of.reserved.placements, *(place for prompt in growing for place in prompt.places)]
+    return [(place.data_address == here, place.blocks) for place in places if place.blocks]
+
+
+def record_growing(monkeypatch: pytest.MonkeyPatch) -> list[GrowingPrompt]:
+    """Of decodes in this process: those whose holders join later."""
+    begin, begun = Growth.begin, []
+
+    def recorded(growth: Growth, prompt: GrowingPrompt) -> None:
+        begun.append(prompt)
+        begin(growth, prompt)
+
+    monkeypatch.setattr(Growth, "begin", recorded)
+    return begun
 
 
 @pytest.mark.parametrize(
@@ -74,6 +87,7 @@ async def test_a_sequence_goes_where_a_token_takes_least(
     placed: list[tuple[bool, int]],
 ) -> None:
     believe(monkeypatch, **known)
+    growing = record_growing(monkeypatch)
     await engines.lenders(24, 24, 24)
     prefill = await engines.prefill()
     decode = await engines.decode(
@@ -82,7 +96,7 @@ async def test_a_sequence_goes_where_a_token_takes_least(
     tokens, expected = engines.reference.prompt(PROMPT, ANSWER)
     one = turn(prefill, decode, engines.model, tokens, ANSWER)
     assert (await one.run()).tokens == expected
-    assert reserved(one, engines) == placed
+    assert placed_by(one, engines, growing) == placed
     await engines.idle("decode", *POOLS)
 
 
@@ -129,7 +143,7 @@ async def test_a_network_that_turns_out_slow_is_not_gone_over_again(
         for placed in ([(False, BLOCKS)], [(True, BLOCKS)]):
             one = turn(prefill, decode, engines.model, tokens, ANSWER)
             assert (await one.run()).tokens == expected
-            assert reserved(one, engines) == placed
+            assert placed_by(one, engines) == placed
         await engines.idle("decode", "pool-0")
         await engines.stop("decode")
         await engines.stop("prefill")

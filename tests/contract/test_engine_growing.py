@@ -11,6 +11,8 @@ import pytest
 
 from kvcommons.errors import CapacityExhausted, KVCommonsError, Overloaded
 from kvcommons.pb import prefill_pb2
+from kvcommons.pb.common_pb2 import SegmentPlace
+from services.decode.arrival.growth import Growth
 from tests.contract.engine_stack import BLOCK, CHUNK, SlowIterations, Stack
 from tests.contract.engine_turns import Turn, turn
 from tests.contract.test_engine_reuse import stored
@@ -60,24 +62,23 @@ async def test_holders_join_while_the_prompt_is_computed(
     engines: Stack, memory: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Prompts beyond prefill's memory attend over the holders so far, others are pushed to them. A quarter of
-    the prompt is reserved at first."""
+    the prompt is reserved at first; each time that more is asked for, one holder joins."""
     pools = ("pool-0", "pool-1", "pool-2")
+    places, joined = Growth.places, []
+
+    async def recorded(growth: Growth, key: int, **asked: int) -> list[SegmentPlace]:
+        found = await places(growth, key, **asked)
+        joined.append((one.first is None, await lent(engines, *pools), len(found)))
+        return found
+
+    monkeypatch.setattr(Growth, "places", recorded)
     await engines.lenders(24, 24, 24)
     prefill, decode = await engines.prefill(engine=memory), await engines.decode(**GROW)
     tokens, expected = engines.reference.prompt(PROMPT, ANSWER)
-    slow = SlowIterations(monkeypatch, 0.05)
     one = turn(prefill, decode, engines.model, tokens, ANSWER)
-    running = asyncio.create_task(one.run())
-    seen: list[int] = []
-    while one.first is None and not running.done():
-        seen.append(await lent(engines, *pools))
-        await asyncio.sleep(0.005)
-    slow.over()
-    await running
-    assert one.tokens == expected
+    assert (await one.run()).tokens == expected
     assert reserved_blocks(one) == SHARE
-    assert seen == sorted(seen)
-    assert set(seen) >= {1, 2, 3}, "they joined one after another"
+    assert joined == [(True, 1, 1), (True, 2, 1), (True, 3, 1)]
     await engines.idle("decode", *pools)
     await computed(prefill)
 
