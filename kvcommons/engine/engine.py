@@ -345,6 +345,7 @@ class Engine:
         try:
             if self._prompts is None:
                 raise Unavailable("no prompts are computed on this instance")
+            self._executor.check()
             self._prompts.submit(prompt)
         except KVCommonsError as error:
             prompt.sink.refused(error)

@@ -61,6 +61,9 @@ class Work(Protocol):
 class Executor(Protocol):
     """Belongs to the engine's thread."""
 
+    def check(self) -> None:
+        """Raises Loading where a prompt that comes now could not be computed."""
+
     def advance(self, work: Work) -> bool:
         """Begins what can begin. False where nothing more can until something is posted."""
 
@@ -123,6 +126,9 @@ class Inline:
         self._batch: Batch | None = None
         self._iteration: Iteration | None = None  # under way
         self._deferred: list[Callable[[], None]] = []  # for after it
+
+    def check(self) -> None:
+        """It can be."""
 
     def advance(self, work: Work) -> bool:
         iteration = self.compose(work)

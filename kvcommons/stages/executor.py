@@ -29,6 +29,9 @@ class Pipelined(Inline):
         self._work: Work
         group.line = self
 
+    def check(self) -> None:
+        self._group.check()
+
     def advance(self, work: Work) -> bool:
         self._work = work
         if self._group.takes_more():

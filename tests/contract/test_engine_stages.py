@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from kvcommons.errors import CapacityExhausted, InvalidInput, KVCommonsError, Lo
 from kvcommons.model.synthetic import random_config, write_random_folder
 from kvcommons.pb import common_pb2
 from kvcommons.pb import prefill_pb2 as pb
+from kvcommons.stages.group import StagedHandOver, StageGroup
 from kvcommons.stages.settings import StageSettings
 from services.prefill.config import PrefillConfig
 from services.prefill.stage import load_stage
@@ -142,6 +144,33 @@ async def test_a_stage_that_is_killed_fails_its_jobs_over_and_comes_back(engines
     again = await compute(stub, prefill_request(engines.model, kept))
     assert again.device_tokens == 0
     assert (await compute(stub, prefill_request(engines.model, tokens))).token.token == expected
+    await idle(stub)
+
+
+@pytest.mark.usefixtures("unhurried")
+async def test_a_prompt_that_arrives_while_a_stage_ends_says_so(
+    engines: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stages were together when it was taken in, and are not when the engine has it: it does not wait for
+    its deadline."""
+    taken_in, killed = StageGroup.sink, list[subprocess.Popen[bytes]]()
+
+    def and_then_lost(group: StageGroup, *asked: Any) -> StagedHandOver:
+        sink = taken_in(group, *asked)
+        for child in killed:
+            child.kill()
+        until = time.monotonic() + scaled(20)
+        while killed and group.formed:
+            assert time.monotonic() < until
+            time.sleep(0.001)
+        return sink
+
+    monkeypatch.setattr(StageGroup, "sink", and_then_lost)
+    await engines.lenders()
+    stub = await engines.staged(2, process=True)
+    killed.append(engines.children[-1])
+    with pytest.raises(Loading, match="lacks stages"):
+        await compute(stub, prefill_request(engines.model, prompt(64)))
     await idle(stub)
 
 

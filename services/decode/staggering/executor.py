@@ -54,6 +54,9 @@ class Staggered:
         self._division = Division()
         self._work: Work
 
+    def check(self) -> None:
+        self._inline.check()
+
     def advance(self, work: Work) -> bool:
         self._work = work
         if self._policy.batches(*work.load()) == 1 or work.prompts():
