@@ -3,6 +3,7 @@ is, token for token, what the document would have been in one request."""
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from kvcommons.errors import KVCommonsError, NotFound, TurnInProgress, Unavailab
 from tests.exactness import assert_greedy, logits_of
 from tests.fault.conftest import slow_tables
 from tests.machine import scaled
+from tests.pausing import pause
 from tests.system.stack import Stack
 
 SENTENCES = 130
@@ -167,20 +169,23 @@ def test_the_command_leaves_a_document_and_ends_it(stack: Stack, tmp_path: Path)
     file = tmp_path / "document.txt"
     file.write_text(document_of("left"))
     command = [sys.executable, "-m", "devstack", "prefill", "--url", stack.url, "--session", "left"]
+    (prefill,) = (process.pid for process in stack.processes() if process.name.startswith("prefill"))
     with subprocess.Popen([*command, str(file)], stdout=subprocess.PIPE, text=True) as running:
         assert running.stdout is not None
         try:
             running.stdout.readline()
+            pause(prefill)  # however late this test is heard, the document is not computed before
             running.send_signal(signal.SIGINT)
             rest, _ = running.communicate(timeout=scaled(60))
+            assert running.returncode == 130
+            assert "The document goes on" in rest
+            assert stack.client.get(path_of("left"))["status"] == "running"
+            ended = subprocess.run(
+                [*command, "--cancel"], capture_output=True, text=True, timeout=scaled(30), check=False
+            )
         finally:
             running.kill()
-    assert running.returncode == 130
-    assert "The document goes on" in rest
-    assert stack.client.get(path_of("left"))["status"] == "running"
-    ended = subprocess.run(
-        [*command, "--cancel"], capture_output=True, text=True, timeout=scaled(30), check=False
-    )
+            os.kill(prefill, signal.SIGCONT)
     assert ended.returncode == 0, ended.stderr
     assert "the session is as it was before" in ended.stdout
     assert stack.client.get(path_of("left"))["status"] == "cancelled"
