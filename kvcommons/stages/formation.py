@@ -13,7 +13,8 @@ from kvcommons.errors import KVCommonsError
 from kvcommons.model.tensor_rank import ALONE, TensorRank
 from kvcommons.pb import ledger_pb2 as pb
 from kvcommons.rpc.directory import Directory
-from kvcommons.stages.group import StageAddress, StageGroup
+from kvcommons.stages.epoch import StageAddress
+from kvcommons.stages.group import StageGroup
 
 log = logging.getLogger(__name__)
 

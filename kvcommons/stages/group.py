@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import itertools
 import logging
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from google.protobuf.message import DecodeError
 from torch import Tensor
 
 from kvcommons.blockstore.saver import BlockSaver
@@ -35,30 +32,19 @@ from kvcommons.prefill.handover import HandOver, Listener
 from kvcommons.prefill.push import Delivery, Pusher
 from kvcommons.prefill.targets import TargetTable
 from kvcommons.rblock.heads import transfers
+from kvcommons.stages.connected import ConnectedEpoch
+from kvcommons.stages.epoch import EpochState, StageAddress
 from kvcommons.stages.history import StagedLoad
 from kvcommons.stages.iteration import StageIteration
-from kvcommons.stages.link import StageLink
 from kvcommons.stages.metrics import StageMetrics
-from kvcommons.stages.outstanding import OutstandingWork
-from kvcommons.stages.ranks import Meeting, RankGroup
-from kvcommons.transport.base import Connection, Observer
-from kvcommons.transport.client import DataClient
+from kvcommons.stages.ranks import RankGroup
+from kvcommons.transport.base import Observer
 from kvcommons.transport.deadline import Deadline
 
 log = logging.getLogger(__name__)
 
-JOIN_S = 20.0  # a stage that has to end another epoch first waits until its blocks are quiet
-SILENCE_S = 5.0  # reports come twice a second
 MEASURED_ITERATIONS = 256  # by which stages are compared
 UNEVEN = 0.05  # of the slowest stage's time: what another division has to save
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageAddress:
-    """A process of the group beside the first, and where it is reached on the data plane."""
-
-    number: int  # in the group: stage after stage, of each rank after rank
-    data_address: str
 
 
 class Landing(Protocol):
@@ -103,48 +89,6 @@ class StagedHandOver(HandOver):
         super().cancelled()
 
 
-class EpochState:
-    """One life of the group, from where the first stage is: what it has under way with the others. How they
-    are reached is what differs."""
-
-    def __init__(self, number: int, members: Sequence[StageAddress], *, stages: int) -> None:
-        self.number = number
-        self.members = members
-        self.numbers = tuple(member.number for member in members)
-        self.outstanding = OutstandingWork[StageIteration](self.numbers, iterations_max=stages)
-        self.generating: set[int] = set()  # sequences
-        self.iterations = 0  # that have left the line
-        self.busy_s = [0.0] * stages  # of the first rank of each
-        self.deliveries: dict[int, Delivery] = {}
-        self.loads: dict[int, StagedLoad] = {}
-
-    def join(self, writer: str) -> None:
-        """Returns once all stages belong to it; they save as `writer`. Raises what one of them raises."""
-        raise NotImplementedError
-
-    def follow(self) -> None:
-        """Hears what they report, from now on."""
-        raise NotImplementedError
-
-    def send(
-        self,
-        changes: Sequence[pb.StageChange],
-        spans: Sequence[pb.StageSpan] = (),
-        iteration: StageIteration | None = None,
-    ) -> None:
-        """Down the line, in order; changes alone go to the ranks beside this one, too. What is wrong with it
-        ends the epoch, after what the engine does now."""
-        raise NotImplementedError
-
-    def share(self, spans: Sequence[pb.StageSpan], hidden: Tensor) -> None:
-        """An iteration that begins, with what enters the first layer, to the ranks beside this one."""
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """It has ended."""
-        raise NotImplementedError
-
-
 Epochs = Callable[["StageGroup", Sequence[StageAddress]], EpochState]
 
 
@@ -182,7 +126,7 @@ class StageGroup:
         self._changed = changed
         self.ranks = ranks
         self._tensor = ranks.rank.ranks if ranks is not None else 1
-        self._epochs = epochs or partial(_Connected, observer=observer)
+        self._epochs = epochs or partial(ConnectedEpoch, observer=observer)
         self.engine: Engine
         self._epoch: EpochState | None = None
         self._loads = itertools.count(1)
@@ -493,133 +437,5 @@ class StageGroup:
                 load.ended_at(stage, 0)
 
 
-class _Connected(EpochState):
-    """One connection down the line, and one to each stage, on which it reports."""
-
-    def __init__(
-        self, group: StageGroup, members: Sequence[StageAddress], observer: Observer | None = None
-    ) -> None:
-        tensor = group.ranks.rank.ranks if group.ranks is not None else 1
-        super().__init__(time.time_ns(), members, stages=(len(members) + 1) // tensor)
-        self._group = group
-        self._tensor = tensor
-        self._addresses = ["", *(member.data_address for member in members)]
-        self._link = self._open(tensor, observer) if len(self._addresses) > tensor else None
-        self._beside = [self._open(rank, observer) for rank in range(1, tensor)]
-        self._meeting: Meeting | None = None
-        self._sending = threading.Lock()  # loads begin and end on threads of their own
-        self._clients = [DataClient(member.data_address, observer=observer) for member in members]
-        self._reports: list[Connection] = []
-        self._followed = False  # threads have the connections, and close them
-
-    def join(self, writer: str) -> None:
-        core, deadline = self._group.core, Deadline.after(JOIN_S)
-        ranks, tensor = self._group.ranks, self._tensor
-        if ranks is not None:
-            self._meeting = Meeting(ranks.host)
-        for member, client in zip(self.members, self._clients, strict=True):
-            connection = client.connect(deadline)
-            self._reports.append(connection)
-            (stage, rank), first = divmod(member.number, tensor), member.number + 1
-            following = member.number + tensor
-            leads = not rank and following < len(self._addresses)
-            join = pb.JoinStages(
-                epoch=self.number,
-                model=core.info.fingerprint,
-                number=stage,
-                blocks=core.allocator.total,
-                next_address=self._addresses[following] if leads else "",
-                writer=writer,
-                rank=rank,
-                meeting="" if self._meeting is None else self._meeting.address,
-                beside=[] if rank else self._addresses[first : first + tensor - 1],
-            )
-            request = pb.DataRequest(deadline_ms=deadline.left_ms(), join_stages=join)
-            connection.send(request.SerializeToString(), (), deadline)
-        for connection in self._reports:
-            _receive(connection, deadline)
-        if ranks is not None and self._meeting is not None:
-            ranks.join(self.number, 0, self._meeting.address)
-
-    def follow(self) -> None:
-        self._followed = True
-        for member, connection in zip(self.members, self._reports, strict=True):
-            name, arguments = f"member {member.number}", (member.number, connection)
-            threading.Thread(target=self._follow, args=arguments, name=name, daemon=True).start()
-
-    def send(
-        self,
-        changes: Sequence[pb.StageChange],
-        spans: Sequence[pb.StageSpan] = (),
-        iteration: StageIteration | None = None,
-    ) -> None:
-        try:
-            hidden = None if iteration is None else iteration.leaving
-            with self._sending:
-                if self._link is not None:
-                    self._link.send(changes, spans, hidden, iteration=iteration is not None)
-                for link in self._beside if iteration is None else ():
-                    link.send(changes)
-        except KVCommonsError as error:
-            self._tell_lost(error)
-
-    def share(self, spans: Sequence[pb.StageSpan], hidden: Tensor) -> None:
-        try:
-            with self._sending:
-                for link in self._beside:
-                    link.send((), spans, hidden)
-        except KVCommonsError as error:
-            self._tell_lost(error)
-
-    def close(self) -> None:
-        for link in [*self._beside, *([] if self._link is None else [self._link])]:
-            link.close()
-        if self._group.ranks is not None:
-            self._group.ranks.leave()
-        if self._meeting is not None:
-            self._meeting.close()
-        for client in self._clients:
-            client.close()
-        for connection in self._reports:
-            connection.abort()
-            if not self._followed:
-                connection.close()
-
-    def _open(self, number: int, observer: Observer | None) -> StageLink:
-        return StageLink(self._addresses[number], self.number, observer)
-
-    def _follow(self, stage: int, connection: Connection) -> None:
-        """A thread of its own for each member."""
-        try:
-            while True:
-                report = _receive(connection, Deadline.after(SILENCE_S))
-                for ended in report.loads:  # at once: the engine's thread may be waiting for it
-                    load = self.loads.get(ended.load)
-                    if load is not None:
-                        load.ended_at(stage, ended.blocks)
-                if report.ByteSize():
-                    self._group.engine.post(partial(self._group.hear, self, stage, report))
-        except KVCommonsError as error:
-            self._tell_lost(error)
-        finally:
-            connection.close()
-
-    def _tell_lost(self, error: KVCommonsError) -> None:
-        self._group.engine.post(partial(self._group.lost, self, error))
-
-
 def _span(group: PromptSpan) -> pb.StageSpan:
     return pb.StageSpan(sequence=group.prompt.key, first=group.chunk.start, tokens=len(group.chunk))
-
-
-def _receive(connection: Connection, deadline: Deadline) -> pb.StageReport:
-    """Raises what the stage raised, Unavailable, DeadlineExceeded, DataLoss."""
-    head, _ = connection.receive_head(deadline)
-    connection.drain(deadline)
-    try:
-        reply = pb.DataReply.FromString(head)
-    except DecodeError as error:
-        raise DataLoss(f"{connection.peer} sent a head that is no DataReply: run one version") from error
-    if reply.HasField("error"):
-        raise from_detail(reply.error)
-    return reply.stage_report

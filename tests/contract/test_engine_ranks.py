@@ -115,7 +115,7 @@ async def test_a_rank_that_dies_or_stands_still_ends_the_epoch(
 ) -> None:
     """In the middle of a prompt, while the others wait for its part of a sum: a clear error within seconds,
     all blocks back, and the group is there again with it; nothing of the process groups is left."""
-    monkeypatch.setattr("kvcommons.stages.group.SILENCE_S", scaled(2.0))
+    monkeypatch.setattr("kvcommons.stages.connected.SILENCE_S", scaled(2.0))
     monkeypatch.setattr("kvcommons.stages.ranks.SUM_S", scaled(2.0))
     await engines.lenders()
     stub, decode = await engines.staged(1, tensor=2, process=True), await engines.decode()

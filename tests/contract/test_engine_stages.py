@@ -215,7 +215,7 @@ class Retrying:
 @pytest.mark.usefixtures("unhurried")
 async def test_a_stage_that_says_nothing_is_given_up(engines: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
     """Paused, it answers nobody: its jobs do not wait for it, and it is a stage again once it goes on."""
-    monkeypatch.setattr("kvcommons.stages.group.SILENCE_S", scaled(2.0))
+    monkeypatch.setattr("kvcommons.stages.connected.SILENCE_S", scaled(2.0))
     await engines.lenders()
     stub = await engines.staged(2, process=True)
     tokens, (expected,) = engines.reference.prompt(480)

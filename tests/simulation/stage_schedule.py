@@ -26,7 +26,8 @@ from kvcommons.prefill.push import Delivery
 from kvcommons.prefill.targets import TargetTable
 from kvcommons.rblock.allocator import BlockAllocator
 from kvcommons.stages.batches import next_batch
-from kvcommons.stages.group import EpochState, StageAddress, StagedHandOver, StageGroup
+from kvcommons.stages.epoch import EpochState, StageAddress
+from kvcommons.stages.group import StagedHandOver, StageGroup
 from kvcommons.transport.deadline import Deadline
 
 BLOCKS = 10

@@ -10,8 +10,8 @@ import pytest
 from kvcommons.model.tensor_rank import TensorRank
 from kvcommons.pb import common_pb2
 from kvcommons.pb import ledger_pb2 as pb
+from kvcommons.stages.epoch import StageAddress
 from kvcommons.stages.formation import StageShare, members
-from kvcommons.stages.group import StageAddress
 
 MODEL = b"m" * 32
 SHARE = StageShare(service="prefill", group="prefill", number=0, ranges=(range(4), range(4, 7), range(7, 10)))

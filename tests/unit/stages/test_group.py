@@ -14,7 +14,8 @@ import pytest
 
 from kvcommons.errors import Loading, Unavailable
 from kvcommons.pb import data_pb2 as pb
-from kvcommons.stages.group import StageAddress, StageGroup
+from kvcommons.stages.epoch import StageAddress
+from kvcommons.stages.group import StageGroup
 from kvcommons.transport.server import DataServer, Exchange
 from tests.machine import scaled
 from tests.unit.engine.tiny import tiny_core
