@@ -13,6 +13,7 @@ from rich.console import Console
 from benchmarks import (
     attention,
     attention_store_cli,
+    beside_prompt,
     borrow,
     chunk_attention,
     cores,
@@ -112,6 +113,7 @@ def _parser() -> argparse.ArgumentParser:
     settlement_cli.add(commands, _add_outputs)
     cores.add(commands, _add_outputs)
     short_prompts.add(commands, _add_outputs)
+    beside_prompt.add(commands, _add_outputs)
     stages.add(commands, _add_outputs)
     attention_store_cli.add(commands, _add_outputs)
     remote_attention.add(commands, _add_outputs)
