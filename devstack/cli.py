@@ -103,7 +103,8 @@ def _client(options: argparse.Namespace, **settings: float) -> RestClient:
     try:
         return RestClient(options.url, api_key=os.environ.get("KVCOMMONS_API_KEY", ""), **settings)
     except InvalidInput as error:
-        print(f"kvcommons: --url: {error.message}", file=sys.stderr)
+        source = "--url" if error.param == "url" else "KVCOMMONS_API_KEY"
+        print(f"kvcommons: {source}: {error.message}", file=sys.stderr)
         raise SystemExit(2) from None
 
 

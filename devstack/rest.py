@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import shlex
 import socket
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -56,24 +57,36 @@ class RestClient:
     def __init__(self, url: str = DEFAULT_URL, *, api_key: str = "", timeout_s: float = ANSWER_S_MAX) -> None:
         try:
             parts = urlsplit(url if "//" in url else f"http://{url}")
-            known = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
-        except ValueError:  # brackets or a port that are none
+            host = parts.hostname or ""
+            host.encode("idna")
+            known = parts.scheme in ("http", "https") and host.isprintable() and " " not in host
+            known = known and host != "" and parts.port != 0
+        except ValueError:  # brackets, a port or a host's name that are none
             known = False
         if not known:
             raise InvalidInput(f"{url!r} is no address of a server: expected http://HOST:PORT", param="url")
+        if not (api_key.isascii() and api_key.isprintable()):  # it has to stand in a header
+            raise InvalidInput(
+                "the API key has a character that no key has (a line's end?): set KVCOMMONS_API_KEY anew",
+                param="api_key",
+            )
         self.url = f"{parts.scheme}://{parts.netloc}"
         self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-        self._host, self._port = parts.hostname or "", parts.port
+        self._host, self._port = host, parts.port
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._timeout_s = timeout_s
 
     @property
     def option(self) -> str:
         """What a command has to be given to talk to the same server; empty where it does by itself."""
-        return "" if self.url == DEFAULT_URL else f" --url {self.url}"
+        return "" if self.url == DEFAULT_URL else f" --url {shlex.quote(self.url)}"
 
     def get(self, path: str, *, timeout_s: float | None = None) -> Any:
         return self._call("GET", path, None, timeout_s)
+
+    def text(self, path: str, *, timeout_s: float | None = None) -> str:
+        """Of an answer that is no JSON: /metrics."""
+        return self._ask("GET", path, None, timeout_s).decode(errors="replace")
 
     def post(self, path: str, body: Mapping[str, Any]) -> Any:
         return self._call("POST", path, body, None)
@@ -198,6 +211,20 @@ class RestClient:
             connection.close()
 
     def _call(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float | None) -> Any:
+        """The object that the server answers. Raises Unavailable where another program listens there."""
+        data = self._ask(method, path, body, timeout_s)
+        try:
+            found = json.loads(data)
+        except ValueError:
+            found = None
+        if not isinstance(found, dict):
+            raise Unavailable(
+                f"what answers at {self.url} is no kvcommons: {method} {path} gave no JSON object; is it"
+                " the right address?"
+            )
+        return found
+
+    def _ask(self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float | None) -> bytes:
         connection = self._connect(timeout_s)
         try:
             with self._send(connection, method, path, body) as response:
@@ -208,10 +235,7 @@ class RestClient:
             connection.close()
         if response.status >= http.client.BAD_REQUEST:
             raise _error(response.status, data)
-        try:
-            return json.loads(data) if data else {}
-        except ValueError:
-            return data.decode(errors="replace")
+        return data
 
     def _connect(self, timeout_s: float | None) -> http.client.HTTPConnection:
         connection = self._kind(self._host, self._port, timeout=timeout_s or self._timeout_s)

@@ -39,7 +39,7 @@ class Scrape:
 def scrape(stack: Stack, service: str) -> Scrape:
     """`service` as the stack names it; the router answers on its REST port."""
     if service == "router":
-        return parse(str(stack.client.get("/metrics", timeout_s=SCRAPE_S_MAX)))
+        return parse(stack.client.text("/metrics", timeout_s=SCRAPE_S_MAX))
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(SCRAPE_S_MAX)
         connection.connect(str(stack.runtime / f"{service}.m"))
