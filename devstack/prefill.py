@@ -5,6 +5,7 @@ The stack goes on with it whatever becomes of this command: it can be called aga
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from urllib.parse import quote
 
+from devstack.program import program
 from devstack.rest import RestClient
 from kvcommons.errors import KVCommonsError, NotFound, TurnInProgress, Unavailable
 
@@ -34,7 +36,7 @@ def prefill(
 ) -> int:
     """The exit status. `file`: "-" reads standard input; None looks at the document that is on its way."""
     path = f"/v1/sessions/{quote(session_id, safe='')}/prefill"
-    again = f"kvcommons prefill{client.option} --session {session_id}"
+    again = f"{program()} prefill{client.option} --session {shlex.quote(session_id)}"
     try:
         if cancel:
             state = client.delete(path)
@@ -89,7 +91,7 @@ def _watch(client: RestClient, path: str) -> int:
         shown.close()
     if state["status"] == "completed":
         print(f"{state['tokens']} tokens are in the session {state['session_id']}. To talk about them:")
-        print(f"kvcommons chat{client.option} --session {state['session_id']}")
+        print(f"{program()} chat{client.option} --session {shlex.quote(state['session_id'])}")
         return 0
     why = f": {state['error']['message']}" if state["error"] else ""
     print(f"The document {state['status']} at {_figures(state)}{why}", file=sys.stderr)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, urlsplit
 
+from devstack.program import program
 from kvcommons import errors
 from kvcommons.errors import InvalidInput, KVCommonsError, Unavailable
 from kvcommons.pb import common_pb2 as pb
@@ -243,7 +244,7 @@ class RestClient:
             connection.connect()
         except OSError as error:
             raise Unavailable(
-                f"no server answers at {self.url} ({error}): start one with `kvcommons up`"
+                f"no server answers at {self.url} ({error}): start one with `{program()} up`"
             ) from error
         connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return connection

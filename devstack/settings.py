@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt, Le, MinLen
 
 from devstack.fetch import MODELS, cached
 
@@ -21,6 +21,9 @@ class UpSettings:
     """What `kvcommons up` starts, and where."""
 
     model: str = DEMO_MODEL  # a folder, a hub id, "demo", or one that `kvcommons fetch` knows
+    # As clients call it; default: the folder's name, or the hub id. A session goes on under the name that it
+    # began with.
+    model_name: Annotated[str, MinLen(1)] | None = None
     prefill: Annotated[int, Gt(0), Le(64)] = 1
     stages: Annotated[int, Gt(0), Le(64)] = 1  # of each prefill: processes with a range of the layers each
     tensor: Annotated[int, Gt(0), Le(64)] = 1  # of each stage: processes with a share of the heads each
@@ -36,7 +39,8 @@ class UpSettings:
     kvstore: Annotated[int, Gt(0), Le(64)] = 1
     ledger: Annotated[int, Gt(0), Le(64)] = 1
     data: Path = Path(".kvcommons")  # sessions, KV, etcd and logs: all that outlives the stack
-    bind: str = "127.0.0.1"
+    bind: str = "127.0.0.1"  # of the REST API; anything but loopback needs api_keys
+    api_keys: Path | None = None  # a file: a line per key, "tenant key"
     port: Annotated[int, Ge(0), Le(65535)] = 8000  # 0 takes a free one
     restart: bool = True  # a child that dies is started again
     demo: bool = True  # hold the short conversation once all is ready

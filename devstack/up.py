@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from devstack import etcd, postgres, toml
+from devstack.checks import check_access, check_model, check_services, check_variables, read_keys
 from devstack.child import end_with
 from devstack.fetch import MODELS, cached, fetch
 from devstack.place import Claim
 from devstack.plan import ProcessPlan, processes, tables
+from devstack.program import program
 from devstack.rest import RestClient
 from devstack.settings import UpSettings
 from devstack.supervisor import Supervisor
@@ -38,6 +40,9 @@ def up(config: Path | None, flags: Mapping[str, str], parent: int | None = None)
     try:
         settings = load("up", UpSettings, file=config, environ=os.environ, flags=flags, flag="--{name}")
         user = tomllib.loads(config.read_text()) if config is not None else {}
+        check_variables(os.environ)
+        check_access(settings, user, os.environ)
+        check_model(settings.model, terminal.say)
         claim = Claim(settings.data)
     except KVCommonsError as error:
         terminal.say(f"kvcommons up: {error.message}")
@@ -50,7 +55,7 @@ def up(config: Path | None, flags: Mapping[str, str], parent: int | None = None)
         return asyncio.run(_Up(settings, claim, terminal, user, flags, config, parent).run())
     except KVCommonsError as error:
         terminal.say(f"kvcommons up: {error.message}")
-        return 1
+        return 2 if isinstance(error, InvalidInput) else 1
     finally:
         claim.release()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -79,6 +84,7 @@ class _Up:
         self._supervisor: Supervisor | None = None
         self._settings = settings
         self._facts: dict[str, str] = {}  # of the running stack, for tools
+        self._keyed = False  # clients have to have a key
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -96,18 +102,20 @@ class _Up:
                 return 0
             self._facts["records"] = database.url
         plans = self._plans(port, database)
+        router = check_services(plans)["router"]
+        keys = read_keys(Path(router.api_keys)) if router.api_keys is not None else {}
+        self._keyed = bool(keys)
         supervisor = Supervisor(
             plans, self._claim.place, self._terminal, restart=settings.restart, log_bytes=settings.log_bytes
         )
         self._supervisor = supervisor
-        url = f"http://{settings.bind}:{port}"
+        url = _url(router.bind, port)
         status = 1
         try:
             await supervisor.start()
             self._claim.record({**self._facts, "url": url, "ready": False})
-            status = await self._until_stopped(
-                RestClient(url, api_key=os.environ.get("KVCOMMONS_API_KEY", "")), supervisor
-            )
+            own = os.environ.get("KVCOMMONS_API_KEY") or next(iter(keys), "")
+            status = await self._until_stopped(RestClient(url, api_key=own), supervisor)
         finally:
             self._terminal.progress("")
             self._terminal.say("Stopping")
@@ -138,9 +146,7 @@ class _Up:
         place.settings_file.write_text(
             toml.dumps(tables(settings, place, cores, self._user, records), origin=self._config)
         )
-        plans = processes(
-            settings, place, cores, port, os.environ, user=self._user, model_flag="model" in self._flags
-        )
+        plans = processes(settings, place, cores, port, os.environ, user=self._user, flagged=self._flags)
         databases = [etcd.plan(place.data / "etcd", place.runtime, os.environ)]
         if database is not None:
             databases.append(database.plan(place.postgres))
@@ -220,9 +226,17 @@ class _Up:
             self._terminal.say(f"The conversation failed: {error.message}")
 
     async def _stay(self, client: RestClient) -> None:
-        self._terminal.say(f"kvcommons answers at {client.url}/v1 (try: kvcommons chat --url {client.url})")
+        key = "KVCOMMONS_API_KEY=KEY " if self._keyed else ""
+        self._terminal.say(f"kvcommons answers at {client.url}/v1")
+        self._terminal.say(f"To talk to it, in another terminal: {key}{program()} chat{client.option}")
         self._terminal.say(f"Sessions and KV lie in {self._claim.place.data}. Ctrl-C stops the stack.")
         await asyncio.Event().wait()
+
+
+def _url(bind: str, port: int) -> str:
+    """Where this machine reaches a server that is bound to `bind`, which may be all of its addresses."""
+    host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(bind, bind)
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _free_port(bind: str, port: int) -> int:

@@ -46,7 +46,7 @@ class ByHand:
         user = scaled_tables(tables or {})
         del user["up"]
         self.place.settings_file.write_text(toml.dumps(planned(settings, self.place, cores, user)))
-        plans = processes(settings, self.place, cores, port, os.environ, user=user, model_flag=False)
+        plans = processes(settings, self.place, cores, port, os.environ, user=user)
         store = etcd.plan(folder / "etcd", self.place.runtime, os.environ)
         self.plans = {plan.name: plan for plan in (*plans, store)}
         self.client = RestClient(f"http://127.0.0.1:{port}")

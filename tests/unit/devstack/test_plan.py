@@ -48,7 +48,7 @@ def test_a_group_of_one_is_refused(alone: UpSettings, field: str, wanted: str) -
 
 def test_processes_have_their_own_addresses_and_share_the_rest() -> None:
     settings = UpSettings(decode=2, ledger=2)
-    plans = {plan.name: plan for plan in processes(settings, PLACE, 8, 8123, {}, user={}, model_flag=False)}
+    plans = {plan.name: plan for plan in processes(settings, PLACE, 8, 8123, {}, user={})}
     expected = {
         "ledger-1",
         "ledger-2",
@@ -70,14 +70,14 @@ def test_processes_have_their_own_addresses_and_share_the_rest() -> None:
 
 def test_a_stack_that_gets_a_second_kvstore_keeps_the_first_one_s_folder() -> None:
     for count, folders in ((1, ["kvstore"]), (2, ["kvstore", "kvstore-2"])):
-        plans = processes(UpSettings(kvstore=count), PLACE, 8, 8123, {}, user={}, model_flag=False)
+        plans = processes(UpSettings(kvstore=count), PLACE, 8, 8123, {}, user={})
         found = [flags(plan.command) for plan in plans if plan.service == "kvstore"]
         assert [one["folder"] for one in found] == folders
         assert [one["data"] for one in found] == [f"/data/{folder}" for folder in folders]
 
 
 def test_only_the_router_has_a_port() -> None:
-    plans = processes(UpSettings(), PLACE, 8, 8000, {}, user={}, model_flag=False)
+    plans = processes(UpSettings(), PLACE, 8, 8000, {}, user={})
     for plan in plans:
         addresses = [value for name, value in flags(plan.command).items() if name.endswith("listen")]
         assert addresses
@@ -103,7 +103,7 @@ def test_processes_that_compute_at_the_same_time_run_no_more_threads_than_there_
     assert threads_by_service(cores, settings, decodes) == expected
     made = tables(settings, PLACE, cores, decodes)
     assert not [service for service, table in made.items() if "core_lock" in table]
-    plans = processes(settings, PLACE, cores, 1, {}, user=decodes, model_flag=False)
+    plans = processes(settings, PLACE, cores, 1, {}, user=decodes)
     bounds = {plan.service: plan.environment["OMP_NUM_THREADS"] for plan in plans}
     assert (bounds["prefill"], bounds["router"]) == (str(threads), "1")
 
@@ -114,7 +114,7 @@ def test_engines_that_compute_one_after_another_have_all_cores_each() -> None:
     made = tables(settings, PLACE, 16, {})
     locks = {service: table["core_lock"] for service, table in made.items() if "core_lock" in table}
     assert locks == {"prefill": "/tmp/kvc-x/cores", "decode": "/tmp/kvc-x/cores"}
-    plans = {plan.name: plan for plan in processes(settings, PLACE, 16, 1, {}, user={}, model_flag=False)}
+    plans = {plan.name: plan for plan in processes(settings, PLACE, 16, 1, {}, user={})}
     threads = {name: plan.environment["OMP_NUM_THREADS"] for name, plan in plans.items()}
     assert threads["prefill"] == threads["decode-2"] == "16"
     assert (threads["attention_pool"], threads["router"]) == ("4", "1")
@@ -134,7 +134,10 @@ def test_the_users_tables_beat_the_defaults_and_a_flag_beats_both() -> None:
     assert made["kvstore"]["dram_bytes"] == 7
     settings = UpSettings(model="org/name")
     for named, expected in ((True, "org/name"), (False, None)):
-        plans = {p.name: p for p in processes(settings, PLACE, 2, 1, {}, user={}, model_flag=named)}
+        plans = {
+            p.name: p
+            for p in processes(settings, PLACE, 2, 1, {}, user={}, flagged={"model"} if named else ())
+        }
         assert "secret_file" not in flags(plans["router"].command)
         assert flags(plans["decode"].command).get("model") == expected
         assert "model" not in flags(plans["kvstore"].command)
@@ -143,7 +146,7 @@ def test_the_users_tables_beat_the_defaults_and_a_flag_beats_both() -> None:
 def test_attention_pools_are_one_head_group_if_the_settings_say_so() -> None:
     for heads, expected in ((False, [None, None]), (True, ["0/2", "1/2"])):
         settings = UpSettings(attention_pool=2, heads=heads)
-        plans = processes(settings, PLACE, 2, 1, {}, user={}, model_flag=False)
+        plans = processes(settings, PLACE, 2, 1, {}, user={})
         pools = [flags(plan.command) for plan in plans if plan.service == "attention_pool"]
         assert [pool.get("heads") for pool in pools] == expected
         assert len({pool.get("head_group") for pool in pools}) == 1
@@ -154,7 +157,7 @@ def test_decode_instances_rotate_if_the_settings_say_so() -> None:
     assert "replicas" not in tables(UpSettings(decode=2), PLACE, 2, {})["decode"]
     settings = UpSettings(decode=2, rotate=True)
     replicas = tables(settings, PLACE, 2, {})["decode"]["replicas"]
-    plans = processes(settings, PLACE, 2, 1, {}, user={}, model_flag=False)
+    plans = processes(settings, PLACE, 2, 1, {}, user={})
     listening = [flags(plan.command)["data_listen"] for plan in plans if plan.service == "decode"]
     assert replicas == listening
     assert len(set(replicas)) == 2
@@ -203,7 +206,7 @@ def test_restarts_back_off() -> None:
 
 def test_colocated_instances_load_the_model_once() -> None:
     settings = UpSettings(colocated=True, decode=2, attention_pool=0)
-    plans = processes(settings, PLACE, 2, 8000, {}, user={}, model_flag=False)
+    plans = processes(settings, PLACE, 2, 8000, {}, user={})
     assert [plan.name for plan in plans if plan.service in ("prefill", "decode")] == ["decode-1", "decode-2"]
     assert tables(settings, PLACE, 2, {})["decode"]["colocated"] is True
     alone = UpSettings(colocated=True, attention_pool=0)
@@ -214,7 +217,7 @@ def test_colocated_instances_load_the_model_once() -> None:
 
 def test_stages_of_a_prefill_are_processes_that_find_each_other() -> None:
     settings = UpSettings(prefill=2, stages=3)
-    plans = {plan.name: plan for plan in processes(settings, PLACE, 8, 1, {}, user={}, model_flag=False)}
+    plans = {plan.name: plan for plan in processes(settings, PLACE, 8, 1, {}, user={})}
     ours = {name: flags(plan.command) for name, plan in plans.items() if plan.service == "prefill"}
     assert {name: (one["stage_group"], one["stage"]) for name, one in ours.items()} == {
         f"{group}{suffix}": (group, str(stage))
@@ -232,7 +235,7 @@ def test_stages_of_a_prefill_are_processes_that_find_each_other() -> None:
 def test_ranks_of_stages_are_processes_of_the_same_instance() -> None:
     settings = UpSettings(stages=2)
     user = {"prefill": {"tensor": 2}}
-    plans = processes(settings, PLACE, 8, 1, {}, user=user, model_flag=False)
+    plans = processes(settings, PLACE, 8, 1, {}, user=user)
     ours = {plan.name: flags(plan.command) for plan in plans if plan.service == "prefill"}
     assert {name: (one["stage"], one["rank"]) for name, one in ours.items()} == {
         "prefill": ("0", "0"),
@@ -252,14 +255,14 @@ def test_ranks_of_stages_are_processes_of_the_same_instance() -> None:
 
 def test_stages_of_the_settings_file_count_as_those_of_up() -> None:
     user = {"prefill": {"stages": 2}}
-    plans = processes(UpSettings(), PLACE, 8, 1, {}, user=user, model_flag=False)
+    plans = processes(UpSettings(), PLACE, 8, 1, {}, user=user)
     assert [plan.name for plan in plans if plan.service == "prefill"] == ["prefill", "prefill-stage-1"]
     assert tables(UpSettings(), PLACE, 8, user)["prefill"]["stages"] == 2
 
 
 def test_stages_of_a_decode_are_processes_with_an_address_each() -> None:
     settings = UpSettings(decode=2, decode_stages=2)
-    plans = processes(settings, PLACE, 8, 1, {}, user={}, model_flag=False)
+    plans = processes(settings, PLACE, 8, 1, {}, user={})
     ours = {plan.name: flags(plan.command) for plan in plans if plan.service == "decode"}
     assert {name: (one["stage_group"], one["stage"]) for name, one in ours.items()} == {
         "decode-1": ("decode-1", "0"), "decode-1-stage-1": ("decode-1", "1"),
@@ -276,7 +279,7 @@ def test_stages_of_a_decode_are_processes_with_an_address_each() -> None:
 
 
 def test_one_stage_is_the_prefill_that_there_was() -> None:
-    plans = processes(UpSettings(), PLACE, 8, 1, {}, user={}, model_flag=False)
+    plans = processes(UpSettings(), PLACE, 8, 1, {}, user={})
     (prefill,) = [plan for plan in plans if plan.service == "prefill"]
     assert "stage" not in flags(prefill.command)
     assert "stages" not in tables(UpSettings(), PLACE, 8, {})["prefill"]
