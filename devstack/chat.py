@@ -1,13 +1,15 @@
 """`kvcommons chat`: a conversation in the terminal.
 
-Ctrl-C stops the answer under way (such a turn is not kept), Ctrl-D leaves.
+Ctrl-C stops the answer under way (such a turn is not kept), Ctrl-D or /exit leaves.
 """
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 import time
+from collections.abc import Sequence
 
 from devstack.program import program
 from devstack.rest import Piece, RestClient, Turn
@@ -15,6 +17,14 @@ from kvcommons.errors import KVCommonsError, SessionNotFound, TurnInProgress
 
 # A turn that was just stopped may still be leaving the server.
 LEAVING_S_MAX = 3.0
+# What is a word after a slash is meant as a command; a path is a message.
+_COMMAND = re.compile(r"/[a-z]+")
+_HELP = """\
+/session      this session's id, how long it is, and how to go on with it
+/session ID   go on with another one; an unused id begins a session
+/exit         leave; the session stays
+/help         this
+Anything else is a message. Ctrl-C stops an answer, whose turn is then not kept."""
 
 
 def chat(client: RestClient, session_id: str | None) -> int:
@@ -28,22 +38,72 @@ def chat(client: RestClient, session_id: str | None) -> int:
     except KVCommonsError as error:
         print(f"kvcommons chat: {error.message}", file=sys.stderr)
         return 1
-    if sys.stdin.isatty():
-        import readline  # noqa: F401 - gives input() its line editing
+    return _Conversation(client, session_id).hold(models)
 
-        print(f"{', '.join(models)} at {client.url}, session {session_id}.")
-        print("Ctrl-C stops an answer, Ctrl-D leaves.")
-    while True:
+
+class _Conversation:
+    def __init__(self, client: RestClient, session_id: str) -> None:
+        self._client = client
+        self._session_id = session_id
+
+    def hold(self, models: Sequence[str]) -> int:
+        """Line by line, until /exit or the end of input; the exit status."""
+        if sys.stdin.isatty():
+            import readline  # noqa: F401 - gives input() its line editing
+
+            print(f"{', '.join(models)} at {self._client.url}, session {self._session_id}.")
+            print("/help lists commands. Ctrl-C stops an answer, Ctrl-D leaves.")
+        while True:
+            try:
+                line = input("you> " if sys.stdin.isatty() else "")
+            except EOFError:
+                print()
+                break
+            except KeyboardInterrupt:
+                print("\n(/exit or Ctrl-D leaves)")
+                continue
+            word, _, argument = line.rstrip().partition(" ")
+            if word in ("/exit", "/quit"):
+                break
+            if _COMMAND.fullmatch(word):
+                self._command(word, argument.strip())
+            elif line.strip():
+                _answer(self._client, line, self._session_id)
+        print(f"Go on later with: {self._again(self._session_id)}")
+        return 0
+
+    def _command(self, word: str, argument: str) -> None:
+        if word == "/help":
+            print(_HELP)
+        elif word == "/session":
+            try:
+                self._show() if not argument else self._go_to(argument)
+            except KVCommonsError as error:
+                print(f"error: {error.message}")
+            except KeyboardInterrupt:
+                print()
+        else:
+            print(
+                f"There is no command {word}: /help lists them. To send it as a message, begin with a space."
+            )
+
+    def _show(self) -> None:
         try:
-            message = input("you> " if sys.stdin.isatty() else "")
-        except EOFError:
-            print(f"\nGo on later with: {program()} chat{client.option} --session {shlex.quote(session_id)}")
-            return 0
-        except KeyboardInterrupt:
-            print()
-            continue
-        if message.strip():
-            _answer(client, message, session_id)
+            found = self._client.session(self._session_id)
+        except SessionNotFound:
+            print(f"{self._session_id} is a new session.")
+        else:
+            messages = len(found.get("messages") or [])
+            print(f"{self._session_id}: {messages} messages, {found.get('tokens', 0)} tokens")
+        print(f"To go on with it elsewhere: {self._again(self._session_id)}")
+
+    def _go_to(self, session_id: str) -> None:
+        _recall(self._client, session_id)
+        self._session_id = session_id
+        print(f"(session {session_id})")
+
+    def _again(self, session_id: str) -> str:
+        return f"{program()} chat{self._client.option} --session {shlex.quote(session_id)}"
 
 
 def _recall(client: RestClient, session_id: str) -> None:
@@ -59,20 +119,25 @@ def _recall(client: RestClient, session_id: str) -> None:
 
 
 def _answer(client: RestClient, message: str, session_id: str) -> None:
+    try:
+        _stream_once_free(client, message, session_id)
+    except KVCommonsError as error:
+        print(f"error: {error.message}")
+    except KeyboardInterrupt:
+        print("\n(stopped; this turn is not kept)")
+
+
+def _stream_once_free(client: RestClient, message: str, session_id: str) -> None:
+    """Raises TurnInProgress where another turn of the session stays under way."""
     deadline = time.monotonic() + LEAVING_S_MAX
     while True:
         try:
             _stream(client, message, session_id)
-        except TurnInProgress as error:
-            if time.monotonic() < deadline:
-                time.sleep(0.1)
-                continue
-            print(f"error: {error.message}")
-        except KVCommonsError as error:
-            print(f"error: {error.message}")
-        except KeyboardInterrupt:
-            print("\n(stopped; this turn is not kept)")
-        return
+            return
+        except TurnInProgress:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.1)
 
 
 def _stream(client: RestClient, message: str, session_id: str) -> None:
