@@ -14,7 +14,7 @@ from urllib.parse import quote, urlsplit
 
 from devstack.program import program
 from kvcommons import errors
-from kvcommons.errors import InvalidInput, KVCommonsError, Unavailable
+from kvcommons.errors import InvalidInput, KVCommonsError, Unauthenticated, Unavailable
 from kvcommons.pb import common_pb2 as pb
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -76,6 +76,11 @@ class RestClient:
         self._host, self._port = host, parts.port
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._timeout_s = timeout_s
+
+    @property
+    def keyed(self) -> bool:
+        """Whether it sends an API key."""
+        return bool(self._headers)
 
     @property
     def option(self) -> str:
@@ -273,4 +278,7 @@ def _error(status: int, data: bytes) -> KVCommonsError:
         return Unavailable(
             f"the server answered {status}: {text or http.client.responses.get(status, 'no reason')}"
         )
-    return errors.from_detail(detail)
+    error = errors.from_detail(detail)
+    if isinstance(error, Unauthenticated):
+        return Unauthenticated(f"{error.message} (these commands send what KVCOMMONS_API_KEY has)")
+    return error

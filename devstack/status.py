@@ -16,6 +16,8 @@ from kvcommons.errors import KVCommonsError
 
 REFRESH_S = 1.0
 SESSIONS_SHOWN = 10
+ID_COLUMNS_MAX = 48  # of a session's id in one line
+SESSIONS_ASKED = 100  # what a page holds at most
 Json = dict[str, Any]
 
 
@@ -45,16 +47,22 @@ def _answer(client: RestClient) -> RenderableType:
         return error.message
 
 
-def _ask(client: RestClient) -> tuple[Json, list[Json]]:
+def _ask(client: RestClient) -> tuple[Json, Json]:
+    """What the router tells of the stack, and a page of sessions; `total`: of all, where that is known."""
     found: Json = client.get("/v1/status")
     try:
-        sessions: list[Json] = client.get(f"/v1/sessions?limit={SESSIONS_SHOWN}")["data"]
+        sessions: Json = client.get(f"/v1/sessions?limit={SESSIONS_ASKED}")
     except KVCommonsError:  # the session store is away: the services can still be shown
-        sessions = []
-    return found, sessions
+        sessions = {"data": [], "has_more": False}
+    store = found.get("store")
+    # The store counts all tenants' sessions. Where no key is needed there is one tenant.
+    total = len(sessions["data"]) if not sessions["has_more"] else None
+    if total is None and store is not None and not client.keyed:
+        total = store["sessions"]
+    return found, sessions | {"total": total}
 
 
-def _tables(found: Json, sessions: list[Json]) -> Group:
+def _tables(found: Json, sessions: Json) -> Group:
     parts: list[RenderableType] = [_services(found["instances"], found.get("records"))]
     debts = [
         (instance["id"], creditor, blocks)
@@ -62,41 +70,62 @@ def _tables(found: Json, sessions: list[Json]) -> Group:
         for creditor, blocks in instance["debts"].items()
     ]
     if debts:
-        parts.append(_debts(debts))
-    parts.append(_store(found.get("store"), found.get("records")))
-    if sessions:
-        parts.append(_sessions(sessions))
+        parts += ["", _debts(debts)]
+    parts += ["", _store(found.get("store"), found.get("records"))]
+    if sessions["data"]:
+        parts += ["", _sessions(sessions["data"], sessions["total"])]
     queue = found["queue"]
-    models = ", ".join(found["models"]) or "none ready"
-    parts.append(f"models: {models}; requests: {queue['running']} running, {queue['waiting']} waiting")
+    models = ", ".join(map(escape, found["models"])) or "none ready"
+    parts += ["", f"models: {models}; requests: {queue['running']} running, {queue['waiting']} waiting"]
     return Group(*parts)
 
 
-def _services(instances: list[Json], records: str | None) -> Table:
-    table = Table("service", "instance", "state", title="services", title_justify="left")
-    for column in ("blocks used", "blocks", "running", "queued", "up"):
-        table.add_column(column, justify="right")
+def _table(title: str, *names: str) -> Table:
+    """Columns with what people type (the names) are never cut: what does not fit goes on in the next line."""
+    table = Table(title=title, title_justify="left", box=None, padding=(0, 2, 0, 0), pad_edge=False)
+    for name in names:
+        table.add_column(name, overflow="fold")
+    return table
+
+
+def _figures(table: Table, *names: str) -> None:
+    for name in names:
+        table.add_column(name, justify="right", no_wrap=True)
+
+
+def _services(instances: list[Json], records: str | None) -> Group:
+    """Ids begin with the name of their service, unless a setting says otherwise."""
+    table = _table("services", "instance")
+    table.add_column("state", no_wrap=True)
+    _figures(table, "blocks", "running", "queued", "up")
+    reasons = []
     for item in instances:
+        name = item["id"]
+        named = name if name.startswith(item["service"]) else f"{item['service']} {name}"
+        state, reason = _state(item, records)
+        if reason:
+            reasons.append(escape(f"{name}: {reason}"))
+        if item["heads"] is not None:
+            reasons.append(escape(f"{name}: {_part(item['heads'])}"))
         total = item["total_blocks"]
         table.add_row(
-            item["service"],
-            item["id"] if item["heads"] is None else f"{item['id']} ({_part(item['heads'])})",
-            _state(item, records),
-            str(total - item["free_blocks"]) if total else "",
-            str(total) if total else "",
+            escape(named),
+            state,
+            f"{total - item['free_blocks']}/{total}" if total else "",
             str(item["running"]),
             str(item["queued"]),
             _span(item["started_at"]),
         )
-    return table
+    return Group(table, *reasons)
 
 
-def _state(item: Json, records: str | None) -> str:
+def _state(item: Json, records: str | None) -> tuple[str, str]:
+    """In a word, and why where it needs a sentence."""
     if item["unfit"] is not None:
-        return f"[red]lends nothing: {escape(item['unfit'])}[/]"
+        return "[red]unfit[/]", f"lends nothing: {item['unfit']}"
     if item["records"] is not None and item["records"] != records:
-        return f"[red]serves nothing: has session records of its own, in the {escape(item['records'])}[/]"
-    return "[green]ready[/]" if item["ready"] else "[yellow]not ready[/]"
+        return "[red]unfit[/]", f"serves nothing: has session records of its own, in the {item['records']}"
+    return ("[green]ready[/]" if item["ready"] else "[yellow]not ready[/]"), ""
 
 
 def _part(heads: Json) -> str:
@@ -104,47 +133,53 @@ def _part(heads: Json) -> str:
 
 
 def _debts(debts: list[tuple[str, str, int]]) -> Table:
-    table = Table("debtor", "creditor", title="debts", title_justify="left")
-    table.add_column("blocks", justify="right")
+    table = _table("debts", "debtor", "creditor")
+    _figures(table, "blocks")
     for debtor, creditor, blocks in debts:
-        table.add_row(debtor, creditor, str(blocks))
+        table.add_row(escape(debtor), escape(creditor), str(blocks))
     return table
 
 
 def _store(store: Json | None, records: str | None) -> RenderableType:
     if store is None:
         return "[yellow]the session store is away[/]"
-    table = Table("tier", title="session store", title_justify="left")
-    for column in ("blocks", "capacity", "used"):
-        table.add_column(column, justify="right")
+    table = _table("session store", "tier")
+    _figures(table, "blocks", "capacity", "used")
     for tier in ("dram", "disk"):
         blocks, capacity = store[f"{tier}_blocks"], store[f"{tier}_capacity_blocks"]
         table.add_row(tier, str(blocks), str(capacity), f"{blocks / capacity:.0%}" if capacity else "")
     looked_up = store["block_hits"] + store["block_misses"]
-    table.caption = (
+    facts = (
         f"{store['sessions']} sessions, {store['pending_writes']} blocks on their way to disk, "
         f"{store['block_hits']} of {looked_up} blocks looked up were there, {store['corrupt_blocks']} corrupt"
     )
-    if records is not None:
-        table.caption += f"; records in the {escape(records)}"
-    table.caption_justify = "left"
-    return table
+    return Group(table, escape(facts if records is None else f"{facts}; records in the {records}"))
 
 
-def _sessions(sessions: list[Json]) -> Table:
-    table = Table("session", "model", title="sessions", title_justify="left")
-    for column in ("turns", "last used"):
-        table.add_column(column, justify="right")
-    for session in sessions:
+def _sessions(sessions: list[Json], total: int | None) -> Group:
+    """Of a page, which has the first ones by their ids, those that were used last. `total`: of all sessions;
+    None where only the server could count them."""
+    table = _table("sessions", "session", "model")
+    # The model gives way first: an id in one piece is what people copy.
+    table.columns[0].min_width = min(ID_COLUMNS_MAX, max(len(session["id"]) for session in sessions))
+    _figures(table, "turns", "last used")
+    shown = sorted(sessions, key=lambda session: session["last_used_at"], reverse=True)[:SESSIONS_SHOWN]
+    for session in shown:
         turns, used = str(session["version"]), _span(session["last_used_at"])
-        table.add_row(session["id"], session["model"] or "", turns, f"{used} ago")
-    return table
+        table.add_row(escape(session["id"]), escape(session["model"] or ""), turns, f"{used} ago")
+    if total is None:
+        left_out = f"more than {len(sessions) - len(shown)}"
+    elif total > len(shown):
+        left_out = str(total - len(shown))
+    else:
+        return Group(table)
+    return Group(table, f"not shown: {left_out} (GET /v1/sessions lists all)")
 
 
 def _span(since: int) -> str:
     """Time since a Unix time, in its two largest units."""
     seconds = max(0, int(time.time() - since))
-    for unit, size, smaller, part in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
+    for unit, size, smaller, part in (("d", 86400, "h", 3600), ("h", 3600, "m", 60), ("m", 60, "s", 1)):
         if seconds >= size:
-            return f"{seconds // size} {unit} {seconds % size // part} {smaller}"
-    return f"{seconds} s"
+            return f"{seconds // size}{unit} {seconds % size // part}{smaller}"
+    return f"{seconds}s"

@@ -108,6 +108,17 @@ def _answer_one(server: socket.socket, answer: bytes) -> None:
         connection.sendall(answer)
 
 
+def test_a_missing_key_is_told_with_where_it_is_put(capsys: pytest.CaptureFixture[str]) -> None:
+    body = b'{"error": {"message": "no API key was given", "code": "invalid_api_key"}}'
+    answer = b"HTTP/1.1 401 Unauthorized\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        thread = threading.Thread(target=_answer_one, args=(server, answer))
+        thread.start()
+        assert main(["status", "--url", f"http://127.0.0.1:{server.getsockname()[1]}"]) == 1
+        thread.join(scaled(5))
+    assert "KVCOMMONS_API_KEY" in capsys.readouterr().err
+
+
 def test_a_hint_has_the_address_where_it_is_another_one() -> None:
     assert RestClient().option == ""
     assert RestClient("127.0.0.1:8000/").option == ""
