@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -12,6 +13,8 @@ from kvcommons.config import Addresses, Node
 from kvcommons.errors import InvalidInput
 from services.router.admission.classes import ClassObjectives, ServiceClasses
 from services.router.admission.scheduling import OVERTAKES_MAX, scheduling
+
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +28,8 @@ class RouterConfig:
     port: int = 8000  # 0: any free one
     api_keys: str | None = None  # file: a line per key, "tenant key"; none: one tenant, loopback only
     secret_file: str | None = None  # root of the tenants' salts; needed with api_keys
+    # Web pages that may call from a browser: "https://chat.example.org", or "*" for all; none by default.
+    cors_origins: tuple[str, ...] = ()
     policy: str = "slack"  # of the request queue; or fcfs, fpf, relaxed_fpf, bounded_fpf
     overtakes_max: int = OVERTAKES_MAX  # with bounded_fpf: how many later requests may start before one
     # By name; see docs/service-classes.md. {"priority": {"ttft_s": 1.0, "tbt_s": 0.1, "unmet": "refuse"}}
@@ -74,6 +79,13 @@ class RouterConfig:
                 "random bytes to a file and set secret_file (KVCOMMONS_ROUTER__SECRET_FILE=FILE)",
                 param="secret_file",
             )
+        for origin in self.cors_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise InvalidInput(
+                    f"router cors_origins: {origin!r} is no origin: write scheme, host and port as a browser "
+                    'does, "https://chat.example.org" without a path, or "*" for all',
+                    param="cors_origins",
+                )
         sizes = ("max_running", "max_queue", "max_choices", "max_documents", "max_body_bytes")
         for name in (*sizes, "max_connections", "max_connections_per_address"):
             if getattr(self, name) < 1:

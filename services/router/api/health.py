@@ -1,8 +1,9 @@
-"""GET /health, /metrics and /v1/status"""
+"""GET /health, /version, /metrics and /v1/status"""
 
 from __future__ import annotations
 
 import asyncio
+from importlib import metadata
 
 from aiohttp import web
 from prometheus_client import generate_latest
@@ -48,6 +49,18 @@ def health_of(serving: Serving) -> tuple[Json, bool]:
     else:
         status, message = "ok", "ready"
     return {"status": status, "components": components, "message": message}, status == "ok"
+
+
+async def version(request: web.Request) -> web.Response:
+    """Of this router. Needs a key where keys are configured, as all paths but /health do."""
+    return web.json_response({"version": router_version()})
+
+
+def router_version() -> str:
+    try:
+        return metadata.version("kvcommons")
+    except metadata.PackageNotFoundError:  # run from a checkout
+        return "0"
 
 
 async def metrics(request: web.Request) -> web.Response:

@@ -169,6 +169,13 @@ def _operation() -> list[Route]:
         ),
         Route(
             method="GET",
+            path="/version",
+            handler=health.version,
+            summary="Of this server.",
+            answers={200: answers.Version},
+        ),
+        Route(
+            method="GET",
             path="/metrics",
             handler=health.metrics,
             summary="Prometheus metrics, as text. Needs a key where keys are configured.",

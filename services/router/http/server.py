@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import logging
 import resource
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from aiohttp import web
 
-from kvcommons.errors import Unavailable
+from kvcommons.errors import InvalidInput, Unavailable
+from services.router.api.health import router_version
 from services.router.api.openapi import describe
 from services.router.api.routes import routes, unbuilt
 from services.router.config import RouterConfig
 from services.router.http.connections import ConnectionTable
-from services.router.http.middleware import SERVING, add_request_id, request_middleware
+from services.router.http.cors import add_allowed_origin, cors_middleware
+from services.router.http.middleware import SERVING, Handler, add_request_id, request_middleware
 from services.router.http.protocol import Runner
 from services.router.serving import Serving
 
@@ -29,11 +30,13 @@ _UNBUILT = ("/v1/responses", "/v1/conversations")
 
 
 def application(serving: Serving) -> web.Application:
-    app = web.Application(middlewares=[request_middleware], client_max_size=serving.config.max_body_bytes)
+    app = web.Application(
+        middlewares=[cors_middleware, request_middleware], client_max_size=serving.config.max_body_bytes
+    )
     app[SERVING] = serving
-    app.on_response_prepare.append(add_request_id)
+    app.on_response_prepare.extend((add_request_id, add_allowed_origin))
     table = routes()
-    document = json.dumps(describe(table, version=_version())).encode()
+    document = json.dumps(describe(table, version=router_version())).encode()
 
     async def openapi(request: web.Request) -> web.Response:
         return web.Response(body=document, content_type="application/json")
@@ -41,11 +44,25 @@ def application(serving: Serving) -> web.Application:
     app.router.add_get("/openapi.json", openapi)
     for route in table:
         # A session's id may have any character but a slash; aiohttp's own pattern excludes braces too.
-        app.router.add_route(route.method, route.path.replace("{id}", "{id:[^/]+}"), route.handler)
+        path = route.path.replace("{id}", "{id:[^/]+}")
+        app.router.add_route(route.method, path, route.handler)
+        if route.method == "GET":
+            app.router.add_route("HEAD", path, _head(route.handler))
     for path in _UNBUILT:
         app.router.add_route("*", path, unbuilt)
         app.router.add_route("*", path + "/{rest:.*}", unbuilt)
     return app
+
+
+def _head(handler: Handler) -> Handler:
+    """What GET would answer, without its body; never a stream, whose end nobody would wait for."""
+
+    async def head(request: web.Request) -> web.StreamResponse:
+        if "stream" in request.query:
+            raise InvalidInput("HEAD has no stream: leave it out", param="stream")
+        return await handler(request)
+
+    return head
 
 
 def connection_table(config: RouterConfig) -> ConnectionTable[Any]:
@@ -95,10 +112,3 @@ class HttpServer:
     async def drain(self) -> None:
         """No new requests; those under way get half of the drain's time to end, then they are cancelled."""
         await self._runner.cleanup()
-
-
-def _version() -> str:
-    try:
-        return version("kvcommons")
-    except PackageNotFoundError:  # run from a checkout
-        return "0"

@@ -241,6 +241,10 @@ class Health(AnswerBody):
     message: str
 
 
+class Version(AnswerBody):
+    version: str
+
+
 class HeadShare(AnswerBody):
     group: str
     number: int

@@ -1,0 +1,45 @@
+"""Which web pages may call this server from a browser (CORS), by the setting `cors_origins`.
+
+A browser asks before it sends a key (a preflight, which has none itself), and shows a page only answers that
+name its origin. Without the setting nothing is allowed, and nothing is said.
+"""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from services.router.http.middleware import SERVING, Handler
+
+_ANY = "*"
+_PREFLIGHT_S = 600  # how long a browser may keep the answer
+_NO_CONTENT = 204
+_VARY = "Origin, Access-Control-Request-Headers"
+
+
+@web.middleware
+async def cors_middleware(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """Answers preflights of origins that are allowed; before the key is asked for."""
+    asked = request.headers.get("Access-Control-Request-Method")
+    if request.method == "OPTIONS" and asked is not None and _allowed(request):
+        headers = {
+            "Access-Control-Allow-Methods": "GET, HEAD, POST, DELETE",
+            "Access-Control-Max-Age": str(_PREFLIGHT_S),
+            "Vary": _VARY,
+        }
+        if wanted := request.headers.get("Access-Control-Request-Headers"):
+            headers["Access-Control-Allow-Headers"] = wanted
+        return web.Response(status=_NO_CONTENT, headers=headers)
+    return await handler(request)
+
+
+async def add_allowed_origin(request: web.Request, response: web.StreamResponse) -> None:
+    """For `on_response_prepare`: streams and refusals too."""
+    if _allowed(request):
+        response.headers["Access-Control-Allow-Origin"] = request.headers["Origin"]
+        response.headers["Access-Control-Expose-Headers"] = "X-Request-Id, Retry-After"
+        response.headers.setdefault("Vary", "Origin")
+
+
+def _allowed(request: web.Request) -> bool:
+    origins = request.app[SERVING].config.cors_origins
+    return "Origin" in request.headers and (_ANY in origins or request.headers["Origin"] in origins)

@@ -1,0 +1,91 @@
+"""What web tools ask besides the API: the version, HEAD, and leave for a page to call from a browser."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcommons.config import Node
+from kvcommons.errors import InvalidInput
+from services.router.api.routes import routes
+from services.router.config import RouterConfig
+from tests.contract.rest_stack import MODEL_FOLDER, KvStore, Stack, stack
+
+pytest_plugins = ("tests.contract.rest_fixtures",)
+
+PAGE = "https://chat.example.org"
+OTHER = "https://elsewhere.example.org"
+CHAT = "/v1/chat/completions"
+HI: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+PREFLIGHT = {
+    "Access-Control-Request-Method": "POST",
+    "Access-Control-Request-Headers": "authorization,content-type,x-stainless-lang",
+}
+
+
+async def test_the_version_is_the_packages(served: Stack) -> None:
+    assert await served.get("/version") == (200, {"version": version("kvcommons")})
+
+
+async def test_head_is_get_without_a_body(served: Stack) -> None:
+    for route in routes():
+        if route.method != "GET":
+            continue
+        path = route.path.replace("{id}", "nobody")
+        async with served.http.get(path) as got, served.http.head(path) as head:
+            assert head.status == got.status, path
+            assert head.content_type == got.content_type, path
+            assert await head.read() == b""
+    async with served.http.head("/v1/sessions/nobody/prefill?stream=true") as head:
+        assert head.status == 400
+    async with served.http.head(CHAT) as head:
+        assert head.status == 405
+
+
+async def test_only_pages_that_are_named_may_call(socket_folder: Path, rest_store: KvStore) -> None:
+    keys = socket_folder / "keys"
+    keys.write_text("ann key-of-ann-1\n")
+    (socket_folder / "secret").write_bytes(b"s" * 32)
+    settings = {
+        "cors_origins": (PAGE,), "api_keys": str(keys), "secret_file": str(socket_folder / "secret"),
+    }  # fmt: skip
+    ann = {"Authorization": "Bearer key-of-ann-1"}
+    async with stack(socket_folder, rest_store, settings=settings) as served:
+        await served.show(headers=ann)
+        served.says("hello")
+        async with served.http.options(CHAT, headers={**PREFLIGHT, "Origin": PAGE}) as asked:
+            assert asked.status == 204
+            assert asked.headers["Access-Control-Allow-Origin"] == PAGE
+            assert "POST" in asked.headers["Access-Control-Allow-Methods"]
+            assert "authorization" in asked.headers["Access-Control-Allow-Headers"]
+        for stream in (False, True):
+            body = HI | {"stream": stream}
+            async with served.http.post(CHAT, json=body, headers={**ann, "Origin": PAGE}) as answered:
+                assert answered.status == 200
+                assert answered.headers["Access-Control-Allow-Origin"] == PAGE
+                await answered.read()
+        async with served.http.post(CHAT, json=HI, headers={"Origin": PAGE}) as refused:
+            assert refused.status == 401  # and the page can read why
+            assert refused.headers["Access-Control-Allow-Origin"] == PAGE
+        async with served.http.options(CHAT, headers={**PREFLIGHT, "Origin": OTHER}) as asked:
+            assert asked.status == 401
+            assert "Access-Control-Allow-Origin" not in asked.headers
+
+
+async def test_no_page_may_call_unless_it_is_said(served: Stack) -> None:
+    async with served.http.get("/health", headers={"Origin": PAGE}) as answered:
+        assert "Access-Control-Allow-Origin" not in answered.headers
+
+
+@pytest.mark.parametrize("origin", ["chat.example.org", "https://chat.example.org/", "https://a b", ""])
+def test_an_origin_that_no_browser_sends_is_refused(origin: str) -> None:
+    with pytest.raises(InvalidInput, match="cors_origins"):
+        RouterConfig(
+            node=Node(listen="unix:/tmp/r.sock"),
+            ledger=("unix:/tmp/l.sock",),
+            model=str(MODEL_FOLDER),
+            cors_origins=(origin,),
+        )
