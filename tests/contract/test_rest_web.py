@@ -12,7 +12,7 @@ from kvcommons.config import Node
 from kvcommons.errors import InvalidInput
 from services.router.api.routes import routes
 from services.router.config import RouterConfig
-from tests.contract.rest_stack import MODEL_FOLDER, KvStore, Stack, stack
+from tests.contract.rest_stack import MODEL_FOLDER, WINDOW, KvStore, Stack, stack
 
 pytest_plugins = ("tests.contract.rest_fixtures",)
 
@@ -43,6 +43,46 @@ async def test_head_is_get_without_a_body(served: Stack) -> None:
         assert head.status == 400
     async with served.http.head(CHAT) as head:
         assert head.status == 405
+
+
+async def test_tokens_are_those_of_the_prompt_and_come_back_as_text(served: Stack) -> None:
+    text = "My cat is called Zuzu."
+    expected = served.tokenizer.encode_prompt(text)
+    status, body = await served.post("/tokenize", {"prompt": text, "return_token_strs": True})
+    assert (status, body["tokens"], body["count"]) == (200, expected, len(expected))
+    assert body["max_model_len"] == WINDOW
+    assert "".join(body["token_strs"]).endswith("Zuzu.")
+    bare = {"prompt": text, "add_special_tokens": False}
+    assert (await served.post("/tokenize", bare))[1]["tokens"] == served.tokenizer.encode_text(text)
+    assert await served.post("/detokenize", {"tokens": expected}) == (200, {"prompt": text})
+
+
+async def test_messages_come_to_what_a_chat_says_it_had(served: Stack) -> None:
+    served.says("hello")
+    _, answered = await served.post(CHAT, HI)
+    status, body = await served.post("/tokenize", {"messages": HI["messages"]})
+    assert (status, body["count"]) == (200, answered["usage"]["prompt_tokens"])
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("/tokenize", {}, 400, "prompt"),
+        ("/tokenize", {"prompt": "a", "messages": HI["messages"]}, 400, "prompt"),
+        ("/tokenize", {"messages": HI["messages"], "add_special_tokens": True}, 400, "add_special_tokens"),
+        ("/tokenize", {"prompt": "word " * 20_000}, 400, "prompt"),
+        ("/tokenize", {"prompt": "a", "model": "none"}, 404, "model"),
+        ("/detokenize", {}, 400, "tokens"),
+        ("/detokenize", {"tokens": [5_000_000]}, 400, "tokens"),
+        ("/detokenize", {"tokens": [-1]}, 400, "tokens"),
+        ("/detokenize", {"tokens": [1] * (WINDOW + 1)}, 400, "tokens"),
+    ],
+)
+async def test_what_has_no_tokens_is_refused(
+    served: Stack, path: str, body: dict[str, Any], status: int, param: str
+) -> None:
+    found, answer = await served.post(path, body)
+    assert (found, answer["error"]["param"]) == (status, param)
 
 
 async def test_only_pages_that_are_named_may_call(socket_folder: Path, rest_store: KvStore) -> None:

@@ -9,7 +9,7 @@ from aiohttp import web
 from pydantic import BaseModel
 
 from kvcommons.errors import UnsupportedParameter
-from services.router.api import chat, completions, health, models, prefill, sessions
+from services.router.api import chat, completions, health, models, prefill, sessions, tokenizing
 from services.router.api.schemas import answers, requests
 from services.router.http.middleware import Handler
 
@@ -28,11 +28,12 @@ class Route:
 
 
 _GENERATION_ERRORS = (400, 401, 403, 404, 409, 413, 429, 500, 503)
+_TOKENIZING_ERRORS = (400, 401, 404, 413, 503)
 _SESSION_ERRORS = (400, 401, 404, 503)
 
 
 def routes() -> list[Route]:
-    return [*_generation(), *_sessions(), *_documents(), *_operation()]
+    return [*_generation(), *_tokenizing(), *_sessions(), *_documents(), *_operation()]
 
 
 def _generation() -> list[Route]:
@@ -71,6 +72,29 @@ def _generation() -> list[Route]:
             summary="One model.",
             answers={200: answers.ModelCard},
             errors=(401, 404),
+        ),
+    ]
+
+
+def _tokenizing() -> list[Route]:
+    return [
+        Route(
+            method="POST",
+            path="/tokenize",
+            handler=tokenizing.tokenize,
+            summary="The tokens of a prompt, or of messages, as vLLM gives them.",
+            body=tokenizing.TokenizeRequest,
+            answers={200: tokenizing.Tokenized},
+            errors=_TOKENIZING_ERRORS,
+        ),
+        Route(
+            method="POST",
+            path="/detokenize",
+            handler=tokenizing.detokenize,
+            summary="The text of tokens.",
+            body=tokenizing.DetokenizeRequest,
+            answers={200: tokenizing.Detokenized},
+            errors=_TOKENIZING_ERRORS,
         ),
     ]
 
