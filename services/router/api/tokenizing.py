@@ -24,9 +24,7 @@ class TokenizeRequest(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: (
-        Annotated[list[ChatMessage], Field(min_length=1, max_length=MESSAGES_MAX, fail_fast=True)] | None
-    ) = None
+    messages: _Messages | None = None
     add_special_tokens: bool | None = Field(
         None,
         description="What the tokenizer puts around a prompt. Default: true. Not with messages.",
