@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Literal
 
 import torch
@@ -15,7 +16,10 @@ from annotated_types import Ge, Gt
 from kvcommons.backend.choice import choose
 from kvcommons.backend.interface import Backend
 from kvcommons.backend.memory import BlockMemory
+from kvcommons.engine.request import Request
 from kvcommons.errors import InvalidInput
+from kvcommons.grammar.compiled import Vocabulary
+from kvcommons.grammar.grammars import Constraint, Grammars
 from kvcommons.model.slices import Model, Sum
 from kvcommons.model.spec import ModelSpec, fingerprint, model_info, resolve_folder
 from kvcommons.model.tensor_rank import ALONE, TensorRank
@@ -52,6 +56,7 @@ class Core:
     layout: Layout
     memory: BlockMemory
     allocator: BlockAllocator
+    grammars: Grammars | None = None  # None: without the folder, whose tokenizer they need
 
     @property
     def block_tokens(self) -> int:
@@ -76,6 +81,24 @@ class Core:
     def block_bytes(self) -> int:
         """Of one block in the layers that are computed here."""
         return len(self.layers) * self.layout.object_bytes
+
+    async def check_grammar(self, request: Request) -> None:
+        """Returns once the request's grammar, if it has one, is compiled. Raises InvalidInput, Overloaded and
+        DeadlineExceeded."""
+        if not request.grammar:
+            return
+        if self.grammars is None:
+            raise InvalidInput("grammars need the tokenizer of the model's folder", param="grammar")
+        if not request.stop_token_ids:
+            raise InvalidInput("an answer with a grammar needs a token that ends it", param="stop_token_ids")
+        await self.grammars.ready(request.grammar)
+
+    def constraint(self, request: Request) -> Constraint | None:
+        """Of a sequence by its grammar, which was checked; None where it has none, or is sampled
+        elsewhere."""
+        if not request.grammar or self.grammars is None or not self.model.last:
+            return None
+        return self.grammars.constrain(request.grammar, request.stop_token_ids, request.prompt_tokens)
 
     @property
     def backend(self) -> Backend:
@@ -121,6 +144,7 @@ def _load(
         Model.load(folder, dtype=settings.dtype, backend=backend, layers=own, rank=rank, sum_ranks=sum_ranks),
         info,
         capacity_tokens=settings.capacity_tokens,
+        grammars=Grammars(partial(Vocabulary.read, folder)),
     )
     _warm_up(core)
     log.info(
@@ -135,7 +159,9 @@ def _load(
     return core
 
 
-def make_core(model: Model, info: pb.ModelInfo, *, capacity_tokens: int) -> Core:
+def make_core(
+    model: Model, info: pb.ModelInfo, *, capacity_tokens: int, grammars: Grammars | None = None
+) -> Core:
     """A model that is in memory already, with blocks for `capacity_tokens`."""
     layout = model.rank.layout(Layout.of(info))
     blocks = capacity_tokens // info.block_tokens
@@ -145,7 +171,14 @@ def make_core(model: Model, info: pb.ModelInfo, *, capacity_tokens: int) -> Core
             param="capacity_tokens",
         )
     memory = BlockMemory(layout, blocks, model.backend, model.layers)
-    return Core(model=model, info=info, layout=layout, memory=memory, allocator=BlockAllocator(blocks))
+    return Core(
+        model=model,
+        info=info,
+        layout=layout,
+        memory=memory,
+        allocator=BlockAllocator(blocks),
+        grammars=grammars,
+    )
 
 
 def _warm_up(core: Core) -> None:

@@ -47,7 +47,14 @@ from kvcommons.engine.scheduler import Plan, Scheduler, freed_by, plan_for
 from kvcommons.engine.sequence import LocalRun, RemoteRun, Run
 from kvcommons.engine.sequence import Sequence as Generating
 from kvcommons.engine.token_rows import TokenRows
-from kvcommons.errors import CapacityExhausted, DeadlineExceeded, Internal, KVCommonsError, Unavailable
+from kvcommons.errors import (
+    CapacityExhausted,
+    DeadlineExceeded,
+    Internal,
+    KVCommonsError,
+    Unavailable,
+    from_detail,
+)
 from kvcommons.holder.budget import AttentionBudget
 from kvcommons.holder.creditor import Creditor
 from kvcommons.holder.segments import SegmentRef
@@ -457,6 +464,9 @@ class Engine:
             if row in group.lost:
                 self._fail(sequence.key, group.lost[row])
                 continue
+            if token.HasField("error"):
+                self._fail(sequence.key, from_detail(token.error))
+                continue
             self._step(sequence.key).tokens.append(token)
             reason = sequence.append(token.token)
             self._publisher.publish_full(sequence)
@@ -488,6 +498,9 @@ class Engine:
         prompt = self._prompt(key)
         if prompt is None:
             return  # it has ended meanwhile
+        if token.HasField("error"):
+            self._fail(key, from_detail(token.error))
+            return
         first = prompt.result(token)
         if prompt.sink.goes_on:
             assert self._prompts is not None

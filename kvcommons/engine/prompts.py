@@ -323,6 +323,8 @@ class PromptSpan:
 
     def open(self, timing: IterationTiming) -> None:
         self._timing = timing
+        if self.chunk.stop == self.prompt.tokens:
+            self.prompt.sequence.prepare_sampling()
         self._context.run(self._traced.__enter__)
 
     def close(self) -> None:
@@ -332,11 +334,7 @@ class PromptSpan:
         prompt = self.prompt
         if self.chunk.stop < prompt.tokens:
             return []
-        return [
-            SamplingRow(
-                params=prompt.request.sampling, position=prompt.tokens, generated=prompt.sequence.generated
-            )
-        ]
+        return [prompt.sequence.sampling_row()]
 
     def attend(self, layer: int, state: State, *, needed: bool) -> Tensor | None:
         """What is final goes out before the layer is attended over."""

@@ -25,6 +25,7 @@ class Request:
     max_position: int = 0  # 0: the sequence is handed over with its first token
     sampling: SamplingParams
     stop_token_ids: frozenset[int] = frozenset()
+    grammar: str = ""  # that the answer keeps to; empty: none
     store_control: str  # the kvstore's addresses; empty: no store
     store_data: str
     matched_blocks: int  # leading blocks that the store said it has
@@ -70,6 +71,7 @@ class Request:
             max_position=job.max_position,
             sampling=SamplingParams.of(job.sampling),
             stop_token_ids=frozenset(job.sampling.stop_token_ids),
+            grammar=job.sampling.grammar,
             store_control=job.history.control_address,
             store_data=job.history.data_address,
             matched_blocks=job.history.matched_blocks,

@@ -7,9 +7,11 @@ from collections import Counter
 from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from functools import partial
 from typing import ParamSpec
 
 from kvcommons.engine.request import Request
+from kvcommons.grammar.grammars import Constraint
 from kvcommons.holder.creditor import Creditor
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.model.sampling import SamplingRow
@@ -66,6 +68,7 @@ class Sequence:
     computed: int = 0
     generated: dict[int, int] = field(init=False)  # token to count, for penalties
     placement: Placement = field(default_factory=Overflow)
+    constraint: Constraint | None = None  # by its grammar, where its tokens are sampled
     refused: bool = False  # nobody lent it its next block: it takes one here, if it can
     published_blocks: int = 0  # leading full blocks that were published, and saved or known to be saved
     saved_blocks: int = 0
@@ -196,7 +199,15 @@ class Sequence:
 
     def sampling_row(self) -> SamplingRow:
         """For the token that the next iteration samples."""
-        return SamplingRow(params=self.request.sampling, position=len(self.tokens), generated=self.generated)
+        mask = None if self.constraint is None else partial(self.constraint.mask, self.tokens)
+        return SamplingRow(
+            params=self.request.sampling, position=len(self.tokens), generated=self.generated, mask=mask
+        )
+
+    def prepare_sampling(self) -> None:
+        """The iteration that samples its next token begins."""
+        if self.constraint is not None:
+            self.constraint.prepare(self.tokens)
 
     def identities(self) -> Items[bytes]:
         """Identities of the full blocks among the computed tokens."""

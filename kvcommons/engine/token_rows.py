@@ -54,6 +54,8 @@ class TokenRows:
 
     def open(self, timing: IterationTiming) -> None:
         self._timing = timing
+        for sequence in self.batch.sequences:
+            sequence.prepare_sampling()
         self._slots = self._core.memory.rows_of(self.batch.slots())
         self._step = self._remote.begin(
             self.batch, self._attend_deadline_s, timing, (self._core.memory, self._slots)

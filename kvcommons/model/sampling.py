@@ -8,14 +8,16 @@ else is in the batch, or on which process draws it: a resumed turn goes on as th
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from kvcommons.backend.interface import Device
+from kvcommons.errors import KVCommonsError
 from kvcommons.pb import common_pb2 as pb
 
 # top_p is looked for among this many most probable tokens first; few distributions need a full sort.
@@ -62,19 +64,22 @@ class SamplingParams:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingRow:
     """`position`: index in the sequence of the token to sample; `generated`: how often each token after the
-    prompt boundary came (only read where a penalty is set)."""
+    prompt boundary came (only read where a penalty is set); `mask`: of the tokens that a grammar allows here,
+    a bit each, the lowest of a byte first; an error that it raises is that row's alone."""
 
     params: SamplingParams
     position: int
     generated: Mapping[int, int]
+    mask: Callable[[], bytes] | None = None
 
 
 def sample(logits: Tensor, rows: Sequence[SamplingRow], device: Device) -> list[pb.SampledToken]:
     """logits [B, vocab] float32 on the device (left unchanged), a row each -> SampledToken with position,
-    logprob and top set.
+    logprob and top set; or with its error, where what a row may have cannot be said.
 
-    logprob and top are of the unmodified distribution, and set only where `logprobs` asks for them.
-    """
+    logprob and top are of the distribution that a mask leaves, unmodified else, and set only where `logprobs`
+    asks for them."""
+    logits, errors = _masked(logits, rows, device)
     adjusted = _adjusted(logits, rows, device)
     best = adjusted.argmax(-1)
     drawn = [i for i, row in enumerate(rows) if row.params.temperature > 0]
@@ -86,6 +91,8 @@ def sample(logits: Tensor, rows: Sequence[SamplingRow], device: Device) -> list[
         pb.SampledToken(token=token, position=row.position) for token, row in zip(tokens, rows, strict=True)
     ]
     _add_logprobs(sampled, logits, rows, device)
+    for i, error in errors.items():
+        sampled[i].error.CopyFrom(error.to_detail())
     return sampled
 
 
@@ -94,6 +101,29 @@ def uniform(seed: int, choice: int, position: int) -> float:
     data = struct.pack("<QIQ", seed & 0xFFFFFFFFFFFFFFFF, choice & 0xFFFFFFFF, position)
     digest = hashlib.blake2b(data, digest_size=8, person=b"kvcommons-noise").digest()
     return float((int.from_bytes(digest, "little") >> 11) * 2.0**-53)
+
+
+def _masked(
+    logits: Tensor, rows: Sequence[SamplingRow], device: Device
+) -> tuple[Tensor, dict[int, KVCommonsError]]:
+    """Without the tokens that masks do not allow, and the rows that have none; `logits` itself where no row
+    has a mask."""
+    errors: dict[int, KVCommonsError] = {}
+    masked, vocab = logits, logits.shape[1]
+    for i, row in enumerate(rows):
+        if row.mask is None:
+            continue
+        try:
+            mask = row.mask()
+        except KVCommonsError as error:
+            errors[i] = error
+            continue
+        octets = torch.frombuffer(bytearray(mask.ljust(-(-vocab // 8), b"\0")), dtype=torch.uint8)
+        bits = device.upload(octets).unsqueeze(1) >> device.upload(torch.arange(8, dtype=torch.uint8))
+        if masked is logits:
+            masked = logits.clone()
+        masked[i].masked_fill_((bits & 1).flatten()[:vocab] == 0, -torch.inf)
+    return masked, errors
 
 
 def _adjusted(logits: Tensor, rows: Sequence[SamplingRow], device: Device) -> Tensor:
@@ -174,5 +204,5 @@ def _add_logprobs(
     for at, i in enumerate(asked):
         sampled[i].logprob = float(own[at])
         for token, value in zip(tokens[at], values[at], strict=True):
-            if len(sampled[i].top) < rows[i].params.top_logprobs:
+            if len(sampled[i].top) < rows[i].params.top_logprobs and value > -math.inf:
                 sampled[i].top.add(token=token, logprob=value)

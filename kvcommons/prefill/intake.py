@@ -64,6 +64,7 @@ class Intake:
         for what cannot be computed here, and what decode raises where its history was waited for."""
         core = self.core
         request = Request.of(asked.job, core.info)
+        await core.check_grammar(request)
         self._condemner.know(data_address=request.store_data, control_address=request.store_control)
         targets = TargetTable(Target.of(placement) for placement in asked.targets)
         delivery = Delivery(Deadline(deadline_s), current_traceparent())
@@ -83,6 +84,7 @@ class Intake:
                 request=request,
                 block_tokens=core.block_tokens,
                 chain=request.chain(core.info),
+                constraint=core.constraint(request),
             ),
             sink=sink,
             memory=self._whole,

@@ -486,6 +486,7 @@ class _Epoch:
                 request=request,
                 block_tokens=core.block_tokens,
                 chain=request.chain(core.info),
+                constraint=core.constraint(request),
             ),
             sink=HandOver(follower._pusher, delivery, targets, asked.push_from_block, lambda event: None),
             memory=follower._whole,
@@ -506,6 +507,7 @@ class _Epoch:
             request=request,
             block_tokens=core.block_tokens,
             chain=request.chain(core.info),
+            constraint=core.constraint(request),
         )
         held = HeldSequence(sequence, list(reserve.blocks), shared_blocks=reserve.shared_blocks)
         with self._changed:

@@ -54,6 +54,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):
                 retry_after_ms=500,
             )
         asked = _request(self._core, request)
+        await self._core.check_grammar(asked)
         self._condemner.know(data_address=asked.store_data, control_address=asked.store_control)
         arrival = await self._arrivals.open(
             asked, request.job, start_wait_s=min(request.start_wait_ms / 1000, START_WAIT_S_MAX)

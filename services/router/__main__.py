@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 
 from kvcommons.errors import InvalidInput
+from kvcommons.grammar.compiled import Vocabulary
+from kvcommons.grammar.grammars import Grammars
 from kvcommons.model.chat import ChatTemplate
 from kvcommons.model.spec import resolve_folder
 from kvcommons.model.tokenizer import Tokenizer
@@ -123,6 +125,7 @@ async def _serving(config: RouterConfig, process: Process) -> Serving:
         instance_id=process.instance_id,
         tenants=_tenants(config),
         text=text,
+        grammars=Grammars(lambda: Vocabulary(tokenizer)),
         directory=directory,
         fleet=fleet,
         store=SessionStore(fleet),

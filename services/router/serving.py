@@ -9,6 +9,7 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvcommons.grammar.grammars import Grammars
 from kvcommons.rpc.directory import Directory
 from kvcommons.telemetry.trace import Tracer
 from services.router.admission.admission import Admission
@@ -38,6 +39,7 @@ class Serving:
     instance_id: str
     tenants: Tenants
     text: Text
+    grammars: Grammars
     directory: Directory
     fleet: Fleet
     store: SessionStore
@@ -72,3 +74,4 @@ class Serving:
             task.cancel()
         await self.dispatch.close()
         await self.fleet.close()
+        await asyncio.to_thread(self.grammars.close)

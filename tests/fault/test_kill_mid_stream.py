@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import re
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -65,6 +66,31 @@ def test_a_death_in_mid_stream_changes_no_token(
     assert token_ids(twins, session) == expected_ids
     assert silence_s < DELAY_S_MAX
     assert turn.timings["resumptions"] == (1 if victim == "decode" else 0)
+
+
+def test_an_answer_goes_on_within_its_grammar(twins: Stack) -> None:
+    """The instance that goes on has nothing of the grammar's state but the tokens that were heard."""
+    asked = {"structured_outputs": {"regex": "([a-f]{3}-[0-9]{2} ){30,40}!"}, **SAMPLINGS["sampled"]}
+
+    def answer(session: str, kill: Callable[[], object] | None = None) -> Turn:
+        for number, part in enumerate(twins.client.chat(MESSAGE, session, max_tokens=400, **asked)):
+            if number == 10 and kill is not None:
+                kill()
+            if isinstance(part, Turn):
+                return part
+        raise AssertionError("a chat ends with its Turn")
+
+    expected = answer(f"grammar-{next(_serial)}")
+    assert expected.finish_reason == "stop"
+    assert re.fullmatch("([a-f]{3}-[0-9]{2} ){30,40}!", expected.text)
+    victims = Victims(twins, "decode")
+    for _ in range(TRIES):
+        turn = answer(f"grammar-{next(_serial)}", victims.kill_busy)
+        if victims.killed:
+            break
+    assert victims.killed, "none was at work"
+    assert turn.text == expected.text
+    assert turn.timings["resumptions"] == 1
 
 
 @pytest.mark.slow

@@ -96,7 +96,7 @@ def raw(text: str) -> bytes:
         (chat(messages=[user([{"type": "text", "text": "a", "cache": 1}])]), "messages[0].content[0].cache"),
         (chat(messages=[{"role": "tool", "content": "4"}]), "messages[0].role"),
         (chat(messages=[user("")] * 5_001), "messages"),
-        (chat(response_format={"type": "json_object"}), "response_format"),
+        (chat(response_format={"type": "json_schema"}), "response_format"),
         (chat(store_partial=True), "store_partial"),
         (chat(session_id=["s"]), "session_id"),
         (chat(session_id="a/b"), "session_id"),

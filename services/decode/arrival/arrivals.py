@@ -171,6 +171,7 @@ class Arrivals:
             block_tokens=core.block_tokens,
             chain=chain,
             placement=reserved.placement,
+            constraint=core.constraint(request),
         )
         ref, placements = self._placements(request, runs, found)
         if self._stages is not None and formed is not None:

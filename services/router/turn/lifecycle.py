@@ -50,6 +50,7 @@ from services.router.turn import events as ev
 from services.router.turn.answer_text import Shown
 from services.router.turn.attempt import RequestContext
 from services.router.turn.choice import Patience
+from services.router.turn.grammar import checked_grammar
 from services.router.turn.plan import max_tokens_of, messages_of, plan_turn, prompts_of
 from services.router.turn.turn import Turn
 
@@ -105,6 +106,7 @@ class RequestLifecycle:
         if session_id is not None and (request.n or 1) > 1:
             raise InvalidInput("n has to be 1 in a session: it goes on with one answer", param="n")
         self.service = self._asked(request)
+        self._grammar = await checked_grammar(request, self._serving.grammars)
         given = messages_of(request)
         self.model = self._serving.fleet.model(request.model)
         history: list[Message] = []
@@ -131,6 +133,7 @@ class RequestLifecycle:
 
     async def plan_completion(self, request: CompletionRequest) -> None:
         self.service = self._asked(request)
+        self._grammar = await checked_grammar(request, self._serving.grammars)
         self.model = self._serving.fleet.model(request.model)
         prompts = await prompts_of(
             request, self._serving.text, self.model, choices_max=self._serving.config.max_choices
@@ -272,6 +275,7 @@ class RequestLifecycle:
             seed=self._serving.seed(),
             patience=Patience(resume_s=config.resume_deadline_s, stall_s=config.stall_s),
             choices_max=config.max_choices,
+            grammar=self._grammar,
         )
         self.shown = [[] for _ in self.turn.choices]
 

@@ -181,9 +181,10 @@ def plan_turn(
     seed: int,
     patience: Patience,
     choices_max: int,
+    grammar: str = "",
 ) -> Turn:
-    """A turn of `n` choices for each prompt. Raises ContextLengthExceeded where a prompt or its answer does
-    not fit."""
+    """A turn of `n` choices for each prompt, all by the same grammar. Raises ContextLengthExceeded where a
+    prompt or its answer does not fit."""
     n = request.n or 1
     check_choices(len(prompts), n, choices_max)
     stop_ids = text.template.stop_ids if isinstance(request, ChatRequest) else text.tokenizer.eos_ids
@@ -194,7 +195,12 @@ def plan_turn(
         choices: list[Choice] = []
         for choice in range(n):
             sampling = sampling_of(
-                request, seed=seed, choice=choice, stop_ids=stop_ids, vocab_size=model.vocab_size
+                request,
+                seed=seed,
+                choice=choice,
+                stop_ids=stop_ids,
+                vocab_size=model.vocab_size,
+                grammar=grammar,
             )
             answer = AnswerText(text.tokenizer, stops=stops, stop_ids=sampling.stop_token_ids)
             choices.append(

@@ -18,6 +18,7 @@ def sampling_of(
     choice: int,
     stop_ids: Collection[int],
     vocab_size: int,
+    grammar: str = "",
 ) -> pb.Sampling:
     """`seed`: drawn by the router, taken where the client gave none. Raises InvalidInput for a bias on a
     token that the model does not have."""
@@ -39,6 +40,7 @@ def sampling_of(
         logprobs=logprobs,
         top_logprobs=top_logprobs,
         stop_token_ids=() if request.ignore_eos else sorted(stop_ids),
+        grammar=grammar,
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvcommons.backend.choice import choose
+from kvcommons.errors import Unprocessable
 from kvcommons.model.sampling import SamplingParams, SamplingRow, uniform
 from kvcommons.model.sampling import sample as sample_on
 from kvcommons.pb import common_pb2 as pb
@@ -168,3 +170,36 @@ def test_parameters_are_read_from_the_proto() -> None:
         presence_penalty=0.2, logit_bias=((3, -1.0), (5, 1.0)), logprobs=True, top_logprobs=2,
     )  # fmt: skip
     assert SamplingParams.of(pb.Sampling()) == SamplingParams()
+
+
+def bits(*tokens: int) -> bytes:
+    mask = bytearray(4)
+    for token in tokens:
+        mask[token // 8] |= 1 << token % 8
+    return bytes(mask)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_mask_leaves_what_it_allows(device: str) -> None:
+    """Rows beside it are drawn as without; the mask may be shorter and longer than the logits' rows."""
+    logits = torch.randn(4, 40, generator=torch.Generator().manual_seed(3))
+    plain = [row(at, temperature=1.0, seed=at, logprobs=True, top_logprobs=3) for at in range(4)]
+    held = [replace(plain[0], mask=lambda: bits(9, 30)), plain[1], *plain[2:]]
+    held[3] = replace(plain[3], params=SamplingParams(logprobs=True), mask=lambda: bits(17) + bytes(9))
+    without, masked = sample(logits, plain, device), sample(logits, held, device)
+    assert masked[1:3] == without[1:3]
+    assert masked[0].token in (9, 30)
+    assert {one.token for one in masked[0].top} == {9, 30}
+    assert math.isclose(sum(math.exp(one.logprob) for one in masked[0].top), 1.0, rel_tol=1e-5)
+    assert (masked[3].token, masked[3].logprob) == (17, 0.0)
+
+
+def test_a_mask_that_fails_is_its_rows_error() -> None:
+    def fail() -> bytes:
+        raise Unprocessable("too complex")
+
+    rows = [row(5), replace(row(6), mask=fail), replace(row(7), mask=lambda: bits(1))]
+    sampled = sample(torch.randn(3, 20, generator=torch.Generator().manual_seed(4)), rows)
+    assert [one.HasField("error") for one in sampled] == [False, True, False]
+    assert (sampled[1].error.code, sampled[1].error.message) == ("unprocessable_entity", "too complex")
+    assert sampled[2].token == 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from services.router.admission.classes import TIER_CHARS_MAX
 
@@ -79,6 +79,48 @@ class StreamOptions(Body):
     include_obfuscation: bool | None = Field(None, description="Accepted; no padding is sent.")
 
 
+class JsonSchema(Body):
+    name: str = Field(
+        pattern=r"^[A-Za-z0-9_-]{1,64}$", description="For whoever reads the request; no effect."
+    )
+    description: str | None = Field(None, description="Accepted, no effect.")
+    schema_: dict[str, Any] | bool = Field(
+        alias="schema", description="A JSON Schema. No $ref leads out of it."
+    )
+    strict: bool | None = Field(None, description="Accepted: answers always keep to the schema.")
+
+
+class ResponseFormat(Body):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> ResponseFormat:
+        if (self.json_schema is not None) != (self.type == "json_schema"):
+            raise ValueError('json_schema belongs to type "json_schema", and to no other')
+        return self
+
+
+class StructuredOutputs(Body):
+    """Exactly one of them."""
+
+    json_: dict[str, Any] | bool | str | None = Field(
+        None, alias="json", description="A JSON Schema, or its text."
+    )
+    regex: str | None = Field(None, description="That the whole answer matches.")
+    choice: Annotated[list[str], Field(min_length=1, max_length=ENTRIES_MAX, fail_fast=True)] | None = Field(
+        None, description="One of these texts is the answer."
+    )
+    grammar: str | None = Field(None, description="In Lark's syntax, as llguidance reads it.")
+
+    @model_validator(mode="after")
+    def _check(self) -> StructuredOutputs:
+        given = (self.json_, self.regex, self.choice, self.grammar)
+        if sum(one is not None for one in given) != 1:
+            raise ValueError("exactly one of json, regex, choice and grammar is needed")
+        return self
+
+
 class GenerationBody(Body):
     """What chat and completions have in common."""
 
@@ -101,6 +143,12 @@ class GenerationBody(Body):
         Annotated[dict[str, float], BeforeValidator(_check_entries), AfterValidator(_check_bias)] | None
     ) = None
     ignore_eos: bool | None = Field(None, description="Go on after an end-of-turn token.")
+    response_format: ResponseFormat | None = Field(
+        None, description="What the answer is: text, any JSON object, or JSON that keeps to a schema."
+    )
+    structured_outputs: StructuredOutputs | None = Field(
+        None, description="What the answer keeps to, in vLLM's words; not together with a response_format."
+    )
     reuse: bool | None = Field(
         None,
         description="false: compute the whole prompt though its KV is stored (to compare and to measure).",
@@ -147,7 +195,6 @@ class ChatRequest(GenerationBody):
         "tool_choice": "tools are not built yet; leave it out",
         "functions": "tools are not built yet; leave it out",
         "function_call": "tools are not built yet; leave it out",
-        "response_format": 'only {"type": "text"} is built; leave it out',
         "store_partial": "not built yet: a turn that is broken off is not committed",
         "store": "not built: use session_id to keep a conversation",
         "modalities": 'only ["text"] is built',
@@ -187,7 +234,6 @@ class CompletionRequest(GenerationBody):
         "best_of": "not built; use n",
         "session_id": "sessions are conversations: use /v1/chat/completions",
         "truncation": "sessions are truncated: use /v1/chat/completions with a session_id",
-        "response_format": 'only {"type": "text"} is built; leave it out',
         "store": "not built; leave it out",
     }
 

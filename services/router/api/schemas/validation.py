@@ -28,7 +28,6 @@ B = TypeVar("B", bound=Body)
 _NO_EFFECT: tuple[Any, ...] = (False, [], {}, "")
 _NO_EFFECT_OF: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"),
-    "response_format": ({"type": "text"},),
     "modalities": (["text"],),
     "best_of": (1,),
 }
@@ -44,6 +43,7 @@ _TOOL_FIELDS = frozenset(
         "reasoning_content",
     )
 )
+_SCHEMA_FIELDS = ("response_format", "structured_outputs")
 _SHOWN_CHARS = 80
 
 
@@ -92,8 +92,11 @@ def _unreadable(error: orjson.JSONDecodeError) -> str:
 
 def _drop_nulls(value: dict[str, Any]) -> None:
     """Takes members that are null out of all objects in `value`: SDKs write out every field that they know,
-    and a null says that the field is absent. A null in a list has a place there, and stays."""
-    waiting: list[Any] = [value]
+    and a null says that the field is absent. A null in a list has a place there, and stays; so does one in a
+    schema, which may ask for it."""
+    waiting: list[Any] = [{**value, **dict.fromkeys(_SCHEMA_FIELDS)}]
+    for name in [name for name, item in value.items() if item is None]:
+        del value[name]
     while waiting:
         one = waiting.pop()
         if isinstance(one, dict):

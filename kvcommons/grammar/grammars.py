@@ -1,0 +1,150 @@
+"""A process's compiled grammars, and the threads on which they are compiled and masks are computed."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FutureTimeout
+
+from kvcommons.errors import DeadlineExceeded, InvalidInput, Overloaded, Unprocessable
+from kvcommons.grammar.compiled import AnswerState, Grammar, Vocabulary
+
+GRAMMARS_MAX = 128  # kept, the least recently used of them dropped
+WAITING_MAX = 64  # to be compiled
+COMPILE_S = 30.0  # a request waits for its grammar
+MASK_S = 2.0  # an iteration waits for a mask: then its sequence ends
+_MASKS_MAX = 4  # computed at a time: one that takes long holds up no other answer
+# A grammar of many rules that refer to each other overflows the usual stack, which would end the process.
+# Untouched pages cost nothing.
+_STACK_BYTES = 512 << 20
+# Of processor time. What takes longer to give its first mask would hold up decode with later ones, too.
+_COMPILE_CPU_S = 5.0
+_MASK_CPU_S = 0.5
+
+
+class Grammars:
+    """Compiles each text once while it is in use. Thread-safe; threads begin with the first grammar."""
+
+    def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
+        """`vocabulary` is read when the first grammar comes, on a thread."""
+        self._read = vocabulary
+        self._vocabulary: Vocabulary | None = None
+        self._kept: OrderedDict[str, Future[Grammar]] = OrderedDict()
+        self._lock = threading.Lock()
+        self._compiler: ThreadPoolExecutor | None = None
+        self._masks: ThreadPoolExecutor | None = None
+
+    def compiling(self, text: str) -> Future[Grammar]:
+        """The grammar, now or in a moment. Its exception is InvalidInput for a text that is none."""
+        with self._lock:
+            found = self._kept.get(text)
+            if found is not None:
+                self._kept.move_to_end(text)
+                return found
+            self._begin_threads()
+            assert self._compiler is not None
+            grammar = self._compiler.submit(self._compile, text)
+            self._kept[text] = grammar
+            while len(self._kept) > GRAMMARS_MAX:
+                self._kept.popitem(last=False)
+            return grammar
+
+    async def ready(self, text: str) -> Grammar:
+        """As `compiling`, once it is compiled. Raises InvalidInput for a text that is no grammar, Overloaded
+        and DeadlineExceeded."""
+        with self._lock:
+            if sum(not one.done() for one in self._kept.values()) >= WAITING_MAX:
+                raise Overloaded("too many grammars wait to be compiled: retry later", retry_after_ms=500)
+        compiling = self.compiling(text)
+        if compiling.done():
+            return compiling.result()
+        try:
+            return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(compiling)), COMPILE_S)
+        except TimeoutError:
+            raise DeadlineExceeded("the grammar is not compiled yet: simplify it, or retry later") from None
+
+    def constrain(self, text: str, stop_ids: Collection[int], first: int) -> Constraint:
+        """Of a sequence whose answer begins with its token `first`, and that one of `stop_ids` ends."""
+        grammar = self.compiling(text)
+        assert self._masks is not None
+        return Constraint(grammar, self._masks, stop_ids, first)
+
+    def close(self) -> None:
+        """Waits for what is under way."""
+        with self._lock:
+            threads = (self._compiler, self._masks)
+        for one in threads:
+            if one is not None:
+                one.shutdown(cancel_futures=True)
+
+    def _begin_threads(self) -> None:
+        if self._compiler is not None:
+            return
+        self._masks = ThreadPoolExecutor(_MASKS_MAX, thread_name_prefix="grammar-mask")
+        self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammar-compile")
+        usual = threading.stack_size(_STACK_BYTES)
+        try:
+            self._compiler.submit(int)  # which makes its thread
+        finally:
+            threading.stack_size(usual)
+
+    def _compile(self, text: str) -> Grammar:
+        if self._vocabulary is None:
+            self._vocabulary = self._read()
+        vocabulary = self._vocabulary
+        began_s = time.thread_time()
+        grammar = vocabulary.compile(text)
+        compiled_s = time.thread_time()
+        try:
+            grammar.begin((vocabulary.eos,)).mask()
+        except Unprocessable as error:
+            raise InvalidInput(error.message) from None
+        masked_s = time.thread_time()
+        if compiled_s - began_s > _COMPILE_CPU_S or masked_s - compiled_s > _MASK_CPU_S:
+            raise InvalidInput("the grammar takes too long to compute: shorten it, or repeat less in it")
+        return grammar
+
+
+class Constraint:
+    """Holds one sequence's answer to its grammar. Its state follows the sequence's tokens, so a sequence that
+    goes on elsewhere, or again, goes on where its tokens stand. Belongs to the engine's thread."""
+
+    def __init__(
+        self, grammar: Future[Grammar], threads: ThreadPoolExecutor, stop_ids: Collection[int], first: int
+    ) -> None:
+        """`threads` compute masks, beside the model."""
+        self._grammar = grammar
+        self._threads = threads
+        self._stop_ids = frozenset(stop_ids)
+        self._handed = first  # tokens before are known to the state, or no part of the answer
+        self._state: AnswerState | None = None
+        self._mask: Future[bytes] | None = None
+
+    def prepare(self, tokens: Sequence[int]) -> None:
+        """Begins to compute the mask of what follows these tokens of the sequence."""
+        new = tuple(tokens[self._handed :])
+        if self._mask is None or new:
+            self._handed += len(new)
+            self._mask = self._threads.submit(self._compute, new, self._mask)
+
+    def mask(self, tokens: Sequence[int]) -> bytes:
+        """What may follow these tokens. Raises Unprocessable, or Internal, where that cannot be
+        said."""
+        self.prepare(tokens)
+        assert self._mask is not None
+        try:
+            return self._mask.result(MASK_S)
+        except FutureTimeout:
+            raise Unprocessable("the answer's grammar takes too long to compute: simplify it") from None
+
+    def _compute(self, new: Sequence[int], before: Future[bytes] | None) -> bytes:
+        if before is not None:
+            before.result(MASK_S)  # nothing to wait for but where a mask was not looked at
+        if self._state is None:
+            self._state = self._grammar.result(COMPILE_S).begin(self._stop_ids)
+        self._state.advance(new)
+        return self._state.mask()

@@ -1,0 +1,60 @@
+"""The grammar that a request holds its answer to, compiled here before anything is reserved for it."""
+
+from __future__ import annotations
+
+from kvcommons.errors import InvalidInput
+from kvcommons.grammar import sources
+from kvcommons.grammar.grammars import Grammars
+from services.router.api.schemas.requests import ChatRequest, CompletionRequest
+
+
+def grammar_of(request: ChatRequest | CompletionRequest) -> tuple[str, str]:
+    """The grammar's text, and the field that it comes from; both empty without one. Pure. Raises InvalidInput
+    for what cannot be asked together, and for a schema that leads out of itself."""
+    text, param = "", ""
+    form, outputs = request.response_format, request.structured_outputs
+    if form is not None and form.json_schema is not None:
+        param = "response_format.json_schema.schema"
+        text = sources.of_schema(form.json_schema.schema_, param=param)
+    elif form is not None and form.type == "json_object":
+        text, param = sources.of_json_object(), "response_format"
+    if outputs is None:
+        pass
+    elif text:
+        raise InvalidInput(
+            "response_format and structured_outputs both say what the answer is: send one of them",
+            param="structured_outputs",
+        )
+    elif outputs.json_ is not None:
+        param = "structured_outputs.json"
+        text = sources.of_schema(outputs.json_, param=param)
+    elif outputs.regex is not None:
+        param = "structured_outputs.regex"
+        text = sources.of_regex(outputs.regex, param=param)
+    elif outputs.choice is not None:
+        param = "structured_outputs.choice"
+        text = sources.of_choices(outputs.choice, param=param)
+    elif outputs.grammar is not None:
+        param = "structured_outputs.grammar"
+        text = sources.of_lark(outputs.grammar, param=param)
+    if text and request.stop:
+        raise InvalidInput(
+            "stop strings could cut an answer that keeps to a grammar: leave stop out", param="stop"
+        )
+    if text and request.ignore_eos:
+        raise InvalidInput(
+            "an answer that keeps to a grammar ends where the grammar does: leave ignore_eos out",
+            param="ignore_eos",
+        )
+    return text, param
+
+
+async def checked_grammar(request: ChatRequest | CompletionRequest, grammars: Grammars) -> str:
+    """As `grammar_of`, compiled. Raises InvalidInput, with the field, for what is no grammar."""
+    text, param = grammar_of(request)
+    if text:
+        try:
+            await grammars.ready(text)
+        except InvalidInput as error:
+            raise InvalidInput(f"{param}: {error.message}", param=param) from None
+    return text
