@@ -72,19 +72,22 @@ class AnswerState:
         self._stop_ids = frozenset(stop_ids)
 
     def advance(self, tokens: Sequence[int]) -> None:
-        """These come next, none of them an end. Raises Internal where the grammar does not allow them."""
-        if tokens and not self._matcher.consume_tokens(list(tokens)):
-            raise Internal(f"the answer does not keep to its grammar: {_shown(self._matcher.get_error())}")
+        """These come next, none of them an end. Raises Internal where the grammar does not allow them, and
+        Unprocessable where the library's limits are reached."""
+        if not tokens:
+            return
+        allowed = self._matcher.validate_tokens(list(tokens))
+        if allowed < len(tokens) and not self._matcher.is_error():
+            raise Internal(f"the answer does not keep to its grammar from its token {tokens[allowed]} on")
+        if not self._matcher.consume_tokens(list(tokens)):
+            raise self._too_complex()
 
     def mask(self) -> bytes:
         """Tokens that may come next; the answer may end where the grammar is fulfilled. Raises Unprocessable
         where the library's limits are reached."""
         mask = bytearray(self._matcher.compute_bitmask())
         if self._matcher.is_error():
-            raise Unprocessable(
-                f"the answer's grammar is too complex to go on, simplify it: "
-                f"{_shown(self._matcher.get_error())}"
-            )
+            raise self._too_complex()
         accepts = self._matcher.is_accepting()
         for token in self._ends:
             at, bit = token // 8, 1 << token % 8
@@ -98,6 +101,11 @@ class AnswerState:
                 "no token of the model goes on with the answer's grammar: ask for another one"
             )
         return bytes(mask)
+
+    def _too_complex(self) -> Unprocessable:
+        return Unprocessable(
+            f"the answer's grammar is too complex to go on, simplify it: {_shown(self._matcher.get_error())}"
+        )
 
 
 class _Tokens:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections import OrderedDict
@@ -10,8 +11,17 @@ from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
 
-from kvcommons.errors import DeadlineExceeded, InvalidInput, Overloaded, Unprocessable
+from kvcommons.errors import (
+    DeadlineExceeded,
+    Internal,
+    InvalidInput,
+    KVCommonsError,
+    Overloaded,
+    Unprocessable,
+)
 from kvcommons.grammar.compiled import AnswerState, Grammar, Vocabulary
+
+log = logging.getLogger(__name__)
 
 GRAMMARS_MAX = 128  # kept, the least recently used of them dropped
 WAITING_MAX = 64  # to be compiled
@@ -140,6 +150,11 @@ class Constraint:
             return self._mask.result(MASK_S)
         except FutureTimeout:
             raise Unprocessable("the answer's grammar takes too long to compute: simplify it") from None
+        except KVCommonsError:
+            raise
+        except Exception as error:  # of one sequence: those that generate beside it go on
+            log.exception("a mask could not be computed")
+            raise Internal("the answer's grammar could not be computed; the log says why") from error
 
     def _compute(self, new: Sequence[int], before: Future[bytes] | None) -> bytes:
         if before is not None:

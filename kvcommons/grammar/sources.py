@@ -114,8 +114,8 @@ def _check_schema(schema: Any, param: str) -> None:
             target = one.get(name)
             if isinstance(target, str) and not target.startswith("#"):
                 raise InvalidInput(
-                    f"{param}: {name} {target[:80]!r} leads out of the schema, and nothing is fetched: put what "
-                    "it names under $defs, and refer to it as #/$defs/…",
+                    f"{param}: {name} {target[:80]!r} leads out of the schema, and nothing is fetched: put "
+                    "what it names under $defs, and refer to it as #/$defs/…",
                     param=param,
                 )
         named = one.get("patternProperties")
