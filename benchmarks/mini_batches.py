@@ -93,7 +93,8 @@ def _run(options: argparse.Namespace, progress: Progress) -> Report:
 
 
 async def _measure(folder: Path, model: Path, setting: Setting, progress: Progress) -> list[Row]:
-    from kvcommons.engine.core import EngineSettings, load_core
+    from kvcommons.engine.core import load_core
+    from kvcommons.engine.settings import EngineSettings
     from kvcommons.holder.client import RemoteHolder
 
     progress("loading the model")

@@ -75,7 +75,8 @@ _LEARNT_IN = 3  # rounds
 
 
 def _run(options: argparse.Namespace, progress: Progress) -> Report:
-    from kvcommons.engine.core import EngineSettings, load_core
+    from kvcommons.engine.core import load_core
+    from kvcommons.engine.settings import EngineSettings
 
     points = sorted(
         Point(chunk, rows)

@@ -138,7 +138,8 @@ def _ratios(rows: Sequence[Row]) -> dict[str, float]:
 
 
 async def _measure(folder: Path, model: Path, setting: Setting, progress: Progress) -> list[Row]:
-    from kvcommons.engine.core import EngineSettings, load_core
+    from kvcommons.engine.core import load_core
+    from kvcommons.engine.settings import EngineSettings
 
     progress("loading the model")
     core = await asyncio.to_thread(

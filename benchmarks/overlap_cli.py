@@ -42,7 +42,8 @@ def _run(options: argparse.Namespace, progress: Callable[[str], None]) -> Report
     from benchmarks.kvstore_child import KvstoreChild
     from benchmarks.overlap import Setting, measure
     from benchmarks.paced_link import PacedLink
-    from kvcommons.engine.core import EngineSettings, load_core
+    from kvcommons.engine.core import load_core
+    from kvcommons.engine.settings import EngineSettings
     from kvcommons.model.synthetic import random_config, write_random_folder
 
     setting = Setting(

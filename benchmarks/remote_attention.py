@@ -104,7 +104,8 @@ def _run(options: argparse.Namespace, progress: Progress) -> Report:
 async def _measure(folder: Path, model: Path, setting: Setting, progress: Progress) -> list[Row]:
     import torch
 
-    from kvcommons.engine.core import EngineSettings, load_core
+    from kvcommons.engine.core import load_core
+    from kvcommons.engine.settings import EngineSettings
 
     progress("loading the model")
     core = load_core(

@@ -80,7 +80,8 @@ def shares(kind: str, sequences: int, replicas: int) -> list[int]:
 
 async def _measure(folder: Path, model: Path, options: argparse.Namespace, progress: Progress) -> list[Row]:
     from benchmarks.rotation_child import Child
-    from kvcommons.engine.core import EngineSettings, load_core
+    from kvcommons.engine.core import load_core
+    from kvcommons.engine.settings import EngineSettings
 
     replicas, kinds = options.replicas, {kind: _Kind(kind, options) for kind in KINDS}
     most = [max(kind.shares[number] for kind in kinds.values()) for number in range(replicas)]

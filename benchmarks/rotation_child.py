@@ -17,11 +17,12 @@ from benchmarks.holders import CALL_S, decoded, fill
 from benchmarks.replacing import Replacing
 from kvcommons.blockstore.saver import BlockSaver
 from kvcommons.engine.callbacks import SequenceUpdate
-from kvcommons.engine.core import Core, EngineSettings, load_core
+from kvcommons.engine.core import Core, load_core
 from kvcommons.engine.iteration_timing import IterationTiming
 from kvcommons.engine.keeper import BlockKeeper
 from kvcommons.engine.scheduler import Scheduler
 from kvcommons.engine.sequence import RemoteRun
+from kvcommons.engine.settings import EngineSettings
 from kvcommons.errors import UnsupportedParameter
 from kvcommons.holder.allowance import new_allowance
 from kvcommons.holder.budget import AttentionBudget

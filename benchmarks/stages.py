@@ -195,9 +195,10 @@ def _measured(
     ratios: dict[str, float],
     rows: list[Row],
 ) -> None:
-    from kvcommons.engine.core import EngineSettings, load_core
+    from kvcommons.engine.core import load_core
     from kvcommons.engine.iteration_costs import IterationWork
     from kvcommons.engine.predictor import Predictor
+    from kvcommons.engine.settings import EngineSettings
     from kvcommons.model.layer_ranges import LayerTimes
 
     settings = EngineSettings(

@@ -19,9 +19,11 @@ from devstack.settings import DEMO_MODEL, UpSettings
 from kvcommons.config import PREFIX, TABLES, flags_of, load
 from kvcommons.errors import InvalidInput, ModelNotFound
 
-# Service: module and class of its settings. Those that compute are not among them: their settings load torch,
-# which takes longer than the whole start of a stack, and they refuse a wrong one themselves.
+# Service: module and class of its settings.
 SCHEMAS = {
+    "prefill": ("services.prefill.config", "PrefillConfig"),
+    "decode": ("services.decode.config", "DecodeConfig"),
+    "attention_pool": ("services.attention_pool.config", "AttentionPoolConfig"),
     "router": ("services.router.config", "RouterConfig"),
     "kvstore": ("services.kvstore.config", "KVStoreConfig"),
     "ledger": ("services.ledger.config", "LedgerConfig"),

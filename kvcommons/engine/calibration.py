@@ -19,7 +19,7 @@ from torch import Tensor
 
 from kvcommons.backend.choice import kernels_version
 from kvcommons.engine.chunk_rows import ChunkRows
-from kvcommons.engine.core import Core, EngineSettings
+from kvcommons.engine.core import Core
 from kvcommons.engine.core_lock import CoreLock
 from kvcommons.engine.executor import Composer
 from kvcommons.engine.iteration import Iteration
@@ -29,6 +29,7 @@ from kvcommons.engine.predictor import Predictor
 from kvcommons.engine.remote.attention import RemoteAttention
 from kvcommons.engine.request import Request
 from kvcommons.engine.sequence import LocalRun, Sequence
+from kvcommons.engine.settings import EngineSettings
 from kvcommons.files import write_whole
 from kvcommons.holder.budget import AttentionBudget
 from kvcommons.model.sampling import SamplingParams, SamplingRow

@@ -8,15 +8,14 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Literal
 
 import torch
-from annotated_types import Ge, Gt
 
 from kvcommons.backend.choice import choose
 from kvcommons.backend.interface import Backend
 from kvcommons.backend.memory import BlockMemory
 from kvcommons.engine.request import Request
+from kvcommons.engine.settings import EngineSettings
 from kvcommons.errors import InvalidInput
 from kvcommons.grammar.compiled import Vocabulary
 from kvcommons.grammar.grammars import Constraint, Grammars
@@ -29,21 +28,6 @@ from kvcommons.rblock.heads import HeadPart
 from kvcommons.rblock.layout import Layout
 
 log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineSettings:
-    """Settings that prefill and decode share."""
-
-    model: str  # folder or Hugging Face hub id
-    model_name: str | None = None  # as clients call it; default: the folder's name, or the hub id
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
-    device: str = "cpu"  # as torch names it: "cpu", "cuda", "cuda:1"
-    threads: Annotated[int, Ge(1)] = 1  # of the model's operators; more than cores over processes is slower
-    block_tokens: Annotated[int, Ge(1)] = 64
-    capacity_tokens: Annotated[int, Gt(0)] = 65536  # room for KV
-    calibrate_s: Annotated[float, Ge(0)] = 2.0  # at the start, to measure what iterations take, about so long
-    predictor_file: str = ""  # where what was learnt of that is kept from start to start; "": nowhere
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

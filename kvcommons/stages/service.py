@@ -12,9 +12,10 @@ from kvcommons.blockstore.loader import BlockLoader
 from kvcommons.blockstore.metrics import SaverCollector
 from kvcommons.blockstore.saver import BlockSaver
 from kvcommons.config import Node
-from kvcommons.engine.core import Core, EngineSettings, load_core
+from kvcommons.engine.core import Core, load_core
 from kvcommons.engine.history import Condemner, Histories
 from kvcommons.engine.keeper import BlockKeeper
+from kvcommons.engine.settings import EngineSettings
 from kvcommons.model.spec import ModelSpec
 from kvcommons.model.tensor_rank import TensorRank
 from kvcommons.pb import ledger_pb2

@@ -9,7 +9,7 @@ import torch
 
 from kvcommons.backend.choice import choose
 from kvcommons.backend.memory import BlockMemory
-from kvcommons.engine.core import EngineSettings
+from kvcommons.engine.settings import EngineSettings
 from kvcommons.errors import InvalidInput
 from kvcommons.holder.holder import HeldModel, Holder
 from kvcommons.model.spec import ModelSpec, fingerprint, model_info, resolve_folder

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from annotated_types import Ge, Gt, Le
 
 from kvcommons.config import Addresses, DataPlane, Node
-from kvcommons.engine.core import EngineSettings
+from kvcommons.engine.settings import EngineSettings
 from kvcommons.stages.settings import StageSettings
 
 

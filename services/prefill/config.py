@@ -8,7 +8,7 @@ from typing import Annotated
 from annotated_types import Ge, Gt
 
 from kvcommons.config import Addresses, Node
-from kvcommons.engine.core import EngineSettings
+from kvcommons.engine.settings import EngineSettings
 from kvcommons.stages.settings import StageSettings
 
 

@@ -21,8 +21,8 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from kvcommons.config import DataPlane, Node
-from kvcommons.engine.core import EngineSettings
 from kvcommons.engine.iteration import Iteration
+from kvcommons.engine.settings import EngineSettings
 from kvcommons.errors import KVCommonsError, Unavailable
 from kvcommons.model.spec import ModelSpec, fingerprint
 from kvcommons.pb import (

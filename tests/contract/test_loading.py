@@ -12,7 +12,8 @@ from kvcommons.model.synthetic import random_config, write_random_folder
 
 _SCRIPT = """
 import os, sys, time, torch
-from kvcommons.engine.core import EngineSettings, load_core
+from kvcommons.engine.core import load_core
+from kvcommons.engine.settings import EngineSettings
 
 def threads():
     return len(os.listdir("/proc/self/task"))

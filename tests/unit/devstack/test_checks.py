@@ -45,6 +45,8 @@ def planned(
         ({"KVCOMMONS_ROUTER_PORT": "1"}, "did you mean KVCOMMONS_ROUTER__PORT?"),
         ({"KVCOMMONS_KVSTORE__DRAM_BYTES": "lots"}, "dram_bytes = 'lots'"),
         ({"KVCOMMONS_ROUTER__MAX_QUEUE": "0"}, "max_queue must be at least 1"),
+        ({"KVCOMMONS_DECODE__CAPACITY_TOKEN": "9"}, "did you mean 'capacity_tokens'?"),
+        ({"KVCOMMONS_PREFILL__BLOCK_TOKENS": "0"}, "block_tokens = '0'"),
         ({"KVCOMMONS_API_KEYS": "x"}, "did you mean KVCOMMONS_API_KEY?"),
         ({"KVCOMMONS_UP__DECODE": "many"}, "decode = 'many'"),
     ],
@@ -68,7 +70,7 @@ def test_a_wrong_table_is_named_with_the_file_that_it_is_in(tmp_path: Path) -> N
     with pytest.raises(InvalidInput, match=r"'dram_byte' in \[kvstore\] of mine.toml .*: did you mean"):
         check_services(plans)
     found = check_services(planned(tmp_path, UpSettings(), {"router": {"max_queue": 7}}, {}, set()))
-    assert found.keys() == {"router", "kvstore", "ledger"}
+    assert found.keys() == {"router", "prefill", "decode", "attention_pool", "kvstore", "ledger"}
     assert found["router"].max_queue == 7
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from kvcommons.engine.calibration import Calibration, KeptPredictor
-from kvcommons.engine.core import EngineSettings
 from kvcommons.engine.iteration_costs import IterationWork
 from kvcommons.engine.predictor import Predictor
+from kvcommons.engine.settings import EngineSettings
 from tests.unit.engine.tiny import tiny_core
 
 CHUNK = 64
