@@ -75,14 +75,16 @@ class Core:
             raise InvalidInput("grammars need the tokenizer of the model's folder", param="grammar")
         if not request.stop_token_ids:
             raise InvalidInput("an answer with a grammar needs a token that ends it", param="stop_token_ids")
-        await self.grammars.ready(request.grammar)
+        await self.grammars.ready(request.tenant, request.grammar)
 
     def constraint(self, request: Request) -> Constraint | None:
         """Of a sequence by its grammar, which was checked; None where it has none, or is sampled
         elsewhere."""
         if not request.grammar or self.grammars is None or not self.model.last:
             return None
-        return self.grammars.constrain(request.grammar, request.stop_token_ids, request.prompt_tokens)
+        return self.grammars.constrain(
+            request.tenant, request.grammar, request.stop_token_ids, request.prompt_tokens
+        )
 
     @property
     def backend(self) -> Backend:

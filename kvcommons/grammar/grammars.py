@@ -37,39 +37,40 @@ _MASK_CPU_S = 0.5
 
 
 class Grammars:
-    """Compiles each text once while it is in use. Thread-safe; threads begin with the first grammar."""
+    """Compiles each text once for each tenant while it is in use: how long one waits tells nobody what others
+    ask for. Thread-safe; threads begin with the first grammar."""
 
     def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
         """`vocabulary` is read when the first grammar comes, on a thread."""
         self._read = vocabulary
         self._vocabulary: Vocabulary | None = None
-        self._kept: OrderedDict[str, Future[Grammar]] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], Future[Grammar]] = OrderedDict()
         self._lock = threading.Lock()
         self._compiler: ThreadPoolExecutor | None = None
         self._masks: ThreadPoolExecutor | None = None
 
-    def compiling(self, text: str) -> Future[Grammar]:
+    def compiling(self, tenant: str, text: str) -> Future[Grammar]:
         """The grammar, now or in a moment. Its exception is InvalidInput for a text that is none."""
         with self._lock:
-            found = self._kept.get(text)
+            found = self._kept.get((tenant, text))
             if found is not None:
-                self._kept.move_to_end(text)
+                self._kept.move_to_end((tenant, text))
                 return found
             self._begin_threads()
             assert self._compiler is not None
             grammar = self._compiler.submit(self._compile, text)
-            self._kept[text] = grammar
+            self._kept[tenant, text] = grammar
             while len(self._kept) > GRAMMARS_MAX:
                 self._kept.popitem(last=False)
             return grammar
 
-    async def ready(self, text: str) -> Grammar:
+    async def ready(self, tenant: str, text: str) -> Grammar:
         """As `compiling`, once it is compiled. Raises InvalidInput for a text that is no grammar, Overloaded
         and DeadlineExceeded."""
         with self._lock:
             if sum(not one.done() for one in self._kept.values()) >= WAITING_MAX:
                 raise Overloaded("too many grammars wait to be compiled: retry later", retry_after_ms=500)
-        compiling = self.compiling(text)
+        compiling = self.compiling(tenant, text)
         if compiling.done():
             return compiling.result()
         try:
@@ -77,9 +78,9 @@ class Grammars:
         except TimeoutError:
             raise DeadlineExceeded("the grammar is not compiled yet: simplify it, or retry later") from None
 
-    def constrain(self, text: str, stop_ids: Collection[int], first: int) -> Constraint:
+    def constrain(self, tenant: str, text: str, stop_ids: Collection[int], first: int) -> Constraint:
         """Of a sequence whose answer begins with its token `first`, and that one of `stop_ids` ends."""
-        grammar = self.compiling(text)
+        grammar = self.compiling(tenant, text)
         assert self._masks is not None
         return Constraint(grammar, self._masks, stop_ids, first)
 

@@ -49,12 +49,12 @@ def grammar_of(request: ChatRequest | CompletionRequest) -> tuple[str, str]:
     return text, param
 
 
-async def checked_grammar(request: ChatRequest | CompletionRequest, grammars: Grammars) -> str:
+async def checked_grammar(request: ChatRequest | CompletionRequest, tenant: str, grammars: Grammars) -> str:
     """As `grammar_of`, compiled. Raises InvalidInput, with the field, for what is no grammar."""
     text, param = grammar_of(request)
     if text:
         try:
-            await grammars.ready(text)
+            await grammars.ready(tenant, text)
         except InvalidInput as error:
             raise InvalidInput(f"{param}: {error.message}", param=param) from None
     return text

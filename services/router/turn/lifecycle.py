@@ -106,7 +106,7 @@ class RequestLifecycle:
         if session_id is not None and (request.n or 1) > 1:
             raise InvalidInput("n has to be 1 in a session: it goes on with one answer", param="n")
         self.service = self._asked(request)
-        self._grammar = await checked_grammar(request, self._serving.grammars)
+        self._grammar = await checked_grammar(request, self._tenant.name, self._serving.grammars)
         given = messages_of(request)
         self.model = self._serving.fleet.model(request.model)
         history: list[Message] = []
@@ -133,7 +133,7 @@ class RequestLifecycle:
 
     async def plan_completion(self, request: CompletionRequest) -> None:
         self.service = self._asked(request)
-        self._grammar = await checked_grammar(request, self._serving.grammars)
+        self._grammar = await checked_grammar(request, self._tenant.name, self._serving.grammars)
         self.model = self._serving.fleet.model(request.model)
         prompts = await prompts_of(
             request, self._serving.text, self.model, choices_max=self._serving.config.max_choices

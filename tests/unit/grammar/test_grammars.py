@@ -27,6 +27,8 @@ PERSON = {
     "additionalProperties": False,
 }
 
+TENANT = "tenant"
+
 
 @pytest.fixture(scope="module")
 def tokenizer() -> Tokenizer:
@@ -56,7 +58,7 @@ def walk(constraint: Constraint, tokens: list[int], ends: set[int], seed: int, s
 
 
 def constrain(grammars: Grammars, text: str, tokenizer: Tokenizer, first: int = 3) -> Constraint:
-    return grammars.constrain(text, tokenizer.eos_ids, first)
+    return grammars.constrain(TENANT, text, tokenizer.eos_ids, first)
 
 
 def test_an_answer_ends_where_its_grammar_does(grammars: Grammars, tokenizer: Tokenizer) -> None:
@@ -100,10 +102,10 @@ def test_only_what_ends_the_answer_ends_it(grammars: Grammars, tokenizer: Tokeni
     text = sources.of_regex("a?", param="regex")
     (eos,) = tokenizer.eos_ids
     for ends in ({1}, {eos, 1}, {1500}):
-        mask = grammars.constrain(text, ends, 0).mask([])
+        mask = grammars.constrain(TENANT, text, ends, 0).mask([])
         assert {token for token in allowed(mask) if token == eos or tokenizer.is_control(token)} <= ends
         assert ends <= set(allowed(mask))
-    must = grammars.constrain(sources.of_regex("a", param="regex"), {eos, 1}, 0).mask([])
+    must = grammars.constrain(TENANT, sources.of_regex("a", param="regex"), {eos, 1}, 0).mask([])
     assert not {eos, 1} & set(allowed(must))
 
 
@@ -129,7 +131,7 @@ def test_an_answer_beside_its_grammar_is_an_error(grammars: Grammars, tokenizer:
 async def test_what_is_no_grammar_is_refused(grammars: Grammars, text: str) -> None:
     for _ in range(2):  # once more out of the cache
         with pytest.raises(InvalidInput):
-            await grammars.ready(text)
+            await grammars.ready(TENANT, text)
 
 
 async def test_rules_that_refer_to_each_other_do_not_end_the_process(grammars: Grammars) -> None:
@@ -137,10 +139,10 @@ async def test_rules_that_refer_to_each_other_do_not_end_the_process(grammars: G
     depth = 600
     rules = [f"r{at}: r{at + 1}" for at in range(depth)]
     text = sources.of_lark("\n".join(["start: r0", *rules, f'r{depth}: "a"']), param="grammar")
-    await grammars.ready(text)
+    await grammars.ready(TENANT, text)
     defs: dict[str, Any] = {f"{at}": {"items": {"$ref": f"#/$defs/{at + 1}"}} for at in range(1400)}
     schema = {"$ref": "#/$defs/0", "$defs": {**defs, "1400": {"type": "string"}}}
-    await grammars.ready(sources.of_schema(schema, param="schema"))
+    await grammars.ready(TENANT, sources.of_schema(schema, param="schema"))
 
 
 async def test_a_grammar_is_compiled_once_and_the_oldest_are_dropped(
@@ -157,9 +159,11 @@ async def test_a_grammar_is_compiled_once_and_the_oldest_are_dropped(
     grammars = Grammars(lambda: Counting(tokenizer))
     one, two, three = (sources.of_regex(text, param="regex") for text in ("a", "b", "c"))
     for text in (one, two, one, three, one, two):
-        await grammars.ready(text)
+        await grammars.ready(TENANT, text)
     assert compiled == [one, two, three, two]
+    await grammars.ready("another", two)
+    assert compiled[4:] == [two], "how long it takes would tell what others ask for"
     monkeypatch.setattr(settings, "WAITING_MAX", 0)
     with pytest.raises(Overloaded):
-        await grammars.ready(sources.of_regex("d", param="regex"))
+        await grammars.ready(TENANT, sources.of_regex("d", param="regex"))
     await asyncio.to_thread(grammars.close)
