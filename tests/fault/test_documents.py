@@ -3,7 +3,6 @@ is, token for token, what the document would have been in one request."""
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -20,7 +19,6 @@ from kvcommons.errors import KVCommonsError, NotFound, TurnInProgress, Unavailab
 from tests.exactness import assert_greedy, logits_of
 from tests.fault.conftest import slow_tables
 from tests.machine import scaled
-from tests.pausing import pause
 from tests.system.stack import Stack
 
 SENTENCES = 130
@@ -165,27 +163,33 @@ def test_the_command_shows_it_over_a_death_of_the_router(stack: Stack, tmp_path:
     assert "are in the session command" in rest
 
 
+# As in a terminal: what a shell starts in the background ignores Ctrl-C.
+HEARING = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from devstack.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
 def test_the_command_leaves_a_document_and_ends_it(stack: Stack, tmp_path: Path) -> None:
     file = tmp_path / "document.txt"
     file.write_text(document_of("left"))
-    command = [sys.executable, "-m", "devstack", "prefill", "--url", stack.url, "--session", "left"]
-    (prefill,) = (process.pid for process in stack.processes() if process.name.startswith("prefill"))
+    command = [sys.executable, "-c", HEARING, "prefill", "--url", stack.url, "--session", "left"]
     with subprocess.Popen([*command, str(file)], stdout=subprocess.PIPE, text=True) as running:
         assert running.stdout is not None
         try:
             running.stdout.readline()
-            pause(prefill)  # however late this test is heard, the document is not computed before
             running.send_signal(signal.SIGINT)
             rest, _ = running.communicate(timeout=scaled(60))
-            assert running.returncode == 130
-            assert "The document goes on" in rest
-            assert stack.client.get(path_of("left"))["status"] == "running"
-            ended = subprocess.run(
-                [*command, "--cancel"], capture_output=True, text=True, timeout=scaled(30), check=False
-            )
         finally:
             running.kill()
-            os.kill(prefill, signal.SIGCONT)
+    assert running.returncode == 130
+    assert "The document goes on" in rest
+    assert stack.client.get(path_of("left"))["status"] == "running"
+    ended = subprocess.run(
+        [*command, "--cancel"], capture_output=True, text=True, timeout=scaled(30), check=False
+    )
     assert ended.returncode == 0, ended.stderr
     assert "the session is as it was before" in ended.stdout
     assert stack.client.get(path_of("left"))["status"] == "cancelled"
