@@ -199,7 +199,7 @@ async def test_of_many_at_once_each_waits_for_its_turn(
         began_s = time.monotonic()
         await asyncio.gather(*await it.at_once(wanted))
         took_s = time.monotonic() - began_s
-        assert in_order(it.reserved)
+        assert in_order(it.reserved), it.reserved
     calls, refused = asked(engines, "decode")
     assert calls == 12 + refused
     assert refused <= 4 + probes(took_s), "not each that waits, at each poll"
@@ -223,7 +223,7 @@ async def test_a_large_one_among_small_ones_where_memory_is_shared(
         began_s = time.monotonic()
         await asyncio.gather(*await it.at_once(wanted))
         took_s = time.monotonic() - began_s
-        assert in_order([number for number in it.reserved if number != 6])
+        assert in_order([number for number in it.reserved if number != 6]), it.reserved
         before = it.reserved[: it.reserved.index(6)]
         assert len([number for number in before if number > 6]) <= 5, "6 blocks each, and it has 31"
     calls, refused = asked(engines, "d1", "d2")
