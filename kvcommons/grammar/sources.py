@@ -22,8 +22,9 @@ REGEX_CHARS_MAX = 4_096
 LARK_CHARS_MAX = 8_192
 CHOICES_CHARS_MAX = 16_384  # of all choices
 
-# A model that likes white space would write nothing else until its answer's end.
-_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
+# A model that likes white space would write nothing else until its answer's end: a blank, or a line's end and
+# the next line's indentation.
+_WHITESPACE = r"(\x20|\x0A\x20{0,16})"
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 _DATA = frozenset(("const", "enum", "default", "examples", "example"))  # values, whatever they look like
 _OWN_OPTIONS = "x-guidance"

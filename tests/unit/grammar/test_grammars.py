@@ -167,3 +167,24 @@ async def test_a_grammar_is_compiled_once_and_the_oldest_are_dropped(
     with pytest.raises(Overloaded):
         await grammars.ready(TENANT, sources.of_regex("d", param="regex"))
     await asyncio.to_thread(grammars.close)
+
+
+def test_white_space_has_an_end(grammars: Grammars, tokenizer: Tokenizer) -> None:
+    """Compact and indented answers are allowed; a model that likes blanks comes to the next word."""
+    text = sources.of_schema({"properties": {"a": {"type": "integer"}}, "required": ["a"]}, param="schema")
+    for answer, fits in (
+        ('{"a":1', True),
+        ('{"a": 1', True),
+        ('{\n    "a": 1\n', True),
+        ('{  "a"', False),
+        ("{\n\n", False),
+        ("{\t", False),
+    ):
+        constraint, tokens = constrain(grammars, text, tokenizer, first=0), list[int]()
+        taken = True
+        for token in tokenizer.encode_text(answer):
+            taken = taken and token in allowed(constraint.mask(tokens))
+            tokens.append(token)
+            if not taken:
+                break
+        assert taken == fits, answer
