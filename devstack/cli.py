@@ -61,9 +61,9 @@ class _Version(argparse.Action):
     """The metadata of packages is read only when it is asked for."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
-        from devstack.program import program_version
+        from kvcommons.version import installed_version
 
-        print(f"kvcommons {program_version()}")
+        print(f"kvcommons {installed_version()}")
         parser.exit()
 
 

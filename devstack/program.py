@@ -1,10 +1,9 @@
-"""How this command line is called: its name as a person has to type it, and its version."""
+"""How this command line is called: its name as a person has to type it."""
 
 from __future__ import annotations
 
 import shutil
 import sys
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 NAME = "kvcommons"
@@ -20,10 +19,3 @@ def program() -> str:
         return f"{sys.executable} -m devstack"
     path = called.absolute()
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
-
-
-def program_version() -> str:
-    try:
-        return version(NAME)
-    except PackageNotFoundError:  # run from a checkout
-        return "0"

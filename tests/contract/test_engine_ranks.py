@@ -20,10 +20,10 @@ from kvcommons.stages.settings import StageSettings
 from services.prefill.config import PrefillConfig
 from services.prefill.stage import load_stage
 from tests.contract.engine_stack import BLOCK, Stack, settings, shape_of
-from tests.contract.engine_turns import compute, prefill_request, prompt, turn
+from tests.contract.engine_turns import compute, prefill_request, turn
 from tests.contract.test_engine_prefill import idle
 from tests.contract.test_engine_reuse import stored
-from tests.contract.test_engine_stages import Retrying, under_way
+from tests.contract.test_engine_stages import Retrying, assert_cancelling_frees, under_way
 from tests.machine import scaled
 
 pytestmark = pytest.mark.asyncio
@@ -94,18 +94,7 @@ async def test_ranks_hand_over_their_heads_and_load_them_from_the_store(
 @pytest.mark.usefixtures("unhurried")
 async def test_cancelled_jobs_give_their_blocks_back_at_all_ranks(engines: Stack) -> None:
     await engines.lenders()
-    stub = await engines.staged(2, tensor=2)
-    calls = [
-        asyncio.create_task(compute(stub, prefill_request(engines.model, prompt(480, seed))))
-        for seed in range(3)
-    ]
-    await under_way(stub)
-    for call in calls:
-        call.cancel()
-    await asyncio.gather(*calls, return_exceptions=True)
-    await idle(stub)
-    tokens, (expected,) = engines.reference.prompt(75)
-    assert (await compute(stub, prefill_request(engines.model, tokens))).token.token == expected
+    await assert_cancelling_frees(engines, await engines.staged(2, tensor=2))
 
 
 @pytest.mark.usefixtures("unhurried")

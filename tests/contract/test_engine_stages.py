@@ -99,7 +99,11 @@ async def test_what_the_store_has_no_more_is_computed_in_all_stages(engines: Sta
 @pytest.mark.usefixtures("unhurried")
 async def test_cancelled_jobs_give_their_blocks_back_in_all_stages(engines: Stack) -> None:
     await engines.lenders()
-    stub = await engines.staged(2)
+    await assert_cancelling_frees(engines, await engines.staged(2))
+
+
+async def assert_cancelling_frees(engines: Stack, stub: Any) -> None:
+    """All blocks of jobs that are cancelled in the middle, everywhere; the next prompt is exact."""
     calls = [
         asyncio.create_task(compute(stub, prefill_request(engines.model, prompt(480, seed))))
         for seed in range(3)

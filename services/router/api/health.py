@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from importlib import metadata
 
 from aiohttp import web
 from prometheus_client import generate_latest
@@ -11,6 +10,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from kvcommons.errors import KVCommonsError
 from kvcommons.pb import kvstore_pb2, ledger_pb2
+from kvcommons.version import installed_version
 from services.router.api.shapes import Json
 from services.router.http.middleware import SERVING
 from services.router.serving import Serving
@@ -53,14 +53,7 @@ def health_of(serving: Serving) -> tuple[Json, bool]:
 
 async def version(request: web.Request) -> web.Response:
     """Of this router. Needs a key where keys are configured, as all paths but /health do."""
-    return web.json_response({"version": router_version()})
-
-
-def router_version() -> str:
-    try:
-        return metadata.version("kvcommons")
-    except metadata.PackageNotFoundError:  # run from a checkout
-        return "0"
+    return web.json_response({"version": installed_version()})
 
 
 async def metrics(request: web.Request) -> web.Response:

@@ -10,7 +10,7 @@ from typing import Any
 from aiohttp import web
 
 from kvcommons.errors import InvalidInput, Unavailable
-from services.router.api.health import router_version
+from kvcommons.version import installed_version
 from services.router.api.openapi import describe
 from services.router.api.routes import routes, unbuilt
 from services.router.config import RouterConfig
@@ -36,7 +36,7 @@ def application(serving: Serving) -> web.Application:
     app[SERVING] = serving
     app.on_response_prepare.extend((add_request_id, add_allowed_origin))
     table = routes()
-    document = json.dumps(describe(table, version=router_version())).encode()
+    document = json.dumps(describe(table, version=installed_version())).encode()
 
     async def openapi(request: web.Request) -> web.Response:
         return web.Response(body=document, content_type="application/json")
