@@ -3,7 +3,8 @@
     KVCommonsError
     ├── InvalidInput                 the caller's mistake; `param` names the field
     │   ├── ContextLengthExceeded
-    │   └── UnsupportedParameter     known to the API, not built (yet)
+    │   ├── UnsupportedParameter     known to the API, not built (yet)
+    │   └── MethodNotAllowed         of a path that has others
     ├── Unauthenticated
     ├── PermissionDenied
     ├── NotFound
@@ -18,6 +19,7 @@
     ├── Unprocessable
     ├── Overloaded                   a bounded queue or memory is full; retry later
     │   └── CapacityExhausted        no free blocks
+    ├── QuotaExceeded                a tenant has used what it may
     ├── Unavailable                  a peer cannot be reached, or is not ready
     │   ├── Loading
     │   └── StoreUnavailable
@@ -32,7 +34,7 @@ one service arrives in another as the same class: `to_detail` and `from_detail` 
 
 from __future__ import annotations
 
-from typing import ClassVar, cast
+from typing import ClassVar, Self, cast
 
 import grpc
 
@@ -82,9 +84,18 @@ class InvalidInput(KVCommonsError):
 class ContextLengthExceeded(InvalidInput):
     code = "context_length_exceeded"
 
+    @classmethod
+    def of(cls, window: int, however: str, *, param: str) -> Self:
+        """`window`: tokens. It begins as OpenAI's does: clients look for these words, and for the number."""
+        return cls(f"This model's maximum context length is {window} tokens. However, {however}", param=param)
+
 
 class UnsupportedParameter(InvalidInput):
     code = "unsupported_parameter"
+
+
+class MethodNotAllowed(InvalidInput):
+    code = "method_not_allowed"
 
 
 class Unauthenticated(KVCommonsError):
@@ -143,6 +154,10 @@ class CapacityExhausted(Overloaded):
     code = "capacity_exhausted"
 
 
+class QuotaExceeded(KVCommonsError):
+    code = "quota_exceeded"
+
+
 class Unavailable(KVCommonsError):
     code = "unavailable"
 
@@ -180,6 +195,7 @@ _TABLE: dict[str, tuple[type[KVCommonsError], grpc.StatusCode, int, str]] = {
     "invalid_value": (InvalidInput, _S.INVALID_ARGUMENT, 400, _INVALID),
     "context_length_exceeded": (ContextLengthExceeded, _S.INVALID_ARGUMENT, 400, _INVALID),
     "unsupported_parameter": (UnsupportedParameter, _S.UNIMPLEMENTED, 400, _INVALID),
+    "method_not_allowed": (MethodNotAllowed, _S.UNIMPLEMENTED, 405, _INVALID),
     "invalid_api_key": (Unauthenticated, _S.UNAUTHENTICATED, 401, "authentication_error"),
     "permission_denied": (PermissionDenied, _S.PERMISSION_DENIED, 403, "permission_error"),
     "not_found": (NotFound, _S.NOT_FOUND, 404, _INVALID),
@@ -194,6 +210,7 @@ _TABLE: dict[str, tuple[type[KVCommonsError], grpc.StatusCode, int, str]] = {
     "unprocessable_entity": (Unprocessable, _S.INVALID_ARGUMENT, 422, _INVALID),
     "overloaded": (Overloaded, _S.RESOURCE_EXHAUSTED, 429, "rate_limit_error"),
     "capacity_exhausted": (CapacityExhausted, _S.RESOURCE_EXHAUSTED, 429, "rate_limit_error"),
+    "quota_exceeded": (QuotaExceeded, _S.RESOURCE_EXHAUSTED, 429, "rate_limit_error"),
     "unavailable": (Unavailable, _S.UNAVAILABLE, 503, _SERVER),
     "loading": (Loading, _S.UNAVAILABLE, 503, _SERVER),
     "store_unavailable": (StoreUnavailable, _S.UNAVAILABLE, 503, _SERVER),

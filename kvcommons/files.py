@@ -1,9 +1,13 @@
-"""Files that are there whole or not at all, whatever dies meanwhile."""
+"""Files that are there whole or not at all, whatever dies meanwhile, and who may read them."""
 
 from __future__ import annotations
 
 import os
+import stat
 from pathlib import Path
+
+# Of every process of a stack: sessions, KV, logs and sockets are nobody else's on the machine.
+PRIVATE_UMASK = 0o077
 
 
 def write_whole(path: Path, content: bytes) -> None:
@@ -15,6 +19,13 @@ def write_whole(path: Path, content: bytes) -> None:
         os.fsync(file.fileno())
     fresh.replace(path)
     sync_folder(path.parent)
+
+
+def make_private(folder: Path) -> None:
+    """Nobody but its owner can look into it: one that was made before is closed. Raises OSError."""
+    mode = stat.S_IMODE(folder.stat().st_mode)
+    if mode & 0o077:
+        folder.chmod(mode & 0o700)
 
 
 def sync_folder(folder: Path) -> None:

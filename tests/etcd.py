@@ -18,7 +18,8 @@ START_S = scaled(20.0)
 
 
 class RealEtcd:
-    def __init__(self) -> None:
+    def __init__(self, *, quota_bytes: int | None = None) -> None:
+        self._quota = [f"--quota-backend-bytes={quota_bytes}"] if quota_bytes else []
         self.folder = Path(tempfile.mkdtemp(prefix="kve-"))  # short, for the socket's path
         self.endpoint = etcd.endpoint(self.folder)
         self._process: subprocess.Popen[bytes] | None = None
@@ -29,7 +30,11 @@ class RealEtcd:
             socket.unlink(missing_ok=True)
         with (self.folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
-                plan.command, cwd=plan.folder, env=dict(plan.environment), stdout=log, stderr=log
+                [*plan.command, *self._quota],
+                cwd=plan.folder,
+                env=dict(plan.environment),
+                stdout=log,
+                stderr=log,
             )
         deadline = time.monotonic() + START_S
         while not etcd.accepts(self.folder):

@@ -13,13 +13,15 @@ from kvcommons.pb import common_pb2 as pb
 
 @dataclass(slots=True, kw_only=True)
 class SequenceUpdate:
-    """What a sequence has to tell after an iteration. `reason` or `error` is set with its last one."""
+    """What a sequence has to tell after an iteration. `reason` or `error` is set with its last one;
+    `borrowed` (blocks by their holder's data address) where that is not as it was told before."""
 
     key: int
     tokens: list[pb.SampledToken] = field(default_factory=list)
     reason: str = ""  # "stop" or "length"
     error: KVCommonsError | None = None
     saved_blocks: int = 0
+    borrowed: dict[str, int] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

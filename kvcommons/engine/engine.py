@@ -368,7 +368,7 @@ class Engine:
         if sequence is None:
             return
         reason = sequence.start(first.token)
-        self._step(key).tokens.append(first)
+        self._tell(sequence, first)
         self._publisher.publish_full(sequence, prompt=True)
         if reason:
             self._end(key, reason=reason)
@@ -467,7 +467,7 @@ class Engine:
             if token.HasField("error"):
                 self._fail(sequence.key, from_detail(token.error))
                 continue
-            self._step(sequence.key).tokens.append(token)
+            self._tell(sequence, token)
             reason = sequence.append(token.token)
             self._publisher.publish_full(sequence)
             if reason:
@@ -533,6 +533,12 @@ class Engine:
     def _prompt(self, key: int) -> Prompt | None:
         """Of a sequence whose prompt is computed here."""
         return self._prompts.get(key) if self._prompts is not None else None
+
+    def _tell(self, sequence: Generating, token: pb.SampledToken) -> None:
+        step = self._step(sequence.key)
+        step.tokens.append(token)
+        borrowed = sequence.news_of_borrowed()
+        step.borrowed = step.borrowed if borrowed is None else borrowed
 
     def _step(self, key: int) -> SequenceUpdate:
         return self._steps.setdefault(key, SequenceUpdate(key=key))

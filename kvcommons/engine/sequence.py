@@ -67,16 +67,19 @@ class Sequence:
     tokens: list[int] = field(init=False)
     computed: int = 0
     generated: dict[int, int] = field(init=False)  # token to count, for penalties
+    seen: dict[int, None] = field(init=False)  # each token once, for a repetition penalty; else empty
     placement: Placement = field(default_factory=Overflow)
     constraint: Constraint | None = None  # by its grammar, where its tokens are sampled
     refused: bool = False  # nobody lent it its next block: it takes one here, if it can
     published_blocks: int = 0  # leading full blocks that were published, and saved or known to be saved
     saved_blocks: int = 0
     ended: bool = False
+    told_borrowed: dict[str, int] = field(default_factory=dict)  # blocks by their holder's data address
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.tokens)
         self.generated = dict(Counter(self.tokens[self.request.prompt_tokens :]))
+        self.seen = dict.fromkeys(self.tokens) if self.request.sampling.penalises_repetition else {}
 
     @property
     def prompt_computed(self) -> bool:
@@ -119,6 +122,17 @@ class Sequence:
 
     def remote_runs(self) -> list[RemoteRun]:
         return [run for run in self.runs if isinstance(run, RemoteRun)]
+
+    def news_of_borrowed(self) -> dict[str, int] | None:
+        """Borrowed blocks by their holder's data address; None where it has said so before."""
+        borrowed: dict[str, int] = {}
+        for run in self.remote_runs():
+            address = run.holder.data_address
+            borrowed[address] = borrowed.get(address, 0) + run.count
+        if borrowed == self.told_borrowed:
+            return None
+        self.told_borrowed = borrowed
+        return borrowed
 
     def append_run(self, run: Run) -> None:
         """More room at the end; local blocks after a local run lengthen it, and so does a grown remote
@@ -192,6 +206,8 @@ class Sequence:
         the sequence ends with it."""
         self.computed = len(self.tokens)
         self.tokens.append(token)
+        if self.request.sampling.penalises_repetition:
+            self.seen[token] = None
         self.generated[token] = self.generated.get(token, 0) + 1
         if token in self.request.stop_token_ids:
             return "stop"
@@ -199,9 +215,15 @@ class Sequence:
 
     def sampling_row(self) -> SamplingRow:
         """For the token that the next iteration samples."""
-        mask = None if self.constraint is None else partial(self.constraint.mask, self.tokens)
+        request = self.request
+        may_end = len(self.tokens) >= request.prompt_tokens + request.sampling.min_tokens
         return SamplingRow(
-            params=self.request.sampling, position=len(self.tokens), generated=self.generated, mask=mask
+            params=request.sampling,
+            position=len(self.tokens),
+            generated=self.generated,
+            seen=self.seen,
+            withheld=() if may_end else request.stop_token_ids,
+            mask=None if self.constraint is None else partial(self.constraint.mask, self.tokens),
         )
 
     def prepare_sampling(self) -> None:

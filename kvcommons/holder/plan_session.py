@@ -27,7 +27,7 @@ from kvcommons.holder.allowance import Allowance, computing, new_allowance, refu
 from kvcommons.holder.holder import Holder
 from kvcommons.holder.layer_head import LayerHead, LayerReply
 from kvcommons.holder.plan import PlanRow
-from kvcommons.holder.served_plan import ServedPlan
+from kvcommons.holder.served_plan import ServedPlan, check_rows
 from kvcommons.pb import data_pb2 as pb
 from kvcommons.telemetry.trace import Tracer
 from kvcommons.transport.base import Bare, Observation, Observer
@@ -92,6 +92,7 @@ class PlanSession:
         """Never raises: what is wrong with the plan is the answer to its layers."""
         self._drop(request.plan)
         try:
+            check_rows(len(request.rows))
             rows = [PlanRow.read(row) for row in request.rows]
             plan = ServedPlan(self._holder, request.plan, rows, step=request.step, trace=trace)
         except InvalidInput as error:
@@ -106,6 +107,7 @@ class PlanSession:
         if not isinstance(plan, ServedPlan):
             return
         try:
+            check_rows(max(len(request.placed), len(request.removed)))
             placed = [(one.index, PlanRow.read(one.row)) for one in request.placed]
             plan.change(request.revision, request.removed, placed, request.step)
         except InvalidInput as error:

@@ -11,6 +11,9 @@ from kvcommons.errors import CapacityExhausted, InvalidInput
 from kvcommons.holder.locked import locked
 from kvcommons.rblock.allocator import BlockAllocator
 
+# Memory that nobody renews is free again after this, whoever took it.
+LEASE_S_MAX = 600.0
+
 
 @dataclass(slots=True, kw_only=True)
 class _Pledge:
@@ -97,5 +100,7 @@ class Pledges:
 
 def check_lease(lease_s: float) -> None:
     """Raises InvalidInput."""
-    if lease_s <= 0:
-        raise InvalidInput("a lease takes at least a millisecond", param="lease_ms")
+    if not 0 < lease_s <= LEASE_S_MAX:
+        raise InvalidInput(
+            f"a lease takes at least a millisecond, and at most {LEASE_S_MAX:g} s: renew it", param="lease_ms"
+        )

@@ -30,6 +30,12 @@ _STEP_MAX = 1 << 32
 _ATTEMPTS_MAX = 64
 
 
+def check_rows(count: int) -> None:
+    """Of a message, before anything is made of its rows. Raises InvalidInput."""
+    if count > ROWS_MAX:
+        raise InvalidInput(f"{count} rows: a plan has at most {ROWS_MAX}", param="rows")
+
+
 class RowState(enum.Enum):
     CHANGED = "its segment has to be looked up"
     HELD = "its segment is pinned, and its blocks are in the table"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import math
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +36,8 @@ class SamplingParams:
     choice: int = 0
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
+    repetition_penalty: float = 1.0  # 1 is none
+    min_tokens: int = 0
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: bool = False
     top_logprobs: int = 0
@@ -51,6 +53,8 @@ class SamplingParams:
             choice=sampling.choice,
             frequency_penalty=sampling.frequency_penalty,
             presence_penalty=sampling.presence_penalty,
+            repetition_penalty=sampling.repetition_penalty or 1.0,  # an unset one is none
+            min_tokens=sampling.min_tokens,
             logit_bias=tuple(sorted(sampling.logit_bias.items())),
             logprobs=sampling.logprobs,
             top_logprobs=sampling.top_logprobs,
@@ -60,16 +64,24 @@ class SamplingParams:
     def penalised(self) -> bool:
         return self.frequency_penalty != 0.0 or self.presence_penalty != 0.0
 
+    @property
+    def penalises_repetition(self) -> bool:
+        return self.repetition_penalty != 1.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingRow:
     """`position`: index in the sequence of the token to sample; `generated`: how often each token after the
-    prompt boundary came (only read where a penalty is set); `mask`: of the tokens that a grammar allows here,
-    a bit each, the lowest of a byte first; an error that it raises is that row's alone."""
+    prompt boundary came (only read where a penalty is set); `seen`: each token of the sequence once (only
+    read with a repetition penalty); `withheld`: tokens that may not come yet; `mask`: of the tokens that a
+    grammar allows here, a bit each, the lowest of a byte first; an error that it raises is that row's
+    alone."""
 
     params: SamplingParams
     position: int
     generated: Mapping[int, int]
+    seen: Collection[int] = ()
+    withheld: Collection[int] = ()
     mask: Callable[[], bytes] | None = None
 
 
@@ -127,17 +139,26 @@ def _masked(
 
 
 def _adjusted(logits: Tensor, rows: Sequence[SamplingRow], device: Device) -> Tensor:
-    """With logit_bias and penalties; `logits` itself where no row has any."""
+    """With a repetition penalty on what the model said, then logit_bias and the other penalties; `logits`
+    itself where no row has any."""
     adjusted = logits
     for i, row in enumerate(rows):
+        if row.params.penalises_repetition and row.seen:
+            if adjusted is logits:
+                adjusted = logits.clone()
+            penalty, seen = row.params.repetition_penalty, device.longs(list(row.seen))
+            values = adjusted[i, seen]
+            adjusted[i, seen] = torch.where(values > 0, values / penalty, values * penalty)
         changes: dict[int, float] = {}
         for token, bias in row.params.logit_bias:
             if token < logits.shape[1]:
                 changes[token] = bias
         if row.params.penalised:
             for token, count in row.generated.items():
-                penalty = row.params.frequency_penalty * count + row.params.presence_penalty
-                changes[token] = changes.get(token, 0.0) - penalty
+                less = row.params.frequency_penalty * count + row.params.presence_penalty
+                changes[token] = changes.get(token, 0.0) - less
+        for token in row.withheld:
+            changes[token] = -math.inf
         if changes:
             if adjusted is logits:
                 adjusted = logits.clone()

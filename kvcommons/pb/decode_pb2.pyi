@@ -53,6 +53,7 @@ class GenerateEvent(_message.Message):
     MISSING_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
     PREFILLED_FIELD_NUMBER: _builtins.int
+    BORROWED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def reserved(self) -> Global___Reserved: ...
     @_builtins.property
@@ -65,6 +66,8 @@ class GenerateEvent(_message.Message):
     def prefilled(self) -> _prefill_pb2.PrefillFirst:
         """where this instance computed the prompt itself, before its first token"""
 
+    @_builtins.property
+    def borrowed(self) -> Global___Borrowed: ...
     def __init__(
         self,
         *,
@@ -73,12 +76,13 @@ class GenerateEvent(_message.Message):
         missing: Global___Missing | None = ...,
         finished: Global___Finished | None = ...,
         prefilled: _prefill_pb2.PrefillFirst | None = ...,
+        borrowed: Global___Borrowed | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "finished", b"finished", "missing", b"missing", "prefilled", b"prefilled", "reserved", b"reserved", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["borrowed", b"borrowed", "event", b"event", "finished", b"finished", "missing", b"missing", "prefilled", b"prefilled", "reserved", b"reserved", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["event", b"event", "finished", b"finished", "missing", b"missing", "prefilled", b"prefilled", "reserved", b"reserved", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["borrowed", b"borrowed", "event", b"event", "finished", b"finished", "missing", b"missing", "prefilled", b"prefilled", "reserved", b"reserved", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["reserved", "tokens", "missing", "finished", "prefilled"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["reserved", "tokens", "missing", "finished", "prefilled", "borrowed"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -117,6 +121,53 @@ class Reserved(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Reserved: _TypeAlias = Reserved  # noqa: Y015
+
+@_typing.final
+class Borrowed(_message.Message):
+    """Where the sequence's KV lies besides here, whenever that is not as it was told before: nothing waits for it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HOLDERS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def holders(self) -> _containers.RepeatedCompositeFieldContainer[Global___BorrowedBlocks]:
+        """in the order of the sequence"""
+
+    def __init__(
+        self,
+        *,
+        holders: _abc.Iterable[Global___BorrowedBlocks] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["holders", b"holders"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Borrowed: _TypeAlias = Borrowed  # noqa: Y015
+
+@_typing.final
+class BorrowedBlocks(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DATA_ADDRESS_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    data_address: _builtins.str
+    """the holder's transport address; of a head group that of each part, with commas"""
+    blocks: _builtins.int
+    def __init__(
+        self,
+        *,
+        data_address: _builtins.str = ...,
+        blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "data_address", b"data_address"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___BorrowedBlocks: _TypeAlias = BorrowedBlocks  # noqa: Y015
 
 @_typing.final
 class Tokens(_message.Message):

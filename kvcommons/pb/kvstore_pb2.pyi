@@ -317,23 +317,68 @@ class Message(_message.Message):
     ROLE_FIELD_NUMBER: _builtins.int
     CONTENT_FIELD_NUMBER: _builtins.int
     NAME_FIELD_NUMBER: _builtins.int
+    REASONING_FIELD_NUMBER: _builtins.int
+    TOOL_CALLS_FIELD_NUMBER: _builtins.int
+    TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
+    END_TOKEN_FIELD_NUMBER: _builtins.int
     role: _builtins.str
+    """system, user, assistant or tool"""
     content: _builtins.str
     name: _builtins.str
+    reasoning: _builtins.str
+    """of an assistant: what it thought before content"""
+    tool_call_id: _builtins.str
+    """of a tool's message: the call that content is the result of"""
+    end_token: _builtins.int
+    """how many tokens the session has where the message ends; 0: a later message of its turn does"""
+    @_builtins.property
+    def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
+        """that an assistant asks for, after content"""
+
     def __init__(
         self,
         *,
         role: _builtins.str = ...,
         content: _builtins.str = ...,
         name: _builtins.str = ...,
+        reasoning: _builtins.str = ...,
+        tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
+        tool_call_id: _builtins.str = ...,
+        end_token: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "name", b"name", "role", b"role"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "end_token", b"end_token", "name", b"name", "reasoning", b"reasoning", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Message: _TypeAlias = Message  # noqa: Y015
+
+@_typing.final
+class ToolCall(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    ARGUMENTS_FIELD_NUMBER: _builtins.int
+    id: _builtins.str
+    name: _builtins.str
+    arguments: _builtins.str
+    """JSON, as the model wrote it: unfinished where the answer was cut"""
+    def __init__(
+        self,
+        *,
+        id: _builtins.str = ...,
+        name: _builtins.str = ...,
+        arguments: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arguments", b"arguments", "id", b"id", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ToolCall: _TypeAlias = ToolCall  # noqa: Y015
 
 @_typing.final
 class TruncationRecord(_message.Message):
@@ -471,6 +516,8 @@ class SessionRecord(_message.Message):
     DROPPED_TOKENS_FIELD_NUMBER: _builtins.int
     LAST_TURN_ID_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
+    PARENT_MESSAGES_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
     format: _builtins.int
     tenant: _builtins.str
     session_id: _builtins.str
@@ -490,6 +537,10 @@ class SessionRecord(_message.Message):
     last_turn_id: _builtins.str
     incarnation: _builtins.bytes
     """16 bytes, drawn when the session was made; empty in a record of before there were any"""
+    parent_messages: _builtins.int
+    """of a fork at a cut: how many of its parent's messages it began with"""
+    tools: _builtins.str
+    """JSON: the list of tools that the session began with, as its client sent it; empty: none"""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -519,12 +570,16 @@ class SessionRecord(_message.Message):
         dropped_tokens: _builtins.int = ...,
         last_turn_id: _builtins.str = ...,
         incarnation: _builtins.bytes = ...,
+        parent_messages: _builtins.int | None = ...,
+        tools: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_parent_messages", b"_parent_messages", "parent_messages", b"parent_messages"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "created_ms", b"created_ms", "dropped_tokens", b"dropped_tokens", "format", b"format", "incarnation", b"incarnation", "last_turn_id", b"last_turn_id", "last_used_ms", b"last_used_ms", "messages", b"messages", "model", b"model", "model_name", b"model_name", "parent", b"parent", "root", b"root", "session_id", b"session_id", "tenant", b"tenant", "tokens", b"tokens", "truncations", b"truncations", "ttl_s", b"ttl_s", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_parent_messages", b"_parent_messages", "block_ids", b"block_ids", "created_ms", b"created_ms", "dropped_tokens", b"dropped_tokens", "format", b"format", "incarnation", b"incarnation", "last_turn_id", b"last_turn_id", "last_used_ms", b"last_used_ms", "messages", b"messages", "model", b"model", "model_name", b"model_name", "parent", b"parent", "parent_messages", b"parent_messages", "root", b"root", "session_id", b"session_id", "tenant", b"tenant", "tokens", b"tokens", "tools", b"tools", "truncations", b"truncations", "ttl_s", b"ttl_s", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__parent_messages: _TypeAlias = _typing.Literal["parent_messages"]  # noqa: Y015
+    _WhichOneofArgType__parent_messages: _TypeAlias = _typing.Literal["_parent_messages", b"_parent_messages"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__parent_messages) -> _WhichOneofReturnType__parent_messages | None: ...
 
 Global___SessionRecord: _TypeAlias = SessionRecord  # noqa: Y015
 
@@ -679,11 +734,17 @@ class ForkSessionRequest(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     NEW_ID_FIELD_NUMBER: _builtins.int
     INCARNATION_FIELD_NUMBER: _builtins.int
+    MESSAGES_FIELD_NUMBER: _builtins.int
+    BLOCK_TOKENS_FIELD_NUMBER: _builtins.int
     tenant: _builtins.str
     session_id: _builtins.str
     new_id: _builtins.str
     incarnation: _builtins.bytes
     """of the new session, as in CreateSessionRequest"""
+    messages: _builtins.int
+    """the first ones, to the end of a turn, are all that the new session has; absent: all"""
+    block_tokens: _builtins.int
+    """of the session's model; with messages"""
     def __init__(
         self,
         *,
@@ -691,12 +752,16 @@ class ForkSessionRequest(_message.Message):
         session_id: _builtins.str = ...,
         new_id: _builtins.str = ...,
         incarnation: _builtins.bytes = ...,
+        messages: _builtins.int | None = ...,
+        block_tokens: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_messages", b"_messages", "messages", b"messages"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "new_id", b"new_id", "session_id", b"session_id", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_messages", b"_messages", "block_tokens", b"block_tokens", "incarnation", b"incarnation", "messages", b"messages", "new_id", b"new_id", "session_id", b"session_id", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__messages: _TypeAlias = _typing.Literal["messages"]  # noqa: Y015
+    _WhichOneofArgType__messages: _TypeAlias = _typing.Literal["_messages", b"_messages"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__messages) -> _WhichOneofReturnType__messages | None: ...
 
 Global___ForkSessionRequest: _TypeAlias = ForkSessionRequest  # noqa: Y015
 
@@ -849,6 +914,7 @@ class CommitTurnRequest(_message.Message):
     BLOCK_IDS_FIELD_NUMBER: _builtins.int
     DURABLE_WAIT_MS_FIELD_NUMBER: _builtins.int
     NEW_TRUNCATIONS_FIELD_NUMBER: _builtins.int
+    TOOLS_FIELD_NUMBER: _builtins.int
     tenant: _builtins.str
     session_id: _builtins.str
     turn_id: _builtins.str
@@ -860,6 +926,8 @@ class CommitTurnRequest(_message.Message):
     """of the session's full blocks before this turn, so many are still its first ones"""
     durable_wait_ms: _builtins.int
     """how long to wait for block_ids to be on disk before committing the tokens alone"""
+    tools: _builtins.str
+    """of the session's first turn: stays in the record"""
     @_builtins.property
     def new_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -886,10 +954,11 @@ class CommitTurnRequest(_message.Message):
         block_ids: _abc.Iterable[_builtins.bytes] | None = ...,
         durable_wait_ms: _builtins.int = ...,
         new_truncations: _abc.Iterable[Global___TruncationRecord] | None = ...,
+        tools: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "durable_wait_ms", b"durable_wait_ms", "expected_version", b"expected_version", "fencing", b"fencing", "kept_blocks", b"kept_blocks", "model", b"model", "model_name", b"model_name", "new_messages", b"new_messages", "new_tokens", b"new_tokens", "new_truncations", b"new_truncations", "session_id", b"session_id", "tenant", b"tenant", "turn_id", b"turn_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_ids", b"block_ids", "durable_wait_ms", b"durable_wait_ms", "expected_version", b"expected_version", "fencing", b"fencing", "kept_blocks", b"kept_blocks", "model", b"model", "model_name", b"model_name", "new_messages", b"new_messages", "new_tokens", b"new_tokens", "new_truncations", b"new_truncations", "session_id", b"session_id", "tenant", b"tenant", "tools", b"tools", "turn_id", b"turn_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -489,6 +489,77 @@ class ReportRefusalReply(_message.Message):
 Global___ReportRefusalReply: _TypeAlias = ReportRefusalReply  # noqa: Y015
 
 @_typing.final
+class SettlementsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SettlementsRequest: _TypeAlias = SettlementsRequest  # noqa: Y015
+
+@_typing.final
+class SettlementsReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SETTLEMENTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def settlements(self) -> _containers.RepeatedCompositeFieldContainer[Global___SettlementReport]:
+        """oldest first"""
+
+    def __init__(
+        self,
+        *,
+        settlements: _abc.Iterable[Global___SettlementReport] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["settlements", b"settlements"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SettlementsReply: _TypeAlias = SettlementsReply  # noqa: Y015
+
+@_typing.final
+class SettlementReport(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SETTLEMENT_FIELD_NUMBER: _builtins.int
+    BEGUN_MS_FIELD_NUMBER: _builtins.int
+    ENDED_FIELD_NUMBER: _builtins.int
+    ENDED_MS_FIELD_NUMBER: _builtins.int
+    begun_ms: _builtins.int
+    """this replica took it up so long ago"""
+    ended: _builtins.bool
+    """nothing of it is under way any more"""
+    ended_ms: _builtins.int
+    """so long ago"""
+    @_builtins.property
+    def settlement(self) -> Global___Settlement:
+        """as it was written last"""
+
+    def __init__(
+        self,
+        *,
+        settlement: Global___Settlement | None = ...,
+        begun_ms: _builtins.int = ...,
+        ended: _builtins.bool = ...,
+        ended_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["settlement", b"settlement"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begun_ms", b"begun_ms", "ended", b"ended", "ended_ms", b"ended_ms", "settlement", b"settlement"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SettlementReport: _TypeAlias = SettlementReport  # noqa: Y015
+
+@_typing.final
 class Loans(_message.Message):
     """What the ledgers keep in etcd about debts and their settlement: see docs/commons.md."""
 

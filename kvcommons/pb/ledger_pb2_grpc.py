@@ -54,6 +54,11 @@ class LedgerStub:
                 request_serializer=kvcommons_dot_v1_dot_ledger__pb2.ReportRefusalRequest.SerializeToString,
                 response_deserializer=kvcommons_dot_v1_dot_ledger__pb2.ReportRefusalReply.FromString,
                 _registered_method=True)
+        self.Settlements = channel.unary_unary(
+                '/kvcommons.v1.Ledger/Settlements',
+                request_serializer=kvcommons_dot_v1_dot_ledger__pb2.SettlementsRequest.SerializeToString,
+                response_deserializer=kvcommons_dot_v1_dot_ledger__pb2.SettlementsReply.FromString,
+                _registered_method=True)
 
 
 class LedgerServicer:
@@ -88,6 +93,13 @@ class LedgerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Settlements(self, request, context):
+        """The settlements that this replica drives, and those that it drove to their end within the last minute.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_LedgerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -110,6 +122,11 @@ def add_LedgerServicer_to_server(servicer, server):
                     servicer.ReportRefusal,
                     request_deserializer=kvcommons_dot_v1_dot_ledger__pb2.ReportRefusalRequest.FromString,
                     response_serializer=kvcommons_dot_v1_dot_ledger__pb2.ReportRefusalReply.SerializeToString,
+            ),
+            'Settlements': grpc.unary_unary_rpc_method_handler(
+                    servicer.Settlements,
+                    request_deserializer=kvcommons_dot_v1_dot_ledger__pb2.SettlementsRequest.FromString,
+                    response_serializer=kvcommons_dot_v1_dot_ledger__pb2.SettlementsReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -220,6 +237,33 @@ class Ledger:
             '/kvcommons.v1.Ledger/ReportRefusal',
             kvcommons_dot_v1_dot_ledger__pb2.ReportRefusalRequest.SerializeToString,
             kvcommons_dot_v1_dot_ledger__pb2.ReportRefusalReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Settlements(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvcommons.v1.Ledger/Settlements',
+            kvcommons_dot_v1_dot_ledger__pb2.SettlementsRequest.SerializeToString,
+            kvcommons_dot_v1_dot_ledger__pb2.SettlementsReply.FromString,
             options,
             channel_credentials,
             insecure,

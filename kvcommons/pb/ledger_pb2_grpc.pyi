@@ -41,6 +41,8 @@ class LedgerStub:
     """A creditor refused: it is left out of candidates until its next heartbeat. Or it is slow: it is a last
     candidate for a while.
     """
+    Settlements: _grpc.UnaryUnaryMultiCallable[_ledger_pb2.SettlementsRequest, _ledger_pb2.SettlementsReply]
+    """The settlements that this replica drives, and those that it drove to their end within the last minute."""
 
 @_typing.type_check_only
 class LedgerAsyncStub(LedgerStub):
@@ -55,6 +57,8 @@ class LedgerAsyncStub(LedgerStub):
     """A creditor refused: it is left out of candidates until its next heartbeat. Or it is slow: it is a last
     candidate for a while.
     """
+    Settlements: _aio.UnaryUnaryMultiCallable[_ledger_pb2.SettlementsRequest, _ledger_pb2.SettlementsReply]  # type: ignore[assignment]
+    """The settlements that this replica drives, and those that it drove to their end within the last minute."""
 
 class LedgerServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -90,5 +94,13 @@ class LedgerServicer(metaclass=_abc_1.ABCMeta):
         """A creditor refused: it is left out of candidates until its next heartbeat. Or it is slow: it is a last
         candidate for a while.
         """
+
+    @_abc_1.abstractmethod
+    def Settlements(
+        self,
+        request: _ledger_pb2.SettlementsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_ledger_pb2.SettlementsReply, _abc.Awaitable[_ledger_pb2.SettlementsReply]]:
+        """The settlements that this replica drives, and those that it drove to their end within the last minute."""
 
 def add_LedgerServicer_to_server(servicer: LedgerServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

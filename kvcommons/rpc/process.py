@@ -34,6 +34,7 @@ from typing import Protocol, TypeVar
 
 from kvcommons.config import Node, flags_of, load
 from kvcommons.errors import DataLoss, InvalidInput, KVCommonsError, NotFound
+from kvcommons.files import PRIVATE_UMASK
 from kvcommons.openmp import bound_waits
 from kvcommons.telemetry import logs
 from kvcommons.telemetry.events import EventFile, unobserved
@@ -79,6 +80,7 @@ def run(
     """Runs `serve` until it returns; the exit code. Flags: --config FILE, --set name=value, --parent-pid
     PID."""
     options = _arguments(service, sys.argv[1:] if argv is None else argv)
+    os.umask(PRIVATE_UMASK)
     logs.configure(service, service)
     try:
         if options.parent_pid is not None:

@@ -20,6 +20,7 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import TextIO
 
+from kvcommons.telemetry.floods import FloodFilter
 from kvcommons.telemetry.trace import current_traceparent, trace_id
 
 request_id: ContextVar[str] = ContextVar("kvcommons_request_id", default="")
@@ -74,6 +75,7 @@ def configure(service: str, instance_id: str, *, level: str = "info", stream: Te
     """All of this process's logs as JSON to `stream` (stderr), uncaught exceptions of threads included."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter(service, instance_id))
+    handler.addFilter(FloodFilter())
     root = logging.getLogger()
     for old in root.handlers[:]:
         root.removeHandler(old)

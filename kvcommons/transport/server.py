@@ -220,11 +220,22 @@ class DataServer:
                 full = len(self._serving) >= self._max_connections
                 if not full:
                     self._serving.add(connection)
-                    self._threads = [one for one in self._threads if one.is_alive()] + [thread]
+                    self._threads = [one for one in self._threads if one.is_alive()]
             if full:
-                self._refuse_connection(connection)
-            else:
+                self._refuse_connection(
+                    connection, f"{self._name} serves {self._max_connections} connections already"
+                )
+                continue
+            try:
                 thread.start()
+            except RuntimeError as error:  # no memory for its stack, or too many threads: others may end
+                _LOG.warning("%s: cannot serve a connection: %s", self._name, error)
+                with self._lock:
+                    self._serving.remove(connection)
+                self._refuse_connection(connection, f"{self._name} has no thread for a connection")
+                continue
+            with self._lock:
+                self._threads.append(thread)
 
     def _next_connection(self) -> Connection | None:
         while True:
@@ -235,11 +246,8 @@ class DataServer:
                 _LOG.warning("%s: cannot accept: %s", self._name, error)
                 time.sleep(0.1)
 
-    def _refuse_connection(self, connection: Connection) -> None:
-        error = Overloaded(
-            f"{self._name} serves {self._max_connections} connections already: retry later",
-            retry_after_ms=200,
-        )
+    def _refuse_connection(self, connection: Connection, why: str) -> None:
+        error = Overloaded(f"{why}: retry later", retry_after_ms=200)
         try:
             # It fits into any socket's buffer: no waiting here.
             connection.send(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import logging
 import os
 import select
 import socket
@@ -16,10 +17,12 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from kvcommons.errors import DeadlineExceeded, Unavailable
+from kvcommons.errors import DeadlineExceeded, PermissionDenied, Unavailable
 from kvcommons.transport.base import Bare, Connection, Limits
 from kvcommons.transport.deadline import Deadline
 from kvcommons.transport.framed import FramedConnection, Stream
+
+log = logging.getLogger(__name__)
 
 # How long a wait asks before it sleeps, unless its owner says otherwise.
 ASK_S = 60e-6
@@ -145,8 +148,8 @@ class SocketListener:
         limits: Limits,
         release: Callable[[], None],
     ) -> None:
-        """`open_stream` takes an accepted socket and its peer's name; `release` runs before the listening
-        socket is closed."""
+        """`open_stream` takes an accepted socket and its peer's name, and raises PermissionDenied for a peer
+        that is not let in; `release` runs before the listening socket is closed."""
         sock.setblocking(False)
         self.address = address
         self._sock = sock
@@ -170,7 +173,13 @@ class SocketListener:
             except (BlockingIOError, ConnectionAbortedError):
                 continue  # it went away between poll and accept
             peer = f"client of {self.address}"
-            return FramedConnection(self._open_stream(sock, peer), peer, self._limits)
+            try:
+                stream = self._open_stream(sock, peer)
+            except PermissionDenied as error:
+                log.warning("refused: %s", error.message)
+                sock.close()
+                continue
+            return FramedConnection(stream, peer, self._limits)
         return None
 
     def stop(self) -> None:

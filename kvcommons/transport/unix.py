@@ -6,11 +6,12 @@ import contextlib
 import fcntl
 import os
 import socket
+import struct
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from kvcommons.errors import AlreadyExists, DeadlineExceeded, InvalidInput, Unavailable
+from kvcommons.errors import AlreadyExists, DeadlineExceeded, InvalidInput, PermissionDenied, Unavailable
 from kvcommons.transport.base import Connection, Limits
 from kvcommons.transport.deadline import Deadline
 from kvcommons.transport.framed import FramedConnection, Stream
@@ -19,6 +20,8 @@ from kvcommons.transport.sockets import SocketListener, SocketStream, finish_con
 _BACKLOG = 128
 # The kernel's own size (208 KiB) makes large payloads slower. It may cap this (net.core.wmem_max).
 _BUFFER_BYTES = 4 << 20
+_CREDENTIALS = struct.Struct("=iII")  # pid, uid, gid
+_ROOT = 0
 _PATH_BYTES_MAX = 107  # sun_path
 
 
@@ -38,6 +41,7 @@ def connect_stream(rest: str, address: str, deadline: Deadline) -> SocketStream:
     try:
         stream = open_stream(sock, address)
         finish_connect(sock, rest, address, deadline)
+        check_account(sock, address)
     except BaseException:
         sock.close()
         raise
@@ -64,13 +68,30 @@ def listen_on(
         sock.close()
         raise
 
+    def open_checked(accepted: socket.socket, peer: str) -> Stream:
+        check_account(accepted, peer)
+        return open_stream(accepted, peer)
+
     def release() -> None:
         # Only our own file: another process may have taken the path since.
         with contextlib.suppress(FileNotFoundError):
             if path.stat().st_ino == inode:
                 path.unlink()
 
-    return SocketListener(sock, address, open_stream, limits, release)
+    return SocketListener(sock, address, open_checked, limits, release)
+
+
+def check_account(sock: socket.socket, peer: str) -> None:
+    """What is at the other end of a Unix socket, as the kernel knows it. Raises PermissionDenied unless it
+    runs as we do, or as root."""
+    found = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    pid, account, _ = _CREDENTIALS.unpack(found)
+    own = os.geteuid()
+    if account not in (own, _ROOT):
+        raise PermissionDenied(
+            f"{peer} is process {pid} of another account ({account}, and this is {own}): services that share "
+            "sockets of one host run as one account; between accounts use tcp:"
+        )
 
 
 def open_stream(sock: socket.socket, peer: str) -> SocketStream:

@@ -42,7 +42,7 @@ class DecodeConfig:
     attend_deadline_s: Annotated[float, Gt(0)] = 2.0  # an iteration waits so long for other holders
     fetch_deadline_s: Annotated[float, Gt(0)] = 5.0  # for history from the kvstore; then prefill pushes it
     fetch_min_bytes: Annotated[int, Ge(0)] = 1 << 20  # of history; less than that comes from prefill anyway
-    lease_ms: Annotated[int, Ge(1000)] = 10_000  # of borrowed blocks; renewed each third of it
+    lease_ms: Annotated[int, Ge(1000), Le(600_000)] = 10_000  # of borrowed blocks; renewed each third of it
     borrow_blocks: Annotated[int, Ge(1)] = 8  # asked for at once when a sequence grows elsewhere
     tbt_objective_s: Annotated[float, Gt(0)] = 0.2  # between tokens; attention for others takes what is left
     lend_share: Annotated[float, Ge(0), Le(1)] = 0.5  # of all blocks, the most that others may hold here

@@ -21,7 +21,7 @@ from kvcommons.transport.metrics import DataMetrics
 from kvcommons.transport.server import DataServer
 from services.kvstore.ballast import Ballast, DiskReserve, reserve_bytes
 from services.kvstore.blocks import BlockStore, BlockStoreSettings
-from services.kvstore.clock import SystemClock
+from services.kvstore.clock import KEPT_EVERY_S, Clock, SteadyClock
 from services.kvstore.config import KVStoreConfig
 from services.kvstore.data import DataHandler
 from services.kvstore.database import DamagedDatabase
@@ -32,6 +32,7 @@ from services.kvstore.medium import Medium
 from services.kvstore.membership import Membership
 from services.kvstore.metrics import RecordsMetrics, SessionMetrics, StoreCollector
 from services.kvstore.policies.floors import Floors
+from services.kvstore.records.damaged import DamagedRecords
 from services.kvstore.records.embedded import EmbeddedRecords
 from services.kvstore.records.interface import Records
 from services.kvstore.server import BlocksServicer, SessionsServicer
@@ -58,13 +59,18 @@ async def serve(config: KVStoreConfig, process: Process) -> None:
         try:
             name = folder_name(config.data, config.folder)
             directory = Directory(config.ledger, process.instance_id)
+            clock = SteadyClock(folder.clock)
             opened = (
-                _in_database(config, process, store, directory)
+                _in_database(config, process, store, directory, clock)
                 if config.records
-                else _in_folder(config, process, store, directory, folder, name, ballast)
+                else _in_folder(config, process, store, directory, folder, name, ballast, clock)
             )
             async with opened as kept:
-                await _serve(config, process, store, directory, kept, name)
+                keeping = asyncio.create_task(_keep_time(clock), name="clock")
+                try:
+                    await _serve(config, process, store, directory, kept, name)
+                finally:
+                    keeping.cancel()
         finally:
             await asyncio.to_thread(store.close, config.node.drain_s / 4)
     finally:
@@ -82,7 +88,7 @@ class _Kept:
 
 @asynccontextmanager
 async def _in_database(
-    config: KVStoreConfig, process: Process, store: BlockStore, directory: Directory
+    config: KVStoreConfig, process: Process, store: BlockStore, directory: Directory, clock: Clock
 ) -> AsyncIterator[_Kept]:
     try:
         from services.kvstore.records.address import conninfo_of, place_of
@@ -100,14 +106,16 @@ async def _in_database(
         store.forget(model, block_ids)
         membership.forget(model, block_ids)
 
+    observer = RecordsMetrics(process.telemetry.registry)
     records = SqlRecords(
         conninfo,
         default_ttl_s=config.session_ttl_s,
-        clock=SystemClock(),
+        clock=clock,
         unnamed=unnamed,
         connections=config.records_connections,
         call_s=config.records_timeout_s,
-        observer=RecordsMetrics(process.telemetry.registry),
+        observer=observer,
+        damaged=DamagedRecords(observer.damaged),
     )
     try:
         yield _Kept(records=records, membership=membership)
@@ -125,12 +133,15 @@ async def _in_folder(
     folder: DataFolder,
     name: str,
     ballast: Ballast,
+    clock: Clock,
 ) -> AsyncIterator[_Kept]:
     membership = Membership(directory, instance_id=process.instance_id, records=f"folder {name}")
     mark = Mark(folder.mark)
-    sessions = await asyncio.to_thread(_open_sessions, folder, config, store, mark, ballast)
+    observer = RecordsMetrics(process.telemetry.registry)
+    damaged = DamagedRecords(observer.damaged)
+    sessions = await asyncio.to_thread(_open_sessions, folder, config, store, mark, ballast, damaged, clock)
     executor = ThreadPoolExecutor(RPC_THREADS, thread_name_prefix="kvstore-rpc")
-    records = EmbeddedRecords(sessions, executor, RecordsMetrics(process.telemetry.registry))
+    records = EmbeddedRecords(sessions, executor, observer)
     marking = asyncio.create_task(_keep(mark), name="mark")
     try:
         yield _Kept(records=records, membership=membership, count=lambda: sessions.count)
@@ -256,13 +267,25 @@ def _blocks(folder: DataFolder, config: KVStoreConfig, reserve: DiskReserve) -> 
 
 
 def _open_sessions(
-    folder: DataFolder, config: KVStoreConfig, store: BlockStore, mark: Mark, ballast: Ballast
+    folder: DataFolder,
+    config: KVStoreConfig,
+    store: BlockStore,
+    mark: Mark,
+    ballast: Ballast,
+    damaged: DamagedRecords,
+    clock: Clock,
 ) -> Sessions:
     """Raises DataLoss where what was committed is not all there."""
     table = open_integrity_table(open_sessions(folder.sessions, ballast), folder.sessions)
     try:
         table.begin(mark)
-        return Sessions(table, default_ttl_s=config.session_ttl_s, clock=SystemClock(), unnamed=store.forget)
+        return Sessions(
+            table,
+            default_ttl_s=config.session_ttl_s,
+            clock=clock,
+            unnamed=store.forget,
+            damaged=damaged,
+        )
     except (KVCommonsError, OSError):
         table.close()
         raise
@@ -290,6 +313,16 @@ async def _keep(mark: Mark) -> None:
         except OSError as error:
             log.warning("the mark of the sessions is not up to date: %s", error)
         await asyncio.sleep(_MARK_S)
+
+
+async def _keep_time(clock: SteadyClock) -> None:
+    """By which the next start tells whether the system's clock jumped meanwhile."""
+    while True:
+        try:
+            await asyncio.to_thread(clock.keep)
+        except OSError as error:
+            log.warning("the time is not kept: %s", error)
+        await asyncio.sleep(KEPT_EVERY_S)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ import shutil
 from pathlib import Path
 
 from kvcommons.errors import Conflict, DataLoss, StoreUnavailable
-from kvcommons.files import write_whole
+from kvcommons.files import make_private, write_whole
 from services.kvstore.ballast import Ballast, free_bytes
 
 log = logging.getLogger(__name__)
@@ -62,8 +62,10 @@ class DataFolder:
         self.sessions = root / "sessions"
         self.mark = root / "sessions.mark"
         self.ballast = root / "ballast"
+        self.clock = root / "clock"
         try:
             root.mkdir(parents=True, exist_ok=True)
+            make_private(root)
             self._lock = os.open(root / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             raise StoreUnavailable(f"the data folder {root} cannot be used: {error}") from error

@@ -55,6 +55,15 @@ class RecordsMetrics(RecordsObserver):
             "kvcommons_records_connections", "Connections to a database in use by calls.", registry=registry
         )
 
+        self._damaged = Gauge(
+            "kvcommons_records_damaged",
+            "Session records that cannot be read, of those that were looked at.",
+            registry=registry,
+        )
+
+    def damaged(self, records: int) -> None:
+        self._damaged.set(records)
+
     def called(self, call: str, seconds: float) -> None:
         self._seconds.labels(call).observe(seconds)
 

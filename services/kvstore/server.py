@@ -15,7 +15,7 @@ from services.kvstore.blocks import BlockStore
 from services.kvstore.hinted import HintedJobs
 from services.kvstore.metrics import SessionMetrics
 from services.kvstore.records.interface import Records
-from services.kvstore.session import LIST_MAX, TurnBegin, TurnCommit, TurnRenewal, check_incarnation
+from services.kvstore.session import LIST_MAX, Cut, TurnBegin, TurnCommit, TurnRenewal, check_incarnation
 
 log = logging.getLogger(__name__)
 
@@ -142,8 +142,11 @@ class SessionsServicer(rpc.SessionsServicer):
 
     async def Fork(self, request: pb.ForkSessionRequest, context: Any) -> pb.SessionRecord:
         check_incarnation(request.incarnation)
+        cut = None
+        if request.HasField("messages"):
+            cut = Cut(messages=request.messages, block_tokens=request.block_tokens)
         return await self._bounded(
-            self._records.fork(request.tenant, request.session_id, request.new_id, request.incarnation)
+            self._records.fork(request.tenant, request.session_id, request.new_id, request.incarnation, cut)
         )
 
     async def BeginTurn(self, request: pb.BeginTurnRequest, context: Any) -> pb.BeginTurnReply:
@@ -207,6 +210,7 @@ class SessionsServicer(rpc.SessionsServicer):
                     kept_blocks=request.kept_blocks,
                     block_ids=ids,
                     new_truncations=request.new_truncations,
+                    tools=request.tools,
                 ),
             )
         )

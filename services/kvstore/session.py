@@ -1,7 +1,7 @@
 """Rules of a session record and of its turn lease. Pure: the time is passed in, nothing is read or written.
 
 Every implementation of `Records` keeps these. A rule needs a record's *head* only, which is the record
-without what grows with the session, so that nobody has to read a long session in order to add a turn to it.
+without what its turns added, so that nobody has to read a long session in order to add a turn to it.
 
 One turn at a time: `begin` takes the lease, `commit` gives it back with the turn's tokens, `abandon` without.
 Every lease has a fencing number higher than all before it, so that an owner who lost his lease cannot commit
@@ -18,9 +18,12 @@ import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from google.protobuf.message import DecodeError
+
 from kvcommons.errors import (
     AlreadyExists,
     Conflict,
+    DataLoss,
     InvalidInput,
     SessionNotFound,
     TurnInProgress,
@@ -29,13 +32,13 @@ from kvcommons.errors import (
 from kvcommons.homes import session_key
 from kvcommons.pb import kvstore_pb2 as pb
 from services.kvstore.folder import UnknownFormat
-from services.kvstore.turn_lease import TurnLease, under_way
+from services.kvstore.turn_lease import LEASE_MS_MAX, TurnLease, has_ended, under_way
 
-RECORD_FORMAT = 1
+RECORD_FORMAT = 2
+_FORMATS = (1, RECORD_FORMAT)  # that are read; 1 knew neither tools nor calls
 LIST_MAX = 1000
 NAME_BYTES_MAX = 512
 INCARNATION_BYTES = 16
-LEASE_MS_MAX = 600_000  # the router's `lease_ms` has the same bound
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +55,8 @@ class TurnBegin:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Begun:
     """A turn that has its session's lease. `record` is the whole session; with `after_known` its head, and of
-    tokens, messages, block ids and truncations only what turns after the known one added. `document`: which
-    the turn is going to add."""
+    tokens, messages, block ids, truncations and tools only what turns after the known one added. `document`:
+    which the turn is going to add."""
 
     record: pb.SessionRecord
     lease: TurnLease
@@ -88,6 +91,7 @@ class TurnCommit:
     kept_blocks: int = 0
     block_ids: Sequence[bytes]
     new_truncations: Sequence[pb.TruncationRecord] = ()
+    tools: str = ""  # that the session began with, in its first turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,35 +160,86 @@ def new_record(
 
 
 def decode_record(value: bytes) -> pb.SessionRecord:
-    """Raises UnknownFormat for a record that another version wrote."""
-    record = pb.SessionRecord.FromString(value)
-    if record.format != RECORD_FORMAT:
+    """Raises UnknownFormat for a record that another version wrote, DataLoss for bytes that are none."""
+    try:
+        record = pb.SessionRecord.FromString(value)
+    except DecodeError:
+        raise DataLoss(
+            "the session's record is damaged: restore it from a backup, or DELETE the session"
+        ) from None
+    if record.format not in _FORMATS:
         raise UnknownFormat(
-            f"session record of format {record.format}; this version of kvcommons reads {RECORD_FORMAT}"
+            f"session record of format {record.format}; this version of kvcommons reads "
+            + " and ".join(map(str, _FORMATS))
         )
     return record
 
 
-_GROWING = ("tokens", "messages", "block_ids", "truncations")
+_OF_TURNS = ("tokens", "messages", "block_ids", "truncations", "tools")
 
 
 def head_of(record: pb.SessionRecord) -> pb.SessionRecord:
-    """The record without what grows with the session."""
+    """The record without what its turns added."""
     # Not copied and cut down: that takes milliseconds where the session is long.
-    fields = {field.name: value for field, value in record.ListFields() if field.name not in _GROWING}
+    fields = {field.name: value for field, value in record.ListFields() if field.name not in _OF_TURNS}
     return pb.SessionRecord(**fields)
 
 
-def fork_of(record: pb.SessionRecord, new_id: str, now_ms: int, incarnation: bytes) -> pb.SessionRecord:
-    """A session that goes on from where this one is now."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cut:
+    """Where a fork leaves its parent: behind the first `messages`, where a turn ended; 0: at its
+    beginning."""
+
+    messages: int
+    block_tokens: int
+
+
+def fork_of(
+    record: pb.SessionRecord, new_id: str, now_ms: int, incarnation: bytes, cut: Cut | None = None
+) -> pb.SessionRecord:
+    """A session that goes on from where this one is now, or was at a `cut`, for which the whole record is
+    needed. Raises InvalidInput where no turn ended there."""
     fork = pb.SessionRecord()
     fork.CopyFrom(record)
+    fork.ClearField("parent_messages")
+    if cut is not None:
+        _cut(fork, cut)
+        fork.parent_messages = cut.messages
     fork.session_id = new_id
     fork.parent = record.session_id
     fork.created_ms = fork.last_used_ms = now_ms
     fork.last_turn_id = ""
     fork.incarnation = incarnation
     return fork
+
+
+def _cut(record: pb.SessionRecord, cut: Cut) -> None:
+    """Takes away all that came behind the cut."""
+    if cut.messages == 0:
+        empty = new_record(record.tenant, record.session_id, record.ttl_s, record.created_ms)
+        empty.root = record.root
+        record.CopyFrom(empty)
+        return
+    if not 0 < cut.messages <= len(record.messages) or not record.messages[cut.messages - 1].end_token:
+        raise InvalidInput(
+            f"no turn of the session {record.session_id!r} ends behind its first {cut.messages} messages: "
+            "leave messages out, or count to the end of an answer",
+            param="messages",
+        )
+    if not cut.block_tokens:
+        raise InvalidInput("a cut needs the number of tokens in a block", param="block_tokens")
+    tokens = record.messages[cut.messages - 1].end_token
+    del record.messages[cut.messages :]
+    del record.tokens[tokens:]
+    kept = 0  # truncations before the cut
+    while kept < len(record.truncations) and 0 < record.truncations[kept].at_token < tokens:
+        kept += 1
+    if kept < len(record.truncations):
+        # Its blocks are those of a context that this one never had.
+        del record.truncations[kept:]
+        del record.block_ids[:]
+    record.dropped_tokens = sum(one.dropped_tokens for one in record.truncations)
+    del record.block_ids[(tokens - record.dropped_tokens) // cut.block_tokens :]
 
 
 def expires_ms(record: pb.SessionRecord, default_ttl_s: int) -> int | None:
@@ -204,7 +259,7 @@ def begin(lease: TurnLease | None, turn: TurnBegin, *, next_fencing: int, now_ms
     if lease is not None and lease.turn_id == turn.turn_id:
         if lease.document is None:
             return replace(lease, owner=turn.owner, expires_ms=until_ms)
-        if lease.owner == turn.owner or lease.expires_ms <= now_ms:
+        if lease.owner == turn.owner or has_ended(lease, now_ms):
             return replace(lease, owner=turn.owner, fencing=next_fencing, expires_ms=until_ms)
     if lease is not None and lease.document is not None:
         raise _document_in_progress(lease.document)
@@ -242,23 +297,32 @@ def commit(
 
     Raises VersionConflict where the session moved on, Conflict where the lease went to another turn,
     SessionNotFound where the session was deleted meanwhile, InvalidInput for a turn that keeps more blocks
-    than there are.
+    than there are, and for tools that are not the first turn's.
     """
     check_name(turn.turn_id, "turn_id")
     if record.last_turn_id == turn.turn_id:
         return None
+    if record.version != turn.expected_version and not _holds(lease, turn.turn_id, turn.fencing) and exists:
+        raise VersionConflict(
+            f"the session is at version {record.version}, the turn began at {turn.expected_version}, and it "
+            "does not hold the session any more: it was committed before later turns, or not at all; the "
+            "session's messages say which"
+        )
     _held(lease, turn.turn_id, turn.fencing, exists=exists)
     if record.version != turn.expected_version:
         raise VersionConflict(
             f"the session is at version {record.version} and the turn began at {turn.expected_version}: "
             "begin it anew"
         )
+    if turn.tools and record.version:
+        raise InvalidInput("a session's first turn says what tools it has, and no later one", param="tools")
     if turn.kept_blocks > blocks:
         raise InvalidInput(
             f"the session has {blocks} full blocks, and {turn.kept_blocks} cannot be kept",
             param="kept_blocks",
         )
     after = head_of(record)
+    after.format = RECORD_FORMAT
     after.version += 1
     after.model = turn.model
     after.model_name = turn.model_name
@@ -276,13 +340,15 @@ def grow(record: pb.SessionRecord, head: pb.SessionRecord, turn: TurnCommit) -> 
     record.tokens.extend(turn.new_tokens)
     record.messages.extend(turn.new_messages)
     record.truncations.extend(turn.new_truncations)
+    if turn.tools:
+        record.tools = turn.tools
     record.model, record.model_name = head.model, head.model_name  # they may have become empty
     record.MergeFrom(head)
 
 
 def may_abandon(lease: TurnLease | None, turn_id: str, fencing: int) -> bool:
     """Whether there is a lease to give back; not if it is gone, or another turn's."""
-    return lease is not None and lease.turn_id == turn_id and lease.fencing == fencing
+    return _holds(lease, turn_id, fencing)
 
 
 def _document_in_progress(state: pb.DocumentState) -> TurnInProgress:
@@ -298,11 +364,15 @@ def _document_in_progress(state: pb.DocumentState) -> TurnInProgress:
 def _held(lease: TurnLease | None, turn_id: str, fencing: int, *, exists: bool) -> TurnLease:
     if lease is None and not exists:
         raise SessionNotFound("the session was deleted while this turn was under way: nothing was committed")
-    if lease is None or lease.turn_id != turn_id or lease.fencing != fencing:
+    if lease is None or not _holds(lease, turn_id, fencing):
         raise Conflict(
             "this turn's lease ran out and another turn has begun: nothing of this one was committed"
         )
     return lease
+
+
+def _holds(lease: TurnLease | None, turn_id: str, fencing: int) -> bool:
+    return lease is not None and lease.turn_id == turn_id and lease.fencing == fencing
 
 
 def _checked(lease_ms: int) -> int:

@@ -5,12 +5,15 @@ Calls block (RocksDB) and are meant for an executor. One lock makes read, decide
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
+from kvcommons.errors import DataLoss
 from kvcommons.homes import session_key
 from kvcommons.pb import kvstore_pb2 as pb
 from services.kvstore import session as rules
@@ -20,9 +23,11 @@ from services.kvstore.database import DamagedDatabase, Database, Put, Table
 from services.kvstore.families import DOCUMENTS, HEADS, LEASES, META, RECORDS, STAMPS
 from services.kvstore.folder import UnknownFormat
 from services.kvstore.integrity import damaged_sessions
+from services.kvstore.records.damaged import DamagedRecords
 from services.kvstore.session import (
     Begun,
     Committed,
+    Cut,
     TurnBegin,
     TurnCommit,
     TurnRenewal,
@@ -40,6 +45,8 @@ from services.kvstore.turn_lease import (
     under_way,
 )
 from services.kvstore.uses import USES, BlockUses
+
+T = TypeVar("T")
 
 SWEEP_MAX = 1000
 
@@ -69,6 +76,7 @@ class Sessions:
         default_ttl_s: int,
         clock: Clock,
         unnamed: Callable[[bytes, Sequence[bytes]], None] = lambda model, block_ids: None,
+        damaged: DamagedRecords | None = None,
     ) -> None:
         if next(table.items(STAMPS), None) is not None:
             raise UnknownFormat(
@@ -78,12 +86,13 @@ class Sessions:
             )
         self._table = table
         self._uses = BlockUses(table, unnamed)
+        self._damaged = damaged or DamagedRecords()
         self._default_ttl_s = default_ttl_s
         self._now_ms = clock.now_ms
         self._lock = threading.Lock()
         stored = self._table.get(META, _FENCING_KEY)
         self._fencing = struct.unpack("<Q", stored)[0] if stored else 0
-        self._uses.migrate((key, rules.decode_record(value)) for key, value in self._table.items(RECORDS))
+        self._uses.migrate(self._readable(self._table.items(RECORDS), rules.decode_record))
         self._count = sum(1 for _ in self._table.items(HEADS))
         self._sweep_from: dict[str, bytes] = {}
 
@@ -119,11 +128,9 @@ class Sessions:
         prefix = _prefix(tenant)
         found: list[pb.SessionRecord] = []
         now_ms = self._now_ms()
-        for key, value in self._table.items(HEADS, prefix + after.encode(), prefix):
-            if key == prefix + after.encode():
-                continue
-            head = rules.decode_record(value)
-            if self._expired(head, now_ms):
+        heads = self._table.items(HEADS, prefix + after.encode(), prefix)
+        for key, head in self._readable(heads, rules.decode_record):
+            if key == prefix + after.encode() or self._expired(head, now_ms):
                 continue
             if len(found) == limit:
                 return found, True
@@ -135,17 +142,27 @@ class Sessions:
         SessionNotFound where none is."""
         key = checked_key(tenant, session_id)
         with self._lock:
-            record = self._live(key)
+            try:
+                record = self._live(key)
+            except DataLoss as error:
+                self._damaged.found(key, error)
+                self._remove(key)
+                return
             if record is not None and incarnation in (b"", record.incarnation):
                 self._remove(key)
             elif not incarnation:
                 raise rules.not_found(session_id)
 
     def fork(
-        self, tenant: str, session_id: str, new_session_id: str, incarnation: bytes = b""
+        self,
+        tenant: str,
+        session_id: str,
+        new_session_id: str,
+        incarnation: bytes = b"",
+        cut: Cut | None = None,
     ) -> pb.SessionRecord:
-        """A new session with all that this one has committed; as in `create`, it may be there already.
-        Raises SessionNotFound, AlreadyExists."""
+        """A new session with all that this one has committed, or what it had at the `cut`; as in `create`, it
+        may be there already. Raises SessionNotFound, AlreadyExists, InvalidInput."""
         source = checked_key(tenant, session_id)
         rules.check_name(new_session_id, "new_id")
         key = session_key(tenant, new_session_id)
@@ -155,7 +172,7 @@ class Sessions:
             if made is not None:
                 return made
             record = self._require(source, session_id)
-            fork = rules.fork_of(record, new_session_id, self._now_ms(), incarnation)
+            fork = rules.fork_of(record, new_session_id, self._now_ms(), incarnation, cut)
             self._table.write([*puts_of(fork), *self._uses.changes(key, [], fork.block_ids)])
             self._count += 1
             return fork
@@ -227,7 +244,7 @@ class Sessions:
             leases = [(key, value)] if value is not None else []
         else:
             leases = list(self._table.items(LEASES))
-        decoded = [(key, decode_lease(value)) for key, value in leases]
+        decoded = self._readable(leases, decode_lease)
         return [on_its_way(key, lease, now_ms) for key, lease in decoded if lease.document is not None]
 
     def sweep(self) -> int:
@@ -237,23 +254,42 @@ class Sessions:
         """
         now_ms = self._now_ms()
         removed = 0
-        for key, value in self._slice(HEADS):
-            if not self._expired(rules.decode_record(value), now_ms):
-                continue
-            with self._lock:
-                lease = self._lease(key)
-                head = self._table.get(HEADS, key)
-                begun = under_way(lease, now_ms)
-                if head is not None and not begun and self._expired(rules.decode_record(head), now_ms):
-                    self._remove(key)
-                    removed += 1
-        for key, value in self._slice(LEASES):
-            if forgotten(decode_lease(value), now_ms):
+        for key, head in self._readable(self._slice(HEADS), rules.decode_record):
+            if self._expired(head, now_ms):
+                removed += self._sweep_one(key, now_ms)
+        for key, found in self._readable(self._slice(LEASES), decode_lease):
+            if forgotten(found, now_ms):
                 with self._lock:
                     lease = self._lease(key)
                     if lease is not None and forgotten(lease, now_ms):
                         self._table.write([(LEASES, key, None)])
         return removed
+
+    def _sweep_one(self, key: bytes, now_ms: int) -> bool:
+        """Whether the session went: it may have been used since it was looked at."""
+        with self._lock:
+            try:
+                head, lease = self._table.get(HEADS, key), self._lease(key)
+                over = head is not None and self._expired(rules.decode_record(head), now_ms)
+            except DataLoss as error:
+                self._damaged.found(key, error)
+                return False
+            if not over or under_way(lease, now_ms):
+                return False
+            self._remove(key)
+            return True
+
+    def _readable(
+        self, items: Iterable[tuple[bytes, bytes]], decode: Callable[[bytes], T]
+    ) -> Iterator[tuple[bytes, T]]:
+        """What can be read of stored items, by their sessions' keys."""
+        for key, value in items:
+            try:
+                decoded = decode(value)
+            except DataLoss as error:
+                self._damaged.found(key, error)
+                continue
+            yield key, decoded
 
     def _slice(self, family: str) -> list[tuple[bytes, bytes]]:
         """The next items of a family, from where the last slice ended; after the last item the first ones."""
@@ -314,11 +350,14 @@ class Sessions:
 
     def _remove(self, key: bytes) -> None:
         value = self._table.get(RECORDS, key)
-        record = rules.decode_record(value) if value is not None else pb.SessionRecord()
+        record = pb.SessionRecord()
+        with contextlib.suppress(DataLoss):  # its blocks stay until they are evicted
+            record = rules.decode_record(value) if value is not None else record
         uses = self._uses.changes(key, record.block_ids, [])
         families = (RECORDS, HEADS, LEASES, DOCUMENTS)
         self._table.write([*((family, key, None) for family in families), *uses])
         self._count -= 1
+        self._damaged.removed(key)
         self._uses.released(record.model, record.block_ids)
 
 

@@ -8,12 +8,16 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 
+from google.protobuf.message import DecodeError
+
+from kvcommons.errors import DataLoss
 from kvcommons.pb import kvstore_pb2 as pb
 from services.kvstore.folder import UnknownFormat
 
 LEASE_FORMAT = 1
 DOCUMENT_LEASE_FORMAT = 2
 DOCUMENT_FORMAT = 1
+LEASE_MS_MAX = 600_000  # the router's `lease_ms` has the same bound
 LEASE_KEPT_MS = 3_600_000  # a lease that ran out may still be committed, if nobody took it
 
 # format, fencing, expires ms, length of turn id, owner; of a document, its state follows on both
@@ -47,7 +51,12 @@ class DocumentOnItsWay:
 
 def under_way(lease: TurnLease | None, now_ms: int) -> bool:
     """Whether a turn holds the session: nobody else may begin one, create it or let it expire."""
-    return lease is not None and (lease.document is not None or lease.expires_ms > now_ms)
+    return lease is not None and (lease.document is not None or not has_ended(lease, now_ms))
+
+
+def has_ended(lease: TurnLease, now_ms: int) -> bool:
+    """A lease that would last longer than any may was given by a clock that has been set back since."""
+    return not now_ms < lease.expires_ms <= now_ms + LEASE_MS_MAX
 
 
 def forgotten(lease: TurnLease, now_ms: int) -> bool:
@@ -58,7 +67,7 @@ def forgotten(lease: TurnLease, now_ms: int) -> bool:
 def on_its_way(key: bytes, lease: TurnLease, now_ms: int) -> DocumentOnItsWay:
     """The document of a session's lease, which is one's."""
     tenant, session_id = names_in(key)
-    orphaned = lease.expires_ms <= now_ms
+    orphaned = has_ended(lease, now_ms)
     return DocumentOnItsWay(tenant=tenant, session_id=session_id, lease=lease, orphaned=orphaned)
 
 
@@ -88,20 +97,25 @@ def encode_lease(lease: TurnLease) -> bytes:
 
 
 def decode_lease(value: bytes) -> TurnLease:
-    """Raises UnknownFormat for a lease that another version wrote."""
+    """Raises UnknownFormat for a lease that another version wrote, DataLoss for bytes that are none."""
     if not value or value[0] not in (LEASE_FORMAT, DOCUMENT_LEASE_FORMAT):
         raise UnknownFormat(
             f"turn lease of an unknown format; this version of kvcommons reads {LEASE_FORMAT} and "
             f"{DOCUMENT_LEASE_FORMAT}"
         )
-    form, fencing, expires, turn_bytes, owner_bytes = _LEASE.unpack_from(value)
-    turn_end = _LEASE.size + turn_bytes
-    owner_end = turn_end + owner_bytes
-    is_document = form == DOCUMENT_LEASE_FORMAT
-    return TurnLease(
-        turn_id=value[_LEASE.size : turn_end].decode(),
-        owner=value[turn_end:owner_end].decode(),
-        fencing=fencing,
-        expires_ms=expires,
-        document=pb.DocumentState.FromString(value[owner_end:]) if is_document else None,
-    )
+    try:
+        form, fencing, expires, turn_bytes, owner_bytes = _LEASE.unpack_from(value)
+        turn_end = _LEASE.size + turn_bytes
+        owner_end = turn_end + owner_bytes
+        if owner_end > len(value):
+            raise struct.error
+        is_document = form == DOCUMENT_LEASE_FORMAT
+        return TurnLease(
+            turn_id=value[_LEASE.size : turn_end].decode(),
+            owner=value[turn_end:owner_end].decode(),
+            fencing=fencing,
+            expires_ms=expires,
+            document=pb.DocumentState.FromString(value[owner_end:]) if is_document else None,
+        )
+    except (struct.error, UnicodeDecodeError, DecodeError):
+        raise DataLoss("the lease of the session's turn is damaged: DELETE the session") from None

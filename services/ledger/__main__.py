@@ -55,6 +55,7 @@ async def serve(config: LedgerConfig, process: Process) -> None:
         feed,
         candidates,
         commons.debts,
+        commons.reports,
         heartbeat_ms=config.heartbeat_ms,
         lease_s=config.lease_s,
     )

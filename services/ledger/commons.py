@@ -14,6 +14,7 @@ from services.ledger.election import Election
 from services.ledger.etcd import Etcd
 from services.ledger.mirror import Mirror
 from services.ledger.registry import Registry
+from services.ledger.settlement_reports import SettlementReports
 from services.ledger.settler import SettlementCounts, Settler
 
 # A participant that hears no leader for so long goes on alone: longer than a new leader takes to be there.
@@ -26,6 +27,7 @@ class Commons:
     election: Election
     keeper: DebtKeeper
     settler: Settler
+    reports: SettlementReports
     counts: SettlementCounts = field(default_factory=SettlementCounts)
 
     def leads(self) -> bool:
@@ -44,7 +46,7 @@ def open_commons(config: LedgerConfig, instance_id: str, registry: Registry, mir
 
     prefix = config.etcd_prefix
     election = Election(etcd(), prefix=prefix, instance_id=instance_id, lease_s=config.lease_s)
-    debts, counts = DebtLedger(), SettlementCounts()
+    debts, counts, reports = DebtLedger(), SettlementCounts(), SettlementReports()
     keeper = DebtKeeper(
         etcd(),
         debts,
@@ -57,6 +59,7 @@ def open_commons(config: LedgerConfig, instance_id: str, registry: Registry, mir
         debts,
         Debtors(registry.find, lease_ms=SETTLEMENT_LEASE_MS),
         counts,
+        reports,
         prefix=prefix,
         # Who is there is not known for certain while etcd is away.
         term=lambda: election.term() if mirror.connected else None,
@@ -65,4 +68,6 @@ def open_commons(config: LedgerConfig, instance_id: str, registry: Registry, mir
         round_blocks=config.settle_round_blocks,
         every_s=config.settle_every_s,
     )
-    return Commons(debts=debts, election=election, keeper=keeper, settler=settler, counts=counts)
+    return Commons(
+        debts=debts, election=election, keeper=keeper, settler=settler, reports=reports, counts=counts
+    )

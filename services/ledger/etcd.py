@@ -8,6 +8,7 @@ revision apart into single events. Its protobuf stubs carry ours (docs/decisions
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -21,6 +22,9 @@ from aetcd.utils import prefix_range_end
 
 from kvcommons.errors import Unavailable
 
+log = logging.getLogger(__name__)
+
+_FULL = "database space exceeded"  # in etcd's words: its alarm NOSPACE
 PROBE_S = 1.0  # how often a quiet watch asks etcd for a sign of life
 
 T = TypeVar("T")
@@ -58,6 +62,7 @@ class Etcd:
         self._timeout_s = timeout_s
         self._at = -1
         self._client: aetcd.Client | None = None
+        self._full = False
 
     @property
     def endpoint(self) -> str:
@@ -184,6 +189,9 @@ class Etcd:
 
     async def _put(self, key: bytes, value: bytes, lease_id: int) -> int:
         done = await self._bounded(self._connected.put(key, value, lease=lease_id))
+        if self._full:
+            self._full = False
+            log.info("etcd takes writes again", extra={"endpoint": self.endpoint})
         return int(done.header.revision)
 
     @property
@@ -218,6 +226,15 @@ class Etcd:
     def _unavailable(self, error: BaseException) -> Unavailable:
         details = error.details() if isinstance(error, grpc.aio.AioRpcError) else str(error)
         reason = details or type(error).__name__
+        if _FULL in reason:
+            full = (
+                f"etcd at {self.endpoint} is full and takes no writes: raise its --quota-backend-bytes, or "
+                "compact and defragment it; then `etcdctl alarm disarm`"
+            )
+            if not self._full:  # reading goes on, and so would silence
+                log.error("%s", full)
+            self._full = True
+            return Unavailable(full)
         return Unavailable(f"etcd at {self.endpoint} does not answer: {reason}")
 
 

@@ -16,10 +16,12 @@ from services.ledger.debts import DebtLedger
 from services.ledger.feed import Feed
 from services.ledger.mirror import Mirror
 from services.ledger.registry import Registry
+from services.ledger.settlement_reports import SettlementReports
 
 log = logging.getLogger(__name__)
 
 ID_BYTES_MAX = 256
+INSTANCE_BYTES_MAX = 256 << 10  # loans to a thousand debtors are some 70 KB
 MODELS_MAX = 64  # whose last warning is known
 # What has a table of settings; and pipeline stages that take no requests.
 SERVICES = frozenset(TABLES) - {"up"} | {"prefill_stage", "decode_stage"}
@@ -33,6 +35,7 @@ class LedgerService(rpc.LedgerServicer):
         feed: Feed,
         candidates: Candidates,
         debts: DebtLedger,
+        reports: SettlementReports,
         *,
         heartbeat_ms: int,
         lease_s: float,
@@ -42,6 +45,7 @@ class LedgerService(rpc.LedgerServicer):
         self._feed = feed
         self._candidates = candidates
         self._debts = debts
+        self._reports = reports
         self._heartbeat_ms = heartbeat_ms
         self._shortfalls: dict[bytes, str] = {}  # of head groups, that were logged last, by model
         # By then every living instance that knows this replica alone has been heard again.
@@ -85,6 +89,9 @@ class LedgerService(rpc.LedgerServicer):
         report(request.creditor, time.monotonic())
         return pb.ReportRefusalReply()
 
+    async def Settlements(self, request: pb.SettlementsRequest, context: Any) -> pb.SettlementsReply:
+        return pb.SettlementsReply(settlements=self._reports.messages())
+
     def _warn(self, model: bytes, shortfall: str) -> None:
         """Once for each that is new: debtors ask again and again."""
         before = self._shortfalls.pop(model, "")
@@ -109,3 +116,9 @@ def _check(instance: pb.Instance) -> None:
         )
     if not instance.control_address:
         raise InvalidInput("instance.control_address: others need it", param="instance.control_address")
+    # What one says of itself is sent to all, twice a second and more.
+    if instance.ByteSize() > INSTANCE_BYTES_MAX:
+        raise InvalidInput(
+            f"an instance of {instance.ByteSize()} bytes: at most {INSTANCE_BYTES_MAX} are told to others",
+            param="instance",
+        )

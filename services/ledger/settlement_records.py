@@ -8,7 +8,7 @@ from kvcommons.pb import ledger_pb2 as pb
 from services.ledger.saga import Leg, Settlement, Step
 
 
-def encode(settlement: Settlement) -> bytes:
+def message_of(settlement: Settlement) -> pb.Settlement:
     return pb.Settlement(
         id=settlement.id,
         term=settlement.term,
@@ -24,7 +24,11 @@ def encode(settlement: Settlement) -> bytes:
         step=pb.Settlement.Step.ValueType(settlement.step),
         round=settlement.round,
         round_blocks=settlement.round_blocks,
-    ).SerializeToString(deterministic=True)
+    )
+
+
+def encode(settlement: Settlement) -> bytes:
+    return message_of(settlement).SerializeToString(deterministic=True)
 
 
 def decode(value: bytes) -> Settlement | None:

@@ -17,6 +17,7 @@ from services.ledger.etcd import Etcd, Listing
 from services.ledger.saga import AskDebtors, Settlement, Steps, WriteSettlement, busy, settle, take_over
 from services.ledger.settlement_plan import MemoryState, Recall, plan
 from services.ledger.settlement_records import decode, encode
+from services.ledger.settlement_reports import SettlementReports
 
 log = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ class Settler:
         ledger: DebtLedger,
         debtors: Debtors,
         counts: SettlementCounts,
+        reports: SettlementReports,
         *,
         prefix: str,
         term: Callable[[], int | None],
@@ -55,6 +57,7 @@ class Settler:
         self._ledger = ledger
         self._debtors = debtors
         self._counts = counts
+        self._reports = reports
         self._prefix = f"{prefix.rstrip('/')}/v1/settlements/".encode()
         self._term = term
         self._instances = instances
@@ -140,6 +143,8 @@ class Settler:
                     written = await self._write(settlement.id, effect.settlement, revision, term)
                     value = written is not None
                     revision = written or revision
+                    if written is not None and effect.settlement is not None:
+                        self._reports.wrote(effect.settlement)
                 elif isinstance(effect, AskDebtors):
                     value = await self._debtors.ask(effect.requests)
                 else:
@@ -147,6 +152,7 @@ class Settler:
                     await asyncio.sleep(PAUSE_S)
         finally:
             self._rest(settlement.participants)
+            self._reports.left(settlement.id)
             self._driven.pop(settlement.id, None)
 
     async def _write(self, name: str, settlement: Settlement | None, revision: int, term: int) -> int | None:

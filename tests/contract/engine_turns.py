@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from kvcommons.pb import common_pb2, decode_pb2, prefill_pb2
 from tests.exactness import assert_greedy, evident, logits_of
@@ -55,17 +56,24 @@ class Reference:
                 return tokens, following
         raise AssertionError("no prompt of 200 is evidence")
 
-    def follow(self, tokens: Sequence[int], new: int) -> list[int] | None:
-        """The `new` tokens after these; None where one is no evidence."""
+    def follow(
+        self,
+        tokens: Sequence[int],
+        new: int,
+        process: Callable[[Tensor, Tensor], Tensor] = lambda _, logits: logits,
+    ) -> list[int] | None:
+        """The `new` tokens after these; None where one is no evidence. `process`: from all tokens [1, T] and
+        logits [1, V] to logits, as transformers' processors are called."""
         made: list[int] = []
         past, step = None, list(tokens)
         with torch.inference_mode():
             while len(made) < new:
                 out = self._model(torch.tensor([step]), past_key_values=past, use_cache=True)
                 past = out.past_key_values
-                if not evident(out.logits[:, -1]):
+                logits = process(torch.tensor([[*tokens, *made]]), out.logits[:, -1])
+                if not evident(logits):
                     return None
-                step = [int(out.logits[0, -1].argmax())]
+                step = [int(logits[0].argmax())]
                 made += step
         return made
 
@@ -113,6 +121,7 @@ class Turn:
     first: prefill_pb2.PrefillFirst | None = None
     reserved: decode_pb2.Reserved | None = None
     missing: list[int] = field(default_factory=list)
+    borrowed: list[dict[str, int]] = field(default_factory=list)  # as it was told, one after another
     finished: decode_pb2.Finished | None = None
 
     async def run(self) -> Turn:
@@ -143,6 +152,9 @@ class Turn:
                     self._take([self.first.token])
                 elif kind == "tokens":
                     self._take(event.tokens.tokens)
+                elif kind == "borrowed":
+                    holders = event.borrowed.holders
+                    self.borrowed.append({one.data_address: one.blocks for one in holders})
                 else:
                     self.finished = event.finished
             if computing is not None:

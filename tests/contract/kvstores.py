@@ -11,7 +11,7 @@ from kvcommons.homes import session_key
 from kvcommons.pb import kvstore_pb2 as pb
 from kvcommons.rpc.channel import open_channel
 from kvcommons.rpc.directory import Directory
-from services.kvstore.session import LEASE_MS_MAX
+from services.kvstore.turn_lease import LEASE_MS_MAX
 from services.router.fleet.fleet import Fleet
 from services.router.sessions.copies import RecordCopies, grown
 from services.router.sessions.store import SessionStore

@@ -89,6 +89,10 @@ class Ledger:
         )  # fmt: skip
         return [one.id for one in (await self._stub.Candidates(request, timeout=scaled(timeout_s))).creditors]
 
+    async def settlements(self) -> list[pb.SettlementReport]:
+        reply = await self._stub.Settlements(pb.SettlementsRequest(), timeout=scaled(10))
+        return list(reply.settlements)
+
     async def refuse(self, creditor: str) -> None:
         await self._stub.ReportRefusal(
             pb.ReportRefusalRequest(debtor="debtor", creditor=creditor), timeout=scaled(10)

@@ -32,7 +32,7 @@ PATIENCE_S = scaled(1.0)
 @pytest.fixture
 def keys(tmp_path: Path) -> dict[str, str]:
     """Settings of a router with one key."""
-    (tmp_path / "keys").write_text(f"ann {KEY}\n")
+    (tmp_path / "keys").write_text(f"ann {KEY} operator\n")
     (tmp_path / "secret").write_bytes(b"s" * 32)
     return {"api_keys": str(tmp_path / "keys"), "secret_file": str(tmp_path / "secret")}
 

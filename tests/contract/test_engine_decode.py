@@ -8,6 +8,11 @@ import time
 from typing import Any
 
 import pytest
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    MinNewTokensLengthLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
+)
 
 from kvcommons.errors import (
     CapacityExhausted,
@@ -61,6 +66,40 @@ async def test_a_batch_gives_each_sequence_what_it_gets_alone(engines: Stack) ->
     await asyncio.gather(*(one.run() for one in turns))
     assert [one.tokens for one in turns] == [expected for _, expected in cases]
     await engines.idle("decode")
+
+
+async def test_a_repetition_penalty_and_a_least_length_are_those_of_transformers(engines: Stack) -> None:
+    """Also where the turn is resumed, and what was said becomes a part of what is computed anew."""
+    prefill, decode = await engines.prefill(), await engines.decode()
+    for seed in range(1, 40):
+        tokens = prompt(40, seed)
+        plain = engines.reference.follow(tokens, 12)
+        if plain is None or plain[3] in plain[:3]:
+            continue
+        stop = plain[3]  # which would end the answer at its fourth token
+        processors = LogitsProcessorList(
+            [
+                RepetitionPenaltyLogitsProcessor(penalty=1.4),
+                MinNewTokensLengthLogitsProcessor(40, 9, stop, device="cpu"),
+            ]
+        )
+        expected = engines.reference.follow(tokens, 20, processors)
+        if expected is not None and expected != engines.reference.follow(tokens, 20):
+            break
+    sampling = common_pb2.Sampling(
+        temperature=0.0, top_p=1.0, repetition_penalty=1.4, min_tokens=9, stop_token_ids=[stop]
+    )
+    ends = next((at + 1 for at, token in enumerate(expected) if token == stop), 20)
+    assert ends > 9
+    expected = expected[:ends]
+    whole = await turn(prefill, decode, engines.model, tokens, 20, sampling=sampling).run()
+    assert whole.tokens == expected
+    for cut in (1, 7):
+        resumed = turn(
+            prefill, decode, engines.model, tokens + expected[:cut], 20 - cut,
+            sampling=sampling, prompt_tokens=40, no_reuse=True,
+        )  # fmt: skip
+        assert (await resumed.run()).tokens == expected[cut:]
 
 
 async def test_a_resumed_turn_continues_alike(engines: Stack) -> None:

@@ -415,6 +415,27 @@ def test_a_plan_that_cannot_be_is_the_answer_to_its_layers(
         assert made.pins() == 1
 
 
+@pytest.mark.parametrize("change", [False, True])
+def test_rows_are_counted_before_anything_is_made_of_them(socket_folder: Path, change: bool) -> None:
+    """A message of 4 MB has a million of them, and whatever they say, reading each holds up all others."""
+    bad = pb.PlanRow(handle=1)  # without queries: what the answer would be, if the first one were read
+    with rig(socket_folder) as made:
+        peer = made.peer()
+        peer.open([row(made.lend(4))])
+        frame = peer.layer(0)
+        request = pb.DataRequest(deadline_ms=9999)
+        if change:
+            placed = [pb.PlacedRow(index=at, row=bad) for at in range(5000)]
+            request.change_plan.CopyFrom(pb.ChangePlan(plan=1, revision=1, placed=placed))
+        else:
+            request.open_plan.CopyFrom(pb.OpenPlan(plan=1, rows=[bad] * 300_000))
+        peer.send(peer.wrap(request))
+        peer.send(frame)
+        reply, _ = peer.receive()
+        assert isinstance(reply, pb.DataReply)
+        assert f"{5000 if change else 300_000} rows" in reply.error.message
+
+
 def test_a_peer_has_so_many_plans(socket_folder: Path) -> None:
     """Those that were used last; a debtor opens the others again."""
     with rig(socket_folder) as made:

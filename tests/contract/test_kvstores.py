@@ -315,6 +315,7 @@ async def test_a_database_follows_on_a_folder_that_nobody_has(
     both = embedded.start("b", records=url)
     await eventually("the folder counts", lambda: not both.is_ready(), within_s=30)
     assert await embedded.turn("s", [1]) == 1
+    assert embedded.home("s") == "a", "the database counted already: was a's heartbeat late?"
     embedded.processes["a"].kill()
     await embedded.serve("b")
     assert await embedded.turn("s", [2]) == 1

@@ -7,6 +7,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,6 +26,13 @@ from tests.contract.ledger_process import (
 )
 from tests.etcd import RealEtcd
 from tests.machine import scaled
+
+
+def _shouting(**facts: Any) -> pb.Instance:
+    """One that says more of itself than others should hear."""
+    one = instance("decode-1")
+    one.MergeFrom(pb.Instance(**facts))
+    return one
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +169,8 @@ async def test_bad_heartbeats_are_refused(ledgers: tuple[Ledger, Ledger]) -> Non
     for bad, param in (
         (instance(""), "instance.id"),
         (instance("x" * 300), "instance.id"),
+        (_shouting(records="x" * 300_000), "instance"),
+        (_shouting(load=pb.Load(loans={f"debtor-{number}": 1 for number in range(20_000)})), "instance"),
         (instance("x", service="decod"), "instance.service"),
         (pb.Instance(id="x", service="decode"), "instance.control_address"),
     ):

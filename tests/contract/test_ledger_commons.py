@@ -209,6 +209,15 @@ async def test_a_circle_is_settled_by_the_one_leader(circle: tuple[Stack, list[S
         assert sorted({number for method, _, number in one.calls if method == "CopyHome"}) == [1, 2]
         assert len({term for _, term, _ in one.calls}) == 1
     await eventually("no record", lambda: _settled(stack), within_s=10)
+    told = [report for ledger in stack.ledgers for report in await ledger.settlements()]
+    assert len(told) == 1, "the one that leads tells of it, for a while after its end, too"
+    assert told[0].ended
+    assert told[0].begun_ms >= told[0].ended_ms
+    assert told[0].settlement.step == pb.Settlement.Step.END
+    assert {leg.debtor: (leg.left_blocks, leg.settled_blocks) for leg in told[0].settlement.legs} == {
+        "decode-x": (0, 10),
+        "decode-y": (0, 10),
+    }
     # Nothing is owed any more, so nothing more is asked.
     await eventually("agrees", lambda: _equal(stack, {"decode-x": {}, "decode-y": {}}), within_s=10)
 
@@ -229,6 +238,10 @@ async def test_a_new_leader_undoes_before_the_switch_and_finishes_after_it(
     await eventually("under way", lambda: silent in debtors[1].methods(), within_s=PATIENCE_S)
     leader = await stack.leader()
     assert leader is not None
+    by_leader = stack.ledgers[stack.replicas.index(leader)]
+    (report,) = await by_leader.settlements()
+    steps = {"CopyHome": pb.Settlement.Step.COPY, "SwitchHome": pb.Settlement.Step.SWITCH}
+    assert (report.ended, report.settlement.step, report.settlement.round) == (False, steps[silent], 1)
     before = debtors[0].calls[-1][1]
     leader.kill()
     debtors[1].silent = frozenset()

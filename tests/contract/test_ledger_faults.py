@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
 import statistics
 import time
@@ -381,3 +382,34 @@ async def test_last_words_are_tried_again(etcd: RealEtcd) -> None:
     finally:
         running.cancel()
         await asyncio.wait({running})
+
+
+async def test_an_etcd_that_is_full_is_named_once_with_what_to_do(caplog: pytest.LogCaptureFixture) -> None:
+    """Reading from it goes on, so that nothing else would say why no instance is seen any more."""
+    full = RealEtcd(quota_bytes=1 << 20)
+    full.start()
+    client = Etcd([full.endpoint], timeout_s=scaled(5))
+    try:
+        async with asyncio.timeout(scaled(WITHIN_S)):
+            while True:
+                with contextlib.suppress(Unavailable):  # it takes connections before it answers
+                    await client.reconnect()
+                    await client.list(b"/k/")
+                    break
+                await asyncio.sleep(0.1)
+        refused: list[str] = []
+        for at in range(100):
+            try:
+                await client.put(b"/k/%d" % at, os.urandom(400_000), lease_id=at + 1, lease_s=60, new=True)
+            except Unavailable as error:
+                refused.append(error.message)
+            if len(refused) == 3:
+                break
+            await asyncio.sleep(0.05)  # it looks at its size now and then
+        assert len(refused) == 3
+        assert [why for why in refused if "etcdctl alarm disarm" not in why] == []
+        assert [line.levelname for line in caplog.records if "is full" in line.getMessage()] == ["ERROR"]
+        assert (await client.list(b"/k/")).records
+    finally:
+        await client.close()
+        full.close()

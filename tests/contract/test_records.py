@@ -4,24 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import random
 from collections.abc import AsyncIterator, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from pathlib import Path
 
+import psycopg
 import pytest
+from psycopg import sql
 
 from kvcommons.errors import (
     AlreadyExists,
     Conflict,
+    DataLoss,
     InvalidInput,
     SessionNotFound,
     TurnInProgress,
     VersionConflict,
 )
+from kvcommons.homes import session_key
 from kvcommons.pb import kvstore_pb2 as pb
+from services.kvstore.families import HEADS, LEASES, RECORDS
 from services.kvstore.records.interface import Records
-from services.kvstore.session import TurnBegin, TurnRenewal
+from services.kvstore.records.sql import SqlRecords
+from services.kvstore.session import Cut, TurnBegin, TurnRenewal
+from services.kvstore.sessions import open_sessions
 from services.kvstore.turn_lease import LEASE_KEPT_MS, DocumentOnItsWay, TurnLease
 from services.router.sessions.copies import RecordCopies, grown
 from tests.contract.postgres_server import PostgresPair, PostgresServer, running
@@ -31,8 +39,10 @@ from tests.contract.records_fixtures import (
     begin,
     commit,
     embedded,
-    sql,
     turn,
+)
+from tests.contract.records_fixtures import (
+    sql as in_database,
 )
 
 
@@ -51,13 +61,28 @@ class Home:
         if self._kind == "embedded":
             records = embedded(self._folder, self.clock, self.default_ttl_s, self._forget, self._executor)
         else:
-            records = sql(self._conninfo, self.clock, self.default_ttl_s, self._forget)
+            records = in_database(self._conninfo, self.clock, self.default_ttl_s, self._forget)
         self._opened.append(records)
         return records
 
     async def close(self) -> None:
         while self._opened:
             await self._opened.pop().close()
+
+    async def damage(self, session_id: str, value: bytes, what: str = "head") -> None:
+        """Writes `value` where a session's head ("head") or its turn's lease ("lease") is. Nobody has the
+        records open."""
+        key = session_key("alice", session_id)
+        if self._kind == "embedded":
+            table = open_sessions(self._folder)
+            families = (RECORDS, HEADS) if what == "head" else (LEASES,)
+            table.write([(family, key, value) for family in families])
+            table.close()
+            return
+        column = sql.Identifier(what)
+        async with await psycopg.AsyncConnection.connect(self._conninfo) as connection:
+            statement = sql.SQL("UPDATE sessions SET {} = %s WHERE key = %s").format(column)
+            await connection.execute(statement, [value, key])
 
     def _forget(self, model: bytes, block_ids: Sequence[bytes]) -> None:
         assert model == MODEL
@@ -146,6 +171,27 @@ async def test_a_turn_that_asks_twice_keeps_its_lease(records: Records) -> None:
     assert (same.fencing, same.owner) == (lease.fencing, "another router")
 
 
+async def test_the_first_turns_tools_stay(home: Home) -> None:
+    """And lists do not read them."""
+    records = await home.open()
+    record, lease = await begin(records, "t1")
+    call = pb.ToolCall(id="c", name="f", arguments="{}")
+    message = pb.Message(role="assistant", reasoning="hm", tool_calls=[call])
+    first = dataclasses.replace(turn(lease, 0, [1]), tools='["f"]', new_messages=[message])
+    await records.commit("alice", "s", first)
+    await commit(records, "t2", [2])
+    await home.close()
+    again = await home.open()
+    stored = await again.get("alice", "s")
+    assert (stored.tools, stored.messages[0]) == ('["f"]', message)
+    assert [one.tools for one in (await again.page("alice", "", 10))[0]] == [""]
+    fork = await again.fork("alice", "s", "other")
+    assert fork.tools == '["f"]'
+    record, lease = await begin(again, "t3")
+    with pytest.raises(InvalidInput, match="first turn"):
+        await again.commit("alice", "s", dataclasses.replace(turn(lease, record.version, [3]), tools='["g"]'))
+
+
 async def test_a_commit_is_idempotent_by_turn(records: Records) -> None:
     _, lease = await begin(records, "t1")
     first = turn(lease, 0, [1, 2])
@@ -153,6 +199,23 @@ async def test_a_commit_is_idempotent_by_turn(records: Records) -> None:
     assert sorted(one.new for one in both) == [False, True]
     repeated = await records.commit("alice", "s", first)
     assert (repeated.version, repeated.new) == (1, False)
+    assert list((await records.get("alice", "s")).tokens) == [1, 2]
+
+
+async def test_a_commit_that_is_repeated_after_later_turns_is_told_the_truth(records: Records) -> None:
+    """A database knows that it was committed. A folder does not, and must not say that it was not."""
+    _, lease = await begin(records, "t1")
+    first = turn(lease, 0, [1])
+    await records.commit("alice", "s", first)
+    await commit(records, "t2", [2])
+    for later_is_under_way in (False, True):
+        if later_is_under_way:
+            await begin(records, "t3")
+        if isinstance(records, SqlRecords):
+            assert not (await records.commit("alice", "s", first)).new
+            continue
+        with pytest.raises(VersionConflict, match=r"version 2.*or not at all"):
+            await records.commit("alice", "s", first)
     assert list((await records.get("alice", "s")).tokens) == [1, 2]
 
 
@@ -253,6 +316,63 @@ async def test_a_fork_goes_its_own_way(records: Records) -> None:
         await records.fork("alice", "s", "s-fork")
     await records.delete("alice", "s")
     assert list((await records.get("alice", "s-fork")).tokens) == [1, 2, 3]
+
+
+async def test_a_fork_at_a_cut_has_what_came_before_it(home: Home) -> None:
+    """Over a truncation, too; and blocks that only the fork's parent names go with it."""
+    records = await home.open()
+    ids = [bytes([at]) * 32 for at in range(8)]
+    ends = 0
+    for at, (tokens, blocks, kept) in enumerate([(4, ids[:2], 0), (4, ids[2:4], 2), (2, ids[4:6], 1)]):
+        record, lease = await begin(records, f"t{at}")
+        ends += tokens
+        said = [
+            pb.Message(role="user", content="q"),
+            pb.Message(role="assistant", content="a", end_token=ends),
+        ]
+        dropped = pb.TruncationRecord(at_token=8, kept_head_tokens=2, dropped_tokens=4)
+        one = turn(
+            lease, record.version, list(range(tokens)), blocks, [dropped] if at == 2 else [], kept_blocks=kept
+        )
+        await records.commit("alice", "s", dataclasses.replace(one, new_messages=said))
+    whole = await records.get("alice", "s")
+    assert list(whole.block_ids) == [ids[0], *ids[4:6]]
+
+    for messages, tokens, blocks, dropped in ((6, 10, whole.block_ids, 4), (4, 8, [], 0), (2, 4, [], 0)):
+        name = f"s~{messages}"
+        cut = Cut(messages=messages, block_tokens=2)
+        fork = await records.fork("alice", "s", name, b"", cut)
+        assert (fork.parent, fork.root, fork.parent_messages) == ("s", "s", messages)
+        assert list(fork.tokens) == list(whole.tokens)[:tokens]
+        assert list(fork.messages) == list(whole.messages)[:messages]
+        assert (list(fork.block_ids), fork.dropped_tokens) == (list(blocks), dropped)
+        record, lease = await begin(records, "on", name)
+        assert (await records.commit("alice", name, turn(lease, record.version, [7]))).new
+        assert list((await records.get("alice", name)).tokens) == [*list(whole.tokens)[:tokens], 7]
+    empty = await records.fork("alice", "s", "s~0", b"", Cut(messages=0, block_tokens=2))
+    assert (empty.version, list(empty.tokens), empty.parent_messages) == (0, [], 0)
+    for messages in (1, 3, 7):
+        with pytest.raises(InvalidInput, match="no turn"):
+            await records.fork("alice", "s", "other", b"", Cut(messages=messages, block_tokens=2))
+    with pytest.raises(SessionNotFound):
+        await records.get("alice", "other")
+    await home.close()
+    again = await home.open()
+    assert list((await again.get("alice", "s~4")).tokens) == [*list(whole.tokens)[:8], 7]
+    await again.delete("alice", "s~6")
+    await again.delete("alice", "s")
+    assert sorted(home.unnamed) == sorted({ids[0], *ids[4:6]})
+
+
+async def test_a_cut_before_any_truncation_keeps_its_blocks(records: Records) -> None:
+    ids = [bytes([at]) * 32 for at in range(4)]
+    for at, blocks in enumerate((ids[:2], ids[2:])):
+        record, lease = await begin(records, f"t{at}")
+        said = [pb.Message(role="assistant", content="a", end_token=5 * (at + 1))]
+        one = turn(lease, record.version, [at] * 5, blocks, kept_blocks=2 * at)
+        await records.commit("alice", "s", dataclasses.replace(one, new_messages=said))
+    fork = await records.fork("alice", "s", "s~2", b"", Cut(messages=1, block_tokens=2))
+    assert (list(fork.tokens), list(fork.block_ids)) == ([0] * 5, ids[:2])
 
 
 async def test_creating_takes_a_free_name_only(records: Records, clock: Clock) -> None:
@@ -636,7 +756,7 @@ async def test_another_session_of_the_same_name_is_not_taken_for_the_known_one(
         assert not router.begun.after_known
         await records.delete("alice", "s")
         assert await router.abandon(f"looks at nothing {number}") == pb.SessionRecord(
-            format=1,
+            format=2,
             tenant="alice",
             session_id="s",
             root="s",
@@ -716,3 +836,59 @@ async def test_a_caller_that_goes_away_leaves_no_half_a_turn(records: Records) -
         await call
     assert (await records.commit("alice", "s", turn(lease, 0, [1]))).version == 1
     assert list((await records.get("alice", "s")).tokens) == [1]
+
+
+# No protobuf, one of another version of kvcommons, and one cut off in a text.
+BAD_RECORDS = [b"\xff" * 40, pb.SessionRecord(format=99, tenant="alice").SerializeToString(), b"\x12\xff"]
+
+
+@pytest.mark.parametrize("value", BAD_RECORDS, ids=["no record", "another version", "cut off"])
+async def test_a_bad_record_costs_its_own_session_only(home: Home, value: bytes) -> None:
+    """It stops no list and no sweep, says what it is to whoever asks for it, and can be deleted."""
+    home.default_ttl_s = 10
+    records = await home.open()
+    for name in ("a", "b", "c"):
+        await records.create("alice", name, 0)
+    await home.close()
+    await home.damage("b", value)
+    records = await home.open()
+    page, more = await records.page("alice", "", 2)
+    assert ([one.session_id for one in page], more) == (["a", "c"], False)
+    with pytest.raises(DataLoss, match="record"):
+        await records.get("alice", "b")
+    with pytest.raises(DataLoss, match="record"):
+        await begin(records, "t1", "b")
+    await begin(records, "t1", "c")
+    home.clock.time_ms += 20_000
+    assert await records.sweep() == 2
+    assert await records.sweep() == 0
+    with pytest.raises(DataLoss):
+        await records.get("alice", "b")  # the bytes are still there for whoever looks into it
+    await records.delete("alice", "b")
+    with pytest.raises(SessionNotFound):
+        await records.get("alice", "b")
+    assert await records.count() == 0
+    assert (await records.create("alice", "b", 0)).session_id == "b"
+
+
+BAD_LEASES = [b"\x09", b"\x02", b"\x01" + b"\xff" * 20]
+
+
+@pytest.mark.parametrize("value", BAD_LEASES, ids=["version", "short", "names"])
+async def test_a_bad_lease_costs_its_own_session_only(home: Home, value: bytes) -> None:
+    records = await home.open()
+    for name in ("a", "b"):
+        document = pb.Document(format=1, tokens=[1])
+        _, lease = await begin(records, "t1", name)
+        renewal = TurnRenewal(
+            turn_id="t1", fencing=lease.fencing, lease_ms=1000, document=document,
+            document_state=pb.DocumentState(tokens=1),
+        )  # fmt: skip
+        await records.renew("alice", name, renewal)
+    await home.close()
+    await home.damage("b", value, "lease")
+    records = await home.open()
+    assert [one.session_id for one in await records.documents()] == ["a"]
+    await records.sweep()
+    with pytest.raises(DataLoss, match="lease"):
+        await begin(records, "t2", "b")

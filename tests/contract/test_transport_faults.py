@@ -206,6 +206,29 @@ def test_one_connection_too_many_gets_an_error(address: str) -> None:
     assert server.stop(scaled(10))
 
 
+def test_a_server_that_can_start_no_thread_says_so_and_serves_the_next(
+    address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = DataServer(address, peer.answer, name="peer")
+    server.start()
+    client = DataClient(server.address)
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if "-data-" in thread.name:
+            raise RuntimeError("can't start new thread")  # what Python says where the system has no memory
+        start(thread)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(Overloaded, match="no thread for a connection"):
+            client.call(peer.request(peer.ECHO), [b"x"], deadline=soon())
+    assert server.connections == 0
+    client.call(peer.request(peer.ECHO), [b"x"], deadline=soon())
+    client.close()
+    assert server.stop(scaled(10))
+
+
 @pytest.mark.parametrize(
     ("sent", "error", "message"),
     [

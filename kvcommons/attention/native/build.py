@@ -146,6 +146,7 @@ def _build(compiler: str, folder: Path) -> None:
         whole = folder / f".{file_name()}.{os.getpid()}"
         try:
             _run([compiler, "-shared", "-o", str(whole), *objects])
+            whole.chmod(0o755)  # whoever uses this installation has it, whatever the umask here
             whole.rename(folder / file_name())
         except OSError as error:
             raise Unbuilt(f"{folder} cannot be written to: {error}") from error

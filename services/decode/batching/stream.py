@@ -17,6 +17,7 @@ class EventStream:
 
     def __init__(self) -> None:
         self._tokens: list[common_pb2.SampledToken] = []
+        self._borrowed: dict[str, int] | None = None
         self._missing: int | None = None
         self._prefilled: FirstToken | None = None
         self._end: SequenceUpdate | None = None
@@ -30,6 +31,8 @@ class EventStream:
     def step(self, step: SequenceUpdate) -> None:
         """What an iteration made of this sequence."""
         self._tokens += step.tokens
+        if step.borrowed is not None:
+            self._borrowed = step.borrowed  # what it was before is of no interest any more
         if step.reason or step.error:
             self._end = step
         self._news.set()
@@ -54,6 +57,13 @@ class EventStream:
             if self._prefilled is not None:
                 first, self._prefilled = self._prefilled, None
                 yield pb.GenerateEvent(prefilled=first.message())
+            if self._borrowed is not None:
+                borrowed, self._borrowed = self._borrowed, None
+                holders = [
+                    pb.BorrowedBlocks(data_address=address, blocks=blocks)
+                    for address, blocks in borrowed.items()
+                ]
+                yield pb.GenerateEvent(borrowed=pb.Borrowed(holders=holders))
             if self._tokens:
                 tokens, self._tokens = self._tokens, []
                 yield pb.GenerateEvent(tokens=pb.Tokens(tokens=tokens))

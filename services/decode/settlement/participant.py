@@ -100,6 +100,7 @@ class SettlementParticipant:
         """Pledges up to `blocks` for the settlement, and returns how many."""
         if not name:
             raise InvalidInput("a settlement has a name", param="settlement")
+        _check_lease(lease_s)  # before it is known: one without a lease would stay for good
         known = self._settlements.get(name)
         if known is None:
             known = self._settlements[name] = _Settlement(name=name, term=term)
@@ -249,7 +250,7 @@ class SettlementParticipant:
 
     def _renew_lease(self, settlement: _Settlement, term: int, lease_s: float) -> None:
         _check_term(settlement, term)
-        check_lease(lease_s)
+        _check_lease(lease_s)
         settlement.term = term
         if settlement.timer is not None:
             settlement.timer.cancel()
@@ -333,6 +334,12 @@ def _round(request: pb.RoundRequest) -> tuple[str, int, float, int]:
 def _check_term(settlement: _Settlement, term: int) -> None:
     if term < settlement.term:
         raise Conflict(f"settlement {settlement.name} has a leader of term {settlement.term}, not {term}")
+
+
+def _check_lease(lease_s: float) -> None:
+    """The settlement's, and what is set aside for longer. Raises InvalidInput."""
+    check_lease(lease_s)
+    check_lease(_longer(lease_s))
 
 
 def _longer(lease_s: float) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from kvcommons.pb import kvstore_pb2 as pb
-from services.kvstore.session import Begun, Committed, TurnBegin, TurnCommit, TurnRenewal
+from services.kvstore.session import Begun, Committed, Cut, TurnBegin, TurnCommit, TurnRenewal
 from services.kvstore.turn_lease import DocumentOnItsWay
 
 
@@ -18,6 +18,9 @@ class RecordsObserver:
     def retried(self, cause: str) -> None:
         """A transaction is done again: for a "conflict" with another one, or since its "connection" broke."""
 
+    def damaged(self, records: int) -> None:
+        """So many cannot be read, of those that were looked at."""
+
     def in_use(self, connections: int) -> None:
         """So many are now."""
 
@@ -29,7 +32,8 @@ class Records(Protocol):
     it comes before it or after it. Every call ends by itself. Raises StoreUnavailable where it could not be
     done in time, and then the change may be there or not: each call may be repeated as it was, and finds out;
     `create`, `fork` and `delete` need an incarnation for that. Raises Overloaded where too many calls wait
-    already. On the event loop's thread.
+    already. A record that cannot be read is DataLoss to calls for its session; `delete` removes it all the
+    same, and `page`, `documents` and `sweep` pass over it. On the event loop's thread.
     """
 
     async def create(
@@ -50,10 +54,15 @@ class Records(Protocol):
         to another one. Without an incarnation, whichever is there: raises SessionNotFound where none is."""
 
     async def fork(
-        self, tenant: str, session_id: str, new_session_id: str, incarnation: bytes = b""
+        self,
+        tenant: str,
+        session_id: str,
+        new_session_id: str,
+        incarnation: bytes = b"",
+        cut: Cut | None = None,
     ) -> pb.SessionRecord:
-        """A new session with all that this one has committed; the incarnation is the new one's, as in
-        `create`. Raises SessionNotFound, AlreadyExists."""
+        """A new session with all that this one has committed, or what it had at the `cut`; the incarnation is
+        the new one's, as in `create`. Raises SessionNotFound, AlreadyExists, InvalidInput."""
 
     async def begin(self, tenant: str, session_id: str, turn: TurnBegin) -> Begun:
         """Takes the turn lease, and returns the record. A session that does not exist has version 0 and

@@ -16,28 +16,38 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from kvcommons.errors import Conflict
+from kvcommons.errors import Conflict, DataLoss
 from kvcommons.homes import session_key
 from kvcommons.pb import kvstore_pb2 as pb
 from services.kvstore import session as rules
 from services.kvstore.clock import Clock
 from services.kvstore.database import end_of
 from services.kvstore.records import tables
+from services.kvstore.records.damaged import DamagedRecords
 from services.kvstore.records.interface import RecordsObserver
 from services.kvstore.records.postgres import Connection, Postgres, Transaction
 from services.kvstore.records.tables import Row
 from services.kvstore.session import (
     Begun,
     Committed,
+    Cut,
     TurnBegin,
     TurnCommit,
     TurnRenewal,
     checked_key,
     new_incarnation,
 )
-from services.kvstore.turn_lease import DocumentOnItsWay, forgotten, names_in, on_its_way, under_way
+from services.kvstore.turn_lease import (
+    DocumentOnItsWay,
+    TurnLease,
+    forgotten,
+    names_in,
+    on_its_way,
+    under_way,
+)
 
 T = TypeVar("T")
+V = TypeVar("V", pb.SessionRecord, TurnLease)
 
 SWEEP_MAX = 100  # sessions in one sweep: each is a transaction
 
@@ -60,6 +70,7 @@ class SqlRecords:
         call_s: float = 5.0,
         dice: random.Random | None = None,
         observer: RecordsObserver | None = None,
+        damaged: DamagedRecords | None = None,
     ) -> None:
         """See `Postgres` for the others. The database may come later."""
         self._observer = observer or RecordsObserver()
@@ -74,6 +85,7 @@ class SqlRecords:
         self._default_ttl_s = default_ttl_s
         self._now_ms = clock.now_ms
         self._unnamed = unnamed
+        self._damaged = damaged or DamagedRecords()
         self._calls: set[asyncio.Task[Any]] = set()
 
     async def close(self) -> None:
@@ -120,7 +132,8 @@ class SqlRecords:
             behind = session_key(tenant, after)
             while True:
                 heads = await tables.read_heads(transaction.connection, behind, end, limit + 1)
-                found += [head for _, head in heads if not self._expired(head)]
+                readable = [head for head in map(self._readable, heads) if head is not None]
+                found += [head for head in readable if not self._expired(head)]
                 if len(found) > limit or len(heads) <= limit:
                     return found[:limit], len(found) > limit
                 behind = heads[-1][0]
@@ -133,7 +146,15 @@ class SqlRecords:
 
         async def work(transaction: Transaction) -> None:
             nonlocal meant
-            row = await self._live(transaction.connection, key)
+            try:
+                row = await self._live(transaction.connection, key)
+            except DataLoss as error:
+                self._damaged.found(key, error)
+                row = await tables.find(transaction.connection, key)
+                if row is not None:
+                    await tables.remove(transaction.connection, row)
+                    transaction.afterwards.append(partial(self._damaged.removed, key))
+                return
             if row is not None and row.head is not None and meant in (b"", row.head.incarnation):
                 meant = row.head.incarnation
                 await self._remove(transaction, row)
@@ -143,7 +164,12 @@ class SqlRecords:
         await self._call("delete", work)
 
     async def fork(
-        self, tenant: str, session_id: str, new_session_id: str, incarnation: bytes = b""
+        self,
+        tenant: str,
+        session_id: str,
+        new_session_id: str,
+        incarnation: bytes = b"",
+        cut: Cut | None = None,
     ) -> pb.SessionRecord:
         key = checked_key(tenant, session_id)
         rules.check_name(new_session_id, "new_id")
@@ -155,8 +181,13 @@ class SqlRecords:
             row = await self._live(transaction.connection, key)
             if row is None or row.head is None:
                 raise rules.not_found(session_id)
-            head = rules.fork_of(row.head, new_session_id, self._now_ms(), incarnation)
-            await tables.fork(transaction.connection, row, head)
+            if cut is None:
+                head = rules.fork_of(row.head, new_session_id, self._now_ms(), incarnation)
+                await tables.fork(transaction.connection, row, head)
+                return
+            whole = await tables.read_whole(transaction.connection, row.head)
+            fork = rules.fork_of(whole, new_session_id, self._now_ms(), incarnation, cut)
+            await tables.insert_whole(transaction.connection, uuid.UUID(bytes=incarnation), fork)
 
         await self._call("fork", work)
         return await self.get(tenant, new_session_id)
@@ -255,7 +286,8 @@ class SqlRecords:
         async def work(transaction: Transaction) -> list[DocumentOnItsWay]:
             now_ms = self._now_ms()
             leases = await tables.read_document_leases(transaction.connection, key)
-            return [on_its_way(key, lease, now_ms) for key, lease in leases]
+            found = [(one[0], self._readable(one)) for one in leases]
+            return [on_its_way(key, lease, now_ms) for key, lease in found if lease is not None]
 
         return await self._call("documents", work)
 
@@ -264,21 +296,32 @@ class SqlRecords:
     async def sweep(self) -> int:
         """Those that ended first, at most `SWEEP_MAX`."""
         now_ms = self._now_ms()
+        most = SWEEP_MAX + len(self._damaged)  # which stay, and come first again each time
         keys = await self._call(
             "sweep",
-            lambda transaction: tables.read_ended(
-                transaction.connection, now_ms, self._default_ttl_s, SWEEP_MAX
-            ),
+            lambda transaction: tables.read_ended(transaction.connection, now_ms, self._default_ttl_s, most),
         )
-        return sum([await self._call("sweep", partial(self._sweep_one, key)) for key in keys])
+        readable = [key for key in keys if key not in self._damaged][:SWEEP_MAX]
+        return sum([await self._call("sweep", partial(self._sweep_one, key)) for key in readable])
 
     async def _sweep_one(self, key: bytes, transaction: Transaction) -> bool:
         """Whether a session went."""
-        row = await self._row(transaction.connection, key)
+        try:
+            row = await self._row(transaction.connection, key)
+        except DataLoss as error:
+            self._damaged.found(key, error)
+            return False
         if row is None or not self._is_over(row):
             return False
         await self._remove(transaction, row)
         return row.head is not None
+
+    def _readable(self, item: tuple[bytes, V | DataLoss]) -> V | None:
+        key, value = item
+        if isinstance(value, DataLoss):
+            self._damaged.found(key, value)
+            return None
+        return value
 
     # ---- within a transaction
 

@@ -6,16 +6,19 @@ Each function runs within the transaction that is under way on the connection.
 from __future__ import annotations
 
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, LiteralString
+from typing import Any, LiteralString, TypeVar
 
+from kvcommons.errors import DataLoss
 from kvcommons.homes import session_key
 from kvcommons.pb import kvstore_pb2 as pb
 from services.kvstore import session as rules
 from services.kvstore.records.postgres import Connection, ReadAgain
 from services.kvstore.session import TurnCommit
 from services.kvstore.turn_lease import LEASE_KEPT_MS, TurnLease, decode_document, decode_lease, encode_lease
+
+T = TypeVar("T")
 
 ID_BYTES = 32  # of a block
 
@@ -30,6 +33,7 @@ class Row:
     lease: TurnLease | None = None
     blocks: int = 0
     fencing: int = 0
+    unread: bool = False  # nothing but its incarnation is known
 
 
 async def next_fencing(connection: Connection) -> int:
@@ -60,10 +64,16 @@ async def read(connection: Connection, key: bytes, *, lock: bool) -> Row | None:
     )
 
 
+async def find(connection: Connection, key: bytes) -> Row | None:
+    """The row, locked, with its incarnation alone: of a session whose head or lease cannot be read."""
+    rows = await _rows(connection, "SELECT incarnation FROM sessions WHERE key = %s FOR UPDATE", key)
+    return Row(incarnation=rows[0][0], unread=True) if rows else None
+
+
 async def read_heads(
     connection: Connection, behind: bytes, end: bytes, limit: int
-) -> list[tuple[bytes, pb.SessionRecord]]:
-    """Keys and heads in the order of the keys, between two of them."""
+) -> list[tuple[bytes, pb.SessionRecord | DataLoss]]:
+    """Keys and heads in the order of the keys, between two of them; why, where a head cannot be read."""
     rows = await _rows(
         connection,
         "SELECT key, head FROM sessions WHERE key > %s AND key < %s AND head IS NOT NULL "
@@ -72,7 +82,7 @@ async def read_heads(
         end,
         limit,
     )
-    return [(key, rules.decode_record(head)) for key, head in rows]
+    return [(key, _decoded(rules.decode_record, head)) for key, head in rows]
 
 
 async def read_ended(connection: Connection, now_ms: int, default_ttl_s: int, limit: int) -> list[bytes]:
@@ -159,7 +169,10 @@ async def insert_whole(connection: Connection, incarnation: uuid.UUID, record: p
     await insert(connection, session_key(record.tenant, record.session_id), row)
     if record.version:
         added = pb.SessionRecord(
-            tokens=record.tokens, messages=record.messages, truncations=record.truncations
+            tokens=record.tokens,
+            messages=record.messages,
+            truncations=record.truncations,
+            tools=record.tools,
         )
         await _insert_turn(connection, incarnation, record, record.last_turn_id or None, added, 0, ids)
     await _name(connection, incarnation, ids)
@@ -173,7 +186,10 @@ async def add_turn(connection: Connection, row: Row, head: pb.SessionRecord, tur
         before = await _block_ids(connection, row.incarnation)
         await _unname(connection, row.incarnation, {*before[kept:]} - {*ids})
     added = pb.SessionRecord(
-        tokens=turn.new_tokens, messages=turn.new_messages, truncations=turn.new_truncations
+        tokens=turn.new_tokens,
+        messages=turn.new_messages,
+        truncations=turn.new_truncations,
+        tools=turn.tools,
     )
     await _insert_turn(connection, row.incarnation, head, turn.turn_id, added, kept, ids)
     await _name(connection, row.incarnation, ids)
@@ -253,8 +269,11 @@ async def read_document(connection: Connection, row: Row) -> pb.Document | None:
     return decode_document(rows[0][0]) if rows else None
 
 
-async def read_document_leases(connection: Connection, key: bytes | None) -> list[tuple[bytes, TurnLease]]:
-    """Keys and leases of sessions with a document; of one session, where a key is given."""
+async def read_document_leases(
+    connection: Connection, key: bytes | None
+) -> list[tuple[bytes, TurnLease | DataLoss]]:
+    """Keys and leases of sessions with a document; of one session, where a key is given. Why, where a lease
+    cannot be read."""
     query: LiteralString = (
         "SELECT key, lease FROM documents JOIN sessions ON sessions.incarnation = documents.incarnation"
     )
@@ -262,11 +281,11 @@ async def read_document_leases(connection: Connection, key: bytes | None) -> lis
         rows = await _rows(connection, query)
     else:
         rows = await _rows(connection, query + " WHERE key = %s", key)
-    return [(key, decode_lease(lease)) for key, lease in rows]
+    return [(key, _decoded(decode_lease, lease)) for key, lease in rows]
 
 
 async def _remove_document(connection: Connection, row: Row) -> None:
-    if row.lease is not None and row.lease.document is not None:
+    if row.unread or (row.lease is not None and row.lease.document is not None):
         await connection.execute("DELETE FROM documents WHERE incarnation = %s", [row.incarnation])
 
 
@@ -326,6 +345,13 @@ async def _unname(connection: Connection, incarnation: uuid.UUID, ids: Collectio
 
 async def _rows(connection: Connection, query: LiteralString, *values: object) -> list[tuple[Any, ...]]:
     return await (await connection.execute(query, values, binary=True)).fetchall()
+
+
+def _decoded(decode: Callable[[bytes], T], value: bytes) -> T | DataLoss:
+    try:
+        return decode(value)
+    except DataLoss as error:
+        return error
 
 
 def _encoded(head: pb.SessionRecord) -> bytes:

@@ -25,6 +25,18 @@ async def test_tokens_that_pile_up_leave_in_one_message() -> None:
     assert (events[1].finished.reason, events[1].finished.saved_blocks) == ("stop", 2)
 
 
+async def test_only_the_last_word_on_who_lends_is_told_and_before_its_tokens() -> None:
+    stream = EventStream()
+    stream.step(SequenceUpdate(key=1, tokens=sampled(5), borrowed={"a": 1}))
+    stream.step(SequenceUpdate(key=1, tokens=sampled(6), borrowed={"a": 1, "b": 2}))
+    stream.step(SequenceUpdate(key=1, tokens=sampled(7)))
+    stream.step(SequenceUpdate(key=1, tokens=sampled(8), reason="stop"))
+    borrowed, tokens, finished = [event async for event in stream.events()]
+    assert [(one.data_address, one.blocks) for one in borrowed.borrowed.holders] == [("a", 1), ("b", 2)]
+    assert len(tokens.tokens.tokens) == 4
+    assert finished.HasField("finished")
+
+
 async def test_tokens_come_before_the_error_that_ends_them() -> None:
     stream = EventStream()
     events = stream.events()

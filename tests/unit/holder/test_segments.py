@@ -384,3 +384,20 @@ def test_any_order_of_events_keeps_blocks_and_owners_matched(seed: int) -> None:
     at(CLOCK.now_s + 100, table).expire()
     allocator.release(drawn)
     assert (allocator.in_use, table.lent_blocks) == (0, 0)
+
+
+@pytest.mark.parametrize("lease_s", [0.0, -1.0, 600.001, 4_294_967.295, float("nan"), float("inf")])
+def test_a_lease_is_bounded_however_it_is_asked_for(lease_s: float) -> None:
+    """Or whoever asks once has the memory for good: 2**32 ms are seven weeks."""
+    table, allocator = make()
+    held = table.lend("debtor", "sequence", 2, first_position=0, lease_s=600)
+    for ask in (
+        lambda: table.lend("debtor", "sequence", 1, first_position=0, lease_s=lease_s),
+        lambda: table.grow(held, 3, owner="debtor", lease_s=lease_s),
+        lambda: table.renew("debtor", [held], lease_s=lease_s),
+        lambda: table.adopt(held, former_owner="debtor", owner="b", sequence="s", lease_s=lease_s),
+        lambda: table.pledges.pledge("settlement", 1, lease_s=lease_s),
+    ):
+        with pytest.raises(InvalidInput, match="lease"):
+            ask()
+    assert allocator.in_use == 2

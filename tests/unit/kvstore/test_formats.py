@@ -65,6 +65,22 @@ RECORD = pb.SessionRecord(
     dropped_tokens=32,
     last_turn_id="turn-1",
 )
+CALL = pb.ToolCall(id="call_1", name="weather", arguments='{"city": "Rome"}')
+RECORD_2 = pb.SessionRecord()
+RECORD_2.CopyFrom(RECORD)
+RECORD_2.MergeFrom(
+    pb.SessionRecord(
+        format=2,
+        messages=[
+            pb.Message(role="assistant", reasoning="hm", tool_calls=[CALL]),
+            pb.Message(role="tool", content="sunny", tool_call_id="call_1"),
+            pb.Message(role="assistant", content="It is sunny.", end_token=40),
+        ],
+        parent_messages=3,
+        tools='[{"type": "function", "function": {"name": "weather"}}]',
+        incarnation=bytes(16),
+    )
+)
 
 
 def test_golden_slab_header() -> None:
@@ -84,7 +100,10 @@ def test_golden_index_entry() -> None:
 
 def test_golden_session_record_and_lease() -> None:
     assert RECORD.SerializeToString(deterministic=True) == (GOLDEN / "session-record.bin").read_bytes()
+    # Of before there were tools.
     assert rules.decode_record((GOLDEN / "session-record.bin").read_bytes()) == RECORD
+    assert RECORD_2.SerializeToString(deterministic=True) == (GOLDEN / "session-record-2.bin").read_bytes()
+    assert rules.decode_record((GOLDEN / "session-record-2.bin").read_bytes()) == RECORD_2
     assert encode_lease(LEASE) == (GOLDEN / "turn-lease.bin").read_bytes()
     assert decode_lease((GOLDEN / "turn-lease.bin").read_bytes()) == LEASE
 
@@ -104,8 +123,8 @@ def test_other_versions_are_refused() -> None:
         decode_header(bytes(header))
     with pytest.raises(UnknownFormat, match="format 2"):
         decode_entry(b"\x02" + encode_entry(ENTRY)[1:])
-    with pytest.raises(UnknownFormat, match="format 2"):
-        rules.decode_record(pb.SessionRecord(format=2, tenant="alice").SerializeToString())
+    with pytest.raises(UnknownFormat, match=r"format 3; .* reads 1 and 2"):
+        rules.decode_record(pb.SessionRecord(format=3, tenant="alice").SerializeToString())
     with pytest.raises(UnknownFormat, match="unknown format"):
         decode_lease(b"\x03" + encode_lease(LEASE)[1:])
     with pytest.raises(UnknownFormat, match="format 2"):

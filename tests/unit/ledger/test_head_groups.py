@@ -148,7 +148,7 @@ async def test_what_groups_lack_is_logged_once_for_each_model(caplog: pytest.Log
     candidates = knowing(
         [part(f"p{number}", "0/2", group=f"g{number}", model=model) for number, model in enumerate(models)]
     )
-    parts: dict[str, Any] = dict.fromkeys(("registry", "mirror", "feed", "debts"))
+    parts: dict[str, Any] = dict.fromkeys(("registry", "mirror", "feed", "debts", "reports"))
     service = LedgerService(**parts, candidates=candidates, heartbeat_ms=1000, lease_s=10.0)
     for number in (0, 1, 0, 1):
         await service.Candidates(pb.CandidatesRequest(debtor="d", model=models[number], blocks=1), None)

@@ -141,6 +141,37 @@ def test_bias_and_penalties_change_the_choice() -> None:
     assert torch.equal(logits, torch.tensor([[2.0, 1.0, 0.0, -1.0]]))
 
 
+def test_a_repetition_penalty_divides_what_is_likely_and_multiplies_what_is_not() -> None:
+    logits = torch.tensor([[2.0, 1.5, -1.0, -1.5]])
+
+    def greedy(seen: tuple[int, ...], penalty: float, **params: Any) -> int:
+        params |= {"repetition_penalty": penalty}
+        one = SamplingRow(params=SamplingParams(**params), position=0, generated={}, seen=seen)
+        return sample(logits, [one])[0].token
+
+    assert greedy((0,), 1.3) == 0
+    assert greedy((0,), 1.4) == 1
+    assert greedy((0, 1), 1.4) == 0
+    assert greedy((0, 1), 1.4, logit_bias=((0, -100.0), (1, -100.0))) == 2
+    assert greedy((0, 1, 2), 1.6, logit_bias=((0, -100.0), (1, -100.0))) == 3
+    assert greedy((3,), 0.5, logit_bias=((0, -9.0), (1, -9.0))) == 3, "below 1 what came is likelier"
+    assert torch.equal(logits, torch.tensor([[2.0, 1.5, -1.0, -1.5]]))
+
+
+def test_tokens_that_are_withheld_do_not_come() -> None:
+    logits = logits_of([0.9, 0.06, 0.04], 200)
+    rows = [
+        SamplingRow(
+            params=SamplingParams(temperature=1.0, logit_bias=((0, 50.0),)),
+            position=at,
+            generated={},
+            withheld=(0,),
+        )
+        for at in range(200)
+    ]
+    assert {one.token for one in sample(logits, rows)} == {1, 2}
+
+
 def test_logprobs_are_of_the_unmodified_distribution() -> None:
     logits = logits_of([0.5, 0.3, 0.2], 3)
     sampled = sample(
@@ -163,11 +194,13 @@ def test_parameters_are_read_from_the_proto() -> None:
     message = pb.Sampling(
         temperature=0.5, top_p=0.9, top_k=4, min_p=0.1, seed=2**63, choice=1, frequency_penalty=0.1,
         presence_penalty=0.2, logit_bias={5: 1.0, 3: -1.0}, logprobs=True, top_logprobs=2,
+        repetition_penalty=1.5, min_tokens=7,
     )  # fmt: skip
     params = SamplingParams.of(message)
     assert params == SamplingParams(
         temperature=0.5, top_p=0.9, top_k=4, min_p=0.1, seed=2**63, choice=1, frequency_penalty=0.1,
         presence_penalty=0.2, logit_bias=((3, -1.0), (5, 1.0)), logprobs=True, top_logprobs=2,
+        repetition_penalty=1.5, min_tokens=7,
     )  # fmt: skip
     assert SamplingParams.of(pb.Sampling()) == SamplingParams()
 
