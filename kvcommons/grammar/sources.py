@@ -82,6 +82,15 @@ def of_lark(grammar: str, *, param: str) -> str:
     return grammar
 
 
+def composed(lark: str, parts: Mapping[str, str]) -> str:
+    """Of rules in Lark's syntax, which name grammars as @name, and those: their texts as made here."""
+    grammars: list[dict[str, Any]] = [{"lark_grammar": lark}]
+    for name, text in parts.items():
+        one = json.loads(text)["grammars"][0] if text.startswith("{") else {"lark_grammar": text}
+        grammars.append(one | {"name": name})
+    return json.dumps({"grammars": grammars}, ensure_ascii=False)
+
+
 def _of_schema(schema: Mapping[str, Any]) -> str:
     text = json.dumps(schema, ensure_ascii=False)
     return LLMatcher.grammar_from_json_schema(text, overrides={"whitespace_pattern": _WHITESPACE})

@@ -10,6 +10,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -23,9 +24,31 @@ from kvcommons.model.templating import compile_template
 from kvcommons.model.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
+Tool = Mapping[str, Any]  # {"type": "function", "function": {"name", "description", "parameters"}}
+Options = Mapping[str, Any]  # further variables of a template, as `enable_thinking`
 
 # What a template can raise on messages that it was not written for.
 _RENDER_ERRORS = (jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError)
+
+
+# Of the render itself: no option is one of them.
+_RESERVED = frozenset(("messages", "tools", "documents", "add_generation_prompt"))
+_NO_OPTIONS: Options = {}
+# With which models mark what they think.
+_THINKING_MARKS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Thinking:
+    """How a model marks what it thinks before it answers. `opened`: the prompt ends with `begin`."""
+
+    begin: str
+    end: str
+    opened: bool
+
+    @property
+    def marks(self) -> tuple[str, str]:
+        return self.begin, self.end
 
 
 class ChatTemplate:
@@ -36,7 +59,12 @@ class ChatTemplate:
     ) -> None:
         """`source`: the Jinja template, None where there is none. `now`: templates may print the date."""
         self._tokenizer = tokenizer
-        self._template = compile_template(source, now) if source is not None else None
+        self._source = source or ""
+        self._template: jinja2.Template | None = None
+        names: frozenset[str] = frozenset()
+        if source is not None:
+            self._template, names = compile_template(source, now)
+        self.options = names - _RESERVED - tokenizer.named_tokens.keys()  # that requests may set
 
     @classmethod
     def read(
@@ -66,71 +94,116 @@ class ChatTemplate:
         return self._tokenizer.encode_markup(found[0])[0] if found else None
 
     @cached_property
+    def thinking(self) -> Thinking | None:
+        """Of a model whose template knows of it."""
+        return self.thinking_with(_NO_OPTIONS)
+
+    def thinking_with(self, options: Options) -> Thinking | None:
+        """The same under options, which may have the prompt open the thinking, or close it."""
+        for begin, end in _THINKING_MARKS:
+            if self.mentions(end):
+                question = [{"role": "user", "content": "question"}]
+                try:
+                    rendered = self._render(question, options=options, opened=True)
+                except InvalidInput:
+                    return None
+                return Thinking(begin=begin, end=end, opened=rendered.rstrip().endswith(begin))
+        return None
+
+    @cached_property
+    def takes_system(self) -> bool:
+        """Whether a conversation may begin with a system prompt."""
+        asked = [{"role": "system", "content": "prompt"}, {"role": "user", "content": "question"}]
+        try:
+            return "prompt" in self._render(asked, opened=True)
+        except InvalidInput:
+            return False
+
+    def mentions(self, text: str) -> bool:
+        """Whether the template's source does."""
+        return text in self._source
+
+    @cached_property
     def stop_ids(self) -> frozenset[int]:
         """The tokenizer's eos_ids and the token with which the template ends an answer."""
         return self._tokenizer.eos_ids | ({self.end_of_turn} if self.end_of_turn is not None else set())
 
-    def prompt(self, messages: Sequence[Message]) -> list[int]:
+    def prompt(
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), options: Options = _NO_OPTIONS
+    ) -> list[int]:
         """Ids of all messages and the opening of the answer: a stateless call, or a session's first turn.
+        `tools`: that may be called. `options`: of `self.options`, by name.
 
         Raises InvalidInput (param "messages") where the template refuses the messages or there is none.
         """
-        return self._encode(messages, opened=True)
+        return self._encode(messages, tools, options, opened=True)
 
-    def messages(self, messages: Sequence[Message]) -> list[int]:
+    def messages(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> list[int]:
         """Ids of the messages alone, without an answer's opening. Raises InvalidInput as `prompt` does."""
-        return self._encode(messages, opened=False)
+        return self._encode(messages, tools, opened=False)
 
     def turn(
         self,
         history_messages: Sequence[Message],
         history_tokens: Sequence[int],
         new_messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        options: Options = _NO_OPTIONS,
     ) -> list[int]:
-        """Ids to append to a session's tokens for `new_messages`.
+        """Ids to append to a session's tokens for `new_messages`. `tools`: that the session began with.
+        `options`: as `prompt`.
 
         `history_messages` are the stored ones; with the content of the last one, an answer or what
         `unanswered` gave, the session's tokens `history_tokens` end, which are kept as they are. Empty
         history: the same as `prompt(new_messages)`. What is new is found by rendering a sentinel in place of
-        that content and taking what follows it, from the end-of-turn token on; that token is left out where
-        the answer already ended with it.
+        that content, and of the calls behind it, and taking what follows it, from the end-of-turn token on;
+        that token is left out where the answer already ended with it, or with another one that ends turns.
         """
         if not history_tokens:
-            return self.prompt([*history_messages, *new_messages])
+            return self.prompt([*history_messages, *new_messages], tools, options)
         history = list(history_messages)
-        sentinel = "answer" + _nonce([*history, *new_messages])
-        shielded = self._shield([*_ending_in(sentinel, history), *new_messages])
-        rendered = self._render(shielded.messages, opened=True)
+        sentinel = "answer" + _nonce([*history, *new_messages, *tools, options])
+        shielded = self._shield([*_ending_in(sentinel, history), *new_messages], tools, options)
+        try:
+            rendered = self._render(shielded.messages, shielded.tools, shielded.options, opened=True)
+        except InvalidInput:  # results of calls that are not there, to some templates
+            if not (history and history[-1].get("tool_calls")):
+                raise
+            rendered = ""
         if rendered.count(sentinel) == 1:
             tail = rendered.partition(sentinel)[2]
             if self._tokenizer.control_pattern.match(tail.lstrip()):
                 tail = tail.lstrip()  # white space that the template puts between answer and end of turn
             new = self._tokenizer.encode_markup(tail, shielded.texts_in(tail))
         else:
-            new = self._rest_after_common_prefix(history, new_messages)
-        if new and new[0] == history_tokens[-1] and self._tokenizer.is_control(new[0]):
+            new = self._rest_after_common_prefix(history, new_messages, tools, options)
+        if new and self._is_there(new[0], history_tokens[-1]):
             del new[0]
         return new
 
     def unanswered(
-        self, history_messages: Sequence[Message], history_tokens: Sequence[int], message: Message
+        self,
+        history_messages: Sequence[Message],
+        history_tokens: Sequence[int],
+        message: Message,
+        tools: Sequence[Tool] = (),
     ) -> list[int]:
         """Ids to append to a session's tokens for a message that no answer follows: they end with its
-        content.
+        content. `tools`: as in `turn`.
 
         Raises InvalidInput (param "role") where the template does not leave it in its place: it refuses the
         role here, or shows the message again with later ones.
         """
         history = list(history_messages)
-        nonce = _nonce([*history, message])
+        nonce = _nonce([*history, message, *tools])
         before, end, answer = "before" + nonce, "end" + nonce, "answer" + nonce
         question = {"role": "user", "content": "question"}
         shown = {**message, "content": _joined(message)["content"] + end}
         stored = _ending_in(before, history) if history_tokens else history
         later = [question, {"role": "assistant", "content": answer}, question]
-        shielded = self._shield([*stored, shown, *later])
+        shielded = self._shield([*stored, shown, *later], tools)
         try:
-            rendered = self._render(shielded.messages, opened=True)
+            rendered = self._render(shielded.messages, shielded.tools, opened=True)
         except InvalidInput as error:
             raise InvalidInput(error.message, param="role") from error
         new, found, rest = rendered.partition(end)
@@ -145,14 +218,22 @@ class ChatTemplate:
                 param="role",
             )
         ids = self._tokenizer.encode_markup(new, shielded.texts_in(new))
-        if history_tokens and ids and ids[0] == history_tokens[-1] and self._tokenizer.is_control(ids[0]):
+        if history_tokens and ids and self._is_there(ids[0], history_tokens[-1]):
             del ids[0]
         return ids
 
-    def _rest_after_common_prefix(self, history: Sequence[Message], new: Sequence[Message]) -> list[int]:
+    def _is_there(self, token: int, last: int) -> bool:
+        """Whether what begins with `token` continues a session that ends with it, or whose answer ended."""
+        if token in self.stop_ids and last in self.stop_ids:
+            return True
+        return token == last and self._tokenizer.is_control(token)
+
+    def _rest_after_common_prefix(
+        self, history: Sequence[Message], new: Sequence[Message], tools: Sequence[Tool], options: Options
+    ) -> list[int]:
         """For templates that drop or repeat the sentinel: where renderings with and without `new` part."""
-        before = self._encode(history, opened=False)
-        after = self._encode([*history, *new], opened=True)
+        before = self._encode(history, tools, options, opened=False)
+        after = self._encode([*history, *new], tools, options, opened=True)
         common = 0
         while common < min(len(before), len(after)) and before[common] == after[common]:
             common += 1
@@ -162,12 +243,26 @@ class ChatTemplate:
                 return after[start:]
         return after[common:]
 
-    def _encode(self, messages: Sequence[Message], *, opened: bool) -> list[int]:
-        shielded = self._shield(messages)
-        rendered = self._render(shielded.messages, opened=opened)
+    def _encode(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        options: Options = _NO_OPTIONS,
+        *,
+        opened: bool,
+    ) -> list[int]:
+        shielded = self._shield(messages, tools, options)
+        rendered = self._render(shielded.messages, shielded.tools, shielded.options, opened=opened)
         return self._tokenizer.encode_markup(rendered, shielded.texts_in(rendered))
 
-    def _render(self, messages: Sequence[Message], *, opened: bool) -> str:
+    def _render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        options: Options = _NO_OPTIONS,
+        *,
+        opened: bool,
+    ) -> str:
         """`opened`: with the beginning of an answer at the end."""
         if self._template is None:
             raise InvalidInput(
@@ -176,36 +271,48 @@ class ChatTemplate:
         try:
             return self._template.render(
                 messages=messages,
-                tools=None,
+                tools=list(tools) or None,
                 documents=None,
                 add_generation_prompt=opened,
                 **self._tokenizer.named_tokens,
+                **options,
             )
         except _RENDER_ERRORS as error:
             raise InvalidInput(
                 f"the model's chat template refuses these messages: {error}", param="messages"
             ) from error
 
-    def _shield(self, messages: Sequence[Message]) -> _Shielded:
-        return _Shielded(messages, self._tokenizer.control_pattern)
+    def _shield(
+        self, messages: Sequence[Message], tools: Sequence[Tool], options: Options = _NO_OPTIONS
+    ) -> _Shielded:
+        return _Shielded(messages, tools, options, self._tokenizer.control_pattern)
 
 
 class _Shielded:
-    """Messages in which control texts that users typed are replaced by placeholders.
+    """Messages, tools and options in which control texts that users typed are replaced by placeholders.
 
-    The placeholders' number is a hash of all messages, so no message can contain it.
+    The placeholders' number is a hash of all of them, so none can contain it.
     """
 
-    def __init__(self, messages: Sequence[Message], control: re.Pattern[str]) -> None:
+    def __init__(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool],
+        options: Options,
+        control: re.Pattern[str],
+    ) -> None:
         self._control = control
         self._texts: dict[str, str] = {}
         self._nonce = ""
-        plain = [self._copy(_joined(message)) for message in messages]
+        given = [*map(_joined, messages), *tools, options]
+        plain = [self._copy(one) for one in given]
         if self._texts:
-            self._nonce = _nonce(messages)
+            self._nonce = _nonce(given)
             self._texts.clear()
-            plain = [self._copy(_joined(message)) for message in messages]
-        self.messages: list[dict[str, Any]] = plain
+            plain = [self._copy(one) for one in given]
+        self.messages: list[dict[str, Any]] = plain[: len(messages)]
+        self.tools: list[dict[str, Any]] = plain[len(messages) : -1]
+        self.options: dict[str, Any] = plain[-1]
 
     def texts_in(self, rendered: str) -> dict[str, str]:
         """Placeholder to text, of those that came through the template."""

@@ -23,7 +23,9 @@ class StopStep:
 class StopMatcher:
     """Holds back text that may begin a stop string. State follows from what was pushed: push it again."""
 
-    def __init__(self, stops: Sequence[str]) -> None:
+    def __init__(self, stops: Sequence[str], *, min_tokens: int = 0) -> None:
+        """`min_tokens`: the text of the first ones is sent as it is."""
+        self._min_tokens = min_tokens
         self._stops = [stop for stop in stops if stop]
         self._longest = max(map(len, self._stops), default=0)
         self._held = ""
@@ -41,6 +43,8 @@ class StopMatcher:
         if text:
             self._ends.append(self._sent + len(self._held))
             self._counts.append(self._tokens)
+        if self._tokens <= self._min_tokens:
+            return self._send(len(self._held))
         return self._match() or self._send(len(self._held) - self._undecided())
 
     def finish(self, text: str = "") -> StopStep:

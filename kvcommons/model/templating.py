@@ -8,7 +8,7 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
-from jinja2 import nodes
+from jinja2 import meta, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -17,8 +17,9 @@ from jinja2.utils import Namespace
 from kvcommons.errors import InvalidInput
 
 
-def compile_template(source: str, now: Callable[[], datetime]) -> jinja2.Template:
-    """Raises InvalidInput where `source` is no Jinja template."""
+def compile_template(source: str, now: Callable[[], datetime]) -> tuple[jinja2.Template, frozenset[str]]:
+    """With the names that the template reads, and does not set in all of its branches. Raises InvalidInput
+    where `source` is no Jinja template."""
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
     )
@@ -28,7 +29,8 @@ def compile_template(source: str, now: Callable[[], datetime]) -> jinja2.Templat
     environment.globals["dict"] = _make_dict
     environment.globals["namespace"] = _GuardedNamespace
     try:
-        return environment.from_string(source)
+        names = meta.find_undeclared_variables(environment.parse(source))
+        return environment.from_string(source), frozenset(names)
     except jinja2.TemplateError as error:
         raise InvalidInput(f"the model's chat template cannot be read: {error}", param="model") from error
 

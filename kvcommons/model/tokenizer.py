@@ -121,6 +121,10 @@ class Tokenizer:
     def is_control(self, token: int) -> bool:
         return token in self._control_ids
 
+    def control_id(self, text: str) -> int | None:
+        """Of the special token with this text; None where there is none."""
+        return self._control_of_text.get(text)
+
     def has_text(self, token: int) -> bool:
         """False for control tokens, and for ids that a model has beyond its tokenizer's vocabulary."""
         return token not in self._control_ids and self._markup.id_to_token(token) is not None

@@ -134,3 +134,10 @@ def test_any_split_stops_where_a_token_completes_a_stop(tokens: list[str], stops
     kept = "".join(tokens[: step.kept_tokens])
     assert len(kept) <= len(sent)
     assert not any(stop in "".join(tokens[: pushed - 1]) for stop in stops)
+
+
+def test_stop_strings_are_not_looked_for_in_the_first_tokens() -> None:
+    matcher = StopMatcher(["END"], min_tokens=3)
+    assert [matcher.push(text).text for text in ("a END", " b EN", "D")] == ["a END", " b EN", "D"]
+    step = matcher.push("c END d")
+    assert (step.text, step.matched, step.kept_tokens) == ("c ", "END", 3)
