@@ -126,7 +126,8 @@ def ratios(by_ratio: Mapping[str, Sequence[Pair]], label: str) -> Report:
 
 
 def _prefill_ms(turn: Turn) -> float:
-    return turn.timings["prefill_ms"] + turn.timings["load_wait_ms"]
+    prefill_ms: float = turn.timings["prefill_ms"] + turn.timings["load_wait_ms"]
+    return prefill_ms
 
 
 def capacity(setting: Replayed, shares: Sequence[float], progress: Progress) -> Report:

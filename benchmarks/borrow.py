@@ -23,6 +23,7 @@ from services.ledger.feed import Feed
 from services.ledger.mirror import Mirror
 from services.ledger.registry import Registry
 from services.ledger.server import LedgerService
+from services.ledger.settlement_reports import SettlementReports
 
 MODEL = b"m" * 32
 HEARTBEAT_S = 1.0
@@ -75,7 +76,9 @@ async def measure(count: int, *, seconds: float, asked_per_s: float, seed: int) 
     candidates, debts = Candidates(random.Random(seed)), DebtLedger()
     feed = Feed(registry, refreshed=lambda: candidates.follow(registry.instances))
     mirror = Mirror(Etcd(["localhost:1"], timeout_s=1), registry, prefix="/", lease_s=5, changed=feed.touch)
-    service = LedgerService(registry, mirror, feed, candidates, debts, heartbeat_ms=1000, lease_s=5.0)
+    service = LedgerService(
+        registry, mirror, feed, candidates, debts, SettlementReports(), heartbeat_ms=1000, lease_s=5.0
+    )
     instances = Instances(count, random.Random(seed))
     for number in range(count):
         await service.Heartbeat(instances.beat(number), None)

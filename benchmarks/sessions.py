@@ -172,7 +172,8 @@ def _row(name: str, turns: Sequence[Turn]) -> Row:
 def prefill_rate(turn: Turn) -> float:
     """Prompt tokens answered for, cached ones included, per second of prefill time: computing, and waiting
     for history."""
-    return turn.prompt_tokens / (turn.timings["prefill_ms"] + turn.timings["load_wait_ms"]) * 1000
+    prefill_ms: float = turn.timings["prefill_ms"] + turn.timings["load_wait_ms"]
+    return turn.prompt_tokens / prefill_ms * 1000
 
 
 def _check(pairs: Sequence[Pair]) -> None:

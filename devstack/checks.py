@@ -29,7 +29,19 @@ SCHEMAS = {
     "ledger": ("services.ledger.config", "LedgerConfig"),
 }
 # Variables without a table: of the command line, of compose.yaml, of the kernel's build and of tests.
-VARIABLES = ("API_KEY", "BIND", "BUILD_NETWORK", "CONFIG", "KERNEL", "MODEL", "PORT", "THREADS", "URL")
+VARIABLES = (
+    "API_KEY",
+    "BIND",
+    "BUILD_NETWORK",
+    "CA",
+    "CONFIG",
+    "KERNEL",
+    "MEMORY",
+    "MODEL",
+    "PORT",
+    "THREADS",
+    "URL",
+)
 
 
 def check_variables(environ: Mapping[str, str]) -> None:
@@ -76,22 +88,6 @@ def check_access(settings: UpSettings, user: Mapping[str, Any], environ: Mapping
             "--host out",
             param="bind",
         )
-
-
-def read_keys(path: Path) -> dict[str, str]:
-    """API key to tenant. Raises InvalidInput for a file that the router would refuse."""
-    from services.router.http.tenants import parse_keys
-
-    try:
-        return parse_keys(path.read_text(encoding="utf-8"), str(path))
-    except UnicodeDecodeError:
-        raise InvalidInput(f"the API keys in {path} are not UTF-8 text", param="api_keys") from None
-    except OSError as error:
-        raise InvalidInput(
-            f"the API keys in {path} cannot be read: {error.strerror}; name a file with a line "
-            '"TENANT KEY" for each key (--api-key-file)',
-            param="api_keys",
-        ) from error
 
 
 def check_model(model: str, say: Callable[[str], None]) -> None:

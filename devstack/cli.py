@@ -73,7 +73,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.epilog = (
         "KVCOMMONS_URL has the address that chat, prefill and status ask, KVCOMMONS_API_KEY their key where "
-        "the server wants one. Settings: config/kvcommons.toml, or KVCOMMONS_<SERVICE>__<FIELD>."
+        "the server wants one, KVCOMMONS_CA what --ca names. Settings: config/kvcommons.toml, or "
+        "KVCOMMONS_<SERVICE>__<FIELD>."
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show the version and end")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -107,18 +108,25 @@ def _parser() -> argparse.ArgumentParser:
 def _add_server(command: argparse.ArgumentParser) -> None:
     url = os.environ.get("KVCOMMONS_URL", "http://127.0.0.1:8000")
     command.add_argument("--url", default=url, help="of the router (default: %(default)s)")
+    command.add_argument(
+        "--ca",
+        metavar="FILE",
+        default=os.environ.get("KVCOMMONS_CA", ""),
+        help="PEM: whom the certificate of an https:// url may be from (default: whom this machine trusts)",
+    )
     command.epilog = "Where the server asks for a key, KVCOMMONS_API_KEY has it."
 
 
-def _client(options: argparse.Namespace, **settings: float) -> RestClient:
+def _client(options: argparse.Namespace, timeout_s: float | None = None) -> RestClient:
     """Of the server that a command talks to."""
-    from devstack.rest import RestClient
+    from devstack.rest import ANSWER_S_MAX, RestClient
     from kvcommons.errors import InvalidInput
 
     try:
-        return RestClient(options.url, api_key=os.environ.get("KVCOMMONS_API_KEY", ""), **settings)
+        key = os.environ.get("KVCOMMONS_API_KEY", "")
+        return RestClient(options.url, api_key=key, ca=options.ca, timeout_s=timeout_s or ANSWER_S_MAX)
     except InvalidInput as error:
-        source = "--url" if error.param == "url" else "KVCOMMONS_API_KEY"
+        source = {"url": "--url", "ca": "--ca"}.get(error.param or "", "KVCOMMONS_API_KEY")
         print(f"kvcommons: {source}: {error.message}", file=sys.stderr)
         raise SystemExit(2) from None
 
@@ -162,7 +170,7 @@ def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "--api-key-file",
         dest="api_keys",
         metavar="FILE",
-        help='API keys, a line "TENANT KEY" each; clients have to send one, these commands by'
+        help='API keys, a line "TENANT KEY [operator]" each; clients have to send one, these commands by'
         " KVCOMMONS_API_KEY",
     )
     up.add_argument(
@@ -171,6 +179,12 @@ def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         metavar="NAME",
         help="as clients call the model (default: its folder's name, or the hub id)",
     )
+    up.add_argument(
+        "--tls-cert",
+        metavar="FILE",
+        help="PEM, the certificate of the REST API, which is HTTPS then; read again when it changes",
+    )
+    up.add_argument("--tls-key", metavar="FILE", help="PEM, the key of --tls-cert")
     up.add_argument("--port", type=int, help="of the REST API; 0 takes a free one (default: 8000)")
     up.add_argument("--config", type=Path, metavar="FILE", help="settings file (kvcommons.toml)")
     up.add_argument("--no-demo", action="store_true", help="skip the short conversation at the start")
@@ -188,6 +202,7 @@ def _up(options: argparse.Namespace) -> int:
     names = (
         "model", "prefill", "stages", "tensor", "decode", "decode_stages", "attention_pool", "kvstore",
         "ledger", "data", "bind", "port", "api_keys", "model_name",
+        "tls_cert", "tls_key",
     )  # fmt: skip
     flags = {name: str(value) for name in names if (value := getattr(options, name)) is not None}
     if options.colocated:

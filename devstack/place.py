@@ -14,6 +14,7 @@ from typing import Any
 
 from devstack.plan import Place
 from kvcommons.errors import Conflict, InvalidInput
+from kvcommons.files import make_private
 
 # A Unix socket's path has 107 bytes; "attention_pool-64.d" and a margin have to fit behind the directory.
 RUNTIME_PATH_BYTES_MAX = 80
@@ -31,6 +32,7 @@ class Claim:
         data = data.expanduser().resolve()
         try:
             data.mkdir(parents=True, exist_ok=True)
+            make_private(data)
             # Never inherited: a child that outlives us by a moment must not keep the directory.
             self._lock = os.open(data / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:

@@ -24,6 +24,8 @@ MODEL_SERVICES = ("prefill", "decode", "attention_pool")
 ENGINES = ("prefill", "decode")
 # The attention pools together, where they divide the KV heads.
 HEAD_GROUP = "pools"
+# Of [up], as the router's settings call them, too.
+_ROUTER_FILES = ("api_keys", "tls_cert", "tls_key")
 # Small blocks, so that a prefix of the short demo conversation is already worth keeping.
 DEMO_BLOCK_TOKENS = 16
 # As clients call it; its folder is just `model`.
@@ -219,8 +221,10 @@ def tables(
 
 def _router_table(settings: UpSettings, place: Place) -> dict[str, str]:
     table = {"bind": settings.bind, "secret_file": str(place.secret_file)}
-    if settings.api_keys is not None:
-        table["api_keys"] = str(settings.api_keys.expanduser().resolve())
+    for name in _ROUTER_FILES:
+        path: Path | None = getattr(settings, name)
+        if path is not None:
+            table[name] = str(path.expanduser().absolute())  # a link may lead elsewhere tomorrow
     return table
 
 
@@ -267,7 +271,7 @@ def processes(
                 flags["model_name"] = str(settings.model_name)
             if service == "router":
                 router = _router_table(settings, place)
-                flags |= {name: router[name] for name in ("bind", "api_keys") if name in flagged}
+                flags |= {name: router[name] for name in ("bind", *_ROUTER_FILES) if name in flagged}
             command = [sys.executable, "-m", f"services.{service}", "--config", str(place.settings_file)]
             for key, value in flags.items():
                 command += ["--set", f"{key}={value}"]

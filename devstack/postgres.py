@@ -122,6 +122,7 @@ def find(place: Place, environ: Mapping[str, str], kvstores: int, packaged: Path
     sockets.mkdir(mode=0o700)
     if account is not None:
         shutil.chown(sockets, account)
+        place.data.chmod(0o711)  # it has to come as far as its own folder, and sees no other
     return Server(
         programs=found[max(found)], account=account, place=place, environ=environ, kvstores=kvstores
     )

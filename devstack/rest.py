@@ -6,9 +6,11 @@ import http.client
 import json
 import shlex
 import socket
+import ssl
 import time
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
 
@@ -42,7 +44,7 @@ class Turn:
     completion_tokens: int
     ttft_s: float
     total_s: float
-    timings: Mapping[str, float]  # the server's own account: milliseconds by part, tokens found on the device
+    timings: Mapping[str, Any]  # the server's own account: milliseconds by part, tokens by tier, who served
 
     @property
     def tokens_per_s(self) -> float:
@@ -55,7 +57,17 @@ class RestClient:
     """One connection a call. Errors of the server arrive as the classes of `kvcommons.errors`; a server that
     cannot be reached is Unavailable."""
 
-    def __init__(self, url: str = DEFAULT_URL, *, api_key: str = "", timeout_s: float = ANSWER_S_MAX) -> None:
+    def __init__(
+        self,
+        url: str = DEFAULT_URL,
+        *,
+        api_key: str = "",
+        ca: str = "",
+        own: str = "",
+        timeout_s: float = ANSWER_S_MAX,
+    ) -> None:
+        """`ca`: a PEM file with the authorities that the server's certificate may be from; default: those of
+        the machine. `own`: a PEM file whose first certificate has to be the server's, whatever its name."""
         try:
             parts = urlsplit(url if "//" in url else f"http://{url}")
             host = parts.hostname or ""
@@ -72,7 +84,14 @@ class RestClient:
                 param="api_key",
             )
         self.url = f"{parts.scheme}://{parts.netloc}"
-        self._kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
+        self._tls = parts.scheme == "https"
+        self._ca, self._own = ca, own
+        if ca and not self._tls:
+            raise InvalidInput(
+                f"{url} is called without TLS, where no certificate is checked: write https://",
+                param="ca",
+            )
+        self._trust = _trust(ca) if self._tls and not own else None
         self._host, self._port = host, parts.port
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._timeout_s = timeout_s
@@ -85,7 +104,9 @@ class RestClient:
     @property
     def option(self) -> str:
         """What a command has to be given to talk to the same server; empty where it does by itself."""
-        return "" if self.url == DEFAULT_URL else f" --url {shlex.quote(self.url)}"
+        url = "" if self.url == DEFAULT_URL else f" --url {shlex.quote(self.url)}"
+        ca = self._ca or self._own
+        return url + (f" --ca {shlex.quote(ca)}" if ca else "")
 
     def get(self, path: str, *, timeout_s: float | None = None) -> Any:
         return self._call("GET", path, None, timeout_s)
@@ -244,15 +265,34 @@ class RestClient:
         return data
 
     def _connect(self, timeout_s: float | None) -> http.client.HTTPConnection:
-        connection = self._kind(self._host, self._port, timeout=timeout_s or self._timeout_s)
+        connection = self._connection(timeout_s or self._timeout_s)
         try:
             connection.connect()
+            if self._own:
+                _check_own(connection.sock, self._own)
+        except ssl.SSLError as error:
+            connection.close()
+            reason = getattr(error, "verify_message", "") or getattr(error, "reason", "") or str(error)
+            raise Unavailable(
+                f"{self.url} is not known to be the server that is meant ({reason}): name the file of its "
+                "certificate's authority with --ca (KVCOMMONS_CA), or call http:// if it serves without TLS"
+            ) from error
         except OSError as error:
             raise Unavailable(
                 f"no server answers at {self.url} ({error}): start one with `{program()} up`"
             ) from error
         connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return connection
+
+    def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
+        if not self._tls:
+            return http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
+        trust = self._trust
+        if trust is None:
+            trust = ssl.create_default_context()
+            trust.check_hostname = False
+            trust.verify_mode = ssl.CERT_NONE  # `_check_own` does
+        return http.client.HTTPSConnection(self._host, self._port, timeout=timeout_s, context=trust)
 
     def _send(
         self, connection: http.client.HTTPConnection, method: str, path: str, body: Mapping[str, Any] | None
@@ -264,6 +304,33 @@ class RestClient:
             headers["Content-Type"] = "application/json"
         connection.request(method, path, body=data, headers=headers)
         return connection.getresponse()
+
+
+def _trust(ca: str) -> ssl.SSLContext:
+    """Raises InvalidInput for a file without certificates."""
+    try:
+        trust = ssl.create_default_context(cafile=ca or None)
+    except OSError as error:  # SSLError is one
+        raise InvalidInput(
+            f"{ca} cannot be used: {error.strerror or error}; name a PEM file with the certificate of the "
+            "authority that signed the server's (or with the server's own, if it signed that itself)",
+            param="ca",
+        ) from error
+    trust.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN  # one that is named is trusted, authority or not
+    return trust
+
+
+def _check_own(connection: socket.socket, path: str) -> None:
+    """Raises SSLError where the server's certificate is not the first one of the file."""
+    assert isinstance(connection, ssl.SSLSocket)
+    try:
+        text = Path(path).read_text(encoding="ascii", errors="replace")
+        end = text.index(ssl.PEM_FOOTER) + len(ssl.PEM_FOOTER)
+        own = ssl.PEM_cert_to_DER_cert(text[text.index(ssl.PEM_HEADER) : end])
+    except (OSError, ValueError) as error:
+        raise ssl.SSLError(f"{path} has no certificate: {error}") from error
+    if connection.getpeercert(binary_form=True) != own:
+        raise ssl.SSLError(f"its certificate is not that of {path}")
 
 
 def _error(status: int, data: bytes) -> KVCommonsError:

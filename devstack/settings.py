@@ -40,7 +40,9 @@ class UpSettings:
     ledger: Annotated[int, Gt(0), Le(64)] = 1
     data: Path = Path(".kvcommons")  # sessions, KV, etcd and logs: all that outlives the stack
     bind: str = "127.0.0.1"  # of the REST API; anything but loopback needs api_keys
-    api_keys: Path | None = None  # a file: a line per key, "tenant key"
+    api_keys: Path | None = None  # a file: a line per key, "tenant key [operator]"
+    tls_cert: Path | None = None  # PEM files: the REST API is served by HTTPS
+    tls_key: Path | None = None
     port: Annotated[int, Ge(0), Le(65535)] = 8000  # 0 takes a free one
     restart: bool = True  # a child that dies is started again
     demo: bool = True  # hold the short conversation once all is ready

@@ -11,10 +11,10 @@ import tomllib
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from devstack import etcd, postgres, toml
-from devstack.checks import check_access, check_model, check_services, check_variables, read_keys
+from devstack.checks import check_access, check_model, check_services, check_variables
 from devstack.child import end_with
 from devstack.fetch import MODELS, cached, fetch
 from devstack.place import Claim
@@ -26,7 +26,18 @@ from devstack.supervisor import Supervisor
 from devstack.terminal import Terminal
 from devstack.welcome import Welcome
 from kvcommons.config import load
-from kvcommons.errors import Conflict, InvalidInput, KVCommonsError, Unauthenticated, Unavailable
+from kvcommons.errors import (
+    Conflict,
+    InvalidInput,
+    KVCommonsError,
+    PermissionDenied,
+    Unauthenticated,
+    Unavailable,
+)
+from kvcommons.files import PRIVATE_UMASK
+
+if TYPE_CHECKING:
+    from services.router.http.keys import Keys
 
 POLL_S = 0.1
 SPINNER = "|/-\\"
@@ -37,6 +48,7 @@ def up(config: Path | None, flags: Mapping[str, str], parent: int | None = None)
     """Runs the stack until it is interrupted, or until `parent`, which started this process, ends; the exit
     status."""
     terminal = Terminal()
+    os.umask(PRIVATE_UMASK)
     try:
         settings = load("up", UpSettings, file=config, environ=os.environ, flags=flags, flag="--{name}")
         user = tomllib.loads(config.read_text()) if config is not None else {}
@@ -103,19 +115,23 @@ class _Up:
             self._facts["records"] = database.url
         plans = self._plans(port, database)
         router = check_services(plans)["router"]
-        keys = read_keys(Path(router.api_keys)) if router.api_keys is not None else {}
+        keys = _read_keys(router.api_keys)
+        certificate = router.tls_cert or ""
+        if certificate:
+            _check_certificate(certificate, router.tls_key)
         self._keyed = bool(keys)
         supervisor = Supervisor(
             plans, self._claim.place, self._terminal, restart=settings.restart, log_bytes=settings.log_bytes
         )
         self._supervisor = supervisor
-        url = _url(router.bind, port)
+        url = _url("https" if certificate else "http", router.bind, port)
         status = 1
         try:
             await supervisor.start()
             self._claim.record({**self._facts, "url": url, "ready": False})
-            own = os.environ.get("KVCOMMONS_API_KEY") or next(iter(keys), "")
-            status = await self._until_stopped(RestClient(url, api_key=own), supervisor)
+            own = os.environ.get("KVCOMMONS_API_KEY") or _own_key(keys)
+            client = RestClient(url, api_key=own, own=certificate)
+            status = await self._until_stopped(client, supervisor)
         finally:
             self._terminal.progress("")
             self._terminal.say("Stopping")
@@ -201,7 +217,7 @@ class _Up:
             return "the router" if not client.reachable() else "its services"
         try:
             instances = client.get("/v1/status", timeout_s=2.0)["instances"]
-        except Unauthenticated:  # keys are configured, and we have none: health has to do
+        except (Unauthenticated, PermissionDenied):  # we have no operator's key: health has to do
             return ""
         except KVCommonsError as error:
             return error.message
@@ -233,10 +249,31 @@ class _Up:
         await asyncio.Event().wait()
 
 
-def _url(bind: str, port: int) -> str:
+def _read_keys(path: str | None) -> Keys:
+    """Raises InvalidInput for a file that the router would refuse."""
+    from services.router.http.keys import read_keys
+
+    return read_keys(path) if path is not None else {}
+
+
+def _own_key(keys: Keys) -> str:
+    """By which the stack is asked whether it is ready, and talked to first: an operator's, if there is
+    one."""
+    operators = [key for key, grant in keys.items() if grant.operator]
+    return next(iter([*operators, *keys]), "")
+
+
+def _check_certificate(cert: str, key: str) -> None:
+    """Raises InvalidInput for files that the router would refuse."""
+    from services.router.http.certificate import Certificate
+
+    Certificate(cert, key)
+
+
+def _url(scheme: str, bind: str, port: int) -> str:
     """Where this machine reaches a server that is bound to `bind`, which may be all of its addresses."""
     host = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(bind, bind)
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def _free_port(bind: str, port: int) -> int:

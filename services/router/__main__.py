@@ -24,19 +24,25 @@ from services.router.admission.admission import Admission
 from services.router.admission.classes import OTHERS, ServiceClasses
 from services.router.admission.look_ahead import QueueLookAhead
 from services.router.admission.queue import RequestQueue
+from services.router.admission.quotas import Quotas
 from services.router.admission.scheduling import scheduling
+from services.router.api.commons import take_picture
 from services.router.api.health import health_of
+from services.router.commons.watch import CommonsWatch
 from services.router.config import RouterConfig
 from services.router.documents.beginning import take_over_documents
 from services.router.documents.documents import Documents
 from services.router.fleet.fleet import Fleet
+from services.router.http.certificate import Certificate
+from services.router.http.keys import follow_keys, read_keys
+from services.router.http.origins import Origins
 from services.router.http.server import HttpServer, connection_table
-from services.router.http.tenants import LOCAL_TENANT, Tenants, parse_keys
+from services.router.http.tenants import LOCAL_TENANT, Tenants
 from services.router.metrics import RouterMetrics
 from services.router.serving import Serving
 from services.router.sessions.store import SessionStore
 from services.router.turn.dispatch import Dispatch
-from services.router.turn.plan import Text
+from services.router.turn.rendering import Text
 
 log = logging.getLogger(__name__)
 
@@ -80,13 +86,25 @@ async def serve(config: RouterConfig, process: Process) -> None:
     watch = asyncio.create_task(_watch(serving, rpc, heartbeat))
     looking = asyncio.create_task(serving.look_ahead.run())
     taking = asyncio.create_task(take_over_documents(serving))
+    following = None
+    if config.api_keys is not None:
+        tenants = serving.tenants
+        following = asyncio.create_task(follow_keys(config.api_keys, tenants.keys, tenants.set_keys))
+    renewing = None
+    if serving.certificate is not None:
+        renewing = asyncio.create_task(serving.certificate.follow())
     try:
         await process.stop.wait()
     finally:
         watch.cancel()
         looking.cancel()
         taking.cancel()
+        if following is not None:
+            following.cancel()
+        if renewing is not None:
+            renewing.cancel()
         await heartbeat.stop()
+        serving.commons.close()
         await http.drain()
         await serving.close(config.node.drain_s / 4)
         await rpc.drain(0.0)
@@ -96,11 +114,17 @@ async def serve(config: RouterConfig, process: Process) -> None:
 async def _serving(config: RouterConfig, process: Process) -> Serving:
     folder = await asyncio.to_thread(resolve_folder, config.model)
     tokenizer = Tokenizer.read(folder)
-    text = Text(tokenizer=tokenizer, template=ChatTemplate.read(folder, tokenizer))
+    text = Text.of(tokenizer, ChatTemplate.read(folder, tokenizer), tool_format=config.tool_format)
     directory = Directory(config.ledger, process.instance_id)
     fleet = Fleet(directory, open_channel)
     policy = scheduling(config.policy, overtakes_max=config.overtakes_max)
-    queue = RequestQueue(max_running=config.max_running, max_waiting=config.max_queue, policy=policy)
+    quotas = Quotas(config.quotas)
+    queue = RequestQueue(
+        max_running=config.max_running,
+        max_waiting=config.max_queue,
+        policy=policy,
+        share=lambda tenant: quotas.of(tenant).queue_share,
+    )
     look_ahead = QueueLookAhead(
         queue,
         fleet,
@@ -120,10 +144,12 @@ async def _serving(config: RouterConfig, process: Process) -> Serving:
         documents=lambda: len(documents),
         connections=lambda: len(connections),
     )
-    return Serving(
+    serving = Serving(
+        commons=CommonsWatch(lambda: take_picture(serving)),
         config=config,
         instance_id=process.instance_id,
         tenants=_tenants(config),
+        origins=Origins(config.cors_origins, config.allowed_hosts, keyed=config.api_keys is not None),
         text=text,
         grammars=Grammars(lambda: Vocabulary(tokenizer)),
         directory=directory,
@@ -131,19 +157,29 @@ async def _serving(config: RouterConfig, process: Process) -> Serving:
         store=SessionStore(fleet),
         admission=admission,
         classes=ServiceClasses(config.service_classes, config.entitlements),
+        quotas=quotas,
         look_ahead=look_ahead,
         dispatch=dispatch,
         documents=documents,
         connections=connections,
+        certificate=_certificate(config),
         metrics=metrics,
         tracer=process.telemetry.tracer,
         started_s=int(time.time()),
     )
+    return serving
+
+
+def _certificate(config: RouterConfig) -> Certificate | None:
+    """Raises InvalidInput for files that cannot be served."""
+    if config.tls_cert is None or config.tls_key is None:
+        return None
+    return Certificate(config.tls_cert, config.tls_key)
 
 
 def _tenants(config: RouterConfig) -> Tenants:
     """Raises InvalidInput for a file that cannot be read, for a secret that is too short to be one, and for
-    entitlements of tenants that are not there."""
+    entitlements and quotas of tenants that are not there."""
     secret = _LOCAL_SECRET
     if config.secret_file is not None:
         secret = _read(config.secret_file, "secret_file")
@@ -153,25 +189,16 @@ def _tenants(config: RouterConfig) -> Tenants:
                 f"{_SECRET_BYTES_MIN}",
                 param="secret_file",
             )
-    keys: dict[str, str] = {}
-    if config.api_keys is not None:
-        keys = _keys(config.api_keys)
-    tenants = set(keys.values()) or {LOCAL_TENANT}
-    for name in config.entitlements.keys() - tenants - {OTHERS}:
-        raise InvalidInput(
-            f"entitlements names the tenant {name!r}, which has no key in api_keys; tenants are "
-            f"{', '.join(sorted(tenants))}, and {OTHERS!r} stands for those that are not named",
-            param="entitlements",
-        )
+    keys = read_keys(config.api_keys) if config.api_keys is not None else {}
+    tenants = {grant.tenant for grant in keys.values()} or {LOCAL_TENANT}
+    for setting, named in (("entitlements", config.entitlements), ("quotas", config.quotas)):
+        for name in named.keys() - tenants - {OTHERS}:
+            raise InvalidInput(
+                f"{setting} names the tenant {name!r}, which has no key in api_keys; tenants are "
+                f"{', '.join(sorted(tenants))}, and {OTHERS!r} stands for those that are not named",
+                param=setting,
+            )
     return Tenants(keys, secret)
-
-
-def _keys(path: str) -> dict[str, str]:
-    try:
-        text = _read(path, "api_keys").decode()
-    except UnicodeDecodeError:
-        raise InvalidInput(f"api_keys {path} is not UTF-8 text", param="api_keys") from None
-    return parse_keys(text, path)
 
 
 def _read(path: str, setting: str) -> bytes:

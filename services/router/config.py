@@ -12,9 +12,12 @@ from annotated_types import Ge, Le
 from kvcommons.config import Addresses, Node
 from kvcommons.errors import InvalidInput
 from services.router.admission.classes import ClassObjectives, ServiceClasses
+from services.router.admission.quotas import Quota
 from services.router.admission.scheduling import OVERTAKES_MAX, scheduling
+from services.router.answer.formats import check_tool_format
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
+_HOST = re.compile(r"\*|[A-Za-z0-9._-]+|[0-9A-Fa-f:]+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,10 +29,18 @@ class RouterConfig:
     model: str  # folder or hub id: the router reads tokenizer and chat template from it, never weights
     bind: str = "127.0.0.1"  # anything but loopback needs api_keys
     port: int = 8000  # 0: any free one
-    api_keys: str | None = None  # file: a line per key, "tenant key"; none: one tenant, loopback only
+    # File: a line per key, "tenant key [operator]"; none: one tenant, loopback only.
+    api_keys: str | None = None
     secret_file: str | None = None  # root of the tenants' salts; needed with api_keys
+    # PEM files: HTTPS instead of HTTP. Read again when they change; one is nothing without the other.
+    tls_cert: str | None = None
+    tls_key: str | None = None
     # Web pages that may call from a browser: "https://chat.example.org", or "*" for all; none by default.
     cors_origins: tuple[str, ...] = ()
+    page: bool = True  # the web page at /; it needs no key, and asks for one; false: 404
+    # Names besides those of loopback under which it is called without api_keys, as by a proxy of this
+    # machine; "*" for all.
+    allowed_hosts: tuple[str, ...] = ()
     policy: str = "slack"  # of the request queue; or fcfs, fpf, relaxed_fpf, bounded_fpf
     overtakes_max: int = OVERTAKES_MAX  # with bounded_fpf: how many later requests may start before one
     # By name; see docs/service-classes.md. {"priority": {"ttft_s": 1.0, "tbt_s": 0.1, "unmet": "refuse"}}
@@ -37,6 +48,15 @@ class RouterConfig:
     # By tenant ("*": those that are not named): the classes that it may ask for, first the one it has if it
     # does not ask; none: each may ask for all.
     entitlements: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    # How the model writes calls of tools: found from its chat template, or hermes, llama3, mistral,
+    # mistral_named, generic (docs/tools.md).
+    tool_format: str = "auto"
+    # Of a request's body, of which nobody knows: "refuse" with 400; or "ignore", and name them in the header
+    # X-Ignored-Fields.
+    unknown_fields: str = "refuse"
+    # By tenant ("*": each of those that are not named): {"alice": {"requests_per_minute": 60}}; see
+    # docs/security.md.
+    quotas: dict[str, Quota] = field(default_factory=dict)
     look_ahead_jobs: int = 1024  # of those that wait, so many next ones are hinted to the kvstore; 0: none
     max_running: int = 64  # choices under way at once; more wait in the queue
     max_queue: int = 1024  # choices that wait; more are answered 429
@@ -67,6 +87,12 @@ class RouterConfig:
         """Raises InvalidInput for settings that cannot be served."""
         scheduling(self.policy)  # raises for an unknown one
         ServiceClasses(self.service_classes, self.entitlements)  # raises for what is not there
+        check_tool_format(self.tool_format)
+        if self.unknown_fields not in ("refuse", "ignore"):
+            raise InvalidInput(
+                f"router unknown_fields is refuse or ignore, not {self.unknown_fields!r}",
+                param="unknown_fields",
+            )
         if self.api_keys is None and not is_loopback(self.bind):
             raise InvalidInput(
                 f"without api_keys the router serves anyone who can reach it, so it binds to loopback only, "
@@ -79,12 +105,25 @@ class RouterConfig:
                 "random bytes to a file and set secret_file (KVCOMMONS_ROUTER__SECRET_FILE=FILE)",
                 param="secret_file",
             )
+        if (self.tls_cert is None) != (self.tls_key is None):
+            given, missing = ("tls_cert", "tls_key") if self.tls_key is None else ("tls_key", "tls_cert")
+            raise InvalidInput(
+                f"{given} without {missing}: HTTPS needs a certificate and its key, two PEM files",
+                param=missing,
+            )
         for origin in self.cors_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise InvalidInput(
                     f"router cors_origins: {origin!r} is no origin: write scheme, host and port as a browser "
                     'does, "https://chat.example.org" without a path, or "*" for all',
                     param="cors_origins",
+                )
+        for host in self.allowed_hosts:
+            if not _HOST.fullmatch(host):
+                raise InvalidInput(
+                    f"router allowed_hosts: {host!r} is no host's name: write it without scheme and port, "
+                    '"kv.example.org", or "*" for all',
+                    param="allowed_hosts",
                 )
         sizes = ("max_running", "max_queue", "max_choices", "max_documents", "max_body_bytes")
         for name in (*sizes, "max_connections", "max_connections_per_address"):

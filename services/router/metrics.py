@@ -73,6 +73,16 @@ class RouterMetrics:
             "kvcommons_request_disconnects_total", "Requests whose client went away.", registry=registry
         )
 
+    def class_outcomes(self) -> dict[str, dict[str, int]]:
+        """By class of service: how many requests came to which outcome."""
+        found: dict[str, dict[str, int]] = {}
+        for metric in self.service_classes.collect():
+            for sample in metric.samples:
+                if sample.name.endswith("_total"):
+                    by_outcome = found.setdefault(sample.labels["service_class"], {})
+                    by_outcome[sample.labels["outcome"]] = int(sample.value)
+        return found
+
     def requests(self, model_name: str) -> RequestMetrics:
         """Made when the first model is known by its name, which stays the label: one is served at a time. So
         are the gauges of the queue, which is empty before."""

@@ -16,16 +16,20 @@ from services.router.admission.admission import Admission
 from services.router.admission.backlog import PromptBacklog
 from services.router.admission.classes import ServiceClasses
 from services.router.admission.look_ahead import QueueLookAhead
+from services.router.admission.quotas import Quotas
+from services.router.commons.watch import CommonsWatch
 from services.router.config import RouterConfig
 from services.router.documents.documents import Documents
 from services.router.fleet.fleet import Fleet
+from services.router.http.certificate import Certificate
 from services.router.http.connections import ConnectionTable
+from services.router.http.origins import Origins
 from services.router.http.tenants import Tenants
 from services.router.metrics import RouterMetrics
 from services.router.sessions.copies import RecordCopies
 from services.router.sessions.store import SessionStore
 from services.router.turn.dispatch import Dispatch
-from services.router.turn.plan import Text
+from services.router.turn.rendering import Text
 from services.router.turn.sampling import SEED_BITS
 
 
@@ -38,6 +42,7 @@ class Serving:
     config: RouterConfig
     instance_id: str
     tenants: Tenants
+    origins: Origins
     text: Text
     grammars: Grammars
     directory: Directory
@@ -45,10 +50,13 @@ class Serving:
     store: SessionStore
     admission: Admission
     classes: ServiceClasses
+    quotas: Quotas
     look_ahead: QueueLookAhead
     dispatch: Dispatch
     documents: Documents
+    commons: CommonsWatch
     connections: ConnectionTable[Any]  # of the HTTP server's protocols
+    certificate: Certificate | None  # None: HTTP without TLS
     metrics: RouterMetrics
     tracer: Tracer
     started_s: int  # since the epoch
@@ -58,11 +66,12 @@ class Serving:
     backlog: PromptBacklog = field(default_factory=PromptBacklog)
     _background: set[asyncio.Task[None]] = field(default_factory=set)
 
-    def in_background(self, work: Coroutine[Any, Any, None]) -> None:
+    def in_background(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Work that outlives its request, and ends before the router does. It is bounded by itself."""
         task = asyncio.create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
+        return task
 
     async def close(self, grace_s: float) -> None:
         """Leaves documents, waits for background work, for `grace_s` each at most, and closes what requests

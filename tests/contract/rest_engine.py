@@ -52,6 +52,7 @@ class Script:
     fail_at: dict[int, KVCommonsError] = field(default_factory=dict)  # answer index to error, once each
     prefill_fails: list[KVCommonsError] = field(default_factory=list)  # one a Compute call
     missing: list[int] = field(default_factory=list)  # push_from_block of a Missing event, one a sequence
+    borrowed: dict[int, list[decode_pb2.BorrowedBlocks]] = field(default_factory=dict)  # by answer index
     stall_at: int | None = None  # answer index before which decode falls silent, once
     # What any prefill tells any decode, by the handle of the sequence.
     started: dict[int, Started] = field(default_factory=dict)
@@ -108,6 +109,9 @@ class ScriptedDecode(decode_pb2_grpc.DecodeServicer):
             index = position - job.prompt_tokens
             if index in self.script.fail_at:
                 raise self.script.fail_at.pop(index)
+            if index in self.script.borrowed:
+                borrowed = decode_pb2.Borrowed(holders=self.script.borrowed[index])
+                yield decode_pb2.GenerateEvent(borrowed=borrowed)
             if self.script.stall_at == index:
                 self.script.stall_at = None
                 await asyncio.Event().wait()
@@ -213,6 +217,8 @@ class ScriptedLedger(ledger_pb2_grpc.LedgerServicer):
     def __init__(self, folder: Path) -> None:
         self.address = f"unix:{folder}/ledger.sock"
         self._instances: list[ledger_pb2.Instance] = []
+        self.settlements: list[ledger_pb2.SettlementReport] = []
+        self.asked = 0  # for settlements
         self._changed = asyncio.Condition()
         self._server = RpcServer(self.address, Telemetry.off("ledger"))
         self._server.add(ledger_pb2_grpc.add_LedgerServicer_to_server, self)
@@ -252,3 +258,9 @@ class ScriptedLedger(ledger_pb2_grpc.LedgerServicer):
         self, request: ledger_pb2.ReportRefusalRequest, context: Any
     ) -> ledger_pb2.ReportRefusalReply:
         return ledger_pb2.ReportRefusalReply()
+
+    async def Settlements(
+        self, request: ledger_pb2.SettlementsRequest, context: Any
+    ) -> ledger_pb2.SettlementsReply:
+        self.asked += 1
+        return ledger_pb2.SettlementsReply(settlements=self.settlements)

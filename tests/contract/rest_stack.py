@@ -9,6 +9,7 @@ import os
 import re
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -29,7 +30,6 @@ from kvcommons.rpc.process import Process
 from kvcommons.telemetry.telemetry import Telemetry
 from services.router.__main__ import serve
 from services.router.api.routes import routes
-from services.router.api.schemas import answers
 from services.router.config import RouterConfig
 from tests.contract.rest_engine import Engine, Script, ScriptedLedger
 from tests.machine import scaled, scaled_settings
@@ -122,6 +122,7 @@ class Stack:
     url: str
     client: openai.AsyncOpenAI
     http: aiohttp.ClientSession
+    stop: asyncio.Event  # of the router
 
     def says(self, *texts: str, end: bool = True) -> list[list[int]]:
         """Has the engines answer choice i with texts[i], then with the end-of-turn token."""
@@ -154,15 +155,15 @@ class Stack:
             return response.status, _described("GET", path, response.status, await response.json())
 
     async def stream(self, path: str, body: dict[str, Any]) -> list[Any]:
-        """The events of a stream, in order; the last one is "[DONE]" where it came."""
+        """The data of a stream's events, in order; the last one is "[DONE]" where it came."""
         async with self.http.post(path, json=body | {"stream": True}) as response:
             assert response.status == 200, await response.text()
             lines = [line async for line in response.content if line.startswith(b"data: ")]
         found = ["[DONE]" if line == b"data: [DONE]\n" else json.loads(line[6:]) for line in lines]
-        (route,) = (one for one in routes() if one.path == path)
+        (route,) = (one for one in routes() if one.path == path and one.stream is not None)
         for event in found:
             if event != "[DONE]":
-                described = answers.Error if "error" in event else route.stream
+                described = route.error if "error" in event else route.stream
                 assert described is not None
                 described.model_validate_json(json.dumps(event))
         return found
@@ -179,7 +180,7 @@ def _described(method: str, path: str, status: int, body: dict[str, Any]) -> dic
         if route.method == method and re.fullmatch(
             re.sub("{id}", "[^/]+", route.path), path.partition("?")[0]
         ):
-            described = route.answers.get(status) or answers.Error
+            described = route.answers.get(status) or route.error
             described.model_validate_json(json.dumps(body))
     return body
 
@@ -229,9 +230,14 @@ async def stack(
         telemetry=telemetry or Telemetry.off("router"),
     )
     router = asyncio.create_task(serve(scaled_settings(config), process))
-    url = f"http://127.0.0.1:{port}"
+    trust = None if config.tls_cert is None else ssl.create_default_context(cafile=config.tls_cert)
+    url = f"{'http' if trust is None else 'https'}://127.0.0.1:{port}"
     client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=scaled(20))
-    http = aiohttp.ClientSession(url, timeout=aiohttp.ClientTimeout(total=scaled(20)))
+    http = aiohttp.ClientSession(
+        url,
+        connector=aiohttp.TCPConnector(ssl=trust or True),
+        timeout=aiohttp.ClientTimeout(total=scaled(20)),
+    )
     tokenizer = Tokenizer.read(MODEL_FOLDER)
     served = Stack(
         ledger=ledger,
@@ -242,6 +248,7 @@ async def stack(
         url=url,
         client=client,
         http=http,
+        stop=process.stop,
     )
     try:
         await eventually(lambda: listens(port) or router.done())

@@ -9,6 +9,7 @@ import json
 import socket
 import time
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import aiohttp
@@ -16,14 +17,12 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from kvcommons.model.tokenizer import Tokenizer
-from kvcommons.pb.common_pb2 import ModelInfo
 from kvcommons.rpc.process import Process
 from kvcommons.telemetry.telemetry import Telemetry
 from kvcommons.telemetry.trace import Tracer
 from services.router.__main__ import serve
 from services.router.capacity import queue, queues
-from services.router.capacity.queue import Ticket
-from services.router.capacity.queues import CapacityQueues
+from services.router.capacity.queue import CapacityQueue, Ticket
 from services.router.config import RouterConfig
 from tests.contract.engine_stack import BLOCK, Stack, scale_calls
 from tests.contract.engine_turns import Reference
@@ -32,9 +31,11 @@ from tests.machine import scaled
 
 ANSWER = 24
 WAITS = {
-    queue: ("ANSWER_TIMEOUT_S", "RETURN_TIMEOUT_S", "_BACKOFF_S", "_BACKOFF_S_MAX"),
+    queue: ("_BACKOFF_S", "_BACKOFF_S_MAX"),
     queues: ("_PAUSE_S_MIN", "_PAUSE_S_MAX"),
 }
+ORDER_WAITS = ("ANSWER_TIMEOUT_S", "RETURN_TIMEOUT_S")
+NEVER_S = 60.0
 GENERATE = "/kvcommons.v1.Decode/Generate"
 
 
@@ -54,12 +55,43 @@ async def engines(
     await stack.close()
 
 
-class Router:
-    """Completions of token ids; `reserved` has their numbers in the order in which they got room."""
+@dataclass(slots=True)
+class Seen:
+    """What the router's capacity queue did, by the numbers of the requests."""
 
-    def __init__(self, http: aiohttp.ClientSession, reserved: list[int]) -> None:
+    permits: list[int] = field(default_factory=list)  # in the order in which they might ask decode
+    reserved: list[int] = field(default_factory=list)  # in the order in which they got room
+    alone: list[int] = field(default_factory=list)  # those that came while nobody waited: they ask at once
+
+    def watch(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        advance, join, reserved = CapacityQueue.advance, CapacityQueue.join, CapacityQueue.reserved
+
+        def advanced(queue: CapacityQueue, free_blocks: int | None, now_s: float) -> Ticket | None:
+            found = advance(queue, free_blocks, now_s)
+            if found is not None:
+                self.permits.append(found.order[0])
+            return found
+
+        def joined(queue: CapacityQueue, ticket: Ticket, blocks: int) -> None:
+            if not len(queue):
+                self.alone.append(ticket.order[0])
+            join(queue, ticket, blocks)
+
+        def has_room(queue: CapacityQueue, ticket: Ticket) -> None:
+            self.reserved.append(ticket.order[0])
+            reserved(queue, ticket)
+
+        monkeypatch.setattr(CapacityQueue, "advance", advanced)
+        monkeypatch.setattr(CapacityQueue, "join", joined)
+        monkeypatch.setattr(CapacityQueue, "reserved", has_room)
+
+
+class Router:
+    """Completions of token ids."""
+
+    def __init__(self, http: aiohttp.ClientSession, seen: Seen) -> None:
         self.http = http
-        self.reserved = reserved
+        self.seen = seen
         self.answered: list[int] = []
         self._tokenizer = Tokenizer.read(MODEL_FOLDER)
 
@@ -112,18 +144,16 @@ def _tokens(line: bytes) -> list[str]:
 
 @contextlib.asynccontextmanager
 async def router(engines: Stack, monkeypatch: pytest.MonkeyPatch, *, decodes: int) -> AsyncIterator[Router]:
-    reserved: list[int] = []
-    original = CapacityQueues.reserved
-
-    def spy(queues: CapacityQueues, ticket: Ticket, model: ModelInfo) -> None:
-        reserved.append(ticket.order[0])
-        original(queues, ticket, model)
-
-    monkeypatch.setattr(CapacityQueues, "reserved", spy)
-    # They are for answers of a quiet machine: a queue that waits less asks more often, and out of order.
+    seen = Seen()
+    seen.watch(monkeypatch)
+    # They are for answers of a quiet machine: a queue that waits less asks more often.
     for module, names in WAITS.items():
         for name in names:
             monkeypatch.setattr(module, name, scaled(getattr(module, name)))
+    # Every choice answers and comes back here. On a busy machine some come late, and the queue would go on
+    # without them, out of order.
+    for name in ORDER_WAITS:
+        monkeypatch.setattr(queue, name, scaled(NEVER_S))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = int(probe.getsockname()[1])
@@ -153,7 +183,7 @@ async def router(engines: Stack, monkeypatch: pytest.MonkeyPatch, *, decodes: in
                 return False
 
             await eventually(ready)
-            yield Router(http, reserved)
+            yield Router(http, seen)
     finally:
         process.stop.set()
         await asyncio.wait_for(serving, scaled(15))
@@ -183,8 +213,8 @@ def prompts(reference: Reference, *lengths: int) -> list[tuple[list[int], list[i
 
 
 def in_order(numbers: Sequence[int]) -> bool:
-    """But for those that pass one which was refused and is not back yet."""
-    numbers = list(dict.fromkeys(numbers))  # one that gave way got room twice
+    """But for a place or two: those that start together may join in another order."""
+    numbers = list(dict.fromkeys(numbers))  # one that was refused or gave way asked again
     order = sorted(numbers)
     return all(abs(order.index(number) - place) <= 2 for place, number in enumerate(numbers))
 
@@ -199,10 +229,10 @@ async def test_of_many_at_once_each_waits_for_its_turn(
         began_s = time.monotonic()
         await asyncio.gather(*await it.at_once(wanted))
         took_s = time.monotonic() - began_s
-        assert in_order(it.reserved), it.reserved
+        assert in_order(it.seen.permits), str(it.seen)
     calls, refused = asked(engines, "decode")
     assert calls == 12 + refused
-    assert refused <= 4 + probes(took_s), "not each that waits, at each poll"
+    assert refused <= len(it.seen.alone) + probes(took_s), "not each that waits, at each poll"
     await engines.idle("decode")
 
 
@@ -223,8 +253,8 @@ async def test_a_large_one_among_small_ones_where_memory_is_shared(
         began_s = time.monotonic()
         await asyncio.gather(*await it.at_once(wanted))
         took_s = time.monotonic() - began_s
-        assert in_order([number for number in it.reserved if number != 6]), it.reserved
-        before = it.reserved[: it.reserved.index(6)]
+        assert in_order([number for number in it.seen.permits if number != 6]), str(it.seen)
+        before = it.seen.reserved[: it.seen.reserved.index(6)]
         assert len([number for number in before if number > 6]) <= 5, "6 blocks each, and it has 31"
     calls, refused = asked(engines, "d1", "d2")
     assert calls == 12 + refused
@@ -242,7 +272,7 @@ async def test_a_client_that_goes_away_leaves_the_queue(
         first, second, third = await it.at_once(wanted)
         second.cancel()
         await asyncio.gather(first, third)
-        assert it.reserved == [0, 2]
+        assert it.seen.reserved == [0, 2]
 
         async def empty() -> bool:
             return await it.running() == 0

@@ -87,7 +87,7 @@ async def test_what_has_no_tokens_is_refused(
 
 async def test_only_pages_that_are_named_may_call(socket_folder: Path, rest_store: KvStore) -> None:
     keys = socket_folder / "keys"
-    keys.write_text("ann key-of-ann-1\n")
+    keys.write_text("ann key-of-ann-1 operator\n")
     (socket_folder / "secret").write_bytes(b"s" * 32)
     settings = {
         "cors_origins": (PAGE,), "api_keys": str(keys), "secret_file": str(socket_folder / "secret"),

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+import openai
 import pytest
 
 from devstack.rest import Turn
@@ -91,6 +94,53 @@ def test_an_answer_goes_on_within_its_grammar(twins: Stack) -> None:
     assert victims.killed, "none was at work"
     assert turn.text == expected.text
     assert turn.timings["resumptions"] == 1
+
+
+def test_a_call_goes_on_within_its_schema(twins: Stack) -> None:
+    """Streamed, with its arguments' pieces, each once."""
+    schema = {
+        "type": "object",
+        "properties": {
+            "flags": {"type": "array", "items": {"type": "boolean"}, "minItems": 60, "maxItems": 60}
+        },
+        "required": ["flags"],
+        "additionalProperties": False,
+    }
+    tool = {"type": "function", "function": {"name": "set_flags", "parameters": schema}}
+    asked = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 900}
+
+    def call(session: str, kill: Callable[[], object] | None = None) -> tuple[str, int]:
+        """The arguments, and how many ids and names were sent."""
+        arguments, begun = "", 0
+        with openai.OpenAI(base_url=twins.v1, api_key="none", max_retries=0, timeout=scaled(120)) as sdk:
+            chunks: Any = sdk.chat.completions.create(
+                model=sdk.models.list().data[0].id,
+                messages=[{"role": "user", "content": MESSAGE}],
+                stream=True,
+                extra_body={"session_id": session, **asked, **SAMPLINGS["sampled"]},
+            )
+            for number, chunk in enumerate(chunks):
+                if number == 10 and kill is not None:
+                    kill()
+                for choice in chunk.choices:
+                    for part in choice.delta.tool_calls or ():
+                        arguments += part.function.arguments
+                        begun += part.id is not None
+        return arguments, begun
+
+    plain = f"call-{next(_serial)}"
+    expected, begun = call(plain)
+    assert len(json.loads(expected)["flags"]) == 60
+    assert begun == 1
+    victims = Victims(twins, "decode")
+    for _ in range(TRIES):
+        session = f"call-{next(_serial)}"
+        resumed = call(session, victims.kill_busy)
+        if victims.killed:
+            break
+    assert victims.killed, "none was at work"
+    assert resumed == (expected, 1)
+    assert token_ids(twins, session) == token_ids(twins, plain)
 
 
 @pytest.mark.slow

@@ -113,7 +113,7 @@ def test_a_client_that_goes_away_frees_its_turn(stack: Stack) -> None:
         with socket.create_connection(
             (address.hostname or "", address.port or 0), timeout=scaled(30)
         ) as connection:
-            head = f"POST {CHAT} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            head = f"POST {CHAT} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
             connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
             assert b"200" in connection.recv(64)
         stack.assert_no_block_is_held(5)

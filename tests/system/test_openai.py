@@ -205,5 +205,5 @@ def test_errors_are_the_sdks_own_classes(sdk: openai.OpenAI, model: str) -> None
         sdk.chat.completions.create(model=model, messages=ask("word " * 5000))
     assert long.value.code == "context_length_exceeded"
     with pytest.raises(openai.BadRequestError) as unbuilt:
-        sdk.chat.completions.create(model=model, messages=ask("Hi"), reasoning_effort="high")
-    assert unbuilt.value.param == "reasoning_effort"
+        sdk.chat.completions.create(model=model, messages=ask("Hi"), modalities=["audio"])
+    assert unbuilt.value.param == "modalities"

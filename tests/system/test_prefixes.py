@@ -36,7 +36,7 @@ def keyed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     """Alice and Bob have keys. One job runs at a time, and prefill has room for one long prefix."""
     folder = tmp_path_factory.mktemp("keyed")
     keys, secret = folder / "keys", folder / "secret"
-    keys.write_text("alice key-of-alice\nbob key-of-bob\n")
+    keys.write_text("alice key-of-alice operator\nbob key-of-bob\n")
     secret.write_bytes(b"sixteen bytes or more of secret")
     router = {
         "api_keys": str(keys), "secret_file": str(secret), "policy": "bounded_fpf", "max_running": 1,

@@ -2,54 +2,22 @@
 
 from __future__ import annotations
 
-import re
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-from tests.machine import scaled
+from tests.system.examples import examples, run_python, run_shell
 from tests.system.stack import Stack
 
-README = Path(__file__).parents[2] / "README.md"
-ADDRESS = "http://127.0.0.1:8000"
 
-
-def examples(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", README.read_text(), re.DOTALL)
-
-
-@pytest.mark.parametrize("example", examples("python"))
+@pytest.mark.parametrize("example", examples("README.md", "python"))
 def test_python_examples_recall(stack: Stack, example: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", example.replace(ADDRESS, stack.url)],
-        capture_output=True,
-        text=True,
-        timeout=scaled(60),
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    recalled, cached = done.stdout.strip().splitlines()
+    recalled, cached = run_python(example, stack).strip().splitlines()
     assert "Amara" in recalled
     assert int(cached.split()[0]) > 0
 
 
-@pytest.mark.parametrize("example", examples("bash"))
+@pytest.mark.parametrize("example", examples("README.md", "bash"))
 def test_shell_examples_answer(stack: Stack, example: str) -> None:
-    done = subprocess.run(
-        ["bash", "-ec", example.replace(ADDRESS, stack.url)],
-        capture_output=True,
-        text=True,
-        timeout=scaled(60),
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "data: [DONE]" in done.stdout
-    assert '"id": "letters-from-home"' in done.stdout.replace('":"', '": "')
-    assert '"error"' not in done.stdout
-
-
-def test_examples_are_there() -> None:
-    assert examples("python")
-    assert examples("bash")
+    printed = run_shell(example, stack)
+    assert "data: [DONE]" in printed
+    assert '"id": "letters-from-home"' in printed.replace('":"', '": "')
+    assert '"error"' not in printed

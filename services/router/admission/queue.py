@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from heapq import nsmallest
 from itertools import count
 
-from kvcommons.errors import Overloaded
+from kvcommons.errors import Overloaded, QuotaExceeded
 from services.router.admission.prefixes import PrefixSharers
 from services.router.admission.scheduling import ABSENT, NO_PROMISE, FirstCome, Promise, Rank, Scheduling
 from services.router.admission.shares import TenantShares
@@ -52,8 +52,17 @@ class RequestQueue:
     """Lets requests of up to `max_running` choices run; up to `max_waiting` choices wait, and more are
     refused. The request that is next by the policy is not overtaken for being too large to start now."""
 
-    def __init__(self, *, max_running: int, max_waiting: int, policy: Scheduling | None = None) -> None:
-        """Without a policy it is first come, first served."""
+    def __init__(
+        self,
+        *,
+        max_running: int,
+        max_waiting: int,
+        policy: Scheduling | None = None,
+        share: Callable[[str], float] = lambda tenant: 1.0,
+    ) -> None:
+        """Without a policy it is first come, first served. `share`: of the choices that may wait, the part
+        that a tenant's may be."""
+        self._share = share
         self._max_running = max_running
         self._max_waiting = max_waiting
         self._policy = policy or FirstCome()
@@ -84,7 +93,8 @@ class RequestQueue:
     ) -> QueuedRequest:
         """A request that runs at once (`started_s` set) or waits for `advance` to start it.
 
-        Raises Overloaded, with the time after which to try again, when too many wait.
+        Raises Overloaded, with the time after which to try again, when too many wait, and QuotaExceeded when
+        too many of its tenant's do.
         """
         request = QueuedRequest(
             cost=min(cost, self._max_running),
@@ -102,9 +112,22 @@ class RequestQueue:
                 f"{self.waiting} requests are waiting already; try again later",
                 retry_after_ms=self.retry_after_ms(),
             )
+        self._check_share(request)
         self._shares.join(promise.tenant)
         self._waiting[request] = None
         return request
+
+    def _check_share(self, request: QueuedRequest) -> None:
+        """One request of a tenant may wait in any case. Raises QuotaExceeded."""
+        tenant = request.promise.tenant
+        own = sum(other.cost for other in self._waiting if other.promise.tenant == tenant)
+        most = int(self._share(tenant) * self._max_waiting)
+        if own and own + request.cost > most:
+            raise QuotaExceeded(
+                f"{own} requests of the tenant {tenant!r} wait already, of at most {most} (queue_share): try "
+                "again later",
+                retry_after_ms=self.retry_after_ms(),
+            )
 
     def set_prefix(self, request: QueuedRequest, prefix: Prefix) -> None:
         """Sets what a request could reuse; called once, before it waits for long."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from contextlib import aclosing
+from collections.abc import AsyncIterator
+from contextlib import aclosing, asynccontextmanager
 from dataclasses import asdict
 from typing import Any
 
 from aiohttp import web
 
-from kvcommons.errors import DeadlineExceeded
+from kvcommons.errors import DeadlineExceeded, KVCommonsError
 from kvcommons.telemetry.trace import (
     RESPONSE_FINISH_REASONS,
     USAGE_CACHED_TOKENS,
@@ -20,7 +21,6 @@ from kvcommons.telemetry.trace import (
 from services.router.api import sse
 from services.router.api.shapes import Shape, error_body
 from services.router.http.middleware import FAILED, SERVING, known_error
-from services.router.turn import events as ev
 from services.router.turn.lifecycle import RequestLifecycle
 
 log = logging.getLogger(__name__)
@@ -29,6 +29,22 @@ log = logging.getLogger(__name__)
 _FAREWELL_S = 1.0
 # The dispatch knows better why a deadline passed: this one is for clients that do not read.
 _GRACE_S = 1.0
+
+
+@asynccontextmanager
+async def events_of(request: web.Request) -> AsyncIterator[web.StreamResponse]:
+    """A stream of server-sent events that follows something, from its headers to its end; an error is its
+    last event. Raises CancelledError where the client goes away."""
+    response = web.StreamResponse(headers=sse.HEADERS)
+    await response.prepare(request)
+    try:
+        yield response
+        await response.write_eof()
+    except ConnectionResetError:
+        raise asyncio.CancelledError("the client went away") from None
+    except KVCommonsError as error:
+        await response.write(sse.event(error_body(error)))
+        await response.write_eof()
 
 
 async def answer(
@@ -74,15 +90,18 @@ class _Stream:
         self._lifecycle = lifecycle
         self._shape = shape
         self._response = web.StreamResponse(headers=sse.HEADERS)
-        self._begun: set[int] = set()
+        self._opened = False
 
     async def run(self, deadline_s: float) -> web.StreamResponse:
         try:
             async with asyncio.timeout(deadline_s):
                 async with aclosing(self._lifecycle.deltas()) as batches:
                     async for batch in batches:
-                        await self._send(b"".join(map(self._delta, batch)))
-                await self._send(self._end())
+                        await self._send(self._open() + b"".join(map(self._shape.delta, batch)))
+                turn = self._lifecycle.turn
+                opening = self._open()
+                ending = self._shape.ending(turn.choices, turn.usage, self._lifecycle.timings())
+                await self._send(opening + ending)
                 await self._response.write_eof()
             return self._response
         except ConnectionResetError:
@@ -92,7 +111,15 @@ class _Stream:
                 raise
             return await self._fail(error)
 
+    def _open(self) -> bytes:
+        if self._opened:
+            return b""
+        self._opened = True
+        return self._shape.opening(self._lifecycle.turn.usage)
+
     async def _send(self, data: bytes) -> None:
+        if not data:
+            return
         if not self._response.prepared:
             await self._response.prepare(self._request)
         stall_s = self._request.app[SERVING].config.client_stall_s
@@ -102,38 +129,15 @@ class _Stream:
         except TimeoutError:  # it holds blocks, a place in the batch, and its session
             raise DeadlineExceeded(f"the client read nothing of its stream for {stall_s:g} s") from None
 
-    def _delta(self, delta: ev.Delta) -> bytes:
-        return self._begin(delta.choice) + sse.event(
-            self._shape.delta(delta.choice, delta.text, delta.tokens)
-        )
-
-    def _begin(self, choice: int) -> bytes:
-        if choice in self._begun:
-            return b""
-        self._begun.add(choice)
-        first = self._shape.begin(choice)
-        return sse.event(first) if first is not None else b""
-
-    def _end(self) -> bytes:
-        parts: list[bytes] = []
-        for choice in self._lifecycle.turn.choices:
-            parts.append(self._begin(choice.index))
-            parts.append(sse.event(self._shape.finish(choice.index, choice.finish_reason or "")))
-        if self._shape.include_usage:
-            usage = self._shape.usage(self._lifecycle.turn.usage, self._lifecycle.timings())
-            parts.append(sse.event(usage))
-        parts.append(sse.DONE)
-        return b"".join(parts)
-
     async def _fail(self, error: Exception) -> web.StreamResponse:
-        """The stream began: an event tells what is wrong, and the stream ends without [DONE]."""
+        """The stream began: its last event tells what is wrong."""
         known = known_error(error)
         self._request[FAILED] = known
         self._request.app[SERVING].metrics.errors.labels(known.code).inc()
         log.warning("a stream failed: %s", known.message, extra={"code": known.code})
         try:
             async with asyncio.timeout(_FAREWELL_S):
-                await self._response.write(sse.event(error_body(known)))
+                await self._response.write(self._shape.failure(known))
                 await self._response.write_eof()
         except (TimeoutError, ConnectionResetError):
             if self._request.transport is not None:

@@ -8,12 +8,16 @@ from typing import TypeVar
 from aiohttp import web
 
 from kvcommons.errors import DeadlineExceeded, InvalidInput, UnsupportedParameter
-from services.router.api.schemas.requests import Body, check_session_id
-from services.router.api.schemas.validation import parse_json, validate
-from services.router.http.middleware import SERVING
+from services.router.api.schemas.body import Body
+from services.router.api.schemas.requests import check_session_id
+from services.router.api.schemas.validation import parse_json, validate, validate_known
+from services.router.http.middleware import IGNORED, SERVING
 
 B = TypeVar("B", bound=Body)
 
+# The form of another site's page can send a body of other types without asking first (a preflight).
+_CONTENT_TYPE = "application/json"
+_SHOWN_CHARS_MAX = 80
 SESSION_HEADERS = ("X-Session-ID", "session-id", "x-claude-code-session-id")
 
 
@@ -40,7 +44,18 @@ async def read_body(request: web.Request, schema: type[B], *, may_be_empty: bool
         ) from None
     if may_be_empty and not body:
         return validate(schema, {})
-    return validate(schema, parse_json(body))
+    if body and request.content_type != _CONTENT_TYPE:
+        raise InvalidInput(
+            f"the body has to be {_CONTENT_TYPE}, and the header Content-Type says "
+            f"{request.headers.get('Content-Type', 'nothing')[:_SHOWN_CHARS_MAX]!r}: send "
+            f"'Content-Type: {_CONTENT_TYPE}'",
+            param="Content-Type",
+        )
+    value = parse_json(body)
+    if config.unknown_fields == "refuse":
+        return validate(schema, value)
+    known, request[IGNORED] = validate_known(schema, value)
+    return known
 
 
 def session_id_of(request: web.Request, in_body: str | None) -> str | None:

@@ -7,7 +7,7 @@ from aiohttp import web
 from kvcommons.telemetry import logs
 from services.router.api.answering import answer
 from services.router.api.body import read_body, session_id_of
-from services.router.api.schemas.requests import ChatRequest
+from services.router.api.schemas.requests import ChatRequest, StreamOptions
 from services.router.api.shapes import ChatShape
 from services.router.http.middleware import SERVING, TENANT
 from services.router.turn.lifecycle import RequestLifecycle
@@ -17,10 +17,11 @@ from services.router.turn.sampling import logprobs_of
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     body = await read_body(request, ChatRequest)
     session_id = session_id_of(request, body.session_id)
+    options = body.stream_options or StreamOptions.model_validate({})
     serving = request.app[SERVING]
     with logs.bound(session_id=session_id or ""):
         async with RequestLifecycle(serving, tenant=request[TENANT]) as lifecycle:
-            await lifecycle.plan_chat(body, session_id)
+            await lifecycle.plan_chat(body, session_id, branches=True)
             shape = ChatShape(
                 id=lifecycle.turn_id,
                 created_s=lifecycle.created_s,
@@ -28,8 +29,11 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
                 tokenizer=serving.text.tokenizer,
                 logprobs=logprobs_of(body)[0],
                 service_tier=lifecycle.service.name,
-                include_usage=bool(body.stream_options and body.stream_options.include_usage),
+                include_usage=bool(options.include_usage),
+                include_stop=bool(body.include_stop_str_in_output),
+                usage_so_far=(lambda: lifecycle.turn.usage) if options.continuous_usage_stats else None,
                 session_id=session_id,
+                branch=lifecycle.branch,
                 context=lifecycle.context,
             )
             return await answer(request, lifecycle, shape, stream=bool(body.stream))

@@ -7,7 +7,7 @@ from aiohttp import web
 from kvcommons.errors import UnsupportedParameter
 from services.router.api.answering import answer
 from services.router.api.body import read_body, session_id_of
-from services.router.api.schemas.requests import CompletionRequest
+from services.router.api.schemas.requests import CompletionRequest, StreamOptions
 from services.router.api.shapes import CompletionShape
 from services.router.http.middleware import SERVING, TENANT
 from services.router.turn.lifecycle import RequestLifecycle
@@ -21,6 +21,7 @@ async def completions(request: web.Request) -> web.StreamResponse:
             "sessions are conversations: use /v1/chat/completions, or leave the session header out",
             param="session_id",
         )
+    options = body.stream_options or StreamOptions.model_validate({})
     serving = request.app[SERVING]
     async with RequestLifecycle(serving, tenant=request[TENANT]) as lifecycle:
         await lifecycle.plan_completion(body)
@@ -31,6 +32,8 @@ async def completions(request: web.Request) -> web.StreamResponse:
             tokenizer=serving.text.tokenizer,
             logprobs=logprobs_of(body)[0],
             service_tier=lifecycle.service.name,
-            include_usage=bool(body.stream_options and body.stream_options.include_usage),
+            include_usage=bool(options.include_usage),
+            include_stop=bool(body.include_stop_str_in_output),
+            usage_so_far=(lambda: lifecycle.turn.usage) if options.continuous_usage_stats else None,
         )
         return await answer(request, lifecycle, shape, stream=bool(body.stream))

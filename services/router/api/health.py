@@ -12,13 +12,11 @@ from kvcommons.errors import KVCommonsError
 from kvcommons.pb import kvstore_pb2, ledger_pb2
 from kvcommons.version import installed_version
 from services.router.api.shapes import Json
+from services.router.fleet.fleet import SERVICES
 from services.router.http.middleware import SERVING
 from services.router.serving import Serving
 
 _NEEDED = ("prefill", "decode", "kvstore")
-_SERVICES = (
-    "router", "prefill", "prefill_stage", "decode", "decode_stage", "attention_pool", "kvstore", "ledger",
-)  # fmt: skip
 _STATS_S = 1.0
 _OK = 200
 _UNAVAILABLE = 503
@@ -57,18 +55,18 @@ async def version(request: web.Request) -> web.Response:
 
 
 async def metrics(request: web.Request) -> web.Response:
-    """Prometheus. Needs a key where keys are configured, as all paths but /health do."""
+    """Prometheus: of all tenants together, so it needs an operator's key where keys are configured."""
     registry = request.app[SERVING].metrics.registry
     return web.Response(body=generate_latest(registry), headers={"Content-Type": CONTENT_TYPE_LATEST})
 
 
 async def status(request: web.Request) -> web.Response:
-    """What `kvcommons status` shows."""
+    """What `kvcommons status` shows; needs an operator's key where keys are configured."""
     serving = request.app[SERVING]
     unfit = serving.fleet.unfit_pools()
     instances = [
         _instance(instance, unfit.get(instance.id))
-        for service in _SERVICES
+        for service in SERVICES
         for instance in serving.fleet.instances(service, ready=False)
     ]
     return web.json_response(

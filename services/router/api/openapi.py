@@ -9,8 +9,9 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import JsonSchemaMode, models_json_schema
 
+from services.router.api.query import LIMIT_DEFAULT, LIMIT_MAX
 from services.router.api.routes import Route
-from services.router.api.schemas import answers
+from services.router.api.schemas.requests import SESSION_ID_SCHEMA
 
 _REASONS = {
     400: "Invalid: the error names the field.",
@@ -22,12 +23,23 @@ _REASONS = {
     429: "Too many requests wait; Retry-After says when to come back.",
     500: "Unexpected.",
     503: "Loading, overloaded, or the session store is out of reach.",
+    529: "Loading or overloaded; come back later.",
 }
+_OK = 200
+_TEXT: dict[str, Any] = {"type": "string", "minLength": 1}
+_TRUTH: dict[str, Any] = {"type": "string", "enum": ["true", "false"], "default": "false"}
+_QUERIES: dict[str, dict[str, Any]] = {
+    "limit": {"type": "integer", "minimum": 1, "maximum": LIMIT_MAX, "default": LIMIT_DEFAULT},
+    "after": {"type": "string"},
+    "order": {"type": "string", "enum": ["asc", "desc"], "default": "desc"},
+    "stream": _TRUTH,
+}
+_OF_SESSIONS = ("/v1/sessions/", "/v1/conversations/")  # with an id in their paths
 _TEMPLATE = "#/components/schemas/{model}"
 
 
-def describe(routes: Sequence[Route], *, version: str) -> dict[str, Any]:
-    """The document, as JSON."""
+def describe(routes: Sequence[Route], *, version: str, keys: bool = True) -> dict[str, Any]:
+    """The document, as JSON. `keys`: the server wants one."""
     schemas = _schemas(routes)
     paths: dict[str, dict[str, Any]] = {}
     for route in routes:
@@ -44,13 +56,14 @@ def describe(routes: Sequence[Route], *, version: str) -> dict[str, Any]:
             "schemas": schemas,
             "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
         },
-        "security": [{"key": []}],
+        "security": [{"key": []}] if keys else [],
     }
 
 
 def _schemas(routes: Sequence[Route]) -> dict[str, Any]:
-    models: dict[type[BaseModel], JsonSchemaMode] = {answers.Error: "serialization"}
+    models: dict[type[BaseModel], JsonSchemaMode] = {}
     for route in routes:
+        models[route.error] = "serialization"
         if route.body is not None:
             models[route.body] = "validation"
         for answer in (*route.answers.values(), route.stream):
@@ -67,14 +80,13 @@ def _operation(route: Route) -> dict[str, Any]:
         "summary": route.summary,
         "responses": _responses(route),
     }
+    of_session = route.path.startswith(_OF_SESSIONS)
     parameters = [
-        {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
+        {"name": name, "in": "path", "required": True, "schema": SESSION_ID_SCHEMA if of_session else _TEXT}
         for name in re.findall(r"{(\w+)}", route.path)
     ]
-    parameters += [
-        {"name": name, "in": "query", "schema": {"type": "integer" if name == "limit" else "string"}}
-        for name in route.query
-    ]
+    parameters += [{"name": name, "in": "query", "schema": _QUERIES[name]} for name in route.query]
+    parameters += [{"name": name, "in": "header", "schema": SESSION_ID_SCHEMA} for name in route.headers]
     if parameters:
         operation["parameters"] = parameters
     if route.body is not None:
@@ -90,10 +102,11 @@ def _operation(route: Route) -> dict[str, Any]:
 def _responses(route: Route) -> dict[str, Any]:
     responses: dict[str, Any] = {}
     for status, answer in route.answers.items():
-        content: dict[str, Any] = {"application/json": {"schema": _ref(answer)}}
-        if route.stream is not None:
-            content["text/event-stream"] = {"schema": _ref(route.stream)}
+        content = {"application/json": {"schema": _ref(answer)}}
         responses[str(status)] = {"description": route.summary, "content": content}
+    if route.stream is not None:
+        streamed = responses.setdefault(str(_OK), {"description": route.summary, "content": {}})
+        streamed["content"]["text/event-stream"] = {"schema": _event(route.stream, route.error)}
     if not route.answers:
         responses["200"] = {
             "description": route.summary,
@@ -105,9 +118,17 @@ def _responses(route: Route) -> dict[str, Any]:
         )
         responses[str(status)] = {
             "description": _REASONS[status],
-            "content": {"application/json": {"schema": _ref(answers.Error)}},
+            "content": {"application/json": {"schema": _ref(route.error)}},
         }
     return responses
+
+
+def _event(stream: type[BaseModel], error: type[BaseModel]) -> dict[str, Any]:
+    """Of a stream, as OpenAPI 3.2 describes one."""
+    text = {"type": "string"}
+    described = {"anyOf": [_ref(stream), _ref(error)]}
+    data = text | {"contentMediaType": "application/json", "contentSchema": described}
+    return {"type": "object", "properties": {"event": text, "data": data}, "required": ["data"]}
 
 
 def _ref(model: type[BaseModel]) -> dict[str, str]:

@@ -6,11 +6,13 @@ import asyncio
 
 from aiohttp import web
 
-from kvcommons.errors import Conflict, InvalidInput, KVCommonsError, NotFound
+from kvcommons.errors import Conflict, KVCommonsError, NotFound
 from kvcommons.pb import kvstore_pb2 as pb
 from kvcommons.telemetry import logs
 from services.router.api import sse
+from services.router.api.answering import events_of
 from services.router.api.body import read_body
+from services.router.api.query import wants_stream
 from services.router.api.schemas.requests import SessionPrefill
 from services.router.api.sessions import session_id_in_path
 from services.router.api.shapes import Json, error_body
@@ -47,11 +49,9 @@ async def begin_prefill(request: web.Request) -> web.StreamResponse:
 
 async def get_prefill(request: web.Request) -> web.StreamResponse:
     key = request[TENANT].name, session_id_in_path(request)
-    wanted = request.query.get("stream", "false")
-    if wanted not in ("true", "false"):
-        raise InvalidInput('stream is "true" or "false"', param="stream")
+    streams = wants_stream(request)
     state = await _state(request.app[SERVING], key)
-    return await _events(request, key) if wanted == "true" else web.json_response(state)
+    return await _events(request, key) if streams else web.json_response(state)
 
 
 async def cancel_prefill(request: web.Request) -> web.Response:
@@ -85,10 +85,8 @@ async def _events(request: web.Request, key: Key) -> web.StreamResponse:
     """The document's state whenever it is new, to its end. It goes on though the client goes away; for how
     long one that reads nothing is waited for, its connection says."""
     serving = request.app[SERVING]
-    response = web.StreamResponse(headers=sse.HEADERS)
-    await response.prepare(request)
     state: Json = {}
-    try:
+    async with events_of(request) as response:
         while True:
             state = await _next_state(serving, key, state)
             status = state["status"]
@@ -101,12 +99,6 @@ async def _events(request: web.Request, key: Key) -> web.StreamResponse:
                 await document.changed(_EVENT_S)
             else:
                 await asyncio.sleep(_LOOK_S)
-        await response.write_eof()
-    except ConnectionResetError:
-        raise asyncio.CancelledError("the client went away") from None
-    except KVCommonsError as error:
-        await response.write(sse.event(error_body(error)))
-        await response.write_eof()
     return response
 
 

@@ -5,12 +5,30 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from aiohttp import web
 from pydantic import BaseModel
 
-from kvcommons.errors import UnsupportedParameter
-from services.router.api import chat, completions, health, models, prefill, sessions, tokenizing
+from services.router.api import (
+    chat,
+    commons,
+    completions,
+    health,
+    models,
+    prefill,
+    sessions,
+    tokenizing,
+    usage,
+)
+from services.router.api.body import SESSION_HEADERS
+from services.router.api.messages import answers as messages_answers
+from services.router.api.messages import endpoints as messages
+from services.router.api.messages import requests as messages_requests
+from services.router.api.responses import answers as responses_answers
+from services.router.api.responses import conversations
+from services.router.api.responses import endpoints as responses
+from services.router.api.responses import requests as responses_requests
 from services.router.api.schemas import answers, requests
+from services.router.api.schemas.answers import Error
+from services.router.api.schemas.commons import CommonsPicture
 from services.router.http.middleware import Handler
 
 
@@ -24,16 +42,28 @@ class Route:
     answers: Mapping[int, type[BaseModel]] = field(default_factory=dict)
     stream: type[BaseModel] | None = None  # each event, where the request asks for a stream
     query: tuple[str, ...] = ()
+    headers: tuple[str, ...] = ()  # that name a session
     errors: tuple[int, ...] = (401,)
+    operator: bool = False  # of the whole stack: a tenant's key is not enough
+    error: type[BaseModel] = Error
 
 
 _GENERATION_ERRORS = (400, 401, 403, 404, 409, 413, 429, 500, 503)
+_MESSAGES_ERRORS = (400, 401, 403, 404, 413, 429, 500, 529)
 _TOKENIZING_ERRORS = (400, 401, 404, 413, 503)
 _SESSION_ERRORS = (400, 401, 404, 503)
 
 
 def routes() -> list[Route]:
-    return [*_generation(), *_tokenizing(), *_sessions(), *_documents(), *_operation()]
+    return [
+        *_generation(),
+        *_responses(),
+        *_messages(),
+        *_tokenizing(),
+        *_sessions(),
+        *_documents(),
+        *_operation(),
+    ]
 
 
 def _generation() -> list[Route]:
@@ -46,6 +76,7 @@ def _generation() -> list[Route]:
             body=requests.ChatRequest,
             answers={200: answers.ChatCompletion},
             stream=answers.ChatCompletionChunk,
+            headers=SESSION_HEADERS,
             errors=_GENERATION_ERRORS,
         ),
         Route(
@@ -72,6 +103,98 @@ def _generation() -> list[Route]:
             summary="One model.",
             answers={200: answers.ModelCard},
             errors=(401, 404),
+        ),
+    ]
+
+
+def _responses() -> list[Route]:
+    return [
+        Route(
+            method="POST",
+            path="/v1/responses",
+            handler=responses.create_response,
+            summary="An answer in OpenAI's newer shape, stored unless the request says otherwise.",
+            body=responses_requests.ResponsesRequest,
+            answers={200: responses_answers.Response},
+            stream=responses_answers.ResponseEvent,
+            errors=_GENERATION_ERRORS,
+        ),
+        Route(
+            method="POST",
+            path="/v1/responses/input_tokens",
+            handler=responses.count_input_tokens,
+            summary="How many tokens such a request's prompt has.",
+            body=responses_requests.InputTokensRequest,
+            answers={200: responses_answers.InputTokens},
+            errors=_SESSION_ERRORS,
+        ),
+        Route(
+            method="GET",
+            path="/v1/responses/{id}",
+            handler=responses.get_response,
+            summary="A stored response.",
+            answers={200: responses_answers.Response},
+            errors=_SESSION_ERRORS,
+        ),
+        Route(
+            method="POST",
+            path="/v1/conversations",
+            handler=conversations.create_conversation,
+            summary="A new conversation: a session that responses go on with.",
+            body=responses_requests.ConversationCreate,
+            answers={200: responses_answers.Conversation},
+            errors=_SESSION_ERRORS,
+        ),
+        Route(
+            method="GET",
+            path="/v1/conversations/{id}",
+            handler=conversations.get_conversation,
+            summary="A conversation.",
+            answers={200: responses_answers.Conversation},
+            errors=_SESSION_ERRORS,
+        ),
+        Route(
+            method="DELETE",
+            path="/v1/conversations/{id}",
+            handler=conversations.delete_conversation,
+            summary="Forgets a conversation.",
+            answers={200: responses_answers.ConversationDeleted},
+            errors=(*_SESSION_ERRORS, 409),
+        ),
+        Route(
+            method="GET",
+            path="/v1/conversations/{id}/items",
+            handler=conversations.list_items,
+            summary="What was said in a conversation, newest first.",
+            answers={200: responses_answers.ItemList},
+            query=("limit", "after", "order"),
+            errors=_SESSION_ERRORS,
+        ),
+    ]
+
+
+def _messages() -> list[Route]:
+    return [
+        Route(
+            method="POST",
+            path="/v1/messages",
+            handler=messages.create_message,
+            summary="An answer as Anthropic's API gives it.",
+            body=messages_requests.MessagesRequest,
+            answers={200: messages_answers.MessagesAnswer},
+            stream=messages_answers.MessagesEvent,
+            errors=_MESSAGES_ERRORS,
+            error=messages_answers.MessagesError,
+        ),
+        Route(
+            method="POST",
+            path="/v1/messages/count_tokens",
+            handler=messages.count_tokens,
+            summary="How many tokens such a request's prompt has.",
+            body=messages_requests.TokenCountRequest,
+            answers={200: messages_answers.TokenCount},
+            errors=_MESSAGES_ERRORS,
+            error=messages_answers.MessagesError,
         ),
     ]
 
@@ -137,10 +260,18 @@ def _sessions() -> list[Route]:
             errors=(*_SESSION_ERRORS, 409),
         ),
         Route(
+            method="GET",
+            path="/v1/sessions/{id}/branches",
+            handler=sessions.list_branches,
+            summary="The session's branches: where a history departed, or a fork at a cut.",
+            answers={200: answers.SessionBranches},
+            errors=_SESSION_ERRORS,
+        ),
+        Route(
             method="DELETE",
             path="/v1/sessions/{id}",
             handler=sessions.delete_session,
-            summary="Forgets a session.",
+            summary="Forgets a session, and its branches.",
             answers={200: answers.SessionDeleted},
             errors=(*_SESSION_ERRORS, 409),
         ),
@@ -185,6 +316,13 @@ def _operation() -> list[Route]:
     return [
         Route(
             method="GET",
+            path="/v1/usage",
+            handler=usage.usage,
+            summary="What the key's tenant has used at this router, and what it may.",
+            answers={200: answers.Usage},
+        ),
+        Route(
+            method="GET",
             path="/health",
             handler=health.health,
             summary="200 when all is served. The one path that needs no key.",
@@ -202,22 +340,29 @@ def _operation() -> list[Route]:
             method="GET",
             path="/metrics",
             handler=health.metrics,
-            summary="Prometheus metrics, as text. Needs a key where keys are configured.",
+            summary="Prometheus metrics, as text. Needs an operator's key where keys are configured.",
+            errors=(401, 403),
+            operator=True,
         ),
         Route(
             method="GET",
             path="/v1/status",
             handler=health.status,
-            summary="Instances, loads, store and queue.",
+            summary="Instances, loads, store and queue. Needs an operator's key where keys are configured.",
             answers={200: answers.Status},
+            errors=(401, 403),
+            operator=True,
+        ),
+        Route(
+            method="GET",
+            path="/v1/commons",
+            handler=commons.commons,
+            summary="Where KV lies, who lends to whom, and what is under way; as a stream, twice a second. "
+            "Needs an operator's key where keys are configured.",
+            answers={200: CommonsPicture},
+            stream=CommonsPicture,
+            query=("stream",),
+            errors=(400, 401, 403, 429),
+            operator=True,
         ),
     ]
-
-
-async def unbuilt(request: web.Request) -> web.Response:
-    """Answers paths that OpenAI's API has and this server has not built: a clear error instead of a 404."""
-    path = request.path[:80]
-    raise UnsupportedParameter(
-        f"{path} is not built yet: use /v1/chat/completions with session_id, which keeps the conversation",
-        param=path,
-    )

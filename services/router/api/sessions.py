@@ -10,20 +10,25 @@ from kvcommons.errors import InvalidInput, KVCommonsError
 from kvcommons.homes import session_key
 from kvcommons.pb import kvstore_pb2 as pb
 from services.router.api.body import read_body
+from services.router.api.query import limit_of
 from services.router.api.schemas.requests import SessionCreate, SessionFork, check_session_id
-from services.router.api.shapes import Json
+from services.router.api.shapes import Json, message_body
 from services.router.http.middleware import SERVING, TENANT
 from services.router.serving import Serving
+from services.router.sessions.branches import branch_at, branches_of, delete_with_branches, whole_records
+from services.router.sessions.conversation import Message
+from services.router.sessions.count import check_room
+from services.router.turn.tools import kept_tools
 
 _PATIENCE_S = 5.0  # with a store that restarts
 _MATCH_S = 1.0
-_LIMIT_DEFAULT = 20
-_LIMIT_MAX = 100
 _CREATED = 201
+_PREVIEW_CHARS = 80
 
 
 async def create_session(request: web.Request) -> web.Response:
     body = await read_body(request, SessionCreate, may_be_empty=True)
+    await check_room(request.app[SERVING], request[TENANT])
     record = await request.app[SERVING].store.create(
         request[TENANT].name, body.id or _new_id(), body.ttl_s or 0, patience_s=_PATIENCE_S
     )
@@ -31,7 +36,7 @@ async def create_session(request: web.Request) -> web.Response:
 
 
 async def list_sessions(request: web.Request) -> web.Response:
-    limit = _limit(request.query.get("limit"))
+    limit = limit_of(request)
     unknown = set(request.query) - {"limit", "after"}
     if unknown:
         name = min(unknown)
@@ -58,10 +63,8 @@ async def get_session(request: web.Request) -> web.Response:
         request[TENANT].name, session_id_in_path(request), patience_s=_PATIENCE_S
     )
     body = session_body(record)
-    body["messages"] = [
-        {"role": message.role, "content": message.content} | ({"name": message.name} if message.name else {})
-        for message in record.messages
-    ]
+    body["messages"] = [message_body(Message.of(message)) for message in record.messages]
+    body["tools"] = list(kept_tools(record.tools).definitions)
     body["tokens"] = len(record.tokens)
     body["token_ids"] = list(record.tokens)
     body["dropped_tokens"] = record.dropped_tokens
@@ -72,15 +75,30 @@ async def get_session(request: web.Request) -> web.Response:
 
 async def fork_session(request: web.Request) -> web.Response:
     body = await read_body(request, SessionFork, may_be_empty=True)
-    record = await request.app[SERVING].store.fork(
-        request[TENANT].name, session_id_in_path(request), body.id or _new_id(), patience_s=_PATIENCE_S
-    )
+    serving, tenant, session_id = request.app[SERVING], request[TENANT], session_id_in_path(request)
+    if body.messages is None:
+        await check_room(serving, tenant)
+        record = await serving.store.fork(
+            tenant.name, session_id, body.id or _new_id(), patience_s=_PATIENCE_S
+        )
+    else:
+        record = await branch_at(serving, tenant, session_id, body.messages, new_id=body.id)
     return web.json_response(session_body(record), status=_CREATED)
+
+
+async def list_branches(request: web.Request) -> web.Response:
+    serving, tenant, session_id = request.app[SERVING], request[TENANT], session_id_in_path(request)
+    heads = await branches_of(serving, tenant, session_id)
+    if not heads:
+        await serving.store.get(tenant.name, session_id, patience_s=_PATIENCE_S)  # it is there
+    records = await whole_records(serving, tenant, [head.session_id for head in heads])
+    data = [session_body(record) | {"preview": _preview(record)} for record in records]
+    return web.json_response({"object": "list", "data": data})
 
 
 async def delete_session(request: web.Request) -> web.Response:
     session_id = session_id_in_path(request)
-    await request.app[SERVING].store.delete(request[TENANT].name, session_id, patience_s=_PATIENCE_S)
+    await delete_with_branches(request.app[SERVING], request[TENANT], session_id)
     return web.json_response({"id": session_id, "object": "session.deleted", "deleted": True})
 
 
@@ -94,7 +112,13 @@ def session_body(record: pb.SessionRecord) -> Json:
         "version": record.version,
         "model": record.model_name or None,
         "parent": record.parent or None,
+        "cut": record.parent_messages if record.HasField("parent_messages") else None,
     }
+
+
+def _preview(record: pb.SessionRecord) -> str:
+    behind = record.messages[record.parent_messages :]
+    return behind[0].content[:_PREVIEW_CHARS] if behind else ""
 
 
 async def _tiers(serving: Serving, record: pb.SessionRecord) -> Json | None:
@@ -119,14 +143,6 @@ def session_id_in_path(request: web.Request) -> str:
         return check_session_id(request.match_info["id"])
     except ValueError as error:
         raise InvalidInput(str(error), param="id") from None
-
-
-def _limit(given: str | None) -> int:
-    if given is None:
-        return _LIMIT_DEFAULT
-    if not given.isascii() or not given.isdigit() or not 1 <= int(given[:9]) <= _LIMIT_MAX:
-        raise InvalidInput(f"limit is a number from 1 to {_LIMIT_MAX}", param="limit")
-    return int(given)
 
 
 def _new_id() -> str:

@@ -1,16 +1,28 @@
-"""OpenAI's JSON shapes of answers and chunks. Pure: dicts out; schemas/answers.py describes them."""
+"""OpenAI's JSON shapes of answers and chunks of chat and completions. Pure; schemas/answers.py describes
+them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from kvcommons.errors import KVCommonsError
 from kvcommons.model.tokenizer import Tokenizer
 from kvcommons.pb.common_pb2 import ModelInfo, SampledToken
+from services.router.answer.parts import (
+    AnswerParts,
+    CallArguments,
+    CallBegun,
+    Content,
+    Part,
+    Reasoning,
+)
+from services.router.answer.text import Shown
+from services.router.api import sse
+from services.router.sessions.conversation import Message, ToolCall
 from services.router.sessions.truncation import Context
-from services.router.turn.answer_text import Shown
+from services.router.turn import events as ev
 from services.router.turn.choice import Choice
 from services.router.turn.turn import TokenUsage
 
@@ -24,18 +36,55 @@ def error_body(error: KVCommonsError) -> Json:
     return {"error": {"message": error.message, "type": error.type, "param": error.param, "code": error.code}}
 
 
+def message_body(message: Message) -> Json:
+    """A stored message."""
+    body: Json = {"role": message.role, "content": message.content}
+    if message.name:
+        body["name"] = message.name
+    if message.reasoning:
+        body["reasoning_content"] = message.reasoning
+    if message.tool_calls:
+        body["tool_calls"] = [call_body(call) for call in message.tool_calls]
+    if message.tool_call_id:
+        body["tool_call_id"] = message.tool_call_id
+    return body
+
+
 def usage_body(usage: TokenUsage) -> Json:
     return {
         "prompt_tokens": usage.prompt_tokens,
         "completion_tokens": usage.completion_tokens,
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
         "prompt_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
     }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape(Protocol):
+    """How one API writes one request's answer: as a whole, or as the events of a stream, which are `opening`,
+    any number of `delta`, and `ending` or `failure`."""
+
+    @property
+    def model(self) -> ModelInfo: ...
+
+    def answer(self, choices: Sequence[Choice], shown: Sequence[Sequence[Shown]], usage: TokenUsage) -> Json:
+        """`shown`: the tokens of each choice whose text was released."""
+
+    def opening(self, usage: TokenUsage) -> bytes:
+        """`usage`: of the prompt, when its first token is there."""
+
+    def delta(self, delta: ev.Delta) -> bytes: ...
+
+    def ending(self, choices: Sequence[Choice], usage: TokenUsage, timings: Json) -> bytes: ...
+
+    def failure(self, error: KVCommonsError) -> bytes:
+        """The last event of a stream that began and failed."""
+
+
+@dataclass(slots=True, kw_only=True)
 class ChatShape:
-    """The chat answers of one request. `session_id` stands in each of them where the call had one."""
+    """The chat answers of one request. `session_id` stands in each of them where the call had one, and
+    `branch` where the turn went on in one of the session's."""
 
     id: str
     created_s: int
@@ -44,16 +93,19 @@ class ChatShape:
     logprobs: bool
     include_usage: bool
     service_tier: str  # the class that it is served as
+    include_stop: bool = False  # the stop string that ended an answer, at its end
+    usage_so_far: Callable[[], TokenUsage] | None = None  # for each chunk
     session_id: str | None
+    branch: str | None = None
     context: Context | None = None
+    _begun: set[int] = field(default_factory=set)  # choices whose role was sent
 
     def answer(self, choices: Sequence[Choice], shown: Sequence[Sequence[Shown]], usage: TokenUsage) -> Json:
-        """`shown`: the tokens of each choice whose text was released."""
         return self._body("chat.completion") | {
             "choices": [
                 {
                     "index": choice.index,
-                    "message": {"role": "assistant", "content": choice.answer.text, "refusal": None},
+                    "message": _message(choice.answer.parts, self._stop_of(choice)),
                     "logprobs": self._logprobs(tokens),
                     "finish_reason": choice.finish_reason,
                 }
@@ -62,28 +114,50 @@ class ChatShape:
             "usage": usage_body(usage),
         }
 
-    def begin(self, choice: int) -> Json:
-        return self._chunk(choice, {"role": "assistant", "content": ""}, None, None)
+    def opening(self, usage: TokenUsage) -> bytes:
+        return b""  # each choice begins with its first delta
 
-    def delta(self, choice: int, text: str, tokens: Sequence[Shown]) -> Json:
-        return self._chunk(choice, {"content": text}, self._logprobs(tokens), None)
+    def delta(self, delta: ev.Delta) -> bytes:
+        """A chunk for each part; the first one has the log-probabilities of all."""
+        parts: Sequence[Part] = delta.parts or ((Content(""),) if self.logprobs else ())
+        logprobs = self._logprobs(delta.tokens)
+        nothing = self._logprobs(())
+        chunks = [
+            self._chunk(delta.choice, _delta(part), nothing if at else logprobs, None)
+            for at, part in enumerate(parts)
+        ]
+        return self._begin(delta.choice) + b"".join(map(sse.event, chunks))
 
-    def finish(self, choice: int, reason: str) -> Json:
-        return self._chunk(choice, {}, None, reason)
+    def ending(self, choices: Sequence[Choice], usage: TokenUsage, timings: Json) -> bytes:
+        ended: list[bytes] = []
+        for choice in choices:
+            ended.append(self._begin(choice.index))
+            if stop := self._stop_of(choice):
+                ended.append(sse.event(self._chunk(choice.index, {"content": stop}, None, None)))
+            ended.append(sse.event(self._chunk(choice.index, {}, None, choice.finish_reason)))
+        if self.include_usage:
+            last = {"choices": [], "usage": usage_body(usage), "timings": timings}
+            ended.append(sse.event(self._body("chat.completion.chunk") | last))
+        return b"".join(ended) + sse.DONE
 
-    def usage(self, usage: TokenUsage, timings: Json) -> Json:
-        return self._body("chat.completion.chunk") | {
-            "choices": [],
-            "usage": usage_body(usage),
-            "timings": timings,
-        }
+    def failure(self, error: KVCommonsError) -> bytes:
+        return sse.event(error_body(error))
+
+    def _begin(self, choice: int) -> bytes:
+        if choice in self._begun:
+            return b""
+        self._begun.add(choice)
+        return sse.event(self._chunk(choice, {"role": "assistant", "content": ""}, None, None))
 
     def _chunk(self, choice: int, delta: Json, logprobs: Json | None, reason: str | None) -> Json:
         body = self._body("chat.completion.chunk")
         body["choices"] = [{"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": reason}]
         if self.include_usage:
-            body["usage"] = None
+            body["usage"] = usage_body(self.usage_so_far()) if self.usage_so_far else None
         return body
+
+    def _stop_of(self, choice: Choice) -> str:
+        return choice.answer.matched_stop or "" if self.include_stop else ""
 
     def _body(self, kind: str) -> Json:
         body: Json = {
@@ -96,6 +170,8 @@ class ChatShape:
         }
         if self.session_id is not None:
             body["session_id"] = self.session_id
+        if self.branch is not None:
+            body["branch"] = self.branch
         if self.context is not None and self.context.truncated:
             body["truncation"] = {"dropped_tokens": self.context.dropped_tokens, "kv": self.context.kv}
         return body
@@ -103,18 +179,57 @@ class ChatShape:
     def _logprobs(self, tokens: Sequence[Shown]) -> Json | None:
         if not self.logprobs:
             return None
-        return {"content": [self._token(token) for _, token in tokens], "refusal": None}
+        return {"content": [logprob_body(self.tokenizer, token) for _, token in tokens], "refusal": None}
 
-    def _token(self, token: SampledToken) -> Json:
-        top = [self._named(other.token, other.logprob) for other in token.top]
-        return self._named(token.token, token.logprob) | {"top_logprobs": top}
 
-    def _named(self, token: int, logprob: float) -> Json:
+def logprob_body(tokenizer: Tokenizer, token: SampledToken) -> Json:
+    """Of a token, and of those that could have come instead."""
+
+    def named(id: int, logprob: float) -> Json:
         return {
-            "token": self.tokenizer.token_text(token),
+            "token": tokenizer.token_text(id),
             "logprob": max(logprob, _LOGPROB_MIN),
-            "bytes": list(self.tokenizer.token_bytes(token)),
+            "bytes": list(tokenizer.token_bytes(id)),
         }
+
+    top = [named(other.token, other.logprob) for other in token.top]
+    return named(token.token, token.logprob) | {"top_logprobs": top}
+
+
+def _message(parts: AnswerParts, stop: str = "") -> Json:
+    """`content` is null where there is something else instead, and ends with `stop`."""
+    reasoning, calls, content = parts.reasoning, parts.calls, parts.content + stop
+    message: Json = {
+        "role": "assistant",
+        "content": content or (None if reasoning or calls else ""),
+        "refusal": None,
+    }
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message["tool_calls"] = [call_body(call) for call in calls]
+    return message
+
+
+def call_body(call: ToolCall) -> Json:
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }
+
+
+def _delta(part: Part) -> Json:
+    match part:
+        case Reasoning(text):
+            return {"reasoning_content": text}
+        case Content(text):
+            return {"content": text}
+        case CallBegun(index, id, name):
+            function = {"name": name, "arguments": ""}
+            return {"tool_calls": [{"index": index, "id": id, "type": "function", "function": function}]}
+        case CallArguments(index, text):
+            return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,33 +243,51 @@ class CompletionShape:
     logprobs: bool
     include_usage: bool
     service_tier: str
+    include_stop: bool = False  # as ChatShape
+    usage_so_far: Callable[[], TokenUsage] | None = None
 
     def answer(self, choices: Sequence[Choice], shown: Sequence[Sequence[Shown]], usage: TokenUsage) -> Json:
         body = self._body()
         body["choices"] = [
-            self._choice(choice.index, choice.answer.text, tokens, choice.finish_reason)
+            self._choice(
+                choice.index, choice.answer.text + self._stop_of(choice), tokens, choice.finish_reason
+            )
             for choice, tokens in zip(choices, shown, strict=True)
         ]
         return body | {"usage": usage_body(usage)}
 
-    def begin(self, choice: int) -> None:
-        """A completion's stream has no chunk for the role."""
+    def opening(self, usage: TokenUsage) -> bytes:
+        return b""
 
-    def delta(self, choice: int, text: str, tokens: Sequence[Shown]) -> Json:
-        return self._chunk(self._choice(choice, text, tokens, None))
+    def delta(self, delta: ev.Delta) -> bytes:
+        """One chunk."""
+        text = "".join(part.text for part in delta.parts if isinstance(part, Content))
+        return sse.event(self._chunk(self._choice(delta.choice, text, delta.tokens, None)))
 
-    def finish(self, choice: int, reason: str) -> Json:
-        return self._chunk(self._choice(choice, "", (), reason))
+    def ending(self, choices: Sequence[Choice], usage: TokenUsage, timings: Json) -> bytes:
+        ended = [
+            sse.event(
+                self._chunk(self._choice(choice.index, self._stop_of(choice), (), choice.finish_reason))
+            )
+            for choice in choices
+        ]
+        if self.include_usage:
+            last = {"choices": [], "usage": usage_body(usage), "timings": timings}
+            ended.append(sse.event(self._body() | last))
+        return b"".join(ended) + sse.DONE
 
-    def usage(self, usage: TokenUsage, timings: Json) -> Json:
-        return self._body() | {"choices": [], "usage": usage_body(usage), "timings": timings}
+    def failure(self, error: KVCommonsError) -> bytes:
+        return sse.event(error_body(error))
 
     def _chunk(self, choice: Json) -> Json:
         body = self._body()
         body["choices"] = [choice]
         if self.include_usage:
-            body["usage"] = None
+            body["usage"] = usage_body(self.usage_so_far()) if self.usage_so_far else None
         return body
+
+    def _stop_of(self, choice: Choice) -> str:
+        return choice.answer.matched_stop or "" if self.include_stop else ""
 
     def _choice(self, index: int, text: str, tokens: Sequence[Shown], reason: str | None) -> Json:
         logprobs = self._logprobs(tokens) if self.logprobs else None
@@ -181,9 +314,6 @@ class CompletionShape:
             ],
             "text_offset": [start for start, _ in tokens],
         }
-
-
-Shape = ChatShape | CompletionShape
 
 
 def fingerprint_of(model: ModelInfo) -> str:

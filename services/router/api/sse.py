@@ -1,4 +1,4 @@
-"""Server-sent events: one `data:` line and a blank line each."""
+"""Server-sent events: a `data:` line and a blank line each, for some APIs with an `event:` line before."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ HEADERS = {
 _ENCODER = json.JSONEncoder(separators=(",", ":"))
 
 
-def event(value: Mapping[str, Any]) -> bytes:
-    """JSON has no raw newline in it, so the event is one line whatever the text."""
-    return b"data: " + _ENCODER.encode(value).encode("ascii") + b"\n\n"
+def event(value: Mapping[str, Any], *, name: str = "") -> bytes:
+    """`name`: for APIs whose events have one. JSON has no raw newline in it, so the data is one line whatever
+    the text."""
+    data = b"data: " + _ENCODER.encode(value).encode("ascii") + b"\n\n"
+    return b"event: " + name.encode("ascii") + b"\n" + data if name else data

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from aiohttp import web
 from pydantic import Field
@@ -11,7 +11,9 @@ from pydantic import Field
 from kvcommons.errors import ContextLengthExceeded, InvalidInput
 from services.router.api.body import read_body
 from services.router.api.schemas.answers import AnswerBody
-from services.router.api.schemas.requests import MESSAGES_MAX, Body, ChatMessage, ChatRequest
+from services.router.api.schemas.body import Body
+from services.router.api.schemas.messages import MESSAGES_MAX, ChatMessage
+from services.router.api.schemas.requests import ChatRequest
 from services.router.http.middleware import SERVING
 from services.router.serving import Serving
 from services.router.turn.plan import messages_of
@@ -21,6 +23,8 @@ _Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MESSAGES
 
 class TokenizeRequest(Body):
     """POST /tokenize: of a `prompt`, or of `messages` as a chat without a session would render them."""
+
+    CHAT_MESSAGES: ClassVar[bool] = True
 
     model: str | None = None
     prompt: str | None = None

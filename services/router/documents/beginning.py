@@ -13,6 +13,7 @@ from services.router.http.tenants import Tenant
 from services.router.serving import Serving
 from services.router.sessions.beginning import begin_turn, checked_model
 from services.router.sessions.conversation import Message
+from services.router.turn.tools import kept_tools
 
 log = logging.getLogger(__name__)
 
@@ -28,6 +29,7 @@ async def begin_document(
 ) -> Document:
     """Begins the session's turn. What can be wrong with the document is found before it returns, and the
     session is as it was then. Raises TurnInProgress, Overloaded, InvalidInput, ContextLengthExceeded."""
+    serving.quotas.admit(tenant.name, serving.clock())
     serving.documents.check_room()
     model = serving.fleet.model(model_name)
     turn_id = secrets.token_hex(12)
@@ -35,7 +37,12 @@ async def begin_document(
     try:
         model = checked_model(serving, session, model, asked=model_name)
         new, messages = await serving.text.document(
-            session.messages, list(session.record.tokens), content, role, window=model.context_window
+            session.messages,
+            list(session.record.tokens),
+            content,
+            role,
+            tools=kept_tools(session.record.tools),
+            window=model.context_window,
         )
         document = await asyncio.to_thread(  # to hash all of its blocks takes a second where it is long
             Document,
@@ -57,6 +64,9 @@ async def begin_document(
     except BaseException:
         serving.in_background(session.abandon())
         raise
+    now_s = serving.clock()
+    reservation = serving.quotas.reserve(tenant.name, len(new), now_s)
+    reservation.settle(prompt=len(new), cached=0, completion=0, now_s=now_s)
     serving.documents.begin((tenant.name, session_id), document)
     return document
 
@@ -103,7 +113,7 @@ async def _take_over(serving: Serving, one: pb.DocumentTurn) -> None:
             turn_id=one.turn_id,
             model=model,
             new_tokens=list(kept.tokens),
-            new_messages=[Message(role=m.role, content=m.content, name=m.name) for m in kept.messages],
+            new_messages=[Message.of(one) for one in kept.messages],
         )
     except BaseException:
         await session.leave()

@@ -25,6 +25,7 @@ from kvcommons.pb.common_pb2 import ModelInfo
 from kvcommons.rblock.identity import reusable_blocks
 from services.router.admission.queue import Prefix
 from services.router.admission.scheduling import DOCUMENT_PATIENCE_S, Promise
+from services.router.answer.text import AnswerText
 from services.router.documents.kept_blocks import KeptBlocks
 from services.router.documents.progress import DocumentProgress
 from services.router.fleet.stored import stored_blocks
@@ -33,7 +34,6 @@ from services.router.serving import Serving
 from services.router.sessions.conversation import Message
 from services.router.sessions.truncation import Context
 from services.router.sessions.turn import SessionTurn
-from services.router.turn.answer_text import AnswerText
 from services.router.turn.attempt import RequestContext
 from services.router.turn.choice import Choice, Patience
 from services.router.turn.turn import Turn
@@ -132,7 +132,7 @@ class Document:
             model=self._model.fingerprint,
             model_name=self._model.name,
             tokens=self._new_tokens,
-            messages=[pb.Message(role=m.role, content=m.content, name=m.name) for m in self._new_messages],
+            messages=[one.record() for one in self._new_messages],
         )
         await self._session.keep(kept, self.state)
 

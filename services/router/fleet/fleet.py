@@ -17,6 +17,7 @@ from kvcommons.pb.common_pb2 import ModelInfo
 from kvcommons.pb.decode_pb2_grpc import DecodeStub
 from kvcommons.pb.kvstore_pb2_grpc import BlocksStub, SessionsStub
 from kvcommons.pb.ledger_pb2 import Instance
+from kvcommons.pb.ledger_pb2_grpc import LedgerStub
 from kvcommons.pb.prefill_pb2_grpc import PrefillStub
 from services.router.capacity.occupancy import Occupancy, Reservation
 from services.router.fleet.pairing import (
@@ -34,8 +35,13 @@ from services.router.fleet.pairing import (
 if TYPE_CHECKING:
     from kvcommons.pb.decode_pb2_grpc import DecodeAsyncStub
     from kvcommons.pb.kvstore_pb2_grpc import BlocksAsyncStub, SessionsAsyncStub
+    from kvcommons.pb.ledger_pb2_grpc import LedgerAsyncStub
     from kvcommons.pb.prefill_pb2_grpc import PrefillAsyncStub
 
+# All kinds, in the order in which they are shown.
+SERVICES = (
+    "router", "prefill", "prefill_stage", "decode", "decode_stage", "attention_pool", "kvstore", "ledger",
+)  # fmt: skip
 # A channel to an address that is in nobody's view any more is closed after so long.
 _CHANNEL_IDLE_S = 120.0
 # Capacity that has been gone for no longer may come back: an instance that died is started again.
@@ -136,7 +142,8 @@ class Fleet:
         if capacity is not None and blocks > capacity:
             unfit = "".join(f"; {pool} lends nothing, for {why}" for pool, why in self.unfit_pools().items())
             missing = blocks - capacity
-            raise ContextLengthExceeded(
+            raise ContextLengthExceeded.of(
+                capacity * model.block_tokens,
                 f"a sequence of {tokens} tokens needs {blocks} blocks of KV, and decode has {capacity} in "
                 f"all: {missing} are missing, which is {missing * model.block_tokens} tokens; "
                 f"shorten the prompt, or raise capacity_tokens{unfit}",
@@ -206,6 +213,14 @@ class Fleet:
     def instances(self, service: str, *, ready: bool = True) -> list[Instance]:
         return self._view.instances(service, ready=ready)
 
+    def at(self, data_address: str) -> str | None:
+        """The id of the holder there, as far as it is known."""
+        for service in ("decode", "attention_pool"):
+            for instance in self._view.instances(service, ready=False):
+                if instance.data_address == data_address:
+                    return instance.id
+        return None
+
     def suspect(self, instance_id: str) -> None:
         """A call could not reach it: it is left out until a newer heartbeat."""
         self._view.suspect(instance_id)
@@ -238,6 +253,9 @@ class Fleet:
 
     def prefill(self, instance: Instance) -> PrefillAsyncStub:
         return PrefillStub(self._channel(instance.control_address))
+
+    def ledger(self, instance: Instance) -> LedgerAsyncStub:
+        return LedgerStub(self._channel(instance.control_address))
 
     def blocks(self, store: Instance) -> BlocksAsyncStub:
         return BlocksStub(self._channel(store.control_address))
@@ -278,7 +296,7 @@ class Fleet:
     async def prune(self) -> None:
         """Closes channels to addresses that are gone. Call it now and then."""
         now_s = self._clock()
-        services = ("prefill", "decode", "kvstore")
+        services = ("prefill", "decode", "kvstore", "ledger")
         alive = {
             instance.control_address
             for service in services

@@ -10,7 +10,6 @@ from aiohttp import web
 
 from services.router.http.middleware import SERVING, Handler
 
-_ANY = "*"
 _PREFLIGHT_S = 600  # how long a browser may keep the answer
 _NO_CONTENT = 204
 _VARY = "Origin, Access-Control-Request-Headers"
@@ -41,5 +40,5 @@ async def add_allowed_origin(request: web.Request, response: web.StreamResponse)
 
 
 def _allowed(request: web.Request) -> bool:
-    origins = request.app[SERVING].config.cors_origins
-    return "Origin" in request.headers and (_ANY in origins or request.headers["Origin"] in origins)
+    origin = request.headers.get("Origin")
+    return origin is not None and request.app[SERVING].origins.allows(origin)

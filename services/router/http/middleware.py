@@ -7,7 +7,8 @@ import logging
 import math
 import re
 import secrets
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
+from urllib.parse import quote
 
 from aiohttp import web
 
@@ -16,26 +17,34 @@ from kvcommons.errors import (
     Internal,
     InvalidInput,
     KVCommonsError,
+    MethodNotAllowed,
     NotFound,
     TooLarge,
     Unauthenticated,
 )
 from kvcommons.telemetry import logs
+from services.router.api.messages import shape as messages
 from services.router.api.shapes import error_body
-from services.router.http.tenants import Tenant
+from services.router.http.tenants import Caller, Tenant
 from services.router.serving import Serving
 
 log = logging.getLogger(__name__)
 
 SERVING = web.AppKey("serving", Serving)
+OPEN_PATHS = web.AppKey("open_paths", frozenset)  # that need no key
+CALLER = web.RequestKey("caller", Caller)
 TENANT = web.RequestKey("tenant", Tenant)
 REQUEST_ID = web.RequestKey("request_id", str)
+IGNORED = web.RequestKey("ignored", list)  # names of fields of its body that nobody knows
 FAILED = web.RequestKey("failed", KVCommonsError)  # of a stream that had begun, as a 200
 
-# Load balancers ask for health without a key, and it tells nothing but that.
-_OPEN_PATHS = frozenset({"/health"})
+IGNORED_HEADER = "X-Ignored-Fields"
+_IGNORED_CHARS_MAX = 2000
+
 _REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:\-]{0,127}")
-_METHOD_NOT_ALLOWED = 405
+_READING_METHODS = frozenset({"GET", "HEAD"})
+_MESSAGES_PATH = "/v1/messages"
+_PATH_CHARS_MAX = 200  # in the log
 _SERVER_ERRORS = 500
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -56,8 +65,10 @@ async def request_middleware(request: web.Request, handler: Handler) -> web.Stre
         ) as span,
     ):
         try:
-            if request.path not in _OPEN_PATHS:
-                request[TENANT] = serving.tenants.authenticate(request.headers.get("Authorization"))
+            if request.path not in request.app[OPEN_PATHS]:
+                _check_origin(request)
+                caller = caller_of(request)
+                request[CALLER], request[TENANT] = caller, caller.tenant
                 serving.connections.serving(request.protocol)
             response = await handler(request)
         except asyncio.CancelledError:
@@ -69,8 +80,12 @@ async def request_middleware(request: web.Request, handler: Handler) -> web.Stre
         except Exception as error:
             known = known_error(error)
             serving.metrics.errors.labels(known.code).inc()
-            log.info("refused: %s", known.message, extra={"code": known.code, "path": request.path})
-            response = error_response(known)
+            log.info(
+                "refused: %s",
+                known.message,
+                extra={"code": known.code, "path": request.path[:_PATH_CHARS_MAX]},
+            )
+            response = error_response(known, request)
             if known.http_status >= _SERVER_ERRORS:  # the client's mistakes are no failure of this server
                 span.fail(known.code, known.message)
         if FAILED in request:
@@ -79,10 +94,34 @@ async def request_middleware(request: web.Request, handler: Handler) -> web.Stre
         return response
 
 
-async def add_request_id(request: web.Request, response: web.StreamResponse) -> None:
+def caller_of(request: web.Request) -> Caller:
+    """By its key and the keys of now: a stream without an end asks again. Raises Unauthenticated."""
+    return request.app[SERVING].tenants.authenticate(_authorization(request.headers))
+
+
+def _check_origin(request: web.Request) -> None:
+    """Raises PermissionDenied where a browser asks for a page that may not."""
+    headers, origins = request.headers, request.app[SERVING].origins
+    host = headers.get("Host", "")
+    origins.check_host(host)
+    origins.check_page(
+        host=host,
+        origin=headers.get("Origin"),
+        site=headers.get("Sec-Fetch-Site"),
+        navigates=request.method in _READING_METHODS and headers.get("Sec-Fetch-Dest") == "document",
+    )
+
+
+async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
     """For `on_response_prepare`: streams too."""
+    if ignored := request.get(IGNORED):
+        # As in a URL: names may be any text.
+        names = ",".join(quote(name, safe=".[]_-$") for name in ignored)
+        response.headers[IGNORED_HEADER] = names[:_IGNORED_CHARS_MAX]
     if REQUEST_ID in request:
         response.headers["X-Request-Id"] = request[REQUEST_ID]
+        if is_messages(request):
+            response.headers["request-id"] = request[REQUEST_ID]
 
 
 def request_id_of(given: str | None) -> str:
@@ -102,26 +141,48 @@ def known_error(error: Exception) -> KVCommonsError:
     return Internal("the request failed unexpectedly; the router's log says why, under its request id")
 
 
-def error_response(error: KVCommonsError) -> web.Response:
+def error_response(error: KVCommonsError, request: web.Request | None = None) -> web.Response:
+    """In the shape of the API that the request is of; in OpenAI's where nobody knows."""
     headers = {}
     if error.retry_after_ms:
         headers["Retry-After"] = str(math.ceil(error.retry_after_ms / 1000))
     if isinstance(error, Unauthenticated):
         headers["WWW-Authenticate"] = "Bearer"
-    return web.json_response(error_body(error), status=error.http_status, headers=headers)
+    body, status = error_body(error), error.http_status
+    if request is not None and is_messages(request):
+        body, status = messages.error_body(error, request[REQUEST_ID]), messages.status_of(error)
+    return web.json_response(body, status=status, headers=headers)
+
+
+def is_messages(request: web.Request) -> bool:
+    """Whether it is of Anthropic's API: by its path, or by the header that its clients send to paths which
+    OpenAI's API has, too."""
+    return request.path.startswith(_MESSAGES_PATH) or "anthropic-version" in request.headers
+
+
+def _authorization(headers: Mapping[str, str]) -> str | None:
+    """The header Authorization, or what it would say for a key as clients of Anthropic's send it."""
+    key = headers.get("x-api-key")
+    return headers.get("Authorization") or (f"Bearer {key}" if key else None)
 
 
 def _refused(request: web.Request, error: web.HTTPException) -> web.Response:
     """What aiohttp itself says no to: unknown paths, wrong methods, bodies too large."""
     if isinstance(error, web.HTTPMethodNotAllowed):
         allowed = ", ".join(sorted(error.allowed_methods))
-        wrong = InvalidInput(f"{request.method} is not allowed for {request.path}; allowed: {allowed}")
-        body = error_body(wrong)
-        body["error"]["code"] = "method_not_allowed"
-        return web.json_response(body, status=_METHOD_NOT_ALLOWED, headers={"Allow": allowed})
+        response = error_response(
+            MethodNotAllowed(f"{request.method} is not allowed for {request.path}; allowed: {allowed}"),
+            request,
+        )
+        response.headers["Allow"] = allowed
+        return response
     if isinstance(error, web.HTTPNotFound):
-        return error_response(NotFound(f"there is no path {request.path[:200]!r}; see /openapi.json"))
+        return error_response(
+            NotFound(f"there is no path {request.path[:200]!r}; see /openapi.json"), request
+        )
     if isinstance(error, web.HTTPRequestEntityTooLarge):
         limit = request.app[SERVING].config.max_body_bytes
-        return error_response(TooLarge(f"the body has more than {limit} bytes, which is the limit here"))
-    return error_response(InvalidInput(error.reason))
+        return error_response(
+            TooLarge(f"the body has more than {limit} bytes, which is the limit here"), request
+        )
+    return error_response(InvalidInput(error.reason), request)

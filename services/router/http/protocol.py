@@ -17,6 +17,7 @@ from kvcommons.errors import InvalidInput, KVCommonsError, Overloaded
 from services.router.api.shapes import error_body
 from services.router.http.connections import client_address
 from services.router.http.middleware import SERVING, error_response, known_error, request_id_of
+from services.router.http.tls import TlsDoor
 from services.router.serving import Serving
 
 log = logging.getLogger(__name__)
@@ -52,8 +53,17 @@ class _Server(web.Server):
         super().__init__(answer, request_factory=made.request_factory, handler_cancellation=True)
         self._serving = serving
 
-    def __call__(self) -> web.RequestHandler:
-        return _Protocol(self, self._serving)
+    def __call__(self) -> asyncio.Protocol:  # type: ignore[override]
+        http = _Protocol(self, self._serving)
+        if self._serving.certificate is None:
+            return http
+        return TlsDoor(
+            self._serving.certificate,
+            http,
+            accept=http.accept,
+            leave=http.leave,
+            handshake_s=self._serving.config.head_s,
+        )
 
 
 class _Protocol(web.RequestHandler):
@@ -70,26 +80,38 @@ class _Protocol(web.RequestHandler):
         )
         self._serving = serving
         self._connection: asyncio.Transport | None = None  # aiohttp's own forgets it before it is closed
+        self._below: asyncio.Transport | None = None  # of TLS: what carries it
         self._head_bytes = 0  # that came without making a request yet
         self._head_timer: asyncio.TimerHandle | None = None
         self._read_timer: asyncio.TimerHandle | None = None
         self._read_bytes: int | None = None  # of the answer, by the client, when the timer was last due
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        connection = cast(asyncio.Transport, transport)
-        host = (connection.get_extra_info("peername") or ("",))[0]
+    def accept(self, transport: asyncio.Transport) -> bool:
+        """Gives the connection a place, and the time for its first request; False where there is none."""
+        host = (transport.get_extra_info("peername") or ("",))[0]
         admitted, closed = self._serving.connections.open(self, client_address(host))
         if not admitted:
             self._count("refused")
+            return False
+        if closed is not None:
+            closed.give_up("displaced")
+        self._connection = transport
+        self._await_head()
+        return True
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        connection = cast(asyncio.Transport, transport)
+        if self._connection is not None:  # accepted before its handshake
+            self._below = self._connection
+            self._connection = connection
+            connection.set_write_buffer_limits(high=1)  # asyncio's TLS counts from the limit, not above it
+        elif self.accept(connection):
+            connection.set_write_buffer_limits(high=0)  # writing is paused while anything is unsent
+        else:
             connection.write(_REFUSAL)
             connection.close()
             return
-        if closed is not None:
-            closed.give_up("displaced")
-        self._connection = connection
-        connection.set_write_buffer_limits(high=0)  # writing is paused while anything is unsent
         super().connection_made(transport)
-        self._await_head()
 
     def data_received(self, data: bytes) -> None:
         if self._connection is None:  # refused
@@ -109,12 +131,20 @@ class _Protocol(web.RequestHandler):
     def connection_lost(self, exc: BaseException | None) -> None:
         if self._connection is None:
             return
-        self._connection = None
+        self._forget()
+        super().connection_lost(exc)
+
+    def leave(self) -> None:
+        """The connection ended, which `connection_lost` says only of one that HTTP has begun on."""
+        if self._connection is not None and self._below is None:
+            self._forget()
+
+    def _forget(self) -> None:
+        self._connection = self._below = None
         self._serving.connections.closed(self)
         for timer in (self._head_timer, self._read_timer):
             if timer is not None:
                 timer.cancel()
-        super().connection_lost(exc)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -155,7 +185,10 @@ class _Protocol(web.RequestHandler):
         if self._connection is None:
             return
         written = self._current_request.writer.output_size if self._current_request is not None else 0
-        read = written - self._connection.get_write_buffer_size()
+        unsent = self._connection.get_write_buffer_size()
+        if self._below is not None:
+            unsent += self._below.get_write_buffer_size()
+        read = written - unsent
         if read == self._read_bytes:
             self.give_up("unread")
             return

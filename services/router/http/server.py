@@ -12,12 +12,20 @@ from aiohttp import web
 from kvcommons.errors import InvalidInput, Unavailable
 from kvcommons.version import installed_version
 from services.router.api.openapi import describe
-from services.router.api.routes import routes, unbuilt
+from services.router.api.routes import routes
 from services.router.config import RouterConfig
 from services.router.http.connections import ConnectionTable
 from services.router.http.cors import add_allowed_origin, cors_middleware
-from services.router.http.middleware import SERVING, Handler, add_request_id, request_middleware
+from services.router.http.middleware import (
+    CALLER,
+    OPEN_PATHS,
+    SERVING,
+    Handler,
+    add_headers,
+    request_middleware,
+)
 from services.router.http.protocol import Runner
+from services.router.page.page import page_files, page_handlers
 from services.router.serving import Serving
 
 log = logging.getLogger(__name__)
@@ -26,7 +34,6 @@ log = logging.getLogger(__name__)
 _OTHER_FILES = 256
 # A flood fills the kernel's queue of connections before the event loop gets to it.
 _BACKLOG = 1024
-_UNBUILT = ("/v1/responses", "/v1/conversations")
 
 
 def application(serving: Serving) -> web.Application:
@@ -34,9 +41,11 @@ def application(serving: Serving) -> web.Application:
         middlewares=[cors_middleware, request_middleware], client_max_size=serving.config.max_body_bytes
     )
     app[SERVING] = serving
-    app.on_response_prepare.extend((add_request_id, add_allowed_origin))
+    app.on_response_prepare.extend((add_headers, add_allowed_origin))
     table = routes()
-    document = json.dumps(describe(table, version=installed_version())).encode()
+    document = json.dumps(
+        describe(table, version=installed_version(), keys=serving.config.api_keys is not None)
+    ).encode()
 
     async def openapi(request: web.Request) -> web.Response:
         return web.Response(body=document, content_type="application/json")
@@ -45,13 +54,25 @@ def application(serving: Serving) -> web.Application:
     for route in table:
         # A session's id may have any character but a slash; aiohttp's own pattern excludes braces too.
         path = route.path.replace("{id}", "{id:[^/]+}")
-        app.router.add_route(route.method, path, route.handler)
+        handler = _for_operators(route.handler) if route.operator else route.handler
+        app.router.add_route(route.method, path, handler)
         if route.method == "GET":
-            app.router.add_route("HEAD", path, _head(route.handler))
-    for path in _UNBUILT:
-        app.router.add_route("*", path, unbuilt)
-        app.router.add_route("*", path + "/{rest:.*}", unbuilt)
+            app.router.add_route("HEAD", path, _head(handler))
+    page = page_handlers(page_files()) if serving.config.page else {}
+    for path, shown in page.items():
+        app.router.add_get(path, shown)  # and HEAD
+    # Load balancers ask for health without a key, and it tells nothing but that; the page is where people
+    # enter theirs.
+    app[OPEN_PATHS] = frozenset({"/health", *page})
     return app
+
+
+def _for_operators(handler: Handler) -> Handler:
+    async def checked(request: web.Request) -> web.StreamResponse:
+        request[CALLER].check_operator(request.path)
+        return await handler(request)
+
+    return checked
 
 
 def _head(handler: Handler) -> Handler:
@@ -93,6 +114,7 @@ class HttpServer:
         self._runner = Runner(application(serving), shutdown_timeout=serving.config.node.drain_s / 2)
         self._bind = serving.config.bind
         self._port = serving.config.port
+        self._scheme = "http" if serving.certificate is None else "https"
         self.port = 0  # what was bound, once started
 
     async def start(self) -> None:
@@ -107,7 +129,7 @@ class HttpServer:
                 f"{self._bind}:{self._port} cannot be bound ({error.strerror}): is another router using it?"
             ) from error
         self.port = self._runner.addresses[0][1]
-        log.info("serving", extra={"address": f"http://{self._bind}:{self.port}"})
+        log.info("serving", extra={"address": f"{self._scheme}://{self._bind}:{self.port}"})
 
     async def drain(self) -> None:
         """No new requests; those under way get half of the drain's time to end, then they are cancelled."""

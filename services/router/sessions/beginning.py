@@ -8,11 +8,13 @@ from kvcommons.errors import InvalidInput, KVCommonsError
 from kvcommons.pb.common_pb2 import ModelInfo
 from services.router.http.tenants import Tenant
 from services.router.serving import Serving
+from services.router.sessions.count import check_room
 from services.router.sessions.turn import SessionTurn
 
 
 async def begin_turn(serving: Serving, tenant: Tenant, session_id: str, turn_id: str) -> SessionTurn:
-    """Takes the lease of the session's next turn. Raises TurnInProgress, StoreUnavailable."""
+    """Takes the lease of the session's next turn. Raises TurnInProgress, StoreUnavailable, and QuotaExceeded
+    for a turn that would make a session where the tenant may have no more."""
     begin = SessionTurn.begin(
         serving.store,
         serving.copies,
@@ -26,10 +28,17 @@ async def begin_turn(serving: Serving, tenant: Tenant, session_id: str, turn_id:
     # it, so that the session would be locked until the lease runs out.
     beginning = asyncio.create_task(begin)
     try:
-        return await asyncio.shield(beginning)
+        turn = await asyncio.shield(beginning)
     except asyncio.CancelledError:
         serving.in_background(_abandon_when_begun(beginning))
         raise
+    if not turn.record.version and not turn.record.incarnation:  # it is not there yet
+        try:
+            await check_room(serving, tenant)
+        except BaseException:
+            serving.in_background(turn.abandon())
+            raise
+    return turn
 
 
 def checked_model(

@@ -101,10 +101,25 @@ class SessionStore:
             patience_s=patience_s,
         )
 
-    async def fork(self, tenant: str, session_id: str, new_id: str, *, patience_s: float) -> pb.SessionRecord:
-        """Raises SessionNotFound, AlreadyExists."""
+    async def fork(
+        self,
+        tenant: str,
+        session_id: str,
+        new_id: str,
+        *,
+        messages: int | None = None,
+        block_tokens: int = 0,
+        patience_s: float,
+    ) -> pb.SessionRecord:
+        """`messages`: the first ones, to the end of a turn, are all that the new session has. Raises
+        SessionNotFound, AlreadyExists, InvalidInput."""
         request = pb.ForkSessionRequest(
-            tenant=tenant, session_id=session_id, new_id=new_id, incarnation=uuid.uuid4().bytes
+            tenant=tenant,
+            session_id=session_id,
+            new_id=new_id,
+            incarnation=uuid.uuid4().bytes,
+            messages=messages,
+            block_tokens=block_tokens,
         )
         return await self.call(
             lambda stub, timeout_s: stub.Fork(request, timeout=timeout_s),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kvcommons.errors import Conflict, KVCommonsError, NotFound
 from kvcommons.pb import kvstore_pb2 as pb
@@ -82,7 +83,7 @@ class SessionTurn:
     @property
     def messages(self) -> list[Message]:
         """The stored ones."""
-        return [Message(role=m.role, content=m.content, name=m.name) for m in self.record.messages]
+        return [Message.of(one) for one in self.record.messages]
 
     @property
     def truncations(self) -> list[Truncation]:
@@ -99,13 +100,17 @@ class SessionTurn:
         new_truncations: Sequence[Truncation],
         durable_wait_ms: int,
         patience_s: float,
+        tools: str = "",
     ) -> pb.CommitTurnReply:
         """Durable when it returns. Tried again for `patience_s` while the store is away (idempotent by turn
-        id). `block_ids`: of all full blocks of the context after the turn.
+        id). `block_ids`: of all full blocks of the context after the turn; `tools`: of a session's first
+        turn.
 
         Raises StoreUnavailable, or Conflict where the lease was lost.
         """
         kept = _alike(self.record.block_ids, block_ids)
+        messages = [replace(one, end_token=0).record() for one in new_messages]
+        messages[-1].end_token = len(self.record.tokens) + len(new_tokens)
         request = pb.CommitTurnRequest(
             tenant=self._begin.tenant,
             session_id=self._begin.session_id,
@@ -115,11 +120,12 @@ class SessionTurn:
             model=model.fingerprint,
             model_name=model.name,
             new_tokens=new_tokens,
-            new_messages=[pb.Message(role=m.role, content=m.content, name=m.name) for m in new_messages],
+            new_messages=messages,
             kept_blocks=kept,
             block_ids=block_ids[kept:],
             new_truncations=[one.record() for one in new_truncations],
             durable_wait_ms=durable_wait_ms,
+            tools=tools,
         )
         reply = await self._store.call(
             lambda stub, timeout_s: stub.CommitTurn(request, timeout=timeout_s),
@@ -136,6 +142,7 @@ class SessionTurn:
             messages=request.new_messages,
             block_ids=request.block_ids,
             truncations=request.new_truncations,
+            tools=request.tools,
         )
         self._copies.put(grown(self.record, added, kept_blocks=kept))
         return reply

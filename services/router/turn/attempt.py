@@ -5,14 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import grpc.aio
 
 from kvcommons.errors import METADATA_KEY, Internal, KVCommonsError, Overloaded, Unavailable
-from kvcommons.pb import common_pb2, decode_pb2, prefill_pb2
+from kvcommons.pb import common_pb2, decode_pb2, kvstore_pb2, prefill_pb2
 from kvcommons.pb.common_pb2 import ModelInfo
 from kvcommons.rblock.identity import IdentityChain, reusable_blocks
 from services.router.capacity.occupancy import Reservation
@@ -20,7 +20,7 @@ from services.router.capacity.queue import Ticket
 from services.router.capacity.queues import CapacityQueues
 from services.router.fleet.fleet import Fleet, blocks_of
 from services.router.fleet.pairing import Pair
-from services.router.fleet.stored import stored_blocks
+from services.router.fleet.stored import stored_tiers
 from services.router.sessions.replay import replay
 from services.router.sessions.truncation import Context
 from services.router.turn import events as ev
@@ -92,11 +92,18 @@ class Attempt:
         self._deliver = emit
         self._clock = clock
         self._history = common_pb2.History()
+        self._tiers: Sequence[kvstore_pb2.Tier.ValueType] = ()  # of the matched blocks
         self._truncated = request.context.now.message() if request.context is not None else None
         self._targets: Sequence[common_pb2.SegmentPlace] = ()
+        self.borrowed: dict[str, int] = {}  # of the sequence's blocks, by the holder's id
         self._closed = False
         self._running = asyncio.create_task(self._run())
         self._prefilling: asyncio.Task[None] | None = None
+
+    @property
+    def pair(self) -> Pair | None:
+        """None while it waits for a permit."""
+        return self._pair
 
     def compute(self, push_from_block: int) -> None:
         """Calls prefill. An earlier call has given its token already."""
@@ -191,17 +198,25 @@ class Attempt:
                         self._emit(ev.Tokens(tokens=tuple(event.tokens.tokens), **at))
                     case "reserved":
                         self._targets = event.reserved.placements
-                        self._reserved(reservation, event.reserved)
                         reserved = event.reserved
+                        self._reserved(reservation, reserved)
+                        self._borrow(reserved.placements[1:])  # its own part is the first
                         self._emit(
                             ev.Reserved(
-                                push_from_block=reserved.push_from_block, computes=reserved.computes, **at
+                                push_from_block=reserved.push_from_block,
+                                computes=reserved.computes,
+                                instance=pair.decode.id,
+                                holders=tuple(self.borrowed),
+                                **at,
                             )
                         )
                     case "prefilled":
-                        self._emit(_first(event.prefilled, at))
+                        self._emit(self._first(event.prefilled, pair.decode.id, at))
                     case "missing":
                         self._emit(ev.Missing(push_from_block=event.missing.push_from_block, **at))
+                    case "borrowed":
+                        self._borrow(event.borrowed.holders)
+                        self._emit(ev.Borrowed(holders=tuple(self.borrowed), **at))
                     case "finished":
                         reservation.reported_end = event.finished.change
                         self._emit(ev.Finished(reason=event.finished.reason, **at))
@@ -235,7 +250,7 @@ class Attempt:
                     if event.WhichOneof("event") == "started":
                         self._emit(ev.PrefillStarted(**at))
                     elif event.WhichOneof("event") == "first":
-                        self._emit(_first(event.first, at))
+                        self._emit(self._first(event.first, self._pair.prefill.id, at))
                         return
             finally:
                 call.cancel()
@@ -275,10 +290,11 @@ class Attempt:
             return common_pb2.History()
         matched = 0
         if self._request.reuse:
-            stored = await stored_blocks(
+            tiers = await stored_tiers(
                 self._fleet, self._request.model, self._block_ids, timeout_s=self._remaining_s()
             )
-            matched = stored or 0
+            self._tiers = tiers or ()
+            matched = len(self._tiers)
         return common_pb2.History(
             control_address=store.control_address, data_address=store.data_address, matched_blocks=matched
         )
@@ -303,6 +319,33 @@ class Attempt:
             raise
         self._history = await self._match()
 
+    def _first(self, first: prefill_pb2.PrefillFirst, instance: str, at: dict[str, int]) -> ev.First:
+        """What was cached and not on the device came from where the store said that it was."""
+        block_tokens = self._request.model.block_tokens
+        device, cached = (tokens // block_tokens for tokens in (first.device_tokens, first.cached_tokens))
+        loaded = list(self._tiers[device:cached])
+        figures: dict[str, Any] = {
+            name: getattr(first, name)
+            for name in ("cached_tokens", "device_tokens", "queue_us", "compute_us", "load_wait_us")
+        }
+        return ev.First(
+            token=first.token,
+            dram_tokens=loaded.count(kvstore_pb2.TIER_DRAM) * block_tokens,
+            disk_tokens=loaded.count(kvstore_pb2.TIER_DISK) * block_tokens,
+            instance=instance,
+            **figures,
+            **at,
+        )
+
+    def _borrow(self, holders: Iterable[common_pb2.SegmentPlace | decode_pb2.BorrowedBlocks]) -> None:
+        """Notes who has a part of the sequence besides decode itself, as far as they are known."""
+        self.borrowed = {}
+        for holder in holders:
+            # A head group goes by its first part.
+            name = self._fleet.at(holder.data_address.partition(",")[0])
+            if name is not None:
+                self.borrowed[name] = self.borrowed.get(name, 0) + holder.blocks
+
     def _emit(self, event: ev.Event) -> None:
         if not self._closed:
             self._deliver(event)
@@ -324,11 +367,3 @@ def _unreached(error: KVCommonsError) -> bool:
         return False
     metadata: Any = cause.trailing_metadata()  # pairs, though its stub says otherwise
     return all(key != METADATA_KEY for key, _ in metadata or ())
-
-
-def _first(first: prefill_pb2.PrefillFirst, at: dict[str, int]) -> ev.First:
-    figures: dict[str, Any] = {
-        name: getattr(first, name)
-        for name in ("cached_tokens", "device_tokens", "queue_us", "compute_us", "load_wait_us")
-    }
-    return ev.First(token=first.token, **figures, **at)

@@ -30,8 +30,9 @@ from kvcommons.errors import (
     Unprocessable,
 )
 from kvcommons.pb import common_pb2 as pb
+from services.router.answer.parts import Part, joined
+from services.router.answer.text import AnswerText, Piece, Shown
 from services.router.turn import events as ev
-from services.router.turn.answer_text import AnswerText, Piece, Shown
 
 # Errors that any instance would give: trying another one is of no use.
 _FINAL = (
@@ -63,9 +64,20 @@ class Reuse:
 
     cached_tokens: int
     device_tokens: int
+    dram_tokens: int
+    disk_tokens: int
     queue_us: int
     compute_us: int
     load_wait_us: int
+
+
+@dataclass(slots=True, kw_only=True)
+class Instances:
+    """Ids of those that served a choice, each once, in the order in which they joined."""
+
+    prefill: list[str] = field(default_factory=list)  # computed the prompt; a decode instance may
+    decode: list[str] = field(default_factory=list)  # sent tokens
+    holders: list[str] = field(default_factory=list)  # lent memory, and computed attention over it
 
 
 class ChoiceState(Enum):
@@ -76,6 +88,15 @@ class ChoiceState(Enum):
     RETRYING = auto()  # an attempt was given up, and the next one has not begun
     FINISHED = auto()  # with `finish_reason`
     FAILED = auto()  # with `error`
+
+
+class Phase(Enum):
+    """What a choice that has not ended is at, for people who watch."""
+
+    WAITING = "waiting"  # for its turn, and for room at decode
+    COMPUTING = "computing"  # its prompt
+    GENERATING = "generating"
+    RESUMING = "resuming"  # an attempt failed, and the next one has not begun
 
 
 class _Prefill(Enum):
@@ -94,6 +115,7 @@ class _Attempt:
     holds: bool  # until prefill's account: what decode sends is kept, and not given out
     prefill: _Prefill = _Prefill.QUEUED
     decode_computes: bool = False  # the prompt, without prefill
+    decode: str = ""  # its instance, once it has reserved
     streaming: bool = False  # decode has sent a token
     missing: int | None = None  # what prefill has to push from, once it is done with its job
     early: dict[int, pb.SampledToken] = field(default_factory=dict)
@@ -128,6 +150,7 @@ class Choice:
         self.error: KVCommonsError | None = None
         self.reuse: Reuse | None = None
         self.first_token_s: float | None = None
+        self.instances = Instances()
         self.resumptions = 0  # how often tokens came again after a failure
         self.waits_for: KVCommonsError | None = None  # what its last attempt failed of, until the next token
         self._patience = patience
@@ -158,6 +181,14 @@ class Choice:
         return self._now.number
 
     @property
+    def phase(self) -> Phase:
+        if self._state is ChoiceState.RETRYING:
+            return Phase.RESUMING
+        if self._now.streaming:
+            return Phase.GENERATING
+        return Phase.COMPUTING if self._now.decode else Phase.WAITING
+
+    @property
     def _runs(self) -> bool:
         return self._state is ChoiceState.RUNNING
 
@@ -177,7 +208,12 @@ class Choice:
         match event:
             case ev.Reserved():
                 self._now.decode_computes = event.computes
+                self._now.decode = event.instance
+                _join(self.instances.holders, *event.holders)
                 return [] if event.computes else [self._compute(event.push_from_block)]
+            case ev.Borrowed():
+                _join(self.instances.holders, *event.holders)
+                return []
             case ev.Missing():
                 return self._lacks(event.push_from_block)
             case ev.PrefillStarted():
@@ -187,6 +223,7 @@ class Choice:
                 return self._first(event, now_s)
             case ev.Tokens():
                 self._now.streaming = True
+                _join(self.instances.decode, self._now.decode)
                 self._keep(event.tokens, now_s)
                 return [] if self._now.holds else self._give_out(now_s)
             case ev.Finished():
@@ -257,11 +294,14 @@ class Choice:
         return actions
 
     def _account(self, event: ev.First) -> None:
+        _join(self.instances.prefill, event.instance)
         if self.reuse is None:
             self.reuse = Reuse(
                 # The last token of a prompt is always computed, whatever was found.
                 cached_tokens=min(event.cached_tokens, len(self.prompt) - 1),
                 device_tokens=event.device_tokens,
+                dram_tokens=event.dram_tokens,
+                disk_tokens=event.disk_tokens,
                 queue_us=event.queue_us,
                 compute_us=event.compute_us,
                 load_wait_us=event.load_wait_us,
@@ -302,7 +342,7 @@ class Choice:
 
     def _take(self, now_s: float) -> list[ev.Action]:
         """The tokens that were kept, as far as there is no gap."""
-        text: list[str] = []
+        parts: list[Part] = []
         shown: list[Shown] = []
         while not self.ended:
             position = len(self.prompt) + len(self.answer.tokens)
@@ -313,11 +353,11 @@ class Choice:
             piece = self.answer.push(token)
             if piece.reason is None and position + 1 >= self.max_position:
                 piece = _joined(piece, self.answer.end("length"))
-            text.append(piece.text)
+            parts.extend(piece.parts)
             shown.extend(piece.tokens)
             if piece.reason is not None:
                 self._finish(piece.reason, now_s)
-        return self._delta("".join(text), shown) + self._leave()
+        return self._delta(parts, shown) + self._leave()
 
     def _finished(self, reason: str, now_s: float) -> list[ev.Action]:
         if reason not in ("stop", "length") or self._now.early or not self.answer.tokens:
@@ -327,7 +367,7 @@ class Choice:
         piece = self.answer.end(reason)
         assert piece.reason is not None
         self._finish(piece.reason, now_s)
-        return self._delta(piece.text, piece.tokens)
+        return self._delta(piece.parts, piece.tokens)
 
     def _finish(self, reason: str, now_s: float) -> None:
         self._state, self.finish_reason, self._finished_s = ChoiceState.FINISHED, reason, now_s
@@ -340,10 +380,10 @@ class Choice:
             return [ev.Linger(choice=self.index, attempt=self.attempt)]
         return [ev.Release(choice=self.index, attempt=self.attempt)]  # a stop string: decode goes on
 
-    def _delta(self, text: str, tokens: Sequence[Shown]) -> list[ev.Action]:
-        if not text and not tokens:
+    def _delta(self, parts: Sequence[Part], tokens: Sequence[Shown]) -> list[ev.Action]:
+        if not parts and not tokens:
             return []
-        return [ev.Delta(choice=self.index, attempt=self.attempt, text=text, tokens=tuple(tokens))]
+        return [ev.Delta(choice=self.index, attempt=self.attempt, parts=joined(parts), tokens=tuple(tokens))]
 
     def _progress(self, now_s: float) -> None:
         self.waits_for = None
@@ -383,5 +423,9 @@ class Choice:
         return [ev.Release(**at), ev.Retry(**at, delay_s=delay_s)]
 
 
+def _join(known: list[str], *instances: str) -> None:
+    known += [instance for instance in instances if instance and instance not in known]
+
+
 def _joined(before: Piece, after: Piece) -> Piece:
-    return Piece(text=before.text + after.text, tokens=before.tokens + after.tokens, reason=after.reason)
+    return Piece(parts=before.parts + after.parts, tokens=before.tokens + after.tokens, reason=after.reason)

@@ -9,6 +9,7 @@ does those:
 | (the turn begins) | | Start of each prompt's first choice |
 | Waits | the capacity queue | none: it says what the client is told if its time runs out |
 | Reserved | decode | Compute, unless decode computes the prompt itself |
+| Borrowed | decode | none: the proof names who lent memory |
 | Missing | decode | Compute of what it lacks, once prefill is done with an earlier one |
 | PrefillStarted | prefill | none: from here on a failure is a strike |
 | First | who computed the prompt | Delta; with a choice's first token Start of the prompt's others |
@@ -35,21 +36,39 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import count
 
 from kvcommons.errors import DeadlineExceeded, KVCommonsError
 from kvcommons.rblock.identity import IdentityChain
+from services.router.answer.parts import joined
 from services.router.capacity.queue import Ticket
 from services.router.capacity.queues import CapacityQueues
 from services.router.fleet.fleet import Fleet
 from services.router.turn import events as ev
 from services.router.turn.attempt import Attempt, RequestContext
+from services.router.turn.choice import Phase
 from services.router.turn.turn import Turn
 
 _TICK_S = 1.0
 # How long an instance that failed this turn is passed over by it, if there is another.
 _AVOID_S = 3.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceUnderWay:
+    """A choice under way, for people who watch: nothing of who asked for it, or of what it says."""
+
+    name: str  # the request's number at this router, and the choice's in it
+    phase: Phase
+    prompt_tokens: int
+    tokens: int
+    block_tokens: int
+    prefill: str  # ids of instances; empty while it has none
+    decode: str
+    borrowed: Mapping[str, int]  # blocks by the holder's id
+    resumptions: int
 
 
 class Dispatch:
@@ -58,6 +77,7 @@ class Dispatch:
         self._fleet = fleet
         self._clock = clock
         self._requests = count()  # as the request queue lets them start
+        self._runs: dict[int, _Run] = {}  # under way, by their number
         self._lingering: set[asyncio.Task[None]] = set()
 
     async def run(
@@ -68,7 +88,9 @@ class Dispatch:
         `lost` says why the turn may not go on (its session's lease was lost). Close the generator to cancel
         the turn: both calls of each attempt end. Raises the turn's error, or DeadlineExceeded.
         """
-        run = _Run(turn, request, self._fleet, self.queues, next(self._requests), self._clock)
+        number = next(self._requests)
+        run = _Run(turn, request, self._fleet, self.queues, number, self._clock)
+        self._runs[number] = run
         try:
             run.carry_out(turn.begin())
             while not turn.done:
@@ -80,7 +102,13 @@ class Dispatch:
                 if (reason := lost()) is not None:
                     raise reason
         finally:
+            del self._runs[number]
             self._keep(run.close())
+
+    def sequences(self) -> Iterator[SequenceUnderWay]:
+        """Those under way, oldest request first."""
+        for run in self._runs.values():
+            yield from run.sequences()
 
     async def close(self) -> None:
         """Ends what still lingers."""
@@ -149,6 +177,24 @@ class _Run:
             before = deltas.get(delta.choice)
             deltas[delta.choice] = _joined(before, delta) if before else delta
         return list(deltas.values())
+
+    def sequences(self) -> Iterator[SequenceUnderWay]:
+        for choice in self._turn.choices:
+            if choice.ended:
+                continue
+            attempt = self._attempts.get(choice.index)
+            pair = attempt.pair if attempt is not None else None
+            yield SequenceUnderWay(
+                name=f"{self._number}.{choice.index}",
+                phase=choice.phase,
+                prompt_tokens=len(choice.prompt),
+                tokens=len(choice.prompt) + len(choice.answer.tokens),
+                block_tokens=self._request.model.block_tokens,
+                prefill=pair.prefill.id if pair is not None else "",
+                decode=pair.decode.id if pair is not None else "",
+                borrowed=dict(attempt.borrowed) if attempt is not None else {},
+                resumptions=choice.resumptions,
+            )
 
     def carry_out(self, actions: list[ev.Action]) -> list[ev.Delta]:
         deltas: list[ev.Delta] = []
@@ -229,6 +275,6 @@ def _joined(before: ev.Delta, after: ev.Delta) -> ev.Delta:
     return ev.Delta(
         choice=before.choice,
         attempt=after.attempt,
-        text=before.text + after.text,
+        parts=joined((*before.parts, *after.parts)),
         tokens=before.tokens + after.tokens,
     )

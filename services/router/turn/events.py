@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from kvcommons.errors import KVCommonsError
 from kvcommons.pb import common_pb2 as pb
-from services.router.turn.answer_text import Shown
+from services.router.answer.parts import Part
+from services.router.answer.text import Shown
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,11 +22,20 @@ class Event:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reserved(Event):
-    """Decode has room; prefill is to push the blocks from this one on, unless decode `computes` the prompt
-    itself."""
+    """The decode `instance` has room; prefill is to push the blocks from this one on, unless decode
+    `computes` the prompt itself. `holders`: instances that lend it memory for the sequence from the start."""
 
     push_from_block: int
     computes: bool = False
+    instance: str = ""
+    holders: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Borrowed(Event):
+    """The sequence's KV lies on these `holders`, too."""
+
+    holders: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,11 +53,16 @@ class PrefillStarted(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class First(Event):
-    """Prefill's sampled token, and where the KV of its prompt came from (tokens; microseconds)."""
+    """The sampled token of the `instance` that computed the prompt, and where the KV of its prompt came from
+    (tokens; microseconds). Of the cached tokens, `device_tokens` were in its own memory, the rest in the
+    kvstore's tiers."""
 
     token: pb.SampledToken
     cached_tokens: int
     device_tokens: int
+    dram_tokens: int = 0
+    disk_tokens: int = 0
+    instance: str = ""
     queue_us: int
     compute_us: int
     load_wait_us: int
@@ -133,7 +148,8 @@ class Retry(Action):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Delta(Action):
-    """Text for the client, and the tokens whose text it is (for logprobs)."""
+    """Parts of the answer for the client, and the tokens whose text was released (for logprobs); either may
+    be empty, for the text of some tokens is no part."""
 
-    text: str
+    parts: tuple[Part, ...]
     tokens: tuple[Shown, ...]

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from types import TracebackType
 from typing import Any
 
-from kvcommons.errors import InvalidInput, KVCommonsError
+from kvcommons.errors import InvalidInput, KVCommonsError, TurnInProgress, VersionConflict
 from kvcommons.homes import session_key
 from kvcommons.pb.common_pb2 import ModelInfo
 from kvcommons.rblock.identity import IdentityChain, reusable_blocks
@@ -29,13 +30,17 @@ from kvcommons.telemetry.trace import (
 )
 from services.router.admission.classes import ServiceClass
 from services.router.admission.queue import NO_PREFIX, Prefix
+from services.router.admission.quotas import TokenReservation
 from services.router.admission.scheduling import Promise
+from services.router.answer.text import Shown
 from services.router.api.schemas.requests import ChatRequest, CompletionRequest
 from services.router.fleet.stored import stored_blocks
 from services.router.http.tenants import Tenant
 from services.router.serving import Serving
 from services.router.sessions.beginning import begin_turn, checked_model
-from services.router.sessions.conversation import Message, new_messages
+from services.router.sessions.branches import branch_for
+from services.router.sessions.branching import branch_point, is_history
+from services.router.sessions.conversation import Message, check_asks, check_results, new_messages
 from services.router.sessions.replay import stored_of_stages
 from services.router.sessions.truncation import (
     Context,
@@ -47,12 +52,15 @@ from services.router.sessions.truncation import (
 )
 from services.router.sessions.turn import SessionTurn
 from services.router.turn import events as ev
-from services.router.turn.answer_text import Shown
 from services.router.turn.attempt import RequestContext
 from services.router.turn.choice import Patience
-from services.router.turn.grammar import checked_grammar
+from services.router.turn.grammar import chat_grammar, compiled_grammar, content_grammar
+from services.router.turn.options import template_options
 from services.router.turn.plan import max_tokens_of, messages_of, plan_turn, prompts_of
+from services.router.turn.tools import NO_TOOLS, ToolOffer, definitions_of, offered_tools
 from services.router.turn.turn import Turn
+
+_ABANDONED_S = 1.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -86,8 +94,12 @@ class RequestLifecycle:
         self._session: SessionTurn | None = None
         self._session_id = ""
         self._new: list[Message] = []
+        self._tools = NO_TOOLS
+        self._options: dict[str, Any] = {}  # of the chat template
         self.context: Context | None = None  # of a session
+        self.branch: str | None = None  # of the session that was asked for, where the turn goes on in one
         self._truncation: Truncation | None = None  # with which this turn begins
+        self._reservation: TokenReservation | None = None
         self._prompt_s = 0.0  # what computing its prompts is expected to take
         self._times = _Timestamps(received_s=serving.clock())
 
@@ -97,33 +109,69 @@ class RequestLifecycle:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # Not awaited: whoever waits for the answer need not wait for this, and may be gone.
+        if self._reservation is not None:
+            self._settle(self._reservation)
         if self._session is not None and self._times.committed_s is None:
-            self._serving.in_background(self._session.abandon())
+            abandoned = self._serving.in_background(self._session.abandon())
+            # Who is told of a mistake asks again at once, and finds the session free. All others need not
+            # wait for this, and may be gone.
+            if isinstance(error, InvalidInput):
+                await asyncio.wait((abandoned,), timeout=_ABANDONED_S)
 
-    async def plan_chat(self, request: ChatRequest, session_id: str | None) -> None:
-        """Begins the session's turn where there is a session, and renders what is new."""
+    async def plan_chat(
+        self,
+        request: ChatRequest,
+        session_id: str | None,
+        *,
+        before: Sequence[Message] = (),
+        held: int | None = None,
+        branches: bool = False,
+    ) -> None:
+        """Begins the session's turn where there is a session, and renders what is new.
+
+        `before`: messages that come before those of the request. `held`: how many messages the session has to
+        hold; VersionConflict is raised where it holds more or less, and another plan may follow. `branches`:
+        a whole history that departs from the session goes on in a branch of it."""
         if session_id is not None and (request.n or 1) > 1:
             raise InvalidInput("n has to be 1 in a session: it goes on with one answer", param="n")
+        self._serving.quotas.admit(self._tenant.name, self._times.received_s)
         self.service = self._asked(request)
-        self._grammar = await checked_grammar(request, self._tenant.name, self._serving.grammars)
-        given = messages_of(request)
+        given = [*before, *messages_of(request)]
         self.model = self._serving.fleet.model(request.model)
         history: list[Message] = []
         tokens: list[int] = []
-        self._new = given
+        kept_tools: str | None = None
         if session_id is not None:
             self._session_id = session_id
-            self._session = await begin_turn(self._serving, self._tenant, session_id, self.turn_id)
+            self._session = await self._begin(session_id, request, given, branches=branches)
             self.model = checked_model(self._serving, self._session, self.model, asked=request.model)
             history = self._session.messages
+            if held is not None and len(history) != held:
+                self._serving.in_background(self._session.abandon())
+                self._session, self._session_id = None, ""
+                raise VersionConflict("the session has gone on meanwhile")
             tokens = list(self._session.record.tokens)
             self._new = new_messages(history, given)
+            kept_tools = self._session.record.tools if self._session.record.version else None
         elif request.truncation == "auto":
             raise InvalidInput(
                 "truncation is of sessions: send session_id, or shorten messages", param="truncation"
             )
-        new = await self._serving.text.chat(history, tokens, self._new, window=self.model.context_window)
+        else:
+            check_results(given)
+            self._new = given
+        self._tools = offered_tools(request, kept_tools)
+        self._options = template_options(request, self._serving.text.template)
+        form = self._serving.text.answer_format(self._options)
+        self._grammar = await self._compiled(chat_grammar(request, form, self._tools), request)
+        new = await self._serving.text.chat(
+            history,
+            tokens,
+            self._new,
+            tools=self._tools,
+            options=self._options,
+            window=self.model.context_window,
+        )
         if self._session is not None:
             self.context = await self._context(self._session, request, tokens, new)
             self._plan(request, [list(self.context.now.tokens)])
@@ -131,9 +179,43 @@ class RequestLifecycle:
             self._plan(request, [[*tokens, *new]])
         await self._classify()
 
+    async def _compiled(self, grammar: tuple[str, str], request: ChatRequest | CompletionRequest) -> str:
+        """As `compiled_grammar` does it."""
+        return await compiled_grammar(grammar, request, self._tenant.name, self._serving.grammars)
+
+    async def _begin(
+        self, session_id: str, request: ChatRequest, given: Sequence[Message], *, branches: bool
+    ) -> SessionTurn:
+        """The turn of the session; where there may be branches, of the one that a whole history goes on
+        with."""
+        tools = ToolOffer(definitions=definitions_of(request)).record if request.tools else None
+        history = branches and is_history((), given)
+        busy: TurnInProgress | None = None
+        try:
+            session = await begin_turn(self._serving, self._tenant, session_id, self.turn_id)
+            stored = session.messages
+            if not history or not stored or not is_history(stored, given):
+                return session
+            if branch_point(given, tools, [session.record]).whole:
+                return session
+            await session.abandon()
+        except TurnInProgress as error:
+            if not history:
+                raise
+            busy = error  # of the session: a branch has turns of its own
+        check_asks(given)
+        of = self._serving, self._tenant, session_id
+        branch = await branch_for(*of, given, tools, block_tokens=self.model.block_tokens)
+        if branch == session_id and busy is not None:
+            raise busy
+        if branch != session_id:
+            self._session_id = self.branch = branch
+        return await begin_turn(self._serving, self._tenant, branch, self.turn_id)
+
     async def plan_completion(self, request: CompletionRequest) -> None:
+        self._serving.quotas.admit(self._tenant.name, self._times.received_s)
         self.service = self._asked(request)
-        self._grammar = await checked_grammar(request, self._tenant.name, self._serving.grammars)
+        self._grammar = await self._compiled(content_grammar(request), request)
         self.model = self._serving.fleet.model(request.model)
         prompts = await prompts_of(
             request, self._serving.text, self.model, choices_max=self._serving.config.max_choices
@@ -170,6 +252,12 @@ class RequestLifecycle:
         self._count()
 
     @property
+    def messages_after(self) -> int:
+        """How many messages a session holds after this turn."""
+        stored = len(self._session.messages) if self._session is not None else 0
+        return stored + len(self._new) + 1
+
+    @property
     def operation(self) -> str:
         """As OpenTelemetry calls it."""
         return "chat" if isinstance(self._request, ChatRequest) else "text_completion"
@@ -191,7 +279,8 @@ class RequestLifecycle:
         return found | {CONVERSATION_ID: self._session_id} if self._session_id else found
 
     def timings(self) -> dict[str, Any]:
-        """Milliseconds; of the first choice where there are several."""
+        """Milliseconds, tokens by where they were found, and who served; of the first choice where there are
+        several."""
         times, reuse = self._times, self.turn.choices[0].reuse
         first_s = self.turn.first_token_s or times.received_s
         last_s = times.last_token_s or first_s
@@ -206,6 +295,9 @@ class RequestLifecycle:
             "commit_ms": _ms(end_s - last_s),
             "total_ms": _ms(end_s - times.received_s),
             "device_tokens": reuse.device_tokens if reuse else 0,
+            "dram_tokens": reuse.dram_tokens if reuse else 0,
+            "disk_tokens": reuse.disk_tokens if reuse else 0,
+            "instances": asdict(self.turn.choices[0].instances),
             "resumptions": self.turn.resumptions,
         }
 
@@ -219,7 +311,9 @@ class RequestLifecycle:
             dropped = sum(one.dropped_tokens for one in stored)
             head = stored[-1].head_tokens if stored else None
             if head is None:
-                head = await self._serving.text.head_tokens(session.messages, tokens, model.block_tokens)
+                head = await self._serving.text.head_tokens(
+                    session.messages, tokens, model.block_tokens, self._tools
+                )
             self._truncation = truncation_for(
                 kept_tokens=len(tokens) - dropped,
                 dropped_tokens=dropped,
@@ -276,8 +370,24 @@ class RequestLifecycle:
             patience=Patience(resume_s=config.resume_deadline_s, stall_s=config.stall_s),
             choices_max=config.max_choices,
             grammar=self._grammar,
+            tools=self._tools,
+            options=self._options,
         )
         self.shown = [[] for _ in self.turn.choices]
+        self._reservation = self._serving.quotas.reserve(
+            self._tenant.name, self.turn.usage.prompt_tokens, self._serving.clock()
+        )
+
+    def _settle(self, reservation: TokenReservation) -> None:
+        """A prompt of which no token came was not computed, as far as anybody knows."""
+        usage = self.turn.usage
+        begun = self.turn.first_token_s is not None
+        reservation.settle(
+            prompt=usage.prompt_tokens if begun else 0,
+            cached=usage.cached_tokens if begun else 0,
+            completion=usage.completion_tokens,
+            now_s=self._serving.clock(),
+        )
 
     def _promise(self, service: ServiceClass) -> Promise:
         objective_s = service.objectives.ttft_s
@@ -386,7 +496,8 @@ class RequestLifecycle:
         await session.commit(
             model=self.model,
             new_tokens=tokens[kept:],
-            new_messages=[*self._new, Message(role="assistant", content=choice.answer.text)],
+            new_messages=[*self._new, choice.answer.parts.message()],
+            tools="" if session.record.version else self._tools.record,
             block_ids=chain.ids[: reusable_blocks(len(tokens), self.model.block_tokens)],
             new_truncations=[self._truncation] if self._truncation is not None else [],
             # Without reuse nothing is saved either: there is nothing to wait for.

@@ -36,6 +36,8 @@ def sampling_of(
         choice=choice,
         frequency_penalty=request.frequency_penalty or 0.0,
         presence_penalty=request.presence_penalty or 0.0,
+        repetition_penalty=request.repetition_penalty or 1.0,
+        min_tokens=request.min_tokens or 0,
         logit_bias=bias,
         logprobs=logprobs,
         top_logprobs=top_logprobs,

@@ -13,11 +13,13 @@ from services.router.turn.choice import Choice
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenUsage:
-    """In tokens. `cached_tokens` of `prompt_tokens` were not computed."""
+    """In tokens. `cached_tokens` of `prompt_tokens` were not computed; `reasoning_tokens` of
+    `completion_tokens` came before the answer."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    reasoning_tokens: int
 
 
 class Turn:
@@ -65,6 +67,7 @@ class Turn:
             prompt_tokens=sum(len(choice.prompt) for choice in leaders),
             completion_tokens=sum(len(choice.answer.tokens) for choice in self.choices),
             cached_tokens=sum(choice.reuse.cached_tokens for choice in leaders if choice.reuse is not None),
+            reasoning_tokens=sum(choice.answer.reasoning_tokens for choice in self.choices),
         )
 
     def begin(self) -> list[ev.Action]:

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 
 from devstack import supervisor, toml
-from devstack.checks import check_access, check_model, check_services, read_keys
+from devstack.checks import check_access, check_model, check_services
 from devstack.cli import main
 from devstack.plan import MODEL_SERVICES, Place, ProcessPlan, processes, tables
 from devstack.settings import UpSettings
 from devstack.up import _url
 from kvcommons.errors import InvalidInput, ModelNotFound
+from services.router.http.keys import read_keys
 
 KEYS = "ann key-of-ann-1\nbob key-of-bob-1\n"
 OPEN = "0.0.0.0"
@@ -127,7 +128,9 @@ def test_beyond_loopback_a_stack_has_keys_or_does_not_start(
 def test_host_and_keys_reach_the_router_and_beat_its_table(tmp_path: Path) -> None:
     keys = tmp_path / "keys"
     keys.write_text(KEYS)
-    assert read_keys(keys) == {"key-of-ann-1": "ann", "key-of-bob-1": "bob"}
+    assert {key: grant.tenant for key, grant in read_keys(keys).items()} == {
+        "key-of-ann-1": "ann", "key-of-bob-1": "bob",
+    }  # fmt: skip
     settings = UpSettings(bind=OPEN, api_keys=keys)
     user = {"router": {"bind": "127.0.0.2", "api_keys": "others"}}
     flagged = check_services(planned(tmp_path, settings, user, {}, {"bind", "api_keys"}))["router"]
@@ -146,6 +149,6 @@ def test_the_served_name_reaches_all_that_have_the_model(tmp_path: Path) -> None
 
 
 def test_a_server_on_all_addresses_is_reached_on_one() -> None:
-    assert _url(OPEN, 8000) == "http://127.0.0.1:8000"
-    assert _url("::", 8000) == _url("::1", 8000) == "http://[::1]:8000"
-    assert _url("192.0.2.7", 8000) == "http://192.0.2.7:8000"
+    assert _url("http", OPEN, 8000) == "http://127.0.0.1:8000"
+    assert _url("https", "::", 8000) == _url("https", "::1", 8000) == "https://[::1]:8000"
+    assert _url("http", "192.0.2.7", 8000) == "http://192.0.2.7:8000"

@@ -289,3 +289,17 @@ def test_colocated_instances_have_no_stages() -> None:
     with pytest.raises(InvalidInput, match="leave one of them out") as refused:
         tables(UpSettings(colocated=True, stages=2), PLACE, 8, {})
     assert refused.value.param == "stages"
+
+
+def test_the_router_gets_the_files_of_https(tmp_path: Path) -> None:
+    settings = UpSettings(tls_cert=tmp_path / "cert.pem", tls_key=tmp_path / "key.pem")
+    place = Place(data=tmp_path / "data", runtime=tmp_path / "run")
+    router = tables(settings, place, 2, {})["router"]
+    assert (router["tls_cert"], router["tls_key"]) == (f"{tmp_path}/cert.pem", f"{tmp_path}/key.pem")
+    (flagged,) = (
+        plan
+        for plan in processes(settings, place, 2, 1, {}, user={}, flagged=["tls_cert", "tls_key"])
+        if plan.service == "router"
+    )
+    assert f"tls_cert={tmp_path}/cert.pem" in flagged.command
+    assert f"tls_key={tmp_path}/key.pem" in flagged.command

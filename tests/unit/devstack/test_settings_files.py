@@ -72,10 +72,13 @@ def test_what_the_example_calls_defaults_are(service: str) -> None:
         not in (
             "api_keys",
             "cors_origins",
+            "allowed_hosts",
             "model_name",
             "data",
             "dram_bytes",
             "records_password_file",
+            "tls_cert",
+            "tls_key",
             *given,
         )
         if getattr(loaded, name) != value

@@ -7,8 +7,9 @@ from pathlib import Path
 from kvcommons.errors import Unavailable
 from kvcommons.model.tokenizer import Tokenizer
 from kvcommons.pb import common_pb2 as pb
+from services.router.answer.parts import Content, joined
+from services.router.answer.text import AnswerText
 from services.router.turn import events as ev
-from services.router.turn.answer_text import AnswerText
 from services.router.turn.choice import Choice, Patience
 
 PROMPT = [5, 6, 7]
@@ -67,4 +68,6 @@ def decode_failed(attempt: int) -> ev.DecodeFailed:
 
 
 def shown(actions: list[ev.Action]) -> str:
-    return "".join(action.text for action in actions if isinstance(action, ev.Delta))
+    parts = joined(part for action in actions if isinstance(action, ev.Delta) for part in action.parts)
+    assert all(isinstance(part, Content) for part in parts)
+    return "".join(part.text for part in parts)

@@ -6,7 +6,7 @@ import pytest
 
 from kvcommons.config import load
 from kvcommons.errors import InvalidInput
-from services.kvstore.session import LEASE_MS_MAX
+from services.kvstore.turn_lease import LEASE_MS_MAX
 from services.router.config import RouterConfig
 
 FLAGS = {"listen": "unix:/tmp/r.sock", "ledger": "unix:/tmp/l.sock", "model": "demo"}

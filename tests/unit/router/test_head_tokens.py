@@ -8,10 +8,10 @@ from demo import MODEL_DIR
 from kvcommons.model.chat import ChatTemplate
 from kvcommons.model.tokenizer import Tokenizer
 from services.router.sessions.conversation import Message
-from services.router.turn.plan import Text
+from services.router.turn.rendering import Text
 
 TOKENIZER = Tokenizer.read(MODEL_DIR)
-TEXT = Text(tokenizer=TOKENIZER, template=ChatTemplate.read(MODEL_DIR, TOKENIZER))
+TEXT = Text.of(TOKENIZER, ChatTemplate.read(MODEL_DIR, TOKENIZER))
 SYSTEM = Message(role="system", content="You are a friendly assistant.")
 USER = Message(role="user", content="My cat is called Zuzu.")
 

@@ -3,16 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 import pytest
 from openai.types.chat import ChatCompletionMessage
 
 from kvcommons.errors import InvalidInput, UnsupportedParameter
-from services.router.api.schemas.requests import ChatRequest, CompletionRequest, SessionCreate
-from services.router.api.schemas.validation import parse_json, validate
+from services.router.api.schemas.requests import (
+    ChatRequest,
+    CompletionRequest,
+    SessionCreate,
+    check_session_id,
+)
+from services.router.api.schemas.validation import parse_json, validate, validate_known
+from services.router.sessions.conversation import ToolCall
+from services.router.turn.plan import messages_of
 from services.router.turn.sampling import sampling_of, stops_of
 
+FUNCTION: dict[str, Any] = {"type": "function", "function": {"name": "f"}}
 HI: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
 
 
@@ -28,6 +37,9 @@ def chat(**fields: Any) -> ChatRequest:
         {"temperature": None, "stop": None, "n": None, "seed": None, "logit_bias": None},
         {"temperature": 0, "top_p": 1, "top_k": -1, "min_p": 0.1, "seed": -5, "stop": "x"},
         {"stream": True, "stream_options": {"include_usage": True}, "truncation": "disabled"},
+        {"store": True, "reasoning_effort": "low", "verbosity": "low", "skip_special_tokens": True},
+        {"repetition_penalty": 1, "min_tokens": 0, "include_stop_str_in_output": False},
+        {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
         {"messages": [{"role": "developer", "content": [{"type": "text", "text": "a"}]}]},
         {"messages": [{"role": "assistant", "content": "a", "tool_calls": None, "refusal": None}]},
     ],
@@ -45,6 +57,18 @@ def test_accepted(fields: dict[str, Any]) -> None:
             "messages[0].content[0].text",
         ),
         ({"messages": [{"role": "user", "content": "a", "nme": "x"}]}, "messages[0].nme"),
+        ({"messages": [{"role": "user", "content": "a", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
+        (
+            {"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]},
+            "messages[0].tool_calls[0].id",
+        ),
+        ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].tool_call_id"),
+        ({"messages": [{"role": "assistant", "content": None}]}, "messages[0].content"),
+        ({"tools": [FUNCTION | {"x": 1}]}, "tools[0].x"),
+        ({"tools": [FUNCTION, FUNCTION]}, "tools"),
+        ({"tools": [FUNCTION] * 129}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "a" * 65}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "description": "x" * 262_144}}]}, "tools"),
         ({"stop": ["a", ""]}, "stop[1]"),
         ({"stop": 4}, "stop"),
         ({"n": True}, "n"),
@@ -53,6 +77,12 @@ def test_accepted(fields: dict[str, Any]) -> None:
         ({"frequency_penalty": 2.5}, "frequency_penalty"),
         ({"logit_bias": {"5": 101}}, "logit_bias"),
         ({"stream_options": {"x": 1}}, "stream_options.x"),
+        ({"stream_options": {"continuous_usage_stats": True}}, "stream_options"),
+        ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": 10.5}, "repetition_penalty"),
+        ({"min_tokens": -1}, "min_tokens"),
+        ({"skip_special_tokens": False}, "skip_special_tokens"),
+        ({"chat_template_kwargs": [1]}, "chat_template_kwargs"),
         ({"session_id": "a\nb"}, "session_id"),
         ({"session_id": "a" * 129}, "session_id"),
         ({"session_id": ""}, "session_id"),
@@ -69,14 +99,13 @@ def test_refused_by_name(fields: dict[str, Any], param: str) -> None:
     ("fields", "param"),
     [
         ({"functions": [{}]}, "functions"),
-        ({"store": True}, "store"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
+        ({"modalities": ["audio"]}, "modalities"),
+        ({"messages": [{"role": "function", "content": "a"}]}, "messages[0].role"),
+        ({"messages": [{"role": "assistant", "content": "a", "audio": {"id": "x"}}]}, "messages[0].audio"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
             "messages[0].content[0].type",
         ),
-        ({"messages": [{"role": "assistant", "content": "", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
     ],
 )
 def test_known_and_not_built(fields: dict[str, Any], param: str) -> None:
@@ -107,11 +136,60 @@ def test_what_openai_sends_with_an_answer_can_be_sent_back() -> None:
     assert chat(messages=[answer.model_dump(), *HI["messages"]]).messages[0].text == "hello"
 
 
+def test_an_answer_with_calls_can_be_sent_back_and_its_schemas_keep_their_nulls() -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    answer = ChatCompletionMessage.model_validate(
+        {"role": "assistant", "content": None, "tool_calls": [call]}
+    )
+    result = {"role": "tool", "tool_call_id": "c", "content": [{"type": "text", "text": "1"}]}
+    schema = {"type": "object", "properties": {"a": {"default": None, "enum": [None, 1]}}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": None}}
+    asked = chat(messages=[*HI["messages"], answer.model_dump(), result], tools=[tool])
+    _, said, told = messages_of(asked)
+    assert (said.content, said.tool_calls) == ("", (ToolCall(id="c", name="f", arguments="{}"),))
+    assert (told.role, told.content, told.tool_call_id) == ("tool", "1", "c")
+    assert asked.tools is not None
+    assert asked.tools[0].function.parameters == schema
+
+
 def test_an_unknown_field_names_the_nearest() -> None:
     with pytest.raises(InvalidInput, match="did you mean 'max_tokens'"):
         chat(max_token=5)
     with pytest.raises(InvalidInput, match="did you mean 'ttl_s'"):
         validate(SessionCreate, {"ttl": 5})
+
+
+@pytest.mark.parametrize("name", ["max_time", "top_a", "typical_p", "guided_json", "n_predict", "x"])
+def test_a_field_that_is_like_none_has_no_suggestion(name: str) -> None:
+    with pytest.raises(InvalidInput, match="unknown field") as unknown:
+        chat(**{name: 1})
+    assert "did you mean" not in unknown.value.message
+
+
+def test_unknown_fields_may_be_ignored_wherever_they_are() -> None:
+    body: dict[str, Any] = {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "hi", "cache": 1}], "mood": "good"},
+            {"role": "assistant", "content": "", "tool_calls": [
+                {"id": "c", "type": "function", "index": 0, "function": {"name": "f", "arguments": "{}"}}
+            ]},
+            {"role": "tool", "content": "1", "tool_call_id": "c"},
+        ],
+        "top_a": 1,
+        "stream_options": {"x": 1},
+        "temperature": 0.5,
+    }  # fmt: skip
+    known, ignored = validate_known(ChatRequest, body)
+    assert known.temperature == 0.5
+    assert known.messages[0].text == "hi"
+    assert sorted(ignored) == [
+        "messages[0].content[0].cache", "messages[0].mood", "messages[1].tool_calls[0].index",
+        "stream_options.x", "top_a",
+    ]  # fmt: skip
+    with pytest.raises(UnsupportedParameter, match="modalities"):  # it is known, and would change the answer
+        validate_known(ChatRequest, HI | {"modalities": ["audio"]})
+    with pytest.raises(InvalidInput, match="unknown field"):
+        validate_known(ChatRequest, HI | {f"x{number}": 1 for number in range(65)})
 
 
 @pytest.mark.parametrize("prompt", ["text", ["a", "b"], [1, 2], [[1], [2, 3]]])
@@ -168,3 +246,39 @@ def test_sampling_has_defaults_and_wraps_seeds() -> None:
     with pytest.raises(InvalidInput, match="no token 100"):
         sampling_of(chat(logit_bias={"100": 1}), seed=0, choice=0, stop_ids=(), vocab_size=100)
     assert stops_of(chat(stop=["a", "b", "a"])) == ("a", "b")
+
+
+def test_a_whole_number_is_an_integer_however_it_is_written() -> None:
+    asked = chat(max_tokens=5.0, seed=-3.0, temperature=1.0, stream_options={"include_usage": True})
+    assert (asked.max_tokens, asked.seed, asked.temperature) == (5, -3, 1.0)
+    assert validate(CompletionRequest, {"prompt": [[1.0, 2], [3, 4.0]]}).prompt == [[1, 2], [3, 4]]
+    for wrong in (5.5, True, "5"):
+        with pytest.raises(InvalidInput) as refused:
+            chat(max_tokens=wrong)
+        assert refused.value.param == "max_tokens"
+
+
+def test_bytes_of_a_header_that_are_no_text_are_no_session_id() -> None:
+    with pytest.raises(ValueError, match="printable"):
+        check_session_id(b"\xff\xfe".decode(errors="surrogateescape"))
+
+
+@pytest.mark.parametrize(
+    ("id", "fine"),
+    [
+        ("s", True), ("a b~2", True), ("Zuzu's 猫 🐈", True), ("...", True), ("a" * 128, True),
+        ("", False), (".", False), ("..", False), (" a", False), ("a ", False), ("a/b", False),
+        ("a\\b", False), ("a\n", False), ("a\tb", False), ("\x00", False), ("a\u202eb", False),
+        ("a\u200bb", False), ("\ufeffa", False), ("\ue000", False), ("\U0010fffd", False), ("a" * 129, False),
+    ],
+)  # fmt: skip
+def test_the_rule_for_session_ids_is_the_pattern_that_is_published(id: str, fine: bool) -> None:
+    schema = ChatRequest.model_json_schema()["properties"]["session_id"]["anyOf"][0]
+    published = re.search(schema["pattern"], id) is not None and len(id) <= schema["maxLength"]
+    try:
+        check_session_id(id)
+        taken = True
+    except ValueError:
+        taken = False
+    assert taken == fine
+    assert published == fine or id.endswith("\n")  # which "$" leaves out in Python only

@@ -9,8 +9,8 @@ import pytest
 from kvcommons.errors import InvalidInput
 from kvcommons.model.tokenizer import Tokenizer
 from kvcommons.pb import common_pb2 as pb
+from services.router.answer.text import AnswerText
 from services.router.turn import events as ev
-from services.router.turn.answer_text import AnswerText
 from services.router.turn.choice import Choice, Patience
 from services.router.turn.turn import Turn
 

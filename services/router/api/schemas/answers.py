@@ -3,9 +3,13 @@ speed; the REST suites hold every answer that they get against its body here."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+_BRANCH = (
+    "The session's branch that the turn went on in, a session by this id, where a whole history departed."
+)
 
 
 class AnswerBody(BaseModel):
@@ -27,11 +31,16 @@ class PromptTokensDetails(AnswerBody):
     cached_tokens: int = Field(description="Of the prompt: their KV was found and not computed.")
 
 
+class CompletionTokensDetails(AnswerBody):
+    reasoning_tokens: int = Field(description="Of the answer: what the model thought before it.")
+
+
 class UsageInfo(AnswerBody):
     prompt_tokens: int = Field(description="The session so far included.")
     completion_tokens: int
     total_tokens: int
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails
 
 
 class TopLogprob(AnswerBody):
@@ -49,17 +58,30 @@ class ChatLogprobs(AnswerBody):
     refusal: None
 
 
+class AnswerFunction(AnswerBody):
+    name: str
+    arguments: str = Field(description="JSON; the beginning of it where the answer was cut.")
+
+
+class AnswerCall(AnswerBody):
+    id: str
+    type: Literal["function"]
+    function: AnswerFunction
+
+
 class AssistantMessage(AnswerBody):
     role: Literal["assistant"]
-    content: str
+    content: str | None = Field(description="null where there is reasoning, or calls, and nothing else.")
     refusal: None
+    reasoning_content: str | None = Field(None, description="What the model thought, where it thinks.")
+    tool_calls: list[AnswerCall] | None = None
 
 
 class ChatChoice(AnswerBody):
     index: int
     message: AssistantMessage
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
 
 
 class SessionTruncation(AnswerBody):
@@ -80,19 +102,44 @@ class ChatCompletion(AnswerBody):
     usage: UsageInfo
     system_fingerprint: str
     session_id: str | None = Field(None, description="Where the call had one.")
+    branch: str | None = Field(None, description=_BRANCH)
     truncation: SessionTruncation | None = Field(None, description="Of a session that was truncated.")
+
+
+class FunctionDelta(AnswerBody):
+    name: str | None = None
+    arguments: str = Field(description="The next piece.")
+
+
+class ToolCallDelta(AnswerBody):
+    """The first one of a call has id, type and name, and no arguments."""
+
+    index: int
+    id: str | None = None
+    type: Literal["function"] | None = None
+    function: FunctionDelta
 
 
 class ChatDelta(AnswerBody):
     role: Literal["assistant"] | None = None
     content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[ToolCallDelta] | None = None
 
 
 class ChatChunkChoice(AnswerBody):
     index: int
     delta: ChatDelta
     logprobs: ChatLogprobs | None
-    finish_reason: Literal["stop", "length"] | None
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
+
+
+class ServingInstances(AnswerBody):
+    """Ids as in /v1/status, each once, in the order in which they joined."""
+
+    prefill: list[str] = Field(description="Computed the prompt; a decode instance computes short ones.")
+    decode: list[str] = Field(description="Sent tokens; more than one where the turn was resumed.")
+    holders: list[str] = Field(description="Lent memory for KV, and computed attention over it.")
 
 
 class Timings(AnswerBody):
@@ -105,6 +152,9 @@ class Timings(AnswerBody):
     commit_ms: float
     total_ms: float
     device_tokens: int = Field(description="Of the cached tokens: found in prefill's own memory.")
+    dram_tokens: int = Field(description="Of the cached tokens: loaded from the kvstore's DRAM.")
+    disk_tokens: int = Field(description="Of the cached tokens: loaded from the kvstore's disk.")
+    instances: ServingInstances
     resumptions: int = Field(description="How often the turn went on on other instances.")
 
 
@@ -119,6 +169,7 @@ class ChatCompletionChunk(AnswerBody):
     usage: UsageInfo | None = None
     timings: Timings | None = Field(None, description="In the chunk that has the usage.")
     session_id: str | None = None
+    branch: str | None = Field(None, description=_BRANCH)
     truncation: SessionTruncation | None = None
 
 
@@ -172,12 +223,16 @@ class Session(AnswerBody):
     version: int = Field(description="Committed turns.")
     model: str | None
     parent: str | None = Field(description="The session it was forked from.")
+    cut: int | None = Field(description="How many of its parent's messages it began with; null: all of them.")
 
 
 class SessionMessage(AnswerBody):
     role: str
     content: str
     name: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[AnswerCall] | None = None
+    tool_call_id: str | None = None
 
 
 class Tiers(AnswerBody):
@@ -188,6 +243,7 @@ class Tiers(AnswerBody):
 
 class SessionDetail(Session):
     messages: list[SessionMessage]
+    tools: list[dict[str, Any]] = Field(description="That it began with.")
     tokens: int
     token_ids: list[int]
     dropped_tokens: int = Field(description="Of those: what truncations took out of the model's sight.")
@@ -224,6 +280,15 @@ class SessionPrefillState(AnswerBody):
     error: ErrorBody | None = Field(description="Why it failed.")
 
 
+class SessionBranch(Session):
+    preview: str = Field(description="Of the first message behind the cut.")
+
+
+class SessionBranches(AnswerBody):
+    object: Literal["list"]
+    data: list[SessionBranch]
+
+
 class SessionDeleted(AnswerBody):
     id: str
     object: Literal["session.deleted"]
@@ -239,6 +304,26 @@ class Health(AnswerBody):
     status: Literal["ok", "degraded", "loading"]
     components: dict[str, Component]
     message: str
+
+
+class RateLeft(AnswerBody):
+    limit: int
+    remaining: int
+
+
+class Usage(AnswerBody):
+    object: Literal["usage"]
+    tenant: str
+    since: int = Field(description="When this router started: what follows is counted from then on.")
+    requests: int
+    refused: int = Field(description="Requests that a quota refused.")
+    prompt_tokens: int
+    cached_tokens: int = Field(description="Of the prompts', those that were found and not computed.")
+    completion_tokens: int
+    requests_per_minute: RateLeft | None = Field(description="Null: no bound.")
+    tokens_per_minute: RateLeft | None = Field(
+        description="Of prompts what is computed, and what is generated. Null: no bound."
+    )
 
 
 class Version(AnswerBody):

@@ -9,23 +9,44 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
 from services.router.admission.classes import TIER_CHARS_MAX
+from services.router.api.schemas.body import Body, JsonObject, NotBuilt
+from services.router.api.schemas.messages import MESSAGES_MAX, ChatMessage
+from services.router.api.schemas.tools import ToolChoice, Tools
 
 SEED_MIN = -(1 << 63)
 SEED_MAX = (1 << 64) - 1
 TOP_LOGPROBS_MAX = 20
 COMPLETION_LOGPROBS_MAX = 5
 STOPS_MAX = 16
-MESSAGES_MAX = 5_000
 BIAS_MAX = 100
 ENTRIES_MAX = 1024  # of logit_bias and metadata; OpenAI takes 300 and 16
+PENALTY_MAX = 10.0
+TOKENS_MAX = (1 << 32) - 1
 CHOICES_MAX = 128  # OpenAI's; the setting max_choices may be lower
 TTL_S_MAX = 10 * 365 * 24 * 3600
 SESSION_ID_CHARS_MAX = 128
 
 _TOKEN_ID = re.compile(r"0|[1-9][0-9]{0,9}")
+
+
+# Slashes, and characters that cannot be seen: controls, spaces but " ", marks of direction and of order,
+# surrogates, private ones. Ranges of the class of a pattern, as the characters themselves: every dialect of
+# patterns reads those.
+_UNSEEN = (
+    (0x00, 0x1F), (0x7F, 0xA0), (0xAD, 0xAD), (0x61C, 0x61C), (0x1680, 0x1680), (0x180E, 0x180E),
+    (0x2000, 0x200F), (0x2028, 0x202F), (0x205F, 0x206F), (0x3000, 0x3000), (0xE000, 0xF8FF),
+    (0xFEFF, 0xFEFF), (0xFFF0, 0xFFFB), (0xE0000, 0x10FFFF),
+)  # fmt: skip
+_EXCLUDED = "/\\\\" + "".join(f"{chr(first)}-{chr(last)}" for first, last in _UNSEEN)
+SESSION_ID_PATTERN = rf"^(?!\.{{1,2}}$)[^ {_EXCLUDED}]([^{_EXCLUDED}]*[^ {_EXCLUDED}])?$"
+_SESSION_ID = re.compile(SESSION_ID_PATTERN)
+_SURROGATE = re.compile("[\ud800-\udfff]")
+SESSION_ID_SCHEMA: dict[str, Any] = {
+    "type": "string", "minLength": 1, "maxLength": SESSION_ID_CHARS_MAX, "pattern": SESSION_ID_PATTERN,
+}  # fmt: skip
 
 
 def check_session_id(value: str) -> str:
@@ -34,10 +55,11 @@ def check_session_id(value: str) -> str:
         raise ValueError("a session id is not empty")
     if len(value) > SESSION_ID_CHARS_MAX:
         raise ValueError(f"a session id has at most {SESSION_ID_CHARS_MAX} characters")
-    if not value.isprintable() or "/" in value or "\\" in value:
-        raise ValueError("a session id has printable characters only, and no slash")
-    if value != value.strip() or value in (".", ".."):
+    if value != value.strip(" ") or value in (".", ".."):
         raise ValueError("a session id does not begin or end with a space, and is not '.' or '..'")
+    # The bytes of a header that are no text are surrogates, which no JSON has and no pattern names.
+    if not _SESSION_ID.fullmatch(value) or _SURROGATE.search(value):
+        raise ValueError("a session id has printable characters only, and no slash")
     return value
 
 
@@ -57,19 +79,16 @@ def _check_entries(value: Any) -> Any:
     return value
 
 
-SessionId = Annotated[str, AfterValidator(check_session_id)]
+SessionId = Annotated[str, AfterValidator(check_session_id), WithJsonSchema(SESSION_ID_SCHEMA)]
+Metadata = Annotated[dict[str, str], BeforeValidator(_check_entries)]
+ShortText = Annotated[str, Field(max_length=64)]
 StopString = Annotated[str, Field(min_length=1, max_length=256)]
-TokenIds = Annotated[list[int], Field(fail_fast=True)]
-TokenLists = Annotated[list[TokenIds], Field(fail_fast=True)]
-NotBuilt = dict[str, str]
-
-
-class Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
-
-    # Fields of OpenAI's API that are not built: a value other than one of NOT_BUILT_DEFAULTS is refused by
-    # name, with this advice.
-    NOT_BUILT: ClassVar[NotBuilt] = {}
+# Empty ones, and ids that no model has, are refused with the prompt; here they are described only.
+PromptText = Annotated[str, Field(json_schema_extra={"minLength": 1})]
+PromptTexts = Annotated[list[PromptText], Field(fail_fast=True, json_schema_extra={"minItems": 1})]
+TokenId = Annotated[int, WithJsonSchema({"type": "integer", "minimum": 0})]
+TokenIds = Annotated[list[TokenId], Field(fail_fast=True, json_schema_extra={"minItems": 1})]
+TokenLists = Annotated[list[TokenIds], Field(fail_fast=True, json_schema_extra={"minItems": 1})]
 
 
 class StreamOptions(Body):
@@ -77,6 +96,15 @@ class StreamOptions(Body):
         None, description="Send the usage in a chunk of its own before [DONE]."
     )
     include_obfuscation: bool | None = Field(None, description="Accepted; no padding is sent.")
+    continuous_usage_stats: bool | None = Field(
+        None, description="Send the usage so far in each chunk; needs include_usage."
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> StreamOptions:
+        if self.continuous_usage_stats and not self.include_usage:
+            raise ValueError("continuous_usage_stats needs include_usage: true")
+        return self
 
 
 class JsonSchema(Body):
@@ -142,6 +170,21 @@ class GenerationBody(Body):
     logit_bias: (
         Annotated[dict[str, float], BeforeValidator(_check_entries), AfterValidator(_check_bias)] | None
     ) = None
+    repetition_penalty: float | None = Field(
+        None,
+        gt=0,
+        le=PENALTY_MAX,
+        description="Of tokens that the prompt or the answer has: above 1 they come less often; default 1.",
+    )
+    min_tokens: int | None = Field(
+        None,
+        ge=0,
+        le=TOKENS_MAX,
+        description="The answer has as many before an end-of-turn token or a stop string ends it.",
+    )
+    include_stop_str_in_output: bool | None = Field(
+        None, description="The stop string that ended the answer stands at its end. A session keeps none."
+    )
     ignore_eos: bool | None = Field(None, description="Go on after an end-of-turn token.")
     response_format: ResponseFormat | None = Field(
         None, description="What the answer is: text, any JSON object, or JSON that keeps to a schema."
@@ -154,9 +197,7 @@ class GenerationBody(Body):
         description="false: compute the whole prompt though its KV is stored (to compare and to measure).",
     )
     user: str | None = Field(None, description="Accepted, no effect.")
-    metadata: Annotated[dict[str, str], BeforeValidator(_check_entries)] | None = Field(
-        None, description="Accepted, no effect."
-    )
+    metadata: Metadata | None = Field(None, description="Accepted, no effect.")
     service_tier: str | None = Field(
         None,
         min_length=1,
@@ -165,46 +206,31 @@ class GenerationBody(Body):
         "Of OpenAI's names, those that no class here has are served as default. The answer repeats what was "
         "used.",
     )
+    store: bool | None = Field(
+        None, description="Accepted, no effect: a conversation is kept where it has a session_id."
+    )
+    skip_special_tokens: Literal[True] | None = Field(
+        None, description="Accepted: control tokens are never shown."
+    )
+    spaces_between_special_tokens: bool | None = Field(None, description="Accepted, no effect.")
     safety_identifier: str | None = Field(None, description="Accepted, no effect.")
     prompt_cache_key: str | None = Field(None, description="Accepted: prefixes are found by content.")
     prompt_cache_retention: str | None = Field(None, description="Accepted, no effect.")
 
 
-class TextPart(Body):
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(Body):
-    role: Literal["system", "developer", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1, fail_fast=True)]
-    name: str | None = Field(None, max_length=256)
-
-    @property
-    def text(self) -> str:
-        if isinstance(self.content, str):
-            return self.content
-        return "".join(part.text for part in self.content)
-
-
 class ChatRequest(GenerationBody):
     """POST /v1/chat/completions"""
 
+    CHAT_MESSAGES: ClassVar[bool] = True
     NOT_BUILT: ClassVar[NotBuilt] = {
-        "tools": "tools are not built yet; leave it out",
-        "tool_choice": "tools are not built yet; leave it out",
-        "functions": "tools are not built yet; leave it out",
-        "function_call": "tools are not built yet; leave it out",
+        "functions": "deprecated by OpenAI: send them as tools",
+        "function_call": "deprecated by OpenAI: send it as tool_choice",
         "store_partial": "not built yet: a turn that is broken off is not committed",
-        "store": "not built: use session_id to keep a conversation",
         "modalities": 'only ["text"] is built',
         "audio": "only text is built",
         "prediction": "not built; leave it out",
-        "reasoning_effort": "not built; leave it out",
-        "verbosity": "not built; leave it out",
         "web_search_options": "not built; leave it out",
         "chat_template": "templates come from the model's folder only",
-        "chat_template_kwargs": "not built; leave it out",
     }
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MESSAGES_MAX, fail_fast=True)]
@@ -222,7 +248,24 @@ class ChatRequest(GenerationBody):
     )
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=TOP_LOGPROBS_MAX)
-    parallel_tool_calls: bool | None = Field(None, description="Accepted, no effect.")
+    tools: Tools | None = Field(
+        None,
+        description="Functions that the model may call. A session keeps those of its first turn: send the "
+        "same ones, or none, later.",
+    )
+    tool_choice: ToolChoice | None = Field(
+        None,
+        description="none: no call is looked for in the answer. required: it is calls. A function: it is one "
+        "call of it. Default: auto.",
+    )
+    parallel_tool_calls: bool | None = Field(None, description="false: the answer has at most one call.")
+    chat_template_kwargs: Annotated[JsonObject, BeforeValidator(_check_entries)] | None = Field(
+        None, description="Variables of the model's chat template, as enable_thinking, by name."
+    )
+    reasoning_effort: ShortText | None = Field(
+        None, description="For the chat template, where it reads it; else no effect."
+    )
+    verbosity: ShortText | None = Field(None, description="Accepted, no effect.")
 
 
 class CompletionRequest(GenerationBody):
@@ -234,10 +277,9 @@ class CompletionRequest(GenerationBody):
         "best_of": "not built; use n",
         "session_id": "sessions are conversations: use /v1/chat/completions",
         "truncation": "sessions are truncated: use /v1/chat/completions with a session_id",
-        "store": "not built; leave it out",
     }
 
-    prompt: str | TokenIds | Annotated[list[str], Field(fail_fast=True)] | TokenLists = Field(
+    prompt: PromptText | TokenIds | PromptTexts | TokenLists = Field(
         description="Text, token ids, or a list of either; each gets n choices."
     )
     logprobs: int | None = Field(None, ge=0, le=COMPLETION_LOGPROBS_MAX)
@@ -258,6 +300,14 @@ class SessionFork(Body):
     """POST /v1/sessions/{id}/fork"""
 
     id: SessionId | None = Field(None, description="Of the new session; made by the server where absent.")
+    messages: int | None = Field(
+        None,
+        ge=0,
+        le=TOKENS_MAX,
+        description="The first ones, to the end of an answer, are what the new session begins with; all "
+        "where absent. Without an id it is a branch: its id is the session's with a number, and it goes with "
+        "that.",
+    )
 
 
 class SessionPrefill(Body):

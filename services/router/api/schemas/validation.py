@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Collection
 from functools import cache
 from typing import Any, TypeVar
 
@@ -12,14 +12,9 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from kvcommons.errors import InvalidInput, UnsupportedParameter
-from services.router.api.schemas.requests import (
-    MESSAGES_MAX,
-    Body,
-    ChatMessage,
-    ChatRequest,
-    StreamOptions,
-    TextPart,
-)
+from services.router.api.schemas.body import Body
+from services.router.api.schemas.messages import MESSAGES_MAX, ChatMessage, TextPart
+from services.router.api.schemas.requests import StreamOptions
 from services.router.api.schemas.scan import check_counts
 
 B = TypeVar("B", bound=Body)
@@ -27,24 +22,24 @@ B = TypeVar("B", bound=Body)
 # Values with which a field that is not built does nothing.
 _NO_EFFECT: tuple[Any, ...] = (False, [], {}, "")
 _NO_EFFECT_OF: dict[str, tuple[Any, ...]] = {
-    "tool_choice": ("none", "auto"),
+    "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "best_of": (1,),
 }
-_TOOL_ROLES = ("tool", "function")
-_TOOL_FIELDS = frozenset(
-    (
-        "tool_calls",
-        "tool_call_id",
-        "function_call",
-        "annotations",
-        "audio",
-        "refusal",
-        "reasoning_content",
-    )
-)
-_SCHEMA_FIELDS = ("response_format", "structured_outputs")
+# Of messages: what answers of OpenAI's have, empty where there is only text.
+_MEDIA_FIELDS = frozenset(("function_call", "annotations", "audio", "refusal"))
+# Of messages: which role has them; others may have them empty.
+_FIELDS_OF_ROLE = {"tool_calls": "assistant", "reasoning_content": "assistant", "tool_call_id": "tool"}
+_EMPTY: tuple[Any, ...] = (None, [], "")
+_SCHEMA_FIELDS = ("response_format", "structured_outputs", "tools", "text", "output_config")
+_PLAIN_ROLES = ("system", "developer", "user", "assistant")
+_PLAIN_NAMES = frozenset(("role", "content", "name"))
 _SHOWN_CHARS = 80
+_IGNORED_MAX = 64  # fields of one request
+_NAMES_ARE_KNOWN = "; /openapi.json has those that are known"
+_WHOLE_MAX = 2.0**53  # beyond it a float is no certain integer
+_BEGINNING_CHARS = 3
+_SIMILAR = 0.82  # of names: "max_token" and "max_tokens" are, "top_a" and "top_p" are not
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
@@ -65,19 +60,62 @@ def parse_json(body: bytes) -> dict[str, Any]:
 
 def validate(schema: type[B], value: dict[str, Any]) -> B:
     """Raises InvalidInput, or UnsupportedParameter for what the API knows and this server has not built."""
+    _check_names(schema, value, "", others=schema.NOT_BUILT)
     value = _without_unbuilt(schema, value)
-    _check_names(schema, value, "", suggested=(*schema.model_fields, *schema.NOT_BUILT))
     if isinstance(options := value.get("stream_options"), dict):
         _check_names(StreamOptions, options, "stream_options.")
-    if schema is ChatRequest and isinstance(messages := value.get("messages"), list):
+    if schema.CHAT_MESSAGES and isinstance(messages := value.get("messages"), list):
         # Of more messages than are taken, the first ones are enough to say so.
         messages = [_checked_message(index, item) for index, item in enumerate(messages[: MESSAGES_MAX + 1])]
         value = {**value, "messages": messages}
-    try:
-        return schema.model_validate(value)
-    except ValidationError as error:
-        errors = error.errors(include_url=False, include_input=False, include_context=True)
-        raise _explained(value, errors) from None
+    while True:
+        try:
+            return schema.model_validate(value)
+        except ValidationError as error:
+            errors = error.errors(include_url=False, include_input=False, include_context=True)
+            if not _made_whole(value, errors):
+                raise _explained(value, errors) from None
+
+
+def validate_known(schema: type[B], value: dict[str, Any]) -> tuple[B, list[str]]:
+    """The same without the fields that nobody knows, which are taken out of `value`, and their names. Fields
+    that are known and not built are refused as ever: to leave them out would change what is asked."""
+    ignored: list[str] = []
+    while True:
+        try:
+            return validate(schema, value), ignored
+        except _UnknownField as unknown:
+            if len(ignored) >= _IGNORED_MAX:
+                raise
+            ignored.append(unknown.param or "")
+            del unknown.holder[unknown.name]
+
+
+class _UnknownField(InvalidInput):
+    """`holder` has it, by `name`."""
+
+    def __init__(self, holder: dict[str, Any], name: str, where: str, advice: str) -> None:
+        param = where + _cut(name)
+        super().__init__(f"unknown field {param!r}{advice}", param=param)
+        self.holder = holder
+        self.name = name
+
+
+def _made_whole(value: dict[str, Any], errors: list[ErrorDetails]) -> bool:
+    """Writes numbers as 5.0 as integers where those are wanted, for to JSON Schema they are: in a list all.
+    Returns whether there were any."""
+    found = False
+    for error in errors:
+        path = _located(value, error)
+        if error["type"] != "int_type" or not path:
+            continue
+        holder = _at(value, path[:-1])
+        for at in range(len(holder)) if isinstance(holder, list) else path[-1:]:
+            number = holder[at]
+            if isinstance(number, float) and number.is_integer() and abs(number) <= _WHOLE_MAX:
+                holder[at] = int(number)
+                found = True
+    return found
 
 
 def _unreadable(error: orjson.JSONDecodeError) -> str:
@@ -127,42 +165,60 @@ def _names(schema: type[Body]) -> frozenset[str]:
 
 
 def _check_names(
-    schema: type[Body], value: dict[str, Any], where: str, *, suggested: Iterable[str] | None = None
+    schema: type[Body], value: dict[str, Any], where: str, *, others: Collection[str] = ()
 ) -> None:
-    """Raises InvalidInput for the first name that `schema` does not have; pydantic would list them all.
+    """Raises _UnknownField for the first name that `schema` does not have; pydantic would list them all.
 
-    `where`: the path to `value`, with the dot behind it. `suggested`: names that may be meant, all of the
-    schema by default."""
+    `where`: the path to `value`, with the dot behind it. `others`: further names that are known."""
     known = _names(schema)
-    if value.keys() <= known:
+    if value.keys() <= known or value.keys() <= known.union(others):
         return
-    unknown = _cut(next(name for name in value if name not in known))
-    near = difflib.get_close_matches(unknown, suggested or sorted(known), n=1, cutoff=0.5)
-    param = where + unknown
-    advice = f": did you mean {near[0]!r}?" if near else "; /openapi.json has those that are known"
-    raise InvalidInput(f"unknown field {param!r}{advice}", param=param)
+    unknown = next(name for name in value if name not in known and name not in others)
+    shown, names = _cut(unknown), [*schema.model_fields, *others]
+    near = difflib.get_close_matches(shown, names, n=1, cutoff=_SIMILAR)
+    if len(shown) >= _BEGINNING_CHARS:
+        near = near or [name for name in names if name.startswith(shown)]
+    advice = f": did you mean {near[0]!r}?" if near else _NAMES_ARE_KNOWN
+    raise _UnknownField(value, unknown, where, advice)
 
 
 def _checked_message(index: int, message: Any) -> Any:
-    """Refuses tools, other media and unknown fields by name; leaves out empty fields of tools and media
-    (clients send answers back as they got them, with `"annotations": []`)."""
+    """Refuses other media and unknown fields by name, and what belongs to another role; leaves out empty
+    fields (clients send answers back as they got them, with `"annotations": []`)."""
     if not isinstance(message, dict):
         return message
     role, content = message.get("role"), message.get("content")
-    if isinstance(content, str) and role not in _TOOL_ROLES and message.keys() <= _names(ChatMessage):
+    if isinstance(content, str) and role in _PLAIN_ROLES and message.keys() <= _PLAIN_NAMES:
         return message  # as nearly all are
     where = f"messages[{index}]"
-    if role in _TOOL_ROLES:
-        raise UnsupportedParameter(f"{where}.role: tools are not built yet", param=f"{where}.role")
-    if not message.keys().isdisjoint(_TOOL_FIELDS):
-        for name, item in message.items():
-            if name in _TOOL_FIELDS and item not in (None, [], ""):
-                raise UnsupportedParameter(f"{where}.{name}: only text is built", param=f"{where}.{name}")
-        message = {name: item for name, item in message.items() if name not in _TOOL_FIELDS}
+    _check_names(ChatMessage, message, f"{where}.", others=_MEDIA_FIELDS)
+    if role == "function":
+        raise UnsupportedParameter(
+            f'{where}.role: "function" is deprecated by OpenAI; send "tool" with a tool_call_id',
+            param=f"{where}.role",
+        )
+    for name in message.keys() & _MEDIA_FIELDS:
+        if message[name] not in _EMPTY:
+            advice = "deprecated; send tool_calls" if name == "function_call" else "only text is built"
+            raise UnsupportedParameter(f"{where}.{name}: {advice}", param=f"{where}.{name}")
+    for name, owner in _FIELDS_OF_ROLE.items():
+        if role != owner and message.get(name) not in _EMPTY:
+            raise InvalidInput(
+                f"{where}.{name} belongs to a message of the role {owner}", param=f"{where}.{name}"
+            )
+    message = {
+        name: item
+        for name, item in message.items()
+        if name not in _MEDIA_FIELDS and not (name in _FIELDS_OF_ROLE and item in _EMPTY)
+    }
+    if "tool_calls" in message:
+        message.setdefault("content", "")
+    if role == "tool" and "tool_call_id" not in message:
+        param = f"{where}.tool_call_id"
+        raise InvalidInput(f"the field {param!r} is missing: which call it is the result of", param=param)
     if isinstance(content, list):
         for at, part in enumerate(content):
             _check_part(f"{where}.content[{at}]", part)
-    _check_names(ChatMessage, message, f"{where}.")
     return message
 
 
@@ -181,6 +237,10 @@ def _explained(value: dict[str, Any], errors: list[ErrorDetails]) -> InvalidInpu
     located = [(_located(value, error), error) for error in errors]
     path, error = max(located, key=lambda pair: len(pair[0]))
     param = _param(path)
+    if error["type"] == "extra_forbidden":
+        holder = _at(value, path[:-1])
+        where = _param(path[:-1])
+        return _UnknownField(holder, str(path[-1]), f"{where}." if where else "", _NAMES_ARE_KNOWN)
     if error["type"] == "missing":
         return InvalidInput(f"the field {param!r} is missing", param=param)
     kinds = {candidate["msg"] for at, candidate in located if at == path}
@@ -208,6 +268,12 @@ def _located(value: Any, error: ErrorDetails) -> list[int | str]:
             here = here[step]
             path.append(step)
     return path
+
+
+def _at(value: Any, path: list[int | str]) -> Any:
+    for step in path:
+        value = value[step]
+    return value
 
 
 def _param(path: list[int | str]) -> str:

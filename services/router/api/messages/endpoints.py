@@ -1,0 +1,33 @@
+"""/v1/messages"""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from services.router.api.answering import answer
+from services.router.api.body import read_body
+from services.router.api.messages.requests import MessagesRequest, TokenCountRequest
+from services.router.api.messages.shape import MessagesShape
+from services.router.api.messages.translation import chat_body
+from services.router.api.schemas.requests import ChatRequest
+from services.router.api.schemas.validation import validate
+from services.router.http.middleware import REQUEST_ID, SERVING, TENANT
+from services.router.turn.lifecycle import RequestLifecycle
+
+
+async def create_message(request: web.Request) -> web.StreamResponse:
+    body = await read_body(request, MessagesRequest)
+    chat = validate(ChatRequest, chat_body(body))
+    async with RequestLifecycle(request.app[SERVING], tenant=request[TENANT]) as lifecycle:
+        await lifecycle.plan_chat(chat, None)
+        shape = MessagesShape(id=lifecycle.turn_id, model=lifecycle.model, request_id=request[REQUEST_ID])
+        return await answer(request, lifecycle, shape, stream=bool(body.stream))
+
+
+async def count_tokens(request: web.Request) -> web.Response:
+    body = await read_body(request, TokenCountRequest)
+    chat = validate(ChatRequest, chat_body(body))
+    async with RequestLifecycle(request.app[SERVING], tenant=request[TENANT]) as lifecycle:
+        await lifecycle.plan_chat(chat, None)
+        tokens = lifecycle.turn.usage.prompt_tokens
+    return web.json_response({"input_tokens": tokens})

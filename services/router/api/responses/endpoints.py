@@ -1,0 +1,95 @@
+"""/v1/responses"""
+
+from __future__ import annotations
+
+from aiohttp import web
+
+from kvcommons.errors import InvalidInput, TurnInProgress, VersionConflict
+from kvcommons.telemetry import logs
+from services.router.api.answering import answer
+from services.router.api.body import read_body
+from services.router.api.responses import translation
+from services.router.api.responses.history import History, history_of, new_session_id, stored_response
+from services.router.api.responses.ids import StoredResponse, unstored_id
+from services.router.api.responses.requests import InputTokensRequest, ResponsesRequest
+from services.router.api.responses.shape import ResponsesShape, stored_body
+from services.router.api.schemas.requests import ChatRequest
+from services.router.api.schemas.validation import validate
+from services.router.http.middleware import SERVING, TENANT
+from services.router.turn.lifecycle import RequestLifecycle
+from services.router.turn.sampling import logprobs_of
+
+
+async def create_response(request: web.Request) -> web.StreamResponse:
+    body = await read_body(request, ResponsesRequest)
+    serving, tenant = request.app[SERVING], request[TENANT]
+    stores = body.store is not False
+    if body.conversation is not None and not stores:
+        raise InvalidInput(
+            "a response of a conversation is stored in it: leave store out, or send no conversation",
+            param="store",
+        )
+    chat = validate(ChatRequest, translation.chat_body(body))
+    history = await history_of(serving, tenant, body)
+    async with RequestLifecycle(serving, tenant=tenant) as lifecycle:
+        session_id = await _plan(lifecycle, chat, history, stores=stores)
+        with logs.bound(session_id=session_id or ""):
+            shape = ResponsesShape(
+                id=_id(lifecycle, history, session_id),
+                created_s=lifecycle.created_s,
+                model=lifecycle.model,
+                request=body,
+                service_tier=lifecycle.service.name,
+                session_id=session_id,
+                custom_tools=translation.custom_tools(body),
+                tokenizer=serving.text.tokenizer,
+                logprobs=logprobs_of(chat)[0],
+            )
+            return await answer(request, lifecycle, shape, stream=bool(body.stream))
+
+
+async def count_input_tokens(request: web.Request) -> web.Response:
+    body = await read_body(request, InputTokensRequest)
+    serving, tenant = request.app[SERVING], request[TENANT]
+    chat = validate(ChatRequest, translation.chat_body(body))
+    history = await history_of(serving, tenant, body)
+    async with RequestLifecycle(serving, tenant=tenant) as lifecycle:
+        await lifecycle.plan_chat(chat, None, before=history.messages)
+        tokens = lifecycle.turn.usage.prompt_tokens
+    return web.json_response({"object": "response.input_tokens", "input_tokens": tokens})
+
+
+async def get_response(request: web.Request) -> web.Response:
+    id = request.match_info["id"]
+    if request.query.get("stream") == "true":
+        raise InvalidInput("a stored response is not streamed again: leave stream out", param="stream")
+    stored, record = await stored_response(request.app[SERVING], request[TENANT], id, param="id")
+    return web.json_response(stored_body(stored, record))
+
+
+async def _plan(
+    lifecycle: RequestLifecycle, chat: ChatRequest, history: History, *, stores: bool
+) -> str | None:
+    """Plans the turn; in the history's session where that goes on as it stands, else in a new one. Returns
+    the session's id, None where nothing is stored."""
+    if not stores:
+        await lifecycle.plan_chat(chat, None, before=history.messages)
+        return None
+    if history.session_id is not None:
+        before = history.messages if history.held is None else ()
+        try:
+            await lifecycle.plan_chat(chat, history.session_id, before=before, held=history.held)
+            return history.session_id
+        except (TurnInProgress, VersionConflict):
+            if history.held is None:
+                raise  # a conversation has one turn at a time
+    session_id = new_session_id()
+    await lifecycle.plan_chat(chat, session_id, before=history.messages)
+    return session_id
+
+
+def _id(lifecycle: RequestLifecycle, history: History, session_id: str | None) -> str:
+    if session_id is None:
+        return unstored_id(lifecycle.turn_id)
+    instructed = history.instructed
+    return StoredResponse(session_id=session_id, messages=lifecycle.messages_after, instructed=instructed).id

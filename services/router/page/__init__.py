@@ -1,0 +1,1 @@
+"""The web page: a chat with the proof of each answer, and a live view of the commons."""

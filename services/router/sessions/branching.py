@@ -1,0 +1,84 @@
+"""Where a whole history belongs among a session's branches. Pure.
+
+A client that sends the whole conversation with a session's id may have changed it: asked again, edited what
+was said, stopped an answer. Where its history departs from what is stored, the conversation branches: a fork
+of the session at the last turn that both have goes on with the rest, and the session stays as it was."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvcommons.pb import kvstore_pb2 as pb
+from services.router.sessions.conversation import Message, same
+
+_MARK = "~"
+_NUMBER = re.compile(r"[1-9][0-9]{0,8}")
+_FIRST = 2  # the session itself is the first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BranchPoint:
+    """The stored session or branch that a history goes on with, behind its first `messages`. `whole`: these
+    are all that it has; else it has to be forked there."""
+
+    session_id: str
+    messages: int
+    whole: bool
+
+
+def is_history(stored: Sequence[Message], given: Sequence[Message]) -> bool:
+    """Whether `given` is a whole conversation, and not what is new in one: it has answers. A call that is
+    repeated with its results is none."""
+    if stored and given[0].tool_calls and same(given[0], stored[-1]):
+        return False
+    return any(message.role == "assistant" for message in given)
+
+
+def branch_point(
+    given: Sequence[Message], tools: str | None, candidates: Sequence[pb.SessionRecord]
+) -> BranchPoint:
+    """`candidates`: the session first, then its branches; `tools` as a session keeps them, None where the
+    request has none, which goes on with any."""
+    points = [_point(given, tools, record) for record in candidates]
+    return max(points, key=lambda point: (point.whole, point.messages))
+
+
+def branch_number(session_id: str, other: str) -> int | None:
+    """Of a branch of the session; None for ids of other sessions."""
+    own, found, number = other.rpartition(_MARK)
+    return int(number) if own == session_id and found and _NUMBER.fullmatch(number) else None
+
+
+def root_of_branch(session_id: str) -> str:
+    """The session whose branch this one may be, by its id: a branch of a branch is the session's, too."""
+    own, found, number = session_id.rpartition(_MARK)
+    return own if own and found and _NUMBER.fullmatch(number) else session_id
+
+
+def branch_prefix(session_id: str) -> str:
+    """What the ids of a session's branches begin with."""
+    return session_id + _MARK
+
+
+def next_branch(session_id: str, others: Sequence[str]) -> str:
+    """The id of a further branch."""
+    numbers = [branch_number(session_id, other) or 0 for other in others]
+    return f"{branch_prefix(session_id)}{max([_FIRST - 1, *numbers]) + 1}"
+
+
+def _point(given: Sequence[Message], tools: str | None, record: pb.SessionRecord) -> BranchPoint:
+    stored = [Message.of(message) for message in record.messages]
+    common = 0
+    if tools is None or not record.version or json.loads(tools or "[]") == json.loads(record.tools or "[]"):
+        while common < min(len(given), len(stored)) and same(given[common], stored[common]):
+            common += 1
+    if common == len(stored) < len(given):
+        return BranchPoint(session_id=record.session_id, messages=common, whole=True)
+    # What is asked has to be new: of a history that ends with a stored answer, the last turn is asked anew.
+    cut = min(common, len(given) - 1)
+    while cut and not stored[cut - 1].end_token:
+        cut -= 1
+    return BranchPoint(session_id=record.session_id, messages=cut, whole=False)

@@ -1,0 +1,170 @@
+"""The page in a real Chromium before a real router and scripted engines: what a whole stack shows too seldom.
+
+tests/system/test_page_walk.py is a person's walk over a whole stack.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvcommons.pb import ledger_pb2 as pb
+from tests.contract.rest_stack import KvStore, Stack, stack
+from tests.machine import scaled
+from tests.system.browser import INSTALL, chromium_beside_a_loop
+
+pytestmark = pytest.mark.slow
+pytest_plugins = ("tests.contract.rest_fixtures",)
+
+SETTLEMENT = pb.Settlement(
+    id="7-1",
+    term=7,
+    step=pb.Settlement.Step.COPY,
+    round=2,
+    legs=[
+        pb.Leg(debtor="decode-a", creditor="decode-b", left_blocks=6, settled_blocks=4),
+        pb.Leg(debtor="decode-b", creditor="decode-a", left_blocks=3, settled_blocks=4),
+    ],
+)
+HOSTILE = """Hello <img src="http://elsewhere.test/a.png" onerror="document.title='taken'"> there
+<script>document.title = 'taken'</script> <style>body { display: none }</style>
+![picture](http://elsewhere.test/b.png) [a link](javascript:document.title='taken') [another](https://elsewhere.test/c)
+<svg onload="document.title='taken'"></svg> <iframe src="http://elsewhere.test/d"></iframe>"""
+
+
+@asynccontextmanager
+async def tab_at(url: str, complaints: list[str], **options: Any) -> AsyncIterator[Any]:
+    """`complaints` takes what the browser says of a violated policy, and requests to other hosts."""
+    async with chromium_beside_a_loop() as browser:
+        tab = await browser.new_page(**options)
+        tab.set_default_timeout(1000 * scaled(20))
+        host = url.partition("#")[0]
+        tab.on("pageerror", lambda error: complaints.append(str(error)))
+        tab.on("console", lambda line: complaints.append(line.text) if line.type == "error" else None)
+        tab.on("request", lambda one: None if one.url.startswith(host) else complaints.append(one.url))
+        await tab.goto(url)
+        yield tab
+
+
+async def show_a_circle(served: Stack) -> None:
+    """Two that owe each other, and a ledger that settles it."""
+    circle = [
+        pb.Instance(
+            id=name,
+            service="decode",
+            control_address=served.ledger.address,
+            host="here",
+            load=pb.Load(total_blocks=64, free_blocks=16, ready=True, loans={other: 9}),
+        )
+        for name, other in (("decode-a", "decode-b"), ("decode-b", "decode-a"))
+    ]
+    ledger = pb.Instance(
+        id="ledger-0", service="ledger", control_address=served.ledger.address, load=pb.Load(ready=True)
+    )
+    await served.ledger.show([*circle, served.store.instance, ledger])
+
+
+async def test_a_settlement_is_seen_as_it_happens(served: Stack, tmp_path: Path) -> None:
+    complaints: list[str] = []
+    await show_a_circle(served)
+    served.ledger.settlements = [pb.SettlementReport(settlement=SETTLEMENT, begun_ms=900)]
+    async with tab_at(f"{served.url}/#/commons", complaints) as tab:
+        now = tab.locator(".settlement-list .steps [aria-current=step]")
+        await now.wait_for()
+        assert await now.inner_text() == "copy"
+        told = await tab.locator(".settlement-list").inner_text()
+        assert "decode-a → decode-b → decode-a" in told
+        assert "round 2: KV is copied home, 8 blocks came home" in told
+        assert "decode-a from decode-b: 4 home, 6 left" in told
+        assert await tab.locator(".graph .arrow.settling").count() == 2
+        pictures = Path(os.environ.get("PAGE_PICTURES", tmp_path))
+        for colours in ("dark", "light"):
+            await tab.emulate_media(color_scheme=colours)
+            await tab.screenshot(path=pictures / f"settlement-{colours}.png", animations="disabled")
+        ended = pb.Settlement()
+        ended.CopyFrom(SETTLEMENT)
+        ended.step = pb.Settlement.Step.END
+        served.ledger.settlements = [
+            pb.SettlementReport(settlement=ended, begun_ms=3000, ended=True, ended_ms=2000)
+        ]
+        await tab.locator(".settlement-list .ended").wait_for()
+        assert "ended 2 s ago after 2 rounds" in await tab.locator(".settlement-list").inner_text()
+        assert await tab.locator(".graph .arrow.settling").count() == 0
+    assert complaints == []
+
+
+async def test_what_a_model_writes_is_shown_and_neither_runs_nor_loads(served: Stack) -> None:
+    complaints: list[str] = []
+    served.says(HOSTILE)
+    async with tab_at(served.url, complaints) as tab:
+        await tab.get_by_label("Your message").fill("go")
+        await tab.keyboard.press("Enter")
+        await tab.locator(".message.assistant .proof").wait_for()
+        answer = tab.locator(".message.assistant .prose")
+        assert await answer.locator("img, script, style, svg, iframe, object").count() == 0
+        assert "onerror" in await answer.inner_text(), "it is shown as text"
+        links = await answer.locator("a").evaluate_all(
+            "all => all.map(one => [one.href, one.rel, one.target])"
+        )
+        assert links == [["https://elsewhere.test/c", "noopener noreferrer nofollow", "_blank"]]
+        assert "taken" not in await tab.title()
+    assert complaints == []
+
+
+async def test_a_key_is_asked_for_kept_in_the_tab_and_enough_for_its_role(
+    socket_folder: Path, rest_store: KvStore
+) -> None:
+    keys, secret = socket_folder / "keys", socket_folder / "secret"
+    keys.write_text("ann key-of-ann-1\nops key-of-ops-1 operator\n")
+    secret.write_bytes(b"s" * 32)
+    settings = {"api_keys": str(keys), "secret_file": str(secret)}
+    async with stack(socket_folder, rest_store, settings=settings) as served:
+        await served.show(headers={"Authorization": "Bearer key-of-ops-1"})
+        async with tab_at(f"{served.url}/#/commons", []) as tab:
+            field = tab.get_by_label("API key")
+            for key, shown in (
+                ("nonsense-key", "The server does not know this key."),
+                ("key-of-ann-1", "needs an operator's key"),
+            ):
+                await field.fill(key)
+                await tab.keyboard.press("Enter")
+                await tab.get_by_text(shown).wait_for()
+            assert await tab.evaluate("Object.values(localStorage).join()") == ""
+            await tab.evaluate("sessionStorage.clear()")
+            await tab.reload()
+            await field.fill("key-of-ops-1")
+            await tab.keyboard.press("Enter")
+            await tab.get_by_text("Who lends to whom").wait_for()
+            kept = await tab.evaluate("Object.values(sessionStorage)")
+            assert "key-of-ops-1" in kept
+            # Taken back, it shows nothing new, and another one is asked for.
+            keys.write_text("ann key-of-ann-1\n")
+            await field.wait_for()
+
+
+@pytest.mark.parametrize("colours", ["light", "dark"])
+@pytest.mark.parametrize("view", ["#/commons", ""])
+async def test_nothing_is_found_that_those_who_see_or_hear_little_would_miss(
+    served: Stack, colours: str, view: str
+) -> None:
+    pytest.importorskip("axe_playwright_python", reason=f"axe-playwright-python {INSTALL}")
+    axe = importlib.import_module("axe_playwright_python.async_playwright").Axe()
+    served.says("A **word**, `code` and a list:\n\n- one\n- two\n")
+    complaints: list[str] = []
+    async with tab_at(f"{served.url}/{view}", complaints, color_scheme=colours) as tab:
+        if view:
+            await show_a_circle(served)
+            served.ledger.settlements = [pb.SettlementReport(settlement=SETTLEMENT, begun_ms=900)]
+            await tab.locator(".settlement-list").wait_for()
+        else:
+            await tab.get_by_label("Your message").fill("go")
+            await tab.keyboard.press("Enter")
+            await tab.locator(".message.assistant .proof summary").click()
+        found = (await axe.run(tab)).response["violations"]
+    assert [(one["id"], [node["html"] for node in one["nodes"]][:3]) for one in found] == []

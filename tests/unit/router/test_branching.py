@@ -1,0 +1,104 @@
+"""Where a whole history belongs among a session and its branches."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import pytest
+
+from kvcommons.pb import kvstore_pb2 as pb
+from services.router.sessions.branching import (
+    BranchPoint,
+    branch_number,
+    branch_point,
+    is_history,
+    next_branch,
+    root_of_branch,
+)
+from services.router.sessions.conversation import Message, ToolCall
+
+Said = tuple[str, ...]
+BRANCHED = [("s", ("a", "A", "b", "B")), ("s~2", ("a", "A", "c", "C"))]
+TOOLS = json.dumps([{"type": "function", "function": {"name": "f", "parameters": {}}}])
+
+
+def said(*texts: str) -> list[Message]:
+    """Question and answer in turns."""
+    return [Message(role=("user", "assistant")[at % 2], content=text) for at, text in enumerate(texts)]
+
+
+def session(id: str, messages: Sequence[Message], *, tools: str = "", ends: bool = True) -> pb.SessionRecord:
+    """Each answer ends a turn; not with `ends` False, as in records of before that was kept."""
+    record = pb.SessionRecord(session_id=id, version=1, tools=tools)
+    for at, message in enumerate(messages):
+        record.messages.append(message.record())
+        if ends and message.role == "assistant":
+            record.messages[at].end_token = 10 * (at + 1)
+    return record
+
+
+def placed(given: Said, *stored: tuple[str, Said]) -> BranchPoint:
+    return branch_point(said(*given), None, [session(id, said(*texts)) for id, texts in stored])
+
+
+@pytest.mark.parametrize(
+    ("given", "stored", "place"),
+    [
+        (("a", "A", "b"), [("s", ("a", "A"))], ("s", 2, True)),
+        (("a", "A", "b"), [("s", ("a", "A", "b", "B"))], ("s", 2, False)),  # asked again
+        (("a", "A", "c"), [("s", ("a", "A", "b", "B"))], ("s", 2, False)),  # edited
+        (("c", "A", "b"), [("s", ("a", "A", "b", "B"))], ("s", 0, False)),  # from the beginning on
+        (("a", "A", "b", "half", "c"), [("s", ("a", "A"))], ("s", 2, True)),  # stopped half-way
+        (("a", "A", "c", "C", "d"), BRANCHED, ("s~2", 4, True)),
+        (("a", "A", "c", "D", "d"), BRANCHED, ("s", 2, False)),
+        (("a", " A ", "b"), [("s", ("a", "A"))], ("s", 2, True)),  # clients trim answers
+    ],
+)  # fmt: skip
+def test_places(given: Said, stored: list[tuple[str, Said]], place: tuple[str, int, bool]) -> None:
+    found = placed(given, *stored)
+    assert (found.session_id, found.messages, found.whole) == place
+
+
+def test_other_tools_depart_from_the_beginning() -> None:
+    stored = [session("s", said("a", "A"), tools=TOOLS)]
+    assert branch_point(said("a", "A", "b"), TOOLS, stored).whole
+    assert branch_point(said("a", "A", "b"), None, stored).whole, "none goes on with any"
+    other = branch_point(said("a", "A", "b"), "[]", stored)
+    assert (other.messages, other.whole) == (0, False)
+
+
+def test_a_record_without_ends_is_departed_from_at_its_beginning() -> None:
+    old = session("s", said("a", "A", "b", "B"), ends=False)
+    place = branch_point(said("a", "A", "c"), None, [old])
+    assert (place.messages, place.whole) == (0, False)
+    assert branch_point(said("a", "A", "b", "B", "c"), None, [old]).whole
+
+
+def test_calls_with_other_names_of_fields_are_the_same() -> None:
+    call = ToolCall(id="1", name="f", arguments='{"a": 1, "b": 2}')
+    again = ToolCall(id="1", name="f", arguments='{"b":2,"a":1}')
+    stored = [*said("a"), Message(role="assistant", content="", tool_calls=(call,), reasoning="hm")]
+    given = [
+        *said("a"),
+        Message(role="assistant", content="", tool_calls=(again,)),
+        Message(role="tool", content="r", tool_call_id="1"),
+    ]
+    assert branch_point(given, None, [session("s", stored)]).whole
+
+
+def test_what_is_a_history() -> None:
+    stored = said("a", "A")
+    assert not is_history(stored, said("b"))
+    assert is_history(stored, said("a", "A", "b"))
+    asked = Message(role="assistant", content="", tool_calls=(ToolCall(id="1", name="f", arguments="{}"),))
+    result = Message(role="tool", content="r", tool_call_id="1")
+    assert not is_history([*said("a"), asked], [asked, result]), "a call that is repeated with its result"
+
+
+def test_numbers_of_branches() -> None:
+    assert next_branch("s", []) == "s~2"
+    assert next_branch("s", ["s~2", "s~10", "t~90", "s~x"]) == "s~11"
+    assert branch_number("s", "s~7") == 7
+    assert [branch_number("s", other) for other in ("s", "s~", "s~07", "s~2~3", "t~2")] == [None] * 5
+    assert (root_of_branch("s~2"), root_of_branch("s~x"), root_of_branch("~3")) == ("s", "s~x", "~3")
