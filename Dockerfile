@@ -50,7 +50,8 @@ FROM base AS etcd
 COPY --from=etcd-source /usr/local/bin/etcd /usr/local/bin/etcdctl /usr/local/bin/
 USER kvcommons
 VOLUME /data
-CMD ["etcd", "--data-dir=/data/etcd", "--listen-client-urls=http://0.0.0.0:2379", "--advertise-client-urls=http://etcd:2379"]
+CMD ["etcd", "--data-dir=/data/etcd", "--listen-client-urls=http://0.0.0.0:2379", "--advertise-client-urls=http://etcd:2379", \
+     "--auto-compaction-mode=revision", "--auto-compaction-retention=1000", "--quota-backend-bytes=268435456"]
 
 FROM base AS postgres
 # Without the cluster that Debian makes for a machine.

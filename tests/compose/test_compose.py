@@ -66,7 +66,7 @@ class Engine:
         return [json.loads(line) for line in text.splitlines() if line.startswith("{")]
 
     def client(self) -> RestClient:
-        tenant, key = self.compose("exec", "-T", "router", "cat", "/data/api_keys").split()
+        tenant, key, _ = self.compose("exec", "-T", "router", "cat", "/data/api_keys").split()
         assert tenant == "local"
         return RestClient(f"http://127.0.0.1:{self._port}", api_key=key)
 
@@ -126,6 +126,12 @@ def assert_confined(containers: list[dict[str, str]]) -> None:
         assert inspected["HostConfig"]["ReadonlyRootfs"], container["Name"]
         assert inspected["Config"]["User"] == "kvcommons", container["Name"]
         assert inspected["HostConfig"]["CapDrop"] == ["ALL"], container["Name"]
+        assert inspected["HostConfig"]["Memory"] > 0, container["Name"]
+        assert 0 < inspected["HostConfig"]["PidsLimit"] <= 1024, container["Name"]
+        assert inspected["HostConfig"]["LogConfig"]["Config"]["max-size"] == "10m", container["Name"]
+        networks = {name.rpartition("_")[2] for name in inspected["NetworkSettings"]["Networks"]}
+        shared = {"front"} if container["Service"] == "router" else set()
+        assert networks == {"services", *shared}, container["Name"]
 
 
 def test_router_and_stores_have_no_torch(engine: Engine) -> None:
