@@ -22,7 +22,7 @@ WORKERS ?= 3
 # Hundreds of processes are started, each of which would compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install up test test-slow simulate check bench protos compose-test clean
+.PHONY: install up test test-slow simulate check bench protos docs compose-test clean
 
 install: $(STAMP)
 
@@ -71,6 +71,7 @@ check: $(STAMP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/python protos/generate.py --check
+	$(BIN)/python docs/generate.py --check
 	$(BIN)/python -m pytest -q tests/unit/test_repository.py
 
 bench: $(STAMP)
@@ -78,6 +79,12 @@ bench: $(STAMP)
 
 protos: $(STAMP)
 	$(BIN)/python protos/generate.py
+
+# The site of the pages in docs, made anew.
+docs: $(STAMP)
+	$(BIN)/python docs/generate.py
+	$(BIN)/sphinx-build -q --fail-on-warning -b html docs build/site
+	@echo "The site begins at build/site/index.html"
 
 clean:
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

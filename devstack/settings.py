@@ -24,25 +24,27 @@ class UpSettings:
     # As clients call it; default: the folder's name, or the hub id. A session goes on under the name that it
     # began with.
     model_name: Annotated[str, MinLen(1)] | None = None
-    prefill: Annotated[int, Gt(0), Le(64)] = 1
+    prefill: Annotated[int, Gt(0), Le(64)] = 1  # instances that compute prompts
     stages: Annotated[int, Gt(0), Le(64)] = 1  # of each prefill: processes with a range of the layers each
     tensor: Annotated[int, Gt(0), Le(64)] = 1  # of each stage: processes with a share of the heads each
-    decode: Annotated[int, Gt(0), Le(64)] = 1
+    decode: Annotated[int, Gt(0), Le(64)] = 1  # instances that generate
     decode_stages: Annotated[int, Gt(0), Le(64)] = 1  # of each decode, likewise
     colocated: bool = False  # decode instances are prefill instances, too: each loads the model once for both
     core_lock: bool = (
         True  # prefill and decode compute one after another, each with all cores; else they divide them
     )
     rotate: bool = False  # the decode instances compute slices of each other's batches
-    attention_pool: Count = 1
+    attention_pool: Count = 1  # instances that lend memory, and compute attention over it
     heads: bool = False  # the attention pools are one head group: each has a share of the KV heads
-    kvstore: Annotated[int, Gt(0), Le(64)] = 1
-    ledger: Annotated[int, Gt(0), Le(64)] = 1
+    kvstore: Annotated[int, Gt(0), Le(64)] = (
+        1  # more than one keep their records in a PostgreSQL of the stack's
+    )
+    ledger: Annotated[int, Gt(0), Le(64)] = 1  # replicas
     data: Path = Path(".kvcommons")  # sessions, KV, etcd and logs: all that outlives the stack
     bind: str = "127.0.0.1"  # of the REST API; anything but loopback needs api_keys
     api_keys: Path | None = None  # a file: a line per key, "tenant key [operator]"
-    tls_cert: Path | None = None  # PEM files: the REST API is served by HTTPS
-    tls_key: Path | None = None
+    tls_cert: Path | None = None  # a PEM file: the REST API is served by HTTPS
+    tls_key: Path | None = None  # the certificate's key, another one
     port: Annotated[int, Ge(0), Le(65535)] = 8000  # 0 takes a free one
     restart: bool = True  # a child that dies is started again
     demo: bool = True  # hold the short conversation once all is ready

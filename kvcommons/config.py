@@ -75,13 +75,13 @@ Addresses = Annotated[tuple[Address, ...], MinLen(1)]
 class Node:
     """What every service process has: a control address, a name, a place, and where its telemetry goes."""
 
-    listen: Address
+    listen: Address  # gRPC
     advertise_control: Address | None = None  # where others reach `listen`; default: what was bound
     instance_id: str | None = None  # default: service-host-random
     host: str | None = None  # decides what is near; default: the machine's name
     metrics_listen: Address | None = None  # Prometheus; off by default
     otlp_endpoint: str | None = None  # traces by OTLP over gRPC, "http://host:4317"; off by default
-    log_level: typing.Literal["debug", "info", "warning", "error"] = "info"
+    log_level: typing.Literal["debug", "info", "warning", "error"] = "info"  # lines below it are not written
     event_log: str | None = None  # a folder: what happens to blocks, a line each; off by default
     drain_s: Annotated[float, Gt(0)] = 10.0  # from SIGTERM to the end, at most
     call_deadline_s: Annotated[float, Ge(0.1)] = 60.0  # of a call that came without one
@@ -92,7 +92,7 @@ class DataPlane:
     """Of services that move tensors: their transport address ("shm:/path", "unix:/path", "tcp:host:port" or
     "ucx:host:port"; docs/transports.md)."""
 
-    data_listen: str
+    data_listen: str  # tensors: "shm:/path", "unix:/path", "tcp:host:port" or "ucx:host:port"
     # Of shared memory, for each direction of a connection where data_listen says shm:; 0: none
     data_ring_bytes: Annotated[int, Ge(0)] = 4 << 20
     advertise_data: str | None = None  # default: what was bound

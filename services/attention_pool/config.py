@@ -18,11 +18,11 @@ class AttentionPoolConfig:
     node: Node
     data_plane: DataPlane
     engine: EngineSettings
-    ledger: Addresses
+    ledger: Addresses  # of its replicas
     # Between two requests that follow each other so soon, a connection's thread stays awake. A debtor
     # computes for about a millisecond between two layers: 2000 saves the waking, on cores of the pool's own.
     awake_us: Annotated[int, Ge(0), Le(10_000)] = 60
     # With others, a share of the KV heads of all tokens: "0/2" is the first of two parts of `head_group`.
     heads: str | None = None
-    head_group: str | None = None
+    head_group: str | None = None  # of the parts that have all heads together, by which they find each other
     save_buffer_bytes: Annotated[int, Gt(0)] = 256 << 20  # KV on its way to the kvstore; more is not saved

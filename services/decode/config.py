@@ -19,7 +19,7 @@ class DecodeConfig:
     node: Node
     data_plane: DataPlane
     engine: EngineSettings
-    ledger: Addresses
+    ledger: Addresses  # of its replicas
     # In stages all KV lies in their own memory: nothing is lent or borrowed; prefill computes all prompts.
     shape: StageSettings = field(default_factory=StageSettings)
     placement: str = "overflow"  # local, overflow, offload, grow or auto; see docs/placement.md

@@ -16,7 +16,7 @@ from services.kvstore.policies.catalogue import DEFAULT
 class KVStoreConfig:
     node: Node
     data_plane: DataPlane
-    ledger: Addresses
+    ledger: Addresses  # of its replicas
     data: Path  # folder of all that survives; one process at a time
     folder: str = ""  # what `data` is called in the stack, whatever its path; drawn at its first start
     dram_bytes: Annotated[int, Ge(1 << 20)] = (
@@ -28,8 +28,9 @@ class KVStoreConfig:
     disk_reserve_bytes: Annotated[int, Ge(0)] = 256 << 20
     policy: str = DEFAULT  # which blocks go first when a tier is full: docs/replay.md has the names
     # Of each tier's blocks of a model: the part that is divided among the tenants in it, so that what one
-    # stores cannot evict all that another has. By `tenant_weights`, 1 for a tenant that is not named there.
+    # stores cannot evict all that another has.
     tenant_floors: Annotated[float, Ge(0), Le(1)] = 0.5
+    # By which they are divided; 1 for a tenant that is not named.
     tenant_weights: dict[str, Annotated[float, Gt(0)]] = field(default_factory=dict)
     dram_buffer: Annotated[float, Ge(0), Lt(1)] = 0.02  # share of DRAM kept free, so that what comes has room
     block_ttl_s: Annotated[int, Ge(0)] = 0  # blocks that nobody uses for so long go; 0: when room is wanted

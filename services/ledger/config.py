@@ -21,10 +21,10 @@ class LedgerConfig:
     heartbeat_ms: Annotated[int, Ge(100)] = 1_000  # how often instances send heartbeats
 
     # Debts are settled where the smallest one on a circle reaches the threshold: fewer blocks are not worth
-    # freezing for (Infinite-LLM, section 4.5). Each participant sets a round's blocks aside, if it has them.
+    # freezing for (Infinite-LLM, section 4.5).
     settle_threshold_blocks: Annotated[int, Ge(1)] = 8
-    settle_round_blocks: Annotated[int, Ge(1)] = 8
-    settle_every_s: Annotated[float, Gt(0)] = 2.0
+    settle_round_blocks: Annotated[int, Ge(1)] = 8  # that each participant sets aside, if it has them
+    settle_every_s: Annotated[float, Gt(0)] = 2.0  # between looks for circles
 
     # Places of session records that are given up, as `kvcommons status` names them: another one may follow.
     lost_records: tuple[str, ...] = ()

@@ -18,7 +18,7 @@ class PrefillConfig:
 
     node: Node
     engine: EngineSettings
-    ledger: Addresses
+    ledger: Addresses  # of its replicas
     shape: StageSettings = field(default_factory=StageSettings)
     chunk_tokens: Annotated[int, Gt(0)] = 512  # computed at once; other jobs take their turn between chunks
     max_running: Annotated[int, Ge(1)] = 4  # jobs that hold memory and take turns

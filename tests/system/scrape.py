@@ -37,9 +37,13 @@ class Scrape:
 
 
 def scrape(stack: Stack, service: str) -> Scrape:
+    return parse(fetch(stack, service))
+
+
+def fetch(stack: Stack, service: str) -> str:
     """`service` as the stack names it; the router answers on its REST port."""
     if service == "router":
-        return parse(stack.client.text("/metrics", timeout_s=SCRAPE_S_MAX))
+        return stack.client.text("/metrics", timeout_s=SCRAPE_S_MAX)
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(SCRAPE_S_MAX)
         connection.connect(str(stack.runtime / f"{service}.m"))
@@ -49,7 +53,7 @@ def scrape(stack: Stack, service: str) -> Scrape:
             answer += data
     head, _, body = answer.partition(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200 OK"), head
-    return parse(body.decode())
+    return body.decode()
 
 
 def parse(text: str) -> Scrape:

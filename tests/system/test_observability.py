@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.system.collector import Span
+from tests.system.monitoring import ADDED, expressions, grouped_by, metrics_of
 from tests.system.observed import ANSWER_TOKENS, MODEL, SERVICES, SESSION, TRACEPARENT, Observed, observe
 
 PAGE = Path(__file__).parents[2] / "docs" / "operations.md"
@@ -273,3 +274,22 @@ def test_the_operations_page_names_every_metric_and_no_other(observed: Observed)
     exported = {(service, name) for service in SERVICES for name in observed.after[service].families}
     assert documented - exported == set(), "documented, but no service has it"
     assert exported - documented == set(), "no row in docs/operations.md"
+
+
+def test_the_dashboard_and_the_rules_ask_for_metrics_and_labels_that_exist(observed: Observed) -> None:
+    labels: dict[str, set[str]] = {"up": set()}
+    for scraped in observed.after.values():
+        for name, family in scraped.families.items():
+            for sample in family.samples:
+                labels.setdefault(sample.name, set()).update(sample.labels)
+            labels.setdefault(name, set())
+    wrong = []
+    for place, expression in expressions():
+        named = metrics_of(expression)
+        assert named, place
+        known = {label for name, _ in named for label in labels.get(name, ())} | ADDED
+        wrong += [f"{place}: no metric {name}" for name, _ in named if name not in labels]
+        asked = {label for _, asked in named for label in asked} | grouped_by(expression)
+        seen = any(labels.get(name) for name, _ in named)  # what never happened here has no samples
+        wrong += [f"{place}: no label {label}" for label in asked - known if seen]
+    assert wrong == []

@@ -1,4 +1,4 @@
-"""What the README shows is what happens: its examples run, against a real stack."""
+"""What the README and the quickstart show is what happens: their examples run, against a real stack."""
 
 from __future__ import annotations
 
@@ -21,3 +21,13 @@ def test_shell_examples_answer(stack: Stack, example: str) -> None:
     assert "data: [DONE]" in printed
     assert '"id": "letters-from-home"' in printed.replace('":"', '": "')
     assert '"error"' not in printed
+
+
+def test_the_quickstart_chats_keeps_a_session_and_calls_a_function(stack: Stack) -> None:
+    chat, session, call = (run_python(one, stack) for one in examples("docs/quickstart.md", "python"))
+    assert "Bella" in chat
+    told, asked = session.strip().splitlines()
+    assert "Bella" in asked
+    assert "(0 of" in told
+    assert "(0 of" not in asked
+    assert call.startswith("remember_pet {'kind': ")
