@@ -12,7 +12,7 @@ import yaml
 FOLDER = Path(__file__).parents[2] / "deploy" / "monitoring"
 # What Prometheus itself adds to each sample.
 ADDED = frozenset({"job", "instance"})
-_NAME = re.compile(r"\b((?:kvcommons|process)_[a-z_]+|up)\b(?:\{([^}]*)\})?")
+_NAME = re.compile(r"\b((?:kvcommons|process)_[a-z0-9_]+|up)\b(?:\{([^}]*)\})?")
 
 
 def expressions() -> Iterator[tuple[str, str]]:
