@@ -254,8 +254,9 @@ def _operation(method: str, path: str, operation: Mapping[str, Any]) -> Iterator
 
 def _form(kind: str, schema: Mapping[str, Any]) -> str:
     if kind == "text/event-stream":
-        described = schema["properties"]["data"]["contentSchema"]["anyOf"][0]
-        return f"a stream of {_shape(described)}"
+        data = schema["properties"]["data"]
+        described = data.get("anyOf", [data])[-1]["contentSchema"]["anyOf"][0]
+        return f"a stream of {_shape(described)}" + (", and `[DONE]`" if "anyOf" in data else "")
     return "text" if kind == "text/plain" else _shape(schema)
 
 

@@ -106,7 +106,7 @@ def _responses(route: Route) -> dict[str, Any]:
         responses[str(status)] = {"description": route.summary, "content": content}
     if route.stream is not None:
         streamed = responses.setdefault(str(_OK), {"description": route.summary, "content": {}})
-        streamed["content"]["text/event-stream"] = {"schema": _event(route.stream, route.error)}
+        streamed["content"]["text/event-stream"] = {"schema": _event(route)}
     if not route.answers:
         responses["200"] = {
             "description": route.summary,
@@ -123,11 +123,14 @@ def _responses(route: Route) -> dict[str, Any]:
     return responses
 
 
-def _event(stream: type[BaseModel], error: type[BaseModel]) -> dict[str, Any]:
+def _event(route: Route) -> dict[str, Any]:
     """Of a stream, as OpenAPI 3.2 describes one."""
-    text = {"type": "string"}
-    described = {"anyOf": [_ref(stream), _ref(error)]}
+    assert route.stream is not None
+    text: dict[str, Any] = {"type": "string"}
+    described = {"anyOf": [_ref(route.stream), _ref(route.error)]}
     data = text | {"contentMediaType": "application/json", "contentSchema": described}
+    if route.done:
+        data = {"anyOf": [text | {"const": "[DONE]"}, data]}
     return {"type": "object", "properties": {"event": text, "data": data}, "required": ["data"]}
 
 

@@ -41,6 +41,7 @@ class Route:
     body: type[BaseModel] | None = None
     answers: Mapping[int, type[BaseModel]] = field(default_factory=dict)
     stream: type[BaseModel] | None = None  # each event, where the request asks for a stream
+    done: bool = False  # the stream ends with [DONE]
     query: tuple[str, ...] = ()
     headers: tuple[str, ...] = ()  # that name a session
     errors: tuple[int, ...] = (401,)
@@ -76,6 +77,7 @@ def _generation() -> list[Route]:
             body=requests.ChatRequest,
             answers={200: answers.ChatCompletion},
             stream=answers.ChatCompletionChunk,
+            done=True,
             headers=SESSION_HEADERS,
             errors=_GENERATION_ERRORS,
         ),
@@ -87,6 +89,7 @@ def _generation() -> list[Route]:
             body=requests.CompletionRequest,
             answers={200: answers.Completion},
             stream=answers.Completion,
+            done=True,
             errors=_GENERATION_ERRORS,
         ),
         Route(
@@ -289,6 +292,7 @@ def _documents() -> list[Route]:
             body=requests.SessionPrefill,
             answers={202: state},
             stream=state,
+            done=True,
             errors=_GENERATION_ERRORS,
         ),
         Route(
@@ -298,6 +302,7 @@ def _documents() -> list[Route]:
             summary="How far the session's document is, or what became of it.",
             answers={200: state},
             stream=state,
+            done=True,
             query=("stream",),
             errors=_SESSION_ERRORS,
         ),
@@ -361,6 +366,7 @@ def _operation() -> list[Route]:
             "Needs an operator's key where keys are configured.",
             answers={200: CommonsPicture},
             stream=CommonsPicture,
+            done=True,
             query=("stream",),
             errors=(400, 401, 403, 429),
             operator=True,

@@ -36,8 +36,11 @@ def test_a_stream_is_described_as_events_of_a_200() -> None:
         if "text/event-stream" in operation["responses"].get("200", {}).get("content", {})
     }
     assert {"/v1/chat/completions", "/v1/sessions/{id}/prefill", "/v1/commons"} <= streams.keys()
-    chat = streams["/v1/chat/completions"]["properties"]["data"]["contentSchema"]["anyOf"]
-    assert [one["$ref"].rpartition("/")[2] for one in chat] == ["ChatCompletionChunk", "Error"]
+    done, chunk = streams["/v1/chat/completions"]["properties"]["data"]["anyOf"]
+    assert done["const"] == "[DONE]"
+    described = [one["$ref"].rpartition("/")[2] for one in chunk["contentSchema"]["anyOf"]]
+    assert described == ["ChatCompletionChunk", "Error"]
+    assert "anyOf" not in streams["/v1/messages"]["properties"]["data"]
     assert "202" in paths["/v1/sessions/{id}/prefill"]["post"]["responses"]
 
 

@@ -26,7 +26,7 @@ Json = dict[str, Any]
 USAGE = TokenUsage(prompt_tokens=50, completion_tokens=7, cached_tokens=32, reasoning_tokens=3)
 USAGE_BODY = {
     "input_tokens": 50,
-    "input_tokens_details": {"cached_tokens": 32},
+    "input_tokens_details": {"cached_tokens": 32, "cache_write_tokens": 0},
     "output_tokens": 7,
     "output_tokens_details": {"reasoning_tokens": 3},
     "total_tokens": 57,

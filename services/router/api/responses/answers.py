@@ -87,9 +87,13 @@ class CallOutputItem(AnswerBody):
     status: Status
 
 
+class InputTokensDetails(PromptTokensDetails):
+    cache_write_tokens: int = Field(description="0: nothing extra is paid for what is kept.")
+
+
 class ResponseUsage(AnswerBody):
     input_tokens: int
-    input_tokens_details: PromptTokensDetails
+    input_tokens_details: InputTokensDetails
     output_tokens: int
     output_tokens_details: CompletionTokensDetails
     total_tokens: int
@@ -141,7 +145,7 @@ class Response(AnswerBody):
     top_p: float
     truncation: Literal["auto", "disabled"]
     usage: ResponseUsage | None = Field(description="null until the response has ended, and when read again.")
-    user: str | None
+    user: str | None = Field(None, description="Where the request had one.")
     metadata: dict[str, str]
 
 
@@ -202,6 +206,6 @@ class ConversationDeleted(AnswerBody):
 class ItemList(AnswerBody):
     object: Literal["list"]
     data: list[OutputItem | InputMessageItem | CallOutputItem]
-    first_id: str | None
-    last_id: str | None
+    first_id: str = Field(description="Of an empty list it is empty.")
+    last_id: str
     has_more: bool

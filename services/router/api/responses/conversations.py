@@ -64,8 +64,8 @@ async def list_items(request: web.Request) -> web.Response:
         {
             "object": "list",
             "data": page,
-            "first_id": page[0]["id"] if page else None,
-            "last_id": page[-1]["id"] if page else None,
+            "first_id": page[0]["id"] if page else "",
+            "last_id": page[-1]["id"] if page else "",
             "has_more": len(items) > limit,
         }
     )

@@ -118,7 +118,7 @@ class ResponsesShape:
 def usage_body(usage: TokenUsage) -> Json:
     return {
         "input_tokens": usage.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": usage.cached_tokens},
+        "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},
         "output_tokens": usage.completion_tokens,
         "output_tokens_details": {"reasoning_tokens": usage.reasoning_tokens},
         "total_tokens": usage.prompt_tokens + usage.completion_tokens,
@@ -195,7 +195,7 @@ def _body(
         "top_p": 1.0 if request.top_p is None else request.top_p,
         "truncation": request.truncation or "disabled",
         "usage": None,
-        "user": request.user,
+        **({} if request.user is None else {"user": request.user}),
         "metadata": request.metadata or {},
     }
 
