@@ -19,14 +19,23 @@ import logging
 import os
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from typing import Any, NoReturn
 
 import grpc
 import grpc.aio
+from google.protobuf.message import DecodeError
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 
-from kvcommons.errors import METADATA_KEY, DeadlineExceeded, Internal, KVCommonsError, Unavailable
+from kvcommons.errors import (
+    METADATA_KEY,
+    DeadlineExceeded,
+    Internal,
+    InvalidInput,
+    KVCommonsError,
+    Unavailable,
+)
 from kvcommons.rpc.channel import MESSAGE_BYTES_MAX, REQUEST_ID_KEY, SESSION_ID_KEY, TRACEPARENT_KEY
 from kvcommons.telemetry import logs
 from kvcommons.telemetry.metrics import CallMetrics
@@ -127,19 +136,21 @@ class _Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             return None
         assert not handler.request_streaming, "no contract of ours streams requests"
         method = handler_call_details.method
-        codec = (handler.request_deserializer, handler.response_serializer)
+        # Requests come as bytes and are read within the call: what gRPC cannot read it answers with UNKNOWN.
+        read = partial(_read, handler.request_deserializer, method)
+        codec = (None, handler.response_serializer)
         if not handler.response_streaming:
 
-            async def unary(request: Any, context: _Context) -> Any:
+            async def unary(request: bytes, context: _Context) -> Any:
                 async with self._call(method, context):
-                    return await handler.unary_unary(request, context)
+                    return await handler.unary_unary(read(request), context)
 
             return grpc.unary_unary_rpc_method_handler(unary, *codec)
 
         # Not a generator: writing here keeps the handler's whole life inside of one deadline.
-        async def stream(request: Any, context: _Context) -> None:
+        async def stream(request: bytes, context: _Context) -> None:
             async with self._call(method, context):
-                replies = handler.unary_stream(request, context)
+                replies = handler.unary_stream(read(request), context)
                 if not hasattr(replies, "__aiter__"):
                     await replies  # a handler that writes by itself, as health's Watch does
                     return
@@ -203,6 +214,13 @@ async def _bounded(method: str, limit_s: float) -> AsyncIterator[None]:
     except Exception as error:
         log.exception("%s failed unexpectedly", method)
         raise Internal(f"{method} failed unexpectedly; the log of its service says why") from error
+
+
+def _read(deserialize: Callable[[bytes], Any], method: str, request: bytes) -> Any:
+    try:
+        return deserialize(request)
+    except DecodeError:
+        raise InvalidInput(f"{method}: the request is no message of that method: run one version") from None
 
 
 def _ids(incoming: dict[str, str | bytes]) -> dict[str, str]:

@@ -122,6 +122,19 @@ async def test_errors_in_the_middle_of_a_stream(peer: Peer) -> None:
     assert await peer.counted("Watch", "stale_epoch") == 1
 
 
+@pytest.mark.parametrize("method", ["Heartbeat", "Watch"])
+async def test_bytes_that_are_no_message_are_the_callers_mistake(peer: Peer, method: str) -> None:
+    path = f"/kvcommons.v1.Ledger/{method}"
+    call: Any = getattr(peer.channel, "unary_unary" if method == "Heartbeat" else "unary_stream")(path)
+    with pytest.raises(errors.InvalidInput, match="no message of that method"):
+        if method == "Heartbeat":
+            await call(b"\x0a\xff", timeout=scaled(30))
+        else:
+            await collect(call(b"\x0a\xff", timeout=scaled(30)), [])
+    assert await peer.counted(method, "invalid_value") == 1
+    assert not peer.servicer.begun.is_set()
+
+
 async def test_the_unexpected_is_logged_and_its_traceback_stays_at_home(
     peer: Peer, caplog: pytest.LogCaptureFixture
 ) -> None:

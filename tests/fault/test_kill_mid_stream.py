@@ -9,9 +9,11 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import grpc
 import openai
 import pytest
 
@@ -23,6 +25,7 @@ from tests.machine import scaled
 from tests.pausing import pause
 from tests.system.conftest import FLOAT32
 from tests.system.stack import Stack
+from tests.system.test_grammar import answered
 
 MESSAGE = "My cat is called Zuzu and my brother is called Benno. Tell me a long story about them."
 # A silence has a bound. A quiet machine never reaches 5 s; one that is busy with other tests may.
@@ -94,6 +97,44 @@ def test_an_answer_goes_on_within_its_grammar(twins: Stack) -> None:
     assert victims.killed, "none was at work"
     assert turn.text == expected.text
     assert turn.timings["resumptions"] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_answers_keep_to_random_schemas_while_decode_is_killed(tmp_path: Path) -> None:
+    """The demo model, whose answers end; each time that both instances are there, one at work is killed."""
+    with Stack(tmp_path, decode=2, prefill=2) as stack:
+        until_whole(stack, {"prefill": 2, "decode": 2})
+        killed, over = 0, threading.Event()
+
+        def kill() -> None:
+            nonlocal killed
+            while not over.wait(scaled(1.0)):
+                try:
+                    victims = Victims(stack, "decode")
+                except grpc.RpcError:  # the last one is not back
+                    continue
+                while not over.is_set() and not victims.kill_busy():
+                    time.sleep(0.01)
+                killed += len(victims.killed)
+
+        with (
+            openai.OpenAI(base_url=stack.v1, api_key="none", max_retries=0, timeout=scaled(120)) as sdk,
+            ThreadPoolExecutor(7) as pool,
+        ):
+            killer = pool.submit(kill)
+            asked = [pool.submit(answered, sdk, seed, model="kvcommons-demo") for seed in range(400)]
+            try:
+                reasons = [reason for one in asked for reason in one.result()]
+            finally:
+                over.set()
+            killer.result()
+        print(f"{killed} kills")
+        assert killed >= 10
+        assert reasons.count("stop") > 400  # of twice as many
+        until_whole(stack, {"prefill": 2, "decode": 2})
+        stack.assert_no_block_is_held()
+    stack.assert_gone()
 
 
 def test_a_call_goes_on_within_its_schema(twins: Stack) -> None:

@@ -20,7 +20,6 @@ import pytest
 from tests.machine import scaled
 from tests.system.stack import Stack
 
-SCHEMAS = 60
 NAMES = ("a", "b", "name", "größe", 'with "quotes"')
 QUESTION = [{"role": "user", "content": "My dog is called Rexo. Tell me about it."}]
 
@@ -62,43 +61,45 @@ def random_schema(draw: random.Random, depth: int = 0) -> dict[str, Any]:
     return {"type": kind} if kind != "number" else {"type": "number", "minimum": -1, "maximum": 1}
 
 
-def test_answers_keep_to_random_schemas(sdk: openai.OpenAI) -> None:
-    """At a temperature at which the model's own words are noise; two answers each, every other streamed."""
+def answered(sdk: openai.OpenAI, seed: int, *, model: str, choices: int = 2) -> list[str]:
+    """Asks for JSON of a random schema, at a temperature at which the model's own words are noise; every
+    other time streamed. The finish reasons; asserts that each complete answer keeps to the schema."""
+    draw = random.Random(seed)
+    schema = random_schema(draw) | {"$defs": {"shared": {"type": "string", "maxLength": 3}}}
+    asked: dict[str, Any] = {
+        "model": model,
+        "messages": QUESTION,
+        "n": choices,
+        "seed": seed,
+        "temperature": 1.5,
+        "max_tokens": 300,
+        "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
+    }
+    texts, reasons = [""] * choices, [""] * choices
+    if seed % 2:
+        for chunk in sdk.chat.completions.create(stream=True, **asked):
+            for choice in chunk.choices:
+                texts[choice.index] += choice.delta.content or ""
+                reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+    else:
+        for choice in sdk.chat.completions.create(**asked).choices:
+            texts[choice.index], reasons[choice.index] = choice.message.content or "", choice.finish_reason
+    for text, reason in zip(texts, reasons, strict=True):
+        assert reason in ("stop", "length")
+        if reason == "stop":
+            jsonschema.validate(json.loads(text), schema)
+    return reasons
 
+
+@pytest.mark.parametrize(
+    "schemas", [60, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
+)
+def test_answers_keep_to_random_schemas(sdk: openai.OpenAI, schemas: int) -> None:
     model = sdk.models.list().data[0].id
-
-    def ask(seed: int) -> list[str]:
-        draw = random.Random(seed)
-        schema = random_schema(draw) | {"$defs": {"shared": {"type": "string", "maxLength": 3}}}
-        asked: dict[str, Any] = {
-            "messages": QUESTION,
-            "n": 2,
-            "seed": seed,
-            "temperature": 1.5,
-            "max_tokens": 300,
-            "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}},
-        }
-        texts, reasons = ["", ""], ["", ""]
-        if seed % 2:
-            for chunk in sdk.chat.completions.create(model=model, stream=True, **asked):
-                for choice in chunk.choices:
-                    texts[choice.index] += choice.delta.content or ""
-                    reasons[choice.index] = choice.finish_reason or reasons[choice.index]
-        else:
-            for choice in sdk.chat.completions.create(model=model, **asked).choices:
-                texts[choice.index], reasons[choice.index] = (
-                    choice.message.content or "",
-                    choice.finish_reason,
-                )
-        for text, reason in zip(texts, reasons, strict=True):
-            assert reason in ("stop", "length")
-            if reason == "stop":
-                jsonschema.validate(json.loads(text), schema)
-        return reasons
-
     with ThreadPoolExecutor(6) as pool:
-        reasons = [reason for both in pool.map(ask, range(SCHEMAS)) for reason in both]
-    assert reasons.count("stop") > SCHEMAS  # of twice as many
+        asked = [pool.submit(answered, sdk, seed, model=model) for seed in range(schemas)]
+        reasons = [reason for one in asked for reason in one.result()]
+    assert reasons.count("stop") > schemas  # of twice as many
 
 
 @pytest.mark.parametrize(

@@ -4,16 +4,20 @@ tokens are those of transformers."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 import torch
 
 from devstack.fetch import MODELS, cached, fetch
 from kvcommons.errors import Unavailable
 from tests.exactness import assert_greedy, logits_of
+from tests.machine import scaled
 from tests.system.stack import Stack
+from tests.system.test_grammar import answered
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -80,6 +84,16 @@ def test_the_tokenizer_and_the_template_are_those_of_transformers(served: Stack,
     turn = served.client.say(QUESTIONS[0], "template", **ANSWER)
     tokens = served.client.session("template")["token_ids"]
     assert tokens[: turn.prompt_tokens] == rendered
+
+
+def test_answers_keep_to_random_schemas(served: Stack) -> None:
+    """With a vocabulary of 49,152 tokens that cut words and numbers as they come."""
+    model = MODELS["smollm2"].name
+    with openai.OpenAI(base_url=served.v1, api_key="none", max_retries=0, timeout=scaled(300)) as sdk:
+        with ThreadPoolExecutor(4) as pool:
+            asked = [pool.submit(answered, sdk, seed, model=model) for seed in range(50)]
+            reasons = [reason for one in asked for reason in one.result()]
+    assert reasons.count("stop") > 50  # of twice as many
 
 
 def test_three_pools_share_its_three_kv_heads(folder: Path, reference: Any, tmp_path: Path) -> None:
