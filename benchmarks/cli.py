@@ -36,6 +36,7 @@ from benchmarks import (
     short_prompts,
     stages,
     store_cli,
+    structured_outputs,
     transport,
 )
 from benchmarks.plot import stacked_bars, stacked_times
@@ -115,6 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     short_prompts.add(commands, _add_outputs)
     beside_prompt.add(commands, _add_outputs)
     stages.add(commands, _add_outputs)
+    structured_outputs.add(commands, _add_outputs)
     attention_store_cli.add(commands, _add_outputs)
     remote_attention.add(commands, _add_outputs)
     kv_parallel.add(commands, _add_outputs)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 from devstack.rest import RestClient
 
@@ -36,13 +37,20 @@ def prompt(seed: int, tokens: int) -> list[int]:
 
 
 def ask(
-    client: RestClient, ids: Sequence[int], answer_tokens: int, *, began_s: float | None = None
+    client: RestClient,
+    ids: Sequence[int],
+    answer_tokens: int,
+    *,
+    began_s: float | None = None,
+    structured: Mapping[str, Any] | None = None,
 ) -> Stream:
-    """An answer of exactly so many tokens."""
+    """An answer of exactly so many tokens, or, with `structured` outputs that it is held to, of so many at
+    most."""
     sent_s = time.monotonic()
     times_s: list[float] = []
     tokens = 0
-    events = client.tokens(ids, max_tokens=answer_tokens, temperature=0.0, ignore_eos=True, logprobs=0)
+    held = {"ignore_eos": True} if structured is None else {"structured_outputs": structured}
+    events = client.tokens(ids, max_tokens=answer_tokens, temperature=0.0, logprobs=0, **held)
     for event in events:
         now_s = time.monotonic()
         for choice in event.get("choices", []):

@@ -126,11 +126,9 @@ async def test_errors_in_the_middle_of_a_stream(peer: Peer) -> None:
 async def test_bytes_that_are_no_message_are_the_callers_mistake(peer: Peer, method: str) -> None:
     path = f"/kvcommons.v1.Ledger/{method}"
     call: Any = getattr(peer.channel, "unary_unary" if method == "Heartbeat" else "unary_stream")(path)
+    answer = call(b"\x0a\xff", timeout=scaled(30))
     with pytest.raises(errors.InvalidInput, match="no message of that method"):
-        if method == "Heartbeat":
-            await call(b"\x0a\xff", timeout=scaled(30))
-        else:
-            await collect(call(b"\x0a\xff", timeout=scaled(30)), [])
+        await (answer if method == "Heartbeat" else collect(answer, []))
     assert await peer.counted(method, "invalid_value") == 1
     assert not peer.servicer.begun.is_set()
 
