@@ -32,6 +32,7 @@ from benchmarks import (
     records,
     remote_attention,
     rotation,
+    serve,
     settlement_cli,
     short_prompts,
     stages,
@@ -113,6 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     borrow.add(commands, _add_outputs)
     settlement_cli.add(commands, _add_outputs)
     cores.add(commands, _add_outputs)
+    serve.add(commands, _add_outputs)
     short_prompts.add(commands, _add_outputs)
     beside_prompt.add(commands, _add_outputs)
     stages.add(commands, _add_outputs)

@@ -1,0 +1,334 @@
+"""Conversations at given rates: how many turns a second keep their objectives, here and at other servers.
+
+Each conversation arrives by itself, waits between its turns as its user does, and sends the next one whatever
+the others do: so a server that falls behind has more and more of them at once. Other servers that speak
+OpenAI's API (`--peer NAME=URL`) get the same conversations at the same times, one server after the other.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import random
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.plot import panels
+from benchmarks.prompts import PromptWriter
+from benchmarks.random_model import write_random_model
+from benchmarks.report import Report, Row, p50, p99
+from benchmarks.session_stack import template_tokens
+from devstack.fetch import cached, fetch
+from devstack.rest import RestClient, Turn
+from devstack.running import RunningStack
+from kvcommons.errors import InvalidInput, KVCommonsError
+from kvcommons.model.spec import ModelSpec
+from kvcommons.model.tokenizer import Tokenizer
+
+Progress = Callable[[str], None]
+OWN = "kvcommons"
+# Of the memory for KV: decode's, prefill's, and the kvstore's DRAM.
+SHARES = (0.5, 0.25, 0.25)
+ANSWER_S_MAX = 600.0
+FIGURES = ("goodput turns/s", "TTFT p50 s", "TTFT p99 s", "TBT p50 ms", "TBT p99 ms")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A turn as its user makes it: `think_s` after the answer before it."""
+
+    new_tokens: int
+    answer_tokens: int
+    think_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conversation:
+    arrives_s: float
+    steps: Sequence[Step]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Server:
+    """`sessions`: it keeps conversations by their ids; else each request brings the whole of its own."""
+
+    name: str
+    client: RestClient
+    model: str
+    sessions: bool
+
+
+def arriving(steps: Sequence[Sequence[Step]], *, rate_per_s: float, seed: int) -> list[Conversation]:
+    """Conversations of these steps, at random times (Poisson's) at this rate."""
+    draw, now_s, found = random.Random(seed), 0.0, []
+    for some in steps:
+        now_s += draw.expovariate(rate_per_s)
+        found.append(Conversation(arrives_s=now_s, steps=some))
+    return found
+
+
+def alike(conversations: int, turns: int, *, new: int, answer: int, think_s: float) -> list[list[Step]]:
+    """The first turn of each needs no thought."""
+    later = Step(new_tokens=new, answer_tokens=answer, think_s=think_s)
+    first = Step(new_tokens=new, answer_tokens=answer, think_s=0.0)
+    return [[first, *[later] * (turns - 1)] for _ in range(conversations)]
+
+
+def of_trace(
+    path: Path, conversations: int, *, scale: float, time_scale: float, window: int
+) -> list[list[Step]]:
+    """The first conversations of a trace of sessions, their lengths multiplied by `scale`, and the times
+    between their turns by `time_scale`; each until the context window is full. Raises InvalidInput."""
+    try:
+        with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as lines:
+            rows = [json.loads(line) for line in lines if line.strip()]
+        by_session: dict[str, list[dict[str, Any]]] = defaultdict(list)
+        for row in rows:
+            by_session[row["session"]].append(row)
+        chosen = [
+            _steps(some, scale, time_scale, window) for some in list(by_session.values())[:conversations]
+        ]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise InvalidInput(f"{path} is no trace of sessions: {error}", param="trace") from None
+    if not any(chosen):
+        raise InvalidInput(f"{path} has no session that fits; a smaller --scale helps", param="scale")
+    return [steps for steps in chosen if steps]
+
+
+def _steps(rows: Sequence[dict[str, Any]], scale: float, time_scale: float, window: int) -> list[Step]:
+    """A request whose input is no longer than what was said before it edits its history: it counts as new
+    text of one token."""
+    steps: list[Step] = []
+    before = total = 0
+    for row in rows:
+        new = max(1, round((row["input_length"] - before) * scale))
+        answer = max(2, round(row["output_length"] * scale))
+        if total + new + answer > window:
+            break
+        steps.append(Step(new_tokens=new, answer_tokens=answer, think_s=row["think_time"] * time_scale))
+        before, total = row["input_length"] + row["output_length"], total + new + answer
+    return steps
+
+
+def add(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    add_outputs: Callable[[argparse.ArgumentParser], None],
+) -> None:
+    parser = commands.add_parser(
+        "serve", help="conversations at given rates: turns a second that keep objectives, here and elsewhere"
+    )
+    parser.add_argument("--model", metavar="DIR", help="default: smollm2, fetched once")
+    parser.add_argument("--random-model", metavar="SIZE", help="random weights instead: 7m, 34m or 246m")
+    parser.add_argument(
+        "--rates", type=float, nargs="+", default=[0.2, 0.5], metavar="N", help="conversations/s"
+    )
+    parser.add_argument("--conversations", type=int, default=16, metavar="N")
+    parser.add_argument("--turns", type=int, default=8, metavar="N", help="of each")
+    parser.add_argument("--new", type=int, default=128, metavar="N", help="tokens that each turn asks with")
+    parser.add_argument("--answer", type=int, default=64, metavar="N", help="tokens of each answer")
+    parser.add_argument(
+        "--think", type=float, default=2.0, metavar="S", help="between an answer and the next turn"
+    )
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="sessions of a trace instead")
+    parser.add_argument("--scale", type=float, default=0.01, metavar="N", help="of the trace's lengths")
+    parser.add_argument(
+        "--time-scale", type=float, default=0.1, metavar="N", help="of the trace's think times"
+    )
+    parser.add_argument(
+        "--memory-mb", type=int, default=1024, metavar="N", help="for KV in all; peers get as much"
+    )
+    parser.add_argument("--ttft", type=float, default=2.0, metavar="S", help="objective")
+    parser.add_argument("--tbt", type=float, default=0.2, metavar="S", help="objective")
+    parser.add_argument(
+        "--peer", action="append", default=[], metavar="NAME=URL", help="another server with the same model"
+    )
+    parser.add_argument("--histories", action="store_true", help="send whole conversations here, too")
+    parser.add_argument("--seed", type=int, default=0, metavar="N")
+    add_outputs(parser)
+    parser.set_defaults(run=_run, draw=_draw)
+
+
+def _run(options: argparse.Namespace, progress: Progress) -> Report:
+    with tempfile.TemporaryDirectory(prefix="kvcommons-bench-") as name, ExitStack() as running:
+        folder = Path(name)
+        if options.random_model:
+            model = write_random_model(folder, options.random_model, progress)
+        else:
+            model = Path(options.model) if options.model else fetch("smollm2", cached("smollm2"), progress)
+        spec = ModelSpec.read(model)
+        steps = _conversations(options, spec.context_window)
+        progress("starting the stack")
+        stack = running.enter_context(_stack(folder / "stack", model, spec, options))
+        own = Server(
+            name=OWN, client=stack.client, model=_model_of(stack.client), sessions=not options.histories
+        )
+        servers = [own, *(_peer(one) for one in options.peer)]
+        write = PromptWriter(Tokenizer.read(model), template_tokens(str(model)))
+        runs: dict[tuple[float, str], tuple[list[Turn], float, int]] = {}
+        for rate in options.rates:
+            arrivals = arriving(steps, rate_per_s=rate, seed=options.seed)
+            for server in servers:
+                progress(f"{server.name}, {rate:g} conversations a second")
+                runs[rate, server.name] = converse(server, arrivals, write, serial=len(runs))
+    label = options.trace.name if options.trace else f"{len(steps)} conversations"
+    return _summarise(
+        f"{options.random_model or model.name}: {label}", runs, ttft_s=options.ttft, tbt_s=options.tbt
+    )
+
+
+def _conversations(options: argparse.Namespace, window: int) -> list[list[Step]]:
+    if options.trace is None:
+        return alike(
+            options.conversations,
+            options.turns,
+            new=options.new,
+            answer=options.answer,
+            think_s=options.think,
+        )
+    return of_trace(
+        options.trace,
+        options.conversations,
+        scale=options.scale,
+        time_scale=options.time_scale,
+        window=window * 9 // 10,  # words are no exact measure of tokens
+    )
+
+
+def _stack(folder: Path, model: Path, spec: ModelSpec, options: argparse.Namespace) -> RunningStack:
+    """Which has so much memory for KV in all."""
+    token_bytes = 2 * spec.layers * spec.kv_heads * spec.head_dim * 2
+    decode, prefill, dram = (int(share * (options.memory_mb << 20)) for share in SHARES)
+    tables = {
+        "decode": {"capacity_tokens": decode // token_bytes},
+        "prefill": {"capacity_tokens": prefill // token_bytes},
+        "kvstore": {"dram_bytes": dram},
+    }
+    return RunningStack(folder, tables=tables, model=str(model), attention_pool=0)
+
+
+def _peer(given: str) -> Server:
+    """Raises InvalidInput."""
+    name, equals, url = given.partition("=")
+    if not (name and equals and url):
+        raise InvalidInput(f"--peer {given}: write NAME=URL, as vllm=http://127.0.0.1:8001", param="peer")
+    client = RestClient(url, timeout_s=ANSWER_S_MAX)
+    return Server(name=name, client=client, model=_model_of(client), sessions=False)
+
+
+def _model_of(client: RestClient) -> str:
+    return str(client.get("/v1/models")["data"][0]["id"])
+
+
+def converse(
+    server: Server, arrivals: Sequence[Conversation], write: PromptWriter, *, serial: int
+) -> tuple[list[Turn], float, int]:
+    """The turns that were answered, the seconds that all took, and how many turns failed. `serial` keeps what
+    is said apart from what any other call says."""
+    began_s, failed = time.monotonic(), 0
+    lock = threading.Lock()
+    answered: list[Turn] = []
+
+    def one(number: int, conversation: Conversation) -> None:
+        nonlocal failed
+        time.sleep(max(0.0, began_s + conversation.arrives_s - time.monotonic()))
+        for turn in _turns(
+            server, conversation, write, f"serve-{serial}-{number}", 1000 * number + 10**6 * serial
+        ):
+            with lock:
+                if turn is None:
+                    failed += 1
+                else:
+                    answered.append(turn)
+
+    with ThreadPoolExecutor(len(arrivals)) as pool:
+        for done in [pool.submit(one, number, some) for number, some in enumerate(arrivals)]:
+            done.result()
+    return answered, time.monotonic() - began_s, failed
+
+
+def _turns(
+    server: Server, conversation: Conversation, write: PromptWriter, session: str, serial: int
+) -> Iterator[Turn | None]:
+    """One after the other; None for one that failed, which ends its conversation."""
+    said: list[dict[str, str]] = []
+    for number, step in enumerate(conversation.steps):
+        time.sleep(step.think_s)
+        message = {"role": "user", "content": write(serial + number, step.new_tokens)}
+        said.append(message)
+        parameters: dict[str, Any] = {
+            "model": server.model,
+            "max_tokens": step.answer_tokens,
+            "ignore_eos": True,
+            "temperature": 0.0,
+            "messages": [message] if server.sessions else said,
+        }
+        try:
+            turn = server.client.say("", session if server.sessions else None, **parameters)
+        except KVCommonsError:
+            yield None
+            return
+        said.append({"role": "assistant", "content": turn.text})
+        yield turn
+
+
+def _between_s(turn: Turn) -> float:
+    return (turn.total_s - turn.ttft_s) / max(turn.completion_tokens - 1, 1)
+
+
+def _summarise(
+    title: str,
+    runs: dict[tuple[float, str], tuple[list[Turn], float, int]],
+    *,
+    ttft_s: float,
+    tbt_s: float,
+) -> Report:
+    """Goodput: turns a second whose first token and whose time between tokens kept their objectives."""
+    rows: list[Row] = []
+    goodput: dict[tuple[float, str], float] = {}
+    for (rate, server), (turns, seconds, failed) in runs.items():
+        kept = sum(turn.ttft_s <= ttft_s and _between_s(turn) <= tbt_s for turn in turns)
+        goodput[rate, server] = kept / seconds
+        firsts = [turn.ttft_s for turn in turns] or [0.0]
+        between = [_between_s(turn) * 1e3 for turn in turns] or [0.0]
+        prompts = sum(turn.prompt_tokens for turn in turns)
+        rows.append(
+            {
+                "server": server,
+                "conversations/s": rate,
+                "turns": len(turns),
+                "failed": failed,
+                "goodput turns/s": kept / seconds,
+                "kept": kept / max(len(turns) + failed, 1),
+                "TTFT p50 s": p50(firsts),
+                "TTFT p99 s": p99(firsts),
+                "TBT p50 ms": p50(between),
+                "TBT p99 ms": p99(between),
+                "output tokens/s": sum(turn.completion_tokens for turn in turns) / seconds,
+                "prompt from cache": sum(turn.cached_tokens for turn in turns) / max(prompts, 1),
+            }
+        )
+    ratios: dict[str, float] = {}
+    for rate in dict.fromkeys(rate for rate, _ in runs):
+        peers = [found for (at, server), found in goodput.items() if at == rate and server != OWN]
+        if peers and max(peers) > 0:
+            ratios[f"goodput at {rate:g}/s over the better peer's"] = goodput[rate, OWN] / max(peers)
+        else:
+            ratios[f"goodput at {rate:g}/s"] = goodput[rate, OWN]
+    return Report(title=title, ratios=ratios, rows=rows)
+
+
+def _draw(path: Path, report: Report) -> None:
+    groups = [
+        (name, [(f"{row['server']}, {row['conversations/s']:g}/s", float(row[name])) for row in report.rows])
+        for name in FIGURES
+    ]
+    panels(path, report.title, groups, "turns a second, seconds, milliseconds")

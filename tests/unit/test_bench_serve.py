@@ -1,0 +1,47 @@
+"""Conversations of the serving benchmark: where their steps come from, and when they arrive."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.serve import alike, arriving, of_trace
+from kvcommons.errors import InvalidInput
+
+
+def written(folder: Path, *rows: tuple[str, int, int, float]) -> Path:
+    path = folder / "trace.jsonl"
+    names = ("session", "input_length", "output_length", "think_time")
+    path.write_text("".join(json.dumps(dict(zip(names, row, strict=True))) + "\n" for row in rows))
+    return path
+
+
+def test_a_trace_s_turns_add_what_their_requests_had_more(tmp_path: Path) -> None:
+    rows = [("a", 1000, 100, 0.0), ("a", 1500, 50, 9.0), ("b", 400, 10, 0.0), ("a", 1400, 20, 4.0)]
+    first, second = of_trace(written(tmp_path, *rows), 2, scale=0.1, time_scale=0.5, window=10_000)
+    assert [(step.new_tokens, step.answer_tokens, step.think_s) for step in first] == [
+        (100, 10, 0.0),
+        (40, 5, 4.5),
+        (1, 2, 2.0),  # shorter than what was said: an edited history
+    ]
+    assert [step.new_tokens for step in second] == [40]
+
+
+def test_a_conversation_ends_where_the_window_is_full(tmp_path: Path) -> None:
+    path = written(tmp_path, ("a", 1000, 100, 0.0), ("a", 1500, 50, 9.0), ("b", 9000, 1, 0.0))
+    (only,) = of_trace(path, 2, scale=1.0, time_scale=1.0, window=1200)
+    assert len(only) == 1
+    with pytest.raises(InvalidInput, match="--scale"):
+        of_trace(path, 2, scale=10.0, time_scale=1.0, window=1200)
+    with pytest.raises(InvalidInput, match="no trace of sessions"):
+        of_trace(tmp_path / "none", 2, scale=1.0, time_scale=1.0, window=1200)
+
+
+def test_arrivals_keep_the_rate_and_are_the_same_for_each_server() -> None:
+    steps = alike(400, 3, new=8, answer=4, think_s=1.0)
+    arrivals = arriving(steps, rate_per_s=2.0, seed=3)
+    assert arrivals == arriving(steps, rate_per_s=2.0, seed=3)
+    assert arrivals[-1].arrives_s == pytest.approx(200, rel=0.15)
+    assert [step.think_s for step in arrivals[0].steps] == [0.0, 1.0, 1.0]
