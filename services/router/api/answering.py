@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -21,6 +23,7 @@ from kvcommons.telemetry.trace import (
 from services.router.api import sse
 from services.router.api.shapes import Shape, error_body
 from services.router.http.middleware import FAILED, SERVING, known_error
+from services.router.turn import events as ev
 from services.router.turn.lifecycle import RequestLifecycle
 
 log = logging.getLogger(__name__)
@@ -78,8 +81,13 @@ async def _whole(lifecycle: RequestLifecycle, shape: Shape, deadline_s: float) -
             async for _ in deltas:
                 pass
     turn = lifecycle.turn
-    body = shape.answer(turn.choices, lifecycle.shown, turn.usage)
-    return web.json_response(body, headers={"Server-Timing": _server_timing(lifecycle.timings())})
+
+    def written() -> str:
+        return json.dumps(shape.answer(turn.choices, lifecycle.shown, turn.usage))
+
+    # What is said of thousands of a prompt's tokens would hold up everybody's streams.
+    body = await asyncio.to_thread(written) if lifecycle.reads_prompt else written()
+    return web.json_response(text=body, headers={"Server-Timing": _server_timing(lifecycle.timings())})
 
 
 class _Stream:
@@ -97,11 +105,10 @@ class _Stream:
             async with asyncio.timeout(deadline_s):
                 async with aclosing(self._lifecycle.deltas()) as batches:
                     async for batch in batches:
-                        await self._send(self._open() + b"".join(map(self._shape.delta, batch)))
-                turn = self._lifecycle.turn
-                opening = self._open()
-                ending = self._shape.ending(turn.choices, turn.usage, self._lifecycle.timings())
-                await self._send(opening + ending)
+                        await self._send(await self._written(partial(_joined, self._shape, batch)))
+                turn, timings = self._lifecycle.turn, self._lifecycle.timings()
+                ending = partial(self._shape.ending, turn.choices, turn.usage, timings)
+                await self._send(await self._written(ending))
                 await self._response.write_eof()
             return self._response
         except ConnectionResetError:
@@ -110,6 +117,11 @@ class _Stream:
             if not self._response.prepared:
                 raise
             return await self._fail(error)
+
+    async def _written(self, events: Callable[[], bytes]) -> bytes:
+        """As `_whole`: on a thread where it is much. The turn waits meanwhile."""
+        opening = self._open()
+        return opening + (await asyncio.to_thread(events) if self._lifecycle.reads_prompt else events())
 
     def _open(self) -> bytes:
         if self._opened:
@@ -143,6 +155,10 @@ class _Stream:
             if self._request.transport is not None:
                 self._request.transport.abort()
         return self._response
+
+
+def _joined(shape: Shape, batch: list[ev.Delta]) -> bytes:
+    return b"".join(map(shape.delta, batch))
 
 
 def _server_timing(timings: dict[str, Any]) -> str:

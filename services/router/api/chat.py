@@ -35,5 +35,6 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
                 session_id=session_id,
                 branch=lifecycle.branch,
                 context=lifecycle.context,
+                prompt_logprobs=body.prompt_logprobs,
             )
             return await answer(request, lifecycle, shape, stream=bool(body.stream))

@@ -57,6 +57,7 @@ from services.router.turn.choice import Patience
 from services.router.turn.grammar import chat_grammar, compiled_grammar, content_grammar
 from services.router.turn.options import template_options
 from services.router.turn.plan import max_tokens_of, messages_of, plan_turn, prompts_of
+from services.router.turn.sampling import prompt_logprobs_of
 from services.router.turn.tools import NO_TOOLS, ToolOffer, definitions_of, offered_tools
 from services.router.turn.turn import Turn
 
@@ -327,12 +328,13 @@ class RequestLifecycle:
         context = self._context_with(session, [*tokens, *new])
         if len(context.stages) == 1:
             return context
-        if request.reuse is False:
-            raise InvalidInput(
-                "reuse false cannot be had behind a truncation: the session's KV was computed with tokens "
-                "that are not in its context any more",
-                param="reuse",
-            )
+        for name, asked in (("reuse", request.reuse is False), ("prompt_logprobs", _reads_prompt(request))):
+            if asked:
+                raise InvalidInput(
+                    f"{name} cannot be had behind a truncation: the session's KV was computed with tokens "
+                    "that are not in its context any more, and is not computed anew",
+                    param=name,
+                )
         fleet = self._serving.fleet.homed(self._home())
         found = await stored_of_stages(fleet, model, context.stages, timeout_s=config.request_deadline_s)
         if found is None:  # nothing is given up for a store that is slow to answer
@@ -418,9 +420,19 @@ class RequestLifecycle:
         token_s = fleet.token_seconds(self.model) if asked.objectives.tbt_s is not None else 0.0
         self.service = self._served(asked, ttft_s, token_s)
 
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether the answer says how likely the prompt's own tokens are, which is much to write."""
+        return _reads_prompt(self._request)
+
+    @property
+    def _computes_all(self) -> bool:
+        """Of a prompt, whatever is stored of it."""
+        return self._request.reuse is False or self.reads_prompt
+
     def _prompt_seconds(self, stored_tokens: int) -> float:
         """What computing its prompts is expected to take, but for so many tokens of each."""
-        first = 0 if self._request.reuse is False else stored_tokens
+        first = 0 if self._computes_all else stored_tokens
         prompts = {id(choice.prompt): len(choice.prompt) for choice in self.turn.choices}
         fleet = self._serving.fleet
         return sum(fleet.prompt_seconds(self.model, range(first, tokens)) for tokens in prompts.values())
@@ -462,7 +474,7 @@ class RequestLifecycle:
 
     def _prefix(self) -> Prefix:
         """Of the first prompt, where there are several."""
-        if self._request.reuse is False:
+        if self._computes_all:
             return NO_PREFIX
         prompt, model = self.turn.choices[0].prompt, self.model
         reusable = reusable_blocks(len(prompt), model.block_tokens)
@@ -533,6 +545,10 @@ class RequestLifecycle:
         for choice in self.turn.choices:
             metrics.request_generation_tokens.observe(len(choice.answer.tokens))
             metrics.succeeded(choice.finish_reason or "")
+
+
+def _reads_prompt(request: ChatRequest | CompletionRequest) -> bool:
+    return prompt_logprobs_of(request) is not None
 
 
 def _ms(seconds: float) -> float:
