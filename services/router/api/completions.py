@@ -11,6 +11,7 @@ from kvcommons.model.tokenizer import Tokenizer
 from services.router.api.answering import answer
 from services.router.api.body import read_body, session_id_of
 from services.router.api.prompts import EchoedPrompt
+from services.router.api.retries import idempotent
 from services.router.api.schemas.requests import CompletionRequest, StreamOptions
 from services.router.api.shapes import CompletionShape
 from services.router.http.middleware import SERVING, TENANT
@@ -19,6 +20,7 @@ from services.router.turn.plan import given_prompts
 from services.router.turn.sampling import logprobs_of
 
 
+@idempotent
 async def completions(request: web.Request) -> web.StreamResponse:
     body = await read_body(request, CompletionRequest)
     if session_id_of(request, None) is not None:

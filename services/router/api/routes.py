@@ -44,11 +44,13 @@ class Route:
     query: tuple[str, ...] = ()
     headers: tuple[str, ...] = ()  # that name a session
     errors: tuple[int, ...] = (401,)
+    retried: bool = False  # takes an Idempotency-Key
     operator: bool = False  # of the whole stack: a tenant's key is not enough
     error: type[BaseModel] = Error
 
 
 _GENERATION_ERRORS = (400, 401, 403, 404, 409, 413, 429, 500, 503)
+_RETRIED_ERRORS = (*_GENERATION_ERRORS, 422)
 _MESSAGES_ERRORS = (400, 401, 403, 404, 413, 429, 500, 529)
 _TOKENIZING_ERRORS = (400, 401, 404, 413, 503)
 _SESSION_ERRORS = (400, 401, 404, 503)
@@ -77,7 +79,8 @@ def _generation() -> list[Route]:
             answers={200: answers.ChatCompletion},
             stream=answers.ChatCompletionChunk,
             headers=SESSION_HEADERS,
-            errors=_GENERATION_ERRORS,
+            errors=_RETRIED_ERRORS,
+            retried=True,
         ),
         Route(
             method="POST",
@@ -87,7 +90,8 @@ def _generation() -> list[Route]:
             body=requests.CompletionRequest,
             answers={200: answers.Completion},
             stream=answers.Completion,
-            errors=_GENERATION_ERRORS,
+            errors=_RETRIED_ERRORS,
+            retried=True,
         ),
         Route(
             method="GET",
@@ -117,7 +121,8 @@ def _responses() -> list[Route]:
             body=responses_requests.ResponsesRequest,
             answers={200: responses_answers.Response},
             stream=responses_answers.ResponseEvent,
-            errors=_GENERATION_ERRORS,
+            errors=_RETRIED_ERRORS,
+            retried=True,
         ),
         Route(
             method="POST",
@@ -183,7 +188,8 @@ def _messages() -> list[Route]:
             body=messages_requests.MessagesRequest,
             answers={200: messages_answers.MessagesAnswer},
             stream=messages_answers.MessagesEvent,
-            errors=_MESSAGES_ERRORS,
+            errors=(*_MESSAGES_ERRORS, 409, 422),
+            retried=True,
             error=messages_answers.MessagesError,
         ),
         Route(
