@@ -43,7 +43,7 @@ from kvcommons.engine.scheduler import Scheduler
 from kvcommons.engine.sequence import Sequence as Computed
 from kvcommons.errors import Internal, KVCommonsError
 from kvcommons.model.sampling import SamplingParams
-from kvcommons.prefill.handover import HandOver
+from kvcommons.prefill.handover import HandOver, Listener, PromptEvent
 from kvcommons.prefill.push import Delivery, Pusher
 from kvcommons.prefill.targets import TargetTable
 from kvcommons.rblock.identity import IdentityChain
@@ -147,13 +147,14 @@ class Trials:
         done = threading.Semaphore(0)
         results: dict[int, Timed | KVCommonsError] = {}
 
-        def listener(number: int) -> Callable[[int | FirstToken | KVCommonsError], None]:
-            def hear(event: int | FirstToken | KVCommonsError) -> None:
-                if isinstance(event, int):
+        def listener(number: int) -> Listener:
+            def hear(event: PromptEvent) -> None:
+                if isinstance(event, FirstToken):
+                    results[number] = Timed(first=event, at_s=time.monotonic())
+                elif isinstance(event, KVCommonsError):
+                    results[number] = event
+                else:
                     return
-                results[number] = (
-                    Timed(first=event, at_s=time.monotonic()) if isinstance(event, FirstToken) else event
-                )
                 done.release()
 
             return hear

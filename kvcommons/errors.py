@@ -14,9 +14,11 @@
     │   ├── TurnInProgress
     │   ├── VersionConflict
     │   ├── AlreadyExists
+    │   ├── IdempotencyInProgress    the request that a key stands for has not ended
     │   └── UnknownPlan              its creditor has the plan no more: open it again
     ├── TooLarge
     ├── Unprocessable
+    │   └── IdempotencyKeyReused     a key that stood for another request
     ├── Overloaded                   a bounded queue or memory is full; retry later
     │   └── CapacityExhausted        no free blocks
     ├── QuotaExceeded                a tenant has used what it may
@@ -134,6 +136,10 @@ class AlreadyExists(Conflict):
     code = "already_exists"
 
 
+class IdempotencyInProgress(Conflict):
+    code = "idempotency_in_progress"
+
+
 class UnknownPlan(Conflict):
     code = "unknown_plan"
 
@@ -144,6 +150,10 @@ class TooLarge(KVCommonsError):
 
 class Unprocessable(KVCommonsError):
     code = "unprocessable_entity"
+
+
+class IdempotencyKeyReused(Unprocessable):
+    code = "idempotency_key_reused"
 
 
 class Overloaded(KVCommonsError):
@@ -205,9 +215,11 @@ _TABLE: dict[str, tuple[type[KVCommonsError], grpc.StatusCode, int, str]] = {
     "turn_in_progress": (TurnInProgress, _S.ABORTED, 409, _INVALID),
     "version_conflict": (VersionConflict, _S.ABORTED, 409, _INVALID),
     "already_exists": (AlreadyExists, _S.ALREADY_EXISTS, 409, _INVALID),
+    "idempotency_in_progress": (IdempotencyInProgress, _S.ABORTED, 409, _INVALID),
     "unknown_plan": (UnknownPlan, _S.ABORTED, 409, _INVALID),
     "request_too_large": (TooLarge, _S.INVALID_ARGUMENT, 413, _INVALID),
     "unprocessable_entity": (Unprocessable, _S.INVALID_ARGUMENT, 422, _INVALID),
+    "idempotency_key_reused": (IdempotencyKeyReused, _S.INVALID_ARGUMENT, 422, _INVALID),
     "overloaded": (Overloaded, _S.RESOURCE_EXHAUSTED, 429, "rate_limit_error"),
     "capacity_exhausted": (CapacityExhausted, _S.RESOURCE_EXHAUSTED, 429, "rate_limit_error"),
     "quota_exceeded": (QuotaExceeded, _S.RESOURCE_EXHAUSTED, 429, "rate_limit_error"),

@@ -72,6 +72,9 @@ class UnsentChunk:
     def sampling(self) -> list[SamplingRow]:
         return []
 
+    def wanted_logprobs(self) -> None:
+        """Of no prompt."""
+
     def close(self) -> None:
         """Nothing was taken."""
 

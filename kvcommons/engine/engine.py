@@ -179,6 +179,10 @@ class Engine:
         computed."""
         self.post(lambda: self._sampled(key, token))
 
+    def scored(self, key: int, logprobs: pb.PromptLogprobs) -> None:
+        """That stage's logprobs of a prompt's own tokens, before what it samples."""
+        self.post(lambda: self._scored(key, logprobs))
+
     def survey(self, holder: Creditor | None = None) -> Future[list[Movable]]:
         """What could move, of one holder's or of all, oldest sequence first."""
         answer: Future[list[Movable]] = Future()
@@ -284,7 +288,7 @@ class Engine:
         computed_s = seconds - sum(span.waited_s for span in spans)
         if tokens is not None:
             self._budget.iterated(computed_s)
-        if tokens is not None and not iteration.failures:
+        if tokens is not None and not iteration.failures and not iteration.prompt_logprobs:
             self.predictor.learn(iteration.work, computed_s - iteration.timing.waiting_s)
         for number, group in enumerate(iteration.groups):
             failure = iteration.failures.get(number)
@@ -297,6 +301,8 @@ class Engine:
             elif isinstance(group, PromptSpan):
                 if tokens is None:
                     failure = Internal("an iteration failed; the log of its instance says why")
+                for logprobs in iteration.prompt_logprobs.get(number, ()):
+                    self._scored(group.prompt.key, logprobs)
                 self._advanced(group, failure, sampled[number], seconds)
 
     def idle(self) -> None:
@@ -493,6 +499,11 @@ class Engine:
             return
         if tokens:
             self._sampled(prompt.key, tokens[0])
+
+    def _scored(self, key: int, logprobs: pb.PromptLogprobs) -> None:
+        prompt = self._prompt(key)
+        if prompt is not None:
+            prompt.sink.scored(prompt, logprobs)
 
     def _sampled(self, key: int, token: pb.SampledToken) -> None:
         prompt = self._prompt(key)

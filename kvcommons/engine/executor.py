@@ -54,6 +54,9 @@ class Work(Protocol):
     def sampled(self, key: int, token: pb.SampledToken) -> None:
         """The stage that ends the model has sampled the token that follows a prompt."""
 
+    def scored(self, key: int, logprobs: pb.PromptLogprobs) -> None:
+        """It has read these logprobs of the prompt's own tokens, before that token."""
+
     def idle(self) -> None:
         """There was nothing to compute."""
 

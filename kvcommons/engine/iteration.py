@@ -22,6 +22,7 @@ from kvcommons.engine.core import Core
 from kvcommons.engine.iteration_costs import IterationWork
 from kvcommons.engine.iteration_timing import IterationTiming
 from kvcommons.engine.slices import LocalSlices, Slices
+from kvcommons.model.prompt_logprobs import LogprobsOfChunk, WantedLogprobs
 from kvcommons.model.sampling import SamplingRow
 from kvcommons.model.slices import State
 from kvcommons.pb import common_pb2 as pb
@@ -54,6 +55,9 @@ class Rows(Protocol):
     def sampling(self) -> list[SamplingRow]:
         """For the rows at the end after which a token is sampled."""
 
+    def wanted_logprobs(self) -> WantedLogprobs | None:
+        """Of the tokens that follow its leading rows, where a prompt's are asked for."""
+
     def close(self) -> None:
         """The iteration has ended, whether it went well or not."""
 
@@ -73,7 +77,9 @@ class Iteration:
         self._ends = list(accumulate(len(group.tokens) for group in groups))
         self.rows = self._ends[-1]
         self.failures: dict[int, Exception] = {}  # by the group's number
+        self.prompt_logprobs: dict[int, list[pb.PromptLogprobs]] = {}  # likewise, where they are wanted
         self.timing = IterationTiming()
+        self._between_layers: Callable[[], None] | None = None
 
     @property
     def work(self) -> IterationWork:
@@ -81,14 +87,14 @@ class Iteration:
 
     def run(self, between_layers: Callable[[], None] | None = None) -> list[list[pb.SampledToken]]:
         """The tokens sampled for each group; none for a group that failed or goes on. `between_layers` is
-        called before each layer but the first."""
-        began_s = time.monotonic()
+        called before each layer but the first, and after each slice of a prompt's logits."""
+        began_s, self._between_layers = time.monotonic(), between_layers
         opened: list[Rows] = []
         try:
             for group in self.groups:
                 group.open(self.timing)
                 opened.append(group)
-            tokens = self._run(between_layers)
+            tokens = self._run()
         finally:
             for group in opened:
                 group.close()
@@ -110,7 +116,7 @@ class Iteration:
             log.exception("an iteration failed", extra={"rows": self.rows})
             return None
 
-    def _run(self, between_layers: Callable[[], None] | None) -> list[list[pb.SampledToken]]:
+    def _run(self) -> list[list[pb.SampledToken]]:
         timing, slices = self.timing, self._slices
         state = self._begin(
             self._core.backend.device.upload(_joined([group.positions for group in self.groups]))
@@ -120,11 +126,14 @@ class Iteration:
             if attention is None:
                 return [[] for _ in self.groups]
             state = slices.advance(timing, layer, state, attention)
-            if between_layers is not None:
-                began_s = time.monotonic()
-                between_layers()
-                timing.between_layers_s += time.monotonic() - began_s
+            self._pause()
         return self._finish(state)
+
+    def _pause(self) -> None:
+        if self._between_layers is not None:
+            began_s = time.monotonic()
+            self._between_layers()
+            self.timing.between_layers_s += time.monotonic() - began_s
 
     def _begin(self, positions: Tensor) -> State:
         """positions [rows] -> q, k, v of the first layer that is computed here."""
@@ -142,19 +151,41 @@ class Iteration:
         """The last layer, of the rows that it matters for, and a token after each of these."""
         sampling = [group.sampling() for group in self.groups]
         hidden, attention, rows = [], [], []
+        closed: dict[int, Tensor] = {}  # of groups whose prompt's log-probabilities are wanted
         for number, some in enumerate(sampling):
-            part = self._attend_group(number, self._core.layers[-1], state, needed=bool(some))
+            wanted = self.groups[number].wanted_logprobs()
+            needed = bool(some) or wanted is not None
+            part = self._attend_group(number, self._core.layers[-1], state, needed=needed)
+            if part is not None and wanted is not None:
+                leading = slice(len(wanted.tokens))
+                of_group = self._of(state, number).rows(leading)
+                closed[number] = self._slices.close(self.timing, of_group, part[leading])
             if part is None or not some:
                 sampling[number] = []
                 continue
             hidden.append(self._of(state, number).hidden[-len(some) :])
             attention.append(part[-len(some) :])
             rows += some
+        for number, ending in closed.items():
+            self._read_logprobs(number, ending)
         if not rows:
             return [[] for _ in self.groups]
         drawn = self._slices.end(self.timing, state.ending(_joined(hidden)), _joined(attention), rows)
         ends = list(accumulate(len(some) for some in sampling))
         return [drawn[end - len(some) : end] for some, end in zip(sampling, ends, strict=True)]
+
+    def _read_logprobs(self, number: int, closed: Tensor) -> None:
+        """A slice of the rows at a time: the logits of a chunk would not fit."""
+        wanted = self.groups[number].wanted_logprobs()
+        assert wanted is not None
+        collected = LogprobsOfChunk(wanted)
+        for rows in wanted.slices(self._core.info.vocab_size):
+            if number in self.failures:
+                return
+            logits = self._slices.head(self.timing, closed[rows])
+            collected.add(rows, logits, self._core.backend.device)
+            self._pause()
+        self.prompt_logprobs[number] = collected.messages
 
     def _attend_group(self, number: int, layer: int, state: State, *, needed: bool) -> Tensor | None:
         if number in self.failures:

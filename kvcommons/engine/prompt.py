@@ -59,6 +59,9 @@ class PromptSink(Protocol):
     def computed(self, prompt: Prompt, layer: int, blocks: range) -> None:
         """One layer of these blocks of the sequence is final."""
 
+    def scored(self, prompt: Prompt, logprobs: pb.PromptLogprobs) -> None:
+        """Of its own tokens, in order and before the end, where its request asks for them."""
+
     def finished(self, prompt: Prompt, first: FirstToken) -> None:
         """All of it is computed."""
 

@@ -27,6 +27,7 @@ from kvcommons.engine.prompt import Prompt
 from kvcommons.engine.read_buffer import ReadBuffer
 from kvcommons.engine.scheduler import Scheduler
 from kvcommons.errors import CapacityExhausted, Internal, KVCommonsError
+from kvcommons.model.prompt_logprobs import WantedLogprobs
 from kvcommons.model.sampling import SamplingRow
 from kvcommons.model.slices import State
 from kvcommons.telemetry.trace import Tracer
@@ -335,6 +336,11 @@ class PromptSpan:
         if self.chunk.stop < prompt.tokens:
             return []
         return [prompt.sequence.sampling_row()]
+
+    def wanted_logprobs(self) -> WantedLogprobs | None:
+        top, first = self.prompt.request.prompt_logprobs, self.chunk.start + 1
+        tokens = self.prompt.request.tokens[first : self.chunk.stop + 1]
+        return None if top is None or not tokens else WantedLogprobs(first=first, tokens=tokens, top=top)
 
     def attend(self, layer: int, state: State, *, needed: bool) -> Tensor | None:
         """What is final goes out before the layer is attended over."""

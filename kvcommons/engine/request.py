@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from kvcommons.engine.truncated import WHOLE, Truncated
 from kvcommons.errors import ContextLengthExceeded, InvalidInput, ModelNotFound
+from kvcommons.model.prompt_logprobs import TOP_MAX
 from kvcommons.model.sampling import SamplingParams
 from kvcommons.pb import common_pb2 as pb
 from kvcommons.rblock.identity import SALT_BYTES, IdentityChain, reusable_blocks
@@ -30,6 +31,7 @@ class Request:
     store_data: str
     matched_blocks: int  # leading blocks that the store said it has
     no_reuse: bool
+    prompt_logprobs: int | None = None  # of its own tokens, with so many alternatives; None: not wanted
     tbt_objective_s: float = 0.0  # between its tokens; 0: as this instance's settings have it
     background: bool = False  # other prompts come first
     truncated: Truncated = WHOLE
@@ -61,6 +63,13 @@ class Request:
         truncated = WHOLE
         if job.HasField("truncated"):
             truncated = Truncated.of(job.truncated, len(tokens), model.block_tokens)
+        logprobs = job.prompt_logprobs if job.HasField("prompt_logprobs") else None
+        if logprobs is not None and (logprobs > TOP_MAX or truncated is not WHOLE):
+            raise InvalidInput(
+                f"logprobs of a prompt have at most {TOP_MAX} alternatives each, and a prompt from which "
+                "something was truncated has none",
+                param="prompt_logprobs",
+            )
         return cls(
             request_id=job.request_id,
             session_id=job.session_id,
@@ -76,6 +85,7 @@ class Request:
             store_data=job.history.data_address,
             matched_blocks=job.history.matched_blocks,
             no_reuse=job.no_reuse,
+            prompt_logprobs=logprobs,
             tbt_objective_s=job.tbt_objective_ms / 1000,
             background=job.background,
             truncated=truncated,
@@ -86,5 +96,7 @@ class Request:
         return self.truncated.chain(self.salt, model.fingerprint, model.block_tokens, self.tokens)
 
     def reusable(self, block_tokens: int) -> int:
-        """Leading blocks that may be found instead of computed: the last token is always computed."""
-        return 0 if self.no_reuse else reusable_blocks(len(self.tokens), block_tokens)
+        """Leading blocks that may be found instead of computed: the last token is always computed, and so is
+        each one that says how likely the next one is."""
+        computes = self.no_reuse or self.prompt_logprobs is not None
+        return 0 if computes else reusable_blocks(len(self.tokens), block_tokens)

@@ -32,6 +32,12 @@ class Slices(Protocol):
     ) -> list[pb.SampledToken]:
         """The last layer's attention -> a token for each row."""
 
+    def close(self, timing: IterationTiming, state: State, attention: Tensor) -> Tensor:
+        """The last layer's attention -> what the head takes, [B, hidden]."""
+
+    def head(self, timing: IterationTiming, closed: Tensor) -> Tensor:
+        """closed [B, hidden] -> logits [B, vocab] float32."""
+
 
 class LocalSlices:
     """On this process's replica."""
@@ -55,6 +61,14 @@ class LocalSlices:
         with timing.slice(self._locked()):
             logits = self._model.end(state, attention, range(len(rows)))
             return sample(logits, rows, self._model.backend.device)
+
+    def close(self, timing: IterationTiming, state: State, attention: Tensor) -> Tensor:
+        with timing.slice(self._locked()):
+            return self._model.close(state, attention)
+
+    def head(self, timing: IterationTiming, closed: Tensor) -> Tensor:
+        with timing.slice(self._locked()):
+            return self._model.head(closed)
 
     def _locked(self) -> AbstractContextManager[None]:
         return nullcontext() if self._model_lock is None else self._model_lock.within(Deadline.after(LOCK_S))

@@ -64,6 +64,9 @@ class TokenRows:
     def sampling(self) -> list[SamplingRow]:
         return [sequence.sampling_row() for sequence in self.batch.sequences]
 
+    def wanted_logprobs(self) -> None:
+        """Of no prompt."""
+
     def close(self) -> None:
         self._remote.end(self._step)
 

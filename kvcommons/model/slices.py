@@ -182,14 +182,23 @@ class Model:
     def end(self, state: State, attention: Tensor, rows: Sequence[int]) -> Tensor:
         """Finishes the model's last layer, which it has, for `rows` only -> logits [len(rows), vocab]
         float32."""
-        ending, hidden = self._weights.ending, state.hidden
-        assert ending is not None, "the last layer's range ends with logits"
+        hidden = state.hidden
         if len(rows) != hidden.shape[0]:
             chosen = self.backend.device.longs(list(rows))
             hidden, attention = hidden[chosen], attention[chosen]
-        hidden, added = self._close(self._weights.layers[self.layers[-1]], hidden, attention)
-        _, normed = self._add_and_norm(hidden, added, ending.norm)
-        return ending.head(normed).float()
+        return self.head(self.close(state.ending(hidden), attention))
+
+    def close(self, state: State, attention: Tensor) -> Tensor:
+        """Finishes the model's last layer, which it has -> what the head takes [T, hidden]."""
+        ending = self._weights.ending
+        assert ending is not None, "the last layer's range ends with logits"
+        hidden, added = self._close(self._weights.layers[self.layers[-1]], state.hidden, attention)
+        return self._add_and_norm(hidden, added, ending.norm)[1]
+
+    def head(self, closed: Tensor) -> Tensor:
+        """closed [T, hidden], of `close` -> logits [T, vocab] float32."""
+        assert self._weights.ending is not None, "the last layer's range ends with logits"
+        return self._weights.ending.head(closed).float()
 
     def rotation(self, positions: Tensor) -> RotaryAngles:
         """positions LongTensor [T]."""

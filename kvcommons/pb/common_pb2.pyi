@@ -260,6 +260,52 @@ class SampledToken(_message.Message):
 Global___SampledToken: _TypeAlias = SampledToken  # noqa: Y015
 
 @_typing.final
+class PromptLogprobs(_message.Message):
+    """How likely a prompt's own tokens are, each after all of those before it: of consecutive positions."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FIRST_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    RANKS_FIELD_NUMBER: _builtins.int
+    TOP_FIELD_NUMBER: _builtins.int
+    TOP_TOKENS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    first: _builtins.int
+    """position of the first; a prompt's first token has none"""
+    top: _builtins.int
+    """of each position so many of the likeliest tokens follow, likeliest first"""
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """of the token at each position, of the unmodified distribution"""
+
+    @_builtins.property
+    def ranks(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """of that token: 1 for the likeliest"""
+
+    @_builtins.property
+    def top_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def top_logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        first: _builtins.int = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        ranks: _abc.Iterable[_builtins.int] | None = ...,
+        top: _builtins.int = ...,
+        top_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        top_logprobs: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first", b"first", "logprobs", b"logprobs", "ranks", b"ranks", "top", b"top", "top_logprobs", b"top_logprobs", "top_tokens", b"top_tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PromptLogprobs: _TypeAlias = PromptLogprobs  # noqa: Y015
+
+@_typing.final
 class SegmentPlace(_message.Message):
     """A run of a sequence's blocks on one holder."""
 
@@ -456,6 +502,7 @@ class Job(_message.Message):
     NO_REUSE_FIELD_NUMBER: _builtins.int
     BACKGROUND_FIELD_NUMBER: _builtins.int
     TBT_OBJECTIVE_MS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     TRUNCATED_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """of one attempt: unique"""
@@ -476,6 +523,8 @@ class Job(_message.Message):
     """a part of a document: other prompts are computed first, but for one chunk of eight"""
     tbt_objective_ms: _builtins.int
     """between the sequence's tokens; 0: as the instance's settings have it"""
+    prompt_logprobs: _builtins.int
+    """of the prompt's own tokens they are wanted, with so many alternatives each: all"""
     @_builtins.property
     def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """prompt, and what was already generated when a turn is resumed"""
@@ -486,7 +535,9 @@ class Job(_message.Message):
     def history(self) -> Global___History: ...
     @_builtins.property
     def truncated(self) -> Global___Truncated:
-        """absent: nothing was dropped. DATA_LOSS where blocks before since_token are not there"""
+        """of it is computed, whatever is stored. Absent: they are not wanted
+        absent: nothing was dropped. DATA_LOSS where blocks before since_token are not there
+        """
 
     def __init__(
         self,
@@ -504,12 +555,15 @@ class Job(_message.Message):
         no_reuse: _builtins.bool = ...,
         background: _builtins.bool = ...,
         tbt_objective_ms: _builtins.int = ...,
+        prompt_logprobs: _builtins.int | None = ...,
         truncated: Global___Truncated | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["history", b"history", "sampling", b"sampling", "truncated", b"truncated"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "history", b"history", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "truncated", b"truncated"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["background", b"background", "history", b"history", "max_position", b"max_position", "model", b"model", "no_reuse", b"no_reuse", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "session_id", b"session_id", "tbt_objective_ms", b"tbt_objective_ms", "tenant", b"tenant", "tokens", b"tokens", "truncated", b"truncated"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "background", b"background", "history", b"history", "max_position", b"max_position", "model", b"model", "no_reuse", b"no_reuse", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "session_id", b"session_id", "tbt_objective_ms", b"tbt_objective_ms", "tenant", b"tenant", "tokens", b"tokens", "truncated", b"truncated"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
 
 Global___Job: _TypeAlias = Job  # noqa: Y015

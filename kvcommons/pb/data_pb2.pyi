@@ -1340,6 +1340,7 @@ class StageReport(_message.Message):
     ENDED_FIELD_NUMBER: _builtins.int
     LOADS_FIELD_NUMBER: _builtins.int
     BUSY_US_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
     iterations: _builtins.int
     """that the last stage has done"""
     busy_us: _builtins.int
@@ -1354,6 +1355,10 @@ class StageReport(_message.Message):
 
     @_builtins.property
     def loads(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageLoad]: ...
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___StageLogprobs]:
+        """before the token of their prompt, in order"""
+
     def __init__(
         self,
         *,
@@ -1363,14 +1368,38 @@ class StageReport(_message.Message):
         ended: _abc.Iterable[_builtins.int] | None = ...,
         loads: _abc.Iterable[Global___StageLoad] | None = ...,
         busy_us: _builtins.int = ...,
+        logprobs: _abc.Iterable[Global___StageLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_us", b"busy_us", "delivered", b"delivered", "ended", b"ended", "iterations", b"iterations", "loads", b"loads", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_us", b"busy_us", "delivered", b"delivered", "ended", b"ended", "iterations", b"iterations", "loads", b"loads", "logprobs", b"logprobs", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StageReport: _TypeAlias = StageReport  # noqa: Y015
+
+@_typing.final
+class StageLogprobs(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    sequence: _builtins.int
+    @_builtins.property
+    def logprobs(self) -> _common_pb2.PromptLogprobs: ...
+    def __init__(
+        self,
+        *,
+        sequence: _builtins.int = ...,
+        logprobs: _common_pb2.PromptLogprobs | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "sequence", b"sequence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StageLogprobs: _TypeAlias = StageLogprobs  # noqa: Y015
 
 @_typing.final
 class StageToken(_message.Message):

@@ -8,6 +8,7 @@ from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from kvcommons.pb import common_pb2 as _common_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -321,6 +322,7 @@ class Message(_message.Message):
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
     TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
     END_TOKEN_FIELD_NUMBER: _builtins.int
+    ANSWERED_FIELD_NUMBER: _builtins.int
     role: _builtins.str
     """system, user, assistant or tool"""
     content: _builtins.str
@@ -335,6 +337,10 @@ class Message(_message.Message):
     def tool_calls(self) -> _containers.RepeatedCompositeFieldContainer[Global___ToolCall]:
         """that an assistant asks for, after content"""
 
+    @_builtins.property
+    def answered(self) -> Global___AnsweredRequest:
+        """of a turn's last message: what it answered, where its client may ask for it again"""
+
     def __init__(
         self,
         *,
@@ -345,14 +351,109 @@ class Message(_message.Message):
         tool_calls: _abc.Iterable[Global___ToolCall] | None = ...,
         tool_call_id: _builtins.str = ...,
         end_token: _builtins.int = ...,
+        answered: Global___AnsweredRequest | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answered", b"answered"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["content", b"content", "end_token", b"end_token", "name", b"name", "reasoning", b"reasoning", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answered", b"answered", "content", b"content", "end_token", b"end_token", "name", b"name", "reasoning", b"reasoning", "role", b"role", "tool_call_id", b"tool_call_id", "tool_calls", b"tool_calls"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Message: _TypeAlias = Message  # noqa: Y015
+
+@_typing.final
+class AnsweredRequest(_message.Message):
+    """Of a turn whose request had an Idempotency-Key: what its answer said beside the message. With that it is told again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEY_FIELD_NUMBER: _builtins.int
+    REQUEST_FIELD_NUMBER: _builtins.int
+    TURN_ID_FIELD_NUMBER: _builtins.int
+    CREATED_S_FIELD_NUMBER: _builtins.int
+    SERVICE_TIER_FIELD_NUMBER: _builtins.int
+    FINISH_REASON_FIELD_NUMBER: _builtins.int
+    MATCHED_STOP_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    COMPLETION_TOKENS_FIELD_NUMBER: _builtins.int
+    CACHED_TOKENS_FIELD_NUMBER: _builtins.int
+    REASONING_TOKENS_FIELD_NUMBER: _builtins.int
+    SHOWN_FIELD_NUMBER: _builtins.int
+    DROPPED_TOKENS_FIELD_NUMBER: _builtins.int
+    KV_FIELD_NUMBER: _builtins.int
+    key: _builtins.bytes
+    """digest of the tenant and its key"""
+    request: _builtins.bytes
+    """digest of method, path, session and body"""
+    turn_id: _builtins.str
+    created_s: _builtins.int
+    """since the epoch"""
+    service_tier: _builtins.str
+    finish_reason: _builtins.str
+    matched_stop: _builtins.str
+    prompt_tokens: _builtins.int
+    completion_tokens: _builtins.int
+    cached_tokens: _builtins.int
+    reasoning_tokens: _builtins.int
+    dropped_tokens: _builtins.int
+    """of a truncated session"""
+    kv: _builtins.str
+    """likewise: what became of its KV"""
+    @_builtins.property
+    def shown(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShownToken]:
+        """where log-probabilities were asked for"""
+
+    def __init__(
+        self,
+        *,
+        key: _builtins.bytes = ...,
+        request: _builtins.bytes = ...,
+        turn_id: _builtins.str = ...,
+        created_s: _builtins.int = ...,
+        service_tier: _builtins.str = ...,
+        finish_reason: _builtins.str = ...,
+        matched_stop: _builtins.str | None = ...,
+        prompt_tokens: _builtins.int = ...,
+        completion_tokens: _builtins.int = ...,
+        cached_tokens: _builtins.int = ...,
+        reasoning_tokens: _builtins.int = ...,
+        shown: _abc.Iterable[Global___ShownToken] | None = ...,
+        dropped_tokens: _builtins.int = ...,
+        kv: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_matched_stop", b"_matched_stop", "matched_stop", b"matched_stop"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_matched_stop", b"_matched_stop", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "created_s", b"created_s", "dropped_tokens", b"dropped_tokens", "finish_reason", b"finish_reason", "key", b"key", "kv", b"kv", "matched_stop", b"matched_stop", "prompt_tokens", b"prompt_tokens", "reasoning_tokens", b"reasoning_tokens", "request", b"request", "service_tier", b"service_tier", "shown", b"shown", "turn_id", b"turn_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__matched_stop: _TypeAlias = _typing.Literal["matched_stop"]  # noqa: Y015
+    _WhichOneofArgType__matched_stop: _TypeAlias = _typing.Literal["_matched_stop", b"_matched_stop"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__matched_stop) -> _WhichOneofReturnType__matched_stop | None: ...
+
+Global___AnsweredRequest: _TypeAlias = AnsweredRequest  # noqa: Y015
+
+@_typing.final
+class ShownToken(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    START_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    start: _builtins.int
+    """where its text begins in the answer, in characters"""
+    @_builtins.property
+    def token(self) -> _common_pb2.SampledToken: ...
+    def __init__(
+        self,
+        *,
+        start: _builtins.int = ...,
+        token: _common_pb2.SampledToken | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["token", b"token"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["start", b"start", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ShownToken: _TypeAlias = ShownToken  # noqa: Y015
 
 @_typing.final
 class ToolCall(_message.Message):

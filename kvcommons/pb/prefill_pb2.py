@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvcommons.pb import common_pb2 as kvcommons_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvcommons/v1/prefill.proto\x12\x0ckvcommons.v1\x1a\x19kvcommons/v1/common.proto\"\x88\x01\n\x0ePrefillRequest\x12+\n\x07targets\x18\n \x03(\x0b\x32\x1a.kvcommons.v1.SegmentPlace\x12\x17\n\x0fpush_from_block\x18\x0b \x01(\r\x12\x1e\n\x03job\x18\x0e \x01(\x0b\x32\x11.kvcommons.v1.JobJ\x04\x08\x01\x10\nJ\x04\x08\x0c\x10\rJ\x04\x08\r\x10\x0e\"u\n\x0cPrefillEvent\x12/\n\x07started\x18\x01 \x01(\x0b\x32\x1c.kvcommons.v1.PrefillStartedH\x00\x12+\n\x05\x66irst\x18\x02 \x01(\x0b\x32\x1a.kvcommons.v1.PrefillFirstH\x00\x42\x07\n\x05\x65vent\"#\n\x0ePrefillStarted\x12\x11\n\tqueued_us\x18\x01 \x01(\x04\"\xa3\x01\n\x0cPrefillFirst\x12)\n\x05token\x18\x01 \x01(\x0b\x32\x1a.kvcommons.v1.SampledToken\x12\x15\n\rcached_tokens\x18\x02 \x01(\x04\x12\x15\n\rdevice_tokens\x18\x03 \x01(\x04\x12\x10\n\x08queue_us\x18\x04 \x01(\x04\x12\x12\n\ncompute_us\x18\x05 \x01(\x04\x12\x14\n\x0cload_wait_us\x18\x06 \x01(\x04\"\x17\n\x15PrefillInspectRequest\"e\n\x13PrefillInspectReply\x12\x14\n\x0ctotal_blocks\x18\x01 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x02 \x01(\r\x12\x15\n\rcached_blocks\x18\x03 \x01(\r\x12\x0c\n\x04jobs\x18\x04 \x01(\r2\xa3\x01\n\x07Prefill\x12\x45\n\x07\x43ompute\x12\x1c.kvcommons.v1.PrefillRequest\x1a\x1a.kvcommons.v1.PrefillEvent0\x01\x12Q\n\x07Inspect\x12#.kvcommons.v1.PrefillInspectRequest\x1a!.kvcommons.v1.PrefillInspectReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1akvcommons/v1/prefill.proto\x12\x0ckvcommons.v1\x1a\x19kvcommons/v1/common.proto\"\x88\x01\n\x0ePrefillRequest\x12+\n\x07targets\x18\n \x03(\x0b\x32\x1a.kvcommons.v1.SegmentPlace\x12\x17\n\x0fpush_from_block\x18\x0b \x01(\r\x12\x1e\n\x03job\x18\x0e \x01(\x0b\x32\x11.kvcommons.v1.JobJ\x04\x08\x01\x10\nJ\x04\x08\x0c\x10\rJ\x04\x08\r\x10\x0e\"\xa7\x01\n\x0cPrefillEvent\x12/\n\x07started\x18\x01 \x01(\x0b\x32\x1c.kvcommons.v1.PrefillStartedH\x00\x12+\n\x05\x66irst\x18\x02 \x01(\x0b\x32\x1a.kvcommons.v1.PrefillFirstH\x00\x12\x30\n\x08logprobs\x18\x03 \x01(\x0b\x32\x1c.kvcommons.v1.PromptLogprobsH\x00\x42\x07\n\x05\x65vent\"#\n\x0ePrefillStarted\x12\x11\n\tqueued_us\x18\x01 \x01(\x04\"\xa3\x01\n\x0cPrefillFirst\x12)\n\x05token\x18\x01 \x01(\x0b\x32\x1a.kvcommons.v1.SampledToken\x12\x15\n\rcached_tokens\x18\x02 \x01(\x04\x12\x15\n\rdevice_tokens\x18\x03 \x01(\x04\x12\x10\n\x08queue_us\x18\x04 \x01(\x04\x12\x12\n\ncompute_us\x18\x05 \x01(\x04\x12\x14\n\x0cload_wait_us\x18\x06 \x01(\x04\"\x17\n\x15PrefillInspectRequest\"e\n\x13PrefillInspectReply\x12\x14\n\x0ctotal_blocks\x18\x01 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x02 \x01(\r\x12\x15\n\rcached_blocks\x18\x03 \x01(\r\x12\x0c\n\x04jobs\x18\x04 \x01(\r2\xa3\x01\n\x07Prefill\x12\x45\n\x07\x43ompute\x12\x1c.kvcommons.v1.PrefillRequest\x1a\x1a.kvcommons.v1.PrefillEvent0\x01\x12Q\n\x07Inspect\x12#.kvcommons.v1.PrefillInspectRequest\x1a!.kvcommons.v1.PrefillInspectReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,16 +34,16 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_PREFILLREQUEST']._serialized_start=72
   _globals['_PREFILLREQUEST']._serialized_end=208
-  _globals['_PREFILLEVENT']._serialized_start=210
-  _globals['_PREFILLEVENT']._serialized_end=327
-  _globals['_PREFILLSTARTED']._serialized_start=329
-  _globals['_PREFILLSTARTED']._serialized_end=364
-  _globals['_PREFILLFIRST']._serialized_start=367
-  _globals['_PREFILLFIRST']._serialized_end=530
-  _globals['_PREFILLINSPECTREQUEST']._serialized_start=532
-  _globals['_PREFILLINSPECTREQUEST']._serialized_end=555
-  _globals['_PREFILLINSPECTREPLY']._serialized_start=557
-  _globals['_PREFILLINSPECTREPLY']._serialized_end=658
-  _globals['_PREFILL']._serialized_start=661
-  _globals['_PREFILL']._serialized_end=824
+  _globals['_PREFILLEVENT']._serialized_start=211
+  _globals['_PREFILLEVENT']._serialized_end=378
+  _globals['_PREFILLSTARTED']._serialized_start=380
+  _globals['_PREFILLSTARTED']._serialized_end=415
+  _globals['_PREFILLFIRST']._serialized_start=418
+  _globals['_PREFILLFIRST']._serialized_end=581
+  _globals['_PREFILLINSPECTREQUEST']._serialized_start=583
+  _globals['_PREFILLINSPECTREQUEST']._serialized_end=606
+  _globals['_PREFILLINSPECTREPLY']._serialized_start=608
+  _globals['_PREFILLINSPECTREPLY']._serialized_end=709
+  _globals['_PREFILL']._serialized_start=712
+  _globals['_PREFILL']._serialized_end=875
 # @@protoc_insertion_point(module_scope)

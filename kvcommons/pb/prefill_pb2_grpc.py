@@ -50,7 +50,8 @@ class PrefillServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Compute(self, request, context):
-        """Cancelling the call stops the job within a layer. Events: Started, then First.
+        """Cancelling the call stops the job within a layer. Events: Started, PromptLogprobs where the
+        job asks for them, then First.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

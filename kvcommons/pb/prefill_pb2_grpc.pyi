@@ -32,14 +32,18 @@ class PrefillStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> PrefillAsyncStub: ...
     Compute: _grpc.UnaryStreamMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillEvent]
-    """Cancelling the call stops the job within a layer. Events: Started, then First."""
+    """Cancelling the call stops the job within a layer. Events: Started, PromptLogprobs where the
+    job asks for them, then First.
+    """
     Inspect: _grpc.UnaryUnaryMultiCallable[_prefill_pb2.PrefillInspectRequest, _prefill_pb2.PrefillInspectReply]
 
 @_typing.type_check_only
 class PrefillAsyncStub(PrefillStub):
     def __init__(self, channel: _aio.Channel) -> None: ...
     Compute: _aio.UnaryStreamMultiCallable[_prefill_pb2.PrefillRequest, _prefill_pb2.PrefillEvent]  # type: ignore[assignment]
-    """Cancelling the call stops the job within a layer. Events: Started, then First."""
+    """Cancelling the call stops the job within a layer. Events: Started, PromptLogprobs where the
+    job asks for them, then First.
+    """
     Inspect: _aio.UnaryUnaryMultiCallable[_prefill_pb2.PrefillInspectRequest, _prefill_pb2.PrefillInspectReply]  # type: ignore[assignment]
 
 class PrefillServicer(metaclass=_abc_1.ABCMeta):
@@ -49,7 +53,9 @@ class PrefillServicer(metaclass=_abc_1.ABCMeta):
         request: _prefill_pb2.PrefillRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_prefill_pb2.PrefillEvent], _abc.AsyncIterator[_prefill_pb2.PrefillEvent]]:
-        """Cancelling the call stops the job within a layer. Events: Started, then First."""
+        """Cancelling the call stops the job within a layer. Events: Started, PromptLogprobs where the
+        job asks for them, then First.
+        """
 
     @_abc_1.abstractmethod
     def Inspect(

@@ -7,12 +7,15 @@ from collections.abc import Callable
 
 from kvcommons.engine.prompt import FirstToken, Prompt
 from kvcommons.errors import KVCommonsError, Unavailable
+from kvcommons.pb import common_pb2 as pb
 from kvcommons.prefill.push import Delivery, Pusher
 from kvcommons.prefill.targets import TargetTable, writes
 
-Listener = Callable[[int | FirstToken | KVCommonsError], None]
-"""Told a prompt's queueing time (microseconds) when it begins, then its result, or why there is none; from
-any thread."""
+PromptEvent = int | pb.PromptLogprobs | FirstToken | KVCommonsError
+"""A prompt's queueing time (microseconds) when it begins, its logprobs where they are asked for, then its
+result, or why there is none."""
+Listener = Callable[[PromptEvent], None]
+"""Called from any thread."""
 
 
 class HandOver:
@@ -47,6 +50,9 @@ class HandOver:
         for write in writes(self._targets.now, first, blocks.stop - first):
             physical = prompt.blocks[write.first : write.first + write.count]
             self._pusher.write(self.delivery, layer, write, physical)
+
+    def scored(self, prompt: Prompt, logprobs: pb.PromptLogprobs) -> None:
+        self._listener(logprobs)
 
     def finished(self, prompt: Prompt, first: FirstToken) -> None:
         listener = self._listener

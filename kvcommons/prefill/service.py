@@ -12,9 +12,10 @@ from typing import Any
 import grpc.aio
 
 from kvcommons.engine.prompt import FirstToken, Prompt
-from kvcommons.errors import KVCommonsError, Loading, Overloaded
-from kvcommons.pb import ledger_pb2, prefill_pb2_grpc
+from kvcommons.errors import Loading, Overloaded
+from kvcommons.pb import common_pb2, ledger_pb2, prefill_pb2_grpc
 from kvcommons.pb import prefill_pb2 as pb
+from kvcommons.prefill.handover import PromptEvent
 from kvcommons.prefill.intake import Intake
 from kvcommons.prefill.metrics import PrefillMetrics
 
@@ -59,9 +60,9 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         left_s = context.time_remaining()
         deadline_s = time.monotonic() + min(CALL_S_MAX if left_s is None else left_s, CALL_S_MAX)
         loop = asyncio.get_running_loop()
-        events: asyncio.Queue[int | FirstToken | KVCommonsError] = asyncio.Queue()
+        events: asyncio.Queue[PromptEvent] = asyncio.Queue()
 
-        def listen(event: int | FirstToken | KVCommonsError) -> None:
+        def listen(event: PromptEvent) -> None:
             with suppress(RuntimeError):  # the loop is closed: the process is ending
                 loop.call_soon_threadsafe(events.put_nowait, event)
 
@@ -75,6 +76,8 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
                 event = await events.get()
                 if isinstance(event, int):
                     yield pb.PrefillEvent(started=pb.PrefillStarted(queued_us=event))
+                elif isinstance(event, common_pb2.PromptLogprobs):
+                    yield pb.PrefillEvent(logprobs=event)
                 elif isinstance(event, FirstToken):
                     self._metrics.ended(prompt.tokens, event)
                     log.info("prefilled", extra=_facts(prompt, event))

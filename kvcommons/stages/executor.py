@@ -51,6 +51,10 @@ class Pipelined(Inline):
             elif isinstance(group, PromptSpan) and group.prompt.key in tokens:
                 self._work.sampled(group.prompt.key, tokens[group.prompt.key])
 
+    def scored(self, key: int, logprobs: pb.PromptLogprobs) -> None:
+        """The last stage has read these logprobs of a prompt's own tokens."""
+        self._work.scored(key, logprobs)
+
     def abandoned(self) -> None:
         """What was under way does not come back: what waited for it is done."""
         waiting, self._waiting = self._waiting, {}

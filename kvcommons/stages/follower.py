@@ -63,6 +63,7 @@ log = logging.getLogger(__name__)
 
 REPORT_S = 0.5  # between two reports, at most: each end notices that the other one is gone
 REPORT_SEND_S = 5.0
+REPORT_LOGPROBS_MAX = 8  # messages of a report; each is of bounded size
 Made = list[tuple[int, common_pb2.SampledToken]]  # tokens by sequence
 LOOK_S = 0.005  # between looks at what ends by itself: loads, and what is on its way out
 QUIET_S = 15.0  # until nothing of the epoch before is under way any more
@@ -338,6 +339,7 @@ class _Epoch:
             if self._failure is not None:
                 raise self._failure
             report, self._report = self._report, pb.StageReport()
+            self._changed.notify_all()
         return report
 
     def await_report(self, within_s: float) -> None:
@@ -421,6 +423,7 @@ class _Epoch:
         if self._link is not None:
             self._pass_on(plan, list(plan.spans), iteration.leaving)
         elif not self._core.model.rank.number:
+            self._scored(iteration)
             self._sampled(plan, _by_sequence(iteration, tokens))
         for held in generating:
             held.computed(self._follower._keeper)
@@ -448,6 +451,19 @@ class _Epoch:
             self._link.send(list(plan.changes), spans, hidden, iteration=plan.iteration)
         elif plan.iteration:
             self._sampled(plan, [])
+
+    def _scored(self, iteration: StageIteration) -> None:
+        """Logprobs of prompts go into reports as fast as those leave: what a report has is bounded."""
+        for number, messages in iteration.prompt_logprobs.items():
+            span = iteration.groups[number]
+            assert isinstance(span, PromptSpan)
+            for logprobs in messages:
+                with self._changed:
+                    self._changed.wait_for(
+                        lambda: self._failure or len(self._report.logprobs) < REPORT_LOGPROBS_MAX
+                    )
+                    self._report.logprobs.add(sequence=span.prompt.key, logprobs=logprobs)
+                    self._changed.notify_all()
 
     def _sampled(self, plan: pb.StagePlan, made: Made) -> None:
         def add(report: pb.StageReport) -> None:

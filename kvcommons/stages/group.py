@@ -54,6 +54,9 @@ class Landing(Protocol):
         """One has left the last stage, too, which sampled these tokens, by sequence. Raises ValueError where
         they are not those that it should have."""
 
+    def scored(self, key: int, logprobs: common_pb2.PromptLogprobs) -> None:
+        """The last stage has read these of a prompt's own tokens, before the token that follows it."""
+
     def abandoned(self) -> None:
         """Those that are under way will not: their epoch is over."""
 
@@ -386,6 +389,8 @@ class StageGroup:
             if formed.outstanding.delivered(delivered.sequence, stage):
                 failure = from_detail(delivered.error) if delivered.HasField("error") else None
                 formed.deliveries[delivered.sequence].end(failure)
+        for read in report.logprobs:
+            self.line.scored(read.sequence, read.logprobs)
         tokens = {made.sequence: made.token for made in report.tokens}
         for iteration in done:
             self.line.landed(iteration, tokens)

@@ -88,11 +88,16 @@ class StageIteration(Iteration):
 
     def _close_sampled(self, state: State) -> None:
         """A rank beside the one that has the head: its part of the last layer, of the rows that are
-        sampled."""
+        read or sampled, in the order in which that one sums them up."""
         hidden, attention = [], []
         for number, group in enumerate(self.groups):
-            count = len(group.sampling())
-            part = self._attend_group(number, self._core.layers[-1], state, needed=bool(count))
+            count, wanted = len(group.sampling()), group.wanted_logprobs()
+            needed = bool(count) or wanted is not None
+            part = self._attend_group(number, self._core.layers[-1], state, needed=needed)
+            if part is not None and wanted is not None:
+                leading = slice(len(wanted.tokens))
+                with self.timing.slice(nullcontext()):
+                    self._core.model.leave(self._of(state, number).rows(leading), part[leading])
             if part is not None and count:
                 hidden.append(self._of(state, number).hidden[-count:])
                 attention.append(part[-count:])

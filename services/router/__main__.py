@@ -42,6 +42,7 @@ from services.router.metrics import RouterMetrics
 from services.router.serving import Serving
 from services.router.sessions.store import SessionStore
 from services.router.turn.dispatch import Dispatch
+from services.router.turn.idempotency import KeptAnswers
 from services.router.turn.rendering import Text
 
 log = logging.getLogger(__name__)
@@ -160,6 +161,7 @@ async def _serving(config: RouterConfig, process: Process) -> Serving:
         quotas=quotas,
         look_ahead=look_ahead,
         dispatch=dispatch,
+        answers=KeptAnswers(bytes_max=config.idempotency_bytes, kept_s=config.idempotency_s),
         documents=documents,
         connections=connections,
         certificate=_certificate(config),

@@ -79,6 +79,9 @@ class RouterConfig:
     stall_s: float = 20.0  # a decode stream that is silent for so long is taken for dead
     commit_deadline_s: float = 30.0  # how long a commit is tried again while the kvstore is away
     durable_wait_ms: int = 2000  # how long a commit waits for the turn's KV to be on disk
+    # In memory, of answers to requests with an Idempotency-Key that are in no session.
+    idempotency_bytes: int = 64 << 20
+    idempotency_s: float = 3600.0  # how long such an answer is kept
     # Of a turn; renewed each third of it. The kvstore grants none that is longer than this bound.
     lease_ms: Annotated[int, Ge(1), Le(600_000)] = 15_000
 
@@ -124,7 +127,14 @@ class RouterConfig:
                     '"kv.example.org", or "*" for all',
                     param="allowed_hosts",
                 )
-        sizes = ("max_running", "max_queue", "max_choices", "max_documents", "max_body_bytes")
+        sizes = (
+            "max_running",
+            "max_queue",
+            "max_choices",
+            "max_documents",
+            "max_body_bytes",
+            "idempotency_bytes",
+        )
         for name in (*sizes, "max_connections", "max_connections_per_address"):
             if getattr(self, name) < 1:
                 raise InvalidInput(f"router {name} must be at least 1", param=name)
@@ -144,6 +154,7 @@ class RouterConfig:
             "body_s",
             "document_part_s",
             "document_patience_s",
+            "idempotency_s",
         )
         for name in (*deadlines, "commit_deadline_s"):
             if not getattr(self, name) > 0:  # nor nan, which TOML can write

@@ -29,6 +29,7 @@ from services.router.metrics import RouterMetrics
 from services.router.sessions.copies import RecordCopies
 from services.router.sessions.store import SessionStore
 from services.router.turn.dispatch import Dispatch
+from services.router.turn.idempotency import KeptAnswers
 from services.router.turn.rendering import Text
 from services.router.turn.sampling import SEED_BITS
 
@@ -53,6 +54,7 @@ class Serving:
     quotas: Quotas
     look_ahead: QueueLookAhead
     dispatch: Dispatch
+    answers: KeptAnswers
     documents: Documents
     commons: CommonsWatch
     connections: ConnectionTable[Any]  # of the HTTP server's protocols

@@ -82,6 +82,10 @@ class Reference:
         assert made
         assert_greedy(made, logits_of(self._model, tokens, made))
 
+    def prompt_logprobs(self, tokens: Sequence[int]) -> Tensor:
+        """What follows each of these but the last: [len(tokens) - 1, vocabulary]."""
+        return logits_of(self._model, tokens[:1], tokens[1:]).log_softmax(-1)
+
     def logprobs(self, tokens: Sequence[int], made: Sequence[int]) -> list[float]:
         """Of each token of `made`, which follow these."""
         logits = logits_of(self._model, tokens, made)

@@ -69,6 +69,24 @@ class Script:
                 sampled.top.add(token=(token + rank) % 1024, logprob=math.log(0.5) - rank)
         return sampled
 
+    def prompt_logprobs(self, job: Any) -> list[pb.PromptLogprobs]:
+        """In two messages: a token at position p has -p / 8, and each alternative is a token on and 1
+        less."""
+        top, positions = job.prompt_logprobs, range(1, len(job.tokens))
+        halves = (positions[: len(positions) // 2], positions[len(positions) // 2 :])
+        return [
+            pb.PromptLogprobs(
+                first=half.start,
+                logprobs=[-position / 8 for position in half],
+                ranks=[1 + position % 3 for position in half],
+                top=top,
+                top_tokens=[(job.tokens[position] + at) % 1024 for position in half for at in range(top)],
+                top_logprobs=[-position / 8 - at for position in half for at in range(top)],
+            )
+            for half in halves
+            if half
+        ]
+
 
 class ScriptedDecode(decode_pb2_grpc.DecodeServicer):
     def __init__(self, script: Script) -> None:
@@ -140,14 +158,23 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServicer):
         self, request: prefill_pb2.PrefillRequest, context: Any
     ) -> AsyncIterator[prefill_pb2.PrefillEvent]:
         self.requests.append(request)
-        started = self.script.started[request.targets[0].handle]
+        # Without targets nobody goes on from the prompt.
+        started = Started(push_from_block=0)
+        if request.targets:
+            started = self.script.started[request.targets[0].handle]
         started.called.set()
         self.running += 1
         try:
             yield prefill_pb2.PrefillEvent(started=prefill_pb2.PrefillStarted(queued_us=1))
             await asyncio.sleep(self.script.delay_s)
+            asked = request.job.HasField("prompt_logprobs")
+            logprobs = self.script.prompt_logprobs(request.job) if asked else []
+            for message in logprobs[:1]:
+                yield prefill_pb2.PrefillEvent(logprobs=message)
             if self.script.prefill_fails:
                 raise self.script.prefill_fails.pop(0)
+            for message in logprobs[1:]:
+                yield prefill_pb2.PrefillEvent(logprobs=message)
             token = self.script.token(request.job, len(request.job.tokens))
             if request.push_from_block <= started.push_from_block:
                 started.first.set()

@@ -103,8 +103,9 @@ async def test_bad_fields(served: Stack, field: dict[str, Any], param: str, code
 
 
 async def test_headers_that_are_not_built_say_so(served: Stack) -> None:
-    status, error = await refusal(served, "POST", CHAT, json=HI, headers={"Idempotency-Key": "k"})
-    assert (status, error["param"]) == (400, "Idempotency-Key")
+    for path in ("/v1/sessions", "/tokenize", "/v1/responses/input_tokens"):
+        status, error = await refusal(served, "POST", path, json={}, headers={"Idempotency-Key": "k"})
+        assert (status, error["param"]) == (400, "Idempotency-Key")
     status, error = await refusal(
         served, "POST", "/v1/completions", json={"prompt": "a"}, headers={"X-Session-ID": "s"}
     )

@@ -515,6 +515,9 @@ class StageSchedule:
                 for command in waiting:
                     command()
 
+    def scored(self, key: int, logprobs: common_pb2.PromptLogprobs) -> None:
+        raise AssertionError("no simulated prompt asks for logprobs")
+
     def abandoned(self) -> None:
         waiting, self.under_way = self.under_way, {}
         for commands in waiting.values():

@@ -143,7 +143,9 @@ def test_what_is_odd_and_allowed(stack: Stack, fields: dict[str, Any]) -> None:
         ({"X-Session-ID": "x" * 10_000}, 400, "X-Session-ID"),
         ({"X-Session-ID": ""}, 400, "X-Session-ID"),
         ({"X-Session-ID": "one", "session-id": "two"}, 400, "session_id"),
-        ({"Idempotency-Key": "k"}, 400, "Idempotency-Key"),
+        ({"Idempotency-Key": ""}, 400, "Idempotency-Key"),
+        ({"Idempotency-Key": "k" * 256}, 400, "Idempotency-Key"),
+        ({"Idempotency-Key": b"\xff"}, 400, "Idempotency-Key"),
         ({"Content-Encoding": "gzip"}, 400, None),
         ({"Content-Length": "99999999999"}, 413, None),
         (

@@ -146,6 +146,42 @@ def test_completions(sdk: openai.OpenAI, model: str) -> None:
     assert whole.choices[0].text
 
 
+def test_what_was_generated_is_as_likely_when_it_is_read(
+    stack: Stack, sdk: openai.OpenAI, model: str
+) -> None:
+    """Logprobs of an answer's tokens, as they were generated, and as prefill finds them in a prompt that ends
+    with them: with no token and with one more, streamed, and as vLLM says them."""
+    told = sdk.chat.completions.create(
+        model=model,
+        messages=ask("My owl is called Bubo. What is my owl called?"),
+        temperature=0,
+        logprobs=True,
+        extra_body={"session_id": "likely"},
+    )
+    assert told.usage is not None
+    assert told.choices[0].logprobs is not None
+    expected = [one.logprob for one in told.choices[0].logprobs.content or ()]
+    assert len(expected) > 4
+    first = told.usage.prompt_tokens
+    ids = stack.client.session("likely")["token_ids"]
+    of_answer = slice(first, first + len(expected))
+    for max_tokens, stream in ((0, False), (1, False), (0, True)):
+        asked: dict[str, Any] = {"prompt": ids, "max_tokens": max_tokens, "logprobs": 2, "temperature": 0}
+        answer = sdk.completions.create(model=model, echo=True, stream=stream, **asked)
+        chunks = list(answer) if stream else [answer]
+        parts = [choice.logprobs for chunk in chunks for choice in chunk.choices if choice.logprobs]
+        numbers = [number for part in parts for number in part.token_logprobs or ()]
+        assert numbers[0] is None
+        assert len(numbers) == len(ids) + max_tokens
+        assert numbers[of_answer] == pytest.approx(expected, abs=1e-3)
+        assert "Bubo" in "".join(choice.text for chunk in chunks for choice in chunk.choices)
+    read = stack.client.post("/v1/completions", {"prompt": ids, "max_tokens": 0, "prompt_logprobs": 1})
+    found = list(zip(ids, read["choices"][0]["prompt_logprobs"], strict=True))[of_answer]
+    assert [one[str(token)]["logprob"] for token, one in found] == pytest.approx(expected, abs=1e-3)
+    assert [one[str(token)]["rank"] for token, one in found] == [1] * len(found)
+    assert read["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+
+
 def test_stop_strings_are_not_sent(sdk: openai.OpenAI, model: str) -> None:
     free = sdk.chat.completions.create(
         model=model,

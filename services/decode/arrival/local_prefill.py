@@ -15,6 +15,7 @@ from kvcommons.engine.prompt_memory import WholePrompt
 from kvcommons.engine.prompts import Prompts
 from kvcommons.engine.sequence import Sequence
 from kvcommons.errors import KVCommonsError
+from kvcommons.pb import common_pb2
 from kvcommons.prefill.metrics import PrefillMetrics
 
 Report = Callable[[int, FirstToken | KVCommonsError], None]
@@ -39,6 +40,9 @@ class LocalSink:
 
     def computed(self, prompt: Prompt, layer: int, blocks: range) -> None:
         """Nothing to do: the blocks are where they belong."""
+
+    def scored(self, prompt: Prompt, logprobs: common_pb2.PromptLogprobs) -> None:
+        raise AssertionError("a prompt whose logprobs are asked for is not taken")
 
     def finished(self, prompt: Prompt, first: FirstToken) -> None:
         self._report(self._sequence.key, first)
@@ -86,7 +90,9 @@ class LocalPrefill:
 
     def takes(self, sequence: Sequence, found_blocks: int) -> bool:
         """Whether a sequence that has just arrived, so many of whose blocks were found here or are stored, is
-        one of them. All of it has to lie here."""
+        one of them. All of it has to lie here, and its logprobs go the way of prefill's events."""
+        if sequence.request.prompt_logprobs is not None:
+            return False
         new = len(sequence.request.tokens) - found_blocks * sequence.block_tokens
         return new <= self._tokens_max and not sequence.remote_runs() and not sequence.full
 

@@ -84,6 +84,12 @@ class Rotated:
     ) -> list[pb.SampledToken]:
         return self._here.end(timing, state, attention, rows)
 
+    def close(self, timing: IterationTiming, state: State, attention: Tensor) -> Tensor:
+        return self._here.close(timing, state, attention)
+
+    def head(self, timing: IterationTiming, closed: Tensor) -> Tensor:
+        return self._here.head(timing, closed)
+
 
 class Rotation:
     """One instance's part in its group. What the engine calls belongs to its thread: `batches`, `slices`,

@@ -63,6 +63,16 @@ def joined(parts: Iterable[Part]) -> tuple[Part, ...]:
     return tuple(found)
 
 
+def parts_of(message: Message) -> list[Part]:
+    """Of an answer, in the order in which an answer has them."""
+    parts: list[Part] = [Reasoning(message.reasoning)] if message.reasoning else []
+    if message.content:
+        parts.append(Content(message.content))
+    for index, call in enumerate(message.tool_calls):
+        parts += [CallBegun(index, call.id, call.name), CallArguments(index, call.arguments)]
+    return parts
+
+
 class AnswerParts:
     """Collects an answer's parts."""
 

@@ -40,8 +40,10 @@ class AnswerText:
         min_tokens: int = 0,
         parser: AnswerParser | None = None,
         called: str = "tool_calls",
+        shows_end: bool = False,
     ) -> None:
-        """`stop_ids`: tokens that end the answer; empty with ignore_eos. `min_tokens`: in the text of the
+        """`shows_end`: the token that ends the answer is one of those whose text, which is none, is released.
+        `stop_ids`: tokens that end the answer; empty with ignore_eos. `min_tokens`: in the text of the
         first ones stop strings are not looked for. `parser`: takes the text apart; None: all of it is
         content."""
         self._detokenizer = Detokenizer(tokenizer)
@@ -49,6 +51,7 @@ class AnswerText:
         self._stop_ids = frozenset(stop_ids)
         self._parser = parser or AnswerParser()
         self._called = called
+        self._shows_end = shows_end
         # Control tokens have no text, so they are no part of `text`; those that mark parts are handed to the
         # parser in their place. Where they stand (characters), and their names.
         self._marks: deque[tuple[int, str]] = deque()
@@ -70,7 +73,7 @@ class AnswerText:
         """The next generated token."""
         self.tokens.append(token.token)
         if token.token in self._stop_ids:
-            return self._end("stop")
+            return self._end("stop", token)
         mark = self._parser.control_marks.get(token.token)
         # Nothing that comes behind a mark finishes a character before it.
         added = self._detokenizer.push(token.token) if mark is None else self._detokenizer.finish()
@@ -87,11 +90,14 @@ class AnswerText:
 
     def end(self, reason: str) -> Piece:
         """No more tokens come; gives what was held back."""
-        return self._end(reason)
+        return self._end(reason, None)
 
-    def _end(self, reason: str) -> Piece:
+    def _end(self, reason: str, token: pb.SampledToken | None) -> Piece:
+        """`token`: with which it ends, where it is one that has no text."""
         rest = self._detokenizer.finish()
         self._pushed_chars += len(rest)
+        if token is not None and self._shows_end:
+            self._held.append((self._pushed_chars, (self._pushed_chars, token)))
         step = self._matcher.finish(rest)
         if step.matched is not None:
             return self._cut(step)

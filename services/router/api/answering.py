@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from aiohttp import web
@@ -19,8 +21,11 @@ from kvcommons.telemetry.trace import (
     USAGE_OUTPUT_TOKENS,
 )
 from services.router.api import sse
+from services.router.api.retries import keep
 from services.router.api.shapes import Shape, error_body
-from services.router.http.middleware import FAILED, SERVING, known_error
+from services.router.http.middleware import FAILED, IDEMPOTENCY, SERVING, known_error
+from services.router.turn import events as ev
+from services.router.turn.idempotency import REPLAYED_HEADER, KeptAnswer
 from services.router.turn.lifecycle import RequestLifecycle
 
 log = logging.getLogger(__name__)
@@ -58,7 +63,7 @@ async def answer(
         if stream:
             response = await _Stream(request, lifecycle, shape).run(deadline_s)
         else:
-            response = await _whole(lifecycle, shape, deadline_s)
+            response = await _whole(request, lifecycle, shape, deadline_s)
         usage = lifecycle.turn.usage
         span.set(USAGE_INPUT_TOKENS, usage.prompt_tokens)
         span.set(USAGE_OUTPUT_TOKENS, usage.completion_tokens)
@@ -67,19 +72,45 @@ async def answer(
         span.set(RESPONSE_FINISH_REASONS, reasons)
         if FAILED in request:
             span.fail(request[FAILED].code, request[FAILED].message)
-        facts = {"finish_reasons": reasons, "stream": stream, **asdict(usage), **lifecycle.timings()}
+        replayed = lifecycle.replayed is not None
+        facts = {
+            "finish_reasons": reasons,
+            "stream": stream,
+            "replayed": replayed,
+            **asdict(usage),
+            **lifecycle.timings(),
+        }
         log.info("answered", extra=facts)
         return response
 
 
-async def _whole(lifecycle: RequestLifecycle, shape: Shape, deadline_s: float) -> web.Response:
+async def _whole(
+    request: web.Request, lifecycle: RequestLifecycle, shape: Shape, deadline_s: float
+) -> web.Response:
     async with asyncio.timeout(deadline_s):
         async with aclosing(lifecycle.deltas()) as deltas:
             async for _ in deltas:
                 pass
     turn = lifecycle.turn
-    body = shape.answer(turn.choices, lifecycle.shown, turn.usage)
-    return web.json_response(body, headers={"Server-Timing": _server_timing(lifecycle.timings())})
+
+    def written() -> str:
+        return json.dumps(shape.answer(turn.choices, lifecycle.shown, turn.usage))
+
+    # What is said of thousands of a prompt's tokens would hold up everybody's streams.
+    body = await asyncio.to_thread(written) if lifecycle.reads_prompt else written()
+    headers = {"Server-Timing": _server_timing(lifecycle.timings())} | _told_again(lifecycle)
+    response = web.json_response(text=body, headers=headers)
+    keep(request, _kept(lifecycle, response.headers["Content-Type"], body.encode()))
+    return response
+
+
+def _told_again(lifecycle: RequestLifecycle) -> dict[str, str]:
+    return {} if lifecycle.replayed is None else {REPLAYED_HEADER: "true"}
+
+
+def _kept(lifecycle: RequestLifecycle, content_type: str, body: bytes) -> KeptAnswer:
+    """For when the request comes again: a session has its own."""
+    return KeptAnswer() if lifecycle.in_session else KeptAnswer(content_type=content_type, body=body)
 
 
 class _Stream:
@@ -89,19 +120,22 @@ class _Stream:
         self._request = request
         self._lifecycle = lifecycle
         self._shape = shape
-        self._response = web.StreamResponse(headers=sse.HEADERS)
+        self._response = web.StreamResponse(headers=sse.HEADERS | _told_again(lifecycle))
         self._opened = False
+        self._written_so_far: list[bytes] = []  # where it is kept
 
     async def run(self, deadline_s: float) -> web.StreamResponse:
         try:
             async with asyncio.timeout(deadline_s):
                 async with aclosing(self._lifecycle.deltas()) as batches:
                     async for batch in batches:
-                        await self._send(self._open() + b"".join(map(self._shape.delta, batch)))
-                turn = self._lifecycle.turn
-                opening = self._open()
-                ending = self._shape.ending(turn.choices, turn.usage, self._lifecycle.timings())
-                await self._send(opening + ending)
+                        await self._send(await self._written(partial(_joined, self._shape, batch)))
+                turn, timings = self._lifecycle.turn, self._lifecycle.timings()
+                ending = partial(self._shape.ending, turn.choices, turn.usage, timings)
+                last = await self._written(ending)
+                # Whoever goes away now has its answer when it comes again.
+                self._keep(last)
+                await self._send(last)
                 await self._response.write_eof()
             return self._response
         except ConnectionResetError:
@@ -110,6 +144,15 @@ class _Stream:
             if not self._response.prepared:
                 raise
             return await self._fail(error)
+
+    async def _written(self, events: Callable[[], bytes]) -> bytes:
+        """As `_whole`: on a thread where it is much. The turn waits meanwhile."""
+        opening = self._open()
+        return opening + (await asyncio.to_thread(events) if self._lifecycle.reads_prompt else events())
+
+    def _keep(self, last: bytes) -> None:
+        whole = b"".join([*self._written_so_far, last])
+        keep(self._request, _kept(self._lifecycle, sse.HEADERS["Content-Type"], whole))
 
     def _open(self) -> bytes:
         if self._opened:
@@ -120,6 +163,8 @@ class _Stream:
     async def _send(self, data: bytes) -> None:
         if not data:
             return
+        if IDEMPOTENCY in self._request and not self._lifecycle.in_session:
+            self._written_so_far.append(data)
         if not self._response.prepared:
             await self._response.prepare(self._request)
         stall_s = self._request.app[SERVING].config.client_stall_s
@@ -143,6 +188,10 @@ class _Stream:
             if self._request.transport is not None:
                 self._request.transport.abort()
         return self._response
+
+
+def _joined(shape: Shape, batch: list[ev.Delta]) -> bytes:
+    return b"".join(map(shape.delta, batch))
 
 
 def _server_timing(timings: dict[str, Any]) -> str:

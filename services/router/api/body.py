@@ -11,7 +11,8 @@ from kvcommons.errors import DeadlineExceeded, InvalidInput, UnsupportedParamete
 from services.router.api.schemas.body import Body
 from services.router.api.schemas.requests import check_session_id
 from services.router.api.schemas.validation import parse_json, validate, validate_known
-from services.router.http.middleware import IGNORED, SERVING
+from services.router.http.middleware import IDEMPOTENCY, IGNORED, SERVING
+from services.router.turn.idempotency import HEADER
 
 B = TypeVar("B", bound=Body)
 
@@ -24,24 +25,14 @@ SESSION_HEADERS = ("X-Session-ID", "session-id", "x-claude-code-session-id")
 async def read_body(request: web.Request, schema: type[B], *, may_be_empty: bool = False) -> B:
     """Raises InvalidInput, HTTPRequestEntityTooLarge, and DeadlineExceeded when it does not come in
     time."""
-    if "Idempotency-Key" in request.headers:
+    if HEADER in request.headers and IDEMPOTENCY not in request:
         raise UnsupportedParameter(
-            "the header Idempotency-Key is not built yet: leave it out", param="Idempotency-Key"
+            f"{HEADER} is of requests that make a turn, and {request.path[:_SHOWN_CHARS_MAX]} makes none: "
+            "leave it out",
+            param=HEADER,
         )
     config = request.app[SERVING].config
-    limit = config.max_body_bytes
-    announced = request.content_length or 0
-    if announced > limit:  # no need to wait for it
-        raise web.HTTPRequestEntityTooLarge(limit, announced)
-    try:
-        async with asyncio.timeout(config.body_s):
-            body = await request.read()
-    except TimeoutError:
-        raise DeadlineExceeded(f"the body did not come within {config.body_s:g} s") from None
-    except web.RequestPayloadError:
-        raise InvalidInput(
-            "the body cannot be read: it is not what Content-Encoding says, or its chunks are broken"
-        ) from None
+    body = await read_bytes(request)
     if may_be_empty and not body:
         return validate(schema, {})
     if body and request.content_type != _CONTENT_TYPE:
@@ -56,6 +47,24 @@ async def read_body(request: web.Request, schema: type[B], *, may_be_empty: bool
         return validate(schema, value)
     known, request[IGNORED] = validate_known(schema, value)
     return known
+
+
+async def read_bytes(request: web.Request) -> bytes:
+    """The body as it came; a second time at once. Raises as `read_body` does."""
+    config = request.app[SERVING].config
+    limit = config.max_body_bytes
+    announced = request.content_length or 0
+    if announced > limit:  # no need to wait for it
+        raise web.HTTPRequestEntityTooLarge(limit, announced)
+    try:
+        async with asyncio.timeout(config.body_s):
+            return await request.read()
+    except TimeoutError:
+        raise DeadlineExceeded(f"the body did not come within {config.body_s:g} s") from None
+    except web.RequestPayloadError:
+        raise InvalidInput(
+            "the body cannot be read: it is not what Content-Encoding says, or its chunks are broken"
+        ) from None
 
 
 def session_id_of(request: web.Request, in_body: str | None) -> str | None:

@@ -7,21 +7,25 @@ from aiohttp import web
 from kvcommons.telemetry import logs
 from services.router.api.answering import answer
 from services.router.api.body import read_body, session_id_of
+from services.router.api.retries import idempotent
 from services.router.api.schemas.requests import ChatRequest, StreamOptions
 from services.router.api.shapes import ChatShape
-from services.router.http.middleware import SERVING, TENANT
+from services.router.http.middleware import IDEMPOTENCY, SERVING, TENANT
 from services.router.turn.lifecycle import RequestLifecycle
 from services.router.turn.sampling import logprobs_of
 
 
+@idempotent
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     body = await read_body(request, ChatRequest)
     session_id = session_id_of(request, body.session_id)
     options = body.stream_options or StreamOptions.model_validate({})
     serving = request.app[SERVING]
     with logs.bound(session_id=session_id or ""):
-        async with RequestLifecycle(serving, tenant=request[TENANT]) as lifecycle:
-            await lifecycle.plan_chat(body, session_id, branches=True)
+        key = request.get(IDEMPOTENCY)
+        async with RequestLifecycle(serving, tenant=request[TENANT], key=key) as lifecycle:
+            if session_id is None or not await lifecycle.answered_before(body, session_id, branches=True):
+                await lifecycle.plan_chat(body, session_id, branches=True)
             shape = ChatShape(
                 id=lifecycle.turn_id,
                 created_s=lifecycle.created_s,
@@ -34,6 +38,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
                 usage_so_far=(lambda: lifecycle.turn.usage) if options.continuous_usage_stats else None,
                 session_id=session_id,
                 branch=lifecycle.branch,
-                context=lifecycle.context,
+                context=lifecycle.told_context,
+                prompt_logprobs=body.prompt_logprobs,
             )
             return await answer(request, lifecycle, shape, stream=bool(body.stream))

@@ -12,19 +12,26 @@ from pydantic.json_schema import JsonSchemaMode, models_json_schema
 from services.router.api.query import LIMIT_DEFAULT, LIMIT_MAX
 from services.router.api.routes import Route
 from services.router.api.schemas.requests import SESSION_ID_SCHEMA
+from services.router.turn.idempotency import HEADER, KEY_SCHEMA, REPLAYED_HEADER
 
 _REASONS = {
     400: "Invalid: the error names the field.",
     401: "The API key is missing or not known.",
     403: "The key may not ask for that service_tier.",
     404: "No such model or session.",
-    409: "Another turn of the session is under way, or the id is taken.",
+    409: "Another turn of the session is under way, the id is taken, or the request of this Idempotency-Key "
+    "has not ended.",
     413: "The body is too large.",
+    422: "The Idempotency-Key came with another request before.",
     429: "Too many requests wait; Retry-After says when to come back.",
     500: "Unexpected.",
     503: "Loading, overloaded, or the session store is out of reach.",
     529: "Loading or overloaded; come back later.",
 }
+_RETRIED = (
+    "A request that comes again under the same key, with the same body, is answered as the first one was; "
+    f"the header {REPLAYED_HEADER} says so then."
+)
 _OK = 200
 _TEXT: dict[str, Any] = {"type": "string", "minLength": 1}
 _TRUTH: dict[str, Any] = {"type": "string", "enum": ["true", "false"], "default": "false"}
@@ -87,6 +94,8 @@ def _operation(route: Route) -> dict[str, Any]:
     ]
     parameters += [{"name": name, "in": "query", "schema": _QUERIES[name]} for name in route.query]
     parameters += [{"name": name, "in": "header", "schema": SESSION_ID_SCHEMA} for name in route.headers]
+    if route.retried:
+        parameters.append({"name": HEADER, "in": "header", "schema": KEY_SCHEMA, "description": _RETRIED})
     if parameters:
         operation["parameters"] = parameters
     if route.body is not None:

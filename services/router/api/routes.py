@@ -45,11 +45,13 @@ class Route:
     query: tuple[str, ...] = ()
     headers: tuple[str, ...] = ()  # that name a session
     errors: tuple[int, ...] = (401,)
+    retried: bool = False  # takes an Idempotency-Key
     operator: bool = False  # of the whole stack: a tenant's key is not enough
     error: type[BaseModel] = Error
 
 
 _GENERATION_ERRORS = (400, 401, 403, 404, 409, 413, 429, 500, 503)
+_RETRIED_ERRORS = (*_GENERATION_ERRORS, 422)
 _MESSAGES_ERRORS = (400, 401, 403, 404, 413, 429, 500, 529)
 _TOKENIZING_ERRORS = (400, 401, 404, 413, 503)
 _SESSION_ERRORS = (400, 401, 404, 503)
@@ -79,7 +81,8 @@ def _generation() -> list[Route]:
             stream=answers.ChatCompletionChunk,
             done=True,
             headers=SESSION_HEADERS,
-            errors=_GENERATION_ERRORS,
+            errors=_RETRIED_ERRORS,
+            retried=True,
         ),
         Route(
             method="POST",
@@ -90,7 +93,8 @@ def _generation() -> list[Route]:
             answers={200: answers.Completion},
             stream=answers.Completion,
             done=True,
-            errors=_GENERATION_ERRORS,
+            errors=_RETRIED_ERRORS,
+            retried=True,
         ),
         Route(
             method="GET",
@@ -120,7 +124,8 @@ def _responses() -> list[Route]:
             body=responses_requests.ResponsesRequest,
             answers={200: responses_answers.Response},
             stream=responses_answers.ResponseEvent,
-            errors=_GENERATION_ERRORS,
+            errors=_RETRIED_ERRORS,
+            retried=True,
         ),
         Route(
             method="POST",
@@ -186,7 +191,8 @@ def _messages() -> list[Route]:
             body=messages_requests.MessagesRequest,
             answers={200: messages_answers.MessagesAnswer},
             stream=messages_answers.MessagesEvent,
-            errors=_MESSAGES_ERRORS,
+            errors=(*_MESSAGES_ERRORS, 409, 422),
+            retried=True,
             error=messages_answers.MessagesError,
         ),
         Route(

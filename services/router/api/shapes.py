@@ -20,16 +20,20 @@ from services.router.answer.parts import (
 )
 from services.router.answer.text import Shown
 from services.router.api import sse
+from services.router.api.prompts import (
+    LOGPROB_MIN,
+    EchoedPrompt,
+    prompt_logprobs_body,
+    top_logprobs_body,
+)
 from services.router.sessions.conversation import Message, ToolCall
 from services.router.sessions.truncation import Context
 from services.router.turn import events as ev
 from services.router.turn.choice import Choice
+from services.router.turn.replayed import ToldContext
 from services.router.turn.turn import TokenUsage
 
 Json = dict[str, Any]
-
-# JSON has no infinity; OpenAI writes this for a token that cannot come.
-_LOGPROB_MIN = -9999.0
 
 
 def error_body(error: KVCommonsError) -> Json:
@@ -97,7 +101,8 @@ class ChatShape:
     usage_so_far: Callable[[], TokenUsage] | None = None  # for each chunk
     session_id: str | None
     branch: str | None = None
-    context: Context | None = None
+    context: Context | ToldContext | None = None
+    prompt_logprobs: int | None = None  # alternatives that are shown of each of the prompt's tokens
     _begun: set[int] = field(default_factory=set)  # choices whose role was sent
 
     def answer(self, choices: Sequence[Choice], shown: Sequence[Sequence[Shown]], usage: TokenUsage) -> Json:
@@ -112,6 +117,7 @@ class ChatShape:
                 for choice, tokens in zip(choices, shown, strict=True)
             ],
             "usage": usage_body(usage),
+            **_prompt_logprobs(self.tokenizer, choices[0], self.prompt_logprobs),
         }
 
     def opening(self, usage: TokenUsage) -> bytes:
@@ -188,7 +194,7 @@ def logprob_body(tokenizer: Tokenizer, token: SampledToken) -> Json:
     def named(id: int, logprob: float) -> Json:
         return {
             "token": tokenizer.token_text(id),
-            "logprob": max(logprob, _LOGPROB_MIN),
+            "logprob": max(logprob, LOGPROB_MIN),
             "bytes": list(tokenizer.token_bytes(id)),
         }
 
@@ -232,9 +238,17 @@ def _delta(part: Part) -> Json:
             return {"tool_calls": [{"index": index, "function": {"arguments": text}}]}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def _prompt_logprobs(tokenizer: Tokenizer, choice: Choice, top: int | None) -> Json:
+    """The field of that name, where it is asked for."""
+    if top is None or choice.prompt_logprobs is None:
+        return {}
+    return {"prompt_logprobs": prompt_logprobs_body(tokenizer, choice.prompt, choice.prompt_logprobs, top)}
+
+
+@dataclass(slots=True, kw_only=True)
 class CompletionShape:
-    """The answers of one /v1/completions request."""
+    """The answers of one /v1/completions request. `echoes`: of each choice its prompt, where that stands
+    before the answer."""
 
     id: str
     created_s: int
@@ -245,39 +259,64 @@ class CompletionShape:
     service_tier: str
     include_stop: bool = False  # as ChatShape
     usage_so_far: Callable[[], TokenUsage] | None = None
+    echoes: Sequence[EchoedPrompt] = ()
+    prompt_logprobs: int | None = None  # as ChatShape
+    _begun: set[int] = field(default_factory=set)  # choices whose prompt was sent
 
     def answer(self, choices: Sequence[Choice], shown: Sequence[Sequence[Shown]], usage: TokenUsage) -> Json:
-        body = self._body()
-        body["choices"] = [
-            self._choice(
-                choice.index, choice.answer.text + self._stop_of(choice), tokens, choice.finish_reason
-            )
-            for choice, tokens in zip(choices, shown, strict=True)
-        ]
-        return body | {"usage": usage_body(usage)}
+        return self._body() | {
+            "choices": [self._whole(choice, tokens) for choice, tokens in zip(choices, shown, strict=True)],
+            "usage": usage_body(usage),
+        }
 
     def opening(self, usage: TokenUsage) -> bytes:
-        return b""
+        return b""  # each choice begins with its first delta
 
     def delta(self, delta: ev.Delta) -> bytes:
-        """One chunk."""
+        """One chunk, and before the first one those of the prompt."""
         text = "".join(part.text for part in delta.parts if isinstance(part, Content))
-        return sse.event(self._chunk(self._choice(delta.choice, text, delta.tokens, None)))
+        chunk = self._chunk(self._choice(delta.choice, text, delta.tokens, None))
+        return self._begin(delta.choice) + sse.event(chunk)
 
     def ending(self, choices: Sequence[Choice], usage: TokenUsage, timings: Json) -> bytes:
-        ended = [
-            sse.event(
-                self._chunk(self._choice(choice.index, self._stop_of(choice), (), choice.finish_reason))
-            )
-            for choice in choices
-        ]
+        ended: list[bytes] = []
+        for choice in choices:
+            ended.append(self._begin(choice.index))
+            last = self._choice(choice.index, self._stop_of(choice), (), choice.finish_reason)
+            ended.append(sse.event(self._chunk(last)))
         if self.include_usage:
-            last = {"choices": [], "usage": usage_body(usage), "timings": timings}
-            ended.append(sse.event(self._body() | last))
+            summary = {"choices": [], "usage": usage_body(usage), "timings": timings}
+            ended.append(sse.event(self._body() | summary))
         return b"".join(ended) + sse.DONE
 
     def failure(self, error: KVCommonsError) -> bytes:
         return sse.event(error_body(error))
+
+    def _whole(self, choice: Choice, tokens: Sequence[Shown]) -> Json:
+        body = self._choice(
+            choice.index, choice.answer.text + self._stop_of(choice), tokens, choice.finish_reason
+        )
+        if self.echoes:
+            pieces = list(self.echoes[choice.index].pieces())
+            body["text"] = "".join(text for text, _ in pieces) + body["text"]
+            if self.logprobs:
+                parts = [*(part for _, part in pieces if part is not None), body["logprobs"]]
+                body["logprobs"] = {
+                    name: [item for part in parts for item in part[name]] for name in body["logprobs"]
+                }
+        return body | _prompt_logprobs(self.tokenizer, choice, self.prompt_logprobs)
+
+    def _begin(self, choice: int) -> bytes:
+        """The prompt's own chunks, of bounded size each."""
+        if choice in self._begun or not self.echoes:
+            return b""
+        self._begun.add(choice)
+        return b"".join(
+            sse.event(
+                self._chunk({"index": choice, "text": text, "logprobs": logprobs, "finish_reason": None})
+            )
+            for text, logprobs in self.echoes[choice].pieces()
+        )
 
     def _chunk(self, choice: Json) -> Json:
         body = self._body()
@@ -290,7 +329,7 @@ class CompletionShape:
         return choice.answer.matched_stop or "" if self.include_stop else ""
 
     def _choice(self, index: int, text: str, tokens: Sequence[Shown], reason: str | None) -> Json:
-        logprobs = self._logprobs(tokens) if self.logprobs else None
+        logprobs = self._logprobs(index, tokens) if self.logprobs else None
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
     def _body(self) -> Json:
@@ -303,16 +342,22 @@ class CompletionShape:
             "system_fingerprint": fingerprint_of(self.model),
         }
 
-    def _logprobs(self, tokens: Sequence[Shown]) -> Json:
-        name = self.tokenizer.token_text
+    def _logprobs(self, index: int, tokens: Sequence[Shown]) -> Json:
+        """Of the answer, which begins behind the prompt where that is repeated."""
+        before = len(self.echoes[index].text) if self.echoes else 0
         return {
-            "tokens": [name(token.token) for _, token in tokens],
-            "token_logprobs": [max(token.logprob, _LOGPROB_MIN) for _, token in tokens],
+            "tokens": [self.tokenizer.token_text(token.token) for _, token in tokens],
+            "token_logprobs": [max(token.logprob, LOGPROB_MIN) for _, token in tokens],
             "top_logprobs": [
-                {name(other.token): max(other.logprob, _LOGPROB_MIN) for other in token.top}
+                top_logprobs_body(
+                    self.tokenizer,
+                    token.token,
+                    token.logprob,
+                    [(other.token, other.logprob) for other in token.top],
+                )
                 for _, token in tokens
             ],
-            "text_offset": [start for start, _ in tokens],
+            "text_offset": [before + start for start, _ in tokens],
         }
 
 

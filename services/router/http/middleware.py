@@ -27,6 +27,7 @@ from services.router.api.messages import shape as messages
 from services.router.api.shapes import error_body
 from services.router.http.tenants import Caller, Tenant
 from services.router.serving import Serving
+from services.router.turn.idempotency import KeptAnswer, RequestKey
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,8 @@ CALLER = web.RequestKey("caller", Caller)
 TENANT = web.RequestKey("tenant", Tenant)
 REQUEST_ID = web.RequestKey("request_id", str)
 IGNORED = web.RequestKey("ignored", list)  # names of fields of its body that nobody knows
+IDEMPOTENCY = web.RequestKey("idempotency", RequestKey)  # of a request that may come again
+KEPT_ANSWER = web.RequestKey("kept_answer", KeptAnswer)  # that it gets then
 FAILED = web.RequestKey("failed", KVCommonsError)  # of a stream that had begun, as a 200
 
 IGNORED_HEADER = "X-Ignored-Fields"

@@ -101,16 +101,19 @@ class SessionTurn:
         durable_wait_ms: int,
         patience_s: float,
         tools: str = "",
+        answered: pb.AnsweredRequest | None = None,
     ) -> pb.CommitTurnReply:
         """Durable when it returns. Tried again for `patience_s` while the store is away (idempotent by turn
         id). `block_ids`: of all full blocks of the context after the turn; `tools`: of a session's first
-        turn.
+        turn; `answered`: by which its client may ask for its answer again.
 
         Raises StoreUnavailable, or Conflict where the lease was lost.
         """
         kept = _alike(self.record.block_ids, block_ids)
         messages = [replace(one, end_token=0).record() for one in new_messages]
         messages[-1].end_token = len(self.record.tokens) + len(new_tokens)
+        if answered is not None:
+            messages[-1].answered.CopyFrom(answered)
         request = pb.CommitTurnRequest(
             tenant=self._begin.tenant,
             session_id=self._begin.session_id,

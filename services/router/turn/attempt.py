@@ -84,7 +84,8 @@ class Attempt:
         self._choice = choice
         self._tokens = choice.tokens
         self._block_ids = block_ids[: reusable_blocks(len(self._tokens), request.model.block_tokens)]
-        self._prefix = self._block_ids if request.reuse else ()  # what it may share with others
+        shares = request.reuse and not choice.lacks_prompt_logprobs
+        self._prefix = self._block_ids if shares else ()  # what it may share with others
         self._fleet = fleet.homed(request.home or (block_ids[0] if block_ids else request.turn_id.encode()))
         self._queues = queues
         self._ticket = ticket
@@ -130,6 +131,8 @@ class Attempt:
         """From what is stored of the history to the end of decode's stream."""
         at = {"choice": self._choice.index, "attempt": self._number}
         try:
+            if not self._choice.generates and await self._computed_alone():
+                return
             self._fleet.check(self._request.model, len(self._tokens))
             self._history = await self._match()
             await self._make_history()
@@ -147,6 +150,18 @@ class Attempt:
             self._emit(
                 ev.DecodeFailed(error=Internal("the router failed unexpectedly; its log says why"), **at)
             )
+
+    async def _computed_alone(self) -> bool:
+        """Nobody goes on from the prompt, so no decode need have room for it. False where prefill has none
+        either: the prompt's KV lies at a decode then, while it is computed."""
+        pair, size = self._place(tokens=0), self._request.model.block_tokens
+        if -(-len(self._tokens) // size) > pair.prefill.load.total_blocks:
+            return False
+        self._pair = pair
+        self._history = await self._match()
+        with self._fleet.reserve(pair, 0):
+            await self._prefill(0)
+        return True
 
     async def _wait_and_stream(self, at: dict[str, int]) -> None:
         """Waits for a permit to ask for room, then streams to the end."""
@@ -166,11 +181,12 @@ class Attempt:
         if not finished:
             raise Unavailable("decode ended its stream without a reason")
 
-    def _place(self) -> Pair:
+    def _place(self, *, tokens: int | None = None) -> Pair:
+        """`tokens`: of which decode has to have room; None: all."""
         pair = self._fleet.place(
             self._request.model,
             affinity=self._request.affinity,
-            tokens=len(self._tokens),
+            tokens=len(self._tokens) if tokens is None else tokens,
             failed=self._failed,
             prefix=self._prefix,
         )
@@ -243,14 +259,17 @@ class Attempt:
         request = prefill_pb2.PrefillRequest(
             job=self._message(), targets=self._targets, push_from_block=push_from_block
         )
+        logprobs: list[common_pb2.PromptLogprobs] = []
         try:
             call = self._fleet.prefill(self._pair.prefill).Compute(request, timeout=self._remaining_s())
             try:
                 async for event in call:
                     if event.WhichOneof("event") == "started":
                         self._emit(ev.PrefillStarted(**at))
+                    elif event.WhichOneof("event") == "logprobs":
+                        logprobs.append(event.logprobs)
                     elif event.WhichOneof("event") == "first":
-                        self._emit(self._first(event.first, self._pair.prefill.id, at))
+                        self._emit(self._first(event.first, self._pair.prefill.id, at, logprobs))
                         return
             finally:
                 call.cancel()
@@ -266,6 +285,8 @@ class Attempt:
 
     def _message(self) -> common_pb2.Job:
         """The same for decode and for prefill."""
+        logprobs = self._choice.prompt_logprobs
+        wanted = logprobs is not None and self._choice.lacks_prompt_logprobs
         return common_pb2.Job(
             request_id=self._id,
             session_id=self._request.session_id,
@@ -274,10 +295,12 @@ class Attempt:
             model=self._request.model.fingerprint,
             tokens=self._tokens,
             prompt_tokens=len(self._choice.prompt),
-            max_position=self._choice.max_position,
+            # Decode samples one token at least: of an answer of none nobody sees it.
+            max_position=max(self._choice.max_position, len(self._tokens) + 1),
             sampling=self._choice.sampling,
             history=self._history,
             no_reuse=not self._request.reuse,
+            prompt_logprobs=logprobs.top if logprobs is not None and wanted else None,
             truncated=self._truncated,
             background=self._request.background,
             tbt_objective_ms=round(1000 * (self._request.tbt_objective_s or 0)),
@@ -319,7 +342,13 @@ class Attempt:
             raise
         self._history = await self._match()
 
-    def _first(self, first: prefill_pb2.PrefillFirst, instance: str, at: dict[str, int]) -> ev.First:
+    def _first(
+        self,
+        first: prefill_pb2.PrefillFirst,
+        instance: str,
+        at: dict[str, int],
+        logprobs: Sequence[common_pb2.PromptLogprobs] = (),
+    ) -> ev.First:
         """What was cached and not on the device came from where the store said that it was."""
         block_tokens = self._request.model.block_tokens
         device, cached = (tokens // block_tokens for tokens in (first.device_tokens, first.cached_tokens))
@@ -333,6 +362,7 @@ class Attempt:
             dram_tokens=loaded.count(kvstore_pb2.TIER_DRAM) * block_tokens,
             disk_tokens=loaded.count(kvstore_pb2.TIER_DISK) * block_tokens,
             instance=instance,
+            prompt_logprobs=tuple(logprobs),
             **figures,
             **at,
         )

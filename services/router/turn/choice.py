@@ -33,6 +33,7 @@ from kvcommons.pb import common_pb2 as pb
 from services.router.answer.parts import Part, joined
 from services.router.answer.text import AnswerText, Piece, Shown
 from services.router.turn import events as ev
+from services.router.turn.prompt_logprobs import LogprobsOfPrompt
 
 # Errors that any instance would give: trying another one is of no use.
 _FINAL = (
@@ -138,13 +139,16 @@ class Choice:
         sampling: pb.Sampling,
         text: AnswerText,
         patience: Patience,
+        prompt_logprobs: LogprobsOfPrompt | None = None,
     ) -> None:
-        """`max_position`: the sequence's length in tokens, prompt included, at which it ends with
-        "length"."""
+        """`max_position`: the sequence's length in tokens, prompt included, at which it ends with "length";
+        that of the prompt: nothing is generated. `prompt_logprobs`: those that are wanted of the prompt; its
+        choices share them."""
         self.index = index
         self.prompt = prompt
         self.max_position = max_position
         self.sampling = sampling
+        self.prompt_logprobs = prompt_logprobs
         self.answer = text
         self.finish_reason: str | None = None
         self.error: KVCommonsError | None = None
@@ -165,6 +169,16 @@ class Choice:
     def tokens(self) -> list[int]:
         """Prompt and what was generated: what the next attempt computes."""
         return [*self.prompt, *self.answer.tokens]
+
+    @property
+    def generates(self) -> bool:
+        """Whether any token is to follow the prompt."""
+        return self.max_position > len(self.prompt)
+
+    @property
+    def lacks_prompt_logprobs(self) -> bool:
+        """They are wanted, and the next attempt is to ask for them: what decode sends is held meanwhile."""
+        return self.prompt_logprobs is not None and self.prompt_logprobs.found is None
 
     @property
     def ended(self) -> bool:
@@ -195,7 +209,8 @@ class Choice:
     def start(self) -> list[ev.Action]:
         """Begins the next attempt."""
         self._state = ChoiceState.RUNNING
-        self._now = _Attempt(number=self.attempt + 1, holds=self.reuse is None)
+        holds = self.reuse is None or self.lacks_prompt_logprobs
+        self._now = _Attempt(number=self.attempt + 1, holds=holds)
         return [ev.Start(choice=self.index, attempt=self.attempt)]
 
     def handle(self, event: ev.Event, now_s: float) -> list[ev.Action]:
@@ -258,7 +273,7 @@ class Choice:
         actions: list[ev.Action] = []
         if self._now.holds and self._now.held_s is not None and now_s - self._now.held_s >= _ACCOUNT_S:
             actions = self._give_out(now_s)
-        decodes = self._runs and self._now.end is None
+        decodes = self._runs and (self._now.end is None or self.lacks_prompt_logprobs)
         if not decodes or now_s - self._now.heard_s < self._patience.stall_s:
             return actions
         silent = Unavailable(f"decode sent no token for {self._patience.stall_s:g} s")
@@ -286,6 +301,18 @@ class Choice:
     def _first(self, event: ev.First, now_s: float) -> list[ev.Action]:
         self._now.prefill = _Prefill.DONE
         self._account(event)
+        if self.prompt_logprobs is not None and self.lacks_prompt_logprobs:
+            self.prompt_logprobs.take(event.prompt_logprobs, len(self.prompt))
+            if self.lacks_prompt_logprobs:
+                incomplete = (
+                    "prefill gave its token without the logprobs of the whole prompt: run one version"
+                )
+                return self._failed(Unavailable(incomplete), now_s)
+        if not self.generates:
+            self._progress(now_s)
+            piece = self.answer.end("length")
+            self._finish("length", now_s)
+            return self._delta(piece.parts, piece.tokens) + self._leave()
         self._keep((event.token,), now_s)
         actions = self._give_out(now_s)
         if self._now.missing is not None and self._runs:
@@ -334,6 +361,8 @@ class Choice:
 
     def _give_out(self, now_s: float) -> list[ev.Action]:
         """What was kept, and from here on whatever comes in this attempt."""
+        if self.lacks_prompt_logprobs:
+            return []
         self._now.holds = False
         actions = self._take(now_s)
         if self._now.end is not None and not self.ended:

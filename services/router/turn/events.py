@@ -66,6 +66,7 @@ class First(Event):
     queue_us: int
     compute_us: int
     load_wait_us: int
+    prompt_logprobs: tuple[pb.PromptLogprobs, ...] = ()  # where the job asked for them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

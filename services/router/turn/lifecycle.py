@@ -8,13 +8,14 @@ import secrets
 import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
 from kvcommons.errors import InvalidInput, KVCommonsError, TurnInProgress, VersionConflict
 from kvcommons.homes import session_key
 from kvcommons.pb.common_pb2 import ModelInfo
+from kvcommons.pb.kvstore_pb2 import AnsweredRequest, SessionRecord
 from kvcommons.rblock.identity import IdentityChain, reusable_blocks
 from kvcommons.telemetry.trace import (
     CONVERSATION_ID,
@@ -38,8 +39,8 @@ from services.router.fleet.stored import stored_blocks
 from services.router.http.tenants import Tenant
 from services.router.serving import Serving
 from services.router.sessions.beginning import begin_turn, checked_model
-from services.router.sessions.branches import branch_for
-from services.router.sessions.branching import branch_point, is_history
+from services.router.sessions.branches import branch_for, branches_of, whole_records
+from services.router.sessions.branching import branch_point, is_history, root_of_branch
 from services.router.sessions.conversation import Message, check_asks, check_results, new_messages
 from services.router.sessions.replay import stored_of_stages
 from services.router.sessions.truncation import (
@@ -55,8 +56,11 @@ from services.router.turn import events as ev
 from services.router.turn.attempt import RequestContext
 from services.router.turn.choice import Patience
 from services.router.turn.grammar import chat_grammar, compiled_grammar, content_grammar
+from services.router.turn.idempotency import RequestKey
 from services.router.turn.options import template_options
 from services.router.turn.plan import max_tokens_of, messages_of, plan_turn, prompts_of
+from services.router.turn.replayed import ReplayedTurn, ToldContext, answered_request, replayed_turn
+from services.router.turn.sampling import prompt_logprobs_of
 from services.router.turn.tools import NO_TOOLS, ToolOffer, definitions_of, offered_tools
 from services.router.turn.turn import Turn
 
@@ -80,7 +84,8 @@ class RequestLifecycle:
     Call `plan_chat` or `plan_completion`, then iterate over `deltas`: when that ends, the turn is committed,
     and `turn` has its result."""
 
-    def __init__(self, serving: Serving, *, tenant: Tenant) -> None:
+    def __init__(self, serving: Serving, *, tenant: Tenant, key: RequestKey | None = None) -> None:
+        """`key`: under which the request may come again."""
         self.model: ModelInfo
         self.turn: Turn
         self.service: ServiceClass
@@ -90,13 +95,16 @@ class RequestLifecycle:
         self.turn_id = secrets.token_hex(12)
         self._serving = serving
         self._tenant = tenant
+        self._key = key
+        self.replayed: ReplayedTurn | None = None  # where the request was answered before
+        self._admitted = False
         self._request: ChatRequest | CompletionRequest
         self._session: SessionTurn | None = None
         self._session_id = ""
         self._new: list[Message] = []
         self._tools = NO_TOOLS
         self._options: dict[str, Any] = {}  # of the chat template
-        self.context: Context | None = None  # of a session
+        self.context: Context | None = None  # of a session, as the turn sees it
         self.branch: str | None = None  # of the session that was asked for, where the turn goes on in one
         self._truncation: Truncation | None = None  # with which this turn begins
         self._reservation: TokenReservation | None = None
@@ -134,7 +142,7 @@ class RequestLifecycle:
         a whole history that departs from the session goes on in a branch of it."""
         if session_id is not None and (request.n or 1) > 1:
             raise InvalidInput("n has to be 1 in a session: it goes on with one answer", param="n")
-        self._serving.quotas.admit(self._tenant.name, self._times.received_s)
+        self._admit()
         self.service = self._asked(request)
         given = [*before, *messages_of(request)]
         self.model = self._serving.fleet.model(request.model)
@@ -144,6 +152,10 @@ class RequestLifecycle:
         if session_id is not None:
             self._session_id = session_id
             self._session = await self._begin(session_id, request, given, branches=branches)
+            if self._tells_again(request, self._session.record):
+                self._serving.in_background(self._session.abandon())
+                self._session = None
+                return
             self.model = checked_model(self._serving, self._session, self.model, asked=request.model)
             history = self._session.messages
             if held is not None and len(history) != held:
@@ -179,6 +191,55 @@ class RequestLifecycle:
             self._plan(request, [[*tokens, *new]])
         await self._classify()
 
+    async def answered_before(
+        self, request: ChatRequest, *session_ids: str, branches: bool = False
+    ) -> str | None:
+        """The session whose record has the answer to this very request, which is told again then: nothing is
+        to be planned. `branches`: it may be in a branch of the session. None: nothing is known of it; whoever
+        begins the turn looks once more. Raises IdempotencyKeyReused, StoreUnavailable."""
+        if self._key is None:
+            return None
+        if request.prompt_logprobs is not None:
+            raise InvalidInput(
+                "prompt_logprobs are not kept in a session, so the answer could not be given again: leave "
+                "them, or the Idempotency-Key, out",
+                param="prompt_logprobs",
+            )
+        self._admit()
+        records = await whole_records(self._serving, self._tenant, session_ids)
+        if records and branches and is_history((), messages_of(request)):
+            of = root_of_branch(session_ids[0])
+            heads = await branches_of(self._serving, self._tenant, of)
+            others = [one for one in (of, *(head.session_id for head in heads)) if one not in session_ids]
+            records += await whole_records(self._serving, self._tenant, others)
+        for record in records:
+            if self._tells_again(request, record):
+                if branches and record.session_id not in session_ids:
+                    self.branch = record.session_id
+                return record.session_id
+        return None
+
+    def _tells_again(self, request: ChatRequest, record: SessionRecord) -> bool:
+        """Whether the session has answered the request, which is told again from here on."""
+        if self._key is None:
+            return False
+        replayed = replayed_turn(record, self._key, self._serving.text.tokenizer)
+        if replayed is None:
+            return False
+        answered = replayed.answered
+        self.replayed, self.turn, self.model = replayed, replayed.turn, replayed.model
+        self.shown, self.context = [list(replayed.shown)], None
+        self.turn_id, self.created_s = answered.turn_id, answered.created_s
+        self.service = replace(self._asked(request), name=answered.service_tier)
+        self._request, self._session_id = request, record.session_id
+        return True
+
+    def _admit(self) -> None:
+        """Once a request."""
+        if not self._admitted:
+            self._serving.quotas.admit(self._tenant.name, self._times.received_s)
+        self._admitted = True
+
     async def _compiled(self, grammar: tuple[str, str], request: ChatRequest | CompletionRequest) -> str:
         """As `compiled_grammar` does it."""
         return await compiled_grammar(grammar, request, self._tenant.name, self._serving.grammars)
@@ -213,7 +274,7 @@ class RequestLifecycle:
         return await begin_turn(self._serving, self._tenant, branch, self.turn_id)
 
     async def plan_completion(self, request: CompletionRequest) -> None:
-        self._serving.quotas.admit(self._tenant.name, self._times.received_s)
+        self._admit()
         self.service = self._asked(request)
         self._grammar = await self._compiled(content_grammar(request), request)
         self.model = self._serving.fleet.model(request.model)
@@ -225,6 +286,9 @@ class RequestLifecycle:
 
     async def deltas(self) -> AsyncGenerator[list[ev.Delta], None]:
         """What the client may see, as it comes. When it ends, all is durable that has to be."""
+        if self.replayed is not None:
+            yield [self.replayed.delta]
+            return
         config, clock = self._serving.config, self._serving.clock
         deadline_s = self._times.received_s + config.request_deadline_s
         async with self._serving.admission.slot(
@@ -254,8 +318,20 @@ class RequestLifecycle:
     @property
     def messages_after(self) -> int:
         """How many messages a session holds after this turn."""
+        if self.replayed is not None:
+            return self.replayed.messages
         stored = len(self._session.messages) if self._session is not None else 0
         return stored + len(self._new) + 1
+
+    @property
+    def in_session(self) -> bool:
+        """Whether the answer is in a session's record when it is complete."""
+        return bool(self._session_id)
+
+    @property
+    def told_context(self) -> Context | ToldContext | None:
+        """Of a session."""
+        return self.context if self.replayed is None else self.replayed.context
 
     @property
     def operation(self) -> str:
@@ -327,12 +403,13 @@ class RequestLifecycle:
         context = self._context_with(session, [*tokens, *new])
         if len(context.stages) == 1:
             return context
-        if request.reuse is False:
-            raise InvalidInput(
-                "reuse false cannot be had behind a truncation: the session's KV was computed with tokens "
-                "that are not in its context any more",
-                param="reuse",
-            )
+        for name, asked in (("reuse", request.reuse is False), ("prompt_logprobs", _reads_prompt(request))):
+            if asked:
+                raise InvalidInput(
+                    f"{name} cannot be had behind a truncation: the session's KV was computed with tokens "
+                    "that are not in its context any more, and is not computed anew",
+                    param=name,
+                )
         fleet = self._serving.fleet.homed(self._home())
         found = await stored_of_stages(fleet, model, context.stages, timeout_s=config.request_deadline_s)
         if found is None:  # nothing is given up for a store that is slow to answer
@@ -418,9 +495,19 @@ class RequestLifecycle:
         token_s = fleet.token_seconds(self.model) if asked.objectives.tbt_s is not None else 0.0
         self.service = self._served(asked, ttft_s, token_s)
 
+    @property
+    def reads_prompt(self) -> bool:
+        """Whether the answer says how likely the prompt's own tokens are, which is much to write."""
+        return _reads_prompt(self._request)
+
+    @property
+    def _computes_all(self) -> bool:
+        """Of a prompt, whatever is stored of it."""
+        return self._request.reuse is False or self.reads_prompt
+
     def _prompt_seconds(self, stored_tokens: int) -> float:
         """What computing its prompts is expected to take, but for so many tokens of each."""
-        first = 0 if self._request.reuse is False else stored_tokens
+        first = 0 if self._computes_all else stored_tokens
         prompts = {id(choice.prompt): len(choice.prompt) for choice in self.turn.choices}
         fleet = self._serving.fleet
         return sum(fleet.prompt_seconds(self.model, range(first, tokens)) for tokens in prompts.values())
@@ -462,7 +549,7 @@ class RequestLifecycle:
 
     def _prefix(self) -> Prefix:
         """Of the first prompt, where there are several."""
-        if self._request.reuse is False:
+        if self._computes_all:
             return NO_PREFIX
         prompt, model = self.turn.choices[0].prompt, self.model
         reusable = reusable_blocks(len(prompt), model.block_tokens)
@@ -503,8 +590,23 @@ class RequestLifecycle:
             # Without reuse nothing is saved either: there is nothing to wait for.
             durable_wait_ms=0 if self._request.reuse is False else config.durable_wait_ms,
             patience_s=config.commit_deadline_s,
+            answered=self._answered(self.context),
         )
         self._serving.metrics.commit_s.observe(clock() - begun_s)
+
+    def _answered(self, context: Context) -> AnsweredRequest | None:
+        """By which the client may ask for its answer again."""
+        if self._key is None:
+            return None
+        return answered_request(
+            self._key,
+            self.turn,
+            self.shown[0],
+            turn_id=self.turn_id,
+            created_s=self.created_s,
+            service_tier=self.service.name,
+            context=ToldContext(dropped_tokens=context.dropped_tokens, kv=context.kv),
+        )
 
     def _observe(self, deltas: list[ev.Delta], now_s: float) -> None:
         metrics = self._serving.metrics.requests(self.model.name)
@@ -533,6 +635,10 @@ class RequestLifecycle:
         for choice in self.turn.choices:
             metrics.request_generation_tokens.observe(len(choice.answer.tokens))
             metrics.succeeded(choice.finish_reason or "")
+
+
+def _reads_prompt(request: ChatRequest | CompletionRequest) -> bool:
+    return prompt_logprobs_of(request) is not None
 
 
 def _ms(seconds: float) -> float:

@@ -8,11 +8,12 @@ from kvcommons.errors import ContextLengthExceeded, InvalidInput
 from kvcommons.model.chat import Options
 from kvcommons.pb.common_pb2 import ModelInfo
 from services.router.answer.text import AnswerText
-from services.router.api.schemas.requests import ChatRequest, CompletionRequest
+from services.router.api.schemas.requests import COMPLETION_TOKENS, ChatRequest, CompletionRequest
 from services.router.sessions.conversation import Message, ToolCall
 from services.router.turn.choice import Choice, Patience
+from services.router.turn.prompt_logprobs import LogprobsOfPrompt
 from services.router.turn.rendering import Text
-from services.router.turn.sampling import sampling_of, stops_of
+from services.router.turn.sampling import prompt_logprobs_of, sampling_of, stops_of
 from services.router.turn.tools import NO_TOOLS, ToolOffer
 from services.router.turn.turn import Turn
 
@@ -35,19 +36,22 @@ def messages_of(request: ChatRequest) -> list[Message]:
     ]
 
 
+def given_prompts(request: CompletionRequest) -> list[str | list[int]]:
+    """As texts or as token ids, one after another."""
+    prompt = request.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if prompt and isinstance(prompt[0], int):
+        return [[token for token in prompt if isinstance(token, int)]]
+    return [item for item in prompt if not isinstance(item, int)]
+
+
 async def prompts_of(
     request: CompletionRequest, text: Text, model: ModelInfo, *, choices_max: int
 ) -> list[list[int]]:
     """Token ids of each prompt. Raises InvalidInput for an empty one, for too many, and for ids that the
     model does not have."""
-    prompt = request.prompt
-    given: list[str | list[int]]
-    if isinstance(prompt, str):
-        given = [prompt]
-    elif prompt and isinstance(prompt[0], int):
-        given = [[token for token in prompt if isinstance(token, int)]]
-    else:
-        given = [item for item in prompt if not isinstance(item, int)]
+    given = given_prompts(request)
     check_choices(len(given), request.n or 1, choices_max)
     prompts = [
         await text.completion(item, window=model.context_window) if isinstance(item, str) else item
@@ -89,12 +93,13 @@ def plan_turn(
     n = request.n or 1
     check_choices(len(prompts), n, choices_max)
     stop_ids = text.template.stop_ids if isinstance(request, ChatRequest) else text.tokenizer.eos_ids
-    stops = stops_of(request)
+    stops, top = stops_of(request), prompt_logprobs_of(request)
     planned: list[list[Choice]] = []
     for at, prompt in enumerate(prompts):
         last = _max_position(request, len(prompt), model)
         _check_min_tokens(request, last - len(prompt))
         choices: list[Choice] = []
+        prompt_logprobs = None if top is None else LogprobsOfPrompt(top=top)
         for choice in range(n):
             sampling = sampling_of(
                 request,
@@ -111,6 +116,8 @@ def plan_turn(
                 min_tokens=sampling.min_tokens,
                 parser=text.parser(tools, options) if isinstance(request, ChatRequest) else None,
                 called=tools.finish_reason,
+                # Who counts a completion's logprobs, as evaluation harnesses do, counts all of its tokens.
+                shows_end=isinstance(request, CompletionRequest) and sampling.logprobs,
             )
             choices.append(
                 Choice(
@@ -120,6 +127,7 @@ def plan_turn(
                     sampling=sampling,
                     text=answer,
                     patience=patience,
+                    prompt_logprobs=prompt_logprobs,
                 )
             )
         planned.append(choices)
@@ -142,21 +150,35 @@ def _check_min_tokens(request: ChatRequest | CompletionRequest, room: int) -> No
         )
 
 
+def _check_says_something(request: ChatRequest | CompletionRequest) -> None:
+    """Raises InvalidInput where an answer of no tokens would not even say something of the prompt."""
+    if isinstance(request, CompletionRequest) and (request.echo or request.prompt_logprobs is not None):
+        return
+    raise InvalidInput(
+        "max_tokens: 0 generates nothing, which is of use with echo or prompt_logprobs: ask for one of "
+        "them, or for at least 1",
+        param="max_tokens",
+    )
+
+
 def _max_position(request: ChatRequest | CompletionRequest, prompt_tokens: int, model: ModelInfo) -> int:
     """The sequence's length at which the answer ends, in tokens."""
     window = model.context_window
     param = "messages" if isinstance(request, ChatRequest) else "prompt"
-    if prompt_tokens >= window:
+    wanted = max_tokens_of(request)
+    if wanted == 0:
+        _check_says_something(request)
+    if prompt_tokens > window or (prompt_tokens == window and wanted != 0):
         raise ContextLengthExceeded.of(
             window,
             f"your {param} resulted in {prompt_tokens} tokens, the "
             f"conversation so far included. Please reduce the length of the {param}, or begin a new session",
             param=param,
         )
-    wanted = max_tokens_of(request)
     name = "max_tokens" if wanted == request.max_tokens else "max_completion_tokens"
     if wanted is None:
-        return window
+        chat = isinstance(request, ChatRequest)
+        return window if chat else min(prompt_tokens + COMPLETION_TOKENS, window)
     if prompt_tokens + wanted > window:
         raise ContextLengthExceeded.of(
             window,

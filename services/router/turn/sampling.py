@@ -55,6 +55,21 @@ def logprobs_of(request: ChatRequest | CompletionRequest) -> tuple[bool, int]:
     return bool(request.logprobs), request.top_logprobs or 0
 
 
+def prompt_logprobs_of(request: ChatRequest | CompletionRequest) -> int | None:
+    """How many alternatives of each of the prompt's own tokens are wanted; None: nothing is said of them.
+    Raises InvalidInput where they are to be streamed and cannot be."""
+    if request.prompt_logprobs is not None and request.stream:
+        raise InvalidInput(
+            "prompt_logprobs are not streamed: leave stream out"
+            + (", or ask for echo and logprobs" if isinstance(request, CompletionRequest) else ""),
+            param="prompt_logprobs",
+        )
+    asked = [request.prompt_logprobs]
+    if isinstance(request, CompletionRequest) and request.echo:
+        asked.append(request.logprobs)
+    return max((one for one in asked if one is not None), default=None)
+
+
 def stops_of(request: ChatRequest | CompletionRequest) -> tuple[str, ...]:
     if request.stop is None:
         return ()

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from kvcommons.engine.prompt import FirstToken, Prompt
 from kvcommons.errors import KVCommonsError
+from kvcommons.pb import common_pb2 as pb
 
 
 @dataclass(slots=True)
@@ -16,6 +17,7 @@ class RecordingSink:
     goes_on: bool = False
     failure: KVCommonsError | None = None
     runs: list[tuple[int, range]] = field(default_factory=list)
+    logprobs: list[pb.PromptLogprobs] = field(default_factory=list)
     first: FirstToken | None = None
     error: KVCommonsError | None = None
     ended: threading.Event = field(default_factory=threading.Event)
@@ -29,6 +31,10 @@ class RecordingSink:
 
     def computed(self, prompt: Prompt, layer: int, blocks: range) -> None:
         self.runs.append((layer, blocks))
+
+    def scored(self, prompt: Prompt, logprobs: pb.PromptLogprobs) -> None:
+        assert self.first is None
+        self.logprobs.append(logprobs)
 
     def finished(self, prompt: Prompt, first: FirstToken) -> None:
         self.first = first

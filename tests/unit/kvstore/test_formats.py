@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvcommons.errors import DataLoss
+from kvcommons.pb import common_pb2
 from kvcommons.pb import kvstore_pb2 as pb
 from services.kvstore import session as rules
 from services.kvstore.folder import UnknownFormat
@@ -83,6 +84,24 @@ RECORD_2.MergeFrom(
 )
 
 
+ANSWERED = pb.AnsweredRequest(
+    key=b"k" * 16,
+    request=b"r" * 16,
+    turn_id="turn-2",
+    created_s=1_750_000_000,
+    service_tier="default",
+    finish_reason="stop",
+    matched_stop="END",
+    prompt_tokens=30,
+    completion_tokens=10,
+    cached_tokens=16,
+    reasoning_tokens=2,
+    shown=[pb.ShownToken(start=3, token=common_pb2.SampledToken(token=7, position=30, logprob=-0.5))],
+    dropped_tokens=32,
+    kv="kept",
+)
+
+
 def test_golden_slab_header() -> None:
     golden = (GOLDEN / "slab-header.bin").read_bytes()
     assert encode_header(3, SHAPE, 100) == golden.ljust(PAGE_BYTES, b"\0")
@@ -106,6 +125,16 @@ def test_golden_session_record_and_lease() -> None:
     assert rules.decode_record((GOLDEN / "session-record-2.bin").read_bytes()) == RECORD_2
     assert encode_lease(LEASE) == (GOLDEN / "turn-lease.bin").read_bytes()
     assert decode_lease((GOLDEN / "turn-lease.bin").read_bytes()) == LEASE
+
+
+def test_golden_answer_that_may_be_asked_for_again() -> None:
+    """It is behind its message; a version that does not know it passes it over."""
+    golden = (GOLDEN / "answered-request.bin").read_bytes()
+    record = pb.SessionRecord()
+    record.CopyFrom(RECORD_2)
+    record.messages[-1].answered.CopyFrom(ANSWERED)
+    assert record.messages[-1].SerializeToString(deterministic=True) == golden
+    assert rules.decode_record(record.SerializeToString()).messages[-1] == pb.Message.FromString(golden)
 
 
 def test_golden_document_and_its_lease() -> None:

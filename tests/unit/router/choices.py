@@ -11,6 +11,7 @@ from services.router.answer.parts import Content, joined
 from services.router.answer.text import AnswerText
 from services.router.turn import events as ev
 from services.router.turn.choice import Choice, Patience
+from services.router.turn.prompt_logprobs import LogprobsOfPrompt
 
 PROMPT = [5, 6, 7]
 
@@ -20,7 +21,12 @@ def demo_tokenizer() -> Tokenizer:
 
 
 def choice_of(
-    tokenizer: Tokenizer, *, stops: tuple[str, ...] = (), room: int = 100, stall_s: float = 5
+    tokenizer: Tokenizer,
+    *,
+    stops: tuple[str, ...] = (),
+    room: int = 100,
+    stall_s: float = 5,
+    prompt_logprobs: LogprobsOfPrompt | None = None,
 ) -> Choice:
     return Choice(
         index=0,
@@ -29,6 +35,7 @@ def choice_of(
         sampling=pb.Sampling(),
         text=AnswerText(tokenizer, stops=stops, stop_ids=tokenizer.eos_ids),
         patience=Patience(resume_s=10, stall_s=stall_s),
+        prompt_logprobs=prompt_logprobs,
     )
 
 
@@ -42,7 +49,9 @@ def tokens(attempt: int, ids: list[int], first: int = 0) -> ev.Tokens:
     return ev.Tokens(choice=0, attempt=attempt, tokens=sampled(ids, first))
 
 
-def first_of(attempt: int, token: int, at: int = 0, cached: int = 2) -> ev.First:
+def first_of(
+    attempt: int, token: int, at: int = 0, cached: int = 2, logprobs: tuple[pb.PromptLogprobs, ...] = ()
+) -> ev.First:
     return ev.First(
         choice=0,
         attempt=attempt,
@@ -52,6 +61,7 @@ def first_of(attempt: int, token: int, at: int = 0, cached: int = 2) -> ev.First
         queue_us=1,
         compute_us=2,
         load_wait_us=3,
+        prompt_logprobs=logprobs,
     )
 
 

@@ -57,7 +57,8 @@ def test_queries_ids_and_headers_have_the_bounds_that_are_checked() -> None:
         for one in paths["/v1/chat/completions"]["post"]["parameters"]
         if one["in"] == "header"
     }
-    assert headers.keys() == set(SESSION_HEADERS)
+    assert headers.keys() == {*SESSION_HEADERS, "Idempotency-Key"}
+    assert headers.pop("Idempotency-Key")["maxLength"] == 255
     assert all(schema == SESSION_ID_SCHEMA for schema in headers.values())
     prompt = document()["components"]["schemas"]["CompletionRequest"]["properties"]["prompt"]["anyOf"]
     assert [kind.get("minLength") or kind.get("minItems") for kind in prompt] == [1, 1, 1, 1]

@@ -202,7 +202,9 @@ def test_prompts_of_completions(prompt: Any) -> None:
     [
         ({"prompt": {}}, "prompt"),
         ({"prompt": [1, "a"]}, "prompt[1]"),
-        ({"prompt": "a", "echo": True}, "echo"),
+        ({"prompt": "a", "echo": 1}, "echo"),
+        ({"prompt": "a", "best_of": 2}, "best_of"),
+        ({"prompt": "a", "prompt_logprobs": 21}, "prompt_logprobs"),
         ({"prompt": "a", "suffix": "b"}, "suffix"),
         ({"prompt": "a", "logprobs": 6}, "logprobs"),
         ({"prompt": "a", "session_id": "s"}, "session_id"),

@@ -9,12 +9,14 @@ from services.router.api.body import read_body
 from services.router.api.messages.requests import MessagesRequest, TokenCountRequest
 from services.router.api.messages.shape import MessagesShape
 from services.router.api.messages.translation import chat_body
+from services.router.api.retries import idempotent
 from services.router.api.schemas.requests import ChatRequest
 from services.router.api.schemas.validation import validate
 from services.router.http.middleware import REQUEST_ID, SERVING, TENANT
 from services.router.turn.lifecycle import RequestLifecycle
 
 
+@idempotent
 async def create_message(request: web.Request) -> web.StreamResponse:
     body = await read_body(request, MessagesRequest)
     chat = validate(ChatRequest, chat_body(body))

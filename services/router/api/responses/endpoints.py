@@ -13,13 +13,15 @@ from services.router.api.responses.history import History, history_of, new_sessi
 from services.router.api.responses.ids import StoredResponse, unstored_id
 from services.router.api.responses.requests import InputTokensRequest, ResponsesRequest
 from services.router.api.responses.shape import ResponsesShape, stored_body
+from services.router.api.retries import idempotent
 from services.router.api.schemas.requests import ChatRequest
 from services.router.api.schemas.validation import validate
-from services.router.http.middleware import SERVING, TENANT
+from services.router.http.middleware import IDEMPOTENCY, SERVING, TENANT
 from services.router.turn.lifecycle import RequestLifecycle
 from services.router.turn.sampling import logprobs_of
 
 
+@idempotent
 async def create_response(request: web.Request) -> web.StreamResponse:
     body = await read_body(request, ResponsesRequest)
     serving, tenant = request.app[SERVING], request[TENANT]
@@ -31,8 +33,9 @@ async def create_response(request: web.Request) -> web.StreamResponse:
         )
     chat = validate(ChatRequest, translation.chat_body(body))
     history = await history_of(serving, tenant, body)
-    async with RequestLifecycle(serving, tenant=tenant) as lifecycle:
-        session_id = await _plan(lifecycle, chat, history, stores=stores)
+    key = request.get(IDEMPOTENCY)
+    async with RequestLifecycle(serving, tenant=tenant, key=key) as lifecycle:
+        session_id = await _plan(lifecycle, chat, history, stores=stores, new_id=new_session_id(key))
         with logs.bound(session_id=session_id or ""):
             shape = ResponsesShape(
                 id=_id(lifecycle, history, session_id),
@@ -68,13 +71,17 @@ async def get_response(request: web.Request) -> web.Response:
 
 
 async def _plan(
-    lifecycle: RequestLifecycle, chat: ChatRequest, history: History, *, stores: bool
+    lifecycle: RequestLifecycle, chat: ChatRequest, history: History, *, stores: bool, new_id: str
 ) -> str | None:
     """Plans the turn; in the history's session where that goes on as it stands, else in a new one. Returns
-    the session's id, None where nothing is stored."""
+    the session's id, None where nothing is stored. A request that was answered in one of them is told that
+    again."""
     if not stores:
         await lifecycle.plan_chat(chat, None, before=history.messages)
         return None
+    candidates = [one for one in (history.of_session, new_id) if one]
+    if answered := await lifecycle.answered_before(chat, *candidates):
+        return answered
     if history.session_id is not None:
         before = history.messages if history.held is None else ()
         try:
@@ -83,9 +90,8 @@ async def _plan(
         except (TurnInProgress, VersionConflict):
             if history.held is None:
                 raise  # a conversation has one turn at a time
-    session_id = new_session_id()
-    await lifecycle.plan_chat(chat, session_id, before=history.messages)
-    return session_id
+    await lifecycle.plan_chat(chat, new_id, before=history.messages)
+    return new_id
 
 
 def _id(lifecycle: RequestLifecycle, history: History, session_id: str | None) -> str:

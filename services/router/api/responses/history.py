@@ -12,8 +12,10 @@ from services.router.api.responses.requests import InputTokensRequest
 from services.router.http.tenants import Tenant
 from services.router.serving import Serving
 from services.router.sessions.conversation import Message
+from services.router.turn.idempotency import RequestKey
 
 _PATIENCE_S = 5.0  # with a store that restarts
+_ID_CHARS = 24
 _OWN = "resp-"  # ids of sessions that responses made begin with it
 
 
@@ -26,6 +28,7 @@ class History:
     session_id: str | None = None
     held: int | None = None
     instructed: bool = False
+    of_session: str | None = None  # that the request names, whether it goes on in that or not
 
 
 async def history_of(serving: Serving, tenant: Tenant, body: InputTokensRequest) -> History:
@@ -33,7 +36,7 @@ async def history_of(serving: Serving, tenant: Tenant, body: InputTokensRequest)
     first = (Message(role="system", content=body.instructions),) if body.instructions else ()
     if body.conversation_id is not None:
         await _check_instructions(serving, tenant, body.conversation_id, first)
-        return History(messages=first, session_id=body.conversation_id)
+        return History(messages=first, session_id=body.conversation_id, of_session=body.conversation_id)
     if body.previous_response_id is None:
         return History(messages=first, instructed=bool(first))
     previous, record = await stored_response(
@@ -48,8 +51,9 @@ async def history_of(serving: Serving, tenant: Tenant, body: InputTokensRequest)
             session_id=previous.session_id,
             held=previous.messages,
             instructed=previous.instructed,
+            of_session=previous.session_id,
         )
-    return History(messages=(*first, *said), instructed=bool(first))
+    return History(messages=(*first, *said), instructed=bool(first), of_session=previous.session_id)
 
 
 async def stored_response(
@@ -67,8 +71,10 @@ async def stored_response(
     return named, record
 
 
-def new_session_id() -> str:
-    return _OWN + secrets.token_hex(12)
+def new_session_id(key: RequestKey | None) -> str:
+    """Of a response that goes on with none. With a `key` it is the same each time that the request comes:
+    what it was answered is found there."""
+    return _OWN + (secrets.token_hex(12) if key is None else key.key.hex()[:_ID_CHARS])
 
 
 def new_conversation_id() -> str:

@@ -5,21 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from services.router.answer.parts import CallArguments, CallBegun, Content, Part, Reasoning
+from services.router.answer.parts import parts_of
 from services.router.api.responses.output import Output
 from services.router.sessions.conversation import Message
 
 Json = dict[str, Any]
-
-
-def parts_of(message: Message) -> list[Part]:
-    """Of an answer, in the order in which an answer has them."""
-    parts: list[Part] = [Reasoning(message.reasoning)] if message.reasoning else []
-    if message.content:
-        parts.append(Content(message.content))
-    for index, call in enumerate(message.tool_calls):
-        parts += [CallBegun(index, call.id, call.name), CallArguments(index, call.arguments)]
-    return parts
 
 
 def output_of(id: str, message: Message, *, custom_tools: frozenset[str] = frozenset()) -> Output:

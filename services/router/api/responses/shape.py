@@ -12,11 +12,11 @@ from kvcommons.errors import KVCommonsError
 from kvcommons.model.tokenizer import Tokenizer
 from kvcommons.pb import kvstore_pb2 as pb
 from kvcommons.pb.common_pb2 import ModelInfo
-from services.router.answer.parts import Content
+from services.router.answer.parts import Content, parts_of
 from services.router.answer.text import Shown
 from services.router.api import sse
 from services.router.api.responses.ids import StoredResponse, items_id
-from services.router.api.responses.items import output_of, parts_of
+from services.router.api.responses.items import output_of
 from services.router.api.responses.output import Output
 from services.router.api.responses.requests import ResponsesRequest
 from services.router.api.shapes import logprob_body

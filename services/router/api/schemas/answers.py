@@ -77,6 +77,16 @@ class AssistantMessage(AnswerBody):
     tool_calls: list[AnswerCall] | None = None
 
 
+class PromptTokenLogprob(AnswerBody):
+    logprob: float
+    rank: int = Field(description="Among all tokens that could stand there; 1 is the likeliest.")
+    decoded_token: str
+
+
+# By token id; null for the first one, before which there is nothing.
+PromptLogprobsBody = list[dict[str, PromptTokenLogprob] | None]
+
+
 class ChatChoice(AnswerBody):
     index: int
     message: AssistantMessage
@@ -104,6 +114,9 @@ class ChatCompletion(AnswerBody):
     session_id: str | None = Field(None, description="Where the call had one.")
     branch: str | None = Field(None, description=_BRANCH)
     truncation: SessionTruncation | None = Field(None, description="Of a session that was truncated.")
+    prompt_logprobs: PromptLogprobsBody | None = Field(
+        None, description="Of each token of the prompt, where they are asked for: its own, and alternatives."
+    )
 
 
 class FunctionDelta(AnswerBody):
@@ -175,8 +188,10 @@ class ChatCompletionChunk(AnswerBody):
 
 class CompletionLogprobs(AnswerBody):
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None] = Field(
+        description="null for the first token of a prompt that is repeated."
+    )
+    top_logprobs: list[dict[str, float] | None] = Field(description="The token's own among them.")
     text_offset: list[int]
 
 
@@ -185,6 +200,9 @@ class CompletionChoice(AnswerBody):
     text: str
     logprobs: CompletionLogprobs | None
     finish_reason: Literal["stop", "length"] | None
+    prompt_logprobs: PromptLogprobsBody | None = Field(
+        None, description="Of each token of the prompt, where they are asked for: its own, and alternatives."
+    )
 
 
 class Completion(AnswerBody):

@@ -20,6 +20,7 @@ SEED_MIN = -(1 << 63)
 SEED_MAX = (1 << 64) - 1
 TOP_LOGPROBS_MAX = 20
 COMPLETION_LOGPROBS_MAX = 5
+COMPLETION_TOKENS = 16  # of an answer of which nobody says how long it may be, as OpenAI has it
 STOPS_MAX = 16
 BIAS_MAX = 100
 ENTRIES_MAX = 1024  # of logit_bias and metadata; OpenAI takes 300 and 16
@@ -192,6 +193,13 @@ class GenerationBody(Body):
     structured_outputs: StructuredOutputs | None = Field(
         None, description="What the answer keeps to, in vLLM's words; not together with a response_format."
     )
+    prompt_logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=TOP_LOGPROBS_MAX,
+        description="As in vLLM: how likely the prompt's own tokens are, with so many alternatives each. "
+        "All of the prompt is computed for it. Not together with stream.",
+    )
     reuse: bool | None = Field(
         None,
         description="false: compute the whole prompt though its KV is stored (to compare and to measure).",
@@ -273,8 +281,7 @@ class CompletionRequest(GenerationBody):
 
     NOT_BUILT: ClassVar[NotBuilt] = {
         "suffix": "inserting before a suffix is not built; leave it out",
-        "echo": "not built: the prompt is not repeated; leave it out",
-        "best_of": "not built; use n",
+        "best_of": "answers are not ranked here, so all that were asked for are given: use n, or best_of 1",
         "session_id": "sessions are conversations: use /v1/chat/completions",
         "truncation": "sessions are truncated: use /v1/chat/completions with a session_id",
     }
@@ -282,7 +289,22 @@ class CompletionRequest(GenerationBody):
     prompt: PromptText | TokenIds | PromptTexts | TokenLists = Field(
         description="Text, token ids, or a list of either; each gets n choices."
     )
-    logprobs: int | None = Field(None, ge=0, le=COMPLETION_LOGPROBS_MAX)
+    max_tokens: int | None = Field(
+        None,
+        ge=0,
+        description=f"Default: {COMPLETION_TOKENS}, or the room left in the context window where that is "
+        "less. 0, with echo or prompt_logprobs: nothing is generated.",
+    )
+    logprobs: int | None = Field(
+        None,
+        ge=0,
+        le=COMPLETION_LOGPROBS_MAX,
+        description="Of each token of the answer, with so many alternatives; with echo of the prompt's, too.",
+    )
+    echo: bool | None = Field(
+        None,
+        description="The prompt stands before the answer. With logprobs all of it is computed.",
+    )
 
 
 class SessionCreate(Body):
