@@ -26,8 +26,18 @@ import grpc.aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 
-from kvcommons.errors import METADATA_KEY, DeadlineExceeded, Internal, KVCommonsError, Unavailable
+from kvcommons.errors import (
+    METADATA_KEY,
+    DeadlineExceeded,
+    Internal,
+    KVCommonsError,
+    Unavailable,
+    UntrustedPeer,
+)
+from kvcommons.rpc.callers import PROOF_KEY, CallerCheck, caller_check_of, server_credentials
 from kvcommons.rpc.channel import MESSAGE_BYTES_MAX, REQUEST_ID_KEY, SESSION_ID_KEY, TRACEPARENT_KEY
+from kvcommons.security.certificate import ServiceCertificate
+from kvcommons.security.credentials import Credentials
 from kvcommons.telemetry import logs
 from kvcommons.telemetry.metrics import CallMetrics
 from kvcommons.telemetry.telemetry import Telemetry
@@ -57,14 +67,26 @@ class RpcServer:
     """One gRPC server on `address` ("unix:/path", or "host:port" where port 0 binds a free one)."""
 
     def __init__(
-        self, address: str, telemetry: Telemetry, *, call_deadline_s: float = CALL_DEADLINE_S
+        self,
+        address: str,
+        telemetry: Telemetry,
+        *,
+        call_deadline_s: float = CALL_DEADLINE_S,
+        credentials: Credentials = None,
     ) -> None:
+        """Whom it answers on a network is a matter of `credentials`; a socket's file lets in whom it lets
+        in."""
         self.address = address  # what was bound, once started
+        over_network = not address.startswith("unix:")
+        self._certificate: ServiceCertificate | None = None
+        if over_network and isinstance(credentials, ServiceCertificate):
+            self._certificate = credentials
+        callers = caller_check_of(credentials, telemetry.service) if over_network else None
         self._service = telemetry.service
         self._health = HealthServicer()
         self._ready = False
         self._server = grpc.aio.server(
-            interceptors=[_Interceptor(telemetry, call_deadline_s)], options=_OPTIONS
+            interceptors=[_Interceptor(telemetry, call_deadline_s, callers)], options=_OPTIONS
         )
         self.add(health_pb2_grpc.add_HealthServicer_to_server, self._health)
 
@@ -75,7 +97,10 @@ class RpcServer:
     async def start(self) -> None:
         """Binds and answers. Raises Unavailable when the address cannot be bound."""
         try:
-            port = self._server.add_insecure_port(self.address)
+            if self._certificate is None:
+                port = self._server.add_insecure_port(self.address)
+            else:
+                port = self._server.add_secure_port(self.address, server_credentials(self._certificate))
         except RuntimeError as error:
             raise Unavailable(
                 f"{self.address} cannot be bound: is another process using it, and does its directory exist?"
@@ -112,10 +137,13 @@ class RpcServer:
 
 
 class _Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    def __init__(self, telemetry: Telemetry, call_deadline_s: float) -> None:
+    def __init__(
+        self, telemetry: Telemetry, call_deadline_s: float, callers: CallerCheck | None = None
+    ) -> None:
         self._tracer = telemetry.tracer
         self._metrics = CallMetrics(telemetry.registry)
         self._call_deadline_s = call_deadline_s
+        self._callers = callers
 
     async def intercept_service(
         self,
@@ -160,6 +188,8 @@ class _Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         try:
             with logs.bound(**_ids(incoming)), self._span(method, _text(incoming.get(TRACEPARENT_KEY))):
                 async with _bounded(method, limit_s):
+                    if self._callers is not None:
+                        self._admit(self._callers, method, context, incoming)
                     yield
             code = "ok"
         except KVCommonsError as error:
@@ -172,6 +202,17 @@ class _Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             raise
         finally:
             self._metrics.ended(method, code, time.monotonic() - started)
+
+    def _admit(
+        self, callers: CallerCheck, method: str, context: _Context, incoming: dict[str, str | bytes]
+    ) -> None:
+        """Raises UntrustedPeer."""
+        carried = incoming.get(PROOF_KEY, b"")
+        try:
+            callers.admit(method, context, carried if isinstance(carried, bytes) else b"")
+        except UntrustedPeer as error:
+            log.warning("refused a call: %s", error.message, extra={"peer": context.peer()})
+            raise
 
     def _span(self, method: str, parent: str) -> contextlib.AbstractContextManager[object]:
         """None for what belongs to no request: heartbeats and health would bury the traces of those that

@@ -10,7 +10,6 @@ import time
 from kvcommons.pb import ledger_pb2 as pb
 from kvcommons.pb.ledger_pb2_grpc import add_LedgerServicer_to_server
 from kvcommons.rpc.process import Process, run
-from kvcommons.rpc.server import RpcServer
 from services.ledger.candidates import Candidates
 from services.ledger.commons import open_commons
 from services.ledger.config import LedgerConfig
@@ -46,9 +45,9 @@ async def serve(config: LedgerConfig, process: Process) -> None:
         connected=lambda: mirror.connected,
         changed=feed.touch,
     )
-    commons = open_commons(config, process.instance_id, registry, mirror)
+    commons = open_commons(config, process, registry, mirror)
     LedgerMetrics(registry, mirror, feed, commons).register(process.telemetry.registry)
-    server = RpcServer(config.node.listen, process.telemetry, call_deadline_s=config.node.call_deadline_s)
+    server = process.server(config.node)
     service = LedgerService(
         registry,
         mirror,

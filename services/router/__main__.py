@@ -16,7 +16,6 @@ from kvcommons.model.chat import ChatTemplate
 from kvcommons.model.spec import resolve_folder
 from kvcommons.model.tokenizer import Tokenizer
 from kvcommons.pb import ledger_pb2
-from kvcommons.rpc.channel import open_channel
 from kvcommons.rpc.directory import Directory, Heartbeat
 from kvcommons.rpc.process import Process, run
 from kvcommons.rpc.server import RpcServer
@@ -56,7 +55,7 @@ _PRUNE_S = 30.0
 async def serve(config: RouterConfig, process: Process) -> None:
     serving = await _serving(config, process)
     http = HttpServer(serving)
-    rpc = RpcServer(config.node.listen, process.telemetry)
+    rpc = process.server(config.node)
     directory = serving.directory
     directory.start()
     try:
@@ -81,7 +80,7 @@ async def serve(config: RouterConfig, process: Process) -> None:
             started_ms=started_ms,
         )
 
-    heartbeat = Heartbeat(config.ledger, describe)
+    heartbeat = Heartbeat(config.ledger, describe, process.dialer())
     heartbeat.start()
     watch = asyncio.create_task(_watch(serving, rpc, heartbeat))
     looking = asyncio.create_task(serving.look_ahead.run())
@@ -115,8 +114,8 @@ async def _serving(config: RouterConfig, process: Process) -> Serving:
     folder = await asyncio.to_thread(resolve_folder, config.model)
     tokenizer = Tokenizer.read(folder)
     text = Text.of(tokenizer, ChatTemplate.read(folder, tokenizer), tool_format=config.tool_format)
-    directory = Directory(config.ledger, process.instance_id)
-    fleet = Fleet(directory, open_channel)
+    directory = Directory(config.ledger, process.instance_id, process.dialer())
+    fleet = Fleet(directory, process.dialer().channel)
     policy = scheduling(config.policy, overtakes_max=config.overtakes_max)
     quotas = Quotas(config.quotas)
     queue = RequestQueue(
