@@ -46,10 +46,10 @@ class ByToken:
 
 
 def caller_check_of(credentials: Credentials, service: str) -> CallerCheck | None:
-    if isinstance(credentials, ServiceCertificate):
+    if credentials.certificate is not None:
         return ByCertificate()
-    if isinstance(credentials, SharedToken):
-        return ByToken(credentials, service)
+    if credentials.token is not None:
+        return ByToken(credentials.token, service)
     return None
 
 

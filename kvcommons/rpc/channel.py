@@ -22,8 +22,7 @@ import grpc.aio
 
 from kvcommons.errors import Unavailable, from_grpc
 from kvcommons.rpc.callers import PROOF_KEY, channel_credentials
-from kvcommons.security.certificate import ServiceCertificate
-from kvcommons.security.credentials import Credentials
+from kvcommons.security.credentials import OPEN, Credentials
 from kvcommons.security.roles import Role
 from kvcommons.security.token import SharedToken
 from kvcommons.telemetry import logs
@@ -57,18 +56,18 @@ Carried = Callable[[str, Any], tuple[str, bytes] | None]
 
 
 def open_channel(
-    address: str, role: Role = "ledger", credentials: Credentials = None, *, carried: Sequence[Carried] = ()
+    address: str, role: Role = "ledger", credentials: Credentials = OPEN, *, carried: Sequence[Carried] = ()
 ) -> grpc.aio.Channel:
     """A channel to "unix:/path" or "host:port". It connects at its first call and reconnects by itself. Close
     it. Over the network it shows `credentials`, and where those are certificates, what answers there has to
     have the role."""
     carries = list(carried)
     over_network = not address.startswith("unix:")
-    if over_network and isinstance(credentials, SharedToken):
-        carries.append(_proof(credentials, role))
+    if over_network and credentials.token is not None:
+        carries.append(_proof(credentials.token, role))
     interceptors: list[Any] = [_UnaryInterceptor(carries), _StreamInterceptor(carries)]
-    if over_network and isinstance(credentials, ServiceCertificate):
-        secured, options = channel_credentials(credentials, role)
+    if over_network and credentials.certificate is not None:
+        secured, options = channel_credentials(credentials.certificate, role)
         return grpc.aio.secure_channel(
             address, secured, options=(*_OPTIONS, *options), interceptors=interceptors
         )

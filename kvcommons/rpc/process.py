@@ -38,7 +38,7 @@ from kvcommons.files import PRIVATE_UMASK
 from kvcommons.openmp import bound_waits
 from kvcommons.rpc.dialer import Dialer
 from kvcommons.rpc.server import RpcServer
-from kvcommons.security.credentials import Credentials, credentials_of
+from kvcommons.security.credentials import OPEN, Credentials, credentials_of
 from kvcommons.telemetry import logs
 from kvcommons.telemetry.events import EventFile, unobserved
 from kvcommons.telemetry.metrics import MetricsListener, new_registry
@@ -71,7 +71,7 @@ class Process:
     host: str
     stop: asyncio.Event  # set by SIGTERM or SIGINT: drain, then return
     telemetry: Telemetry
-    credentials: Credentials = None  # what it shows to others on a network, and wants of them
+    credentials: Credentials = OPEN  # what it shows to others on a network, and wants of them
 
     def server(self, node: Node) -> RpcServer:
         """That answers others' calls."""

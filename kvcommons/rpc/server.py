@@ -36,8 +36,7 @@ from kvcommons.errors import (
 )
 from kvcommons.rpc.callers import PROOF_KEY, CallerCheck, caller_check_of, server_credentials
 from kvcommons.rpc.channel import MESSAGE_BYTES_MAX, REQUEST_ID_KEY, SESSION_ID_KEY, TRACEPARENT_KEY
-from kvcommons.security.certificate import ServiceCertificate
-from kvcommons.security.credentials import Credentials
+from kvcommons.security.credentials import OPEN, Credentials
 from kvcommons.telemetry import logs
 from kvcommons.telemetry.metrics import CallMetrics
 from kvcommons.telemetry.telemetry import Telemetry
@@ -72,15 +71,13 @@ class RpcServer:
         telemetry: Telemetry,
         *,
         call_deadline_s: float = CALL_DEADLINE_S,
-        credentials: Credentials = None,
+        credentials: Credentials = OPEN,
     ) -> None:
         """Whom it answers on a network is a matter of `credentials`; a socket's file lets in whom it lets
         in."""
         self.address = address  # what was bound, once started
         over_network = not address.startswith("unix:")
-        self._certificate: ServiceCertificate | None = None
-        if over_network and isinstance(credentials, ServiceCertificate):
-            self._certificate = credentials
+        self._certificate = credentials.certificate if over_network else None
         callers = caller_check_of(credentials, telemetry.service) if over_network else None
         self._service = telemetry.service
         self._health = HealthServicer()

@@ -69,7 +69,7 @@ class CallProofs:
         """`roles` are what this server answers as."""
         self._token, self._roles, self._clock = token, frozenset(roles), clock
         self._seen: OrderedDict[bytes, float] = OrderedDict()  # proof to its call's time
-        self._after_s = 0.0  # calls of before are not remembered any more
+        self._after_s = 0.0  # calls until then are not remembered any more
 
     def check(self, method: str, carried: bytes) -> None:
         """Raises UntrustedPeer."""
@@ -79,7 +79,7 @@ class CallProofs:
         if said[8 + NONCE_BYTES :].decode(errors="replace") not in self._roles:
             raise UntrustedPeer(f"{method}: the call was meant for another service")
         called_s, now_s = int.from_bytes(said[:8], "big") / 1e3, self._clock()
-        if abs(now_s - called_s) > CALL_S or called_s < self._after_s:
+        if abs(now_s - called_s) > CALL_S or called_s <= self._after_s:
             raise UntrustedPeer(
                 f"{method}: the call says that it is {now_s - called_s:.0f} s old: set the clocks of both "
                 "machines"

@@ -27,7 +27,7 @@ from kvcommons.errors import (
 from kvcommons.model.tensor_rank import TensorRank
 from kvcommons.pb import data_pb2 as pb
 from kvcommons.rpc.dialer import UNSECURED, Dialer
-from kvcommons.security.credentials import Credentials
+from kvcommons.security.credentials import OPEN, Credentials
 from kvcommons.transport.client import DataClient
 from kvcommons.transport.deadline import Deadline
 from kvcommons.transport.server import DataServer, Exchange
@@ -44,12 +44,12 @@ class Meeting:
     """Where the ranks of a group's stages tell each other their addresses: one for each epoch, at the first
     stage's first rank. torch's own store waits without end for a server that is stopped."""
 
-    def __init__(self, host: str, credentials: Credentials = None) -> None:
+    def __init__(self, host: str, credentials: Credentials = OPEN) -> None:
         """`host`: where it listens. Raises Unavailable."""
         self._known: dict[str, bytes] = {}
         self._changed = threading.Condition()
         try:
-            self._server = DataServer(f"tcp:{host}:0", self._answer, name="meeting")
+            self._server = DataServer(f"tcp:{host}:0", self._answer, name="meeting", credentials=credentials)
         except (OSError, KVCommonsError) as error:
             raise Unavailable(f"ranks cannot meet at rank_host = {host!r}: {error}") from error
         self.address = self._server.address

@@ -73,6 +73,7 @@ class StageParts:
             self.follower,
             name="stage",
             observer=DataMetrics(telemetry.registry, "server"),
+            credentials=process.credentials,
         )
         LoadMetrics(
             telemetry.registry, core.info.name, running=lambda: self.follower.sequences, waiting=lambda: 0

@@ -48,6 +48,7 @@ class PoolParts:
             name="attention_pool",
             observer=DataMetrics(telemetry.registry, "server"),
             ring_bytes=config.data_plane.data_ring_bytes,
+            credentials=process.credentials,
             ask_s=config.awake_us / 1e6,
             session=held.attention.session,
         )

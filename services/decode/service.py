@@ -205,6 +205,7 @@ class DecodeParts:
             name="decode",
             observer=DataMetrics(registry, "server"),
             ring_bytes=config.data_plane.data_ring_bytes,
+            credentials=process.credentials,
             session=held.attention.session,
         )
         self.data_address = config.data_plane.advertise_data or self.data.address

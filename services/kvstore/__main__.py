@@ -180,6 +180,7 @@ async def _serve(
         name="kvstore",
         observer=DataMetrics(process.telemetry.registry, "server"),
         ring_bytes=config.data_plane.data_ring_bytes,
+        credentials=process.credentials,
     )
     store.start()
     data_server.start()

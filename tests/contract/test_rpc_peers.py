@@ -24,7 +24,7 @@ from kvcommons.rpc.channel import open_channel
 from kvcommons.rpc.server import RpcServer
 from kvcommons.security.authority import make_certificates
 from kvcommons.security.certificate import ServiceCertificate
-from kvcommons.security.credentials import Credentials
+from kvcommons.security.credentials import OPEN, Credentials
 from kvcommons.security.roles import Role
 from kvcommons.security.token import SharedToken
 from kvcommons.telemetry.telemetry import Telemetry
@@ -32,7 +32,8 @@ from tests.certificates import sign_certificate
 from tests.machine import scaled
 
 METHOD = "/kvcommons.v1.Ledger/Heartbeat"
-TOKEN = SharedToken(b"a token of this very stack")
+SECRET = SharedToken(b"a token of this very stack")
+TOKEN = Credentials(token=SECRET)
 
 
 class Counting(rpc.LedgerServicer):
@@ -96,8 +97,8 @@ def pki(tmp_path: Path) -> Path:
     return tmp_path / "pki"
 
 
-def of(pki: Path, service: str) -> ServiceCertificate:
-    return ServiceCertificate(pki / service, service)
+def of(pki: Path, service: str) -> Credentials:
+    return Credentials(certificate=ServiceCertificate(pki / service, service))
 
 
 async def test_services_of_one_authority_know_each_other(pki: Path) -> None:
@@ -145,7 +146,7 @@ async def test_a_server_that_is_not_the_service_is_given_nothing(pki: Path, tmp_
     for posing in (
         of(tmp_path / "other", "ledger"),  # of another authority
         of(pki, "kvstore"),  # a service of ours, in another one's place
-        None,  # without TLS
+        OPEN,  # without TLS
     ):
         async with serving(posing) as served:
             with pytest.raises(Unavailable):
@@ -187,8 +188,12 @@ async def test_calls_prove_the_token_and_none_is_good_twice(caplog: pytest.LogCa
     async with serving(TOKEN) as served:
         assert (await served.beat(TOKEN)).heartbeat_ms == 7
         for credentials, role, says in (
-            (None, "ledger", "does not have this stack's token"),
-            (SharedToken(b"a token of another stack"), "ledger", "does not have this stack's token"),
+            (OPEN, "ledger", "does not have this stack's token"),
+            (
+                Credentials(token=SharedToken(b"a token of another stack")),
+                "ledger",
+                "does not have this stack's token",
+            ),
             (TOKEN, "kvstore", "meant for another service"),
         ):
             with pytest.raises(UntrustedPeer, match=says):
@@ -196,9 +201,9 @@ async def test_calls_prove_the_token_and_none_is_good_twice(caplog: pytest.LogCa
         assert caplog.text.count("refused a call") == 3
         now_s = datetime.now(UTC).timestamp()
         proofs = {
-            "made before": TOKEN.prove_call(METHOD, "ledger", now_s),
-            "set the clocks": TOKEN.prove_call(METHOD, "ledger", now_s - 90),
-            "does not have": TOKEN.prove_call("/kvcommons.v1.Ledger/Watch", "ledger", now_s),
+            "made before": SECRET.prove_call(METHOD, "ledger", now_s),
+            "set the clocks": SECRET.prove_call(METHOD, "ledger", now_s - 90),
+            "does not have": SECRET.prove_call("/kvcommons.v1.Ledger/Watch", "ledger", now_s),
         }
         calls = served.servicer.calls
         async with grpc.aio.insecure_channel(served.address) as channel:
