@@ -39,6 +39,7 @@ from kvcommons.openmp import bound_waits
 from kvcommons.rpc.dialer import Dialer
 from kvcommons.rpc.server import RpcServer
 from kvcommons.security.credentials import OPEN, Credentials, credentials_of
+from kvcommons.security.tenants import TenantVerifier
 from kvcommons.telemetry import logs
 from kvcommons.telemetry.events import EventFile, unobserved
 from kvcommons.telemetry.metrics import MetricsListener, new_registry
@@ -73,10 +74,15 @@ class Process:
     telemetry: Telemetry
     credentials: Credentials = OPEN  # what it shows to others on a network, and wants of them
 
-    def server(self, node: Node) -> RpcServer:
-        """That answers others' calls."""
+    def server(self, node: Node, tenant_key: str | None = None) -> RpcServer:
+        """That answers others' calls. `tenant_key`: a file with the keys that sign for whom they are made;
+        None: each caller is believed. Raises InvalidInput."""
         return RpcServer(
-            node.listen, self.telemetry, call_deadline_s=node.call_deadline_s, credentials=self.credentials
+            node.listen,
+            self.telemetry,
+            call_deadline_s=node.call_deadline_s,
+            credentials=self.credentials,
+            tenants=TenantVerifier.read(Path(tenant_key)) if tenant_key is not None else None,
         )
 
     def dialer(self, observer: Observer | None = None) -> Dialer:

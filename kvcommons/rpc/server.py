@@ -37,6 +37,7 @@ from kvcommons.errors import (
 from kvcommons.rpc.callers import PROOF_KEY, CallerCheck, caller_check_of, server_credentials
 from kvcommons.rpc.channel import MESSAGE_BYTES_MAX, REQUEST_ID_KEY, SESSION_ID_KEY, TRACEPARENT_KEY
 from kvcommons.security.credentials import OPEN, Credentials
+from kvcommons.security.tenants import SIGNATURE_KEY, TenantVerifier
 from kvcommons.telemetry import logs
 from kvcommons.telemetry.metrics import CallMetrics
 from kvcommons.telemetry.telemetry import Telemetry
@@ -72,9 +73,10 @@ class RpcServer:
         *,
         call_deadline_s: float = CALL_DEADLINE_S,
         credentials: Credentials = OPEN,
+        tenants: TenantVerifier | None = None,
     ) -> None:
         """Whom it answers on a network is a matter of `credentials`; a socket's file lets in whom it lets
-        in."""
+        in. `tenants`: who is believed for whom a call is made; None: everybody."""
         self.address = address  # what was bound, once started
         over_network = not address.startswith("unix:")
         self._certificate = credentials.certificate if over_network else None
@@ -83,7 +85,7 @@ class RpcServer:
         self._health = HealthServicer()
         self._ready = False
         self._server = grpc.aio.server(
-            interceptors=[_Interceptor(telemetry, call_deadline_s, callers)], options=_OPTIONS
+            interceptors=[_Interceptor(telemetry, call_deadline_s, callers, tenants)], options=_OPTIONS
         )
         self.add(health_pb2_grpc.add_HealthServicer_to_server, self._health)
 
@@ -135,8 +137,13 @@ class RpcServer:
 
 class _Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     def __init__(
-        self, telemetry: Telemetry, call_deadline_s: float, callers: CallerCheck | None = None
+        self,
+        telemetry: Telemetry,
+        call_deadline_s: float,
+        callers: CallerCheck | None = None,
+        tenants: TenantVerifier | None = None,
     ) -> None:
+        self._tenants = tenants
         self._tracer = telemetry.tracer
         self._metrics = CallMetrics(telemetry.registry)
         self._call_deadline_s = call_deadline_s
@@ -156,14 +163,14 @@ class _Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         if not handler.response_streaming:
 
             async def unary(request: Any, context: _Context) -> Any:
-                async with self._call(method, context):
+                async with self._call(method, request, context):
                     return await handler.unary_unary(request, context)
 
             return grpc.unary_unary_rpc_method_handler(unary, *codec)
 
         # Not a generator: writing here keeps the handler's whole life inside of one deadline.
         async def stream(request: Any, context: _Context) -> None:
-            async with self._call(method, context):
+            async with self._call(method, request, context):
                 replies = handler.unary_stream(request, context)
                 if not hasattr(replies, "__aiter__"):
                     await replies  # a handler that writes by itself, as health's Watch does
@@ -175,7 +182,7 @@ class _Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         return grpc.unary_stream_rpc_method_handler(stream, *codec)
 
     @contextlib.asynccontextmanager
-    async def _call(self, method: str, context: _Context) -> AsyncIterator[None]:
+    async def _call(self, method: str, request: Any, context: _Context) -> AsyncIterator[None]:
         """Around one call: its ids, its span, its deadline, what its failure becomes, what is counted."""
         started = time.monotonic()
         incoming = dict(context.invocation_metadata() or ())
@@ -185,8 +192,7 @@ class _Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         try:
             with logs.bound(**_ids(incoming)), self._span(method, _text(incoming.get(TRACEPARENT_KEY))):
                 async with _bounded(method, limit_s):
-                    if self._callers is not None:
-                        self._admit(self._callers, method, context, incoming)
+                    self._admit(method, request, context, incoming)
                     yield
             code = "ok"
         except KVCommonsError as error:
@@ -200,13 +206,13 @@ class _Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         finally:
             self._metrics.ended(method, code, time.monotonic() - started)
 
-    def _admit(
-        self, callers: CallerCheck, method: str, context: _Context, incoming: dict[str, str | bytes]
-    ) -> None:
+    def _admit(self, method: str, request: Any, context: _Context, incoming: dict[str, str | bytes]) -> None:
         """Raises UntrustedPeer."""
-        carried = incoming.get(PROOF_KEY, b"")
         try:
-            callers.admit(method, context, carried if isinstance(carried, bytes) else b"")
+            if self._callers is not None:
+                self._callers.admit(method, context, _binary(incoming.get(PROOF_KEY)))
+            if self._tenants is not None:
+                self._tenants.check(method, request, _binary(incoming.get(SIGNATURE_KEY)))
         except UntrustedPeer as error:
             log.warning("refused a call: %s", error.message, extra={"peer": context.peer()})
             raise
@@ -252,6 +258,10 @@ def _ids(incoming: dict[str, str | bytes]) -> dict[str, str]:
 
 def _text(value: str | bytes | None) -> str:
     return value.decode(errors="replace") if isinstance(value, bytes) else value or ""
+
+
+def _binary(value: str | bytes | None) -> bytes:
+    return value if isinstance(value, bytes) else b""
 
 
 async def _abort(context: _Context, error: KVCommonsError) -> NoReturn:

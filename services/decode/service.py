@@ -388,7 +388,7 @@ async def serve(config: DecodeConfig, process: Process) -> None:
         await serve_decode_stage(config, process)
         return
     placement = policy_class(policy_of(config))
-    server = process.server(config.node)
+    server = process.server(config.node, config.tenant_key)
     service = DecodeService(max_sequences=config.max_sequences)
     server.add(decode_pb2_grpc.add_DecodeServicer_to_server, service)
     lending = HolderService(process.dialer())

@@ -168,7 +168,7 @@ async def _serve(
     upkeep = Upkeep(kept.records, membership.records)
     count = kept.count or (lambda: upkeep.sessions)
     process.telemetry.registry.register(StoreCollector(store, count))
-    server = process.server(config.node)
+    server = process.server(config.node, config.tenant_key)
     metrics = SessionMetrics(process.telemetry.registry)
     server.add(rpc.add_BlocksServicer_to_server, BlocksServicer(store, count))
     sessions = SessionsServicer(store, kept.records, metrics, lambda: membership.refusal)

@@ -19,6 +19,9 @@ class PrefillConfig:
     node: Node
     engine: EngineSettings
     ledger: Addresses
+    # PEM: the public key of the router's tenant_key; calls for a tenant have to be signed. None: they are
+    # not.
+    tenant_key: str | None = None
     shape: StageSettings = field(default_factory=StageSettings)
     chunk_tokens: Annotated[int, Gt(0)] = 512  # computed at once; other jobs take their turn between chunks
     max_running: Annotated[int, Ge(1)] = 4  # jobs that hold memory and take turns

@@ -161,7 +161,7 @@ async def serve(config: PrefillConfig, process: Process) -> None:
     if config.shape.follows:
         await serve_prefill_stage(config, process)
         return
-    server = process.server(config.node)
+    server = process.server(config.node, config.tenant_key)
     service = PrefillService(PrefillMetrics(process.telemetry.registry))
     server.add(prefill_pb2_grpc.add_PrefillServicer_to_server, service)
     await server.start()

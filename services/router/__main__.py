@@ -16,9 +16,11 @@ from kvcommons.model.chat import ChatTemplate
 from kvcommons.model.spec import resolve_folder
 from kvcommons.model.tokenizer import Tokenizer
 from kvcommons.pb import ledger_pb2
+from kvcommons.rpc.channel import open_channel
 from kvcommons.rpc.directory import Directory, Heartbeat
 from kvcommons.rpc.process import Process, run
 from kvcommons.rpc.server import RpcServer
+from kvcommons.security.tenants import TenantSigner
 from services.router.admission.admission import Admission
 from services.router.admission.classes import OTHERS, ServiceClasses
 from services.router.admission.look_ahead import QueueLookAhead
@@ -115,7 +117,10 @@ async def _serving(config: RouterConfig, process: Process) -> Serving:
     tokenizer = Tokenizer.read(folder)
     text = Text.of(tokenizer, ChatTemplate.read(folder, tokenizer), tool_format=config.tool_format)
     directory = Directory(config.ledger, process.instance_id, process.dialer())
-    fleet = Fleet(directory, process.dialer().channel)
+    carried = (TenantSigner.read(Path(config.tenant_key)).carry,) if config.tenant_key is not None else ()
+    fleet = Fleet(
+        directory, lambda address, role: open_channel(address, role, process.credentials, carried=carried)
+    )
     policy = scheduling(config.policy, overtakes_max=config.overtakes_max)
     quotas = Quotas(config.quotas)
     queue = RequestQueue(

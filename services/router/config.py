@@ -32,6 +32,8 @@ class RouterConfig:
     # File: a line per key, "tenant key [operator]"; none: one tenant, loopback only.
     api_keys: str | None = None
     secret_file: str | None = None  # root of the tenants' salts; needed with api_keys
+    # PEM: a private key of Ed25519, by which calls say for which tenant they are made. None: unsigned.
+    tenant_key: str | None = None
     # PEM files: HTTPS instead of HTTP. Read again when they change; one is nothing without the other.
     tls_cert: str | None = None
     tls_key: str | None = None

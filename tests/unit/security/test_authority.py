@@ -120,9 +120,9 @@ def test_a_process_has_one_way_to_be_known(tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text("0123456789abcdef")
     listen, folder = "unix:/a", str(tmp_path / "decode")
-    assert credentials_of(Node(listen=listen), "decode") is None
-    assert credentials_of(Node(listen=listen, certificates=folder), "decode") is not None
-    assert credentials_of(Node(listen=listen, token_file=str(token)), "decode") is not None
+    assert not credentials_of(Node(listen=listen), "decode").keeps_out
+    assert credentials_of(Node(listen=listen, certificates=folder), "decode").certificate
+    assert credentials_of(Node(listen=listen, token_file=str(token)), "decode").token
     with pytest.raises(InvalidInput, match="one of them"):
         credentials_of(Node(listen=listen, certificates=folder, token_file=str(token)), "decode")
     token.write_text("short")
