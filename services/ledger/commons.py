@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -40,12 +40,14 @@ class Commons:
         return [self.election.run(), self.keeper.run(), self.settler.run()]
 
 
-def open_commons(config: LedgerConfig, process: Process, registry: Registry, mirror: Mirror) -> Commons:
-    """Connections of their own to etcd: none of these waits for another."""
-
-    def etcd() -> Etcd:
-        return Etcd(config.etcd, timeout_s=config.etcd_timeout_s)
-
+def open_commons(
+    config: LedgerConfig,
+    process: Process,
+    etcd: Callable[[], Etcd],
+    registry: Registry,
+    mirror: Mirror,
+) -> Commons:
+    """Connections of their own to etcd, which `etcd` makes: none of these waits for another."""
     prefix = config.etcd_prefix
     election = Election(etcd(), prefix=prefix, instance_id=process.instance_id, lease_s=config.lease_s)
     debts, counts, reports = DebtLedger(), SettlementCounts(), SettlementReports()
