@@ -29,11 +29,9 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from kvcommons.errors import InvalidInput
 from kvcommons.files import make_private, write_whole
-from kvcommons.security.roles import ROLES, name_of
+from kvcommons.security.roles import ROLES, TENANTS_KEY, TENANTS_PUBLIC, VERIFYING, name_of
 
 CA, CERT, KEY = "ca.crt", "tls.crt", "tls.key"
-TENANTS_KEY, TENANTS_PUBLIC = "tenants.key", "tenants.pub"
-VERIFYING = ("kvstore", "prefill", "decode")
 
 _AUTHORITY = "authority"
 _AUTHORITY_DAYS = 7300

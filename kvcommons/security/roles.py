@@ -21,6 +21,9 @@ Role: TypeAlias = Literal[
 ]
 
 _SUFFIX = ".kvcommons"
+# The files of the router's key that signs tenants, and who has the one that verifies.
+TENANTS_KEY, TENANTS_PUBLIC = "tenants.key", "tenants.pub"
+VERIFYING = ("kvstore", "prefill", "decode")
 # By service. A decode instance may compute prompts, too, and it is a holder as an attention pool is.
 ROLES: Mapping[str, tuple[Role, ...]] = {
     "router": ("router",),
