@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import socket
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
@@ -31,6 +32,7 @@ from kvcommons.telemetry.telemetry import Telemetry
 from tests.certificates import sign_certificate
 from tests.machine import scaled
 
+ROOT = Path(__file__).parents[2]
 METHOD = "/kvcommons.v1.Ledger/Heartbeat"
 SECRET = SharedToken(b"a token of this very stack")
 TOKEN = Credentials(token=SECRET)
@@ -222,6 +224,17 @@ async def test_calls_prove_the_token_and_none_is_good_twice(caplog: pytest.LogCa
             reply = await health.Check(health_pb2.HealthCheckRequest(), timeout=scaled(5))
             assert reply.status == health_pb2.HealthCheckResponse.SERVING
         assert served.servicer.calls == calls + 1
+
+
+async def test_a_containers_probe_asks_as_its_service(pki: Path) -> None:
+    spec = importlib.util.spec_from_file_location("probe", ROOT / "deploy" / "probe.py")
+    assert spec is not None
+    assert spec.loader is not None
+    probe = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(probe)
+    async with serving(of(pki, "decode"), "decode") as served:
+        assert await asyncio.to_thread(probe.main, served.address, pki / "decode") == 0
+        assert await asyncio.to_thread(probe.main, served.address, pki / "nowhere") == 1
 
 
 async def test_a_socket_of_this_host_asks_for_nothing(pki: Path, tmp_path: Path) -> None:
