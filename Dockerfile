@@ -54,8 +54,8 @@ COPY --from=etcd-source /usr/local/bin/etcd /usr/local/bin/etcdctl /usr/local/bi
 USER kvcommons
 VOLUME /data
 CMD ["etcd", "--data-dir=/data/etcd", "--listen-client-urls=https://0.0.0.0:2379", "--advertise-client-urls=https://etcd:2379", \
-     "--client-cert-auth", "--client-cert-allowed-hostname=etcd-client.kvcommons", "--trusted-ca-file=/certificates/ca.crt", \
-     "--cert-file=/certificates/tls.crt", "--key-file=/certificates/tls.key", \
+     "--client-cert-auth", "--client-cert-allowed-hostname=etcd-client.kvcommons", "--enable-grpc-gateway=false", \
+     "--trusted-ca-file=/certificates/ca.crt", "--cert-file=/certificates/tls.crt", "--key-file=/certificates/tls.key", \
      "--auto-compaction-mode=revision", "--auto-compaction-retention=1000", "--quota-backend-bytes=268435456"]
 
 FROM base AS postgres

