@@ -7,7 +7,10 @@ ARG ETCD_IMAGE=etcd-packaged
 FROM ${BASE_IMAGE} AS base
 ENV PYTHONDONTWRITEBYTECODE=1 PYTHONUNBUFFERED=1 PYTHONPATH=/app PATH=/opt/venv/bin:$PATH
 RUN useradd --system --uid 10001 --user-group --no-create-home --home-dir /tmp kvcommons \
-    && install -d -o kvcommons -g kvcommons /data /models
+    && install -d -o kvcommons -g kvcommons /data /models \
+    && install -d -o kvcommons -g kvcommons -m 700 /certificates /certificates/authority /certificates/router \
+       /certificates/ledger /certificates/kvstore /certificates/prefill /certificates/decode \
+       /certificates/attention_pool /certificates/etcd
 WORKDIR /app
 
 FROM base AS control-packages
@@ -50,7 +53,9 @@ FROM base AS etcd
 COPY --from=etcd-source /usr/local/bin/etcd /usr/local/bin/etcdctl /usr/local/bin/
 USER kvcommons
 VOLUME /data
-CMD ["etcd", "--data-dir=/data/etcd", "--listen-client-urls=http://0.0.0.0:2379", "--advertise-client-urls=http://etcd:2379", \
+CMD ["etcd", "--data-dir=/data/etcd", "--listen-client-urls=https://0.0.0.0:2379", "--advertise-client-urls=https://etcd:2379", \
+     "--client-cert-auth", "--client-cert-allowed-hostname=etcd-client.kvcommons", "--enable-grpc-gateway=false", \
+     "--trusted-ca-file=/certificates/ca.crt", "--cert-file=/certificates/tls.crt", "--key-file=/certificates/tls.key", \
      "--auto-compaction-mode=revision", "--auto-compaction-retention=1000", "--quota-backend-bytes=268435456"]
 
 FROM base AS postgres

@@ -28,6 +28,7 @@ from kvcommons.holder.allowance import new_allowance
 from kvcommons.holder.budget import AttentionBudget
 from kvcommons.holder.client import RemoteHolder
 from kvcommons.pb import common_pb2, data_pb2
+from kvcommons.rpc.dialer import Dialer
 from kvcommons.transport.base import Observation
 from kvcommons.transport.server import DataServer, Exchange, Handler
 from services.decode.batching.engine import decode_engine
@@ -86,7 +87,7 @@ class Replica(Replacing):
         child, core = self._child, self._core
         budget = AttentionBudget(CALL_S, new_allowance(core.backend.attention.native_exchange))
         self._rotation = Rotation(
-            mode, child.replicas, core, budget, self, deadline_s=CALL_S, observer=self.observe
+            mode, child.replicas, core, budget, self, deadline_s=CALL_S, dialer=Dialer(observer=self.observe)
         )
         self._rotation.join(child.replicas[child.number])
         self._handler = self._rotation.handler(_refuse)
@@ -155,7 +156,7 @@ async def _borrow(child: Child, core: Core, replica: Replica, runs: list[RemoteR
     holders = [
         RemoteHolder(
             control, data, owner=f"replica-{child.number}", model=core.info.fingerprint,
-            lost=lambda refs: None, observer=replica.observe,
+            lost=lambda refs: None, dialer=Dialer(observer=replica.observe),
         )
         for control, data in child.pools
     ]  # fmt: skip

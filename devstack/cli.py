@@ -1,5 +1,5 @@
-"""The command line: `kvcommons up`, `fetch`, `chat`, `prefill`, `status`, `records`, and the commands of
-`benchmarks/` (`bench`, `plan`, `replay`).
+"""The command line: `kvcommons up`, `certificates`, `fetch`, `chat`, `prefill`, `status`, `records`, and the
+commands of `benchmarks/` (`bench`, `plan`, `replay`).
 
 It starts at once: each command imports what it needs, and none imports torch.
 """
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 # Commands that take their arguments as they are: name, module with `main(argv) -> int`, help.
 _LAZY = {
+    "certificates": ("kvcommons.security.__main__", "certificates by which services know each other"),
     "bench": ("benchmarks.cli", "benchmarks, with a table and a picture"),
     "plan": ("benchmarks.planning.cli", "the cheapest devices for a model, a context and objectives"),
     "replay": ("benchmarks.replay.cli", "eviction policies on a trace of requests, on a virtual clock"),

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from devstack.settings import DEMO_MODEL, UpSettings
+from kvcommons.config import PREFIX
 from kvcommons.errors import InvalidInput
 from kvcommons.placement.choice import POLICIES
+from kvcommons.security.roles import TENANTS_KEY, TENANTS_PUBLIC, VERIFYING
 
 # Started together, stopped in this order: each before what it calls. etcd comes last of all.
 STOP_ORDER = ("router", "prefill", "decode", "attention_pool", "kvstore", "postgres", "ledger", "etcd")
@@ -64,6 +66,11 @@ class Place:
     def secret_file(self) -> Path:
         """The root of the tenants' salts: block identities are lost with it."""
         return self.data / "secret"
+
+    @property
+    def certificates(self) -> Path:
+        """By which services know each other on a network, and the keys that sign and verify tenants."""
+        return self.data / "certificates"
 
     @property
     def postgres(self) -> Path:
@@ -143,11 +150,16 @@ def threads_by_service(cores: int, settings: UpSettings, user: Mapping[str, Any]
 
 
 def tables(
-    settings: UpSettings, place: Place, cores: int, user: Mapping[str, Any], records: str = ""
+    settings: UpSettings,
+    place: Place,
+    cores: int,
+    user: Mapping[str, Any],
+    records: str = "",
+    certificates: Path | None = None,
 ) -> dict[str, dict[str, Any]]:
     """The generated settings: the stack's defaults for each service, the user's tables over them. `records`:
-    the stack's own database of session records. Raises InvalidInput where these leave a stack that answers
-    nothing."""
+    the stack's own database of session records; `certificates`: its own folder of them. Raises InvalidInput
+    where these leave a stack that answers nothing."""
     lenders = settings.attention_pool + settings.decode - 1
     if _offloads(user) and not lenders:
         raise InvalidInput(
@@ -216,7 +228,29 @@ def tables(
         "kvstore": {"ledger": ledgers, "dram_bytes": KVSTORE_DRAM_BYTES, "records": records},
         "ledger": {"etcd": [f"unix:{place.runtime / 'etcd'}"]},
     }
+    if certificates is not None:
+        for service, table in defaults.items():
+            table |= identity(service, certificates)
     return {service: {**table, **user.get(service, {})} for service, table in defaults.items()}
+
+
+def identity(service: str, certificates: Path) -> dict[str, str]:
+    """The settings by which a service is known, and knows for whom it is called: of a folder that `kvcommons
+    certificates` has made."""
+    table = {"certificates": str(certificates / service)}
+    if service == "router":
+        table["tenant_key"] = str(certificates / service / TENANTS_KEY)
+    if service in VERIFYING:
+        table["tenant_key"] = str(certificates / service / TENANTS_PUBLIC)
+    return table
+
+
+def brings_identities(user: Mapping[str, Any], environ: Mapping[str, str]) -> bool:
+    """Whether the user's tables or variables say how services know each other: then all of it is the
+    user's."""
+    named = {name for table in user.values() if isinstance(table, Mapping) for name in table}
+    named |= {name.lower().rpartition("__")[2] for name in environ if name.startswith(PREFIX)}
+    return bool(named & {"certificates", "token_file", "tenant_key"})
 
 
 def _router_table(settings: UpSettings, place: Place) -> dict[str, str]:

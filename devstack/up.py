@@ -10,6 +10,7 @@ import time
 import tomllib
 from collections import Counter
 from collections.abc import Mapping
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ from devstack.checks import check_access, check_model, check_services, check_var
 from devstack.child import end_with
 from devstack.fetch import MODELS, cached, fetch
 from devstack.place import Claim
-from devstack.plan import ProcessPlan, processes, tables
+from devstack.plan import ProcessPlan, brings_identities, processes, tables
 from devstack.program import program
 from devstack.rest import RestClient
 from devstack.settings import UpSettings
@@ -35,6 +36,7 @@ from kvcommons.errors import (
     Unavailable,
 )
 from kvcommons.files import PRIVATE_UMASK
+from kvcommons.security.authority import make_certificates
 
 if TYPE_CHECKING:
     from services.router.http.keys import Keys
@@ -159,9 +161,12 @@ class _Up:
         cores = len(os.sched_getaffinity(0))
         settings = self._settings
         records = database.url if database is not None else ""
-        place.settings_file.write_text(
-            toml.dumps(tables(settings, place, cores, self._user, records), origin=self._config)
-        )
+        certificates: Path | None = None
+        if not brings_identities(self._user, os.environ):
+            certificates = place.certificates
+            make_certificates(certificates, datetime.now(UTC))
+        made = tables(settings, place, cores, self._user, records, certificates)
+        place.settings_file.write_text(toml.dumps(made, origin=self._config))
         plans = processes(settings, place, cores, port, os.environ, user=self._user, flagged=self._flags)
         databases = [etcd.plan(place.data / "etcd", place.runtime, os.environ)]
         if database is not None:

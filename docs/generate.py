@@ -160,7 +160,9 @@ def field_comments(schema: type) -> dict[str, str]:
 
 
 def _sentence(text: str) -> str:
-    return text[:1].upper() + text[1:].rstrip(".;") if text else ""
+    word = text.partition(" ")[0]
+    begun = text[:1].upper() + text[1:] if word == word.lower() else text  # gRPC is no word to write large
+    return begun.rstrip(".;")
 
 
 def _kind(annotation: Any, bounds: tuple[Any, ...] = ()) -> str:

@@ -85,6 +85,12 @@ class Node:
     event_log: str | None = None  # a folder: what happens to blocks, a line each; off by default
     drain_s: Annotated[float, Gt(0)] = 10.0  # from SIGTERM to the end, at most
     call_deadline_s: Annotated[float, Ge(0.1)] = 60.0  # of a call that came without one
+    # How services know each other beyond Unix sockets, the same way in all of them (docs/security.md): a
+    # folder with ca.crt, tls.crt and tls.key; by default not at all.
+    certificates: str | None = None
+    token_file: str | None = None  # or by this: a file with a secret that all have
+    # Nobody but this stack's services is on the network: what has no TLS (UCX, sums of ranks) may use it.
+    private_network: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

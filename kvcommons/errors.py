@@ -24,7 +24,8 @@
     ├── QuotaExceeded                a tenant has used what it may
     ├── Unavailable                  a peer cannot be reached, or is not ready
     │   ├── Loading
-    │   └── StoreUnavailable
+    │   ├── StoreUnavailable
+    │   └── UntrustedPeer            it cannot show that it is a service of this stack, or does not believe us
     ├── DeadlineExceeded
     ├── DataLoss                     bytes are there and wrong, or KV that should be there is gone
     │   └── StaleEpoch               a handle of a holder that has restarted, or of a lease that ran out
@@ -180,6 +181,10 @@ class StoreUnavailable(Unavailable):
     code = "store_unavailable"
 
 
+class UntrustedPeer(Unavailable):
+    code = "untrusted_peer"
+
+
 class DeadlineExceeded(KVCommonsError):
     code = "deadline_exceeded"
 
@@ -226,6 +231,7 @@ _TABLE: dict[str, tuple[type[KVCommonsError], grpc.StatusCode, int, str]] = {
     "unavailable": (Unavailable, _S.UNAVAILABLE, 503, _SERVER),
     "loading": (Loading, _S.UNAVAILABLE, 503, _SERVER),
     "store_unavailable": (StoreUnavailable, _S.UNAVAILABLE, 503, _SERVER),
+    "untrusted_peer": (UntrustedPeer, _S.UNAUTHENTICATED, 503, _SERVER),
     "deadline_exceeded": (DeadlineExceeded, _S.DEADLINE_EXCEEDED, 503, _SERVER),
     "data_loss": (DataLoss, _S.DATA_LOSS, 500, _SERVER),
     "stale_epoch": (StaleEpoch, _S.DATA_LOSS, 500, _SERVER),

@@ -10,10 +10,12 @@ from pathlib import Path
 PRIVATE_UMASK = 0o077
 
 
-def write_whole(path: Path, content: bytes) -> None:
-    """In the place of what is there; durable, with its name, when it returns. Raises OSError."""
+def write_whole(path: Path, content: bytes, *, mode: int = 0o666) -> None:
+    """In the place of what is there; durable, with its name, when it returns. `mode`: of a new file, less the
+    umask. Raises OSError."""
     fresh = path.with_suffix(".new")
-    with fresh.open("wb") as file:
+    fresh.unlink(missing_ok=True)  # of a write that was cut, with a mode of its own
+    with open(fresh, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

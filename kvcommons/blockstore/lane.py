@@ -15,8 +15,8 @@ from kvcommons.errors import DeadlineExceeded, KVCommonsError, Unavailable
 from kvcommons.pb import data_pb2 as pb
 from kvcommons.rblock.checksum import checksum
 from kvcommons.rblock.heads import HeadPart
-from kvcommons.transport.base import Observer
-from kvcommons.transport.client import DataClient, PendingCall
+from kvcommons.rpc.dialer import Dialer
+from kvcommons.transport.client import PendingCall
 from kvcommons.transport.deadline import Deadline
 
 _LOG = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ class Lane:
         call_s: float,
         changed: threading.Condition,
         settle: Callable[[Save, int, int], None],
-        observer: Observer | None,
+        dialer: Dialer,
     ) -> None:
         """`changed` is the saver's, and held by callers of `put`, `stop` and `over`. `settle(save, saved,
         unwanted)` is called, without it, once for what goes out together."""
@@ -112,7 +112,7 @@ class Lane:
         self._call_s = call_s
         self._changed = changed
         self._settle = settle
-        self._client = DataClient(address, kept_max=1, observer=observer)
+        self._client = dialer.client(address, "kvstore", kept_max=1)
         self._progress = Progress()
         self._queue: deque[Save] = deque()
         self._together_bytes = _TOGETHER_BYTES

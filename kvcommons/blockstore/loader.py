@@ -18,8 +18,8 @@ from kvcommons.pb import data_pb2 as pb
 from kvcommons.rblock.checksum import checksum
 from kvcommons.rblock.heads import HeadPart
 from kvcommons.rblock.layout import Layout
+from kvcommons.rpc.dialer import UNSECURED, Dialer
 from kvcommons.telemetry.trace import current_traceparent
-from kvcommons.transport.base import Observer
 from kvcommons.transport.client import DataClient, PendingCall
 from kvcommons.transport.deadline import Deadline
 
@@ -240,11 +240,11 @@ class BlockLoader:
         *,
         name: str = "load",
         loads_max: int = 4,
-        observer: Observer | None = None,
+        dialer: Dialer = UNSECURED,
     ) -> None:
         """`condemn` is called for each corrupt object, on a loading thread: it must not block."""
         self._condemn = condemn
-        self._observer = observer
+        self._dialer = dialer
         self._pool = ThreadPoolExecutor(loads_max, thread_name_prefix=name)
         self._lock = threading.Lock()
         self._clients: OrderedDict[str, DataClient] = OrderedDict()
@@ -365,7 +365,7 @@ class BlockLoader:
 
     def _client(self, address: str) -> DataClient:
         with self._lock:
-            client = self._clients.pop(address, None) or DataClient(address, observer=self._observer)
+            client = self._clients.pop(address, None) or self._dialer.client(address, "kvstore")
             self._clients[address] = client
             if len(self._clients) > _CLIENTS_MAX:
                 _, oldest = self._clients.popitem(last=False)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from kvcommons.blockstore.lane import Lane, Save
 from kvcommons.rblock.heads import HeadPart
+from kvcommons.rpc.dialer import UNSECURED, Dialer
 from kvcommons.telemetry.trace import current_traceparent
-from kvcommons.transport.base import Observer
 from kvcommons.transport.deadline import Deadline
 
 if TYPE_CHECKING:
@@ -42,14 +42,14 @@ class BlockSaver:
         buffer_bytes: int = 256 << 20,
         hold_s: float = 10.0,
         call_s: float = 5.0,
-        observer: Observer | None = None,
+        dialer: Dialer = UNSECURED,
     ) -> None:
         """`writer` is the instance's id; `call_s` bounds one PutLayer."""
         self.writer = writer  # of what is saved from now on
         self._buffer_bytes = buffer_bytes
         self._hold_s = hold_s
         self._call_s = call_s
-        self._observer = observer
+        self._dialer = dialer
         # Guards all that follows, and the lanes' queues.
         self._changed = threading.Condition()
         self._lanes: dict[tuple[str, str], Lane] = {}  # by address and writer
@@ -153,7 +153,7 @@ class BlockSaver:
                 call_s=self._call_s,
                 changed=self._changed,
                 settle=self._settle,
-                observer=self._observer,
+                dialer=self._dialer,
             )
             self._lanes = {known: old for known, old in self._lanes.items() if not old.over}
             self._lanes[key] = lane

@@ -15,7 +15,7 @@ from kvcommons.blockstore.loader import BlockLoader, CorruptObject, LayerLoad
 from kvcommons.engine.core import Core
 from kvcommons.errors import DeadlineExceeded, KVCommonsError
 from kvcommons.pb import kvstore_pb2, kvstore_pb2_grpc
-from kvcommons.rpc.channel import open_channel
+from kvcommons.rpc.dialer import UNSECURED, Dialer
 from kvcommons.transport.deadline import Deadline
 
 if TYPE_CHECKING:
@@ -103,7 +103,8 @@ class Condemner:
     """Tells kvstores about objects that failed their checksum. Made on the event loop, called from any
     thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, dialer: Dialer = UNSECURED) -> None:
+        self._dialer = dialer
         self._loop = asyncio.get_running_loop()
         self._control: dict[str, str] = {}
         self._channels: dict[str, grpc.aio.Channel] = {}
@@ -128,7 +129,7 @@ class Condemner:
         if not control:
             return
         if control not in self._channels:
-            self._channels[control] = open_channel(control)
+            self._channels[control] = self._dialer.channel(control, "kvstore")
         request = kvstore_pb2.CondemnRequest(
             model=corrupt.model, block_id=corrupt.block_id, generation=corrupt.generation
         )

@@ -12,8 +12,6 @@ from contextvars import Context
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-import grpc.aio
-
 from kvcommons.errors import KVCommonsError
 from kvcommons.holder.copying import BlockSave, read_blocks, write_request
 from kvcommons.holder.exchange import Recipient
@@ -22,9 +20,7 @@ from kvcommons.holder.plan_connection import PlanPool
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import holder_pb2
 from kvcommons.pb import holder_pb2_grpc as rpc
-from kvcommons.rpc.channel import open_channel
-from kvcommons.transport.base import Observer
-from kvcommons.transport.client import DataClient
+from kvcommons.rpc.dialer import UNSECURED, Dialer
 from kvcommons.transport.deadline import Deadline
 
 if TYPE_CHECKING:
@@ -52,8 +48,7 @@ class RemoteHolder:
         model: bytes,
         lost: Callable[[Sequence[SegmentRef]], None],
         lease_s: float = 10.0,
-        observer: Observer | None = None,
-        connect: Callable[[str], grpc.aio.Channel] = open_channel,
+        dialer: Dialer = UNSECURED,
     ) -> None:
         """`owner` is this instance's id. `lost` is called, on the event loop, with segments that the holder
         does not have any more, or that could not be renewed for as long as their lease; they need no
@@ -66,11 +61,11 @@ class RemoteHolder:
         self._lease_s = lease_s
         # Told how long an iteration waited for a partial from here, and whether it came in time.
         self.waited: Callable[[float, bool], None] = lambda seconds, answered: None
-        self._channel = connect(control_address)
+        self._channel = dialer.channel(control_address, "holder")
         self._stub = rpc.HolderStub(self._channel)
-        self._data = DataClient(data_address, observer=observer)
+        self._data = dialer.client(data_address, "holder")
         # Over sockets, which the native path takes; a layer's frames are small.
-        self._plans = PlanPool(DataClient(data_address, observer=observer, ask_s=_ASK_S, rings=False))
+        self._plans = PlanPool(dialer.client(data_address, "holder", ask_s=_ASK_S, rings=False))
         self._borrowed: dict[SegmentRef, float] = {}  # to when its lease runs out, at the latest
         self._generations = itertools.count(1)  # of all segments
         self._renewal: asyncio.Task[None] | None = None

@@ -25,8 +25,7 @@ from kvcommons.holder.plan import PlanRow
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.rblock.heads import divided
 from kvcommons.rblock.layout import Layout
-from kvcommons.transport.base import Observer
-from kvcommons.transport.client import DataClient
+from kvcommons.rpc.dialer import UNSECURED, Dialer
 from kvcommons.transport.deadline import Deadline
 
 if TYPE_CHECKING:
@@ -62,7 +61,7 @@ class HeadGroup:
         store: WholeStore,
         lost: Callable[[Sequence[SegmentRef]], None],
         lease_s: float = 10.0,
-        observer: Observer | None = None,
+        dialer: Dialer = UNSECURED,
     ) -> None:
         """`addresses`: control and data, of each part in order; the others as at RemoteHolder. Raises
         InvalidInput where the heads cannot be divided over so many."""
@@ -78,11 +77,11 @@ class HeadGroup:
                 model=share.model(model),
                 lost=partial(self._lose, share.number),
                 lease_s=lease_s,
-                observer=observer,
+                dialer=dialer,
             )
             for share, (control, data) in zip(self._shares, addresses, strict=True)
         ]
-        self._data = [DataClient(data, observer=observer) for _, data in addresses]
+        self._data = [dialer.client(data, "holder") for _, data in addresses]
         self.control_address = ", ".join(control for control, _ in addresses)
         self.data_address = ", ".join(data for _, data in addresses)
         self.waited: Callable[[float, bool], None] = lambda seconds, answered: None

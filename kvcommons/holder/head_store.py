@@ -15,7 +15,7 @@ from kvcommons.blockstore.saver import BlockSaver
 from kvcommons.errors import Unavailable
 from kvcommons.holder.copying import BlockSave
 from kvcommons.rblock.layout import Layout
-from kvcommons.transport.base import Observer
+from kvcommons.rpc.dialer import UNSECURED, Dialer
 from kvcommons.transport.deadline import Deadline
 
 if TYPE_CHECKING:
@@ -39,13 +39,13 @@ class WholeStore:
         layout: Layout,
         condemn: Callable[[CorruptObject], None],
         saver: BlockSaver,
-        observer: Observer | None = None,
+        dialer: Dialer = UNSECURED,
     ) -> None:
         """`condemn` as at BlockLoader; the saver is the owner's, and is not closed here."""
         self.layout = layout
         self._model = model
         self._saver = saver
-        self._loader = BlockLoader(condemn, name="group-load", loads_max=_LOADS_MAX, observer=observer)
+        self._loader = BlockLoader(condemn, name="group-load", loads_max=_LOADS_MAX, dialer=dialer)
         # Apart: a save is a moment's work, a load waits for a store.
         self._loading = ThreadPoolExecutor(_LOADS_MAX, thread_name_prefix="group-loaded")
         self._saving = ThreadPoolExecutor(_SAVES_MAX, thread_name_prefix="group-save")

@@ -21,7 +21,7 @@ from kvcommons.holder.holder import Holder
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import holder_pb2 as pb
 from kvcommons.pb import holder_pb2_grpc as rpc
-from kvcommons.transport.client import DataClient
+from kvcommons.rpc.dialer import UNSECURED, Dialer
 from kvcommons.transport.deadline import Deadline
 
 _LOG = logging.getLogger(__name__)
@@ -48,7 +48,9 @@ class HolderService(rpc.HolderServicer):
     """Answers Loading until it is given its holder: the block memory of a decode instance is made for a model
     that takes a while to load."""
 
-    def __init__(self) -> None:
+    def __init__(self, dialer: Dialer = UNSECURED) -> None:
+        """`dialer`: to other holders, whose blocks are copied here."""
+        self._dialer = dialer
         self._opened: Holder | None = None
         self._threads = ThreadPoolExecutor(_LOADS_MAX, thread_name_prefix="holder")
         self._sweep: asyncio.Task[None] | None = None
@@ -226,7 +228,7 @@ class HolderService(rpc.HolderServicer):
 
     def _copy_in(self, request: pb.CopyInRequest, deadline: Deadline) -> pb.CopyInReply:
         holder = self._holder
-        client = DataClient(request.data_address, kept_max=1)
+        client = self._dialer.client(request.data_address, "holder", kept_max=1)
         try:
             with holder.pinned([_ref(request.into)]) as (segment,):
                 if segment.owner != request.owner:

@@ -98,11 +98,15 @@ class Intake:
             )
             if asked.push_from_block:
                 placed = await asyncio.to_thread(
-                    await_placed, targets.now[0], delivery.deadline, delivery.traceparent
+                    await_placed,
+                    self._holders.dialer,
+                    targets.now[0],
+                    delivery.deadline,
+                    delivery.traceparent,
                 )
                 prompt.reuse(placed=min(placed, len(prompt.reusable())))
         if grows:
-            joining = JoiningHolders(targets, blocks=blocks, delivery=delivery)
+            joining = JoiningHolders(targets, blocks=blocks, delivery=delivery, dialer=self._holders.dialer)
             prompt.memory = GrowingPlaces(prompt.memory, joining, self.chunk_tokens)
         return prompt
 
@@ -112,6 +116,7 @@ class Intake:
         """Stages are told of a prompt's targets once, with the prompt."""
         places = await asyncio.to_thread(
             ask_places,
+            self._holders.dialer,
             targets.now[0],
             known_blocks=targets.blocks,
             blocks=blocks,

@@ -12,7 +12,7 @@ from kvcommons.errors import DataLoss, Internal, KVCommonsError
 from kvcommons.pb import common_pb2, data_pb2
 from kvcommons.prefill.push import Delivery
 from kvcommons.prefill.targets import Target, TargetTable
-from kvcommons.transport.client import DataClient
+from kvcommons.rpc.dialer import UNSECURED, Dialer
 from kvcommons.transport.deadline import Deadline
 
 CHUNKS_AHEAD = 2  # whose places are asked for while one is computed
@@ -20,11 +20,11 @@ _POLL_S = 0.005  # of a chunk that waits for its place; others are computed mean
 
 
 def ask_places(
-    first: Target, *, known_blocks: int, blocks: int, deadline: Deadline, traceparent: str
+    dialer: Dialer, first: Target, *, known_blocks: int, blocks: int, deadline: Deadline, traceparent: str
 ) -> Sequence[common_pb2.SegmentPlace]:
     """Where a sequence's blocks behind the known ones lie, once so many leading ones have a place. `first`:
     its first target. Blocks its thread; raises what decode raises."""
-    client = DataClient(first.data_address)
+    client = dialer.client(first.data_address, "decode")
     request = data_pb2.DataRequest(
         traceparent=traceparent,
         await_places=data_pb2.AwaitPlaces(
@@ -40,11 +40,14 @@ def ask_places(
 class JoiningHolders:
     """Of one prompt. One question at a time is under way, on a thread of its own."""
 
-    def __init__(self, table: TargetTable, *, blocks: int, delivery: Delivery) -> None:
+    def __init__(
+        self, table: TargetTable, *, blocks: int, delivery: Delivery, dialer: Dialer = UNSECURED
+    ) -> None:
         """`table` covers some of the prompt's `blocks`; the others join there."""
         self.table = table
         self._blocks = blocks
         self._delivery = delivery
+        self._dialer = dialer
         self._changed = threading.Condition()
         self._asking = False
         self._failure: KVCommonsError | None = None
@@ -73,6 +76,7 @@ class JoiningHolders:
         try:
             known = self.table.blocks
             places = ask_places(
+                self._dialer,
                 self.table.now[0],
                 known_blocks=known,
                 blocks=blocks,

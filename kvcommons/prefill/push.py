@@ -18,7 +18,7 @@ from kvcommons.pb import data_pb2
 from kvcommons.prefill.targets import Place, Target, Write
 from kvcommons.rblock.allocator import BlockAllocator
 from kvcommons.rblock.heads import HeadPart, HeadTransfer, transfers
-from kvcommons.transport.base import Observer
+from kvcommons.rpc.dialer import UNSECURED, Dialer
 from kvcommons.transport.client import DataClient
 from kvcommons.transport.deadline import Deadline
 
@@ -106,7 +106,7 @@ class Pusher:
         allocator: BlockAllocator,
         *,
         call_deadline_s: float,
-        observer: Observer | None = None,
+        dialer: Dialer = UNSECURED,
         heads: HeadPart | None = None,
     ) -> None:
         """`call_deadline_s`: how long one write may take before its target counts as lost. `heads`: which of
@@ -115,7 +115,7 @@ class Pusher:
         self._memory = memory
         self._allocator = allocator
         self._call_deadline_s = call_deadline_s
-        self._observer = observer
+        self._dialer = dialer
         self._lock = threading.Lock()
         self._lanes: dict[str, _Lane] = {}
         self._stopped = False
@@ -201,7 +201,7 @@ class Pusher:
                 lane = self._lanes.get(address)
                 if lane is None or not lane.put(item):
                     self._lanes = {known: old for known, old in self._lanes.items() if old.open}
-                    lane = self._lanes[address] = _Lane(address, self._call_deadline_s, self._observer)
+                    lane = self._lanes[address] = _Lane(address, self._call_deadline_s, self._dialer)
                     lane.put(item)
                 return
         item.done(Unavailable("this prefill instance is stopping"))
@@ -210,10 +210,10 @@ class Pusher:
 class _Lane:
     """One holder's queue, thread and connection."""
 
-    def __init__(self, address: str, call_deadline_s: float, observer: Observer | None) -> None:
+    def __init__(self, address: str, call_deadline_s: float, dialer: Dialer) -> None:
         self._address = address
         self._call_deadline_s = call_deadline_s
-        self._client = DataClient(address, kept_max=1, observer=observer)
+        self._client = dialer.client(address, "holder", kept_max=1)
         self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self.open = True

@@ -10,7 +10,7 @@ from kvcommons.engine.prompts import Prompts
 from kvcommons.prefill.intake import Intake, SinkOf
 from kvcommons.prefill.push import Pusher
 from kvcommons.prefill.spread import Holders
-from kvcommons.transport.base import Observer
+from kvcommons.rpc.dialer import UNSECURED, Dialer
 
 
 class PrefillRole:
@@ -26,7 +26,7 @@ class PrefillRole:
         condemner: Condemner,
         chunk_tokens: int,
         push_deadline_s: float,
-        observer: Observer | None = None,
+        dialer: Dialer = UNSECURED,
         sink: SinkOf | None = None,
     ) -> None:
         """`sink`: as the intake has it. `push_deadline_s`: of one write, and of a layer's attention at
@@ -35,12 +35,10 @@ class PrefillRole:
             core.memory,
             core.allocator,
             call_deadline_s=push_deadline_s,
-            observer=observer,
+            dialer=dialer,
             heads=core.heads,
         )
-        self._holders = Holders(
-            core.layout, core.backend, attend_deadline_s=push_deadline_s, observer=observer
-        )
+        self._holders = Holders(core.layout, core.backend, attend_deadline_s=push_deadline_s, dialer=dialer)
         self.intake = Intake(
             core,
             engine,

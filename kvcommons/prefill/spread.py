@@ -30,8 +30,7 @@ from kvcommons.pb import data_pb2
 from kvcommons.prefill.push import Delivery
 from kvcommons.prefill.targets import Target, TargetTable
 from kvcommons.rblock.layout import Layout
-from kvcommons.transport.base import Observer
-from kvcommons.transport.client import DataClient
+from kvcommons.rpc.dialer import UNSECURED, Dialer
 from kvcommons.transport.deadline import Deadline
 
 log = logging.getLogger(__name__)
@@ -48,12 +47,12 @@ class Holders:
         backend: Backend,
         *,
         attend_deadline_s: float,
-        observer: Observer | None = None,
+        dialer: Dialer = UNSECURED,
     ) -> None:
         """`attend_deadline_s`: what one layer of a chunk waits for them."""
         self._layout, self._backend = layout, backend
         self._attend_deadline_s = attend_deadline_s
-        self._observer = observer
+        self.dialer = dialer
         self._plans: dict[str, PlanPool] = {}
 
     def close(self) -> None:
@@ -99,7 +98,7 @@ class Holders:
     def _plans_at(self, address: str) -> PlanPool:
         """An address that many prompts used keeps its connections; there are as many as holders."""
         if address not in self._plans:
-            self._plans[address] = PlanPool(DataClient(address, observer=self._observer))
+            self._plans[address] = PlanPool(self.dialer.client(address, "holder"))
         return self._plans[address]
 
 
@@ -198,10 +197,10 @@ class SpreadPrompt:
             prompt.blocks[first:stop] = self._core.allocator.allocate(stop - first)
 
 
-def await_placed(first: Target, deadline: Deadline, traceparent: str) -> int:
+def await_placed(dialer: Dialer, first: Target, deadline: Deadline, traceparent: str) -> int:
     """Leading blocks of the prompt that lie at its targets, of which this is the first, once decode has what
     it fetches. Blocks its thread; raises what decode raises."""
-    client = DataClient(first.data_address)
+    client = dialer.client(first.data_address, "decode")
     request = data_pb2.DataRequest(
         traceparent=traceparent,
         await_history=data_pb2.AwaitHistory(handle=first.handle, epoch=first.epoch),

@@ -13,13 +13,18 @@ Streams are iterated (`async for`), never read with `.read()`; leave one early w
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterable, AsyncIterator, Callable
+import time
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Sequence
 from typing import Any
 
 import grpc
 import grpc.aio
 
 from kvcommons.errors import Unavailable, from_grpc
+from kvcommons.rpc.callers import PROOF_KEY, channel_credentials
+from kvcommons.security.credentials import OPEN, Credentials
+from kvcommons.security.roles import Role
+from kvcommons.security.token import SharedToken
 from kvcommons.telemetry import logs
 from kvcommons.telemetry.trace import current_traceparent
 
@@ -46,14 +51,36 @@ _OPTIONS: tuple[tuple[str, int], ...] = (
 )
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
+# What a call carries besides: a key and its value, by its method and request; None: nothing.
+Carried = Callable[[str, Any], tuple[str, bytes] | None]
+
+
+def open_channel(
+    address: str, role: Role = "ledger", credentials: Credentials = OPEN, *, carried: Sequence[Carried] = ()
+) -> grpc.aio.Channel:
     """A channel to "unix:/path" or "host:port". It connects at its first call and reconnects by itself. Close
-    it."""
-    interceptors: list[Any] = [_UnaryInterceptor(), _StreamInterceptor()]
+    it. Over the network it shows `credentials`, and where those are certificates, what answers there has to
+    have the role."""
+    carries = list(carried)
+    over_network = not address.startswith("unix:")
+    if over_network and credentials.token is not None:
+        carries.append(_proof(credentials.token, role))
+    interceptors: list[Any] = [_UnaryInterceptor(carries), _StreamInterceptor(carries)]
+    if over_network and credentials.certificate is not None:
+        secured, options = channel_credentials(credentials.certificate, role)
+        return grpc.aio.secure_channel(
+            address, secured, options=(*_OPTIONS, *options), interceptors=interceptors
+        )
     return grpc.aio.insecure_channel(address, options=_OPTIONS, interceptors=interceptors)
 
 
-def _outgoing(details: grpc.aio.ClientCallDetails) -> grpc.aio.ClientCallDetails:
+def _proof(token: SharedToken, role: Role) -> Carried:
+    return lambda method, request: (PROOF_KEY, token.prove_call(method, role, time.time()))
+
+
+def _outgoing(
+    details: grpc.aio.ClientCallDetails, request: Any, carried: Sequence[Carried]
+) -> grpc.aio.ClientCallDetails:
     method = details.method.decode() if isinstance(details.method, bytes) else details.method
     assert details.timeout is not None, f"{method} was called without a timeout"
     metadata = grpc.aio.Metadata(*(details.metadata or ()))
@@ -64,12 +91,18 @@ def _outgoing(details: grpc.aio.ClientCallDetails) -> grpc.aio.ClientCallDetails
     ):
         if value:
             metadata.add(key, value)
+    for carry in carried:
+        if (pair := carry(method, request)) is not None:
+            metadata.add(*pair)
     return grpc.aio.ClientCallDetails(
         details.method, details.timeout, metadata, details.credentials, details.wait_for_ready
     )
 
 
 class _UnaryInterceptor(grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[type-arg]
+    def __init__(self, carried: Sequence[Carried]) -> None:
+        self._carried = carried
+
     async def intercept_unary_unary(
         self,
         continuation: Callable[[grpc.aio.ClientCallDetails, Any], Any],
@@ -77,13 +110,16 @@ class _UnaryInterceptor(grpc.aio.UnaryUnaryClientInterceptor):  # type: ignore[t
         request: Any,
     ) -> Any:
         try:
-            call = await continuation(_outgoing(client_call_details), request)
+            call = await continuation(_outgoing(client_call_details, request, self._carried), request)
             return await call
         except grpc.aio.AioRpcError as error:
             raise from_grpc(error) from error
 
 
 class _StreamInterceptor(grpc.aio.UnaryStreamClientInterceptor):  # type: ignore[type-arg]
+    def __init__(self, carried: Sequence[Carried]) -> None:
+        self._carried = carried
+
     async def intercept_unary_stream(
         self,
         continuation: Callable[[grpc.aio.ClientCallDetails, Any], Any],
@@ -91,7 +127,7 @@ class _StreamInterceptor(grpc.aio.UnaryStreamClientInterceptor):  # type: ignore
         request: Any,
     ) -> Any:
         try:
-            call = await continuation(_outgoing(client_call_details), request)
+            call = await continuation(_outgoing(client_call_details, request, self._carried), request)
         except grpc.aio.AioRpcError as error:
             raise from_grpc(error) from error
         return _translated(call)

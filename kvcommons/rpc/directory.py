@@ -20,7 +20,7 @@ import grpc.aio
 from kvcommons.errors import KVCommonsError, Unavailable
 from kvcommons.pb import ledger_pb2 as pb
 from kvcommons.pb import ledger_pb2_grpc as rpc
-from kvcommons.rpc.channel import open_channel
+from kvcommons.rpc.dialer import UNSECURED, Dialer
 from kvcommons.rpc.suspicion import SUSPECT_S, Suspicions
 
 log = logging.getLogger(__name__)
@@ -38,9 +38,9 @@ class Directory:
     """A cached view of the registry. Reading it never waits, from any thread; the rest belongs to the event
     loop."""
 
-    def __init__(self, ledgers: Sequence[str], watcher: str) -> None:
+    def __init__(self, ledgers: Sequence[str], watcher: str, dialer: Dialer = UNSECURED) -> None:
         """`ledgers` are the addresses of all replicas; `watcher` names this process in the ledger's log."""
-        self._ledgers = _Rotation(ledgers, watcher)
+        self._ledgers = _Rotation(ledgers, watcher, dialer)
         self._watcher = watcher
         self._view: dict[str, pb.Instance] = {}
         self._records = ""
@@ -166,8 +166,10 @@ class Directory:
 class Heartbeat:
     """Keeps this instance in the registry. `describe` is called for each beat, on the event loop."""
 
-    def __init__(self, ledgers: Sequence[str], describe: Callable[[], pb.Instance]) -> None:
-        self._ledgers = _Rotation(ledgers, describe().id)
+    def __init__(
+        self, ledgers: Sequence[str], describe: Callable[[], pb.Instance], dialer: Dialer = UNSECURED
+    ) -> None:
+        self._ledgers = _Rotation(ledgers, describe().id, dialer)
         self._describe = describe
         self._now = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -228,11 +230,11 @@ class _Rotation:
     """One channel, to one of several addresses at a time. Who begins where depends on its name: load is
     spread."""
 
-    def __init__(self, addresses: Sequence[str], name: str) -> None:
+    def __init__(self, addresses: Sequence[str], name: str, dialer: Dialer) -> None:
         assert addresses, "at least one ledger address is needed"
         self._addresses = tuple(addresses)
         self._at = zlib.crc32(name.encode()) % len(self._addresses)
-        self._channels = {address: open_channel(address) for address in self._addresses}
+        self._channels = {address: dialer.channel(address, "ledger") for address in self._addresses}
 
     def __len__(self) -> int:
         return len(self._addresses)

@@ -2,7 +2,7 @@
 
     # services/<name>/__main__.py
     async def serve(config: Config, process: Process) -> None:
-        server = RpcServer(config.node.listen, process.telemetry)
+        server = process.server(config.node)
         ...
         await process.stop.wait()
         await server.drain(...)
@@ -36,11 +36,16 @@ from kvcommons.config import Node, flags_of, load
 from kvcommons.errors import DataLoss, InvalidInput, KVCommonsError, NotFound
 from kvcommons.files import PRIVATE_UMASK
 from kvcommons.openmp import bound_waits
+from kvcommons.rpc.dialer import Dialer
+from kvcommons.rpc.server import RpcServer
+from kvcommons.security.credentials import OPEN, Credentials, credentials_of
+from kvcommons.security.tenants import TenantVerifier
 from kvcommons.telemetry import logs
 from kvcommons.telemetry.events import EventFile, unobserved
 from kvcommons.telemetry.metrics import MetricsListener, new_registry
 from kvcommons.telemetry.telemetry import Telemetry
 from kvcommons.telemetry.trace import Tracer
+from kvcommons.transport.base import Observer
 
 log = logging.getLogger(__name__)
 bound_waits(os.environ)  # services import this before what loads torch
@@ -67,6 +72,22 @@ class Process:
     host: str
     stop: asyncio.Event  # set by SIGTERM or SIGINT: drain, then return
     telemetry: Telemetry
+    credentials: Credentials = OPEN  # what it shows to others on a network, and wants of them
+
+    def server(self, node: Node, tenant_key: str | None = None) -> RpcServer:
+        """That answers others' calls. `tenant_key`: a file with the keys that sign for whom they are made;
+        None: each caller is believed. Raises InvalidInput."""
+        return RpcServer(
+            node.listen,
+            self.telemetry,
+            call_deadline_s=node.call_deadline_s,
+            credentials=self.credentials,
+            tenants=TenantVerifier.read(Path(tenant_key)) if tenant_key is not None else None,
+        )
+
+    def dialer(self, observer: Observer | None = None) -> Dialer:
+        """`observer`: of what it exchanges on data planes of others."""
+        return Dialer(credentials=self.credentials, observer=observer)
 
 
 def run(
@@ -146,6 +167,7 @@ async def _main(
     loop.set_exception_handler(_log_loop_exception)
     stop = asyncio.Event()
     _handle_signals(loop, stop, config.node.drain_s)
+    credentials = credentials_of(config.node, service)
     endpoint = config.node.otlp_endpoint
     tracer = Tracer.otlp(endpoint, service=service, instance_id=instance_id) if endpoint else Tracer.off()
     events = config.node.event_log
@@ -160,7 +182,14 @@ async def _main(
     if config.node.metrics_listen:
         listener = MetricsListener(config.node.metrics_listen, telemetry.registry)
         await listener.start()
-    process = Process(service=service, instance_id=instance_id, host=host, stop=stop, telemetry=telemetry)
+    process = Process(
+        service=service,
+        instance_id=instance_id,
+        host=host,
+        stop=stop,
+        telemetry=telemetry,
+        credentials=credentials,
+    )
     try:
         return await _serve_and_drain(serve(config, process), stop, config.node.drain_s)
     finally:

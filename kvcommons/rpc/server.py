@@ -35,8 +35,12 @@ from kvcommons.errors import (
     InvalidInput,
     KVCommonsError,
     Unavailable,
+    UntrustedPeer,
 )
+from kvcommons.rpc.callers import PROOF_KEY, CallerCheck, caller_check_of, server_credentials
 from kvcommons.rpc.channel import MESSAGE_BYTES_MAX, REQUEST_ID_KEY, SESSION_ID_KEY, TRACEPARENT_KEY
+from kvcommons.security.credentials import OPEN, Credentials
+from kvcommons.security.tenants import SIGNATURE_KEY, TenantVerifier
 from kvcommons.telemetry import logs
 from kvcommons.telemetry.metrics import CallMetrics
 from kvcommons.telemetry.telemetry import Telemetry
@@ -66,14 +70,25 @@ class RpcServer:
     """One gRPC server on `address` ("unix:/path", or "host:port" where port 0 binds a free one)."""
 
     def __init__(
-        self, address: str, telemetry: Telemetry, *, call_deadline_s: float = CALL_DEADLINE_S
+        self,
+        address: str,
+        telemetry: Telemetry,
+        *,
+        call_deadline_s: float = CALL_DEADLINE_S,
+        credentials: Credentials = OPEN,
+        tenants: TenantVerifier | None = None,
     ) -> None:
+        """Whom it answers on a network is a matter of `credentials`; a socket's file lets in whom it lets
+        in. `tenants`: who is believed for whom a call is made; None: everybody."""
         self.address = address  # what was bound, once started
+        over_network = not address.startswith("unix:")
+        self._certificate = credentials.certificate if over_network else None
+        callers = caller_check_of(credentials, telemetry.service) if over_network else None
         self._service = telemetry.service
         self._health = HealthServicer()
         self._ready = False
         self._server = grpc.aio.server(
-            interceptors=[_Interceptor(telemetry, call_deadline_s)], options=_OPTIONS
+            interceptors=[_Interceptor(telemetry, call_deadline_s, callers, tenants)], options=_OPTIONS
         )
         self.add(health_pb2_grpc.add_HealthServicer_to_server, self._health)
 
@@ -84,7 +99,10 @@ class RpcServer:
     async def start(self) -> None:
         """Binds and answers. Raises Unavailable when the address cannot be bound."""
         try:
-            port = self._server.add_insecure_port(self.address)
+            if self._certificate is None:
+                port = self._server.add_insecure_port(self.address)
+            else:
+                port = self._server.add_secure_port(self.address, server_credentials(self._certificate))
         except RuntimeError as error:
             raise Unavailable(
                 f"{self.address} cannot be bound: is another process using it, and does its directory exist?"
@@ -121,10 +139,18 @@ class RpcServer:
 
 
 class _Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    def __init__(self, telemetry: Telemetry, call_deadline_s: float) -> None:
+    def __init__(
+        self,
+        telemetry: Telemetry,
+        call_deadline_s: float,
+        callers: CallerCheck | None = None,
+        tenants: TenantVerifier | None = None,
+    ) -> None:
+        self._tenants = tenants
         self._tracer = telemetry.tracer
         self._metrics = CallMetrics(telemetry.registry)
         self._call_deadline_s = call_deadline_s
+        self._callers = callers
 
     async def intercept_service(
         self,
@@ -142,15 +168,15 @@ class _Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         if not handler.response_streaming:
 
             async def unary(request: bytes, context: _Context) -> Any:
-                async with self._call(method, context):
-                    return await handler.unary_unary(read(request), context)
+                async with self._call(method, read, request, context) as message:
+                    return await handler.unary_unary(message, context)
 
             return grpc.unary_unary_rpc_method_handler(unary, *codec)
 
         # Not a generator: writing here keeps the handler's whole life inside of one deadline.
         async def stream(request: bytes, context: _Context) -> None:
-            async with self._call(method, context):
-                replies = handler.unary_stream(read(request), context)
+            async with self._call(method, read, request, context) as message:
+                replies = handler.unary_stream(message, context)
                 if not hasattr(replies, "__aiter__"):
                     await replies  # a handler that writes by itself, as health's Watch does
                     return
@@ -161,8 +187,11 @@ class _Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         return grpc.unary_stream_rpc_method_handler(stream, *codec)
 
     @contextlib.asynccontextmanager
-    async def _call(self, method: str, context: _Context) -> AsyncIterator[None]:
-        """Around one call: its ids, its span, its deadline, what its failure becomes, what is counted."""
+    async def _call(
+        self, method: str, read: Callable[[bytes], Any], request: bytes, context: _Context
+    ) -> AsyncIterator[Any]:
+        """Around one call, whose message it gives: its ids, its span, its deadline, what its failure becomes,
+        what is counted."""
         started = time.monotonic()
         incoming = dict(context.invocation_metadata() or ())
         left_s = context.time_remaining()
@@ -171,7 +200,7 @@ class _Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         try:
             with logs.bound(**_ids(incoming)), self._span(method, _text(incoming.get(TRACEPARENT_KEY))):
                 async with _bounded(method, limit_s):
-                    yield
+                    yield self._admitted(method, read, request, context, incoming)
             code = "ok"
         except KVCommonsError as error:
             code = error.code
@@ -183,6 +212,27 @@ class _Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
             raise
         finally:
             self._metrics.ended(method, code, time.monotonic() - started)
+
+    def _admitted(
+        self,
+        method: str,
+        read: Callable[[bytes], Any],
+        request: bytes,
+        context: _Context,
+        incoming: dict[str, str | bytes],
+    ) -> Any:
+        """The message of a caller that may make the call: nothing is read of others. Raises UntrustedPeer,
+        InvalidInput."""
+        try:
+            if self._callers is not None:
+                self._callers.admit(method, context, _binary(incoming.get(PROOF_KEY)))
+            message = read(request)
+            if self._tenants is not None:
+                self._tenants.check(method, message, _binary(incoming.get(SIGNATURE_KEY)))
+            return message
+        except UntrustedPeer as error:
+            log.warning("refused a call: %s", error.message, extra={"peer": context.peer()})
+            raise
 
     def _span(self, method: str, parent: str) -> contextlib.AbstractContextManager[object]:
         """None for what belongs to no request: heartbeats and health would bury the traces of those that
@@ -232,6 +282,10 @@ def _ids(incoming: dict[str, str | bytes]) -> dict[str, str]:
 
 def _text(value: str | bytes | None) -> str:
     return value.decode(errors="replace") if isinstance(value, bytes) else value or ""
+
+
+def _binary(value: str | bytes | None) -> bytes:
+    return value if isinstance(value, bytes) else b""
 
 
 async def _abort(context: _Context, error: KVCommonsError) -> NoReturn:

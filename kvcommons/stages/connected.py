@@ -14,12 +14,12 @@ from torch import Tensor
 
 from kvcommons.errors import DataLoss, KVCommonsError, from_detail
 from kvcommons.pb import data_pb2 as pb
+from kvcommons.rpc.dialer import UNSECURED, Dialer
 from kvcommons.stages.epoch import EpochState, StageAddress
 from kvcommons.stages.iteration import StageIteration
 from kvcommons.stages.link import StageLink
 from kvcommons.stages.ranks import Meeting
-from kvcommons.transport.base import Connection, Observer
-from kvcommons.transport.client import DataClient
+from kvcommons.transport.base import Connection
 from kvcommons.transport.deadline import Deadline
 
 if TYPE_CHECKING:
@@ -33,18 +33,18 @@ class ConnectedEpoch(EpochState):
     """Its end comes with the first connection that ends."""
 
     def __init__(
-        self, group: StageGroup, members: Sequence[StageAddress], observer: Observer | None = None
+        self, group: StageGroup, members: Sequence[StageAddress], dialer: Dialer = UNSECURED
     ) -> None:
         tensor = group.ranks.rank.ranks if group.ranks is not None else 1
         super().__init__(time.time_ns(), members, stages=(len(members) + 1) // tensor)
         self._group = group
         self._tensor = tensor
         self._addresses = ["", *(member.data_address for member in members)]
-        self._link = self._open(tensor, observer) if len(self._addresses) > tensor else None
-        self._beside = [self._open(rank, observer) for rank in range(1, tensor)]
+        self._link = self._open(tensor, dialer) if len(self._addresses) > tensor else None
+        self._beside = [self._open(rank, dialer) for rank in range(1, tensor)]
         self._meeting: Meeting | None = None
         self._sending = threading.Lock()  # loads begin and end on threads of their own
-        self._clients = [DataClient(member.data_address, observer=observer) for member in members]
+        self._clients = [dialer.client(member.data_address, "stage") for member in members]
         self._reports: list[Connection] = []
         self._followed = False  # threads have the connections, and close them
 
@@ -52,7 +52,7 @@ class ConnectedEpoch(EpochState):
         core, deadline = self._group.core, Deadline.after(JOIN_S)
         ranks, tensor = self._group.ranks, self._tensor
         if ranks is not None:
-            self._meeting = Meeting(ranks.host)
+            self._meeting = Meeting(ranks.host, ranks.dialer.credentials)
         for member, client in zip(self.members, self._clients, strict=True):
             connection = client.connect(deadline)
             self._reports.append(connection)
@@ -121,8 +121,8 @@ class ConnectedEpoch(EpochState):
             if not self._followed:
                 connection.close()
 
-    def _open(self, number: int, observer: Observer | None) -> StageLink:
-        return StageLink(self._addresses[number], self.number, observer)
+    def _open(self, number: int, dialer: Dialer) -> StageLink:
+        return StageLink(self._addresses[number], self.number, dialer)
 
     def _follow(self, stage: int, connection: Connection) -> None:
         """A thread of its own for each member."""

@@ -49,13 +49,13 @@ from kvcommons.prefill.handover import HandOver
 from kvcommons.prefill.push import Delivery, Pusher
 from kvcommons.prefill.targets import Target, TargetTable
 from kvcommons.rblock.heads import HeadPart
+from kvcommons.rpc.dialer import UNSECURED, Dialer
 from kvcommons.stages.batches import SteppedBatches
 from kvcommons.stages.held import Held, HeldPrompt, HeldSequence
 from kvcommons.stages.iteration import StageIteration
 from kvcommons.stages.link import StageLink
 from kvcommons.stages.ranks import RankGroup
 from kvcommons.telemetry.telemetry import Telemetry
-from kvcommons.transport.base import Observer
 from kvcommons.transport.deadline import Deadline
 from kvcommons.transport.server import Exchange
 
@@ -87,7 +87,7 @@ class Follower:
         push_deadline_s: float,
         telemetry: Telemetry,
         ranks: RankGroup | None = None,
-        observer: Observer | None = None,
+        dialer: Dialer = UNSECURED,
     ) -> None:
         """`number`: which stage it is. `ranks`: its own among several."""
         self.core = core
@@ -96,12 +96,12 @@ class Follower:
         self._keeper = keeper
         self._saver = saver
         self._condemner = condemner
-        self._observer = observer
+        self._dialer = dialer
         self._pusher = Pusher(
             core.memory,
             core.allocator,
             call_deadline_s=push_deadline_s,
-            observer=observer,
+            dialer=dialer,
             heads=core.heads,
         )
         self._histories = histories
@@ -259,10 +259,8 @@ class _Epoch:
         self.number = join.epoch
         self._follower = follower
         self._core = follower.core
-        self._link = (
-            StageLink(join.next_address, join.epoch, follower._observer) if join.next_address else None
-        )
-        self._beside = [StageLink(address, join.epoch, follower._observer) for address in join.beside]
+        self._link = StageLink(join.next_address, join.epoch, follower._dialer) if join.next_address else None
+        self._beside = [StageLink(address, join.epoch, follower._dialer) for address in join.beside]
         self._meeting = join.meeting
         self._plans: queue.SimpleQueue[tuple[pb.StagePlan, Tensor | None] | None] = queue.SimpleQueue()
         self._received = 0

@@ -32,13 +32,13 @@ from kvcommons.prefill.handover import HandOver, Listener
 from kvcommons.prefill.push import Delivery, Pusher
 from kvcommons.prefill.targets import TargetTable
 from kvcommons.rblock.heads import transfers
+from kvcommons.rpc.dialer import UNSECURED, Dialer
 from kvcommons.stages.connected import ConnectedEpoch
 from kvcommons.stages.epoch import EpochState, StageAddress
 from kvcommons.stages.history import StagedLoad
 from kvcommons.stages.iteration import StageIteration
 from kvcommons.stages.metrics import StageMetrics
 from kvcommons.stages.ranks import RankGroup
-from kvcommons.transport.base import Observer
 from kvcommons.transport.deadline import Deadline
 
 log = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class StageGroup:
         instance_id: str,
         changed: Callable[[], None],
         ranks: RankGroup | None = None,
-        observer: Observer | None = None,
+        dialer: Dialer = UNSECURED,
         epochs: Epochs | None = None,
     ) -> None:
         """`ranges`: layers of all stages. `iteration_s`: what one takes through the line, at most. `ranks`:
@@ -129,7 +129,7 @@ class StageGroup:
         self._changed = changed
         self.ranks = ranks
         self._tensor = ranks.rank.ranks if ranks is not None else 1
-        self._epochs = epochs or partial(ConnectedEpoch, observer=observer)
+        self._epochs = epochs or partial(ConnectedEpoch, dialer=dialer)
         self.engine: Engine
         self._epoch: EpochState | None = None
         self._loads = itertools.count(1)

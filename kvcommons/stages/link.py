@@ -11,8 +11,9 @@ from torch import Tensor
 from kvcommons.backend.memory import byte_view
 from kvcommons.errors import KVCommonsError
 from kvcommons.pb import data_pb2 as pb
-from kvcommons.transport.base import Connection, Observer
-from kvcommons.transport.client import DataClient, fresh
+from kvcommons.rpc.dialer import UNSECURED, Dialer
+from kvcommons.transport.base import Connection
+from kvcommons.transport.client import fresh
 from kvcommons.transport.deadline import Deadline
 
 if TYPE_CHECKING:
@@ -24,8 +25,8 @@ SEND_S = 10.0  # of one plan: the next stage takes what it is sent at once, what
 class StageLink:
     """One thread at a time; `close` may be called by any."""
 
-    def __init__(self, address: str, epoch: int, observer: Observer | None = None) -> None:
-        self._client = DataClient(address, observer=observer)
+    def __init__(self, address: str, epoch: int, dialer: Dialer = UNSECURED) -> None:
+        self._client = dialer.client(address, "stage")
         self._epoch = epoch
         self._sent = 0
         self._used_s = 0.0

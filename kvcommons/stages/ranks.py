@@ -26,6 +26,8 @@ from kvcommons.errors import (
 )
 from kvcommons.model.tensor_rank import TensorRank
 from kvcommons.pb import data_pb2 as pb
+from kvcommons.rpc.dialer import UNSECURED, Dialer
+from kvcommons.security.credentials import OPEN, Credentials
 from kvcommons.transport.client import DataClient
 from kvcommons.transport.deadline import Deadline
 from kvcommons.transport.server import DataServer, Exchange
@@ -42,12 +44,12 @@ class Meeting:
     """Where the ranks of a group's stages tell each other their addresses: one for each epoch, at the first
     stage's first rank. torch's own store waits without end for a server that is stopped."""
 
-    def __init__(self, host: str) -> None:
+    def __init__(self, host: str, credentials: Credentials = OPEN) -> None:
         """`host`: where it listens. Raises Unavailable."""
         self._known: dict[str, bytes] = {}
         self._changed = threading.Condition()
         try:
-            self._server = DataServer(f"tcp:{host}:0", self._answer, name="meeting")
+            self._server = DataServer(f"tcp:{host}:0", self._answer, name="meeting", credentials=credentials)
         except (OSError, KVCommonsError) as error:
             raise Unavailable(f"ranks cannot meet at rank_host = {host!r}: {error}") from error
         self.address = self._server.address
@@ -101,11 +103,12 @@ class _MeetingStore(torch.distributed.Store):  # type: ignore[misc]
 class RankGroup:
     """Sums belong to one thread at a time; it is joined and left by any."""
 
-    def __init__(self, rank: TensorRank, host: str, device: Device) -> None:
+    def __init__(self, rank: TensorRank, host: str, device: Device, dialer: Dialer = UNSECURED) -> None:
         """`host`: the address at which this rank listens for the others. `device`: where summands are."""
         self._device = device
         self.rank = rank
         self.host = host
+        self.dialer = dialer
         self._lock = threading.Lock()
         self._group: ProcessGroup | None = None
         self._joined = rank.ranks == 1
@@ -118,7 +121,7 @@ class RankGroup:
         options = ProcessGroup._Options()
         options._timeout = timedelta(seconds=JOIN_S)
         options._threads = 1
-        with closing(DataClient(meeting)) as client:
+        with closing(self.dialer.client(meeting, "stage")) as client:
             store = _MeetingStore(client, f"{epoch:x}/{stage}", deadline)
             try:
                 options._devices = [ProcessGroup.create_device(hostname=self.host)]

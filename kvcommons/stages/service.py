@@ -19,9 +19,9 @@ from kvcommons.engine.settings import EngineSettings
 from kvcommons.model.spec import ModelSpec
 from kvcommons.model.tensor_rank import TensorRank
 from kvcommons.pb import ledger_pb2
+from kvcommons.rpc.dialer import UNSECURED, Dialer
 from kvcommons.rpc.directory import Heartbeat
 from kvcommons.rpc.process import Process
-from kvcommons.rpc.server import RpcServer
 from kvcommons.stages.follower import Follower
 from kvcommons.stages.formation import StageShare
 from kvcommons.stages.ranks import RankGroup
@@ -50,10 +50,10 @@ class StageParts:
         push_deadline_s: float,
     ) -> None:
         telemetry = process.telemetry
-        asking = DataMetrics(telemetry.registry, "client")
-        self._condemner = Condemner()
-        self._loader = BlockLoader(self._condemner, name="stage-load", observer=asking)
-        self._saver = BlockSaver(telemetry.instance_id, buffer_bytes=save_buffer_bytes, observer=asking)
+        dialer = process.dialer(DataMetrics(telemetry.registry, "client"))
+        self._condemner = Condemner(dialer)
+        self._loader = BlockLoader(self._condemner, name="stage-load", dialer=dialer)
+        self._saver = BlockSaver(telemetry.instance_id, buffer_bytes=save_buffer_bytes, dialer=dialer)
         telemetry.registry.register(SaverCollector(self._saver))
         self._keeper = BlockKeeper(core, self._saver)
         self.follower = Follower(
@@ -66,13 +66,14 @@ class StageParts:
             push_deadline_s=push_deadline_s,
             telemetry=telemetry,
             ranks=ranks,
-            observer=asking,
+            dialer=dialer,
         )
         self.server = DataServer(
             data_listen,
             self.follower,
             name="stage",
             observer=DataMetrics(telemetry.registry, "server"),
+            credentials=process.credentials,
         )
         LoadMetrics(
             telemetry.registry, core.info.name, running=lambda: self.follower.sequences, waiting=lambda: 0
@@ -105,7 +106,7 @@ async def serve_stage(
 ) -> None:
     """Is there for the first stage once its layers are loaded, which `load` does; at a signal to stop, waits
     a bounded time for what is under way. `push_deadline_s`: of one write, of prompts that are handed over."""
-    server = RpcServer(node.listen, process.telemetry, call_deadline_s=node.call_deadline_s)
+    server = process.server(node)
     await server.start()
     started_ms = int(time.time() * 1000)
     share: StageShare | None = None
@@ -129,7 +130,7 @@ async def serve_stage(
             instance.load.ready = server.ready and not process.stop.is_set()
         return instance
 
-    heartbeat = Heartbeat(ledger, describe)
+    heartbeat = Heartbeat(ledger, describe, process.dialer())
     heartbeat.start()
     try:
         loaded, core, ranks = await asyncio.to_thread(load)
@@ -158,7 +159,13 @@ async def serve_stage(
 
 
 def load_share(
-    engine: EngineSettings, shape: StageSettings, service: str, *, rows: int, sampled: int
+    engine: EngineSettings,
+    shape: StageSettings,
+    service: str,
+    *,
+    rows: int,
+    sampled: int,
+    dialer: Dialer = UNSECURED,
 ) -> tuple[StageShare, Core, RankGroup | None]:
     """The layers of the stage that the settings name, as StageSettings.ranges divides them, and the rank's
     heads of them; with which others it sums up, where there are any. Raises InvalidInput for more stages than
@@ -167,7 +174,7 @@ def load_share(
     rank = TensorRank(number=shape.rank, ranks=shape.tensor)
     ranks: RankGroup | None = None
     if shape.tensor > 1:
-        ranks = RankGroup(rank, shape.rank_host, choose(engine.device).device)
+        ranks = RankGroup(rank, shape.rank_host, choose(engine.device).device, dialer)
 
     def layers(spec: ModelSpec) -> range:
         share = StageShare(

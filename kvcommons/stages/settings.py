@@ -24,7 +24,6 @@ class StageSettings:
     tensor: Annotated[int, Ge(1)] = 1  # processes of each stage, each with a share of heads and MLP columns
     rank: Annotated[int, Ge(0)] = 0  # which of its stage's this one is
     rank_host: str = "127.0.0.1"  # where ranks meet: this machine's address; what they say there has no TLS
-    private_network: bool = False  # nobody else reaches rank_host; without it ranks meet on loopback only
 
     def __post_init__(self) -> None:
         if self.stage >= self.stages:
@@ -36,7 +35,11 @@ class StageSettings:
             )
         if self.rank >= self.tensor:
             raise ValueError(f"rank = {self.rank} of tensor = {self.tensor}: ranks count from 0")
-        if self.tensor > 1 and not self.private_network and not _is_loopback(self.rank_host):
+
+    def check_network(self, *, private: bool) -> None:
+        """`private`: nobody else is on the network. Raises ValueError where ranks would meet on one that is
+        not."""
+        if self.tensor > 1 and not private and not _is_loopback(self.rank_host):
             raise ValueError(
                 f"rank_host = {self.rank_host!r}: what ranks tell each other has no TLS; set "
                 "private_network = true where nobody else reaches that address, or leave rank_host out"

@@ -116,6 +116,11 @@ class Connection(Protocol):
         stale connection from a live one: nothing is ever sent there unasked."""
         ...
 
+    @property
+    def proven(self) -> bool:
+        """Whether the peer has shown all that it is asked for. May be asked by any thread."""
+        ...
+
     def ask_for(self, ask_s: float) -> None:
         """How long a wait asks before it sleeps, where the one before was about as short."""
         ...

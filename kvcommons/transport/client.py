@@ -12,6 +12,8 @@ from google.protobuf.message import DecodeError
 
 from kvcommons.errors import DataLoss, KVCommonsError, Unavailable, from_detail
 from kvcommons.pb import data_pb2 as pb
+from kvcommons.security.credentials import OPEN, Credentials
+from kvcommons.security.roles import Role
 from kvcommons.transport.addresses import connect
 from kvcommons.transport.base import Connection, Limits, Observation, Observer, SendBroken
 from kvcommons.transport.deadline import Deadline
@@ -44,9 +46,13 @@ class DataClient:
         observer: Observer | None = None,
         ask_s: float = ASK_S,
         rings: bool = True,
+        role: Role = "holder",
+        credentials: Credentials = OPEN,
     ) -> None:
         """At most `kept_max` idle connections are kept. `ask_s`: answers that come so soon find the caller
-        awake. `rings`: see `connect`."""
+        awake. `rings`, `role` and `credentials`: see `connect`."""
+        self._role: Role = role
+        self._credentials = credentials
         self.address = address
         self._limits = limits or Limits()
         self._kept_max = kept_max
@@ -139,7 +145,14 @@ class DataClient:
         """A new connection, which is the caller's. Raises Unavailable, DeadlineExceeded."""
         if self._closed:
             raise Unavailable(f"the client of {self.address} was closed")
-        connection = connect(self.address, deadline.within(CONNECT_S), self._limits, rings=self._rings)
+        connection = connect(
+            self.address,
+            deadline.within(CONNECT_S),
+            self._limits,
+            rings=self._rings,
+            role=self._role,
+            credentials=self._credentials,
+        )
         connection.ask_for(self._ask_s)
         return connection
 

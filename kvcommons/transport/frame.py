@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
-from kvcommons.errors import DataLoss, TooLarge
+from kvcommons.errors import DataLoss, TooLarge, UntrustedPeer
 from kvcommons.transport.base import Limits
 
 MAGIC = b"KVCF"
@@ -14,6 +14,8 @@ VERSION = 1
 _HEADER = struct.Struct("<4sHHIQ")
 HEADER_BYTES = _HEADER.size
 _FLAG_LAST, _FLAG_LAYER = 1, 2
+# What a peer says first that wants a token (docs/formats/token-greeting.md).
+_CHALLENGE = b"KVCT"
 
 
 class Header(NamedTuple):
@@ -35,6 +37,8 @@ def pack(
 def unpack(header: bytes | bytearray, limits: Limits) -> Header:
     """Raises DataLoss for what is no frame of this version, TooLarge over a limit."""
     magic, version, flags, head_bytes, payload_bytes = _HEADER.unpack(header)
+    if magic == _CHALLENGE:
+        raise UntrustedPeer("this address asks for a token: set token_file in all services of the stack")
     if magic != MAGIC:
         raise DataLoss(
             f"not a data frame: it begins with {magic!r}; is something else talking to this address?"

@@ -42,6 +42,11 @@ class Stream(Protocol):
         """Whether bytes, the peer's end or a failure can be received before the deadline. Never raises."""
         ...
 
+    @property
+    def proven(self) -> bool:
+        """As Connection's."""
+        ...
+
     def ask_for(self, ask_s: float) -> None:
         """As Connection's."""
         ...
@@ -144,6 +149,10 @@ class FramedConnection:
 
     def wait_readable(self, deadline: Deadline) -> bool:
         return bool(self._ahead) or self._stream.wait_readable(deadline)
+
+    @property
+    def proven(self) -> bool:
+        return self._stream.proven
 
     def ask_for(self, ask_s: float) -> None:
         self._stream.ask_for(ask_s)

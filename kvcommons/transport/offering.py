@@ -1,12 +1,12 @@
-"""A socket on which the accepting side offers something faster than the socket, and the connecting side takes
-it or declines."""
+"""A socket on which the two sides agree, before the first frame, on what carries frames: the accepting side
+offers something faster than the socket, or asks who is there."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Protocol
 
-from kvcommons.errors import KVCommonsError
+from kvcommons.errors import KVCommonsError, Unavailable
 from kvcommons.transport.base import Bare
 from kvcommons.transport.deadline import Deadline
 from kvcommons.transport.framed import Stream
@@ -38,7 +38,10 @@ class OfferingStream:
     """The accepting side's Stream. It makes its offer when it is first used, on the thread that serves the
     connection, and carries bytes once it was answered."""
 
-    def __init__(self, plain: SocketStream, terms: Terms) -> None:
+    def __init__(self, plain: SocketStream, terms: Terms, *, within_s: float | None = None) -> None:
+        """`within_s`: for peers that have to show who they are, and for so long are not known."""
+        self._asks = within_s is not None
+        self._until = Deadline.after(within_s) if within_s is not None else None
         self._plain = plain
         self._terms = terms
         self._offered = False
@@ -67,7 +70,9 @@ class OfferingStream:
                 if not self._offered:
                     self._offered = self._terms.offer()
                 if self._offered:
-                    if not self._plain.wait_readable(deadline):
+                    if not self._plain.wait_readable(self._bounded(deadline)):
+                        if self._until is not None and self._until.passed():
+                            raise Unavailable(f"{self._plain.peer} has not said who it is")
                         return False
                     self._chosen = self._terms.answered(deadline)
             except KVCommonsError as error:
@@ -75,6 +80,13 @@ class OfferingStream:
             self._chosen = self._chosen or self._plain
             self._chosen.ask_for(self._ask_s)
         return bool(self._failure) or self._chosen.wait_readable(deadline)
+
+    @property
+    def proven(self) -> bool:
+        return not self._asks or (self._chosen is not None and self._failure is None)
+
+    def _bounded(self, deadline: Deadline) -> Deadline:
+        return deadline if self._until is None else deadline.within(self._until.left())
 
     def ask_for(self, ask_s: float) -> None:
         self._ask_s = ask_s

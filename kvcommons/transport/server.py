@@ -19,8 +19,10 @@ from kvcommons.errors import (
     Overloaded,
     Unavailable,
     UnsupportedParameter,
+    UntrustedPeer,
 )
 from kvcommons.pb import data_pb2 as pb
+from kvcommons.security.credentials import OPEN, Credentials
 from kvcommons.transport.addresses import listen
 from kvcommons.transport.base import Bare, Connection, Limits, Observation, Observer
 from kvcommons.transport.deadline import Deadline
@@ -158,11 +160,12 @@ class DataServer:
         ring_bytes: int = RING_BYTES,
         ask_s: float = ASK_S,
         session: Callable[[], ConnectionSession] | None = None,
+        credentials: Credentials = OPEN,
     ) -> None:
         """Binds at once: `address` then says where, with the port that the system chose. `name` is for
         threads' names and logs, `ring_bytes` as in `listen`. `ask_s`: between two requests that follow each
         other so soon a connection's thread stays awake. `session` makes one for each connection; None: no
-        layer is answered here."""
+        layer is answered here. `credentials`: as in `listen`."""
         self._handler = handler
         self._session = session
         self._name = name
@@ -170,10 +173,10 @@ class DataServer:
         self._max_connections = max_connections
         self._observer = observer
         self._ask_s = ask_s
-        self._listener = listen(address, self._limits, ring_bytes=ring_bytes)
+        self._listener = listen(address, self._limits, ring_bytes=ring_bytes, credentials=credentials)
         self.address = self._listener.address
         self._lock = threading.Lock()
-        self._serving: set[Connection] = set()
+        self._serving: dict[Connection, None] = {}  # in the order in which they came
         self._threads: list[threading.Thread] = []  # those that serve, and some that have just done so
         self._stopping = False
         self._acceptor = threading.Thread(target=self._accept, name=f"{name}-accept", daemon=True)
@@ -217,9 +220,9 @@ class DataServer:
                 target=self._serve, args=(connection,), name=f"{self._name}-data-{number}", daemon=True
             )
             with self._lock:
-                full = len(self._serving) >= self._max_connections
+                full = len(self._serving) >= self._max_connections and not self._made_room()
                 if not full:
-                    self._serving.add(connection)
+                    self._serving[connection] = None
                     self._threads = [one for one in self._threads if one.is_alive()]
             if full:
                 self._refuse_connection(
@@ -231,11 +234,21 @@ class DataServer:
             except RuntimeError as error:  # no memory for its stack, or too many threads: others may end
                 _LOG.warning("%s: cannot serve a connection: %s", self._name, error)
                 with self._lock:
-                    self._serving.remove(connection)
+                    self._serving.pop(connection, None)
                 self._refuse_connection(connection, f"{self._name} has no thread for a connection")
                 continue
             with self._lock:
                 self._threads.append(thread)
+
+    def _made_room(self) -> bool:
+        """Whether a connection whose peer has not shown who it is gave its place to a new one: strangers keep
+        nobody out. With the lock held."""
+        unknown = next((one for one in self._serving if not one.proven), None)
+        if unknown is None:
+            return False
+        del self._serving[unknown]
+        unknown.abort()
+        return True
 
     def _next_connection(self) -> Connection | None:
         while True:
@@ -269,12 +282,16 @@ class DataServer:
             if session is not None:
                 session.close()
             with self._lock:
-                self._serving.remove(connection)
+                self._serving.pop(connection, None)
 
     def _serve_one(self, connection: Connection, session: ConnectionSession | None) -> bool:
         """Whether the connection can carry another exchange."""
         try:
             head, payload_bytes = connection.receive_head(Deadline.after(_HEAD_S))
+        except UntrustedPeer as error:
+            _LOG.warning("%s: refused a peer: %s", self._name, error.message)
+            _refuse_garbage(connection, error)
+            return False
         except Unavailable:
             return False  # how clients leave
         except KVCommonsError as error:

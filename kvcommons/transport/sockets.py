@@ -35,6 +35,8 @@ yield_core = ctypes.CDLL(None).sched_yield
 class SocketStream:
     """A Stream over a connected stream socket, which it owns."""
 
+    proven = True  # what was to be asked of its peer was, before there was a stream
+
     def __init__(self, sock: socket.socket, peer: str) -> None:
         sock.setblocking(False)
         self.peer = peer
@@ -53,9 +55,7 @@ class SocketStream:
             try:
                 return self.sock.sendmsg(views)
             except BlockingIOError:
-                # Rounded up by poll itself; a poll of 0 still sees what is there.
-                if not self._writable.poll(deadline.left() * 1000):
-                    raise self.waited("to send to") from None
+                self.wait_to_send(deadline)
             except OSError as error:
                 raise self.gone(error) from error
 
@@ -109,6 +109,11 @@ class SocketStream:
         """Until something can be received; `why` says for whom, before the peer's name."""
         if not self.wait_readable(deadline):
             raise self.waited(why)
+
+    def wait_to_send(self, deadline: Deadline) -> None:
+        # Rounded up by poll itself; a poll of 0 still sees what is there.
+        if not self._writable.poll(deadline.left() * 1000):
+            raise self.waited("to send to") from None
 
     def gone(self, error: OSError) -> Unavailable:
         return gone(self.peer, error)

@@ -10,10 +10,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvcommons.errors import AlreadyExists, DeadlineExceeded, InvalidInput, Unavailable
+from kvcommons.security.credentials import Credentials
+from kvcommons.security.roles import Role
 from kvcommons.transport.base import Connection, Limits
 from kvcommons.transport.deadline import Deadline
 from kvcommons.transport.framed import FramedConnection, Stream
+from kvcommons.transport.offering import OfferingStream
+from kvcommons.transport.proving import PROVING_S, TokenTerms, prove
 from kvcommons.transport.sockets import SocketListener, SocketStream, finish_connect
+from kvcommons.transport.tls import HANDSHAKE_S, TlsTerms, secure
 
 _BACKLOG = 128
 # A host that vanishes without a FIN is noticed after about 10 s on an idle connection, and while sending
@@ -29,12 +34,39 @@ class _Endpoint:
 
 
 class TcpTransport:
+    def __init__(self, role: Role, credentials: Credentials) -> None:
+        """`role`: of whoever is connected to, where there are certificates."""
+        self._role = role
+        self._credentials = credentials
+
     def connect(self, rest: str, limits: Limits, deadline: Deadline) -> Connection:
         address = f"tcp:{rest}"
-        return FramedConnection(connect_stream(rest, address, deadline), address, limits)
+        plain = connect_stream(rest, address, deadline)
+        try:
+            return FramedConnection(self._introduced(plain, deadline), address, limits)
+        except BaseException:
+            plain.close()
+            raise
 
     def listen(self, rest: str, limits: Limits) -> SocketListener:
-        return listen_on(rest, "tcp", open_stream, limits)
+        return listen_on(rest, "tcp", self._opened, limits)
+
+    def _introduced(self, plain: SocketStream, deadline: Deadline) -> Stream:
+        certificate, token = self._credentials.certificate, self._credentials.token
+        if certificate is not None:
+            return secure(plain, certificate, self._role, deadline)
+        if token is not None:
+            prove(plain, token, deadline)
+        return plain
+
+    def _opened(self, sock: socket.socket, peer: str) -> Stream:
+        plain = open_stream(sock, peer)
+        certificate, token = self._credentials.certificate, self._credentials.token
+        if certificate is not None:
+            return OfferingStream(plain, TlsTerms(plain, certificate), within_s=HANDSHAKE_S)
+        if token is not None:
+            return OfferingStream(plain, TokenTerms(plain, token), within_s=PROVING_S)
+        return plain
 
 
 def connect_stream(rest: str, address: str, deadline: Deadline) -> SocketStream:

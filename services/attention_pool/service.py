@@ -15,9 +15,7 @@ from kvcommons.holder.server import HolderService
 from kvcommons.pb import holder_pb2_grpc, ledger_pb2
 from kvcommons.rpc.directory import Heartbeat
 from kvcommons.rpc.process import Process
-from kvcommons.rpc.server import RpcServer
 from kvcommons.telemetry.metrics import LoadMetrics
-from kvcommons.telemetry.telemetry import Telemetry
 from kvcommons.transport.deadline import Deadline
 from kvcommons.transport.metrics import DataMetrics
 from kvcommons.transport.server import DataServer
@@ -33,17 +31,16 @@ _LOOK_S = 0.1  # between looks whether all was given back
 class PoolParts:
     """A pool that is open, and what serves it. Made on the event loop."""
 
-    def __init__(self, config: AttentionPoolConfig, pool: Pool, telemetry: Telemetry) -> None:
+    def __init__(self, config: AttentionPoolConfig, pool: Pool, process: Process) -> None:
+        telemetry = process.telemetry
         self.pool = pool
         pool.holder.allocator.observe = telemetry.observe
-        self._condemner = Condemner()
-        asking = DataMetrics(telemetry.registry, "client")
-        self._loader = BlockLoader(self._condemner, name="pool-load", observer=asking)
-        self._saver = BlockSaver(
-            telemetry.instance_id, buffer_bytes=config.save_buffer_bytes, observer=asking
-        )
+        dialer = process.dialer(DataMetrics(telemetry.registry, "client"))
+        self._condemner = Condemner(dialer)
+        self._loader = BlockLoader(self._condemner, name="pool-load", dialer=dialer)
+        self._saver = BlockSaver(telemetry.instance_id, buffer_bytes=config.save_buffer_bytes, dialer=dialer)
         telemetry.registry.register(SaverCollector(self._saver))
-        self.service = HolderService()
+        self.service = HolderService(dialer)
         held = HolderData(pool.holder, tracer=telemetry.tracer)
         self.data_server = DataServer(
             config.data_plane.data_listen,
@@ -51,6 +48,7 @@ class PoolParts:
             name="attention_pool",
             observer=DataMetrics(telemetry.registry, "server"),
             ring_bytes=config.data_plane.data_ring_bytes,
+            credentials=process.credentials,
             ask_s=config.awake_us / 1e6,
             session=held.attention.session,
         )
@@ -88,10 +86,10 @@ async def serve(config: AttentionPoolConfig, process: Process) -> None:
     """Serves once its memory is there; at a signal to stop, waits a bounded time for lent blocks to come
     back."""
     part = head_part(config.heads, config.head_group)
-    server = RpcServer(config.node.listen, process.telemetry, call_deadline_s=config.node.call_deadline_s)
+    server = process.server(config.node)
     started_ms = int(time.time() * 1000)
     pool = await asyncio.to_thread(open_pool, config.engine, process.instance_id, part)
-    parts = PoolParts(config, pool, process.telemetry)
+    parts = PoolParts(config, pool, process)
     server.add(holder_pb2_grpc.add_HolderServicer_to_server, parts.service)
 
     def describe() -> ledger_pb2.Instance:
@@ -119,7 +117,7 @@ async def serve(config: AttentionPoolConfig, process: Process) -> None:
             instance.heads.CopyFrom(heads)
         return instance
 
-    heartbeat = Heartbeat(config.ledger, describe)
+    heartbeat = Heartbeat(config.ledger, describe, process.dialer())
     try:
         parts.start()
         await server.start()

@@ -20,6 +20,9 @@ class DecodeConfig:
     data_plane: DataPlane
     engine: EngineSettings
     ledger: Addresses  # of its replicas
+    # PEM: the public key of the router's tenant_key; calls for a tenant have to be signed. None: they are
+    # not.
+    tenant_key: str | None = None
     # In stages all KV lies in their own memory: nothing is lent or borrowed; prefill computes all prompts.
     shape: StageSettings = field(default_factory=StageSettings)
     placement: str = "overflow"  # local, overflow, offload, grow or auto; see docs/placement.md

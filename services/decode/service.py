@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,7 +40,6 @@ from kvcommons.prefill.role import PrefillRole
 from kvcommons.prefill.service import PrefillService
 from kvcommons.rpc.directory import Directory, Heartbeat
 from kvcommons.rpc.process import Process
-from kvcommons.rpc.server import RpcServer
 from kvcommons.stages.formation import Formation, StageShare
 from kvcommons.stages.group import StageGroup
 from kvcommons.stages.history import StagedHistories
@@ -95,10 +95,10 @@ class DecodeParts:
         self.core, self._lending = core, lending
         instance_id, registry = process.instance_id, process.telemetry.registry
         core.allocator.observe = process.telemetry.observe
-        self.condemner = Condemner()
-        client_metrics = DataMetrics(registry, "client")
-        self.loader = BlockLoader(self.condemner, name="decode-load", observer=client_metrics)
-        self.saver = BlockSaver(instance_id, buffer_bytes=config.save_buffer_bytes, observer=client_metrics)
+        dialer = process.dialer(DataMetrics(registry, "client"))
+        self.condemner = Condemner(dialer)
+        self.loader = BlockLoader(self.condemner, name="decode-load", dialer=dialer)
+        self.saver = BlockSaver(instance_id, buffer_bytes=config.save_buffer_bytes, dialer=dialer)
         registry.register(SaverCollector(self.saver))
         self.keeper = BlockKeeper(core, self.saver)
         model, staged, stage_metrics = core.model, len(share.ranges) > 1, StageMetrics(registry)
@@ -113,7 +113,7 @@ class DecodeParts:
                 iteration_s=config.shape.stage_deadline_s,
                 instance_id=instance_id,
                 changed=changed,
-                observer=client_metrics,
+                dialer=dialer,
             )
         self.holder = Holder(
             core.memory,
@@ -144,7 +144,7 @@ class DecodeParts:
                 budget,
                 metrics,
                 deadline_s=config.slice_deadline_s,
-                observer=client_metrics,
+                dialer=dialer,
             )
         cores = self._cores = CoreLock(Path(config.core_lock)) if config.core_lock else None
         registry.register(CoreLockCollector(cores))
@@ -205,6 +205,7 @@ class DecodeParts:
             name="decode",
             observer=DataMetrics(registry, "server"),
             ring_bytes=config.data_plane.data_ring_bytes,
+            credentials=process.credentials,
             session=held.attention.session,
         )
         self.data_address = config.data_plane.advertise_data or self.data.address
@@ -213,7 +214,7 @@ class DecodeParts:
             layout=core.layout,
             condemn=self.condemner,
             saver=self.saver,
-            observer=client_metrics,
+            dialer=dialer,
         )
         self.loans = Loans(
             Debtor(
@@ -222,13 +223,19 @@ class DecodeParts:
                 block_tokens=core.block_tokens,
                 store=self.whole_store,
             ),
-            LedgerClient(config.ledger, debtor=instance_id, host=process.host, model=core.info.fingerprint),
+            LedgerClient(
+                config.ledger,
+                debtor=instance_id,
+                host=process.host,
+                model=core.info.fingerprint,
+                connect=partial(dialer.channel, role="ledger"),
+            ),
             lease_ms=config.lease_ms,
             lost=self.engine.fail,
             slowness=Slowness(
                 layers=core.layout.layers, deadline_s=config.attend_deadline_s, clock=time.monotonic
             ),
-            observer=client_metrics,
+            dialer=dialer,
             observe=process.telemetry.observe,
         )
         self.mover = Mover(core, self.engine, self.loans, metrics, costs)
@@ -251,7 +258,7 @@ class DecodeParts:
                 condemner=self.condemner,
                 chunk_tokens=config.chunk_tokens,
                 push_deadline_s=config.push_deadline_s,
-                observer=client_metrics,
+                dialer=dialer,
             )
         self.growth = Growth(
             core,
@@ -381,10 +388,10 @@ async def serve(config: DecodeConfig, process: Process) -> None:
         await serve_decode_stage(config, process)
         return
     placement = policy_class(policy_of(config))
-    server = RpcServer(config.node.listen, process.telemetry, call_deadline_s=config.node.call_deadline_s)
+    server = process.server(config.node, config.tenant_key)
     service = DecodeService(max_sequences=config.max_sequences)
     server.add(decode_pb2_grpc.add_DecodeServicer_to_server, service)
-    lending = HolderService()
+    lending = HolderService(process.dialer())
     server.add(holder_pb2_grpc.add_HolderServicer_to_server, lending)
     debtor = DebtorService()
     server.add(holder_pb2_grpc.add_DebtorServicer_to_server, debtor)
@@ -431,15 +438,15 @@ async def serve(config: DecodeConfig, process: Process) -> None:
             formation.changed()
 
     loop = asyncio.get_running_loop()
-    directory = Directory(config.ledger, process.instance_id)
+    directory = Directory(config.ledger, process.instance_id, process.dialer())
     formation: Formation | None = None
-    heartbeats = [Heartbeat(config.ledger, describe)]
+    heartbeats = [Heartbeat(config.ledger, describe, process.dialer())]
     if prefill is not None:
-        heartbeats.append(Heartbeat(config.ledger, describe_prefill))
+        heartbeats.append(Heartbeat(config.ledger, describe_prefill, process.dialer()))
     for heartbeat in heartbeats:
         heartbeat.start()
     try:
-        share, core, _ = await asyncio.to_thread(load_stage, config)
+        share, core, _ = await asyncio.to_thread(load_stage, config, process.dialer())
         predictor, kept = await asyncio.to_thread(
             calibrated,
             core,

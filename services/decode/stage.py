@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvcommons.engine.core import Core
+from kvcommons.rpc.dialer import UNSECURED, Dialer
 from kvcommons.rpc.process import Process
 from kvcommons.stages.formation import StageShare
 from kvcommons.stages.ranks import RankGroup
@@ -10,16 +11,16 @@ from kvcommons.stages.service import load_share, serve_stage
 from services.decode.config import DecodeConfig
 
 
-def load_stage(config: DecodeConfig) -> tuple[StageShare, Core, RankGroup | None]:
+def load_stage(config: DecodeConfig, dialer: Dialer = UNSECURED) -> tuple[StageShare, Core, RankGroup | None]:
     """Of a batch all rows meet the head. Raises InvalidInput for more stages than layers."""
     rows = config.max_batch
-    return load_share(config.engine, config.shape, "decode", rows=rows, sampled=rows)
+    return load_share(config.engine, config.shape, "decode", rows=rows, sampled=rows, dialer=dialer)
 
 
 async def serve_decode_stage(config: DecodeConfig, process: Process) -> None:
     await serve_stage(
         process,
-        lambda: load_stage(config),
+        lambda: load_stage(config, process.dialer()),
         node=config.node,
         ledger=config.ledger,
         data_listen=config.data_plane.data_listen,

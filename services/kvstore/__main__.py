@@ -58,7 +58,7 @@ async def serve(config: KVStoreConfig, process: Process) -> None:
         store = await asyncio.to_thread(_open_blocks, folder, config, DiskReserve(size_bytes, ballast))
         try:
             name = folder_name(config.data, config.folder)
-            directory = Directory(config.ledger, process.instance_id)
+            directory = Directory(config.ledger, process.instance_id, process.dialer())
             clock = SteadyClock(folder.clock)
             opened = (
                 _in_database(config, process, store, directory, clock)
@@ -100,7 +100,9 @@ async def _in_database(
         ) from error
     conninfo = conninfo_of(config.records, config.records_password_file)
     place = f"database {place_of(conninfo)}"
-    membership = Membership(directory, instance_id=process.instance_id, records=place)
+    membership = Membership(
+        directory, instance_id=process.instance_id, records=place, dialer=process.dialer()
+    )
 
     def unnamed(model: bytes, block_ids: Sequence[bytes]) -> None:
         store.forget(model, block_ids)
@@ -135,7 +137,9 @@ async def _in_folder(
     ballast: Ballast,
     clock: Clock,
 ) -> AsyncIterator[_Kept]:
-    membership = Membership(directory, instance_id=process.instance_id, records=f"folder {name}")
+    membership = Membership(
+        directory, instance_id=process.instance_id, records=f"folder {name}", dialer=process.dialer()
+    )
     mark = Mark(folder.mark)
     observer = RecordsMetrics(process.telemetry.registry)
     damaged = DamagedRecords(observer.damaged)
@@ -164,7 +168,7 @@ async def _serve(
     upkeep = Upkeep(kept.records, membership.records)
     count = kept.count or (lambda: upkeep.sessions)
     process.telemetry.registry.register(StoreCollector(store, count))
-    server = RpcServer(config.node.listen, process.telemetry, call_deadline_s=config.node.call_deadline_s)
+    server = process.server(config.node, config.tenant_key)
     metrics = SessionMetrics(process.telemetry.registry)
     server.add(rpc.add_BlocksServicer_to_server, BlocksServicer(store, count))
     sessions = SessionsServicer(store, kept.records, metrics, lambda: membership.refusal)
@@ -176,6 +180,7 @@ async def _serve(
         name="kvstore",
         observer=DataMetrics(process.telemetry.registry, "server"),
         ring_bytes=config.data_plane.data_ring_bytes,
+        credentials=process.credentials,
     )
     store.start()
     data_server.start()
@@ -190,7 +195,7 @@ async def _serve(
         folder=name,
         records=membership.records,
     )
-    heartbeat = Heartbeat(config.ledger, _describe(identity, server, store))
+    heartbeat = Heartbeat(config.ledger, _describe(identity, server, store), process.dialer())
     directory.start()
     await server.set_ready(not config.records)
     watching = asyncio.create_task(

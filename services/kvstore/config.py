@@ -17,6 +17,9 @@ class KVStoreConfig:
     node: Node
     data_plane: DataPlane
     ledger: Addresses  # of its replicas
+    # PEM: the public key of the router's tenant_key; calls for a tenant have to be signed. None: they are
+    # not.
+    tenant_key: str | None = None
     data: Path  # folder of all that survives; one process at a time
     folder: str = ""  # what `data` is called in the stack, whatever its path; drawn at its first start
     dram_bytes: Annotated[int, Ge(1 << 20)] = (

@@ -11,7 +11,7 @@ import grpc.aio
 from kvcommons.errors import KVCommonsError
 from kvcommons.pb import kvstore_pb2 as pb
 from kvcommons.pb import kvstore_pb2_grpc as rpc
-from kvcommons.rpc.channel import open_channel
+from kvcommons.rpc.dialer import UNSECURED, Dialer
 from kvcommons.rpc.directory import Directory
 
 log = logging.getLogger(__name__)
@@ -23,7 +23,10 @@ FORGETS_MAX = 100  # calls under way
 class Membership:
     """`records` is where this kvstore's lie. On the event loop's thread."""
 
-    def __init__(self, directory: Directory, *, instance_id: str, records: str) -> None:
+    def __init__(
+        self, directory: Directory, *, instance_id: str, records: str, dialer: Dialer = UNSECURED
+    ) -> None:
+        self._dialer = dialer
         self._directory = directory
         self._instance_id = instance_id
         self.records = records
@@ -62,7 +65,7 @@ class Membership:
 
     async def _forget(self, address: str, request: pb.ForgetRequest) -> None:
         if address not in self._channels:
-            self._channels[address] = open_channel(address)
+            self._channels[address] = self._dialer.channel(address, "kvstore")
         try:
             await rpc.BlocksStub(self._channels[address]).Forget(request, timeout=FORGET_S)
         except KVCommonsError as error:

@@ -6,11 +6,11 @@ import asyncio
 import random
 import sys
 import time
+from functools import partial
 
 from kvcommons.pb import ledger_pb2 as pb
 from kvcommons.pb.ledger_pb2_grpc import add_LedgerServicer_to_server
 from kvcommons.rpc.process import Process, run
-from kvcommons.rpc.server import RpcServer
 from services.ledger.candidates import Candidates
 from services.ledger.commons import open_commons
 from services.ledger.config import LedgerConfig
@@ -28,7 +28,10 @@ GRACE_S = 1.0  # its calls are short; its watches are ended
 
 async def serve(config: LedgerConfig, process: Process) -> None:
     registry = Registry(lease_s=config.lease_s, heartbeat_s=config.heartbeat_ms / 1e3)
-    etcd = Etcd(config.etcd, timeout_s=config.etcd_timeout_s)
+    connected = partial(
+        Etcd, config.etcd, timeout_s=config.etcd_timeout_s, certificate=process.credentials.certificate
+    )
+    etcd = connected()
     health_changed = asyncio.Event()
 
     def changed() -> None:
@@ -39,16 +42,16 @@ async def serve(config: LedgerConfig, process: Process) -> None:
     feed = Feed(registry, lambda: keeper.place, lambda: candidates.follow(registry.instances))
     mirror = Mirror(etcd, registry, prefix=config.etcd_prefix, lease_s=config.lease_s, changed=changed)
     keeper = RecordsKeeper(
-        Etcd(config.etcd, timeout_s=config.etcd_timeout_s),
+        connected(),
         registry,
         prefix=config.etcd_prefix,
         lost=config.lost_records,
         connected=lambda: mirror.connected,
         changed=feed.touch,
     )
-    commons = open_commons(config, process.instance_id, registry, mirror)
+    commons = open_commons(config, process, connected, registry, mirror)
     LedgerMetrics(registry, mirror, feed, commons).register(process.telemetry.registry)
-    server = RpcServer(config.node.listen, process.telemetry, call_deadline_s=config.node.call_deadline_s)
+    server = process.server(config.node)
     service = LedgerService(
         registry,
         mirror,

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
+from kvcommons.rpc.process import Process
 from services.ledger.config import LedgerConfig
 from services.ledger.debt_keeper import DebtKeeper
 from services.ledger.debtors import Debtors
@@ -38,14 +40,16 @@ class Commons:
         return [self.election.run(), self.keeper.run(), self.settler.run()]
 
 
-def open_commons(config: LedgerConfig, instance_id: str, registry: Registry, mirror: Mirror) -> Commons:
-    """Connections of their own to etcd: none of these waits for another."""
-
-    def etcd() -> Etcd:
-        return Etcd(config.etcd, timeout_s=config.etcd_timeout_s)
-
+def open_commons(
+    config: LedgerConfig,
+    process: Process,
+    etcd: Callable[[], Etcd],
+    registry: Registry,
+    mirror: Mirror,
+) -> Commons:
+    """Connections of their own to etcd, which `etcd` makes: none of these waits for another."""
     prefix = config.etcd_prefix
-    election = Election(etcd(), prefix=prefix, instance_id=instance_id, lease_s=config.lease_s)
+    election = Election(etcd(), prefix=prefix, instance_id=process.instance_id, lease_s=config.lease_s)
     debts, counts, reports = DebtLedger(), SettlementCounts(), SettlementReports()
     keeper = DebtKeeper(
         etcd(),
@@ -57,7 +61,11 @@ def open_commons(config: LedgerConfig, instance_id: str, registry: Registry, mir
     settler = Settler(
         etcd(),
         debts,
-        Debtors(registry.find, lease_ms=SETTLEMENT_LEASE_MS),
+        Debtors(
+            registry.find,
+            lease_ms=SETTLEMENT_LEASE_MS,
+            connect=partial(process.dialer().channel, role="decode"),
+        ),
         counts,
         reports,
         prefix=prefix,

@@ -21,6 +21,8 @@ from aetcd.exceptions import ClientError, DuplicateLeaseError
 from aetcd.utils import prefix_range_end
 
 from kvcommons.errors import Unavailable
+from kvcommons.rpc.callers import channel_credentials
+from kvcommons.security.certificate import ServiceCertificate
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +59,15 @@ class Etcd:
     """Speaks to one of `endpoints` at a time ("host:port" or "unix:DIR/name"); `reconnect` takes the next
     one."""
 
-    def __init__(self, endpoints: Sequence[str], *, timeout_s: float) -> None:
+    def __init__(
+        self,
+        endpoints: Sequence[str],
+        *,
+        timeout_s: float,
+        certificate: ServiceCertificate | None = None,
+    ) -> None:
+        """With a certificate etcd is spoken to by TLS, beyond sockets of this host."""
+        self._certificate = certificate
         self._endpoints = tuple(endpoints)
         self._timeout_s = timeout_s
         self._at = -1
@@ -78,7 +88,8 @@ class Etcd:
         if not host.startswith("unix:"):
             host, _, text = self.endpoint.rpartition(":")
             port = int(text)
-        client = aetcd.Client(host=host, port=port, timeout=self._timeout_s, options=_OPTIONS)
+        certificate = self._certificate if port else None
+        client = _Client(certificate, host=host, port=port, timeout=self._timeout_s, options=_OPTIONS)
         await client.connect()
         self._client = client
 
@@ -236,6 +247,28 @@ class Etcd:
             self._full = True
             return Unavailable(full)
         return Unavailable(f"etcd at {self.endpoint} does not answer: {reason}")
+
+
+class _Client(aetcd.Client):  # type: ignore[misc]
+    """aetcd's, which knows no TLS by itself."""
+
+    def __init__(self, certificate: ServiceCertificate | None, **options: Any) -> None:
+        super().__init__(**options)
+        self._certificate = certificate
+
+    async def connect(self) -> None:
+        if self._certificate is None:
+            await super().connect()
+            return
+        if self._connected.is_set():
+            return
+        credentials, options = channel_credentials(self._certificate, "etcd")
+        self.channel = grpc.aio.secure_channel(
+            f"{self._host}:{self._port}", credentials, options=[*self._options.items(), *options]
+        )
+        self.kvstub = wire.KVStub(self.channel)
+        self.leasestub = wire.LeaseStub(self.channel)
+        self._connected.set()
 
 
 class _LeaseNotFound(Exception):

@@ -19,6 +19,9 @@ class PrefillConfig:
     node: Node
     engine: EngineSettings
     ledger: Addresses  # of its replicas
+    # PEM: the public key of the router's tenant_key; calls for a tenant have to be signed. None: they are
+    # not.
+    tenant_key: str | None = None
     shape: StageSettings = field(default_factory=StageSettings)
     chunk_tokens: Annotated[int, Gt(0)] = 512  # computed at once; other jobs take their turn between chunks
     max_running: Annotated[int, Ge(1)] = 4  # jobs that hold memory and take turns
@@ -33,6 +36,7 @@ class PrefillConfig:
     advertise_data: str | None = None  # default: what was bound
 
     def __post_init__(self) -> None:
+        self.shape.check_network(private=self.node.private_network)
         if self.shape.follows and self.data_listen is None:
             raise ValueError(
                 f"stage = {self.shape.stage}, rank = {self.shape.rank} is sent activations: set data_listen"

@@ -30,7 +30,6 @@ from kvcommons.prefill.role import PrefillRole
 from kvcommons.prefill.service import PrefillService
 from kvcommons.rpc.directory import Directory, Heartbeat
 from kvcommons.rpc.process import Process
-from kvcommons.rpc.server import RpcServer
 from kvcommons.stages.executor import Pipelined
 from kvcommons.stages.formation import Formation, StageShare
 from kvcommons.stages.group import StageGroup
@@ -38,7 +37,6 @@ from kvcommons.stages.history import StagedHistories
 from kvcommons.stages.metrics import StageMetrics
 from kvcommons.stages.ranks import RankGroup
 from kvcommons.telemetry.metrics import LoadMetrics
-from kvcommons.telemetry.telemetry import Telemetry
 from kvcommons.transport.deadline import Deadline
 from kvcommons.transport.metrics import DataMetrics
 from services.prefill.config import PrefillConfig
@@ -57,15 +55,16 @@ class PrefillParts:
         share: StageShare,
         ranks: RankGroup | None,
         predictor: Predictor,
-        telemetry: Telemetry,
+        process: Process,
         changed: Callable[[], None],
     ) -> None:
         """`changed` is called, on any thread, when its stages have come together, or apart."""
         self.core = core
-        self.condemner = Condemner()
-        asking = DataMetrics(telemetry.registry, "client")
-        self.loader = BlockLoader(self.condemner, name="prefill-load", observer=asking)
-        self.saver = BlockSaver(telemetry.instance_id, buffer_bytes=config.save_buffer_bytes, observer=asking)
+        telemetry = process.telemetry
+        dialer = process.dialer(DataMetrics(telemetry.registry, "client"))
+        self.condemner = Condemner(dialer)
+        self.loader = BlockLoader(self.condemner, name="prefill-load", dialer=dialer)
+        self.saver = BlockSaver(telemetry.instance_id, buffer_bytes=config.save_buffer_bytes, dialer=dialer)
         telemetry.registry.register(SaverCollector(self.saver))
         self.keeper = BlockKeeper(core, self.saver)
         scheduler = Scheduler(max_queue=config.max_queue, max_prompts=config.max_running)
@@ -85,7 +84,7 @@ class PrefillParts:
                 instance_id=telemetry.instance_id,
                 changed=changed,
                 ranks=ranks,
-                observer=asking,
+                dialer=dialer,
             )
             histories = StagedHistories(histories, self.group.load)
         compute_s = partial(predictor.prompt_seconds, chunk_tokens=config.chunk_tokens)
@@ -116,7 +115,7 @@ class PrefillParts:
             condemner=self.condemner,
             chunk_tokens=config.chunk_tokens,
             push_deadline_s=config.push_deadline_s,
-            observer=asking,
+            dialer=dialer,
             sink=self.group.sink if self.group is not None else None,
         )
         LoadMetrics(
@@ -162,7 +161,7 @@ async def serve(config: PrefillConfig, process: Process) -> None:
     if config.shape.follows:
         await serve_prefill_stage(config, process)
         return
-    server = RpcServer(config.node.listen, process.telemetry, call_deadline_s=config.node.call_deadline_s)
+    server = process.server(config.node, config.tenant_key)
     service = PrefillService(PrefillMetrics(process.telemetry.registry))
     server.add(prefill_pb2_grpc.add_PrefillServicer_to_server, service)
     await server.start()
@@ -190,13 +189,13 @@ async def serve(config: PrefillConfig, process: Process) -> None:
             formation.changed()
 
     loop = asyncio.get_running_loop()
-    heartbeat = Heartbeat(config.ledger, describe)
-    directory = Directory(config.ledger, process.instance_id)
+    heartbeat = Heartbeat(config.ledger, describe, process.dialer())
+    directory = Directory(config.ledger, process.instance_id, process.dialer())
     parts: PrefillParts | None = None
     formation: Formation | None = None
     heartbeat.start()
     try:
-        share, core, ranks = await asyncio.to_thread(load_stage, config)
+        share, core, ranks = await asyncio.to_thread(load_stage, config, process.dialer())
         predictor, kept = await asyncio.to_thread(
             calibrated,
             core,
@@ -205,7 +204,7 @@ async def serve(config: PrefillConfig, process: Process) -> None:
             generates=False,
             core_lock=config.core_lock,
         )
-        parts = PrefillParts(config, core, share, ranks, predictor, process.telemetry, changed)
+        parts = PrefillParts(config, core, share, ranks, predictor, process, changed)
         if parts.group is not None:
             directory.start()
             formation = Formation(parts.group, share, core.info.fingerprint, directory)

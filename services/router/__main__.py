@@ -20,6 +20,7 @@ from kvcommons.rpc.channel import open_channel
 from kvcommons.rpc.directory import Directory, Heartbeat
 from kvcommons.rpc.process import Process, run
 from kvcommons.rpc.server import RpcServer
+from kvcommons.security.tenants import TenantSigner
 from services.router.admission.admission import Admission
 from services.router.admission.classes import OTHERS, ServiceClasses
 from services.router.admission.look_ahead import QueueLookAhead
@@ -57,7 +58,7 @@ _PRUNE_S = 30.0
 async def serve(config: RouterConfig, process: Process) -> None:
     serving = await _serving(config, process)
     http = HttpServer(serving)
-    rpc = RpcServer(config.node.listen, process.telemetry)
+    rpc = process.server(config.node)
     directory = serving.directory
     directory.start()
     try:
@@ -82,7 +83,7 @@ async def serve(config: RouterConfig, process: Process) -> None:
             started_ms=started_ms,
         )
 
-    heartbeat = Heartbeat(config.ledger, describe)
+    heartbeat = Heartbeat(config.ledger, describe, process.dialer())
     heartbeat.start()
     watch = asyncio.create_task(_watch(serving, rpc, heartbeat))
     looking = asyncio.create_task(serving.look_ahead.run())
@@ -116,8 +117,11 @@ async def _serving(config: RouterConfig, process: Process) -> Serving:
     folder = await asyncio.to_thread(resolve_folder, config.model)
     tokenizer = Tokenizer.read(folder)
     text = Text.of(tokenizer, ChatTemplate.read(folder, tokenizer), tool_format=config.tool_format)
-    directory = Directory(config.ledger, process.instance_id)
-    fleet = Fleet(directory, open_channel)
+    directory = Directory(config.ledger, process.instance_id, process.dialer())
+    carried = (TenantSigner.read(Path(config.tenant_key)).carry,) if config.tenant_key is not None else ()
+    fleet = Fleet(
+        directory, lambda address, role: open_channel(address, role, process.credentials, carried=carried)
+    )
     policy = scheduling(config.policy, overtakes_max=config.overtakes_max)
     quotas = Quotas(config.quotas)
     queue = RequestQueue(

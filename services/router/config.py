@@ -32,6 +32,8 @@ class RouterConfig:
     # File: a line per key, "tenant key [operator]"; none: one tenant, loopback only.
     api_keys: str | None = None
     secret_file: str | None = None  # root of the tenants' salts; needed with api_keys
+    # PEM: a private key of Ed25519, by which calls say for which tenant they are made. None: unsigned.
+    tenant_key: str | None = None
     tls_cert: str | None = None  # a PEM file: HTTPS instead of HTTP; read again when it changes
     tls_key: str | None = None  # the certificate's key, likewise; one is nothing without the other
     # Web pages that may call from a browser: "https://chat.example.org", or "*" for all; none by default.

@@ -5,11 +5,14 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
 
-from kvcommons.transport import ucx
+from kvcommons.security.authority import make_certificates
+from kvcommons.transport import addresses, ucx
+from tests.contract import transport_peer
 
 
 @pytest.fixture
@@ -20,9 +23,16 @@ def socket_folder() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-@pytest.fixture(params=["tcp", "unix", "shm", "ucx"])
-def address(request: pytest.FixtureRequest, socket_folder: Path) -> str:
-    """One of each transport, to listen on."""
+@pytest.fixture(params=["tcp", "tcp with certificates", "tcp with a token", "unix", "shm", "ucx"])
+def address(request: pytest.FixtureRequest, socket_folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """One of each transport, to listen on; of TCP with each way to be known there, too."""
+    if request.param.startswith("tcp with"):
+        make_certificates(socket_folder / "pki", datetime.now(UTC))
+        (socket_folder / "token").write_text("a token of this very stack")
+        shown = "token" if "token" in request.param else "pki/decode"
+        monkeypatch.setenv(transport_peer.NETWORK, str(socket_folder / shown))
+        monkeypatch.setattr(addresses, "TcpTransport", transport_peer.secured_transport)
+        return "tcp:127.0.0.1:0"
     if request.param == "ucx":
         pytest.importorskip("ucxx", reason="needs the extra ucx")
         ucx.library()  # what it keeps open is no test's

@@ -41,6 +41,7 @@ from kvcommons.pb import holder_pb2_grpc
 from kvcommons.rblock.allocator import BlockAllocator
 from kvcommons.rblock.heads import HeadPart
 from kvcommons.rblock.layout import Layout
+from kvcommons.rpc.dialer import Dialer
 from kvcommons.rpc.server import RpcServer
 from kvcommons.telemetry.telemetry import Telemetry
 from kvcommons.transport.base import Observer
@@ -111,7 +112,7 @@ class Served:
         gone = [] if lost is None else lost
         client = RemoteHolder(
             self.control, self.data, owner=owner, model=self.model, lost=gone.extend, lease_s=lease_s,
-            observer=observer,
+            dialer=Dialer(observer=observer),
         )  # fmt: skip
         client.start()
         try:

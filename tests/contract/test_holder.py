@@ -19,6 +19,7 @@ from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import data_pb2 as pb
 from kvcommons.pb.common_pb2 import SampledToken
 from kvcommons.rblock.heads import divided
+from kvcommons.rpc.dialer import Dialer
 from kvcommons.transport.base import Observation
 from kvcommons.transport.client import DataClient
 from tests.backends import merge
@@ -106,7 +107,7 @@ async def test_what_is_sent_for_a_token_does_not_grow_with_the_context(socket_fo
     async with embedded(socket_folder) as served:
         client = RemoteHolder(
             served.control, served.data, owner="d", model=served.model, lost=lambda refs: None,
-            observer=seen.append,
+            dialer=Dialer(observer=seen.append),
         )  # fmt: skip
         ref = await borrow(client, 81)
         client.write_blocks(ref, 0, 0, tokens.objects(0, 81), soon())

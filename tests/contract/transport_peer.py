@@ -6,18 +6,30 @@ A request says in WriteBlocks.layer what it wants done; see `answer`.
 
 from __future__ import annotations
 
+import os
 import socket
 import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from kvcommons.errors import StaleEpoch
 from kvcommons.pb import data_pb2 as pb
+from kvcommons.security.certificate import ServiceCertificate
+from kvcommons.security.credentials import OPEN, Credentials
+from kvcommons.security.roles import Role
+from kvcommons.security.token import SharedToken
+from kvcommons.transport import addresses
 from kvcommons.transport.addresses import connect
 from kvcommons.transport.client import DataClient
 from kvcommons.transport.deadline import Deadline
 from kvcommons.transport.server import DataServer, Exchange
+from kvcommons.transport.tcp import TcpTransport
+
+# In the environment: a file with a token, or a folder with certificates, by which all in a test's processes
+# know each other over TCP.
+NETWORK = "TEST_NETWORK"
 
 ECHO, SLEEP, STALE, CRASH, IGNORE_PAYLOAD, SILENT, GIVE, PART = range(8)
 
@@ -62,6 +74,8 @@ def connect_raw(address: str) -> socket.socket:
     raw = socket.socket(socket.AF_INET if on_port else socket.AF_UNIX)
     raw.settimeout(60)
     raw.connect(("127.0.0.1", int(rest.rpartition(":")[2])) if on_port else rest)
+    if scheme == "tcp":
+        return _introduced(raw)
     if scheme == "shm":
         assert raw.recv(16, socket.MSG_WAITALL).startswith(b"KVCM")
         raw.sendall(b"KVCM" + bytes([1, 0]) + bytes(10))
@@ -70,6 +84,34 @@ def connect_raw(address: str) -> socket.socket:
         assert greeting.startswith(b"KVCX")
         raw.recv(int.from_bytes(greeting[8:], "little"), socket.MSG_WAITALL)
         raw.sendall(b"KVCX" + bytes([2, 0]) + bytes(6))
+    return raw
+
+
+def network() -> Credentials:
+    shown = os.environ.get(NETWORK)
+    if shown is None:
+        return OPEN
+    if Path(shown).is_dir():
+        return Credentials(certificate=ServiceCertificate(Path(shown), "decode"))
+    return Credentials(token=SharedToken.read(Path(shown)))
+
+
+def secured_transport(role: Role, credentials: Credentials) -> TcpTransport:
+    """In the place of TcpTransport: with the network's credentials, whatever the test gives."""
+    return TcpTransport(role, network())
+
+
+def _introduced(raw: socket.socket) -> socket.socket:
+    credentials = network()
+    if credentials.certificate is not None:
+        context = credentials.certificate.files().client
+        return context.wrap_socket(raw, server_hostname="holder.kvcommons")
+    if credentials.token is not None:
+        challenge = raw.recv(24, socket.MSG_WAITALL)
+        assert challenge.startswith(b"KVCT")
+        drawn = bytes(16)
+        raw.sendall(challenge[:8] + drawn + credentials.token.prove(b"connect", challenge[8:], drawn))
+        assert len(raw.recv(40, socket.MSG_WAITALL)) == 40
     return raw
 
 
@@ -93,6 +135,7 @@ def come_and_go(address: str) -> None:
 
 
 def main() -> None:
+    addresses.TcpTransport = secured_transport  # type: ignore[misc,assignment]
     if sys.argv[2:] == ["come and go"]:
         come_and_go(sys.argv[1])
         return

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+
+from devstack.plan import identity
+from kvcommons.security.roles import name_of
 
 ROOT = Path(__file__).parents[2]
 SERVICES: dict[str, dict[str, Any]] = {}
@@ -17,7 +21,7 @@ for name in ("compose.yaml", "compose.database.yaml"):
 
 def test_every_service_is_there() -> None:
     kinds = {"router", "prefill", "decode", "attention_pool", "kvstore", "ledger"}
-    assert SERVICES.keys() == {*kinds, "etcd", "postgres"}
+    assert SERVICES.keys() == {*kinds, "certificates", "etcd", "postgres"}
 
 
 @pytest.mark.parametrize("service", sorted(SERVICES))
@@ -39,6 +43,34 @@ def test_only_the_router_can_be_reached_from_elsewhere(service: str) -> None:
     assert ("ports" in said) is entrance
     if entrance:
         assert said["ports"] == ["${KVCOMMONS_BIND:-127.0.0.1}:${KVCOMMONS_PORT:-8000}:8000"]
+
+
+ALONE: dict[str, dict[str, Any]] = yaml.safe_load((ROOT / "compose.yaml").read_text())["services"]
+
+
+@pytest.mark.parametrize("service", sorted(ALONE.keys() - {"certificates"}))
+def test_a_service_has_its_own_certificate_and_no_other(service: str) -> None:
+    said = ALONE[service]
+    own = [volume for volume in said["volumes"] if "certificates" in volume or "authority" in volume]
+    assert own == [f"certificates-{service}:/certificates:ro,nocopy"]
+    assert said["depends_on"]["certificates"] == {"condition": "service_completed_successfully"}
+    making = ALONE["certificates"]["volumes"]
+    assert f"certificates-{service}:/certificates/{service}" in making
+    assert f"/certificates/{service}" in (ROOT / "Dockerfile").read_text()  # owned by who writes there
+
+
+def test_containers_know_each_other_by_certificates_and_sign_tenants() -> None:
+    tables = tomllib.loads((ROOT / "deploy" / "kvcommons.toml").read_text())
+    for service, table in tables.items():
+        assert table["certificates"] == "/certificates"
+        given = identity(service, Path("/certificates"))
+        assert (
+            table.get("tenant_key", "").rpartition("/")[2] == given.get("tenant_key", "").rpartition("/")[2]
+        )
+    etcd = (ROOT / "Dockerfile").read_text()
+    assert "--client-cert-auth" in etcd
+    assert f"--client-cert-allowed-hostname={name_of('etcd-client')}" in etcd
+    assert "http://" not in etcd
 
 
 def test_etcd_has_a_bounded_history_and_size() -> None:

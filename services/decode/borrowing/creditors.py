@@ -17,7 +17,7 @@ from kvcommons.holder.head_group import HeadGroup
 from kvcommons.holder.head_store import WholeStore
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import common_pb2, ledger_pb2
-from kvcommons.transport.base import Observer
+from kvcommons.rpc.dialer import UNSECURED, Dialer
 from services.decode.periodic import PeriodicTask
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class Creditors:
         lost: Lost,
         waited: Waited,
         used: Callable[[], set[Creditor]] = set,
-        observer: Observer | None = None,
+        dialer: Dialer = UNSECURED,
         clock: Callable[[], float] = time.monotonic,
         connect: Callable[..., RemoteHolder] = RemoteHolder,
     ) -> None:
@@ -74,7 +74,7 @@ class Creditors:
         self._lost = lost
         self._waited = waited
         self._used = used
-        self._observer = observer
+        self._dialer = dialer
         self._clock = clock
         self._connect = connect
         self._task = PeriodicTask("creditors", LOOK_S, self.forget)
@@ -143,7 +143,7 @@ class Creditors:
             model=self._debtor.model,
             lost=lambda refs: self._lost(holder, refs),
             lease_s=self._lease_s,
-            observer=self._observer,
+            dialer=self._dialer,
         )
         return holder
 
@@ -159,7 +159,7 @@ class Creditors:
             store=store,
             lost=lambda refs: self._lost(group, refs),
             lease_s=self._lease_s,
-            observer=self._observer,
+            dialer=self._dialer,
         )
         return group
 

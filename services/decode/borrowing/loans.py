@@ -22,8 +22,8 @@ from kvcommons.holder.creditor import Creditor
 from kvcommons.holder.head_group import HeadGroup
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import ledger_pb2
+from kvcommons.rpc.dialer import UNSECURED, Dialer
 from kvcommons.telemetry.events import Observe, unobserved
-from kvcommons.transport.base import Observer
 from services.decode.borrowing.creditors import Creditors, Debtor, devices
 from services.decode.borrowing.ledger_client import LedgerClient
 from services.decode.borrowing.saves import RemoteSaves
@@ -59,7 +59,7 @@ class Loans:
         lease_ms: int,
         lost: Callable[[int, KVCommonsError], None],
         slowness: Slowness,
-        observer: Observer | None = None,
+        dialer: Dialer = UNSECURED,
         observe: Observe = unobserved,
         connect: Callable[..., RemoteHolder] = RemoteHolder,
     ) -> None:
@@ -78,7 +78,7 @@ class Loans:
             lost=self._lose,
             waited=slowness.waited,
             used=lambda: {holder for holder, _ in self._loans},
-            observer=observer,
+            dialer=dialer,
             connect=connect,
         )
         self._loans: dict[tuple[Creditor, SegmentRef], _Loan] = {}

@@ -13,8 +13,7 @@ from kvcommons.engine.core import Core
 from kvcommons.errors import InvalidInput, KVCommonsError
 from kvcommons.model.slices import State
 from kvcommons.pb import data_pb2 as pb
-from kvcommons.transport.base import Observer
-from kvcommons.transport.client import DataClient
+from kvcommons.rpc.dialer import Dialer
 from kvcommons.transport.deadline import Deadline
 from services.decode.staggering.slice_exchange import begin_slice
 
@@ -61,13 +60,13 @@ class PeerHealth:
 class Peer:
     """`advance` blocks and may be called from any thread, at the same time."""
 
-    def __init__(self, address: str, core: Core, *, deadline_s: float, observer: Observer | None) -> None:
+    def __init__(self, address: str, core: Core, *, deadline_s: float, dialer: Dialer) -> None:
         """`deadline_s`: for a slice."""
         self.address = address
         self.load = pb.MetReplica()  # as it last said
         self._core = core
         self._deadline_s = deadline_s
-        self._client = DataClient(address, observer=observer, ask_s=_ASK_S)
+        self._client = dialer.client(address, "decode", ask_s=_ASK_S)
         self._health = PeerHealth()
         self._lock = threading.Lock()  # of `_health`
         self._said = ""

@@ -24,7 +24,7 @@ from kvcommons.model.sampling import SamplingRow
 from kvcommons.model.slices import State
 from kvcommons.pb import common_pb2 as pb
 from kvcommons.pb import data_pb2
-from kvcommons.transport.base import Observer
+from kvcommons.rpc.dialer import UNSECURED, Dialer
 from kvcommons.transport.server import Exchange, Handler
 from services.decode.staggering.lanes import LANES, BatchLane, Mode, Pipelining, timing_of
 from services.decode.staggering.peers import MEET_EVERY_S, MEET_S, Peer
@@ -104,7 +104,7 @@ class Rotation:
         metrics: SliceMetrics,
         *,
         deadline_s: float,
-        observer: Observer | None = None,
+        dialer: Dialer = UNSECURED,
     ) -> None:
         """`replicas`: data addresses of the whole group, the same list in each of it. `deadline_s`: for a
         slice elsewhere."""
@@ -119,7 +119,7 @@ class Rotation:
         self._staggering = Staggering(self._scheme)
         self._alone = Pipelining(mode, self._layers)  # while it does not rotate
         self._peers = {
-            number: Peer(address, core, deadline_s=deadline_s, observer=observer)
+            number: Peer(address, core, deadline_s=deadline_s, dialer=dialer)
             for number, address in enumerate(self._replicas)
         }
         self._number = -1

@@ -19,6 +19,7 @@ from kvcommons.pb.kvstore_pb2_grpc import BlocksStub, SessionsStub
 from kvcommons.pb.ledger_pb2 import Instance
 from kvcommons.pb.ledger_pb2_grpc import LedgerStub
 from kvcommons.pb.prefill_pb2_grpc import PrefillStub
+from kvcommons.security.roles import Role
 from services.router.capacity.occupancy import Occupancy, Reservation
 from services.router.fleet.pairing import (
     Pair,
@@ -65,13 +66,15 @@ class Fleet:
     def __init__(
         self,
         view: View,
-        open_channel: Callable[[str], grpc.aio.Channel],
+        open_channel: Callable[[str, Role], grpc.aio.Channel],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._view = view
         self._open_channel = open_channel
         self._clock = clock
-        self._channels: dict[str, tuple[grpc.aio.Channel, float]] = {}  # and when it was used last
+        self._channels: dict[
+            tuple[str, Role], tuple[grpc.aio.Channel, float]
+        ] = {}  # and when it was used last
         self._known: dict[str, ModelInfo] = {}
         self._under_way: Counter[str] = Counter()
         self.occupancy = Occupancy()
@@ -249,23 +252,23 @@ class Fleet:
         return self._view.records or common_records(self._view.instances("kvstore", ready=False))
 
     def decode(self, instance: Instance) -> DecodeAsyncStub:
-        return DecodeStub(self._channel(instance.control_address))
+        return DecodeStub(self._channel(instance.control_address, "decode"))
 
     def prefill(self, instance: Instance) -> PrefillAsyncStub:
-        return PrefillStub(self._channel(instance.control_address))
+        return PrefillStub(self._channel(instance.control_address, "prefill"))
 
     def ledger(self, instance: Instance) -> LedgerAsyncStub:
-        return LedgerStub(self._channel(instance.control_address))
+        return LedgerStub(self._channel(instance.control_address, "ledger"))
 
     def blocks(self, store: Instance) -> BlocksAsyncStub:
-        return BlocksStub(self._channel(store.control_address))
+        return BlocksStub(self._channel(store.control_address, "kvstore"))
 
     def sessions(self, store: Instance | None) -> SessionsAsyncStub:
         """Raises StoreUnavailable for None: none serves."""
         if store is None:
             stores = self._view.instances("kvstore", ready=False)
             raise StoreUnavailable(why_none_serves(stores, self._view.records), retry_after_ms=1000)
-        return SessionsStub(self._channel(store.control_address))
+        return SessionsStub(self._channel(store.control_address, "kvstore"))
 
     @contextmanager
     def reserve(self, pair: Pair, blocks: int, prefix: Sequence[bytes] = ()) -> Iterator[Reservation]:
@@ -302,15 +305,15 @@ class Fleet:
             for service in services
             for instance in self._view.instances(service, ready=False)
         }
-        for address, (channel, used_s) in list(self._channels.items()):
-            if address not in alive and now_s - used_s > _CHANNEL_IDLE_S:
-                del self._channels[address]
+        for key, (channel, used_s) in list(self._channels.items()):
+            if key[0] not in alive and now_s - used_s > _CHANNEL_IDLE_S:
+                del self._channels[key]
                 await channel.close(None)
 
-    def _channel(self, address: str) -> grpc.aio.Channel:
-        kept = self._channels.get(address)
-        channel = kept[0] if kept else self._open_channel(address)
-        self._channels[address] = (channel, self._clock())
+    def _channel(self, address: str, role: Role) -> grpc.aio.Channel:
+        kept = self._channels.get((address, role))
+        channel = kept[0] if kept else self._open_channel(address, role)
+        self._channels[address, role] = (channel, self._clock())
         return channel
 
 

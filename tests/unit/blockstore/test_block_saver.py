@@ -18,6 +18,7 @@ from kvcommons.blockstore.progress import Progress
 from kvcommons.blockstore.saver import BlockSaver
 from kvcommons.errors import CapacityExhausted
 from kvcommons.rblock.checksum import checksum
+from kvcommons.rpc.dialer import UNSECURED
 from kvcommons.transport.deadline import Deadline
 from tests.machine import scaled
 from tests.unit.blockstore.dictionary_store import LAYOUT, MODEL, DictionaryStore, content, ids
@@ -133,7 +134,7 @@ def test_layers_of_the_same_blocks_go_out_together(store: DictionaryStore) -> No
 def test_no_more_waits_for_others_than_is_sent_in_a_moment(folder: Path) -> None:
     lane = Lane(
         f"unix:{folder}/none", writer="w", call_s=1, changed=threading.Condition(),
-        settle=lambda save, saved, unwanted: None, observer=None,
+        settle=lambda save, saved, unwanted: None, dialer=UNSECURED,
     )  # fmt: skip
 
     def put(layer: int) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from devstack import toml
-from devstack.plan import Place, names, processes, tables, threads_by_service
+from devstack.plan import Place, brings_identities, names, processes, tables, threads_by_service
 from devstack.settings import UpSettings
 from devstack.supervisor import restart_delay_s
 from kvcommons.config import load
@@ -303,3 +303,34 @@ def test_the_router_gets_the_files_of_https(tmp_path: Path) -> None:
     )
     assert f"tls_cert={tmp_path}/cert.pem" in flagged.command
     assert f"tls_key={tmp_path}/key.pem" in flagged.command
+
+
+def test_services_are_given_their_own_identity_and_no_other() -> None:
+    made = tables(UpSettings(), PLACE, 2, {}, certificates=PLACE.certificates)
+    for service, table in made.items():
+        assert table["certificates"] == f"/data/certificates/{service}"
+    keys = {service: table["tenant_key"] for service, table in made.items() if "tenant_key" in table}
+    assert keys == {
+        "router": "/data/certificates/router/tenants.key",
+        "prefill": "/data/certificates/prefill/tenants.pub",
+        "decode": "/data/certificates/decode/tenants.pub",
+        "kvstore": "/data/certificates/kvstore/tenants.pub",
+    }
+    for table in tables(UpSettings(), PLACE, 2, {}).values():
+        assert not {"certificates", "tenant_key"} & table.keys()
+
+
+@pytest.mark.parametrize(
+    ("user", "environ", "brings"),
+    [
+        ({}, {"HOME": "/", "KVCOMMONS_PORT": "1"}, False),
+        ({"router": {"tls_cert": "x"}}, {}, False),
+        ({"decode": {"token_file": "x"}}, {}, True),
+        ({"kvstore": {"tenant_key": "x"}}, {}, True),
+        ({}, {"KVCOMMONS_LEDGER__CERTIFICATES": "x"}, True),
+    ],
+)
+def test_who_says_how_services_know_each_other_says_it_for_all(
+    user: dict[str, dict[str, str]], environ: dict[str, str], brings: bool
+) -> None:
+    assert brings_identities(user, environ) is brings

@@ -79,6 +79,7 @@ def test_what_the_example_calls_defaults_are(service: str) -> None:
             "records_password_file",
             "tls_cert",
             "tls_key",
+            "tenant_key",
             *given,
         )
         if getattr(loaded, name) != value

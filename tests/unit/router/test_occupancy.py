@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import grpc.aio
 import pytest
 
 from kvcommons.errors import Overloaded
 from kvcommons.pb.common_pb2 import ModelInfo
 from kvcommons.pb.ledger_pb2 import HeadPart, Instance, Load
+from kvcommons.rpc.channel import open_channel
 from services.router.capacity.occupancy import Occupancy, Reservation
 from services.router.fleet.fleet import Fleet
 
@@ -197,7 +197,7 @@ class View:
 def test_two_long_sequences_go_to_two_idle_instances_though_heartbeats_are_old() -> None:
     """Both have had one before, and have not said yet that it has ended."""
     view = View(decode("d", free=128), decode("e", free=128))
-    fleet, tokens = Fleet(view, grpc.aio.insecure_channel), 7168
+    fleet, tokens = Fleet(view, open_channel), 7168
     for turn in range(3):
         entered = []
         for _ in range(2):
@@ -217,7 +217,7 @@ def test_two_long_sequences_go_to_two_idle_instances_though_heartbeats_are_old()
 
 def test_a_refusal_is_heard_where_the_call_ends() -> None:
     view = View(decode("d", free=128))
-    fleet = Fleet(view, grpc.aio.insecure_channel)
+    fleet = Fleet(view, open_channel)
     pair = fleet.place(MODEL, affinity="", tokens=63, failed=())
     assert pair is not None
     with pytest.raises(Overloaded), fleet.reserve(pair, 40):

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import grpc.aio
 import pytest
 
 from kvcommons.errors import ContextLengthExceeded
 from kvcommons.pb.common_pb2 import ModelInfo
 from kvcommons.pb.ledger_pb2 import HeadPart, Instance, Load
+from kvcommons.rpc.channel import open_channel
 from services.router.fleet.fleet import Fleet
 from services.router.fleet.pairing import Pair, capacity_blocks, choose_pair, served_models, unfit_pools
 
@@ -165,7 +165,7 @@ class View:
 
 def test_room_that_is_away_for_a_moment_refuses_nobody() -> None:
     view, now_s = View(), [0.0]
-    fleet = Fleet(view, grpc.aio.insecure_channel, clock=lambda: now_s[0])
+    fleet = Fleet(view, open_channel, clock=lambda: now_s[0])
     decode, pool = instance("d"), instance("a")
     decode.load.total_blocks = pool.load.total_blocks = 10
     model = ModelInfo(fingerprint=MODEL, block_tokens=16)
@@ -212,6 +212,6 @@ def test_a_pool_that_fits_no_decode_is_named_with_its_reason() -> None:
     view = View()
     view.there = {"decode": decodes[:1], "attention_pool": [wide]}
     decodes[0].load.total_blocks = 64
-    fleet = Fleet(view, grpc.aio.insecure_channel)
+    fleet = Fleet(view, open_channel)
     with pytest.raises(ContextLengthExceeded, match=r"64 in all.*a1 lends nothing, for its dtype is float32"):
         fleet.check(decodes[0].model, 65 * 64)

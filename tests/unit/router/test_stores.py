@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 
-import grpc.aio
 import pytest
 
 from kvcommons.errors import DeadlineExceeded, Overloaded, SessionNotFound, StoreUnavailable, Unavailable
 from kvcommons.pb.ledger_pb2 import Instance
+from kvcommons.rpc.channel import open_channel
 from services.router.fleet.fleet import Fleet
 from services.router.fleet.pairing import stores_of
 from services.router.sessions.store import CALL_S, SILENT_S, SessionStore
@@ -75,7 +75,7 @@ class Asked(Fleet):
 
 def opened(*stores: Instance) -> tuple[SessionStore, View]:
     view = View(*stores)
-    return SessionStore(Asked(view, grpc.aio.insecure_channel)), view
+    return SessionStore(Asked(view, open_channel)), view
 
 
 Make = Callable[[Instance, float], Awaitable[str]]
