@@ -82,7 +82,7 @@ class Text:
         if not history_tokens:
             texts += [json.dumps(tool) for tool in tools.definitions]
         await self._check_length("\n".join(texts), window, "messages")
-        stored = self._shown(history, tools, begins=True)
+        stored = self._shown(history, tools, begins=bool(history))
         added = self._shown(new, tools, begins=not history)
         shown, options = self._given(tools), options or {}
         chars = sum(len(text) for message in history for text in message.texts) + sum(map(len, texts))
