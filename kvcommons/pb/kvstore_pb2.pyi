@@ -322,7 +322,7 @@ class Message(_message.Message):
     TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
     END_TOKEN_FIELD_NUMBER: _builtins.int
     role: _builtins.str
-    """system, user, assistant or tool"""
+    """system, user, assistant, tool or volatile"""
     content: _builtins.str
     name: _builtins.str
     reasoning: _builtins.str

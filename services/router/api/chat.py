@@ -6,7 +6,7 @@ from aiohttp import web
 
 from kvcommons.telemetry import logs
 from services.router.api.answering import answer
-from services.router.api.body import read_body, session_id_of
+from services.router.api.body import read_body, session_of
 from services.router.api.schemas.requests import ChatRequest, StreamOptions
 from services.router.api.shapes import ChatShape
 from services.router.http.middleware import SERVING, TENANT
@@ -16,12 +16,12 @@ from services.router.turn.sampling import logprobs_of
 
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     body = await read_body(request, ChatRequest)
-    session_id = session_id_of(request, body.session_id)
+    named = session_of(request, body.session_id)
     options = body.stream_options or StreamOptions.model_validate({})
     serving = request.app[SERVING]
-    with logs.bound(session_id=session_id or ""):
+    with logs.bound(session_id=named.id if named else ""):
         async with RequestLifecycle(serving, tenant=request[TENANT]) as lifecycle:
-            await lifecycle.plan_chat(body, session_id, branches=True)
+            await lifecycle.plan_chat(body, named, branches=True)
             shape = ChatShape(
                 id=lifecycle.turn_id,
                 created_s=lifecycle.created_s,
@@ -32,7 +32,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
                 include_usage=bool(options.include_usage),
                 include_stop=bool(body.include_stop_str_in_output),
                 usage_so_far=(lambda: lifecycle.turn.usage) if options.continuous_usage_stats else None,
-                session_id=session_id,
+                session_id=named.id if named and lifecycle.session_id else None,
                 branch=lifecycle.branch,
                 context=lifecycle.context,
             )

@@ -6,7 +6,7 @@ from aiohttp import web
 
 from kvcommons.errors import UnsupportedParameter
 from services.router.api.answering import answer
-from services.router.api.body import read_body, session_id_of
+from services.router.api.body import read_body, session_of
 from services.router.api.schemas.requests import CompletionRequest, StreamOptions
 from services.router.api.shapes import CompletionShape
 from services.router.http.middleware import SERVING, TENANT
@@ -16,7 +16,7 @@ from services.router.turn.sampling import logprobs_of
 
 async def completions(request: web.Request) -> web.StreamResponse:
     body = await read_body(request, CompletionRequest)
-    if session_id_of(request, None) is not None:
+    if session_of(request, None) is not None:
         raise UnsupportedParameter(
             "sessions are conversations: use /v1/chat/completions, or leave the session header out",
             param="session_id",

@@ -18,7 +18,7 @@ from services.router.api import (
     tokenizing,
     usage,
 )
-from services.router.api.body import SESSION_HEADERS
+from services.router.api.body import AGENT_HEADERS, SESSION_HEADERS
 from services.router.api.messages import answers as messages_answers
 from services.router.api.messages import endpoints as messages
 from services.router.api.messages import requests as messages_requests
@@ -49,7 +49,7 @@ class Route:
 
 
 _GENERATION_ERRORS = (400, 401, 403, 404, 409, 413, 429, 500, 503)
-_MESSAGES_ERRORS = (400, 401, 403, 404, 413, 429, 500, 529)
+_MESSAGES_ERRORS = (400, 401, 403, 404, 409, 413, 429, 500, 529)
 _TOKENIZING_ERRORS = (400, 401, 404, 413, 503)
 _SESSION_ERRORS = (400, 401, 404, 503)
 
@@ -76,7 +76,7 @@ def _generation() -> list[Route]:
             body=requests.ChatRequest,
             answers={200: answers.ChatCompletion},
             stream=answers.ChatCompletionChunk,
-            headers=SESSION_HEADERS,
+            headers=(*SESSION_HEADERS, *AGENT_HEADERS),
             errors=_GENERATION_ERRORS,
         ),
         Route(
@@ -183,6 +183,7 @@ def _messages() -> list[Route]:
             body=messages_requests.MessagesRequest,
             answers={200: messages_answers.MessagesAnswer},
             stream=messages_answers.MessagesEvent,
+            headers=(*SESSION_HEADERS, *AGENT_HEADERS),
             errors=_MESSAGES_ERRORS,
             error=messages_answers.MessagesError,
         ),

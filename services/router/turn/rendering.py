@@ -16,7 +16,7 @@ from kvcommons.model.tokenizer import Tokenizer
 from services.router.answer.formats import AnswerFormat, CallFormat, call_format
 from services.router.answer.parser import AnswerParser
 from services.router.answer.telling import told
-from services.router.sessions.conversation import Message, leading_system
+from services.router.sessions.conversation import Message, joined, leading_system
 from services.router.turn.tools import NO_TOOLS, ToolOffer
 
 # Longer texts, and more messages, are rendered and tokenized on a thread: they would hold up everybody's
@@ -151,6 +151,7 @@ class Text:
 
     def _shown(self, messages: Sequence[Message], tools: ToolOffer, *, begins: bool) -> list[dict[str, Any]]:
         """As the template reads them. `begins`: they are the first of the conversation."""
+        messages = joined(messages)
         if self.calls.told:
             messages = told(
                 messages, tools.definitions, begins=begins, takes_system=self.template.takes_system

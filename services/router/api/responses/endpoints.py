@@ -16,6 +16,7 @@ from services.router.api.responses.shape import ResponsesShape, stored_body
 from services.router.api.schemas.requests import ChatRequest
 from services.router.api.schemas.validation import validate
 from services.router.http.middleware import SERVING, TENANT
+from services.router.sessions.naming import NamedSession
 from services.router.turn.lifecycle import RequestLifecycle
 from services.router.turn.sampling import logprobs_of
 
@@ -76,15 +77,16 @@ async def _plan(
         await lifecycle.plan_chat(chat, None, before=history.messages)
         return None
     if history.session_id is not None:
-        before = history.messages if history.held is None else ()
+        before = history.messages if history.held is None else history.instructions
+        named = NamedSession(id=history.session_id)
         try:
-            await lifecycle.plan_chat(chat, history.session_id, before=before, held=history.held)
+            await lifecycle.plan_chat(chat, named, before=before, held=history.held)
             return history.session_id
         except (TurnInProgress, VersionConflict):
             if history.held is None:
                 raise  # a conversation has one turn at a time
     session_id = new_session_id()
-    await lifecycle.plan_chat(chat, session_id, before=history.messages)
+    await lifecycle.plan_chat(chat, NamedSession(id=session_id), before=history.messages)
     return session_id
 
 
