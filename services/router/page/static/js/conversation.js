@@ -198,7 +198,7 @@ export class Conversation {
     if (this.id === null) return;
     const root = rootOf(this.id);
     const relatives = this.#sessions.list
-      .filter((session) => session.id !== this.id && (rootOf(session.id) === root || session.parent === root))
+      .filter((session) => session.id !== this.id && !session.agent && (rootOf(session.id) === root || session.parent === root))
       .slice(0, FAMILY_MAX);
     const read = async ({ id }) => ({ id, messages: (await this.#api.get(`v1/sessions/${encodeURIComponent(id)}`)).messages });
     const found = await Promise.allSettled(relatives.map(read));
