@@ -292,3 +292,59 @@ async def test_it_may_do_without_where_the_tenant_has_no_more_sessions(
         assert (message["content"][0]["text"], place) == ("T", None)
         status, error = await served.post(CHAT, {"messages": said("x")}, headers={"X-Session-ID": "z"} | key)
         assert (status, error["error"]["code"]) == (429, "quota_exceeded")
+
+
+async def test_another_agents_instructions_begin_another_conversation(served: Stack) -> None:
+    """In chat, where a request without answers is what is new, unless other instructions stand before it."""
+    session = new_id()
+    headers = {"X-Session-ID": session}
+    coder, titler = ({"role": "system", "content": text} for text in ("You write code.", "You find titles."))
+    await chat(served, [coder, *said("work")], "done", headers)
+    title = await chat(served, [titler, *said("work")], "Work", headers)
+    assert title["branch"] == f"{session}~2"
+    assert "write code" not in served.tokenizer.decode(asked_tokens(served))
+    on = await chat(served, [coder, *said("more")], "so", headers)
+    assert "branch" not in on
+    assert await contents(served, session) == ["You write code.", "work", "done", "more", "so"]
+
+
+async def respond(
+    served: Stack, given: Any, answer: str, headers: dict[str, str], **fields: Any
+) -> tuple[dict[str, Any], str | None]:
+    served.says(answer)
+    body = {"model": MODEL.name, "input": given, "store": False, **fields}
+    async with served.http.post("/v1/responses", json=body, headers=headers) as response:
+        reply = await response.json()
+        assert response.status == 200, reply
+        return reply, response.headers.get("X-Session-ID")
+
+
+async def test_responses_with_whole_inputs_are_kept_by_a_header_too(served: Stack) -> None:
+    """As a coding client sends them: all items each time, and none of them to be stored by itself."""
+    session = new_id()
+    headers = {"session-id": session, "thread-id": f"{session}-2"}
+    place = f"{session}~@{session}-2"
+    tool = {"type": "function", "name": "look", "parameters": LOOK["input_schema"], "strict": False}
+    asked = {"type": "message", "role": "user", "content": "what do they say?"}
+    first, kept_in = await respond(served, [asked], CALL, headers, tools=[tool], instructions="Be brief.")
+    assert kept_in == place
+    async with served.http.get(f"/v1/responses/{first['id']}") as response:
+        assert response.status == 404
+    _, record = await served.get(f"/v1/sessions/{place}")
+    (call,) = first["output"]
+    arguments = {"arguments": call["arguments"].replace(" ", "")}  # as a client may write it anew
+    result = {"type": "function_call_output", "call_id": call["call_id"], "output": "buy milk"}
+    again = [asked, call | arguments, result]
+    _, kept_in = await respond(served, again, "milk", headers, tools=[tool], instructions="Be brief.")
+    assert kept_in == place
+    assert asked_tokens(served)[: record["tokens"]] == record["token_ids"]
+    _, kept_in = await respond(served, "a summary", "S", headers, instructions="Be brief.")
+    assert kept_in == f"{place}~2"
+    stored, kept_in = await respond(served, "told", "T", {"session-id": session}, store=True)
+    assert kept_in == session
+    on, kept_in = await respond(
+        served, "and?", "U", {"session-id": session}, store=True, previous_response_id=stored["id"]
+    )
+    assert kept_in not in (None, session), "it goes on with the response, whatever the header says"
+    assert served.tokenizer.decode(asked_tokens(served)).count("told") == 1
+    assert on["output"][0]["content"][0]["text"] == "U"

@@ -117,6 +117,7 @@ def _responses() -> list[Route]:
             body=responses_requests.ResponsesRequest,
             answers={200: responses_answers.Response},
             stream=responses_answers.ResponseEvent,
+            headers=(*SESSION_HEADERS, *AGENT_HEADERS),
             errors=_GENERATION_ERRORS,
         ),
         Route(

@@ -62,7 +62,6 @@ async def begin_in_branch(
     None where a whole conversation of a shared session has to do without, for its client never asked for
     one by itself: where there may be no further branch. Raises TurnInProgress, InvalidInput, QuotaExceeded,
     StoreUnavailable."""
-    may_do_without = session.shared and given.history
     busy: dict[str, TurnInProgress] = {}
     branch = session.id
     try:
@@ -88,7 +87,6 @@ async def begin_in_branch(
                 given,
                 block_tokens=block_tokens,
                 busy=busy if session.shared else (),
-                may_do_without=may_do_without,
             )
             if found is None:
                 return None
@@ -96,7 +94,7 @@ async def begin_in_branch(
                 raise busy[found]
             branch = found
     except QuotaExceeded:
-        if not may_do_without:
+        if not (session.shared and given.history):
             raise
         return None
     raise TurnInProgress("other requests have turns of the session at the same time: retry")

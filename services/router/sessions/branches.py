@@ -67,15 +67,14 @@ async def branch_for(
     *,
     block_tokens: int,
     busy: Collection[str] = (),
-    may_do_without: bool = False,
 ) -> str | None:
     """The id of the session's branch that a turn goes on with, or of the session itself; of a new branch
     where a history departs from all, or where those that it goes on with are `busy`. What is no history goes
     on with all that the session has.
 
-    None where the turn `may_do_without` a session, and there may be no further branch, or it would share
-    nothing with a later request. Raises SessionNotFound, InvalidInput where there are too many branches,
-    QuotaExceeded, StoreUnavailable."""
+    None where a history of a shared session has to do without: there may be no further branch, or it would
+    share nothing with a later request. Raises SessionNotFound, InvalidInput where there are too many
+    branches, QuotaExceeded, StoreUnavailable."""
     of = root_of_branch(session_id)
     heads = await branches_of(serving, tenant, of)
     latest = sorted(heads, key=lambda head: -head.last_used_ms)[:_COMPARED_MAX]
@@ -85,7 +84,8 @@ async def branch_for(
         return session_id
     if not candidates:
         raise SessionNotFound(f"there is no session {session_id[:80]!r} any more", param="session_id")
-    if given.history:
+    own = candidates[0]
+    if given.history or given.begins_anew(own):
         free = [one for one in candidates if one.session_id not in busy]
         if free:
             point = branch_point(given.messages, given.tools, free)
@@ -93,9 +93,12 @@ async def branch_for(
                 return point.session_id
         point = branch_point(given.messages, given.tools, candidates)
     else:
-        own = candidates[0]
         point = BranchPoint(session_id=own.session_id, messages=len(own.messages), whole=True)
-    if may_do_without and (len(heads) >= BRANCHES_MAX or (given.head_changes and not point.messages)):
+    if (
+        given.shared
+        and given.history
+        and (len(heads) >= BRANCHES_MAX or (given.head_changes and not point.messages))
+    ):
         return None
     branch = await _fork(
         serving, tenant, of, heads, point.session_id, point.messages, block_tokens=block_tokens

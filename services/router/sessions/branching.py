@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvcommons.pb import kvstore_pb2 as pb
-from services.router.sessions.conversation import VOLATILE, Message, said, same
+from services.router.sessions.conversation import VOLATILE, Message, leading_system, said, same
 
 _MARK = "~"
 _NUMBER = re.compile(r"[1-9][0-9]{0,8}")
@@ -32,25 +32,36 @@ class BranchPoint:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GivenTurn:
     """What a request brings to a turn of a session. `tools`: as a session keeps them, None where the request
-    goes on with any. `whole`: the messages are the whole conversation, though they may have no answers.
-    `head_changes`: the conversation begins otherwise with each request."""
+    goes on with any. `shared`: several agents have the session. `whole`: the messages are the whole
+    conversation, though they may have no answers. `head_changes`: the conversation begins otherwise with each
+    request."""
 
     messages: Sequence[Message]
     tools: str | None
+    shared: bool = False
     whole: bool = False
     head_changes: bool = False
 
     @property
     def history(self) -> bool:
-        """Whether the messages are a conversation from its beginning on, and not what is new in one."""
+        """Whether the messages are surely a conversation from its beginning on, and not what is new in
+        one."""
         return self.whole or is_history((), self.messages)
+
+    def begins_anew(self, record: pb.SessionRecord) -> bool:
+        """Whether they are a conversation from its beginning on beside this session: of one that is shared,
+        the instructions of another agent say so, too."""
+        stored = [Message.of(message) for message in record.messages]
+        if not stored:
+            return False
+        heads = leading_system(self.messages)
+        told = self.shared and heads > 0 and not self.head_changes
+        other = told and not _alike(self.messages[:heads], stored[: leading_system(stored)])
+        return self.whole or other or is_history(stored, self.messages)
 
     def goes_on(self, record: pb.SessionRecord) -> bool:
         """Whether it goes on with all that the session has."""
-        stored = [Message.of(message) for message in record.messages]
-        if not stored or not (self.whole or is_history(stored, self.messages)):
-            return True
-        return branch_point(self.messages, self.tools, [record]).whole
+        return not self.begins_anew(record) or branch_point(self.messages, self.tools, [record]).whole
 
 
 def is_history(stored: Sequence[Message], given: Sequence[Message]) -> bool:
@@ -91,6 +102,10 @@ def next_branch(session_id: str, others: Sequence[str]) -> str:
     """The id of a further branch."""
     numbers = [branch_number(session_id, other) or 0 for other in others]
     return f"{branch_prefix(session_id)}{max([_FIRST - 1, *numbers]) + 1}"
+
+
+def _alike(given: Sequence[Message], stored: Sequence[Message]) -> bool:
+    return len(given) == len(stored) and all(map(same, given, stored))
 
 
 def _point(given: Sequence[Message], tools: str | None, record: pb.SessionRecord) -> BranchPoint:

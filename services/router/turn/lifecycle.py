@@ -204,7 +204,13 @@ class RequestLifecycle:
         if not branches:
             return await begin_turn(self._serving, self._tenant, named.id, self.turn_id)
         tools = ToolOffer(definitions=definitions_of(request)).record if request.tools or whole else None
-        turn = GivenTurn(messages=given, tools=tools, whole=whole, head_changes=self.volatile.head_changes)
+        turn = GivenTurn(
+            messages=given,
+            tools=tools,
+            shared=named.shared,
+            whole=whole,
+            head_changes=self.volatile.head_changes,
+        )
         of = self._serving, self._tenant, named, self.turn_id
         return await begin_in_branch(*of, turn, block_tokens=self.model.block_tokens)
 

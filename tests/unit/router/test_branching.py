@@ -137,3 +137,18 @@ def test_a_turn_goes_on_with_a_session(given: Said, whole: bool, goes_on: bool) 
     turn = GivenTurn(messages=said(*given), tools=None, whole=whole)
     assert turn.goes_on(session("s", said("a", "A"))) is goes_on
     assert turn.goes_on(session("s", []))
+
+
+def test_other_instructions_are_another_agents_where_a_session_is_shared() -> None:
+    mine, other = (Message(role="system", content=text) for text in ("mine", "other"))
+    record = session("s", [mine, *said("a", "A")])
+    for head, shared, anew in (
+        ([other], True, True),
+        ([mine], True, False),
+        ([], True, False),
+        ([other], False, False),
+    ):
+        turn = GivenTurn(messages=[*head, *said("b")], tools=None, shared=shared)
+        assert turn.begins_anew(record) is anew
+    changing = GivenTurn(messages=[other, *said("b")], tools=None, shared=True, head_changes=True)
+    assert not changing.begins_anew(record), "nobody knows whose it is"
