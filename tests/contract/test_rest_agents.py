@@ -108,6 +108,17 @@ async def test_agents_go_with_their_session(served: Stack) -> None:
     for id, status in ((f"{session}~@a1", 404), (f"{session}~@a1~2", 404), (f"{other}~@a1", 200)):
         assert (await served.get(f"/v1/sessions/{id}"))[0] == status, id
     assert (await served.get(f"/v1/sessions/{session}~@b"))[0] == 200
+    await chat(served, said("look"), "anew", claude(session, "a1"))
+    _, record = await served.get(f"/v1/sessions/{session}~@a1")
+    assert (record["parent"], len(record["messages"])) == (session, 2), "one that goes on begins anew"
+
+
+async def test_any_id_can_stand_in_the_answers_header(served: Stack) -> None:
+    for id in (f"größe 語 {new_id()}", f"% {new_id()} ,;="):
+        served.says("hello")
+        body = {"messages": said("hi"), "session_id": id}
+        async with served.http.post(CHAT, json=body) as response:
+            assert (response.status, response.headers["X-Session-ID"]) == (200, id)
 
 
 async def test_an_id_in_the_body_is_taken_as_it_is(served: Stack) -> None:

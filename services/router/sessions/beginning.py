@@ -70,9 +70,14 @@ async def begin_in_branch(
         for _ in range(_TRIES):
             try:
                 turn = await begin_turn(serving, tenant, branch, turn_id)
-                if given.goes_on(turn.record):
+                there = bool(turn.record.version or turn.record.incarnation)
+                deleted = session.shared and branch == session.id and not there
+                if given.goes_on(turn.record) and not deleted:
                     return turn
                 await turn.abandon()
+                if deleted:  # and this router did not know
+                    await make_shared(serving, tenant, session, known=False)
+                    continue
             except TurnInProgress as error:
                 # A branch has turns of its own.
                 if not session.shared and not (given.history and branch == session.id):

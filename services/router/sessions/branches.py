@@ -106,11 +106,12 @@ async def branch_for(
     return branch.session_id
 
 
-async def make_shared(serving: Serving, tenant: Tenant, session: NamedSession) -> None:
+async def make_shared(serving: Serving, tenant: Tenant, session: NamedSession, *, known: bool = True) -> None:
     """Makes a shared session that is not there yet, before its first turn: turns that come at once branch
     from what is there. Where an agent's blocks lie, and for how long its session is kept, is as its parent
-    has it, and nothing else. Raises QuotaExceeded, StoreUnavailable."""
-    if serving.copies.get(tenant.name, session.id).last_turn_id:
+    has it, and nothing else. `known`: one of which this router has a copy is there. Raises QuotaExceeded,
+    StoreUnavailable."""
+    if known and serving.copies.get(tenant.name, session.id).last_turn_id:
         return
     try:
         await serving.store.get(tenant.name, session.id, patience_s=_PATIENCE_S)

@@ -25,7 +25,7 @@ _NAMED = r"request|trace|conversation|correlation|session|message|turn|run|span"
 _EDGE = r"[\s*_#>`|•·+-]*(?:<[\w-]{1,40}>)?\s*"
 _END = r"[\s*_`|.;]*(?:</[\w-]{1,40}>)?\s*"
 _IS = r"[*_`]*\s*(?:[:=]| is)[*_`]*\s*"
-_LABEL = r"(?:[A-Za-z][\w ()/'-]{0,60}?[*_`]*(?:[:=]| is| at)[*_`]*\s*)?"
+_LABEL = r"(?:[A-Za-z][\w ()/'-]{0,60}?[*_`]*(?:[:=]| is(?: now)?| at)[*_`]*\s*)?"
 _PATTERNS = (
     r"x-anthropic-billing-header\s*:.*",
     rf"{_EDGE}{_LABEL}{_MOMENT}{_END}",

@@ -17,6 +17,7 @@ The current date and time is Tuesday, 24 November 2026, 10:32.
   - **Current date/time:** 2026-11-24 10:32:07 UTC
 Local time: 9:05
 2026-11-24T09:15:17.123+01:00
+The time is now 2026-11-24 09:15:17.
 Timestamp = 2026-11-24 09:15:17
 <now>2026-11-24T09:15:17Z</now>
 Request ID: 0f6c3a52-8d1e-4c1b-9a77-52c1f8f0a6d3
