@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from kvcommons.pb.common_pb2 import ModelInfo
 from services.router.admission.quotas import Quota
 from services.router.sessions.branches import BRANCHES_MAX
 from tests.contract.rest_stack import MODEL, KvStore, Stack, eventually, stack
@@ -265,6 +266,33 @@ async def test_bad_ids_are_told_in_anthropics_envelope(
     status, error = await served.post(MESSAGES, body, headers=headers)
     assert (status, error["type"], error["error"]["type"]) == (400, "error", "invalid_request_error")
     assert says in error["error"]["message"]
+
+
+async def test_another_model_goes_on_in_a_branch_that_begins_anew(served: Stack) -> None:
+    """The operator serves another one: no token of the session is of use to it."""
+    session = new_id()
+    await ask(served, said("hi"), "hello", claude(session))
+    (engine,) = served.engines
+    other = ModelInfo()
+    other.CopyFrom(MODEL)
+    other.name, other.fingerprint = "other", b"g" * 32
+    engine.serves(other)
+    await served.show()
+
+    async def seen() -> bool:
+        return [one["id"] for one in (await served.get("/v1/models"))[1]["data"]] == ["other"]
+
+    await eventually(seen)
+    history = said("hi", "hello", "and?")
+    _, place = await ask(served, history, "well", claude(session), model="other")
+    assert place == f"{session}~2"
+    _, place = await ask(
+        served, [*history, *said("", "well", "so?")[1:]], "x", claude(session), model="other"
+    )
+    assert place == f"{session}~2"
+    body = {"messages": said("new"), "session_id": session, "model": "other"}
+    status, error = await served.post(CHAT, body)
+    assert (status, error["error"]["param"]) == (400, "model")
 
 
 async def test_a_history_may_do_without_a_session_that_branches_no_more(served: Stack) -> None:

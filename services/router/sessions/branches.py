@@ -86,12 +86,15 @@ async def branch_for(
         raise SessionNotFound(f"there is no session {session_id[:80]!r} any more", param="session_id")
     own = candidates[0]
     if given.history or given.begins_anew(own):
-        free = [one for one in candidates if one.session_id not in busy]
+        of_use = [one for one in candidates if given.is_of_use(one)]
+        free = [one for one in of_use if one.session_id not in busy]
         if free:
             point = branch_point(given.messages, given.tools, free)
             if point.whole:
                 return point.session_id
-        point = branch_point(given.messages, given.tools, candidates)
+        point = BranchPoint(session_id=own.session_id, messages=0, whole=False)
+        if of_use:
+            point = branch_point(given.messages, given.tools, of_use)
     else:
         point = BranchPoint(session_id=own.session_id, messages=len(own.messages), whole=True)
     if (

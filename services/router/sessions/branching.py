@@ -34,13 +34,14 @@ class GivenTurn:
     """What a request brings to a turn of a session. `tools`: as a session keeps them, None where the request
     goes on with any. `shared`: several agents have the session. `whole`: the messages are the whole
     conversation, though they may have no answers. `head_changes`: the conversation begins otherwise with each
-    request."""
+    request. `model`: that is to answer; None where any may."""
 
     messages: Sequence[Message]
     tools: str | None
     shared: bool = False
     whole: bool = False
     head_changes: bool = False
+    model: str | None = None
 
     @property
     def history(self) -> bool:
@@ -59,8 +60,14 @@ class GivenTurn:
         other = told and not _alike(self.messages[:heads], stored[: leading_system(stored)])
         return self.whole or other or is_history(stored, self.messages)
 
+    def is_of_use(self, record: pb.SessionRecord) -> bool:
+        """Whether a history may go on with the session's tokens: those of another model are of no use."""
+        return self.model is None or record.model_name in ("", self.model)
+
     def goes_on(self, record: pb.SessionRecord) -> bool:
         """Whether it goes on with all that the session has."""
+        if self.history and not self.is_of_use(record):
+            return False
         return not self.begins_anew(record) or branch_point(self.messages, self.tools, [record]).whole
 
 

@@ -210,6 +210,7 @@ class RequestLifecycle:
             shared=named.shared,
             whole=whole,
             head_changes=self.volatile.head_changes,
+            model=self.model.name if named.shared else None,
         )
         of = self._serving, self._tenant, named, self.turn_id
         return await begin_in_branch(*of, turn, block_tokens=self.model.block_tokens)
