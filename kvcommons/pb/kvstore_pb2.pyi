@@ -324,7 +324,7 @@ class Message(_message.Message):
     END_TOKEN_FIELD_NUMBER: _builtins.int
     ANSWERED_FIELD_NUMBER: _builtins.int
     role: _builtins.str
-    """system, user, assistant or tool"""
+    """system, user, assistant, tool or volatile"""
     content: _builtins.str
     name: _builtins.str
     reasoning: _builtins.str

@@ -15,6 +15,7 @@ from services.router.admission.classes import ClassObjectives, ServiceClasses
 from services.router.admission.quotas import Quota
 from services.router.admission.scheduling import OVERTAKES_MAX, scheduling
 from services.router.answer.formats import check_tool_format
+from services.router.turn.volatile import check_mode
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/\s]+")
 _HOST = re.compile(r"\*|[A-Za-z0-9._-]+|[0-9A-Fa-f:]+")
@@ -55,6 +56,10 @@ class RouterConfig:
     # Of a request's body, of which nobody knows: "refuse" with 400; or "ignore", and name them in the header
     # X-Ignored-Fields.
     unknown_fields: str = "refuse"
+    # Of a system prompt, lines that clients write anew for each request (billing, the time to the second):
+    # "keep" them where they are, "move" them behind all that is cached, or "drop" them. The answer's header
+    # X-Volatile-Lines says what was done (docs/apis.md).
+    volatile_lines: str = "keep"
     # By tenant ("*": each of those that are not named): {"alice": {"requests_per_minute": 60}}; see
     # docs/security.md.
     quotas: dict[str, Quota] = field(default_factory=dict)
@@ -97,6 +102,7 @@ class RouterConfig:
                 f"router unknown_fields is refuse or ignore, not {self.unknown_fields!r}",
                 param="unknown_fields",
             )
+        check_mode(self.volatile_lines)
         if self.api_keys is None and not is_loopback(self.bind):
             raise InvalidInput(
                 f"without api_keys the router serves anyone who can reach it, so it binds to loopback only, "

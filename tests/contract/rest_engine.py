@@ -212,6 +212,10 @@ class Engine:
     async def start(self) -> None:
         await self._server.start()
 
+    def serves(self, model: pb.ModelInfo) -> None:
+        """Another model, from the next view of the ledger on."""
+        self._model = model
+
     async def stop(self) -> None:
         """At once, calls under way included."""
         await self._server.drain(0.0)

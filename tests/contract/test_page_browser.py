@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ from tests.machine import scaled
 from tests.system.browser import INSTALL, chromium_beside_a_loop
 
 pytestmark = pytest.mark.slow
+CHAT = "/v1/chat/completions"
 pytest_plugins = ("tests.contract.rest_fixtures",)
 
 SETTLEMENT = pb.Settlement(
@@ -114,6 +116,39 @@ async def test_what_a_model_writes_is_shown_and_neither_runs_nor_loads(served: S
         )
         assert links == [["https://elsewhere.test/c", "noopener noreferrer nofollow", "_blank"]]
         assert "taken" not in await tab.title()
+    assert complaints == []
+
+
+async def test_agents_and_lines_that_were_moved_are_told_apart(
+    socket_folder: Path, rest_store: KvStore
+) -> None:
+    complaints: list[str] = []
+    session = f"s-{uuid.uuid4().hex[:8]}"
+    system = {"role": "system", "content": "Be brief.\nCurrent time: 09:15:17"}
+    async with stack(socket_folder, rest_store, settings={"volatile_lines": "move"}) as served:
+        await served.show()
+        for text, agent in (("plan", {}), ("look", {"thread-id": "explorer"})):
+            served.says("seen")
+            asked = {"messages": [system, {"role": "user", "content": text}]}
+            status, _ = await served.post(CHAT, asked, headers={"session-id": session, **agent})
+            assert status == 200
+        async with tab_at(f"{served.url}/#/chat/{session}~@explorer", complaints) as tab:
+            await tab.get_by_text("look", exact=True).wait_for()
+            await tab.locator(f'a[title="{session}"]').click()
+            await tab.get_by_text("plan", exact=True).wait_for()
+            await tab.wait_for_load_state("networkidle")
+            assert await tab.locator(".versions").count() == 0, "what an agent is asked is no version"
+            await tab.get_by_role("link", name="explorer").click()
+            await tab.get_by_text("Lines moved from the head").wait_for()
+            listed = await tab.get_by_role("link", name="explorer").inner_text()
+            assert "agent of" in listed
+            served.says("again seen")
+            await tab.get_by_role("button", name="Regenerate").last.click()
+            await tab.get_by_text("again seen", exact=True).wait_for()
+        _, branch = await served.get(f"/v1/sessions/{session}~@explorer~2")
+        said = [(one["role"], one["content"]) for one in branch["messages"]]
+        assert ("user", "look") in said
+        assert said[-1] == ("assistant", "again seen")
     assert complaints == []
 
 

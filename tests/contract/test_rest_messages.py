@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import anthropic
 import pytest
 
 from kvcommons.errors import Unprocessable
@@ -97,6 +98,23 @@ async def test_errors_are_in_its_envelope(
         assert (response.status, body["type"], body["error"]["type"]) == (status, "error", kind)
         assert body["request_id"] == response.headers["request-id"] == response.headers["X-Request-Id"]
     assert says in body["error"]["message"]
+
+
+async def test_clients_are_told_that_they_can_go_on_without_a_thread(served: Stack) -> None:
+    """In the words by which the SDK's tool runner knows it."""
+    for thread in ({"type": "create"}, {"type": "continue", "previous_message_id": "msg_1"}):
+        status, body = await served.post(PATH, ask(thread=thread))
+        assert status == 400
+        details = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        assert body["error"]["details"] == details
+        assert "whole conversation" in body["error"]["message"]
+    served.says("hello")
+    tool = {"name": "look", "input_schema": {"type": "object", "properties": {}}}
+    client = anthropic.AsyncAnthropic(base_url=served.url, api_key="none", max_retries=0)
+    async with client:
+        runner = client.beta.messages.tool_runner(**ask(), tools=[tool])
+        message = await runner.until_done()
+    assert message.content[0].text == "hello"
 
 
 async def test_what_is_no_request_is_answered_in_the_envelope_too(served: Stack) -> None:

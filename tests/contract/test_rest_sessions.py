@@ -159,6 +159,7 @@ async def test_the_second_turn_at_once_is_refused(served: Stack) -> None:
         await served.client.chat.completions.create(
             model="demo",
             messages=[{"role": "user", "content": "me too"}],
+            extra_body={"session_id": session},
             extra_headers={"x-claude-code-session-id": session},
         )
     assert refused.value.code == "turn_in_progress"

@@ -67,6 +67,16 @@ async def test_calls_and_what_the_sdk_makes_of_a_stream_of_them(served: Stack) -
     ] == (functions)
 
 
+async def test_tools_are_told_once(served: Stack) -> None:
+    served.says("hello")
+    session = new_id()
+    for text in ("What is the weather in Rome?", "And in Oslo?"):
+        body = asking([{"role": "user", "content": text}], tools=[WEATHER], session_id=session)
+        assert (await served.post(CHAT, body))[0] == 200
+        prompt = served.tokenizer.decode(served.engines[0].decode.jobs[-1].tokens)
+        assert prompt.count('"name": "weather"') == 1
+
+
 async def test_a_session_goes_on_behind_calls_with_the_very_tokens(served: Stack) -> None:
     session = new_id()
     (said,) = served.says(ROME)

@@ -179,7 +179,7 @@ async def test_a_callers_deadline_ends_a_moment_before_the_one_here(
         service="test", instance_id="test", registry=CollectorRegistry(), tracer=Tracer.off()
     )
     with pytest.raises(asyncio.CancelledError):
-        async with _Interceptor(telemetry, 60.0)._call("/a/B", None, context):  # type: ignore[arg-type]
+        async with _Interceptor(telemetry, 60.0)._call("/a/B", bytes, b"", context):  # type: ignore[arg-type]
             raise asyncio.CancelledError
     labels = {"method": "/a/B", "code": code}
     assert telemetry.registry.get_sample_value("kvcommons_rpc_calls_total", labels) == 1

@@ -21,6 +21,15 @@ def examples(document: str, language: str) -> list[str]:
     return found
 
 
+def sections(document: str) -> dict[str, tuple[str, str]]:
+    """Language and text of the one example that is in a document's section, by its heading."""
+    text = (ROOT / document).read_text()
+    found = re.findall(r"^## ([^\n]*)\n((?:(?!^## ).*\n)*)", text, re.MULTILINE)
+    examples = {heading: re.findall(r"```(\w+)\n(.*?)```", body, re.DOTALL) for heading, body in found}
+    assert all(len(one) <= 1 for one in examples.values()), f"{document} has sections with several examples"
+    return {heading: one[0] for heading, one in examples.items() if one}
+
+
 def run_python(example: str, stack: Stack) -> str:
     """What it prints."""
     return _run([sys.executable, "-c", example.replace(ADDRESS, stack.url)])

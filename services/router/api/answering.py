@@ -23,7 +23,14 @@ from kvcommons.telemetry.trace import (
 from services.router.api import sse
 from services.router.api.retries import keep
 from services.router.api.shapes import Shape, error_body
-from services.router.http.middleware import FAILED, IDEMPOTENCY, SERVING, known_error
+from services.router.http.middleware import (
+    FAILED,
+    IDEMPOTENCY,
+    SERVING,
+    SESSION,
+    VOLATILE_LINES,
+    known_error,
+)
 from services.router.turn import events as ev
 from services.router.turn.idempotency import REPLAYED_HEADER, KeptAnswer
 from services.router.turn.lifecycle import RequestLifecycle
@@ -56,6 +63,10 @@ async def answer(
     request: web.Request, lifecycle: RequestLifecycle, shape: Shape, *, stream: bool
 ) -> web.StreamResponse:
     """Bounded by the request's deadline, slow clients included. One span, and one line in the log."""
+    if lifecycle.session_id:
+        request[SESSION] = lifecycle.session_id
+    if lifecycle.volatile.header is not None:
+        request[VOLATILE_LINES] = lifecycle.volatile.header
     serving = request.app[SERVING]
     deadline_s = serving.config.request_deadline_s + _GRACE_S
     name = f"{lifecycle.operation} {shape.model.name}"

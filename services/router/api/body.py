@@ -1,17 +1,19 @@
-"""From an HTTP request to its validated body and its session id."""
+"""From an HTTP request to its validated body and the session that it names."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from typing import TypeVar
 
 from aiohttp import web
 
 from kvcommons.errors import DeadlineExceeded, InvalidInput, UnsupportedParameter
 from services.router.api.schemas.body import Body
-from services.router.api.schemas.requests import check_session_id
+from services.router.api.schemas.requests import SESSION_ID_CHARS_MAX, check_session_id
 from services.router.api.schemas.validation import parse_json, validate, validate_known
 from services.router.http.middleware import IDEMPOTENCY, IGNORED, SERVING
+from services.router.sessions.naming import NamedSession, agents_session
 from services.router.turn.idempotency import HEADER
 
 B = TypeVar("B", bound=Body)
@@ -20,6 +22,7 @@ B = TypeVar("B", bound=Body)
 _CONTENT_TYPE = "application/json"
 _SHOWN_CHARS_MAX = 80
 SESSION_HEADERS = ("X-Session-ID", "session-id", "x-claude-code-session-id")
+AGENT_HEADERS = ("x-claude-code-agent-id", "thread-id")
 
 
 async def read_body(request: web.Request, schema: type[B], *, may_be_empty: bool = False) -> B:
@@ -67,18 +70,40 @@ async def read_bytes(request: web.Request) -> bytes:
         ) from None
 
 
-def session_id_of(request: web.Request, in_body: str | None) -> str | None:
-    """The one session id of a request, from its body or a header. Raises InvalidInput where several
-    differ."""
-    found = {in_body} if in_body is not None else set()
-    for header in SESSION_HEADERS:
+def session_of(request: web.Request, in_body: str | None) -> NamedSession | None:
+    """The one session of a request. An id in its body is taken as it is; one in a header is joined with that
+    of an agent, where another header has it. Raises InvalidInput where several ids differ."""
+    in_headers = _header_id(request, SESSION_HEADERS)
+    if in_body is not None:
+        if in_headers not in (None, in_body):
+            raise _several("session_id")
+        return NamedSession(id=in_body)
+    if in_headers is None:
+        return None
+    named = agents_session(in_headers, _header_id(request, AGENT_HEADERS))
+    if len(named.id) > SESSION_ID_CHARS_MAX:
+        raise InvalidInput(
+            f"the ids of session and agent have {len(named.id)} characters together, as {named.id[:40]!r}…, "
+            f"and {SESSION_ID_CHARS_MAX} are the limit: send shorter ones",
+            param="session_id",
+        )
+    return named
+
+
+def _header_id(request: web.Request, headers: Sequence[str]) -> str | None:
+    """The one id that is in any of the headers. Raises InvalidInput."""
+    found: set[str] = set()
+    for header in headers:
         for value in request.headers.getall(header, ()):
             try:
                 found.add(check_session_id(value))
             except ValueError as error:
                 raise InvalidInput(f"{header}: {error}", param=header) from None
     if len(found) > 1:
-        raise InvalidInput(
-            "the request names several sessions, in its body or in headers: send one id", param="session_id"
-        )
+        raise _several("session_id" if headers is SESSION_HEADERS else headers[0])
     return found.pop() if found else None
+
+
+def _several(param: str) -> InvalidInput:
+    what = "sessions, in its body or in headers" if param == "session_id" else "agents in headers"
+    return InvalidInput(f"the request names several {what}: send one id", param=param)

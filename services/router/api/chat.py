@@ -6,7 +6,7 @@ from aiohttp import web
 
 from kvcommons.telemetry import logs
 from services.router.api.answering import answer
-from services.router.api.body import read_body, session_id_of
+from services.router.api.body import read_body, session_of
 from services.router.api.retries import idempotent
 from services.router.api.schemas.requests import ChatRequest, StreamOptions
 from services.router.api.shapes import ChatShape
@@ -18,14 +18,16 @@ from services.router.turn.sampling import logprobs_of
 @idempotent
 async def chat_completions(request: web.Request) -> web.StreamResponse:
     body = await read_body(request, ChatRequest)
-    session_id = session_id_of(request, body.session_id)
+    named = session_of(request, body.session_id)
     options = body.stream_options or StreamOptions.model_validate({})
     serving = request.app[SERVING]
-    with logs.bound(session_id=session_id or ""):
+    with logs.bound(session_id=named.id if named else ""):
         key = request.get(IDEMPOTENCY)
         async with RequestLifecycle(serving, tenant=request[TENANT], key=key) as lifecycle:
-            if session_id is None or not await lifecycle.answered_before(body, session_id, branches=True):
-                await lifecycle.plan_chat(body, session_id, branches=True)
+            if named is None or not await lifecycle.answered_before(
+                body, named.id, branches=True, whole=named.shared
+            ):
+                await lifecycle.plan_chat(body, named, branches=True)
             shape = ChatShape(
                 id=lifecycle.turn_id,
                 created_s=lifecycle.created_s,
@@ -36,7 +38,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
                 include_usage=bool(options.include_usage),
                 include_stop=bool(body.include_stop_str_in_output),
                 usage_so_far=(lambda: lifecycle.turn.usage) if options.continuous_usage_stats else None,
-                session_id=session_id,
+                session_id=named.id if named and lifecycle.session_id else None,
                 branch=lifecycle.branch,
                 context=lifecycle.told_context,
                 prompt_logprobs=body.prompt_logprobs,

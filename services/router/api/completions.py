@@ -9,7 +9,7 @@ from aiohttp import web
 from kvcommons.errors import UnsupportedParameter
 from kvcommons.model.tokenizer import Tokenizer
 from services.router.api.answering import answer
-from services.router.api.body import read_body, session_id_of
+from services.router.api.body import read_body, session_of
 from services.router.api.prompts import EchoedPrompt
 from services.router.api.retries import idempotent
 from services.router.api.schemas.requests import CompletionRequest, StreamOptions
@@ -23,7 +23,7 @@ from services.router.turn.sampling import logprobs_of
 @idempotent
 async def completions(request: web.Request) -> web.StreamResponse:
     body = await read_body(request, CompletionRequest)
-    if session_id_of(request, None) is not None:
+    if session_of(request, None) is not None:
         raise UnsupportedParameter(
             "sessions are conversations: use /v1/chat/completions, or leave the session header out",
             param="session_id",

@@ -6,7 +6,7 @@ from functools import wraps
 
 from aiohttp import web
 
-from services.router.api.body import SESSION_HEADERS, read_bytes
+from services.router.api.body import AGENT_HEADERS, SESSION_HEADERS, read_bytes
 from services.router.http.middleware import IDEMPOTENCY, KEPT_ANSWER, SERVING, TENANT, Handler
 from services.router.turn.idempotency import HEADER, REPLAYED_HEADER, KeptAnswer, RequestKey
 
@@ -21,9 +21,8 @@ def idempotent(handler: Handler) -> Handler:
         if not given:
             return await handler(request)
         serving = request.app[SERVING]
-        sessions = [
-            f"{name}:{value}" for name in SESSION_HEADERS for value in request.headers.getall(name, ())
-        ]
+        names = (*SESSION_HEADERS, *AGENT_HEADERS)
+        sessions = [f"{name}:{value}" for name in names for value in request.headers.getall(name, ())]
         parts = [request.method, request.path, *sessions]
         key = RequestKey.of(
             request[TENANT].name,

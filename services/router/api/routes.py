@@ -18,7 +18,7 @@ from services.router.api import (
     tokenizing,
     usage,
 )
-from services.router.api.body import SESSION_HEADERS
+from services.router.api.body import AGENT_HEADERS, SESSION_HEADERS
 from services.router.api.messages import answers as messages_answers
 from services.router.api.messages import endpoints as messages
 from services.router.api.messages import requests as messages_requests
@@ -52,7 +52,7 @@ class Route:
 
 _GENERATION_ERRORS = (400, 401, 403, 404, 409, 413, 429, 500, 503)
 _RETRIED_ERRORS = (*_GENERATION_ERRORS, 422)
-_MESSAGES_ERRORS = (400, 401, 403, 404, 413, 429, 500, 529)
+_MESSAGES_ERRORS = (400, 401, 403, 404, 409, 413, 429, 500, 529)
 _TOKENIZING_ERRORS = (400, 401, 404, 413, 503)
 _SESSION_ERRORS = (400, 401, 404, 503)
 
@@ -80,7 +80,7 @@ def _generation() -> list[Route]:
             answers={200: answers.ChatCompletion},
             stream=answers.ChatCompletionChunk,
             done=True,
-            headers=SESSION_HEADERS,
+            headers=(*SESSION_HEADERS, *AGENT_HEADERS),
             errors=_RETRIED_ERRORS,
             retried=True,
         ),
@@ -124,6 +124,7 @@ def _responses() -> list[Route]:
             body=responses_requests.ResponsesRequest,
             answers={200: responses_answers.Response},
             stream=responses_answers.ResponseEvent,
+            headers=(*SESSION_HEADERS, *AGENT_HEADERS),
             errors=_RETRIED_ERRORS,
             retried=True,
         ),
@@ -191,7 +192,8 @@ def _messages() -> list[Route]:
             body=messages_requests.MessagesRequest,
             answers={200: messages_answers.MessagesAnswer},
             stream=messages_answers.MessagesEvent,
-            errors=(*_MESSAGES_ERRORS, 409, 422),
+            headers=(*SESSION_HEADERS, *AGENT_HEADERS),
+            errors=(*_MESSAGES_ERRORS, 422),
             retried=True,
             error=messages_answers.MessagesError,
         ),

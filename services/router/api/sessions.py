@@ -18,6 +18,7 @@ from services.router.serving import Serving
 from services.router.sessions.branches import branch_at, branches_of, delete_with_branches, whole_records
 from services.router.sessions.conversation import Message
 from services.router.sessions.count import check_room
+from services.router.sessions.naming import agent_of
 from services.router.turn.tools import kept_tools
 
 _PATIENCE_S = 5.0  # with a store that restarts
@@ -112,6 +113,7 @@ def session_body(record: pb.SessionRecord) -> Json:
         "version": record.version,
         "model": record.model_name or None,
         "parent": record.parent or None,
+        "agent": agent_of(record.session_id, record.parent),
         "cut": record.parent_messages if record.HasField("parent_messages") else None,
     }
 

@@ -17,6 +17,7 @@ from services.router.api.schemas.requests import ChatRequest
 from services.router.http.middleware import SERVING
 from services.router.serving import Serving
 from services.router.turn.plan import messages_of
+from services.router.turn.volatile import VolatileLines
 
 _Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MESSAGES_MAX, fail_fast=True)]
 
@@ -80,7 +81,8 @@ async def _tokens(serving: Serving, body: TokenizeRequest, window: int) -> list[
                 param="add_special_tokens",
             )
         new = messages_of(ChatRequest.model_validate({"messages": body.messages}))
-        return await serving.text.chat([], [], new, window=window)
+        served = VolatileLines.of(new, serving.config.volatile_lines).messages
+        return await serving.text.chat([], [], served, window=window)
     prompt = body.prompt or ""
     tokens = await serving.text.completion(prompt, window=window)
     if body.add_special_tokens is False:  # its length is checked now

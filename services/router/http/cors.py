@@ -35,7 +35,9 @@ async def add_allowed_origin(request: web.Request, response: web.StreamResponse)
     """For `on_response_prepare`: streams and refusals too."""
     if _allowed(request):
         response.headers["Access-Control-Allow-Origin"] = request.headers["Origin"]
-        response.headers["Access-Control-Expose-Headers"] = "X-Request-Id, Retry-After, Idempotent-Replayed"
+        response.headers["Access-Control-Expose-Headers"] = (
+            "X-Request-Id, Retry-After, Idempotent-Replayed, X-Session-ID, X-Volatile-Lines"
+        )
         response.headers.setdefault("Vary", "Origin")
 
 

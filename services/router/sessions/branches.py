@@ -1,26 +1,31 @@
-"""A session's branches at the store: sessions of their own, whose ids are the session's with a number."""
+"""A session's branches at the store, and its agents' sessions: sessions of their own, whose ids are the
+session's with a number or with the agent's id."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Collection, Sequence
 
 from kvcommons.errors import AlreadyExists, InvalidInput, SessionNotFound
 from kvcommons.pb import kvstore_pb2 as pb
 from services.router.http.tenants import Tenant
 from services.router.serving import Serving
 from services.router.sessions.branching import (
+    BranchPoint,
+    GivenTurn,
     branch_number,
     branch_point,
     branch_prefix,
     next_branch,
     root_of_branch,
 )
-from services.router.sessions.conversation import Message
 from services.router.sessions.count import check_room
+from services.router.sessions.naming import NamedSession, agents_prefix
 
 BRANCHES_MAX = 100  # of a session
 _COMPARED_MAX = 16  # of them, those used last
+_PAGE = 1000  # the most that a kvstore lists at once
 _READS_MAX = 4  # of records at once
 _TRIES = 8  # others may take the same number
 _PATIENCE_S = 5.0
@@ -58,28 +63,83 @@ async def branch_for(
     serving: Serving,
     tenant: Tenant,
     session_id: str,
-    given: Sequence[Message],
-    tools: str | None,
+    given: GivenTurn,
     *,
     block_tokens: int,
-) -> str:
-    """The id of the session's branch that a history goes on with, or of the session itself; a new branch
-    where it departs from all. Raises SessionNotFound, InvalidInput where there are too many,
-    StoreUnavailable."""
+    busy: Collection[str] = (),
+) -> str | None:
+    """The id of the session's branch that a turn goes on with, or of the session itself; of a new branch
+    where a history departs from all, or where those that it goes on with are `busy`. What is no history goes
+    on with all that the session has.
+
+    None where a history of a shared session has to do without: there may be no further branch, or it would
+    share nothing with a later request. Raises SessionNotFound, InvalidInput where there are too many
+    branches, QuotaExceeded, StoreUnavailable."""
     of = root_of_branch(session_id)
     heads = await branches_of(serving, tenant, of)
     latest = sorted(heads, key=lambda head: -head.last_used_ms)[:_COMPARED_MAX]
     compared = dict.fromkeys([session_id, of, *(one.session_id for one in latest)])
     candidates = await whole_records(serving, tenant, list(compared))
+    if not candidates and session_id in busy:  # its first turn is under way, and not of a shared session
+        return session_id
     if not candidates:
         raise SessionNotFound(f"there is no session {session_id[:80]!r} any more", param="session_id")
-    point = branch_point(given, tools, candidates)
-    if point.whole:
-        return point.session_id
+    own = candidates[0]
+    if given.history or given.begins_anew(own):
+        of_use = [one for one in candidates if given.is_of_use(one)]
+        free = [one for one in of_use if one.session_id not in busy]
+        if free:
+            point = branch_point(given.messages, given.tools, free)
+            if point.whole:
+                return point.session_id
+        point = BranchPoint(session_id=own.session_id, messages=0, whole=False)
+        if of_use:
+            point = branch_point(given.messages, given.tools, of_use)
+    else:
+        point = BranchPoint(session_id=own.session_id, messages=len(own.messages), whole=True)
+    if (
+        given.shared
+        and given.history
+        and (len(heads) >= BRANCHES_MAX or (given.head_changes and not point.messages))
+    ):
+        return None
     branch = await _fork(
         serving, tenant, of, heads, point.session_id, point.messages, block_tokens=block_tokens
     )
     return branch.session_id
+
+
+async def make_shared(serving: Serving, tenant: Tenant, session: NamedSession, *, known: bool = True) -> None:
+    """Makes a shared session that is not there yet, before its first turn: turns that come at once branch
+    from what is there. Where an agent's blocks lie, and for how long its session is kept, is as its parent
+    has it, and nothing else. `known`: one of which this router has a copy is there. Raises QuotaExceeded,
+    StoreUnavailable."""
+    if known and serving.copies.get(tenant.name, session.id).last_turn_id:
+        return
+    try:
+        await serving.store.get(tenant.name, session.id, patience_s=_PATIENCE_S)
+        return
+    except SessionNotFound:
+        await check_room(serving, tenant)
+    if session.parent is None:
+        await _make(serving, tenant, session.id)
+        return
+    for _ in range(_TRIES):
+        try:
+            await serving.store.fork(
+                tenant.name, session.parent, session.id, messages=0, patience_s=_PATIENCE_S
+            )
+            return
+        except AlreadyExists:
+            return
+        except SessionNotFound:
+            await _make(serving, tenant, session.parent)
+
+
+async def _make(serving: Serving, tenant: Tenant, session_id: str) -> None:
+    """Nothing happens where it is there already, or its first turn is under way."""
+    with contextlib.suppress(AlreadyExists):
+        await serving.store.create(tenant.name, session_id, 0, patience_s=_PATIENCE_S)
 
 
 async def branch_at(
@@ -139,10 +199,28 @@ async def _fork(
 
 
 async def delete_with_branches(serving: Serving, tenant: Tenant, session_id: str) -> None:
-    """The branches first, so that what fails can be done again. Raises SessionNotFound."""
-    for branch in await branches_of(serving, tenant, session_id):
+    """The branches first, and the sessions of its agents, so that what fails can be done again. Raises
+    SessionNotFound."""
+    for one in await _descendants(serving, tenant, session_id):
         try:
-            await serving.store.delete(tenant.name, branch.session_id, patience_s=_PATIENCE_S)
+            await serving.store.delete(tenant.name, one.session_id, patience_s=_PATIENCE_S)
         except SessionNotFound:
             continue
     await serving.store.delete(tenant.name, session_id, patience_s=_PATIENCE_S)
+
+
+async def _descendants(serving: Serving, tenant: Tenant, session_id: str) -> list[pb.SessionRecord]:
+    """Heads of its branches, its agents' sessions, and the branches of these."""
+    found = {session_id: None} | {
+        one.session_id: one for one in await branches_of(serving, tenant, session_id)
+    }
+    after, prefix = agents_prefix(session_id), agents_prefix(session_id)
+    while True:
+        wanted = pb.ListSessionsRequest(tenant=tenant.name, after=after, limit=_PAGE)
+        reply = await serving.store.list(wanted, patience_s=_PATIENCE_S)
+        for one in reply.sessions:
+            if one.session_id.startswith(prefix) and one.parent in found:
+                found[one.session_id] = one
+        if not reply.more or not reply.sessions[-1].session_id.startswith(prefix):
+            return [one for one in found.values() if one is not None]
+        after = reply.sessions[-1].session_id

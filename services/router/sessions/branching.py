@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvcommons.pb import kvstore_pb2 as pb
-from services.router.sessions.conversation import Message, same
+from services.router.sessions.conversation import VOLATILE, Message, leading_system, said, same
 
 _MARK = "~"
 _NUMBER = re.compile(r"[1-9][0-9]{0,8}")
@@ -27,6 +27,48 @@ class BranchPoint:
     session_id: str
     messages: int
     whole: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GivenTurn:
+    """What a request brings to a turn of a session. `tools`: as a session keeps them, None where the request
+    goes on with any. `shared`: several agents have the session. `whole`: the messages are the whole
+    conversation, though they may have no answers. `head_changes`: the conversation begins otherwise with each
+    request. `model`: that is to answer; None where any may."""
+
+    messages: Sequence[Message]
+    tools: str | None
+    shared: bool = False
+    whole: bool = False
+    head_changes: bool = False
+    model: str | None = None
+
+    @property
+    def history(self) -> bool:
+        """Whether the messages are surely a conversation from its beginning on, and not what is new in
+        one."""
+        return self.whole or is_history((), self.messages)
+
+    def begins_anew(self, record: pb.SessionRecord) -> bool:
+        """Whether they are a conversation from its beginning on beside this session: of one that is shared,
+        the instructions of another agent say so, too."""
+        stored = [Message.of(message) for message in record.messages]
+        if not stored:
+            return False
+        heads = leading_system(self.messages)
+        told = self.shared and heads > 0 and not self.head_changes
+        other = told and not _alike(self.messages[:heads], stored[: leading_system(stored)])
+        return self.whole or other or is_history(stored, self.messages)
+
+    def is_of_use(self, record: pb.SessionRecord) -> bool:
+        """Whether a history may go on with the session's tokens: those of another model are of no use."""
+        return self.model is None or record.model_name in ("", self.model)
+
+    def goes_on(self, record: pb.SessionRecord) -> bool:
+        """Whether it goes on with all that the session has."""
+        if self.history and not self.is_of_use(record):
+            return False
+        return not self.begins_anew(record) or branch_point(self.messages, self.tools, [record]).whole
 
 
 def is_history(stored: Sequence[Message], given: Sequence[Message]) -> bool:
@@ -69,16 +111,22 @@ def next_branch(session_id: str, others: Sequence[str]) -> str:
     return f"{branch_prefix(session_id)}{max([_FIRST - 1, *numbers]) + 1}"
 
 
+def _alike(given: Sequence[Message], stored: Sequence[Message]) -> bool:
+    return len(given) == len(stored) and all(map(same, given, stored))
+
+
 def _point(given: Sequence[Message], tools: str | None, record: pb.SessionRecord) -> BranchPoint:
-    stored = [Message.of(message) for message in record.messages]
-    common = 0
+    places = [at for at, message in enumerate(record.messages) if message.role != VOLATILE]
+    stored = [Message.of(record.messages[at]) for at in places]
+    given, common = said(given), 0
     if tools is None or not record.version or json.loads(tools or "[]") == json.loads(record.tools or "[]"):
         while common < min(len(given), len(stored)) and same(given[common], stored[common]):
             common += 1
     if common == len(stored) < len(given):
-        return BranchPoint(session_id=record.session_id, messages=common, whole=True)
+        return BranchPoint(session_id=record.session_id, messages=len(record.messages), whole=True)
     # What is asked has to be new: of a history that ends with a stored answer, the last turn is asked anew.
     cut = min(common, len(given) - 1)
     while cut and not stored[cut - 1].end_token:
         cut -= 1
-    return BranchPoint(session_id=record.session_id, messages=cut, whole=False)
+    messages = places[cut - 1] + 1 if cut else 0  # an answer ends a turn, and nothing moved stands behind it
+    return BranchPoint(session_id=record.session_id, messages=messages, whole=False)

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvcommons.errors import InvalidInput
 from kvcommons.pb import kvstore_pb2 as pb
+
+# The role of lines from the head of a request that were moved behind all that is cached. No client sends such
+# a message, nor has it in a history; models read it as the end of the message before it.
+VOLATILE = "volatile"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,9 +27,10 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """`role` is "system", "user", "assistant" or "tool". Of an assistant: `reasoning` comes before `content`,
-    `tool_calls` after it. Of a tool: `content` is the result of the call `tool_call_id`. Of a stored message:
-    `end_token` is how many tokens its session has where it ends, 0 where a later one of its turn does."""
+    """`role` is "system", "user", "assistant", "tool" or VOLATILE. Of an assistant: `reasoning` comes before
+    `content`, `tool_calls` after it. Of a tool: `content` is the result of the call `tool_call_id`. Of a
+    stored message: `end_token` is how many tokens its session has where it ends, 0 where a later one of its
+    turn does."""
 
     role: str
     content: str
@@ -99,13 +104,13 @@ def new_messages(stored: Sequence[Message], given: Sequence[Message]) -> list[Me
     the result of a call that nobody asked for.
     """
     check_asks(given)
-    skipped = 0
+    stored, skipped = said(stored), 0
     if not stored:
         check_results(given)
         return list(given)
     if _repeats(given[: len(stored)], stored):
         skipped = len(stored)
-        if len(given) == skipped:
+        if not said(given[skipped:]):
             raise InvalidInput(
                 "messages only repeats what the session holds: add the next message", param="messages"
             )
@@ -151,6 +156,22 @@ def check_results(given: Sequence[Message], *, before: Sequence[Message] = (), s
                 f"{message.tool_call_id[:80]!r} that waits for its result",
                 param=f"messages[{index}].tool_call_id",
             )
+
+
+def said(messages: Sequence[Message]) -> list[Message]:
+    """Those that a client knows of."""
+    return [message for message in messages if message.role != VOLATILE]
+
+
+def joined(messages: Sequence[Message]) -> list[Message]:
+    """As models read them: volatile lines at the end of the message before them."""
+    shown: list[Message] = []
+    for message in messages:
+        if message.role == VOLATILE and shown:
+            shown[-1] = replace(shown[-1], content=f"{shown[-1].content}\n\n{message.content}")
+        else:
+            shown.append(message)
+    return shown
 
 
 def leading_system(messages: Sequence[Message]) -> int:

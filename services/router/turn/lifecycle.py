@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
-from kvcommons.errors import InvalidInput, KVCommonsError, TurnInProgress, VersionConflict
+from kvcommons.errors import InvalidInput, KVCommonsError, VersionConflict
 from kvcommons.homes import session_key
 from kvcommons.pb.common_pb2 import ModelInfo
 from kvcommons.pb.kvstore_pb2 import AnsweredRequest, SessionRecord
@@ -38,10 +38,11 @@ from services.router.api.schemas.requests import ChatRequest, CompletionRequest
 from services.router.fleet.stored import stored_blocks
 from services.router.http.tenants import Tenant
 from services.router.serving import Serving
-from services.router.sessions.beginning import begin_turn, checked_model
-from services.router.sessions.branches import branch_for, branches_of, whole_records
-from services.router.sessions.branching import branch_point, is_history, root_of_branch
-from services.router.sessions.conversation import Message, check_asks, check_results, new_messages
+from services.router.sessions.beginning import begin_in_branch, begin_turn, checked_model
+from services.router.sessions.branches import branches_of, whole_records
+from services.router.sessions.branching import GivenTurn, is_history, root_of_branch
+from services.router.sessions.conversation import Message, check_results, new_messages
+from services.router.sessions.naming import NamedSession
 from services.router.sessions.replay import stored_of_stages
 from services.router.sessions.truncation import (
     Context,
@@ -63,6 +64,7 @@ from services.router.turn.replayed import ReplayedTurn, ToldContext, answered_re
 from services.router.turn.sampling import prompt_logprobs_of
 from services.router.turn.tools import NO_TOOLS, ToolOffer, definitions_of, offered_tools
 from services.router.turn.turn import Turn
+from services.router.turn.volatile import NO_VOLATILE_LINES, VolatileLines
 
 _ABANDONED_S = 1.0
 
@@ -100,7 +102,8 @@ class RequestLifecycle:
         self._admitted = False
         self._request: ChatRequest | CompletionRequest
         self._session: SessionTurn | None = None
-        self._session_id = ""
+        self.session_id = ""  # of the session or branch that the turn is of
+        self.volatile = NO_VOLATILE_LINES
         self._new: list[Message] = []
         self._tools = NO_TOOLS
         self._options: dict[str, Any] = {}  # of the chat template
@@ -129,29 +132,35 @@ class RequestLifecycle:
     async def plan_chat(
         self,
         request: ChatRequest,
-        session_id: str | None,
+        named: NamedSession | None,
         *,
         before: Sequence[Message] = (),
         held: int | None = None,
         branches: bool = False,
+        whole: bool = False,
     ) -> None:
         """Begins the session's turn where there is a session, and renders what is new.
 
         `before`: messages that come before those of the request. `held`: how many messages the session has to
         hold; VersionConflict is raised where it holds more or less, and another plan may follow. `branches`:
-        a whole history that departs from the session goes on in a branch of it."""
-        if session_id is not None and (request.n or 1) > 1:
+        a whole history that departs from the session goes on in a branch of it, and so does a turn of a
+        shared one that is busy. `whole`: the messages are the whole conversation."""
+        if named is not None and (request.n or 1) > 1:
             raise InvalidInput("n has to be 1 in a session: it goes on with one answer", param="n")
         self._admit()
         self.service = self._asked(request)
-        given = [*before, *messages_of(request)]
+        mode = self._serving.config.volatile_lines
+        self.volatile = VolatileLines.of([*before, *messages_of(request)], mode)
+        given = list(self.volatile.messages)
         self.model = self._serving.fleet.model(request.model)
         history: list[Message] = []
         tokens: list[int] = []
         kept_tools: str | None = None
-        if session_id is not None:
-            self._session_id = session_id
-            self._session = await self._begin(session_id, request, given, branches=branches)
+        if named is not None:
+            self._session = await self._begin(named, request, given, branches=branches, whole=whole)
+        if named is not None and self._session is not None:
+            self.session_id = self._session.record.session_id
+            self.branch = self.session_id if self.session_id != named.id else None
             if self._tells_again(request, self._session.record):
                 self._serving.in_background(self._session.abandon())
                 self._session = None
@@ -160,7 +169,7 @@ class RequestLifecycle:
             history = self._session.messages
             if held is not None and len(history) != held:
                 self._serving.in_background(self._session.abandon())
-                self._session, self._session_id = None, ""
+                self._session, self.session_id = None, ""
                 raise VersionConflict("the session has gone on meanwhile")
             tokens = list(self._session.record.tokens)
             self._new = new_messages(history, given)
@@ -192,10 +201,11 @@ class RequestLifecycle:
         await self._classify()
 
     async def answered_before(
-        self, request: ChatRequest, *session_ids: str, branches: bool = False
+        self, request: ChatRequest, *session_ids: str, branches: bool = False, whole: bool = False
     ) -> str | None:
         """The session whose record has the answer to this very request, which is told again then: nothing is
-        to be planned. `branches`: it may be in a branch of the session. None: nothing is known of it; whoever
+        to be planned. `branches`: it may be in a branch of the session, where the messages are a whole
+        conversation, or may be (`whole`). None: nothing is known of it; whoever
         begins the turn looks once more. Raises IdempotencyKeyReused, StoreUnavailable."""
         if self._key is None:
             return None
@@ -207,7 +217,7 @@ class RequestLifecycle:
             )
         self._admit()
         records = await whole_records(self._serving, self._tenant, session_ids)
-        if records and branches and is_history((), messages_of(request)):
+        if records and branches and (whole or is_history((), messages_of(request))):
             of = root_of_branch(session_ids[0])
             heads = await branches_of(self._serving, self._tenant, of)
             others = [one for one in (of, *(head.session_id for head in heads)) if one not in session_ids]
@@ -231,7 +241,7 @@ class RequestLifecycle:
         self.shown, self.context = [list(replayed.shown)], None
         self.turn_id, self.created_s = answered.turn_id, answered.created_s
         self.service = replace(self._asked(request), name=answered.service_tier)
-        self._request, self._session_id = request, record.session_id
+        self._request, self.session_id = request, record.session_id
         return True
 
     def _admit(self) -> None:
@@ -245,33 +255,28 @@ class RequestLifecycle:
         return await compiled_grammar(grammar, request, self._tenant.name, self._serving.grammars)
 
     async def _begin(
-        self, session_id: str, request: ChatRequest, given: Sequence[Message], *, branches: bool
-    ) -> SessionTurn:
-        """The turn of the session; where there may be branches, of the one that a whole history goes on
-        with."""
-        tools = ToolOffer(definitions=definitions_of(request)).record if request.tools else None
-        history = branches and is_history((), given)
-        busy: TurnInProgress | None = None
-        try:
-            session = await begin_turn(self._serving, self._tenant, session_id, self.turn_id)
-            stored = session.messages
-            if not history or not stored or not is_history(stored, given):
-                return session
-            if branch_point(given, tools, [session.record]).whole:
-                return session
-            await session.abandon()
-        except TurnInProgress as error:
-            if not history:
-                raise
-            busy = error  # of the session: a branch has turns of its own
-        check_asks(given)
-        of = self._serving, self._tenant, session_id
-        branch = await branch_for(*of, given, tools, block_tokens=self.model.block_tokens)
-        if branch == session_id and busy is not None:
-            raise busy
-        if branch != session_id:
-            self._session_id = self.branch = branch
-        return await begin_turn(self._serving, self._tenant, branch, self.turn_id)
+        self,
+        named: NamedSession,
+        request: ChatRequest,
+        given: Sequence[Message],
+        *,
+        branches: bool,
+        whole: bool,
+    ) -> SessionTurn | None:
+        """The turn of the session, or of a branch; None where a shared session's turn does without."""
+        if not branches:
+            return await begin_turn(self._serving, self._tenant, named.id, self.turn_id)
+        tools = ToolOffer(definitions=definitions_of(request)).record if request.tools or whole else None
+        turn = GivenTurn(
+            messages=given,
+            tools=tools,
+            shared=named.shared,
+            whole=whole,
+            head_changes=self.volatile.head_changes,
+            model=self.model.name if named.shared else None,
+        )
+        of = self._serving, self._tenant, named, self.turn_id
+        return await begin_in_branch(*of, turn, block_tokens=self.model.block_tokens)
 
     async def plan_completion(self, request: CompletionRequest) -> None:
         self._admit()
@@ -326,7 +331,7 @@ class RequestLifecycle:
     @property
     def in_session(self) -> bool:
         """Whether the answer is in a session's record when it is complete."""
-        return bool(self._session_id)
+        return bool(self.session_id)
 
     @property
     def told_context(self) -> Context | ToldContext | None:
@@ -352,7 +357,7 @@ class RequestLifecycle:
             REQUEST_TEMPERATURE: sampling.temperature,
             REQUEST_SEED: str(sampling.seed),  # does not fit the 64 bits with a sign of an attribute
         }
-        return found | {CONVERSATION_ID: self._session_id} if self._session_id else found
+        return found | {CONVERSATION_ID: self.session_id} if self.session_id else found
 
     def timings(self) -> dict[str, Any]:
         """Milliseconds, tokens by where they were found, and who served; of the first choice where there are
@@ -535,12 +540,12 @@ class RequestLifecycle:
         together = self.turn_id if len(self.turn.choices) > 1 else ""
         return RequestContext(
             turn_id=self.turn_id,
-            session_id=self._session_id,
+            session_id=self.session_id,
             tenant=self._tenant.name,
             salt=self._tenant.salt,
             model=self.model,
             home=self._home(),
-            affinity=f"{self._tenant.name}/{self._session_id}" if self._session_id else together,
+            affinity=f"{self._tenant.name}/{self.session_id}" if self.session_id else together,
             reuse=self._request.reuse is not False,
             deadline_s=deadline_s,
             tbt_objective_s=self.service.objectives.tbt_s,

@@ -16,7 +16,7 @@ from kvcommons.model.tokenizer import Tokenizer
 from services.router.answer.formats import AnswerFormat, CallFormat, call_format
 from services.router.answer.parser import AnswerParser
 from services.router.answer.telling import told
-from services.router.sessions.conversation import Message, leading_system
+from services.router.sessions.conversation import Message, joined, leading_system
 from services.router.turn.tools import NO_TOOLS, ToolOffer
 
 # Longer texts, and more messages, are rendered and tokenized on a thread: they would hold up everybody's
@@ -82,7 +82,7 @@ class Text:
         if not history_tokens:
             texts += [json.dumps(tool) for tool in tools.definitions]
         await self._check_length("\n".join(texts), window, "messages")
-        stored = self._shown(history, tools, begins=True)
+        stored = self._shown(history, tools, begins=bool(history))
         added = self._shown(new, tools, begins=not history)
         shown, options = self._given(tools), options or {}
         chars = sum(len(text) for message in history for text in message.texts) + sum(map(len, texts))
@@ -151,6 +151,7 @@ class Text:
 
     def _shown(self, messages: Sequence[Message], tools: ToolOffer, *, begins: bool) -> list[dict[str, Any]]:
         """As the template reads them. `begins`: they are the first of the conversation."""
+        messages = joined(messages)
         if self.calls.told:
             messages = told(
                 messages, tools.definitions, begins=begins, takes_system=self.template.takes_system

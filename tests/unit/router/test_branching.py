@@ -10,13 +10,14 @@ import pytest
 from kvcommons.pb import kvstore_pb2 as pb
 from services.router.sessions.branching import (
     BranchPoint,
+    GivenTurn,
     branch_number,
     branch_point,
     is_history,
     next_branch,
     root_of_branch,
 )
-from services.router.sessions.conversation import Message, ToolCall
+from services.router.sessions.conversation import VOLATILE, Message, ToolCall, new_messages
 
 Said = tuple[str, ...]
 BRANCHED = [("s", ("a", "A", "b", "B")), ("s~2", ("a", "A", "c", "C"))]
@@ -102,3 +103,52 @@ def test_numbers_of_branches() -> None:
     assert branch_number("s", "s~7") == 7
     assert [branch_number("s", other) for other in ("s", "s~", "s~07", "s~2~3", "t~2")] == [None] * 5
     assert (root_of_branch("s~2"), root_of_branch("s~x"), root_of_branch("~3")) == ("s", "s~x", "~3")
+
+
+def test_lines_that_were_moved_are_in_no_history() -> None:
+    """A client sends back what it said, and not what was moved behind it; a cut counts what is stored."""
+    moved = Message(role=VOLATILE, content="Current time: 9:00")
+    first, answer, second, other = said("a", "A", "b", "B")
+    record = session("s", [first, moved, answer, second, moved, other])
+    now = Message(role=VOLATILE, content="Current time: 9:01")
+    on = branch_point([*said("a", "A", "b", "B", "c"), now], None, [record])
+    assert (on.messages, on.whole) == (6, True)
+    again = branch_point([*said("a", "A", "b"), now], None, [record])
+    assert (again.messages, again.whole) == (3, False)
+    stored = [Message.of(one) for one in record.messages]
+    assert new_messages(stored, [*said("a", "A", "b", "B", "c"), now]) == [
+        *said("a", "A", "b", "B", "c")[4:],
+        now,
+    ]
+    assert new_messages(stored, [*said("c"), now]) == [*said("c"), now]
+
+
+@pytest.mark.parametrize(
+    ("given", "whole", "goes_on"),
+    [
+        (("b",), False, True),  # what is new
+        (("b",), True, False),  # a conversation that begins
+        (("a", "A", "b"), False, True),
+        (("a", "A", "b"), True, True),
+        (("a", "X", "b"), False, False),
+    ],
+)
+def test_a_turn_goes_on_with_a_session(given: Said, whole: bool, goes_on: bool) -> None:
+    turn = GivenTurn(messages=said(*given), tools=None, whole=whole)
+    assert turn.goes_on(session("s", said("a", "A"))) is goes_on
+    assert turn.goes_on(session("s", []))
+
+
+def test_other_instructions_are_another_agents_where_a_session_is_shared() -> None:
+    mine, other = (Message(role="system", content=text) for text in ("mine", "other"))
+    record = session("s", [mine, *said("a", "A")])
+    for head, shared, anew in (
+        ([other], True, True),
+        ([mine], True, False),
+        ([], True, False),
+        ([other], False, False),
+    ):
+        turn = GivenTurn(messages=[*head, *said("b")], tools=None, shared=shared)
+        assert turn.begins_anew(record) is anew
+    changing = GivenTurn(messages=[other, *said("b")], tools=None, shared=True, head_changes=True)
+    assert not changing.begins_anew(record), "nobody knows whose it is"

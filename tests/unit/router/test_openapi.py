@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from services.router.api.body import SESSION_HEADERS
+from services.router.api.body import AGENT_HEADERS, SESSION_HEADERS
 from services.router.api.openapi import describe
 from services.router.api.routes import routes
 from services.router.api.schemas.requests import SESSION_ID_SCHEMA
@@ -57,7 +57,7 @@ def test_queries_ids_and_headers_have_the_bounds_that_are_checked() -> None:
         for one in paths["/v1/chat/completions"]["post"]["parameters"]
         if one["in"] == "header"
     }
-    assert headers.keys() == {*SESSION_HEADERS, "Idempotency-Key"}
+    assert headers.keys() == {*SESSION_HEADERS, *AGENT_HEADERS, "Idempotency-Key"}
     assert headers.pop("Idempotency-Key")["maxLength"] == 255
     assert all(schema == SESSION_ID_SCHEMA for schema in headers.values())
     prompt = document()["components"]["schemas"]["CompletionRequest"]["properties"]["prompt"]["anyOf"]

@@ -86,6 +86,7 @@ class MessagesErrorBody(AnswerBody):
         "timeout_error",
     ]
     message: str
+    details: dict[str, Any] | None = None
 
 
 class MessagesError(AnswerBody):

@@ -121,6 +121,8 @@ class TokenCountRequest(Body):
         "mcp_servers": "tools of MCP servers are not called from here: connect to them in the client",
         "container": "there are no containers here: leave it out",
         "fallbacks": "one model is served: leave it out",
+        "thread": "threads are not built: send the whole conversation, which a session keeps that the header "
+        "x-claude-code-session-id names",
     }
 
     model: str = Field(description="As GET /v1/models shows it.")

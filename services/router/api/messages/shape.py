@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvcommons.errors import ContextLengthExceeded, KVCommonsError, Overloaded
+from kvcommons.errors import ContextLengthExceeded, KVCommonsError, Overloaded, UnsupportedParameter
 from kvcommons.pb.common_pb2 import ModelInfo
 from services.router.answer.parts import CallArguments, CallBegun, Content, Part, Reasoning
 from services.router.answer.text import Shown
@@ -49,7 +49,11 @@ def error_body(error: KVCommonsError, request_id: str) -> Json:
         message = f"prompt is too long: {message}"
     elif error.param and error.param not in message:
         message = f"{error.param}: {message}"
-    return {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+    body: Json = {"type": kind, "message": message}
+    if isinstance(error, UnsupportedParameter) and error.param == "thread":
+        # By which clients know that they can go on without.
+        body["details"] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+    return {"type": "error", "error": body, "request_id": request_id}
 
 
 @dataclass(slots=True, kw_only=True)

@@ -7,7 +7,7 @@ from aiohttp import web
 from kvcommons.errors import InvalidInput, TurnInProgress, VersionConflict
 from kvcommons.telemetry import logs
 from services.router.api.answering import answer
-from services.router.api.body import read_body
+from services.router.api.body import read_body, session_of
 from services.router.api.responses import translation
 from services.router.api.responses.history import History, history_of, new_session_id, stored_response
 from services.router.api.responses.ids import StoredResponse, unstored_id
@@ -17,6 +17,7 @@ from services.router.api.retries import idempotent
 from services.router.api.schemas.requests import ChatRequest
 from services.router.api.schemas.validation import validate
 from services.router.http.middleware import IDEMPOTENCY, SERVING, TENANT
+from services.router.sessions.naming import NamedSession
 from services.router.turn.lifecycle import RequestLifecycle
 from services.router.turn.sampling import logprobs_of
 
@@ -33,12 +34,15 @@ async def create_response(request: web.Request) -> web.StreamResponse:
         )
     chat = validate(ChatRequest, translation.chat_body(body))
     history = await history_of(serving, tenant, body)
+    named = None
+    if body.conversation is None and body.previous_response_id is None:
+        named = session_of(request, None)
     key = request.get(IDEMPOTENCY)
     async with RequestLifecycle(serving, tenant=tenant, key=key) as lifecycle:
-        session_id = await _plan(lifecycle, chat, history, stores=stores, new_id=new_session_id(key))
+        session_id = await _plan(lifecycle, chat, history, named, stores=stores, new_id=new_session_id(key))
         with logs.bound(session_id=session_id or ""):
             shape = ResponsesShape(
-                id=_id(lifecycle, history, session_id),
+                id=_id(lifecycle, history, session_id if stores else None),
                 created_s=lifecycle.created_s,
                 model=lifecycle.model,
                 request=body,
@@ -71,11 +75,21 @@ async def get_response(request: web.Request) -> web.Response:
 
 
 async def _plan(
-    lifecycle: RequestLifecycle, chat: ChatRequest, history: History, *, stores: bool, new_id: str
+    lifecycle: RequestLifecycle,
+    chat: ChatRequest,
+    history: History,
+    named: NamedSession | None,
+    *,
+    stores: bool,
+    new_id: str,
 ) -> str | None:
-    """Plans the turn; in the history's session where that goes on as it stands, else in a new one. Returns
-    the session's id, None where nothing is stored. A request that was answered in one of them is told that
-    again."""
+    """Plans the turn; in the session that a header names, or in the history's where that goes on as it
+    stands, else in a new one. Returns the session's id, None where nothing is stored. A request that was
+    answered in one of them is told that again."""
+    if named is not None:  # which keeps the conversation, whether the response itself is stored or not
+        if not await lifecycle.answered_before(chat, named.id, branches=True, whole=True):
+            await lifecycle.plan_chat(chat, named, before=history.messages, branches=True, whole=True)
+        return lifecycle.session_id or None
     if not stores:
         await lifecycle.plan_chat(chat, None, before=history.messages)
         return None
@@ -83,14 +97,15 @@ async def _plan(
     if answered := await lifecycle.answered_before(chat, *candidates):
         return answered
     if history.session_id is not None:
-        before = history.messages if history.held is None else ()
+        before = history.messages if history.held is None else history.instructions
+        of_history = NamedSession(id=history.session_id)
         try:
-            await lifecycle.plan_chat(chat, history.session_id, before=before, held=history.held)
+            await lifecycle.plan_chat(chat, of_history, before=before, held=history.held)
             return history.session_id
         except (TurnInProgress, VersionConflict):
             if history.held is None:
                 raise  # a conversation has one turn at a time
-    await lifecycle.plan_chat(chat, new_id, before=history.messages)
+    await lifecycle.plan_chat(chat, NamedSession(id=new_id), before=history.messages)
     return new_id
 
 

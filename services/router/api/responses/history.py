@@ -13,6 +13,7 @@ from services.router.http.tenants import Tenant
 from services.router.serving import Serving
 from services.router.sessions.conversation import Message
 from services.router.turn.idempotency import RequestKey
+from services.router.turn.volatile import stable
 
 _PATIENCE_S = 5.0  # with a store that restarts
 _ID_CHARS = 24
@@ -22,9 +23,11 @@ _OWN = "resp-"  # ids of sessions that responses made begin with it
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
     """`messages` come before those of the request, instructions first. `session_id`: the session that holds
-    them already; None where none does. `held`: how many it holds; None where that does not matter."""
+    them already; None where none does. `held`: how many it holds; None where that does not matter.
+    `instructions`: those of the messages that are."""
 
     messages: tuple[Message, ...] = ()
+    instructions: tuple[Message, ...] = ()
     session_id: str | None = None
     held: int | None = None
     instructed: bool = False
@@ -34,26 +37,29 @@ class History:
 async def history_of(serving: Serving, tenant: Tenant, body: InputTokensRequest) -> History:
     """Raises NotFound, InvalidInput, StoreUnavailable."""
     first = (Message(role="system", content=body.instructions),) if body.instructions else ()
+    kept = stable(body.instructions or "", serving.config.volatile_lines)
+    kept_first = (Message(role="system", content=kept),) if kept else ()
     if body.conversation_id is not None:
-        await _check_instructions(serving, tenant, body.conversation_id, first)
+        await _check_instructions(serving, tenant, body.conversation_id, kept_first)
         return History(messages=first, session_id=body.conversation_id, of_session=body.conversation_id)
     if body.previous_response_id is None:
-        return History(messages=first, instructed=bool(first))
+        return History(messages=first, instructed=bool(kept_first))
     previous, record = await stored_response(
         serving, tenant, body.previous_response_id, param="previous_response_id"
     )
     stored = tuple(map(Message.of, record.messages))
     instructions, said = stored[: previous.instructed], stored[previous.instructed : previous.messages]
     own = previous.session_id.startswith(_OWN)  # no conversation, which grows by its own responses only
-    if own and previous.messages == len(stored) and instructions == first:
+    if own and previous.messages == len(stored) and instructions == kept_first:
         return History(
             messages=(*first, *said),
+            instructions=first,
             session_id=previous.session_id,
             held=previous.messages,
             instructed=previous.instructed,
             of_session=previous.session_id,
         )
-    return History(messages=(*first, *said), instructed=bool(first), of_session=previous.session_id)
+    return History(messages=(*first, *said), instructed=bool(kept_first), of_session=previous.session_id)
 
 
 async def stored_response(

@@ -7,7 +7,7 @@ from typing import Any
 
 from services.router.answer.parts import parts_of
 from services.router.api.responses.output import Output
-from services.router.sessions.conversation import Message
+from services.router.sessions.conversation import VOLATILE, Message
 
 Json = dict[str, Any]
 
@@ -25,6 +25,8 @@ def items_of(id: str, messages: Sequence[Message]) -> list[Json]:
     items: list[Json] = []
     for place, message in enumerate(messages):
         own_id = f"{id}-{place}-"
+        if message.role == VOLATILE:  # no item that OpenAI's clients know
+            continue
         if message.role == "assistant":
             output = output_of(own_id, message)
             output.end("completed")

@@ -240,12 +240,16 @@ class Session(AnswerBody):
     ttl_s: int | None
     version: int = Field(description="Committed turns.")
     model: str | None
-    parent: str | None = Field(description="The session it was forked from.")
+    parent: str | None = Field(description="The session it was forked from, or whose agent's it is.")
+    agent: str | None = Field(description="The agent's id, where a header named one.")
     cut: int | None = Field(description="How many of its parent's messages it began with; null: all of them.")
 
 
 class SessionMessage(AnswerBody):
-    role: str
+    role: str = Field(
+        description="system, user, assistant or tool; volatile: lines from the head of the request, which "
+        "the model was given at the end of the message before."
+    )
     content: str
     name: str | None = None
     reasoning_content: str | None = None

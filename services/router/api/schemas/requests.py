@@ -245,7 +245,8 @@ class ChatRequest(GenerationBody):
     session_id: SessionId | None = Field(
         None,
         description="The conversation: messages holds only what is new. An unused id begins one. "
-        "Also as header X-Session-ID, session-id or x-claude-code-session-id.",
+        "Also as header X-Session-ID, session-id or x-claude-code-session-id, joined with an agent's id in "
+        "x-claude-code-agent-id or thread-id; then turns that come at once branch.",
     )
     max_completion_tokens: int | None = Field(None, ge=1)
     truncation: Literal["auto", "disabled"] | None = Field(

@@ -82,6 +82,9 @@ function messageView(message, at, context) {
   if (message.role === "system") {
     return html`<li class="message system"><details><summary>System message</summary>${chat.prose(message)}</details></li>`;
   }
+  if (message.role === "volatile") {
+    return html`<li class="message system"><details><summary>Lines moved from the head of the request</summary><pre tabindex="0">${message.content}</pre></details></li>`;
+  }
   if (message.role === "tool") {
     return html`<li class="message tool"><details><summary>Result of a tool</summary><pre tabindex="0">${message.content}</pre></details></li>`;
   }

@@ -79,7 +79,7 @@ export class Conversation {
     if (stopped?.state !== "stopped" || !stopped.content) return this.#turn(added, options);
     // The session does not have what was stopped: the whole history says what came of it.
     for (const message of [...this.#askedBefore(this.messages.length - 1), stopped]) Object.assign(message, { state: "kept", problem: "" });
-    return this.#turn(added, options, { history: [...this.kept, ...added].map(bare) });
+    return this.#turn(added, options, { history: sent([...this.kept, ...added]) });
   }
 
   /** The same question once more in the session, after a turn that it does not have.
@@ -88,7 +88,7 @@ export class Conversation {
     const asked = this.#askedBefore(at);
     const gone = [...asked, this.messages[at]];
     this.messages = this.messages.filter((message) => !gone.includes(message));
-    return this.#turn(asked.map(bare), options);
+    return this.#turn(sent(asked), options);
   }
 
   /** What an answer is to: all that is said between it and the one before. @param {number} at of the answer */
@@ -104,7 +104,7 @@ export class Conversation {
     const history = text === null ? before : [...before, { role: "user", content: text, state: "kept" }];
     const cut = cutBefore(history, history.length - 1);
     into.messages = history.slice(0, cut);
-    return into.#turn(history.slice(cut).map(bare), options, { branchOf: this.id ?? "", cut });
+    return into.#turn(sent(history.slice(cut)), options, { branchOf: this.id ?? "", cut });
   }
 
   stop() {
@@ -198,7 +198,7 @@ export class Conversation {
     if (this.id === null) return;
     const root = rootOf(this.id);
     const relatives = this.#sessions.list
-      .filter((session) => session.id !== this.id && (rootOf(session.id) === root || session.parent === root))
+      .filter((session) => session.id !== this.id && !session.agent && (rootOf(session.id) === root || session.parent === root))
       .slice(0, FAMILY_MAX);
     const read = async ({ id }) => ({ id, messages: (await this.#api.get(`v1/sessions/${encodeURIComponent(id)}`)).messages });
     const found = await Promise.allSettled(relatives.map(read));
@@ -223,6 +223,11 @@ function take(answer, delta) {
 function asKept(message) {
   const calls = (message.tool_calls ?? []).map((call) => ({ id: call.id, ...call.function }));
   return { ...message, content: message.content ?? "", reasoning: message.reasoning_content ?? "", calls, state: "kept" };
+}
+
+/** What is sent of messages: not the lines that the server itself moved. @param {Message[]} messages */
+function sent(messages) {
+  return messages.filter((message) => message.role !== "volatile").map(bare);
 }
 
 /** What is sent of a message. @param {Message} message */

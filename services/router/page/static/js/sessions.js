@@ -6,7 +6,7 @@ import { branchOf, titleOf } from "./branches.js";
 const PAGE = 100;
 const PAGES_MAX = 10;
 
-/** @typedef {{id: string, last_used_at: number, version: number, parent: string|null, cut: number|null, model: string|null}} Session */
+/** @typedef {{id: string, last_used_at: number, version: number, parent: string|null, agent: string|null, cut: number|null, model: string|null}} Session */
 
 export class Sessions {
   /** @param {import("./api.js").Api} api @param {() => void} changed */
@@ -72,7 +72,7 @@ export function sessionList(sessions, current, forget) {
                 aria-current=${session.id === current ? "page" : nothing}>
                 <span class="title">${titleOf(session.id)}</span>
                 <span class="when">${branchOf(session.id) ? html`<b>${branchOf(session.id)}</b>, ` : nothing}${ago(session.last_used_at)}${session.cut === null ? `, ${turns(session.version)}` : ""}${
-                  session.parent && !branchOf(session.id) ? html`, from ${titleOf(session.parent)}` : nothing}</span>
+                  session.parent && !branchOf(session.id) ? html`, ${session.agent ? "agent of" : "from"} ${titleOf(session.parent)}` : nothing}</span>
               </a>
               <button type="button" class="forget" aria-label=${`Delete ${titleOf(session.id)} ${branchOf(session.id)}`}
                 @click=${() => forget(session.id)}>×</button>
