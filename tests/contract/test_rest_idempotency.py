@@ -281,6 +281,37 @@ async def test_a_turn_that_went_on_in_a_branch_is_found_there(
 
 
 @on_both
+@pytest.mark.parametrize("path", [CHAT, RESPONSES, MESSAGES])
+async def test_a_turn_of_a_session_that_a_header_names_is_told_again(
+    served: Stack, socket_folder: Path, rest_store: KvStore, path: str
+) -> None:
+    """In the session, or in the branch that it made because another turn was under way, by a fresh router."""
+    session = {"X-Session-ID": new("s")}
+    text = {"role": "user", "content": "I am Ann"}
+    body: dict[str, Any] = {"input": [text]} if path == RESPONSES else {"messages": [text]}
+    body |= {"model": "demo", "max_tokens": 20} if path == MESSAGES else {}
+    served.says("hello there, how are you?")
+    served.script.delay_s = 0.1
+    keys = [new("key"), new("key")]
+    first = asyncio.create_task(send(served, path, body, keys[0], **session))
+    await eventually(lambda: served.calls)
+    beside = await send(served, path, body, keys[1], **session)
+    answers = [await first, beside]
+    assert [(status, replayed) for status, _, replayed in answers] == [(200, False)] * 2
+    _, before = await served.get("/v1/sessions")
+    async with stack(socket_folder / "..", rest_store) as fresh:
+        await fresh.show()
+        fresh.says("never said")
+        for key, (_, answer, _) in zip(keys, answers, strict=True):
+            status, told, replayed = await send(fresh, path, body, key, **session)
+            assert (status, replayed) == (200, True)
+            assert json.loads(told) == json.loads(answer)
+        assert jobs(fresh) == 0
+        _, after = await fresh.get("/v1/sessions")
+        assert [one["id"] for one in after["data"]] == [one["id"] for one in before["data"]]
+
+
+@on_both
 @pytest.mark.parametrize("stream", [False, True])
 async def test_stored_responses_are_told_again(
     served: Stack, socket_folder: Path, rest_store: KvStore, stream: bool
