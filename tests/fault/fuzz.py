@@ -26,7 +26,17 @@ from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
 
 from kvcommons.errors import KVCommonsError
-from kvcommons.pb import data_pb2, decode_pb2, holder_pb2, kvstore_pb2, ledger_pb2, prefill_pb2
+from kvcommons.pb import (
+    data_pb2,
+    decode_pb2,
+    holder_pb2,
+    kvstore_pb2,
+    ledger_pb2,
+    ledger_pb2_grpc,
+    prefill_pb2,
+)
+from kvcommons.security.authority import TENANTS_KEY
+from kvcommons.security.tenants import TenantSigner
 from kvcommons.transport import frame
 from kvcommons.transport.base import Limits
 from tests.contract.transport_peer import connect_raw
@@ -69,44 +79,75 @@ _WIDE = (
 )
 
 
-def random_message(draw: random.Random, kind: Descriptor, depth: int = 0) -> Message:
-    """Of each field perhaps a value, at a bound as often as not."""
+@dataclass(frozen=True)
+class Known:
+    """What a peer may have heard: names, addresses, fingerprints and numbers of a real stack. A call that has
+    the right ones comes further."""
+
+    texts: list[str] = field(default_factory=list)
+    bytes_: list[bytes] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+
+    def hear(self, message: Message) -> None:
+        for one, value in message.ListFields():
+            for each in value if one.is_repeated else (value,):
+                if isinstance(each, Message):
+                    self.hear(each)
+                elif isinstance(each, str):
+                    self.texts.append(each)
+                elif isinstance(each, bytes):
+                    self.bytes_.append(each)
+                elif isinstance(each, int):
+                    self.numbers.append(int(each))
+
+
+def random_message(draw: random.Random, known: Known, kind: Descriptor, depth: int = 0) -> Message:
+    """Of each field perhaps a value, at a bound or one that is known as often as not."""
     message = GetMessageClass(kind)()
     for one in kind.fields:
         if draw.random() < 0.4:
             continue
         if one.message_type is not None:
-            _fill_messages(draw, message, one, depth)
+            _fill_messages(draw, known, message, one, depth)
         elif one.is_repeated:
             count = draw.choice((0, 1, 1, 2, 3, 3, 70, 1000))
-            getattr(message, one.name).extend(_scalar(draw, one) for _ in range(count))
+            informed = draw.random() < 0.7
+            getattr(message, one.name).extend(_scalar(draw, known, one, informed) for _ in range(count))
         else:
-            setattr(message, one.name, _scalar(draw, one))
+            setattr(message, one.name, _scalar(draw, known, one, draw.random() < 0.7))
     return message
 
 
-def _fill_messages(draw: random.Random, message: Message, one: FieldDescriptor, depth: int) -> None:
+def _fill_messages(
+    draw: random.Random, known: Known, message: Message, one: FieldDescriptor, depth: int
+) -> None:
     if depth == DEPTH_MAX or one.message_type.GetOptions().map_entry:
         return
     if not one.is_repeated:
-        getattr(message, one.name).CopyFrom(random_message(draw, one.message_type, depth + 1))
+        getattr(message, one.name).CopyFrom(random_message(draw, known, one.message_type, depth + 1))
         return
     for _ in range(draw.choice((0, 1, 2, 20)) if depth < 2 else 1):
-        getattr(message, one.name).add().CopyFrom(random_message(draw, one.message_type, depth + 1))
+        getattr(message, one.name).add().CopyFrom(random_message(draw, known, one.message_type, depth + 1))
 
 
-def _scalar(draw: random.Random, one: FieldDescriptor) -> Any:
+def _scalar(draw: random.Random, known: Known, one: FieldDescriptor, informed: bool) -> Any:
     if one.cpp_type == FieldDescriptor.CPPTYPE_STRING:
         if one.type == FieldDescriptor.TYPE_BYTES:
+            if informed and known.bytes_:
+                return draw.choice(known.bytes_)
             return draw.randbytes(draw.choice((0, 1, 8, 16, 32, 4096)))
-        return draw.choice(_TEXTS)
+        return draw.choice(known.texts if informed and known.texts else _TEXTS)
     if one.cpp_type == FieldDescriptor.CPPTYPE_BOOL:
         return draw.random() < 0.5
     if one.cpp_type in (FieldDescriptor.CPPTYPE_DOUBLE, FieldDescriptor.CPPTYPE_FLOAT):
         return draw.choice(_NUMBERS)
     if one.enum_type is not None:
         return draw.choice((*one.enum_type.values_by_number, 99))
+    if one.name == "tokens" and informed:  # of a prompt
+        return draw.randrange(200)
     bits = 64 if one.type in _WIDE else 32
+    if informed and known.numbers:
+        return draw.choice(known.numbers) % (1 << (bits - 1))
     value = draw.choice(_INTEGERS) % (1 << (bits - (one.type in _SIGNED)))
     return -value if one.type in _SIGNED and draw.random() < 0.5 else value
 
@@ -141,6 +182,7 @@ class Fuzz:
 
     stack: Stack
     seed: int
+    known: Known = field(default_factory=Known)
     outcomes: Counter[str] = field(default_factory=Counter)
     mistakes: list[str] = field(default_factory=list)  # what a service answered that it should not
 
@@ -160,7 +202,13 @@ class Fuzz:
         self._channels = {
             name: grpc.insecure_channel(f"unix:{self.stack.runtime / name}.c") for name in SERVICES
         }
-        self._known = {name: list(methods()) for name in SERVICES}
+        self._signer = TenantSigner.read(self.stack.data / "certificates" / "router" / TENANTS_KEY)
+        self._methods = {name: list(methods()) for name in SERVICES}
+        watch = ledger_pb2_grpc.LedgerStub(self._channels["ledger"]).Watch(
+            ledger_pb2.WatchRequest(), timeout=scaled(10)
+        )
+        self.known.hear(next(iter(watch)))
+        watch.cancel()
 
     def run(self, until_s: float) -> None:
         draw = random.Random(self.seed)
@@ -179,15 +227,18 @@ class Fuzz:
                     self.stack.client.say("Hello.", None, max_tokens=4)
 
     def _call(self, draw: random.Random, name: str) -> None:
-        method = draw.choice(self._known[name])
+        method = draw.choice(self._methods[name])
         path = f"/{method.containing_service.full_name}/{method.name}"
-        request = random_message(draw, method.input_type).SerializeToString()
+        message = random_message(draw, self.known, method.input_type)
+        # What the router alone can do others cannot even try: most calls are made as if by it.
+        carried = self._signer.carry(path, message) if draw.random() < 0.7 else None
+        request = message.SerializeToString()
         if draw.random() < 0.3:
             request = mutated(draw, request)
         channel = self._channels[name]
         call = channel.unary_stream(path) if method.server_streaming else channel.unary_unary(path)
         try:
-            answer = call(request, timeout=CALL_S)
+            answer = call(request, timeout=CALL_S, metadata=() if carried is None else (carried,))
             if method.server_streaming:
                 for _, _ in zip(answer, range(3), strict=False):
                     pass
@@ -197,7 +248,7 @@ class Fuzz:
             found = error.code()
             status = found.name
             if found == grpc.StatusCode.UNIMPLEMENTED and "Method not found" in (error.details() or ""):
-                self._known[name].remove(method)
+                self._methods[name].remove(method)
             elif found in (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN):
                 self.mistakes.append(f"{name} {path}: {found.name} {error.details()}: {request.hex()[:400]}")
         self.outcomes[f"{name} {method.name} {status}"] += 1
@@ -214,7 +265,7 @@ class Fuzz:
             raw.settimeout(ANSWER_S)
             try:
                 for _ in range(draw.randint(1, 4)):
-                    request = random_message(draw, data_pb2.DataRequest.DESCRIPTOR)
+                    request = random_message(draw, self.known, data_pb2.DataRequest.DESCRIPTOR)
                     assert isinstance(request, data_pb2.DataRequest)
                     request.deadline_ms = 500
                     head = request.SerializeToString()
