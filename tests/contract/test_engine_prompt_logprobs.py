@@ -4,17 +4,21 @@ however the prompt is computed."""
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 
+from kvcommons.backend.interface import Device
 from kvcommons.errors import InvalidInput, KVCommonsError
+from kvcommons.model.prompt_logprobs import LogprobsOfChunk
 from kvcommons.pb import common_pb2
 from kvcommons.pb import prefill_pb2 as pb
-from tests.contract.engine_stack import BLOCK, SlowIterations, Stack
+from tests.contract.engine_stack import BLOCK, Stack
 from tests.contract.engine_turns import CALL_S, compute, prefill_request, prompt, turn
+from tests.contract.rest_stack import eventually
 from tests.contract.test_engine_prefill import idle
 from tests.contract.test_engine_reuse import stored
 from tests.contract.test_engine_stages import Retrying, under_way
@@ -187,18 +191,28 @@ async def test_a_stage_killed_in_the_middle_gives_the_same_again(engines: Stack)
 async def test_a_call_cancelled_among_slices_ends_there(
     engines: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of 479 slices, a row each, that would take seconds."""
     monkeypatch.setattr("kvcommons.model.prompt_logprobs._LOGITS_BYTES", 4 * 199)
-    SlowIterations(monkeypatch, scaled(0.02))
+    read, longer_s = list[slice](), scaled(0.01)
+    add = LogprobsOfChunk.add
+
+    def slowly(collected: LogprobsOfChunk, rows: slice, logits: torch.Tensor, device: Device) -> None:
+        read.append(rows)
+        time.sleep(longer_s)
+        add(collected, rows, logits, device)
+
+    monkeypatch.setattr(LogprobsOfChunk, "add", slowly)
     stub = await engines.prefill(chunk_tokens=480)
     tokens, (expected,) = engines.reference.prompt(480)
     call = stub.Compute(prefill_request(engines.model, tokens, prompt_logprobs=20), timeout=CALL_S)
     running = asyncio.create_task(_drained(call))
-    await under_way(stub)
-    await asyncio.sleep(scaled(0.05))
+    await eventually(lambda: read)
     call.cancel()
     with pytest.raises((asyncio.CancelledError, KVCommonsError)):
         await running
     await idle(stub)
+    assert len(read) < 479
+    longer_s = 0.0
     assert (await score(engines, stub, tokens, 1)).token.token == expected
 
 
