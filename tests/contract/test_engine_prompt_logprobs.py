@@ -14,7 +14,7 @@ import torch
 from kvcommons.backend.interface import Device
 from kvcommons.errors import InvalidInput, KVCommonsError
 from kvcommons.model.prompt_logprobs import LogprobsOfChunk
-from kvcommons.pb import common_pb2
+from kvcommons.pb import common_pb2, prefill_pb2_grpc
 from kvcommons.pb import prefill_pb2 as pb
 from tests.contract.engine_stack import BLOCK, Stack
 from tests.contract.engine_turns import CALL_S, compute, prefill_request, prompt, turn
@@ -147,6 +147,32 @@ async def test_of_a_prompt_beyond_prefills_memory(engines: Stack) -> None:
         assert made.first.cached_tokens == 0
         assert_exact(engines, tokens, prefill.messages, 4)
         await engines.idle("decode")
+
+
+async def test_of_an_instance_with_both_roles(engines: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads prompts, its own and another decode's, beside sequences that generate there: those go on
+    between slices of logits, and say the same."""
+    monkeypatch.setattr("kvcommons.model.prompt_logprobs._LOGITS_BYTES", 4 * 199 * 7)
+    both = await engines.decode("both", colocated=True, chunk_tokens=32, max_local_prefill_tokens=480)
+    alone = await engines.decode("alone")
+    stub = prefill_pb2_grpc.PrefillStub(engines.channel("both"))
+    tokens, expected = engines.reference.prompt(75, 60)
+    running = turn(stub, both, engines.model, tokens, 60)
+    others, following = engines.reference.prompt(300, 8)
+    read = [
+        (Scored(stub), both, tokens, expected[:8]),
+        (Scored(stub), alone, others, following),
+    ]
+    made = [
+        turn(scored, decode, engines.model, prompted, 8, prompt_logprobs=3)
+        for scored, decode, prompted, _ in read
+    ]
+    await asyncio.gather(running.run(), *(one.run() for one in made))
+    assert running.tokens == expected
+    for one, (scored, _, prompted, answer) in zip(made, read, strict=True):
+        assert one.tokens == answer
+        assert_exact(engines, prompted, scored.messages, 3)
+    await engines.idle("both", "alone")
 
 
 @pytest.mark.parametrize(
