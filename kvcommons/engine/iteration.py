@@ -166,11 +166,11 @@ class Iteration:
             hidden.append(self._of(state, number).hidden[-len(some) :])
             attention.append(part[-len(some) :])
             rows += some
-        for number, ending in closed.items():
+        drawn: list[pb.SampledToken] = []
+        if rows:
+            drawn = self._slices.end(self.timing, state.ending(_joined(hidden)), _joined(attention), rows)
+        for number, ending in closed.items():  # last: other ranks wait for all that is summed up
             self._read_logprobs(number, ending)
-        if not rows:
-            return [[] for _ in self.groups]
-        drawn = self._slices.end(self.timing, state.ending(_joined(hidden)), _joined(attention), rows)
         ends = list(accumulate(len(some) for some in sampling))
         return [drawn[end - len(some) : end] for some, end in zip(sampling, ends, strict=True)]
 

@@ -205,6 +205,7 @@ class Engine:
         self._model = model
         self._name = name
         self.costs: dict[str, float] = {}  # that it says of itself
+        self.prefill_blocks = 128  # likewise
         self._server = RpcServer(f"unix:{folder}/{name}.sock", Telemetry.off(name))
         self._server.add(decode_pb2_grpc.add_DecodeServicer_to_server, self.decode)
         self._server.add(prefill_pb2_grpc.add_PrefillServicer_to_server, self.prefill)
@@ -226,9 +227,7 @@ class Engine:
         return self.decode.running + self.prefill.running
 
     def instances(self, *, ready: bool = True) -> list[ledger_pb2.Instance]:
-        load = ledger_pb2.Load(
-            total_blocks=128, free_blocks=128, ready=ready, costs=self.costs, chunk_tokens=512
-        )
+        blocks = {"prefill": self.prefill_blocks, "decode": 128}
         return [
             ledger_pb2.Instance(
                 id=f"{service}-{self._name}",
@@ -236,7 +235,13 @@ class Engine:
                 control_address=self._server.address,
                 host="here",
                 model=self._model,
-                load=load,
+                load=ledger_pb2.Load(
+                    total_blocks=blocks[service],
+                    free_blocks=blocks[service],
+                    ready=ready,
+                    costs=self.costs,
+                    chunk_tokens=512,
+                ),
             )
             for service in ("prefill", "decode")
         ]

@@ -4,17 +4,21 @@ however the prompt is computed."""
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import pytest
 import torch
 
+from kvcommons.backend.interface import Device
 from kvcommons.errors import InvalidInput, KVCommonsError
-from kvcommons.pb import common_pb2
+from kvcommons.model.prompt_logprobs import LogprobsOfChunk
+from kvcommons.pb import common_pb2, prefill_pb2_grpc
 from kvcommons.pb import prefill_pb2 as pb
-from tests.contract.engine_stack import BLOCK, SlowIterations, Stack
+from tests.contract.engine_stack import BLOCK, Stack
 from tests.contract.engine_turns import CALL_S, compute, prefill_request, prompt, turn
+from tests.contract.rest_stack import eventually
 from tests.contract.test_engine_prefill import idle
 from tests.contract.test_engine_reuse import stored
 from tests.contract.test_engine_stages import Retrying, under_way
@@ -145,6 +149,32 @@ async def test_of_a_prompt_beyond_prefills_memory(engines: Stack) -> None:
         await engines.idle("decode")
 
 
+async def test_of_an_instance_with_both_roles(engines: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads prompts, its own and another decode's, beside sequences that generate there: those go on
+    between slices of logits, and say the same."""
+    monkeypatch.setattr("kvcommons.model.prompt_logprobs._LOGITS_BYTES", 4 * 199 * 7)
+    both = await engines.decode("both", colocated=True, chunk_tokens=32, max_local_prefill_tokens=480)
+    alone = await engines.decode("alone")
+    stub = prefill_pb2_grpc.PrefillStub(engines.channel("both"))
+    tokens, expected = engines.reference.prompt(75, 60)
+    running = turn(stub, both, engines.model, tokens, 60)
+    others, following = engines.reference.prompt(300, 8)
+    read = [
+        (Scored(stub), both, tokens, expected[:8]),
+        (Scored(stub), alone, others, following),
+    ]
+    made = [
+        turn(scored, decode, engines.model, prompted, 8, prompt_logprobs=3)
+        for scored, decode, prompted, _ in read
+    ]
+    await asyncio.gather(running.run(), *(one.run() for one in made))
+    assert running.tokens == expected
+    for one, (scored, _, prompted, answer) in zip(made, read, strict=True):
+        assert one.tokens == answer
+        assert_exact(engines, prompted, scored.messages, 3)
+    await engines.idle("both", "alone")
+
+
 @pytest.mark.parametrize(
     ("engines", "stages", "tensor"),
     [("llama", 2, 1), ("qwen3", 1, 2), ("llama-tied-biased", 2, 2)],
@@ -187,18 +217,28 @@ async def test_a_stage_killed_in_the_middle_gives_the_same_again(engines: Stack)
 async def test_a_call_cancelled_among_slices_ends_there(
     engines: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Of 479 slices, a row each, that would take seconds."""
     monkeypatch.setattr("kvcommons.model.prompt_logprobs._LOGITS_BYTES", 4 * 199)
-    SlowIterations(monkeypatch, scaled(0.02))
+    read, longer_s = list[slice](), scaled(0.01)
+    add = LogprobsOfChunk.add
+
+    def slowly(collected: LogprobsOfChunk, rows: slice, logits: torch.Tensor, device: Device) -> None:
+        read.append(rows)
+        time.sleep(longer_s)
+        add(collected, rows, logits, device)
+
+    monkeypatch.setattr(LogprobsOfChunk, "add", slowly)
     stub = await engines.prefill(chunk_tokens=480)
     tokens, (expected,) = engines.reference.prompt(480)
     call = stub.Compute(prefill_request(engines.model, tokens, prompt_logprobs=20), timeout=CALL_S)
     running = asyncio.create_task(_drained(call))
-    await under_way(stub)
-    await asyncio.sleep(scaled(0.05))
+    await eventually(lambda: read)
     call.cancel()
     with pytest.raises((asyncio.CancelledError, KVCommonsError)):
         await running
     await idle(stub)
+    assert len(read) < 479
+    longer_s = 0.0
     assert (await score(engines, stub, tokens, 1)).token.token == expected
 
 

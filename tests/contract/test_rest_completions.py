@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvcommons.errors import Unavailable
-from tests.contract.rest_stack import WINDOW, Stack
+from tests.contract.rest_stack import WINDOW, KvStore, Stack, eventually, stack
 
 pytest_plugins = ("tests.contract.rest_fixtures",)
 
@@ -134,6 +135,44 @@ async def test_nothing_is_generated_where_no_token_is_asked_for(served: Stack) -
     longer = {"prompt": [7] * (WINDOW + 1), "max_tokens": 0, "echo": True}
     status, refused = await served.post(COMPLETIONS, longer)
     assert (status, refused["error"]["code"]) == (400, "context_length_exceeded")
+
+
+async def test_a_prompt_beyond_prefills_memory_lies_at_decode_though_nothing_follows_it(
+    socket_folder: Path, rest_store: KvStore
+) -> None:
+    """What decode samples all the same nobody sees."""
+    async with stack(socket_folder, rest_store) as served:
+        served.engines[0].prefill_blocks = 3
+        await served.show()
+        served.says("never shown")
+        for stream in (False, True):
+            body = {"prompt": [7] * 60, "max_tokens": 0, "echo": True, "logprobs": 0}
+            if stream:
+                choice = joined(await served.stream(COMPLETIONS, body))
+            else:
+                answer = await whole(served, body)
+                assert answer["usage"]["completion_tokens"] == 0
+                (choice,) = answer["choices"]
+            assert choice["text"] == served.tokenizer.decode([7] * 60)
+            assert len(choice["logprobs"]["tokens"]) == 60
+            assert choice["finish_reason"] == "length"
+        assert [job.max_position for job in served.engines[0].decode.jobs] == [61, 61]
+        await whole(served, {"prompt": [7] * 48, "max_tokens": 0, "echo": True})
+        assert len(served.engines[0].decode.jobs) == 2
+        await eventually(lambda: not served.calls)
+
+
+async def test_behind_a_truncation_a_prompt_is_not_read(served: Stack) -> None:
+    """Its KV was computed with more in sight than there is now."""
+    served.says("hello")
+    for more, status in (({}, 200), ({"prompt_logprobs": 1}, 400), ({}, 200)):
+        asked = {"messages": [{"role": "user", "content": "word " * 1200}], "session_id": "long"}
+        got, answer = await served.post(CHAT, asked | {"truncation": "auto", "max_tokens": 9} | more)
+        assert got == status, answer
+        if status == 400:
+            assert answer["error"]["param"] == "prompt_logprobs"
+            assert "truncation" in answer["error"]["message"]
+    assert answer["truncation"]["dropped_tokens"] > 0
 
 
 @pytest.mark.parametrize(
