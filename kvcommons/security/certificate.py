@@ -135,8 +135,7 @@ class ServiceCertificate:
         if now < own.not_valid_before_utc:
             raise InvalidInput(
                 f"{file} begins on {own.not_valid_before_utc:%Y-%m-%d %H:%M} UTC, and it is "
-                f"{now:%Y-%m-%d %H:%M} "
-                "here: set the clock, or wait",
+                f"{now:%Y-%m-%d %H:%M} here: set the clock, or wait",
                 param=_PARAM,
             )
 
@@ -146,8 +145,7 @@ class ServiceCertificate:
         except OSError as error:
             raise InvalidInput(
                 f"certificates names a folder with {CA}, {CERT} and {KEY}, and {self._folder / name} "
-                "cannot be read: "
-                f"{error.strerror}",
+                f"cannot be read: {error.strerror}",
                 param=_PARAM,
             ) from error
 

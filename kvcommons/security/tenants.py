@@ -46,9 +46,8 @@ class TenantSigner:
 
     def __init__(self, key: Ed25519PrivateKey, clock: Callable[[], float] = time.time) -> None:
         self._key, self._clock = key, clock
-        self._made: OrderedDict[tuple[str, str], tuple[bytes, float]] = (
-            OrderedDict()
-        )  # and until when it is used
+        # By tenant and gRPC service; and until when each is used.
+        self._made: OrderedDict[tuple[str, str], tuple[bytes, float]] = OrderedDict()
 
     @classmethod
     def read(cls, file: Path) -> TenantSigner:

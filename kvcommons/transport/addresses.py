@@ -16,8 +16,7 @@ from kvcommons.transport.unix import UnixTransport
 
 _UCX = (
     "UCX knows neither certificates nor tokens: use tcp:, or set private_network = true where nobody but "
-    "this "
-    "stack's services reaches the network"
+    "this stack's services reaches the network"
 )
 
 

@@ -249,3 +249,16 @@ async def test_a_socket_of_this_host_asks_for_nothing(pki: Path, tmp_path: Path)
         await channel.close(None)
         await server.drain(0)
         await asyncio.sleep(0)
+
+
+async def test_services_of_two_authorities_meet_while_one_takes_the_others_place(
+    pki: Path, tmp_path: Path
+) -> None:
+    make_certificates(tmp_path / "next", datetime.now(UTC))
+    both = b"".join((folder / "authority" / "ca.crt").read_bytes() for folder in (pki, tmp_path / "next"))
+    for folder in (pki, tmp_path / "next"):
+        for service in ("ledger", "router"):
+            (folder / service / "ca.crt").write_bytes(both)
+    for serves, calls in ((pki, tmp_path / "next"), (tmp_path / "next", pki)):
+        async with serving(of(serves, "ledger")) as served:
+            assert (await served.beat(of(calls, "router"))).heartbeat_ms == 7

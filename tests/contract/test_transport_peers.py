@@ -356,3 +356,13 @@ def test_ucx_is_for_networks_that_are_said_to_be_private(pki: Path, kind: str) -
     listen("ucx:127.0.0.1:0", credentials=private).close()
     with pytest.raises(Unavailable, match="is it running"):
         connect("ucx:127.0.0.1:1", Deadline.after(scaled(3)), credentials=private)
+
+
+def test_services_of_two_authorities_meet_while_one_takes_the_others_place(pki: Path, tmp_path: Path) -> None:
+    make_certificates(tmp_path / "next", datetime.now(UTC))
+    both = b"".join((folder / "authority" / "ca.crt").read_bytes() for folder in (pki, tmp_path / "next"))
+    for folder in (pki, tmp_path / "next"):
+        (folder / "decode" / "ca.crt").write_bytes(both)
+    for serves, calls in ((pki, tmp_path / "next"), (tmp_path / "next", pki)):
+        with serving(of(serves, "decode")) as address:
+            echo(address, of(calls, "decode"))

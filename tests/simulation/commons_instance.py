@@ -26,6 +26,8 @@ from kvcommons.pb import common_pb2, holder_pb2
 from kvcommons.pb import ledger_pb2 as pb
 from kvcommons.placement.auto import Costs
 from kvcommons.rblock.allocator import BlockAllocator
+from kvcommons.rpc.dialer import UNSECURED
+from kvcommons.security.roles import Role
 from services.decode.borrowing.creditors import Debtor
 from services.decode.borrowing.ledger_client import LedgerClient
 from services.decode.borrowing.loans import Loans
@@ -52,11 +54,22 @@ READ_S = 5.0  # blocks of a move
 METRICS = DecodeMetrics(CollectorRegistry())
 
 
+class SimulatedDialer:
+    """A Dialer whose channels are the world's."""
+
+    def __init__(self, instance: Instance) -> None:
+        self._instance = instance
+        self.client = UNSECURED.client  # of a data plane that nobody calls
+
+    def channel(self, address: str, role: Role) -> Any:
+        return self._instance.connect(address)
+
+
 class SimulatedHolder(RemoteHolder):
     """A creditor whose channel and data plane are the world's."""
 
     def __init__(self, instance: Instance, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, connect=instance.connect, **kwargs)
+        super().__init__(*args, **{**kwargs, "dialer": SimulatedDialer(instance)})
         self._instance = instance
 
     async def grow(self, ref: SegmentRef, blocks: int, *, timeout_s: float) -> None:

@@ -72,9 +72,8 @@ class Fleet:
         self._view = view
         self._open_channel = open_channel
         self._clock = clock
-        self._channels: dict[
-            tuple[str, Role], tuple[grpc.aio.Channel, float]
-        ] = {}  # and when it was used last
+        # By address and role; and when each was used last.
+        self._channels: dict[tuple[str, Role], tuple[grpc.aio.Channel, float]] = {}
         self._known: dict[str, ModelInfo] = {}
         self._under_way: Counter[str] = Counter()
         self.occupancy = Occupancy()
