@@ -90,7 +90,8 @@ async def test_what_the_store_has_no_more_is_computed_in_all_stages(engines: Sta
     made = turn(prefill, decode, engines.model, tokens, 20, history=engines.history(6))
     assert (await made.run()).tokens == expected
     assert made.first is not None
-    assert made.first.cached_tokens == 0
+    # Where decode asked once more for what it found missing, a second job finds what the first one computed.
+    assert made.first.cached_tokens == (made.first.device_tokens if made.missing else 0)
     assert await stored(engines, store, tokens[:96]) == 6
     await engines.idle("decode")
     await idle(prefill)
