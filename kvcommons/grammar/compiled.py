@@ -96,7 +96,7 @@ class AnswerState:
                 mask[at] |= bit
             else:
                 mask[at] &= ~bit
-        if not any(mask):
+        if not mask.strip(b"\0"):
             raise Unprocessable(
                 "no token of the model goes on with the answer's grammar: ask for another one"
             )
