@@ -125,7 +125,9 @@ class ResponseFormat(Body):
 
     @model_validator(mode="after")
     def _check(self) -> ResponseFormat:
-        if (self.json_schema is not None) != (self.type == "json_schema"):
+        if self.type == "json_schema" and self.json_schema is None:
+            raise ValueError('json_schema is missing: {"name": …, "schema": …}')
+        if self.type != "json_schema" and self.json_schema is not None:
             raise ValueError('json_schema belongs to type "json_schema", and to no other')
         return self
 
