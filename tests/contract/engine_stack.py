@@ -108,8 +108,12 @@ class SlowIterations:
 
         monkeypatch.setattr(Iteration, "run", slowly)
 
+    def take(self, longer_s: float) -> None:
+        """Each, from now on."""
+        self._longer_s = longer_s
+
     def over(self) -> None:
-        self._longer_s = 0.0
+        self.take(0.0)
 
 
 @contextmanager
