@@ -24,10 +24,9 @@ from typing import Any
 
 from benchmarks.plot import panels
 from benchmarks.prompts import PromptWriter
-from benchmarks.random_model import write_random_model
+from benchmarks.random_model import chosen_model
 from benchmarks.report import Report, Row, p50, p99
 from benchmarks.session_stack import template_tokens
-from devstack.fetch import cached, fetch
 from devstack.rest import RestClient, Turn
 from devstack.running import RunningStack
 from kvcommons.errors import InvalidInput, KVCommonsError
@@ -160,10 +159,7 @@ def add(
 def _run(options: argparse.Namespace, progress: Progress) -> Report:
     with tempfile.TemporaryDirectory(prefix="kvcommons-bench-") as name, ExitStack() as running:
         folder = Path(name)
-        if options.random_model:
-            model = write_random_model(folder, options.random_model, progress)
-        else:
-            model = Path(options.model) if options.model else fetch("smollm2", cached("smollm2"), progress)
+        model, what = chosen_model(options, folder, progress)
         spec = ModelSpec.read(model)
         steps = _conversations(options, spec.context_window)
         progress("starting the stack")
@@ -180,9 +176,7 @@ def _run(options: argparse.Namespace, progress: Progress) -> Report:
                 progress(f"{server.name}, {rate:g} conversations a second")
                 runs[rate, server.name] = converse(server, arrivals, write, serial=len(runs))
     label = options.trace.name if options.trace else f"{len(steps)} conversations"
-    return _summarise(
-        f"{options.random_model or model.name}: {label}", runs, ttft_s=options.ttft, tbt_s=options.tbt
-    )
+    return _summarise(f"{what}: {label}", runs, ttft_s=options.ttft, tbt_s=options.tbt)
 
 
 def _conversations(options: argparse.Namespace, window: int) -> list[list[Step]]:

@@ -17,11 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.plot import stacked_times
-from benchmarks.random_model import write_random_model
+from benchmarks.random_model import chosen_model
 from benchmarks.report import Report, Row, p50, p99
 from benchmarks.store_cost import cpu_by_process_s
 from benchmarks.streams import Stream, ask, prompt
-from devstack.fetch import MODELS, cached, fetch
 from devstack.rest import RestClient
 from devstack.running import RunningStack
 
@@ -63,21 +62,12 @@ def _run(options: argparse.Namespace, progress: Progress) -> Report:
     tables = {"prefill": engine, "decode": {**engine, "max_batch": options.batch}}
     with tempfile.TemporaryDirectory(prefix="kvcommons-bench-") as name:
         folder = Path(name)
-        model, what = _model(options, folder, progress)
+        model, what = chosen_model(options, folder, progress)
         progress("starting the stack")
-        with RunningStack(folder / "stack", tables=tables, model=model, attention_pool=0) as stack:
+        with RunningStack(folder / "stack", tables=tables, model=str(model), attention_pool=0) as stack:
             rounds = _batches(stack, options, progress)
             firsts = _first_uses(stack.client, options.schemas, progress)
     return _summarise(f"{what}: {options.batch} answers of {options.answer} tokens at once", rounds, firsts)
-
-
-def _model(options: argparse.Namespace, folder: Path, progress: Progress) -> tuple[str, str]:
-    """Its folder, and what it is called."""
-    if options.random_model:
-        return str(write_random_model(folder, options.random_model, progress)), options.random_model
-    if options.model:
-        return options.model, Path(options.model).name
-    return str(fetch("smollm2", cached("smollm2"), progress)), MODELS["smollm2"].name
 
 
 def _batches(

@@ -6,16 +6,14 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from tests.machine import scaled
+from tests.system.clients.environments import python_environment
 
-ROOT = Path(__file__).parents[2]
 VERSION = "4.32.5"
-ENVIRONMENT = ROOT / "build" / f"schemathesis-{VERSION}"
 # A model's name is asked for everywhere, and no random text is one.
 _HOOKS = """
 import schemathesis
@@ -34,14 +32,10 @@ def map_path_parameters(context, parameters):
 """
 
 
-def schemathesis_command() -> str | None:
-    """The command; None where the package index cannot be reached."""
-    command = ENVIRONMENT / "bin" / "schemathesis"
-    if not command.exists():
-        subprocess.run([sys.executable, "-m", "venv", str(ENVIRONMENT)], check=True)
-        install = [str(ENVIRONMENT / "bin" / "pip"), "install", "--quiet", f"schemathesis=={VERSION}"]
-        subprocess.run(install, check=False)
-    return str(command) if command.exists() else None
+def schemathesis_command() -> str:
+    """Raises NoClients where the package index cannot be reached."""
+    environment = python_environment(f"schemathesis=={VERSION}\n")
+    return str(environment.folder / "bin" / "schemathesis")
 
 
 def drive(

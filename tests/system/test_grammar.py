@@ -6,11 +6,8 @@ import ast
 import json
 import random
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import jsonschema
@@ -18,6 +15,7 @@ import openai
 import pytest
 
 from tests.machine import scaled
+from tests.system.examples import examples, run_python
 from tests.system.stack import Stack
 
 NAMES = ("a", "b", "name", "größe", 'with "quotes"')
@@ -135,17 +133,8 @@ def test_what_vllm_calls_structured_outputs(
 
 
 def test_the_pages_example_runs(stack: Stack) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "structured-outputs.md").read_text()
-    (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    done = subprocess.run(
-        [sys.executable, "-c", example.replace("http://127.0.0.1:8000", stack.url)],
-        capture_output=True,
-        text=True,
-        timeout=scaled(60),
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert set(ast.literal_eval(done.stdout)) == {"name", "kind", "age"}
+    (example,) = examples("docs/structured-outputs.md", "python")
+    assert set(ast.literal_eval(run_python(example, stack))) == {"name", "kind", "age"}
 
 
 def test_a_session_goes_on_behind_a_grammar(stack: Stack) -> None:

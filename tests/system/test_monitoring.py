@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import socket
 import subprocess
 import threading
 import urllib.parse
@@ -19,6 +18,7 @@ import pytest
 import yaml
 
 from kvcommons.errors import Unavailable
+from tests.contract.rest_stack import free_port
 from tests.machine import scaled
 from tests.system.monitoring import FOLDER, expressions
 from tests.system.observed import SERVICES
@@ -67,9 +67,7 @@ def prometheus(bridge: str, stack: Stack, tmp_path: Path) -> Iterator[str]:
         for service in SERVICES
     ]
     (tmp_path / "prometheus.yml").write_text(yaml.safe_dump(config))
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
+    address = f"127.0.0.1:{free_port()}"
     command = [
         "prometheus",
         f"--config.file={tmp_path}/prometheus.yml",

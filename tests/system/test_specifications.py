@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.system.clients.environments import NoClients
 from tests.system.specifications import drive, part_of, schemathesis_command
 from tests.system.stack import Stack
 
@@ -32,10 +33,10 @@ OPERATIONS = {
 
 @pytest.fixture(scope="module")
 def command() -> str:
-    found = schemathesis_command()
-    if found is None:
-        pytest.skip("schemathesis cannot be installed: there is no package index")
-    return found
+    try:
+        return schemathesis_command()
+    except NoClients as error:
+        pytest.skip(str(error))
 
 
 def test_what_it_says_of_itself_is_true(stack: Stack, command: str, tmp_path: Path) -> None:

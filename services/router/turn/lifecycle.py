@@ -205,8 +205,8 @@ class RequestLifecycle:
     ) -> str | None:
         """The session whose record has the answer to this very request, which is told again then: nothing is
         to be planned. `branches`: it may be in a branch of the session, where the messages are a whole
-        conversation, or may be (`whole`). None: nothing is known of it; whoever
-        begins the turn looks once more. Raises IdempotencyKeyReused, StoreUnavailable."""
+        conversation, or may be (`whole`). None: nothing is known of it; whoever begins the turn looks once
+        more. Raises IdempotencyKeyReused, StoreUnavailable."""
         if self._key is None:
             return None
         if request.prompt_logprobs is not None:

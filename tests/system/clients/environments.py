@@ -1,5 +1,5 @@
-"""Environments of clients, apart from the product's: a virtual environment for Python's, a folder with
-node_modules for JavaScript's. Each is made once and kept in build/clients, by what it has to hold."""
+"""Environments of clients and testers, apart from the product's: a virtual environment for Python's, a folder
+with node_modules for JavaScript's. Each is made once and kept in build/clients, by what it has to hold."""
 
 from __future__ import annotations
 
@@ -49,13 +49,21 @@ class ClientEnvironment:
 
 def python_clients() -> ClientEnvironment:
     """Raises NoClients where the package index is not there."""
-    wanted = (_HERE / "requirements.txt").read_text()
-    folder = _KEPT / f"python-{_digest(wanted + sys.version)}"
+    return python_environment((_HERE / "requirements.txt").read_text())
+
+
+def python_environment(requirements: str) -> ClientEnvironment:
+    """With these packages, as a requirements file has them. Raises NoClients where the package index is not
+    there."""
+    folder = _KEPT / f"python-{_digest(requirements + sys.version)}"
+    folder.mkdir(parents=True, exist_ok=True)
+    listed = folder / "requirements.txt"
+    listed.write_text(requirements)
     python = folder / "bin" / "python"
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-compile"]
     commands = [
         [sys.executable, "-m", "venv", str(folder)],
-        [*pip, "--requirement", str(_HERE / "requirements.txt")],
+        [*pip, "--requirement", str(listed)],
     ]
     _make(folder, commands)
     return ClientEnvironment(program=str(python), folder=folder, suffix=".py")
