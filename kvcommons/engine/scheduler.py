@@ -271,11 +271,11 @@ class Scheduler:
 
 
 def freed_by(sequences: Mapping[int, Sequence]) -> dict[int, int]:
-    """Blocks here that would come free if a sequence ended: those that it alone holds. None of a sequence
-    that waits for its prompt: prefill may be writing to them."""
+    """Blocks here that would come free if a sequence ended: those that it alone holds. One that waits for its
+    prompt gives way, too: prefill is refused from then on, and finds what it computed at the next attempt."""
     holders = Counter(block for sequence in sequences.values() for block in sequence.local_blocks())
     return {
-        key: sum(holders[block] == 1 for block in sequence.local_blocks()) if sequence.prompt_computed else 0
+        key: sum(holders[block] == 1 for block in sequence.local_blocks())
         for key, sequence in sequences.items()
     }
 

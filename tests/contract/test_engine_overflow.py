@@ -86,6 +86,22 @@ async def test_nobody_lends(engines: Stack) -> None:
     await engines.idle("decode", "pool-0")
 
 
+async def test_one_that_waits_for_its_prompt_gives_way_to_an_older_one(engines: Stack) -> None:
+    prefill = await engines.prefill()
+    decode = await engines.decode(placement="overflow", engine={"capacity_tokens": 8 * BLOCK})
+    tokens, expected = engines.reference.prompt(50, 75)
+    old = turn(prefill, decode, engines.model, tokens, 75)
+    running = asyncio.create_task(old.run())
+    await ready(lambda: _has_tokens(old.tokens))
+    unprefilled = turn(None, decode, engines.model, prompt(50, seed=8), 5).request
+    with pytest.raises(CapacityExhausted, match="older sequences"):
+        async for _ in decode.Generate(unprefilled, timeout=scaled(30)):
+            pass
+    await running
+    assert old.tokens == expected
+    await engines.idle("decode")
+
+
 async def _has_tokens(tokens: list[int]) -> None:
     if not tokens:
         raise CapacityExhausted("not yet")
