@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from kvcommons.errors import InvalidInput
+from services.router.sessions.turn import SessionTurn
 from services.router.turn.lifecycle import RequestLifecycle
 from tests.contract.rest_stack import KvStore, Stack, eventually, stack
 
@@ -222,8 +223,15 @@ async def test_a_turn_that_another_router_has_committed_meanwhile_is_found_with_
     async def nothing(lifecycle: RequestLifecycle, *asked: Any, **options: Any) -> None:
         return None
 
+    abandon = SessionTurn.abandon
+
+    async def slowly(turn: SessionTurn) -> None:
+        await asyncio.sleep(0.2)
+        await abandon(turn)
+
     with monkeypatch.context() as patch:
         patch.setattr(RequestLifecycle, "answered_before", nothing)
+        patch.setattr(SessionTurn, "abandon", slowly)
         status, told, replayed = await send(served, CHAT, body, key)
     assert (status, replayed) == (200, True)
     assert json.loads(told) == json.loads(first)
