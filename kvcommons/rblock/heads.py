@@ -16,6 +16,7 @@ from kvcommons.rblock.layout import Layout
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
+PARTS_MAX = 1024  # no model has as many KV heads; others' messages say it before any model is known
 _WRITTEN = re.compile(r"(\d{1,4})/(\d{1,4})")
 
 
@@ -31,6 +32,11 @@ class HeadPart:
             raise InvalidInput(
                 f"heads = {str(self)!r} divides nothing: a head group has two parts or more; leave heads out "
                 "where a pool has all of them",
+                param="heads",
+            )
+        if self.parts > PARTS_MAX:
+            raise InvalidInput(
+                f"heads = {str(self)!r}: {PARTS_MAX} parts are the most, for no model has more KV heads",
                 param="heads",
             )
         if not 0 <= self.number < self.parts:

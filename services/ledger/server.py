@@ -11,6 +11,7 @@ from kvcommons.config import TABLES
 from kvcommons.errors import InvalidInput, Loading
 from kvcommons.pb import ledger_pb2 as pb
 from kvcommons.pb import ledger_pb2_grpc as rpc
+from kvcommons.rblock.heads import HeadPart
 from services.ledger.candidates import LENDERS, Candidates
 from services.ledger.debts import DebtLedger
 from services.ledger.feed import Feed
@@ -116,6 +117,11 @@ def _check(instance: pb.Instance) -> None:
         )
     if not instance.control_address:
         raise InvalidInput("instance.control_address: others need it", param="instance.control_address")
+    if instance.HasField("heads"):  # whose missing parts are counted
+        try:
+            HeadPart(number=instance.heads.number, parts=instance.heads.parts)
+        except InvalidInput as error:
+            raise InvalidInput(error.message, param="instance.heads") from None
     # What one says of itself is sent to all, twice a second and more.
     if instance.ByteSize() > INSTANCE_BYTES_MAX:
         raise InvalidInput(

@@ -173,6 +173,9 @@ async def test_bad_heartbeats_are_refused(ledgers: tuple[Ledger, Ledger]) -> Non
         (_shouting(load=pb.Load(loans={f"debtor-{number}": 1 for number in range(20_000)})), "instance"),
         (instance("x", service="decod"), "instance.service"),
         (pb.Instance(id="x", service="decode"), "instance.control_address"),
+        # All parts that were missing were named: of so many, in 20 GB.
+        (_shouting(heads=pb.HeadPart(group="g", number=0, parts=2**32 - 1)), "instance.heads"),
+        (_shouting(heads=pb.HeadPart(group="g", number=2, parts=2)), "instance.heads"),
     ):
         with pytest.raises(InvalidInput) as caught:
             await ledgers[0].beat(bad)
