@@ -27,6 +27,7 @@ from kvcommons.engine.prompt import Prompt
 from kvcommons.engine.read_buffer import ReadBuffer
 from kvcommons.engine.scheduler import Scheduler
 from kvcommons.errors import CapacityExhausted, Internal, KVCommonsError
+from kvcommons.grammar.grammars import prepare_masks
 from kvcommons.model.prompt_logprobs import WantedLogprobs
 from kvcommons.model.sampling import SamplingRow
 from kvcommons.model.slices import State
@@ -324,8 +325,9 @@ class PromptSpan:
 
     def open(self, timing: IterationTiming) -> None:
         self._timing = timing
-        if self.chunk.stop == self.prompt.tokens:
-            self.prompt.sequence.prepare_sampling()
+        sequence = self.prompt.sequence
+        if self.chunk.stop == self.prompt.tokens and sequence.constraint is not None:
+            prepare_masks([(sequence.constraint, sequence.tokens)])
         self._context.run(self._traced.__enter__)
 
     def close(self) -> None:

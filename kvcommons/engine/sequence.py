@@ -226,11 +226,6 @@ class Sequence:
             mask=None if self.constraint is None else partial(self.constraint.mask, self.tokens),
         )
 
-    def prepare_sampling(self) -> None:
-        """The iteration that samples its next token begins."""
-        if self.constraint is not None:
-            self.constraint.prepare(self.tokens)
-
     def identities(self) -> Items[bytes]:
         """Identities of the full blocks among the computed tokens."""
         if self.chain.tokens < self.computed:

@@ -15,6 +15,7 @@ from kvcommons.engine.iteration_timing import IterationTiming
 from kvcommons.engine.remote.attention import RemoteAttention, RemoteStep
 from kvcommons.engine.remote.plans import NewRows
 from kvcommons.errors import KVCommonsError
+from kvcommons.grammar.grammars import prepare_masks
 from kvcommons.model.sampling import SamplingRow
 from kvcommons.model.slices import State
 
@@ -54,8 +55,9 @@ class TokenRows:
 
     def open(self, timing: IterationTiming) -> None:
         self._timing = timing
-        for sequence in self.batch.sequences:
-            sequence.prepare_sampling()
+        prepare_masks(
+            (one.constraint, one.tokens) for one in self.batch.sequences if one.constraint is not None
+        )
         self._slots = self._core.memory.rows_of(self.batch.slots())
         self._step = self._remote.begin(
             self.batch, self._attend_deadline_s, timing, (self._core.memory, self._slots)

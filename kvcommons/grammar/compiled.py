@@ -76,11 +76,11 @@ class AnswerState:
         Unprocessable where the library's limits are reached."""
         if not tokens:
             return
-        allowed = self._matcher.validate_tokens(list(tokens))
-        if allowed < len(tokens) and not self._matcher.is_error():
-            raise Internal(f"the answer does not keep to its grammar from its token {tokens[allowed]} on")
-        if not self._matcher.consume_tokens(list(tokens)):
-            raise self._too_complex()
+        taken = self._matcher.try_consume_tokens(list(tokens))
+        if taken < len(tokens):
+            if self._matcher.is_error():
+                raise self._too_complex()
+            raise Internal(f"the answer does not keep to its grammar from its token {tokens[taken]} on")
 
     def mask(self) -> bytes:
         """Tokens that may come next; the answer may end where the grammar is fulfilled. Raises Unprocessable

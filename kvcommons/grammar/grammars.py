@@ -7,9 +7,11 @@ import logging
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeout
+from contextlib import suppress
+from functools import partial
 
 from kvcommons.errors import (
     DeadlineExceeded,
@@ -27,7 +29,10 @@ GRAMMARS_MAX = 128  # kept, the least recently used of them dropped
 WAITING_MAX = 64  # to be compiled
 COMPILE_S = 30.0  # a request waits for its grammar
 MASK_S = 2.0  # an iteration waits for a mask: then its sequence ends
-_MASKS_MAX = 4  # computed at a time: one that takes long holds up no other answer
+# Threads of masks. One computes those of a batch, one after the other, for a job for each would cost as much
+# as the mask itself. The others are for what is held up by one that takes longer than this.
+_MASK_THREADS = 4
+_HELD_UP_S = 0.02
 # A grammar of many rules that refer to each other overflows the usual stack, which would end the process.
 # Untouched pages cost nothing.
 _STACK_BYTES = 512 << 20
@@ -95,7 +100,7 @@ class Grammars:
     def _begin_threads(self) -> None:
         if self._compiler is not None:
             return
-        self._masks = ThreadPoolExecutor(_MASKS_MAX, thread_name_prefix="grammar-mask")
+        self._masks = ThreadPoolExecutor(_MASK_THREADS, thread_name_prefix="grammar-mask")
         self._compiler = ThreadPoolExecutor(1, thread_name_prefix="grammar-compile")
         usual = threading.stack_size(_STACK_BYTES)
         try:
@@ -133,22 +138,26 @@ class Constraint:
         self._stop_ids = frozenset(stop_ids)
         self._handed = first  # tokens before are known to the state, or no part of the answer
         self._state: AnswerState | None = None
-        self._mask: Future[bytes] | None = None
+        self._step: _Step | None = None
 
-    def prepare(self, tokens: Sequence[int]) -> None:
-        """Begins to compute the mask of what follows these tokens of the sequence."""
+    def next_step(self, tokens: Sequence[int]) -> _Step | None:
+        """Computes the mask of what follows these tokens of the sequence; None where that has begun, or is
+        about to."""
         new = tuple(tokens[self._handed :])
-        if self._mask is None or new:
-            self._handed += len(new)
-            self._mask = self._threads.submit(self._compute, new, self._mask)
+        if self._step is not None and not new:
+            return None
+        self._handed += len(new)
+        before = None if self._step is None else self._step.mask
+        self._step = _Step(self._threads, partial(self._compute, new, before))
+        return self._step
 
     def mask(self, tokens: Sequence[int]) -> bytes:
         """What may follow these tokens. Raises Unprocessable, or Internal, where that cannot be
         said."""
-        self.prepare(tokens)
-        assert self._mask is not None
+        prepare_masks([(self, tokens)])
+        assert self._step is not None
         try:
-            return self._mask.result(MASK_S)
+            return self._step.result()
         except FutureTimeout:
             raise Unprocessable("the answer's grammar takes too long to compute: simplify it") from None
         except KVCommonsError:
@@ -164,3 +173,41 @@ class Constraint:
             self._state = self._grammar.result(COMPILE_S).begin(self._stop_ids)
         self._state.advance(new)
         return self._state.mask()
+
+
+def prepare_masks(sequences: Iterable[tuple[Constraint, Sequence[int]]]) -> None:
+    """Begins to compute, beside the model, the masks of what follows these tokens of each sequence."""
+    steps = [step for constraint, tokens in sequences if (step := constraint.next_step(tokens)) is not None]
+    if steps:
+        steps[0].threads.submit(_compute_all, steps)
+
+
+def _compute_all(steps: Iterable[_Step]) -> None:
+    for step in steps:
+        step.compute()
+
+
+class _Step:
+    """A mask that is computed once, by the thread that comes first."""
+
+    def __init__(self, threads: ThreadPoolExecutor, compute: Callable[[], bytes]) -> None:
+        self.threads = threads
+        self.mask: Future[bytes] = Future()
+        self._compute = compute
+        self._taken = threading.Lock()  # never released
+
+    def compute(self) -> None:
+        if not self._taken.acquire(blocking=False):
+            return
+        try:
+            self.mask.set_result(self._compute())
+        except BaseException as error:
+            self.mask.set_exception(error)
+
+    def result(self) -> bytes:
+        """Raises what computing it raised, and TimeoutError."""
+        with suppress(FutureTimeout):
+            return self.mask.result(_HELD_UP_S)
+        if not self._taken.locked():  # one before it takes long
+            self.threads.submit(self.compute)
+        return self.mask.result(MASK_S)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ import pytest
 from kvcommons.errors import Internal, InvalidInput, Overloaded
 from kvcommons.grammar import grammars as settings
 from kvcommons.grammar import sources
-from kvcommons.grammar.compiled import Vocabulary
-from kvcommons.grammar.grammars import Constraint, Grammars
+from kvcommons.grammar.compiled import AnswerState, Vocabulary
+from kvcommons.grammar.grammars import Constraint, Grammars, prepare_masks
 from kvcommons.model.tokenizer import Tokenizer
 
 DEMO = Path(__file__).parents[3] / "demo" / "model"
@@ -91,10 +92,33 @@ def test_masks_that_nobody_looked_at_change_nothing(grammars: Grammars, tokenize
     constraint = constrain(grammars, text, tokenizer, first=0)
     tokens: list[int] = []
     for character in "abba":
-        constraint.prepare(tokens)
-        constraint.prepare(tokens)
+        prepare_masks([(constraint, tokens)])
+        prepare_masks([(constraint, tokens)])
         tokens += tokenizer.encode_text(character)
     assert allowed(constraint.mask(tokens)) == sorted(tokenizer.eos_ids)
+
+
+def test_a_mask_that_takes_long_holds_up_no_other(
+    grammars: Grammars, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of those that are computed together, the ones behind it."""
+    slow = constrain(grammars, sources.of_regex("a+", param="regex"), tokenizer, first=0)
+    quick = constrain(grammars, sources.of_regex("b+", param="regex"), tokenizer, first=0)
+    plain, goes_on = AnswerState.mask, threading.Event()
+
+    def mask(state: AnswerState) -> bytes:
+        if state is slow._state:
+            assert goes_on.wait(20)
+        return plain(state)
+
+    monkeypatch.setattr(AnswerState, "mask", mask)
+    prepare_masks([(slow, []), (quick, [])])
+    only_b = allowed(quick.mask([]))
+    assert {tokenizer.decode([token]).strip("b") for token in only_b} == {""}
+    goes_on.set()
+    assert allowed(slow.mask([])) != only_b
+    prepare_masks([(quick, only_b[:1])])
+    assert only_b[0] in allowed(quick.mask(only_b[:1]))
 
 
 def test_only_what_ends_the_answer_ends_it(grammars: Grammars, tokenizer: Tokenizer) -> None:
