@@ -99,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     prefill.set_defaults(run=_prefill)
     status = commands.add_parser("status", help="services, sessions, tiers and debts, as tables")
     _add_server(status)
-    status.add_argument("--watch", action="store_true", help="show it again every second")
+    status.add_argument("--watch", action="store_true", help="show it again every second, until Ctrl-C")
     status.set_defaults(run=_status)
     for name, (_, text) in _LAZY.items():
         commands.add_parser(name, help=text, add_help=False)

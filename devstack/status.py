@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -28,15 +28,32 @@ def status(client: RestClient, *, watch: bool) -> int:
         if not watch:
             console.print(_tables(*_ask(client)))
             return 0
-        with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
-            while True:
-                live.update(_answer(client), refresh=True)
-                time.sleep(REFRESH_S)
+        if console.is_terminal:
+            _redraw(client, console)
+        while True:
+            _print(_answer(client), console)
+            time.sleep(REFRESH_S)
     except KeyboardInterrupt:
         return 0
     except KVCommonsError as error:
         print(f"kvcommons status: {error.message}", file=sys.stderr)
         return 1
+
+
+def _redraw(client: RestClient, console: Console) -> NoReturn:
+    """In place, on a terminal."""
+    with Live(console=console, auto_refresh=False, screen=True) as live:
+        while True:
+            live.update(_answer(client), refresh=True)
+            time.sleep(REFRESH_S)
+
+
+def _print(shown: RenderableType, console: Console) -> None:
+    """One after another, each with its time: what no terminal shows is read later, or by a program."""
+    console.print(time.strftime("%Y-%m-%dT%H:%M:%S%z"), highlight=False)
+    console.print(shown)
+    console.print()
+    console.file.flush()
 
 
 def _answer(client: RestClient) -> RenderableType:
