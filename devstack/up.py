@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from devstack import etcd, postgres, toml
-from devstack.checks import check_access, check_model, check_services, check_variables
+from devstack.checks import check_access, check_model, check_services, check_shapes, check_variables
 from devstack.child import end_with
 from devstack.fetch import MODELS, cached, fetch
 from devstack.place import Claim
@@ -56,7 +56,7 @@ def up(config: Path | None, flags: Mapping[str, str], parent: int | None = None)
         user = tomllib.loads(config.read_text()) if config is not None else {}
         check_variables(os.environ)
         check_access(settings, user, os.environ)
-        check_model(settings.model, terminal.say)
+        folder = check_model(settings.model, terminal.say)
         claim = Claim(settings.data)
     except KVCommonsError as error:
         terminal.say(f"kvcommons up: {error.message}")
@@ -66,7 +66,7 @@ def up(config: Path | None, flags: Mapping[str, str], parent: int | None = None)
             fetch(settings.model, cached(settings.model), terminal.say)
         # A KeyboardInterrupt in a half-made loop leaves a traceback: signals wait for the loop's handlers.
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        return asyncio.run(_Up(settings, claim, terminal, user, flags, config, parent).run())
+        return asyncio.run(_Up(settings, claim, terminal, user, flags, config, folder, parent).run())
     except KVCommonsError as error:
         terminal.say(f"kvcommons up: {error.message}")
         return 2 if isinstance(error, InvalidInput) else 1
@@ -84,10 +84,12 @@ class _Up:
         user: Mapping[str, Any],
         flags: Mapping[str, str],
         config: Path | None,
+        folder: Path,
         parent: int | None,
     ) -> None:
-        """`user`: what `config` says."""
+        """`user`: what `config` says. `folder`: the model's."""
         self._parent = parent
+        self._folder = folder
         self._config = config.resolve() if config is not None else None
         self._claim = claim
         self._terminal = terminal
@@ -116,7 +118,9 @@ class _Up:
                 return 0
             self._facts["records"] = database.url
         plans = self._plans(port, database)
-        router = check_services(plans)["router"]
+        checked = check_services(plans)
+        check_shapes(checked, settings, self._folder)
+        router = checked["router"]
         keys = _read_keys(router.api_keys)
         certificate = router.tls_cert or ""
         if certificate:

@@ -108,6 +108,25 @@ def test_a_folder_that_lacks_something_of_a_model_is_refused(tmp_path: Path) -> 
         check_model(str(tmp_path / "none"), print)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--stages", "9"], "--stages, or [prefill]: stages = 9, and the model has 2 layers"),
+        (["--decode-stages", "3"], "--decode-stages, or [decode]: stages = 3, and the model has 2 layers"),
+        (["--tensor", "3"], "--tensor, or [prefill]: tensor = 3 does not divide"),
+    ],
+)
+def test_more_stages_or_ranks_than_the_model_has_are_named_before_anything_starts(
+    arguments: list[str],
+    says: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    nothing_starts: None,
+) -> None:
+    assert main(["up", "--data", str(tmp_path / "data"), "--port", "0", *arguments]) == 2
+    assert says in capsys.readouterr().out
+
+
 def test_beyond_loopback_a_stack_has_keys_or_does_not_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], nothing_starts: None
 ) -> None:
