@@ -49,17 +49,18 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def up(config: Path | None, flags: Mapping[str, str], parent: int | None = None) -> int:
     """Runs the stack until it is interrupted, or until `parent`, which started this process, ends; the exit
     status."""
-    terminal = Terminal()
+    terminal = Terminal(form="auto")
     os.umask(PRIVATE_UMASK)
     try:
         settings = load("up", UpSettings, file=config, environ=os.environ, flags=flags, flag="--{name}")
+        terminal.write_as(settings.log_format)
         user = tomllib.loads(config.read_text()) if config is not None else {}
         check_variables(os.environ)
         check_access(settings, user, os.environ)
         folder = check_model(settings.model, terminal.say)
         claim = Claim(settings.data)
     except KVCommonsError as error:
-        terminal.say(f"kvcommons up: {error.message}")
+        terminal.say(f"kvcommons up: {error.message}", "error")
         return 2
     try:
         if settings.model in MODELS:
@@ -68,7 +69,7 @@ def up(config: Path | None, flags: Mapping[str, str], parent: int | None = None)
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
         return asyncio.run(_Up(settings, claim, terminal, user, flags, config, folder, parent).run())
     except KVCommonsError as error:
-        terminal.say(f"kvcommons up: {error.message}")
+        terminal.say(f"kvcommons up: {error.message}", "error")
         return 2 if isinstance(error, InvalidInput) else 1
     finally:
         claim.release()
@@ -197,7 +198,7 @@ class _Up:
             task.result()
         stopped.cancel()
         if supervisor.failed.done() and not self._stop.is_set():
-            self._terminal.say(f"kvcommons up: {supervisor.failed.result()}")
+            self._terminal.say(f"kvcommons up: {supervisor.failed.result()}", "error")
             return 1
         return 0
 
@@ -248,7 +249,7 @@ class _Up:
         try:
             await asyncio.to_thread(Welcome(client, self._terminal.say).hold)
         except KVCommonsError as error:
-            self._terminal.say(f"The conversation failed: {error.message}")
+            self._terminal.say(f"The conversation failed: {error.message}", "error")
 
     async def _stay(self, client: RestClient) -> None:
         key = "KVCOMMONS_API_KEY=KEY " if self._keyed else ""

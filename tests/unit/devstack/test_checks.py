@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +126,17 @@ def test_more_stages_or_ranks_than_the_model_has_are_named_before_anything_start
 ) -> None:
     assert main(["up", "--data", str(tmp_path / "data"), "--port", "0", *arguments]) == 2
     assert says in capsys.readouterr().out
+
+
+def test_an_error_is_an_object_of_json_where_no_terminal_shows_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], nothing_starts: None
+) -> None:
+    wrong = ["up", "--data", str(tmp_path / "data"), "--port", "0", "--decode", "0"]
+    assert main(wrong) == main([*wrong, "--log-format", "json"]) == 2
+    for line in capsys.readouterr().out.splitlines():
+        told = json.loads(line)
+        assert (told["level"], told["service"]) == ("error", "up")
+        assert "decode" in told["message"]
 
 
 def test_beyond_loopback_a_stack_has_keys_or_does_not_start(
