@@ -15,6 +15,8 @@ from devstack.rest import RestClient
 from kvcommons.errors import KVCommonsError
 
 REFRESH_S = 1.0
+# Heartbeats come every half second, and a ledger tells of them within two more.
+STALE_S = 4.0
 SESSIONS_SHOWN = 10
 ID_COLUMNS_MAX = 48  # of a session's id in one line
 SESSIONS_ASKED = 100  # what a page holds at most
@@ -122,6 +124,8 @@ def _services(instances: list[Json], records: str | None) -> Group:
         state, reason = _state(item, records)
         if reason:
             reasons.append(escape(f"{name}: {reason}"))
+        if (silent_s := item.get("silent_s")) is not None and silent_s > STALE_S:
+            reasons.append(escape(f"{name}: silent, these are its figures of {silent_s:.0f} s ago"))
         if item["heads"] is not None:
             reasons.append(escape(f"{name}: {_part(item['heads'])}"))
         total = item["total_blocks"]
