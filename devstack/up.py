@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from devstack import etcd, postgres, toml
 from devstack.checks import check_access, check_model, check_services, check_shapes, check_variables
@@ -24,7 +24,7 @@ from devstack.program import program
 from devstack.rest import RestClient
 from devstack.settings import UpSettings
 from devstack.supervisor import Supervisor
-from devstack.terminal import Terminal
+from devstack.terminal import LogFormat, Terminal
 from devstack.welcome import Welcome
 from kvcommons.config import load
 from kvcommons.errors import (
@@ -49,7 +49,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def up(config: Path | None, flags: Mapping[str, str], parent: int | None = None) -> int:
     """Runs the stack until it is interrupted, or until `parent`, which started this process, ends; the exit
     status."""
-    terminal = Terminal(form="auto")
+    # The flag counts for what is wrong with other settings, too.
+    terminal = Terminal(form=cast(LogFormat, flags.get("log_format", "auto")))
     os.umask(PRIVATE_UMASK)
     try:
         settings = load("up", UpSettings, file=config, environ=os.environ, flags=flags, flag="--{name}")

@@ -137,6 +137,8 @@ def test_an_error_is_an_object_of_json_where_no_terminal_shows_it(
         told = json.loads(line)
         assert (told["level"], told["service"]) == ("error", "up")
         assert "decode" in told["message"]
+    assert main([*wrong, "--log-format", "text"]) == 2
+    assert capsys.readouterr().out.startswith("kvcommons up: decode")
 
 
 def test_beyond_loopback_a_stack_has_keys_or_does_not_start(
