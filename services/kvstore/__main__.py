@@ -44,6 +44,7 @@ log = logging.getLogger(__name__)
 
 _MARK_S = 1.0
 _REACH_S = 1.0  # between looks for a database that is away
+_DECIDED_S = 0.5  # for the place of the records, besides the view's changes: a stack that starts waits for it
 # What opening the databases writes: new logs, and what the old ones held.
 START_BYTES = 16 << 20
 RPC_THREADS = 4  # RocksDB holds the GIL: more would only wait for each other
@@ -245,12 +246,13 @@ async def _watch(
             refusal = membership.refusal
             level = logging.ERROR if refusal and membership.decided else logging.INFO
             log.log(level, "%s", refusal or "the session records of this stack are here: they are served")
-        await asyncio.to_thread(membership.remember)
+        await membership.remember()
         if server.ready != (reached and not refusal):
             await server.set_ready(not server.ready)
             heartbeat.beat_now()
+        wait_s = max(due_s - time.monotonic(), 0.0)
         with suppress(TimeoutError):
-            async with asyncio.timeout(max(due_s - time.monotonic(), 0.0)):
+            async with asyncio.timeout(wait_s if membership.decided else min(wait_s, _DECIDED_S)):
                 await directory.changed()
 
 

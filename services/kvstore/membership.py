@@ -66,9 +66,11 @@ class Membership:
             "lost_records of [ledger]"
         )
 
-    def remember(self) -> None:
-        """Where the stack's records lie, for the next start. Waits for the disk."""
-        self._place.note(self._directory.records)
+    async def remember(self) -> None:
+        """Where the stack's records lie, for the next start."""
+        place = self._directory.records
+        if place not in ("", self._place.known):
+            await asyncio.to_thread(self._place.note, place)
 
     @property
     def _stack(self) -> str:
