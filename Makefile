@@ -22,9 +22,14 @@ WORKERS ?= 3
 # Hundreds of processes are started, each of which would compile all that it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: install up test test-slow simulate check bench protos docs compose-test clean
+.PHONY: help install up test test-slow simulate check bench protos docs compose-test clean
 
-install: $(STAMP)
+# What a target does stands behind it, for this list.
+help: ## lists the targets; so does plain `make`
+	@sed -nE 's/^([a-z-]+):[^#]*## (.*)/\1|\2/p' Makefile | while IFS='|' read -r target text; do \
+		printf '  make %-13s %s\n' "$$target" "$$text"; done
+
+install: $(STAMP) ## makes .venv with all that is needed; the other targets do so by themselves
 
 # torch comes first: a machine without an NVIDIA GPU gets the CPU build. The local version +cpu can only be met
 # by such a build, so where pip finds none by itself nothing large is fetched before the CPU index is asked.
@@ -47,25 +52,25 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(BIN)/python -m kvcommons.attention.native.build >/dev/null
 	@touch $@
 
-up: $(STAMP)
+up: $(STAMP) ## starts the whole stack on this machine; ARGS="--decode 2" (kvcommons up --help)
 	@exec $(BIN)/kvcommons up $(ARGS)
 
 # A worker that dies is not replaced: xdist 3.8 waits for ever for the tests that it gives its successor.
-test: $(STAMP)
+test: $(STAMP) ## the default tests; ARGS=tests/unit/rblock for some of them
 	$(ONE_THREAD) $(BIN)/python -m pytest -m "not slow and not compose" -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
 	  --max-worker-restart 0 $(ARGS)
 
-test-slow: $(STAMP)
+test-slow: $(STAMP) ## those that take longer, and clients of other people
 	$(ONE_THREAD) $(BIN)/python -m pytest -m "slow and not compose" $(ARGS)
 
 # Thousands of seeded crash schedules; SEED=n replays one, SCHEDULES=n says how many, KIND=commons which.
-simulate: $(STAMP)
+simulate: $(STAMP) ## seeded schedules with faults; SEED=n, SCHEDULES=n, KIND=commons
 	@$(ONE_THREAD) $(BIN)/python -m tests.simulation $(if $(SEED),--seed $(SEED)) $(if $(SCHEDULES),--schedules $(SCHEDULES)) $(if $(KIND),--kind $(KIND))
 
-compose-test: $(STAMP)
+compose-test: $(STAMP) ## builds the images and drives compose.yaml
 	$(BIN)/python -m pytest -m compose --timeout 1800 tests/compose $(ARGS)
 
-check: $(STAMP)
+check: $(STAMP) ## lint, format, types, import contracts, generated files, dead links
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -74,17 +79,17 @@ check: $(STAMP)
 	$(BIN)/python docs/generate.py --check
 	$(BIN)/python -m pytest -q tests/unit/test_repository.py
 
-bench: $(STAMP)
+bench: $(STAMP) ## kvcommons bench sessions; ARGS=first-token for another one
 	$(BIN)/kvcommons bench $(or $(ARGS),sessions)
 
-protos: $(STAMP)
+protos: $(STAMP) ## makes kvcommons/pb anew after a change in protos
 	$(BIN)/python protos/generate.py
 
 # The site of the pages in docs, made anew.
-docs: $(STAMP)
+docs: $(STAMP) ## makes the site of the pages in docs, in build/site
 	$(BIN)/python docs/generate.py
 	$(BIN)/sphinx-build -q --fail-on-warning -b html docs build/site
 	@echo "The site begins at build/site/index.html"
 
-clean:
+clean: ## removes .venv, build and caches
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis

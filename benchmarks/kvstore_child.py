@@ -12,6 +12,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from kvcommons.errors import Unavailable
+from services.kvstore.place import RecordsPlace
 
 READY_S_MAX = 60.0
 STOP_S_MAX = 20.0
@@ -34,6 +35,12 @@ class KvstoreChild:
             "disk_bytes": disk_bytes,
             **others,
         }
+        settings["folder"] = "alone"
+        records = str(others.get("records", ""))  # no ledger says that these are the stack's
+        if records:
+            from services.kvstore.records.address import place_of  # psycopg's, which not all have
+        where = f"database {place_of(records)}" if records else "folder alone"
+        RecordsPlace(folder / "kvstore" / "records.place").note(where)
         flags = [f"--set={name}={value}" for name, value in settings.items()]
         self._command = [sys.executable, "-m", "services.kvstore", *flags]
 

@@ -17,6 +17,8 @@ from kvcommons.errors import KVCommonsError, SessionNotFound, TurnInProgress
 
 # A turn that was just stopped may still be leaving the server.
 LEAVING_S_MAX = 3.0
+# One or two tokens have come before the turn's end has, and a rate would say how long that took.
+RATED_TOKENS_MIN = 3
 # What is a word after a slash is meant as a command; a path is a message.
 _COMMAND = re.compile(r"/[a-z]+")
 _HELP = """\
@@ -45,9 +47,11 @@ class _Conversation:
     def __init__(self, client: RestClient, session_id: str) -> None:
         self._client = client
         self._session_id = session_id
+        self._failed = False
 
     def hold(self, models: Sequence[str]) -> int:
-        """Line by line, until /exit or the end of input; the exit status."""
+        """Line by line, until /exit or the end of input. The exit status: 1 where a line of a script (input
+        that is no terminal) failed; a person has seen it."""
         if sys.stdin.isatty():
             import readline  # noqa: F401 - gives input() its line editing
 
@@ -68,9 +72,9 @@ class _Conversation:
             if _COMMAND.fullmatch(word):
                 self._command(word, argument.strip())
             elif line.strip():
-                _answer(self._client, line, self._session_id)
+                self._answer(line)
         print(f"Go on later with: {self._again(self._session_id)}")
-        return 0
+        return int(self._failed and not sys.stdin.isatty())
 
     def _command(self, word: str, argument: str) -> None:
         if word == "/help":
@@ -79,7 +83,7 @@ class _Conversation:
             try:
                 self._show() if not argument else self._go_to(argument)
             except KVCommonsError as error:
-                print(f"error: {error.message}")
+                self._fail(error)
             except KeyboardInterrupt:
                 print()
         else:
@@ -102,6 +106,19 @@ class _Conversation:
         self._session_id = session_id
         print(f"(session {session_id})")
 
+    def _answer(self, message: str) -> None:
+        try:
+            _stream_once_free(self._client, message, self._session_id)
+        except KVCommonsError as error:
+            self._fail(error)
+        except KeyboardInterrupt:
+            print("\n(stopped; this turn is not kept)")
+
+    def _fail(self, error: KVCommonsError) -> None:
+        self._failed = True
+        sys.stdout.flush()  # what was answered before comes before it where both go to one place
+        print(f"error: {error.message}", file=sys.stderr)
+
     def _again(self, session_id: str) -> str:
         return f"{program()} chat{self._client.option} --session {shlex.quote(session_id)}"
 
@@ -116,15 +133,6 @@ def _recall(client: RestClient, session_id: str) -> None:
         return
     for message in messages[-4:]:
         print(f"{message['role']}> {message['content']}")
-
-
-def _answer(client: RestClient, message: str, session_id: str) -> None:
-    try:
-        _stream_once_free(client, message, session_id)
-    except KVCommonsError as error:
-        print(f"error: {error.message}")
-    except KeyboardInterrupt:
-        print("\n(stopped; this turn is not kept)")
 
 
 def _stream_once_free(client: RestClient, message: str, session_id: str) -> None:
@@ -153,9 +161,10 @@ def _stream(client: RestClient, message: str, session_id: str) -> None:
 
 
 def _figures(turn: Turn) -> str:
+    rate = f"{turn.tokens_per_s:.0f} tokens/s, " if turn.completion_tokens >= RATED_TOKENS_MIN else ""
     return (
-        f"[first token {turn.ttft_s * 1000:.0f} ms, {turn.tokens_per_s:.0f} tokens/s,"
-        f" {turn.cached_tokens} of {turn.prompt_tokens} prompt tokens cached]"
+        f"[first token {turn.ttft_s * 1000:.0f} ms, {rate}"
+        f"{turn.cached_tokens} of {turn.prompt_tokens} prompt tokens cached]"
     )
 
 

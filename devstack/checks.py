@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from devstack.fetch import MODELS
-from devstack.plan import ProcessPlan
+from devstack.plan import ENGINES, ProcessPlan
 from devstack.settings import DEMO_MODEL, UpSettings
 from kvcommons.config import PREFIX, TABLES, flags_of, load
 from kvcommons.errors import InvalidInput, ModelNotFound
@@ -27,6 +27,12 @@ SCHEMAS = {
     "router": ("services.router.config", "RouterConfig"),
     "kvstore": ("services.kvstore.config", "KVStoreConfig"),
     "ledger": ("services.ledger.config", "LedgerConfig"),
+}
+# Of `up`, by the service and its setting that they set.
+_OPTIONS = {
+    ("prefill", "stages"): "--stages",
+    ("prefill", "tensor"): "--tensor",
+    ("decode", "stages"): "--decode-stages",
 }
 # Variables without a table: of the command line, of compose.yaml, of the kernel's build and of tests.
 VARIABLES = (
@@ -90,9 +96,9 @@ def check_access(settings: UpSettings, user: Mapping[str, Any], environ: Mapping
         )
 
 
-def check_model(model: str, say: Callable[[str], None]) -> None:
-    """Reads what a service would read of the model first; a hub id is fetched once, before processes that
-    start together would each do so.
+def check_model(model: str, say: Callable[[str], None]) -> Path:
+    """Its folder. Reads what a service would read of the model first; a hub id is fetched once, before
+    processes that start together would each do so.
 
     Raises InvalidInput for a folder that no service can load, and ModelNotFound where there is none.
     """
@@ -100,7 +106,7 @@ def check_model(model: str, say: Callable[[str], None]) -> None:
     from kvcommons.model.spec import ModelSpec
 
     if model == DEMO_MODEL or model in MODELS:
-        return
+        return Path(UpSettings(model=model).model_folder)
     path = Path(model).expanduser()
     if not path.is_dir():
         if path.is_file() or model.startswith(("/", ".", "~")) or model.count("/") > 1:
@@ -116,6 +122,33 @@ def check_model(model: str, say: Callable[[str], None]) -> None:
         raise InvalidInput(
             f"{path} has no tokenizer.json; convert its tokenizer to the `tokenizers` format", param="model"
         )
+    return path
+
+
+def check_shapes(checked: Mapping[str, Any], settings: UpSettings, folder: Path) -> None:
+    """Raises InvalidInput where the model has too few layers for the stages, or heads for the ranks, of a
+    service. `checked`: settings by service, as of `check_services`; `folder`: of the model in `settings`."""
+    from kvcommons.model.layer_ranges import check_stages, ranges_of
+    from kvcommons.model.spec import ModelSpec
+    from kvcommons.model.tensor_rank import TensorRank
+
+    for service in ENGINES:
+        if service not in checked:
+            continue
+        shape, model = checked[service].shape, checked[service].engine.model
+        own = folder if model == settings.model_folder else Path(model)
+        if not own.is_dir():  # a hub id of the service's own, which it fetches
+            continue
+        spec = ModelSpec.read(own)
+        try:
+            check_stages(spec.layers, shape.stages)
+            if shape.stage_layers:
+                ranges_of(shape.stage_layers, spec.layers)
+            TensorRank(ranks=shape.tensor).check(spec)
+        except InvalidInput as error:
+            option = _OPTIONS.get((service, error.param or ""))
+            named = f"{option}, or [{service}]" if option else f"[{service}]"
+            raise InvalidInput(f"{named}: {error.message}", param=error.param) from error
 
 
 def _no_folder(model: str, path: Path) -> str:

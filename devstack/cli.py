@@ -99,7 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     prefill.set_defaults(run=_prefill)
     status = commands.add_parser("status", help="services, sessions, tiers and debts, as tables")
     _add_server(status)
-    status.add_argument("--watch", action="store_true", help="show it again every second")
+    status.add_argument("--watch", action="store_true", help="show it again every second, until Ctrl-C")
     status.set_defaults(run=_status)
     for name, (_, text) in _LAZY.items():
         commands.add_parser(name, help=text, add_help=False)
@@ -188,6 +188,11 @@ def _add_up(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
     up.add_argument("--tls-key", metavar="FILE", help="PEM, the key of --tls-cert")
     up.add_argument("--port", type=int, help="of the REST API; 0 takes a free one (default: 8000)")
     up.add_argument("--config", type=Path, metavar="FILE", help="settings file (kvcommons.toml)")
+    up.add_argument(
+        "--log-format",
+        choices=["auto", "text", "json"],
+        help="of what this command writes (default: auto, which is text on a terminal, else JSON)",
+    )
     up.add_argument("--no-demo", action="store_true", help="skip the short conversation at the start")
     up.add_argument("--no-restart", action="store_true", help="end the stack when a process dies")
     up.add_argument(
@@ -203,7 +208,7 @@ def _up(options: argparse.Namespace) -> int:
     names = (
         "model", "prefill", "stages", "tensor", "decode", "decode_stages", "attention_pool", "kvstore",
         "ledger", "data", "bind", "port", "api_keys", "model_name",
-        "tls_cert", "tls_key",
+        "tls_cert", "tls_key", "log_format",
     )  # fmt: skip
     flags = {name: str(value) for name in names if (value := getattr(options, name)) is not None}
     if options.colocated:

@@ -48,7 +48,7 @@ def main(name: str) -> int:
     try:
         terminal.say(f"{name} lies in {fetch(name, cached(name), terminal.say)}")
     except KVCommonsError as error:
-        terminal.say(f"kvcommons fetch: {error.message}")
+        terminal.say(f"kvcommons fetch: {error.message}", "error")
         return 1
     return 0
 

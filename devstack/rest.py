@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import shlex
@@ -21,6 +22,9 @@ from kvcommons.pb import common_pb2 as pb
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 ANSWER_S_MAX = 600.0
+PROBE_S = 2.0
+# X509_V_ERR_HOSTNAME_MISMATCH, _EMAIL_, _IP_ADDRESS_
+_OTHER_NAME = (62, 63, 64)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,7 +224,7 @@ class RestClient:
         try:
             with self._send(connection, "GET" if body is None else "POST", path, body) as response:
                 if response.status != http.client.OK:
-                    raise _error(response.status, response.read())
+                    raise self._refused(response.status, response.read())
                 for line in response:
                     if not line.startswith(b"data:"):
                         continue
@@ -233,7 +237,7 @@ class RestClient:
                     yield event
             raise Unavailable(f"the answer of {self.url} ended before it was complete")
         except (OSError, http.client.HTTPException) as error:
-            raise Unavailable(f"the connection to {self.url} broke: {error}") from error
+            raise self._broken(error) from error
         finally:
             connection.close()
 
@@ -257,12 +261,45 @@ class RestClient:
             with self._send(connection, method, path, body) as response:
                 data = response.read()
         except (OSError, http.client.HTTPException) as error:
-            raise Unavailable(f"the connection to {self.url} broke: {error}") from error
+            raise self._broken(error) from error
         finally:
             connection.close()
         if response.status >= http.client.BAD_REQUEST:
-            raise _error(response.status, data)
+            raise self._refused(response.status, data)
         return data
+
+    def _refused(self, status: int, data: bytes) -> KVCommonsError:
+        """A server of HTTPS may answer a call without TLS, and say so."""
+        return (self._other_scheme() if b"https" in data.lower() else None) or _error(status, data)
+
+    def _broken(self, error: Exception) -> KVCommonsError:
+        """Or it ends the connection."""
+        ended = isinstance(error, (http.client.BadStatusLine, ConnectionError))
+        known = self._other_scheme() if ended else None
+        return known or Unavailable(f"the connection to {self.url} broke: {error}")
+
+    def _other_scheme(self) -> Unavailable | None:
+        """What to set where the server has TLS and is called without, or the reverse; None where that is not
+        so."""
+        other = "http" if self._tls else "https"
+        try:
+            if self._tls:
+                plain = http.client.HTTPConnection(self._host, self._port, timeout=PROBE_S)
+                with contextlib.closing(plain):
+                    plain.request("GET", "/health")
+                    if b"https" in plain.getresponse().read().lower():  # it says that it has TLS
+                        return None
+            else:
+                untold = ssl.create_default_context()
+                untold.check_hostname, untold.verify_mode = False, ssl.CERT_NONE
+                address = self._host, self._port or http.client.HTTPS_PORT
+                with socket.create_connection(address, PROBE_S) as connection:
+                    untold.wrap_socket(connection, server_hostname=self._host).close()
+        except (OSError, http.client.HTTPException):
+            return None
+        serves = "without TLS" if self._tls else "HTTPS"
+        url = other + self.url[self.url.index(":") :]
+        return Unavailable(f"{self.url} does not answer: it serves {serves}: set --url {url} (KVCOMMONS_URL)")
 
     def _connect(self, timeout_s: float | None) -> http.client.HTTPConnection:
         connection = self._connection(timeout_s or self._timeout_s)
@@ -272,17 +309,30 @@ class RestClient:
                 _check_own(connection.sock, self._own)
         except ssl.SSLError as error:
             connection.close()
-            reason = getattr(error, "verify_message", "") or getattr(error, "reason", "") or str(error)
-            raise Unavailable(
-                f"{self.url} is not known to be the server that is meant ({reason}): name the file of its "
-                "certificate's authority with --ca (KVCOMMONS_CA), or call http:// if it serves without TLS"
-            ) from error
+            raise self._unknown(error) from error
         except OSError as error:
             raise Unavailable(
                 f"no server answers at {self.url} ({error}): start one with `{program()} up`"
             ) from error
         connection.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         return connection
+
+    def _unknown(self, error: ssl.SSLError) -> Unavailable:
+        """The server's certificate is not that of whom is meant, or it shows none."""
+        reason = getattr(error, "verify_message", "") or getattr(error, "reason", "") or str(error)
+        if isinstance(error, ssl.SSLCertVerificationError):
+            if error.verify_code in _OTHER_NAME:
+                hint = "call it by a name that its certificate has (--url, KVCOMMONS_URL)"
+            else:
+                hint = (
+                    "set --ca (KVCOMMONS_CA) to a PEM file with its authority, or with its own certificate "
+                    "if it signed that itself"
+                )
+        elif (known := self._other_scheme()) is not None:
+            return known
+        else:
+            hint = "name its certificate with --ca (KVCOMMONS_CA)"
+        return Unavailable(f"{self.url} is not known to be the server that is meant ({reason}): {hint}")
 
     def _connection(self, timeout_s: float) -> http.client.HTTPConnection:
         if not self._tls:

@@ -55,7 +55,7 @@ class RunningStack:
         self.runtime = Path()
         self._settings = folder / "kvcommons.toml"
         self._settings.write_text(toml.dumps(tables or {}))
-        self._flags: dict[str, str | int | bool] = {"no_demo": True, "port": 0, **flags}
+        self._flags: dict[str, str | int | bool] = {"no_demo": True, "port": 0, "log_format": "text", **flags}
         self._up: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:

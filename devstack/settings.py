@@ -9,6 +9,7 @@ from typing import Annotated
 from annotated_types import Ge, Gt, Le, MinLen
 
 from devstack.fetch import MODELS, cached
+from devstack.terminal import LogFormat
 
 # The model that ships with the repository, by its name here and in `--model`.
 DEMO_MODEL = "demo"
@@ -49,7 +50,10 @@ class UpSettings:
     restart: bool = True  # a child that dies is started again
     demo: bool = True  # hold the short conversation once all is ready
     ready_wait_s: Annotated[float, Gt(0)] = 300.0  # a large model reads its weights for minutes
-    log_bytes: Annotated[int, Ge(1 << 16)] = 8 << 20  # per service, one older file kept beside it
+    log_bytes: Annotated[int, Ge(1 << 16)] = 8 << 20  # per process, one older file kept beside it
+    # What `kvcommons up` itself writes: "text" for people, "json" an object a line; "auto" is text on a
+    # terminal, else JSON.
+    log_format: LogFormat = "auto"
 
     @property
     def prefill_processes(self) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -15,6 +15,8 @@ from devstack.rest import RestClient
 from kvcommons.errors import KVCommonsError
 
 REFRESH_S = 1.0
+# Heartbeats come every half second, and a ledger tells of them within two more.
+STALE_S = 4.0
 SESSIONS_SHOWN = 10
 ID_COLUMNS_MAX = 48  # of a session's id in one line
 SESSIONS_ASKED = 100  # what a page holds at most
@@ -28,15 +30,32 @@ def status(client: RestClient, *, watch: bool) -> int:
         if not watch:
             console.print(_tables(*_ask(client)))
             return 0
-        with Live(console=console, auto_refresh=False, screen=console.is_terminal) as live:
-            while True:
-                live.update(_answer(client), refresh=True)
-                time.sleep(REFRESH_S)
+        if console.is_terminal:
+            _redraw(client, console)
+        while True:
+            _print(_answer(client), console)
+            time.sleep(REFRESH_S)
     except KeyboardInterrupt:
         return 0
     except KVCommonsError as error:
         print(f"kvcommons status: {error.message}", file=sys.stderr)
         return 1
+
+
+def _redraw(client: RestClient, console: Console) -> NoReturn:
+    """In place, on a terminal."""
+    with Live(console=console, auto_refresh=False, screen=True) as live:
+        while True:
+            live.update(_answer(client), refresh=True)
+            time.sleep(REFRESH_S)
+
+
+def _print(shown: RenderableType, console: Console) -> None:
+    """One after another, each with its time: what no terminal shows is read later, or by a program."""
+    console.print(time.strftime("%Y-%m-%dT%H:%M:%S%z"), highlight=False)
+    console.print(shown)
+    console.print()
+    console.file.flush()
 
 
 def _answer(client: RestClient) -> RenderableType:
@@ -105,6 +124,8 @@ def _services(instances: list[Json], records: str | None) -> Group:
         state, reason = _state(item, records)
         if reason:
             reasons.append(escape(f"{name}: {reason}"))
+        if (silent_s := item.get("silent_s")) is not None and silent_s > STALE_S:
+            reasons.append(escape(f"{name}: silent, these are its figures of {silent_s:.0f} s ago"))
         if item["heads"] is not None:
             reasons.append(escape(f"{name}: {_part(item['heads'])}"))
         total = item["total_blocks"]

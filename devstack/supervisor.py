@@ -71,7 +71,9 @@ class Supervisor:
             clean = await asyncio.gather(*(child.stop(GRACE_S) for child in children))
             for child, went in zip(children, clean, strict=True):
                 if not went:
-                    self._terminal.say(f"{child.name} did not end within {GRACE_S:g} s and was killed")
+                    self._terminal.say(
+                        f"{child.name} did not end within {GRACE_S:g} s and was killed", "warning"
+                    )
         for child in self.children:
             child.close()
 
@@ -112,9 +114,9 @@ class Supervisor:
 
     def _report(self, child: Child, status: int) -> None:
         how = f"killed by signal {-status}" if status < 0 else f"exit status {status}"
-        self._terminal.say(f"{child.name} died ({how}). Its last lines:")
+        self._terminal.say(f"{child.name} died ({how}). Its last lines:", "error")
         for line in child.last_lines or ["(it said nothing)"]:
-            self._terminal.say(f"    {line}")
+            self._terminal.say(f"    {line}", "error")
 
     def _fail(self, reason: str) -> None:
         if not self.failed.done():
@@ -125,4 +127,4 @@ class Supervisor:
         routine = record.level == "info" and "request_id" in record.fields
         shown = _SHOWN_OF_DATABASES if name in _DATABASES else _SHOWN
         if record.level in shown and not routine:
-            self._terminal.child(name, record.human(), record.level)
+            self._terminal.child(name, record)

@@ -1,12 +1,13 @@
-"""What people see of a running stack: a line per log record, bearing its service's name, and a progress
-line."""
+"""What a running stack writes: for people a line per log record (time, level, service, message) and a
+progress line, for programs a JSON object a line."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
-from typing import Any, TextIO
+from datetime import UTC, datetime
+from typing import Any, Literal, TextIO
 
 _LEVELS = {"warn": "warning", "dpanic": "error", "panic": "critical", "fatal": "critical"}
 _LEVEL_COLOURS = {"warning": "33", "error": "31", "critical": "31"}
@@ -26,6 +27,10 @@ _UNSHOWN = {
     "trace_id",
 }
 NAME_WIDTH = 16
+LEVEL_WIDTH = 8
+_OWN_NAME = "up"  # as whom the stack itself speaks
+
+LogFormat = Literal["auto", "text", "json"]
 
 
 class Record:
@@ -48,10 +53,10 @@ class Record:
             self.level = "output"  # not a log record: a traceback, a library's print
             self.text = line
 
-    def json(self) -> str:
-        """The record as one line of JSON, also where the child wrote none."""
-        fields = self.fields or {"ts": time.time(), "level": self.level, "message": self.text}
-        return json.dumps(fields, ensure_ascii=False)
+    def json(self, **more: str) -> str:
+        """The record as one line of JSON, also where the child wrote none; `more` are further fields."""
+        fields = self.fields or {"ts": _now(), "level": self.level, "message": self.text}
+        return json.dumps({**fields, **more}, ensure_ascii=False)
 
     def summary(self) -> str:
         """As `human`, without the way to an exception."""
@@ -67,29 +72,35 @@ class Record:
 
 
 class Terminal:
-    """Writes lines above one progress line that is redrawn in place; without a terminal the progress line is
-    printed as it changes."""
+    """Writes lines above one progress line that is redrawn in place; where that cannot be, the progress line
+    is printed as it changes."""
 
-    def __init__(self, stream: TextIO | None = None) -> None:
+    def __init__(self, stream: TextIO | None = None, form: LogFormat = "text") -> None:
+        """`form`: "auto" is text on a terminal, else JSON."""
         self._stream = stream or sys.stdout
-        self._live = self._stream.isatty()
         self._progress = ""
         self._open = True
+        self.write_as(form)
 
-    def say(self, text: str = "") -> None:
+    def write_as(self, form: LogFormat) -> None:
+        """From now on."""
+        terminal = self._stream.isatty()
+        self._json = form == "json" or (form == "auto" and not terminal)
+        self._live = terminal and not self._json
+
+    def say(self, text: str = "", level: str = "info") -> None:
         """Something of the stack itself."""
-        self._write(text)
+        self._write(self._own(text, level))
 
-    def child(self, name: str, text: str, level: str = "info") -> None:
-        stamp = time.strftime("%H:%M:%S")
+    def child(self, name: str, record: Record) -> None:
+        if self._json:
+            self._write(record.json(process=name))
+            return
+        stamp = self._paint(time.strftime("%H:%M:%S"), "2")
+        level = self._paint(f"{record.level:<{LEVEL_WIDTH}}", _LEVEL_COLOURS.get(record.level, "2"))
         label = self._paint(f"{name:<{NAME_WIDTH}}", _NAME_COLOURS[sum(name.encode()) % len(_NAME_COLOURS)])
-        mark = (
-            ""
-            if level in ("info", "output", "debug")
-            else self._paint(f"{level}: ", _LEVEL_COLOURS.get(level, "31"))
-        )
-        for line in text.splitlines() or [""]:
-            self._write(f"{self._paint(stamp, '2')} {label} {mark}{line}")
+        for line in record.human().splitlines() or [""]:
+            self._write(f"{stamp} {level} {label} {line}")
 
     def progress(self, text: str, *, tick: str = "") -> None:
         """Replaces the progress line; empty text removes it. `tick` moves, and is for a terminal only."""
@@ -101,7 +112,14 @@ class Terminal:
         elif text != self._progress:
             self._progress = text
             if text:
-                self._emit(f"{text}\n")
+                self._emit(f"{self._own(text)}\n")
+
+    def _own(self, text: str, level: str = "info") -> str:
+        if not self._json:
+            return text
+        return json.dumps(
+            {"ts": _now(), "level": level, "service": _OWN_NAME, "message": text}, ensure_ascii=False
+        )
 
     def _write(self, text: str) -> None:
         if self._live and self._progress:
@@ -121,3 +139,8 @@ class Terminal:
 
     def _paint(self, text: str, colour: str) -> str:
         return f"\x1b[{colour}m{text}\x1b[0m" if self._live else text
+
+
+def _now() -> str:
+    """As services write it."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")

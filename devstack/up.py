@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from devstack import etcd, postgres, toml
-from devstack.checks import check_access, check_model, check_services, check_variables
+from devstack.checks import check_access, check_model, check_services, check_shapes, check_variables
 from devstack.child import end_with
 from devstack.fetch import MODELS, cached, fetch
 from devstack.place import Claim
@@ -24,7 +24,7 @@ from devstack.program import program
 from devstack.rest import RestClient
 from devstack.settings import UpSettings
 from devstack.supervisor import Supervisor
-from devstack.terminal import Terminal
+from devstack.terminal import LogFormat, Terminal
 from devstack.welcome import Welcome
 from kvcommons.config import load
 from kvcommons.errors import (
@@ -49,26 +49,28 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def up(config: Path | None, flags: Mapping[str, str], parent: int | None = None) -> int:
     """Runs the stack until it is interrupted, or until `parent`, which started this process, ends; the exit
     status."""
-    terminal = Terminal()
+    # The flag counts for what is wrong with other settings, too.
+    terminal = Terminal(form=cast(LogFormat, flags.get("log_format", "auto")))
     os.umask(PRIVATE_UMASK)
     try:
         settings = load("up", UpSettings, file=config, environ=os.environ, flags=flags, flag="--{name}")
+        terminal.write_as(settings.log_format)
         user = tomllib.loads(config.read_text()) if config is not None else {}
         check_variables(os.environ)
         check_access(settings, user, os.environ)
-        check_model(settings.model, terminal.say)
+        folder = check_model(settings.model, terminal.say)
         claim = Claim(settings.data)
     except KVCommonsError as error:
-        terminal.say(f"kvcommons up: {error.message}")
+        terminal.say(f"kvcommons up: {error.message}", "error")
         return 2
     try:
         if settings.model in MODELS:
             fetch(settings.model, cached(settings.model), terminal.say)
         # A KeyboardInterrupt in a half-made loop leaves a traceback: signals wait for the loop's handlers.
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-        return asyncio.run(_Up(settings, claim, terminal, user, flags, config, parent).run())
+        return asyncio.run(_Up(settings, claim, terminal, user, flags, config, folder, parent).run())
     except KVCommonsError as error:
-        terminal.say(f"kvcommons up: {error.message}")
+        terminal.say(f"kvcommons up: {error.message}", "error")
         return 2 if isinstance(error, InvalidInput) else 1
     finally:
         claim.release()
@@ -84,10 +86,12 @@ class _Up:
         user: Mapping[str, Any],
         flags: Mapping[str, str],
         config: Path | None,
+        folder: Path,
         parent: int | None,
     ) -> None:
-        """`user`: what `config` says."""
+        """`user`: what `config` says. `folder`: the model's."""
         self._parent = parent
+        self._folder = folder
         self._config = config.resolve() if config is not None else None
         self._claim = claim
         self._terminal = terminal
@@ -116,7 +120,9 @@ class _Up:
                 return 0
             self._facts["records"] = database.url
         plans = self._plans(port, database)
-        router = check_services(plans)["router"]
+        checked = check_services(plans)
+        check_shapes(checked, settings, self._folder)
+        router = checked["router"]
         keys = _read_keys(router.api_keys)
         certificate = router.tls_cert or ""
         if certificate:
@@ -193,7 +199,7 @@ class _Up:
             task.result()
         stopped.cancel()
         if supervisor.failed.done() and not self._stop.is_set():
-            self._terminal.say(f"kvcommons up: {supervisor.failed.result()}")
+            self._terminal.say(f"kvcommons up: {supervisor.failed.result()}", "error")
             return 1
         return 0
 
@@ -244,7 +250,7 @@ class _Up:
         try:
             await asyncio.to_thread(Welcome(client, self._terminal.say).hold)
         except KVCommonsError as error:
-            self._terminal.say(f"The conversation failed: {error.message}")
+            self._terminal.say(f"The conversation failed: {error.message}", "error")
 
     async def _stay(self, client: RestClient) -> None:
         key = "KVCOMMONS_API_KEY=KEY " if self._keyed else ""

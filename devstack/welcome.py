@@ -59,15 +59,23 @@ class Welcome:
         self._prove(self._turn(ASKED))
 
     def _go_on(self, record: dict[str, Any]) -> None:
+        turn = self._ask(ASKED)
         messages = len(record["messages"])
         self._say(f"The conversation of an earlier run is still there ({messages} messages). It goes on:")
-        self._prove(self._turn(ASKED))
+        self._show(ASKED, turn)
+        self._prove(turn)
 
     def _turn(self, message: str) -> Turn:
-        turn = self._client.say(message, SESSION, temperature=0, max_tokens=ANSWER_TOKENS_MAX)
+        turn = self._ask(message)
+        self._show(message, turn)
+        return turn
+
+    def _ask(self, message: str) -> Turn:
+        return self._client.say(message, SESSION, temperature=0, max_tokens=ANSWER_TOKENS_MAX)
+
+    def _show(self, message: str, turn: Turn) -> None:
         self._say(f"    you    {message}")
         self._say(f"    model  {turn.text.strip()}")
-        return turn
 
     def _prove(self, turn: Turn) -> None:
         self._say(

@@ -12,6 +12,7 @@ from kvcommons.errors import InvalidInput, ModelNotFound
 # What a download brings along: no pickle, no code, no second copy of the weights in another form.
 _WANTED = ["*.safetensors", "*.json", "*.jinja"]
 _UNWANTED = ["*/*", "consolidated*"]
+_REASON_CHARS_MAX = 200
 _HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 
@@ -23,16 +24,50 @@ def resolve_folder(name_or_dir: str) -> Path:
     if not _HUB_ID.fullmatch(name_or_dir) or name_or_dir.startswith("."):
         raise ModelNotFound(f"there is no model folder {name_or_dir}", param="model")
     import huggingface_hub
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError
 
     try:
         return Path(
             huggingface_hub.snapshot_download(name_or_dir, allow_patterns=_WANTED, ignore_patterns=_UNWANTED)
         )
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+    except (HFValidationError, OSError) as error:  # an OSError is all else that the hub's client raises
         raise ModelNotFound(
-            f"{name_or_dir} is no folder, and the hub did not give it: {error}", param="model"
+            f"{name_or_dir} is no folder here, and {_why_not(error)}", param="model"
         ) from error
+
+
+def _why_not(error: Exception) -> str:
+    """Why the hub's client did not give a model, and what to do, in a line: its own text has many."""
+    from huggingface_hub.constants import ENDPOINT
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        OfflineModeIsEnabled,
+        RepositoryNotFoundError,
+    )
+
+    cause = error.__cause__ if isinstance(error, LocalEntryNotFoundError) else error
+    if isinstance(cause, GatedRepoError):
+        return (
+            f"the hub ({ENDPOINT}) gives it only to those who accepted its terms: accept them on the model's "
+            "page there, and set HF_TOKEN to a token of that account"
+        )
+    if isinstance(cause, RepositoryNotFoundError):
+        return (
+            f"the hub ({ENDPOINT}) has no such model, or a private one: name a folder, or the id as the hub "
+            "writes it (Qwen/Qwen3-0.6B); for a private model set HF_TOKEN"
+        )
+    if isinstance(cause, OfflineModeIsEnabled):
+        return (
+            "the hub's cache on this machine does not have it, and HF_HUB_OFFLINE keeps from asking the hub: "
+            "name a folder, or unset that"
+        )
+    first, *_ = str(cause or error).strip().splitlines() or [type(error).__name__]
+    reason = first[:_REASON_CHARS_MAX]
+    if isinstance(cause, HFValidationError):
+        return f"it is no id of the hub's ({reason}): name a folder, or an id such as Qwen/Qwen3-0.6B"
+    return f"the hub ({ENDPOINT}) did not give it ({reason}): name a folder, or try again with a network"
 
 
 def read_json(path: Path) -> dict[str, Any]:

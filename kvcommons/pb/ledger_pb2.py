@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from kvcommons.pb import common_pb2 as kvcommons_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvcommons/v1/ledger.proto\x12\x0ckvcommons.v1\x1a\x19kvcommons/v1/common.proto\"\xe1\x02\n\x08Instance\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07service\x18\x02 \x01(\t\x12\x17\n\x0f\x63ontrol_address\x18\x03 \x01(\t\x12\x14\n\x0c\x64\x61ta_address\x18\x04 \x01(\t\x12\x0c\n\x04host\x18\x05 \x01(\t\x12&\n\x05model\x18\x06 \x01(\x0b\x32\x17.kvcommons.v1.ModelInfo\x12 \n\x04load\x18\x07 \x01(\x0b\x32\x12.kvcommons.v1.Load\x12\x12\n\nstarted_ms\x18\x08 \x01(\x03\x12%\n\x05heads\x18\n \x01(\x0b\x32\x16.kvcommons.v1.HeadPart\x12\'\n\x07members\x18\x0b \x03(\x0b\x32\x16.kvcommons.v1.Instance\x12\x0e\n\x06\x66older\x18\x0c \x01(\t\x12&\n\x05stage\x18\x0e \x01(\x0b\x32\x17.kvcommons.v1.StagePart\x12\x0f\n\x07records\x18\r \x01(\tJ\x04\x08\t\x10\n\"8\n\x08HeadPart\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\r\x12\r\n\x05parts\x18\x03 \x01(\r\"|\n\tStagePart\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\r\x12\x0e\n\x06stages\x18\x03 \x01(\r\x12\x13\n\x0b\x66irst_layer\x18\x04 \x01(\r\x12\x0e\n\x06layers\x18\x05 \x01(\r\x12\x0c\n\x04rank\x18\x06 \x01(\r\x12\r\n\x05ranks\x18\x07 \x01(\r\"\x81\x04\n\x04Load\x12\x14\n\x0ctotal_blocks\x18\x01 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x02 \x01(\r\x12\x17\n\x0flendable_blocks\x18\x03 \x01(\r\x12\x0f\n\x07running\x18\x04 \x01(\r\x12\x0e\n\x06queued\x18\x05 \x01(\r\x12,\n\x05\x64\x65\x62ts\x18\x06 \x03(\x0b\x32\x1d.kvcommons.v1.Load.DebtsEntry\x12\r\n\x05ready\x18\x07 \x01(\x08\x12,\n\x05loans\x18\x08 \x03(\x0b\x32\x1d.kvcommons.v1.Load.LoansEntry\x12\x11\n\tonly_here\x18\t \x01(\x08\x12\x0f\n\x07\x62\x61tches\x18\n \x01(\r\x12\x0f\n\x07\x63hanges\x18\x0b \x01(\x04\x12,\n\x05\x63osts\x18\r \x03(\x0b\x32\x1d.kvcommons.v1.Load.CostsEntry\x12\x14\n\x0c\x63hunk_tokens\x18\x0e \x01(\r\x12\x17\n\x0fpromised_blocks\x18\x0f \x01(\r\x12\r\n\x05\x65poch\x18\x0c \x01(\x04\x1a,\n\nDebtsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x1a,\n\nLoansEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x1a,\n\nCostsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"M\n\x10HeartbeatRequest\x12(\n\x08instance\x18\x01 \x01(\x0b\x32\x16.kvcommons.v1.Instance\x12\x0f\n\x07leaving\x18\x02 \x01(\x08\"&\n\x0eHeartbeatReply\x12\x14\n\x0cheartbeat_ms\x18\x01 \x01(\r\"\x1f\n\x0cWatchRequest\x12\x0f\n\x07watcher\x18\x01 \x01(\t\"Z\n\x04View\x12)\n\tinstances\x18\x01 \x03(\x0b\x32\x16.kvcommons.v1.Instance\x12\x10\n\x08revision\x18\x02 \x01(\x04\x12\x0f\n\x07records\x18\x04 \x01(\tJ\x04\x08\x03\x10\x04\"P\n\x11\x43\x61ndidatesRequest\x12\x0e\n\x06\x64\x65\x62tor\x18\x01 \x01(\t\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\x0c\x12\x0e\n\x06\x62locks\x18\x04 \x01(\r\"O\n\x0f\x43\x61ndidatesReply\x12)\n\tcreditors\x18\x01 \x03(\x0b\x32\x16.kvcommons.v1.Instance\x12\x11\n\tshortfall\x18\x02 \x01(\t\"F\n\x14ReportRefusalRequest\x12\x0e\n\x06\x64\x65\x62tor\x18\x01 \x01(\t\x12\x10\n\x08\x63reditor\x18\x02 \x01(\t\x12\x0c\n\x04slow\x18\x03 \x01(\x08\"\x14\n\x12ReportRefusalReply\"\x14\n\x12SettlementsRequest\"G\n\x10SettlementsReply\x12\x33\n\x0bsettlements\x18\x01 \x03(\x0b\x32\x1e.kvcommons.v1.SettlementReport\"s\n\x10SettlementReport\x12,\n\nsettlement\x18\x01 \x01(\x0b\x32\x18.kvcommons.v1.Settlement\x12\x10\n\x08\x62\x65gun_ms\x18\x02 \x01(\r\x12\r\n\x05\x65nded\x18\x03 \x01(\x08\x12\x10\n\x08\x65nded_ms\x18\x04 \x01(\r\"y\n\x05Loans\x12\x10\n\x08\x63reditor\x18\x01 \x01(\t\x12/\n\x06\x62locks\x18\x02 \x03(\x0b\x32\x1f.kvcommons.v1.Loans.BlocksEntry\x1a-\n\x0b\x42locksEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\x1a\n\x06Leader\x12\x10\n\x08instance\x18\x01 \x01(\t\"\xe6\x01\n\nSettlement\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04term\x18\x02 \x01(\x04\x12\x1f\n\x04legs\x18\x03 \x03(\x0b\x32\x11.kvcommons.v1.Leg\x12+\n\x04step\x18\x04 \x01(\x0e\x32\x1d.kvcommons.v1.Settlement.Step\x12\r\n\x05round\x18\x05 \x01(\r\x12\x14\n\x0cround_blocks\x18\x06 \x01(\r\"K\n\x04Step\x12\x0b\n\x07PREPARE\x10\x00\x12\n\n\x06\x46REEZE\x10\x01\x12\x08\n\x04\x43OPY\x10\x02\x12\n\n\x06SWITCH\x10\x03\x12\x0b\n\x07RELEASE\x10\x04\x12\x07\n\x03\x45ND\x10\x05\"T\n\x03Leg\x12\x0e\n\x06\x64\x65\x62tor\x18\x01 \x01(\t\x12\x10\n\x08\x63reditor\x18\x02 \x01(\t\x12\x13\n\x0bleft_blocks\x18\x03 \x01(\r\x12\x16\n\x0esettled_blocks\x18\x04 \x01(\r2\x84\x03\n\x06Ledger\x12I\n\tHeartbeat\x12\x1e.kvcommons.v1.HeartbeatRequest\x1a\x1c.kvcommons.v1.HeartbeatReply\x12\x39\n\x05Watch\x12\x1a.kvcommons.v1.WatchRequest\x1a\x12.kvcommons.v1.View0\x01\x12L\n\nCandidates\x12\x1f.kvcommons.v1.CandidatesRequest\x1a\x1d.kvcommons.v1.CandidatesReply\x12U\n\rReportRefusal\x12\".kvcommons.v1.ReportRefusalRequest\x1a .kvcommons.v1.ReportRefusalReply\x12O\n\x0bSettlements\x12 .kvcommons.v1.SettlementsRequest\x1a\x1e.kvcommons.v1.SettlementsReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19kvcommons/v1/ledger.proto\x12\x0ckvcommons.v1\x1a\x19kvcommons/v1/common.proto\"\xe1\x02\n\x08Instance\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0f\n\x07service\x18\x02 \x01(\t\x12\x17\n\x0f\x63ontrol_address\x18\x03 \x01(\t\x12\x14\n\x0c\x64\x61ta_address\x18\x04 \x01(\t\x12\x0c\n\x04host\x18\x05 \x01(\t\x12&\n\x05model\x18\x06 \x01(\x0b\x32\x17.kvcommons.v1.ModelInfo\x12 \n\x04load\x18\x07 \x01(\x0b\x32\x12.kvcommons.v1.Load\x12\x12\n\nstarted_ms\x18\x08 \x01(\x03\x12%\n\x05heads\x18\n \x01(\x0b\x32\x16.kvcommons.v1.HeadPart\x12\'\n\x07members\x18\x0b \x03(\x0b\x32\x16.kvcommons.v1.Instance\x12\x0e\n\x06\x66older\x18\x0c \x01(\t\x12&\n\x05stage\x18\x0e \x01(\x0b\x32\x17.kvcommons.v1.StagePart\x12\x0f\n\x07records\x18\r \x01(\tJ\x04\x08\t\x10\n\"8\n\x08HeadPart\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\r\x12\r\n\x05parts\x18\x03 \x01(\r\"|\n\tStagePart\x12\r\n\x05group\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\r\x12\x0e\n\x06stages\x18\x03 \x01(\r\x12\x13\n\x0b\x66irst_layer\x18\x04 \x01(\r\x12\x0e\n\x06layers\x18\x05 \x01(\r\x12\x0c\n\x04rank\x18\x06 \x01(\r\x12\r\n\x05ranks\x18\x07 \x01(\r\"\x81\x04\n\x04Load\x12\x14\n\x0ctotal_blocks\x18\x01 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x02 \x01(\r\x12\x17\n\x0flendable_blocks\x18\x03 \x01(\r\x12\x0f\n\x07running\x18\x04 \x01(\r\x12\x0e\n\x06queued\x18\x05 \x01(\r\x12,\n\x05\x64\x65\x62ts\x18\x06 \x03(\x0b\x32\x1d.kvcommons.v1.Load.DebtsEntry\x12\r\n\x05ready\x18\x07 \x01(\x08\x12,\n\x05loans\x18\x08 \x03(\x0b\x32\x1d.kvcommons.v1.Load.LoansEntry\x12\x11\n\tonly_here\x18\t \x01(\x08\x12\x0f\n\x07\x62\x61tches\x18\n \x01(\r\x12\x0f\n\x07\x63hanges\x18\x0b \x01(\x04\x12,\n\x05\x63osts\x18\r \x03(\x0b\x32\x1d.kvcommons.v1.Load.CostsEntry\x12\x14\n\x0c\x63hunk_tokens\x18\x0e \x01(\r\x12\x17\n\x0fpromised_blocks\x18\x0f \x01(\r\x12\r\n\x05\x65poch\x18\x0c \x01(\x04\x1a,\n\nDebtsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x1a,\n\nLoansEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x1a,\n\nCostsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\"M\n\x10HeartbeatRequest\x12(\n\x08instance\x18\x01 \x01(\x0b\x32\x16.kvcommons.v1.Instance\x12\x0f\n\x07leaving\x18\x02 \x01(\x08\"&\n\x0eHeartbeatReply\x12\x14\n\x0cheartbeat_ms\x18\x01 \x01(\r\"\x1f\n\x0cWatchRequest\x12\x0f\n\x07watcher\x18\x01 \x01(\t\"\xc0\x01\n\x04View\x12)\n\tinstances\x18\x01 \x03(\x0b\x32\x16.kvcommons.v1.Instance\x12\x10\n\x08revision\x18\x02 \x01(\x04\x12\x0f\n\x07records\x18\x04 \x01(\t\x12\x33\n\tsilent_ms\x18\x05 \x03(\x0b\x32 .kvcommons.v1.View.SilentMsEntry\x1a/\n\rSilentMsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01J\x04\x08\x03\x10\x04\"P\n\x11\x43\x61ndidatesRequest\x12\x0e\n\x06\x64\x65\x62tor\x18\x01 \x01(\t\x12\x0c\n\x04host\x18\x02 \x01(\t\x12\r\n\x05model\x18\x03 \x01(\x0c\x12\x0e\n\x06\x62locks\x18\x04 \x01(\r\"O\n\x0f\x43\x61ndidatesReply\x12)\n\tcreditors\x18\x01 \x03(\x0b\x32\x16.kvcommons.v1.Instance\x12\x11\n\tshortfall\x18\x02 \x01(\t\"F\n\x14ReportRefusalRequest\x12\x0e\n\x06\x64\x65\x62tor\x18\x01 \x01(\t\x12\x10\n\x08\x63reditor\x18\x02 \x01(\t\x12\x0c\n\x04slow\x18\x03 \x01(\x08\"\x14\n\x12ReportRefusalReply\"\x14\n\x12SettlementsRequest\"G\n\x10SettlementsReply\x12\x33\n\x0bsettlements\x18\x01 \x03(\x0b\x32\x1e.kvcommons.v1.SettlementReport\"s\n\x10SettlementReport\x12,\n\nsettlement\x18\x01 \x01(\x0b\x32\x18.kvcommons.v1.Settlement\x12\x10\n\x08\x62\x65gun_ms\x18\x02 \x01(\r\x12\r\n\x05\x65nded\x18\x03 \x01(\x08\x12\x10\n\x08\x65nded_ms\x18\x04 \x01(\r\"y\n\x05Loans\x12\x10\n\x08\x63reditor\x18\x01 \x01(\t\x12/\n\x06\x62locks\x18\x02 \x03(\x0b\x32\x1f.kvcommons.v1.Loans.BlocksEntry\x1a-\n\x0b\x42locksEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\x1a\n\x06Leader\x12\x10\n\x08instance\x18\x01 \x01(\t\"\xe6\x01\n\nSettlement\x12\n\n\x02id\x18\x01 \x01(\t\x12\x0c\n\x04term\x18\x02 \x01(\x04\x12\x1f\n\x04legs\x18\x03 \x03(\x0b\x32\x11.kvcommons.v1.Leg\x12+\n\x04step\x18\x04 \x01(\x0e\x32\x1d.kvcommons.v1.Settlement.Step\x12\r\n\x05round\x18\x05 \x01(\r\x12\x14\n\x0cround_blocks\x18\x06 \x01(\r\"K\n\x04Step\x12\x0b\n\x07PREPARE\x10\x00\x12\n\n\x06\x46REEZE\x10\x01\x12\x08\n\x04\x43OPY\x10\x02\x12\n\n\x06SWITCH\x10\x03\x12\x0b\n\x07RELEASE\x10\x04\x12\x07\n\x03\x45ND\x10\x05\"T\n\x03Leg\x12\x0e\n\x06\x64\x65\x62tor\x18\x01 \x01(\t\x12\x10\n\x08\x63reditor\x18\x02 \x01(\t\x12\x13\n\x0bleft_blocks\x18\x03 \x01(\r\x12\x16\n\x0esettled_blocks\x18\x04 \x01(\r2\x84\x03\n\x06Ledger\x12I\n\tHeartbeat\x12\x1e.kvcommons.v1.HeartbeatRequest\x1a\x1c.kvcommons.v1.HeartbeatReply\x12\x39\n\x05Watch\x12\x1a.kvcommons.v1.WatchRequest\x1a\x12.kvcommons.v1.View0\x01\x12L\n\nCandidates\x12\x1f.kvcommons.v1.CandidatesRequest\x1a\x1d.kvcommons.v1.CandidatesReply\x12U\n\rReportRefusal\x12\".kvcommons.v1.ReportRefusalRequest\x1a .kvcommons.v1.ReportRefusalReply\x12O\n\x0bSettlements\x12 .kvcommons.v1.SettlementsRequest\x1a\x1e.kvcommons.v1.SettlementsReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,6 +38,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LOAD_LOANSENTRY']._serialized_options = b'8\001'
   _globals['_LOAD_COSTSENTRY']._loaded_options = None
   _globals['_LOAD_COSTSENTRY']._serialized_options = b'8\001'
+  _globals['_VIEW_SILENTMSENTRY']._loaded_options = None
+  _globals['_VIEW_SILENTMSENTRY']._serialized_options = b'8\001'
   _globals['_LOANS_BLOCKSENTRY']._loaded_options = None
   _globals['_LOANS_BLOCKSENTRY']._serialized_options = b'8\001'
   _globals['_INSTANCE']._serialized_start=71
@@ -60,34 +62,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_HEARTBEATREPLY']._serialized_end=1243
   _globals['_WATCHREQUEST']._serialized_start=1245
   _globals['_WATCHREQUEST']._serialized_end=1276
-  _globals['_VIEW']._serialized_start=1278
-  _globals['_VIEW']._serialized_end=1368
-  _globals['_CANDIDATESREQUEST']._serialized_start=1370
-  _globals['_CANDIDATESREQUEST']._serialized_end=1450
-  _globals['_CANDIDATESREPLY']._serialized_start=1452
-  _globals['_CANDIDATESREPLY']._serialized_end=1531
-  _globals['_REPORTREFUSALREQUEST']._serialized_start=1533
-  _globals['_REPORTREFUSALREQUEST']._serialized_end=1603
-  _globals['_REPORTREFUSALREPLY']._serialized_start=1605
-  _globals['_REPORTREFUSALREPLY']._serialized_end=1625
-  _globals['_SETTLEMENTSREQUEST']._serialized_start=1627
-  _globals['_SETTLEMENTSREQUEST']._serialized_end=1647
-  _globals['_SETTLEMENTSREPLY']._serialized_start=1649
-  _globals['_SETTLEMENTSREPLY']._serialized_end=1720
-  _globals['_SETTLEMENTREPORT']._serialized_start=1722
-  _globals['_SETTLEMENTREPORT']._serialized_end=1837
-  _globals['_LOANS']._serialized_start=1839
-  _globals['_LOANS']._serialized_end=1960
-  _globals['_LOANS_BLOCKSENTRY']._serialized_start=1915
-  _globals['_LOANS_BLOCKSENTRY']._serialized_end=1960
-  _globals['_LEADER']._serialized_start=1962
-  _globals['_LEADER']._serialized_end=1988
-  _globals['_SETTLEMENT']._serialized_start=1991
-  _globals['_SETTLEMENT']._serialized_end=2221
-  _globals['_SETTLEMENT_STEP']._serialized_start=2146
-  _globals['_SETTLEMENT_STEP']._serialized_end=2221
-  _globals['_LEG']._serialized_start=2223
-  _globals['_LEG']._serialized_end=2307
-  _globals['_LEDGER']._serialized_start=2310
-  _globals['_LEDGER']._serialized_end=2698
+  _globals['_VIEW']._serialized_start=1279
+  _globals['_VIEW']._serialized_end=1471
+  _globals['_VIEW_SILENTMSENTRY']._serialized_start=1418
+  _globals['_VIEW_SILENTMSENTRY']._serialized_end=1465
+  _globals['_CANDIDATESREQUEST']._serialized_start=1473
+  _globals['_CANDIDATESREQUEST']._serialized_end=1553
+  _globals['_CANDIDATESREPLY']._serialized_start=1555
+  _globals['_CANDIDATESREPLY']._serialized_end=1634
+  _globals['_REPORTREFUSALREQUEST']._serialized_start=1636
+  _globals['_REPORTREFUSALREQUEST']._serialized_end=1706
+  _globals['_REPORTREFUSALREPLY']._serialized_start=1708
+  _globals['_REPORTREFUSALREPLY']._serialized_end=1728
+  _globals['_SETTLEMENTSREQUEST']._serialized_start=1730
+  _globals['_SETTLEMENTSREQUEST']._serialized_end=1750
+  _globals['_SETTLEMENTSREPLY']._serialized_start=1752
+  _globals['_SETTLEMENTSREPLY']._serialized_end=1823
+  _globals['_SETTLEMENTREPORT']._serialized_start=1825
+  _globals['_SETTLEMENTREPORT']._serialized_end=1940
+  _globals['_LOANS']._serialized_start=1942
+  _globals['_LOANS']._serialized_end=2063
+  _globals['_LOANS_BLOCKSENTRY']._serialized_start=2018
+  _globals['_LOANS_BLOCKSENTRY']._serialized_end=2063
+  _globals['_LEADER']._serialized_start=2065
+  _globals['_LEADER']._serialized_end=2091
+  _globals['_SETTLEMENT']._serialized_start=2094
+  _globals['_SETTLEMENT']._serialized_end=2324
+  _globals['_SETTLEMENT_STEP']._serialized_start=2249
+  _globals['_SETTLEMENT_STEP']._serialized_end=2324
+  _globals['_LEG']._serialized_start=2326
+  _globals['_LEG']._serialized_end=2410
+  _globals['_LEDGER']._serialized_start=2413
+  _globals['_LEDGER']._serialized_end=2801
 # @@protoc_insertion_point(module_scope)

@@ -74,10 +74,9 @@ def server_credentials(certificate: ServiceCertificate) -> grpc.ServerCredential
 
 
 def channel_credentials(
-    certificate: ServiceCertificate, role: Role
+    files: CertificateFiles, role: Role
 ) -> tuple[grpc.ChannelCredentials, tuple[tuple[str, str], ...]]:
     """And options of a channel, by which the other end has to show that it has the role."""
-    files = certificate.files()
     credentials = grpc.ssl_channel_credentials(files.authority, files.key, files.certificate)
     return credentials, (("grpc.ssl_target_name_override", name_of(role)),)
 

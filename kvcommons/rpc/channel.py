@@ -22,6 +22,8 @@ import grpc.aio
 
 from kvcommons.errors import Unavailable, from_grpc
 from kvcommons.rpc.callers import PROOF_KEY, channel_credentials
+from kvcommons.rpc.renewed import RenewedChannel
+from kvcommons.security.certificate import CertificateFiles
 from kvcommons.security.credentials import OPEN, Credentials
 from kvcommons.security.roles import Role
 from kvcommons.security.token import SharedToken
@@ -59,18 +61,22 @@ def open_channel(
     address: str, role: Role = "ledger", credentials: Credentials = OPEN, *, carried: Sequence[Carried] = ()
 ) -> grpc.aio.Channel:
     """A channel to "unix:/path" or "host:port". It connects at its first call and reconnects by itself. Close
-    it. Over the network it shows `credentials`, and where those are certificates, what answers there has to
-    have the role."""
+    it. Over the network it shows `credentials`, certificates as they are at each call, and where there are
+    such, what answers there has to have the role."""
     carries = list(carried)
     over_network = not address.startswith("unix:")
     if over_network and credentials.token is not None:
         carries.append(_proof(credentials.token, role))
     interceptors: list[Any] = [_UnaryInterceptor(carries), _StreamInterceptor(carries)]
     if over_network and credentials.certificate is not None:
-        secured, options = channel_credentials(credentials.certificate, role)
-        return grpc.aio.secure_channel(
-            address, secured, options=(*_OPTIONS, *options), interceptors=interceptors
-        )
+
+        def connect(files: CertificateFiles) -> grpc.aio.Channel:
+            secured, options = channel_credentials(files, role)
+            return grpc.aio.secure_channel(
+                address, secured, options=(*_OPTIONS, *options), interceptors=interceptors
+            )
+
+        return RenewedChannel(credentials.certificate, connect)
     return grpc.aio.insecure_channel(address, options=_OPTIONS, interceptors=interceptors)
 
 

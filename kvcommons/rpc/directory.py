@@ -44,6 +44,7 @@ class Directory:
         self._watcher = watcher
         self._view: dict[str, pb.Instance] = {}
         self._records = ""
+        self._heard: dict[str, float] = {}  # by id, when a ledger had its last heartbeat
         self._suspicions = Suspicions()
         self._changed = asyncio.Condition()
         self._task: asyncio.Task[None] | None = None
@@ -79,6 +80,12 @@ class Directory:
 
     def find(self, instance_id: str) -> pb.Instance | None:
         return self._view.get(instance_id)
+
+    def silent_s(self, instance_id: str) -> float | None:
+        """Since its last heartbeat, as far as it is known here: so old is what its record says of its load.
+        None where the ledger that keeps this view does not hear it itself."""
+        heard = self._heard.get(instance_id)
+        return None if heard is None else time.monotonic() - heard
 
     @property
     def records(self) -> str:
@@ -142,6 +149,7 @@ class Directory:
 
     async def _take(self, view: pb.View) -> None:
         now = time.monotonic()
+        self._heard = {name: now - silent_ms / 1e3 for name, silent_ms in view.silent_ms.items()}
         new = {instance.id: instance for instance in sorted(view.instances, key=lambda one: one.id)}
         records = view.records or self._records  # a ledger that has not heard etcd yet does not know
         if new == self._view and records == self._records:

@@ -65,12 +65,7 @@ class ServiceCertificate:
             except InvalidInput as error:
                 log.error("the certificate stays as it was: %s", error.message)
             else:
-                log.info(
-                    "the certificate is another one now; calls that this service makes by gRPC show it "
-                    "from the "
-                    "next start on",
-                    extra={"until": self._files.ends.isoformat()},
-                )
+                log.info("the certificate is another one now", extra={"until": self._files.ends.isoformat()})
             return self._files
 
     def _stamps(self) -> tuple[tuple[int, ...] | None, ...]:

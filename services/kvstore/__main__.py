@@ -31,6 +31,7 @@ from services.kvstore.mark import Mark
 from services.kvstore.medium import Medium
 from services.kvstore.membership import Membership
 from services.kvstore.metrics import RecordsMetrics, SessionMetrics, StoreCollector
+from services.kvstore.place import RecordsPlace
 from services.kvstore.policies.floors import Floors
 from services.kvstore.records.damaged import DamagedRecords
 from services.kvstore.records.embedded import EmbeddedRecords
@@ -43,6 +44,7 @@ log = logging.getLogger(__name__)
 
 _MARK_S = 1.0
 _REACH_S = 1.0  # between looks for a database that is away
+_DECIDED_S = 0.5  # for the place of the records, besides the view's changes: a stack that starts waits for it
 # What opening the databases writes: new logs, and what the old ones held.
 START_BYTES = 16 << 20
 RPC_THREADS = 4  # RocksDB holds the GIL: more would only wait for each other
@@ -60,10 +62,11 @@ async def serve(config: KVStoreConfig, process: Process) -> None:
             name = folder_name(config.data, config.folder)
             directory = Directory(config.ledger, process.instance_id, process.dialer())
             clock = SteadyClock(folder.clock)
+            place = await asyncio.to_thread(RecordsPlace, folder.place)
             opened = (
-                _in_database(config, process, store, directory, clock)
+                _in_database(config, process, store, directory, clock, place)
                 if config.records
-                else _in_folder(config, process, store, directory, folder, name, ballast, clock)
+                else _in_folder(config, process, store, directory, folder, name, ballast, clock, place)
             )
             async with opened as kept:
                 keeping = asyncio.create_task(_keep_time(clock), name="clock")
@@ -88,7 +91,12 @@ class _Kept:
 
 @asynccontextmanager
 async def _in_database(
-    config: KVStoreConfig, process: Process, store: BlockStore, directory: Directory, clock: Clock
+    config: KVStoreConfig,
+    process: Process,
+    store: BlockStore,
+    directory: Directory,
+    clock: Clock,
+    known: RecordsPlace,
 ) -> AsyncIterator[_Kept]:
     try:
         from services.kvstore.records.address import conninfo_of, place_of
@@ -101,7 +109,7 @@ async def _in_database(
     conninfo = conninfo_of(config.records, config.records_password_file)
     place = f"database {place_of(conninfo)}"
     membership = Membership(
-        directory, instance_id=process.instance_id, records=place, dialer=process.dialer()
+        directory, instance_id=process.instance_id, records=place, place=known, dialer=process.dialer()
     )
 
     def unnamed(model: bytes, block_ids: Sequence[bytes]) -> None:
@@ -136,9 +144,14 @@ async def _in_folder(
     name: str,
     ballast: Ballast,
     clock: Clock,
+    known: RecordsPlace,
 ) -> AsyncIterator[_Kept]:
     membership = Membership(
-        directory, instance_id=process.instance_id, records=f"folder {name}", dialer=process.dialer()
+        directory,
+        instance_id=process.instance_id,
+        records=f"folder {name}",
+        place=known,
+        dialer=process.dialer(),
     )
     mark = Mark(folder.mark)
     observer = RecordsMetrics(process.telemetry.registry)
@@ -197,7 +210,7 @@ async def _serve(
     )
     heartbeat = Heartbeat(config.ledger, _describe(identity, server, store), process.dialer())
     directory.start()
-    await server.set_ready(not config.records)
+    await server.set_ready(not config.records and not membership.refusal)
     watching = asyncio.create_task(
         _watch(config, server, directory, membership, upkeep, heartbeat), name="upkeep"
     )
@@ -223,7 +236,7 @@ async def _watch(
     heartbeat: Heartbeat,
 ) -> None:
     """Has the records kept up. This kvstore is ready while its database is within reach (an own disk is tried
-    by each call), and while its records are the stack's."""
+    by each call), and while it is known that its records are the stack's."""
     refusal, reached, due_s = "", not config.records, 0.0
     while True:
         if time.monotonic() >= due_s:
@@ -231,12 +244,15 @@ async def _watch(
             due_s = time.monotonic() + (config.sweep_s if reached else min(_REACH_S, config.sweep_s))
         if membership.refusal != refusal:
             refusal = membership.refusal
-            log.log(*((logging.ERROR, refusal) if refusal else (logging.INFO, "this kvstore serves again")))
+            level = logging.ERROR if refusal and membership.decided else logging.INFO
+            log.log(level, "%s", refusal or "the session records of this stack are here: they are served")
+        await membership.remember()
         if server.ready != (reached and not refusal):
             await server.set_ready(not server.ready)
             heartbeat.beat_now()
+        wait_s = max(due_s - time.monotonic(), 0.0)
         with suppress(TimeoutError):
-            async with asyncio.timeout(max(due_s - time.monotonic(), 0.0)):
+            async with asyncio.timeout(wait_s if membership.decided else min(wait_s, _DECIDED_S)):
                 await directory.changed()
 
 

@@ -9,6 +9,7 @@
 <data>/sessions/   RocksDB: session records and turn leases
 <data>/ballast     takes room only (ballast.py)
 <data>/sessions.mark   how far the sessions had come (mark.py)
+<data>/records.place   where the stack's session records lie (place.py)
 """
 
 from __future__ import annotations
@@ -63,6 +64,7 @@ class DataFolder:
         self.mark = root / "sessions.mark"
         self.ballast = root / "ballast"
         self.clock = root / "clock"
+        self.place = root / "records.place"
         try:
             root.mkdir(parents=True, exist_ok=True)
             make_private(root)

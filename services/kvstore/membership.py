@@ -13,6 +13,7 @@ from kvcommons.pb import kvstore_pb2 as pb
 from kvcommons.pb import kvstore_pb2_grpc as rpc
 from kvcommons.rpc.dialer import UNSECURED, Dialer
 from kvcommons.rpc.directory import Directory
+from services.kvstore.place import RecordsPlace
 
 log = logging.getLogger(__name__)
 
@@ -21,11 +22,19 @@ FORGETS_MAX = 100  # calls under way
 
 
 class Membership:
-    """`records` is where this kvstore's lie. On the event loop's thread."""
+    """`records` is where this kvstore's lie; `place` remembers where the stack's do. On the event loop's
+    thread."""
 
     def __init__(
-        self, directory: Directory, *, instance_id: str, records: str, dialer: Dialer = UNSECURED
+        self,
+        directory: Directory,
+        *,
+        instance_id: str,
+        records: str,
+        place: RecordsPlace,
+        dialer: Dialer = UNSECURED,
     ) -> None:
+        self._place = place
         self._dialer = dialer
         self._directory = directory
         self._instance_id = instance_id
@@ -34,17 +43,38 @@ class Membership:
         self._forgetting: set[asyncio.Task[None]] = set()
 
     @property
+    def decided(self) -> bool:
+        """Whether it is known where the stack's records lie. What were written before would look empty if
+        another place were chosen."""
+        return bool(self._stack)
+
+    @property
     def refusal(self) -> str:
         """Why no session is served here; empty where they are."""
-        stack = self._directory.records
-        if stack in ("", self.records):
+        stack = self._stack
+        if stack == self.records:
             return ""
+        if not stack:
+            return (
+                "where the session records of this stack lie is not decided yet, which a ledger does within "
+                "moments once it reaches etcd: no session is served until then"
+            )
         return (
             f"this kvstore keeps session records in the {self.records}, and those of this stack are in the "
             f"{stack}: it serves nothing. Set records in [kvstore] of all kvstores to the same database "
             '("postgresql://…"), or stop this one; where the other place is gone for good, name it in '
             "lost_records of [ledger]"
         )
+
+    async def remember(self) -> None:
+        """Where the stack's records lie, for the next start."""
+        place = self._directory.records
+        if place not in ("", self._place.known):
+            await asyncio.to_thread(self._place.note, place)
+
+    @property
+    def _stack(self) -> str:
+        return self._directory.records or self._place.known
 
     def forget(self, model: bytes, block_ids: Sequence[bytes]) -> None:
         """Tells the others that no session names these blocks any more. Whoever does not hear it evicts them

@@ -262,7 +262,7 @@ class _Client(aetcd.Client):  # type: ignore[misc]
             return
         if self._connected.is_set():
             return
-        credentials, options = channel_credentials(self._certificate, "etcd")
+        credentials, options = channel_credentials(self._certificate.files(), "etcd")
         self.channel = grpc.aio.secure_channel(
             f"{self._host}:{self._port}", credentials, options=[*self._options.items(), *options]
         )

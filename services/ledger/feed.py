@@ -61,6 +61,8 @@ class Feed:
             if self._due is Change.MEMBERS or moved or load_is_due or now - published_at >= SIGN_OF_LIFE_S:
                 if self._due is not Change.NOTHING or moved:
                     self._renew()
+                else:
+                    self._age()
                 self._due = Change.NOTHING
                 published_at = now
                 await self._publish()
@@ -76,6 +78,8 @@ class Feed:
         self._look(time.monotonic())
         if self._due is Change.MEMBERS:  # what was published last may be from before etcd was heard
             self._renew()
+        else:
+            self._age()
         self.watchers += 1
         try:
             while not self._closed:
@@ -96,6 +100,17 @@ class Feed:
     def _renew(self) -> None:
         self._view = pb.View(
             instances=self._registry.view(), revision=self._view.revision + 1, records=self._records()
+        )
+        self._age()
+
+    def _age(self) -> None:
+        """The same view, with how long its instances have been silent by now."""
+        silent = self._registry.silent_s(time.monotonic())
+        self._view = pb.View(
+            instances=self._view.instances,
+            revision=self._view.revision,
+            records=self._view.records,
+            silent_ms={name: max(0, int(seconds * 1000)) for name, seconds in silent.items()},
         )
 
     async def _publish(self) -> None:

@@ -210,6 +210,14 @@ class Registry:
         """As of the last refresh."""
         return list(self._view.values())
 
+    def silent_s(self, now: float) -> dict[str, float]:
+        """Since the last heartbeat of each instance that is heard here."""
+        return {
+            name: now - heartbeat.at
+            for name, heartbeat in self._heartbeats.items()
+            if name in self._view and heartbeat.counts
+        }
+
     @property
     def instances(self) -> Mapping[str, pb.Instance]:
         """By id, as of the last refresh; a new mapping after each."""

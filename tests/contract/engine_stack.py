@@ -53,6 +53,7 @@ from services.ledger.config import LedgerConfig
 from services.prefill.config import PrefillConfig
 from services.prefill.service import serve as serve_prefill
 from tests.contract.engine_turns import Reference, compute, prefill_request, turn
+from tests.contract.kvstore_process import known_place
 from tests.etcd import RealEtcd
 from tests.machine import scaled, scaled_settings, scaled_table
 
@@ -328,6 +329,7 @@ class Stack:
             data_plane=DataPlane(data_listen=self.data(name)),
             ledger=self.ledger,
             data=self.runtime / f"{name}-data",
+            folder=known_place(self.runtime / f"{name}-data"),
             dram_bytes=64 << 20,
             disk_bytes=256 << 20,
         )

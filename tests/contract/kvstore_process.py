@@ -19,6 +19,8 @@ from kvcommons.rblock.checksum import checksum
 from kvcommons.transport.client import DataClient
 from kvcommons.transport.deadline import Deadline
 from services.kvstore.config import KVStoreConfig
+from services.kvstore.place import RecordsPlace
+from services.kvstore.records.address import place_of
 from services.kvstore.tier import BlockShape
 from tests.machine import scaled, scaled_table
 from tests.unit.kvstore.samples import SHAPE, payload
@@ -34,6 +36,13 @@ class Errors(grpc.UnaryUnaryClientInterceptor):  # type: ignore[misc]
         if call.exception() is not None:
             raise from_grpc(call.exception())
         return call
+
+
+def known_place(data: Path, records: str = "") -> str:
+    """Lets a kvstore that no ledger will tell it know that its records are the stack's; its `folder`."""
+    where = f"database {place_of(records)}" if records else "folder alone"
+    RecordsPlace(data / "records.place").note(where)
+    return "alone"
 
 
 class KvstoreProcess:
@@ -54,6 +63,8 @@ class KvstoreProcess:
             "staging_s": 20,
             "drain_s": 20,
         } | settings
+        if "ledger" not in settings:
+            flags |= {"folder": known_place(data_folder, str(settings.get("records", "")))}
         flags = scaled_table(KVStoreConfig, flags)
         command = [sys.executable, "-m", "services.kvstore"]
         for name, value in flags.items():

@@ -30,7 +30,7 @@ class Kvstores:
     """Each in a folder of its own, with their session records in a database if `records` names one."""
 
     def __init__(self, folder: Path, records: str = "") -> None:
-        self._folder = folder
+        self.folder = folder
         self._records = records
         self.etcd = RealEtcd()
         self.etcd.start()
@@ -45,10 +45,10 @@ class Kvstores:
 
     def start(self, name: str, **settings: object) -> KvstoreProcess:
         """Returns before it is ready."""
-        sockets = self._folder / name
+        sockets = self.folder / name
         sockets.mkdir(exist_ok=True)
         given = {"folder": name, "records": self._records, "dram_bytes": 1 << 20, **settings}
-        data = self._folder / f"{name}.data"
+        data = self.folder / f"{name}.data"
         self.processes[name] = KvstoreProcess(sockets, data, ledger=self.ledger.address, **given)
         return self.processes[name]
 

@@ -255,6 +255,7 @@ class ScriptedLedger(ledger_pb2_grpc.LedgerServicer):
         self._instances: list[ledger_pb2.Instance] = []
         self.settlements: list[ledger_pb2.SettlementReport] = []
         self.asked = 0  # for settlements
+        self.silent_ms: dict[str, int] = {}
         self._changed = asyncio.Condition()
         self._server = RpcServer(self.address, Telemetry.off("ledger"))
         self._server.add(ledger_pb2_grpc.add_LedgerServicer_to_server, self)
@@ -277,7 +278,7 @@ class ScriptedLedger(ledger_pb2_grpc.LedgerServicer):
 
     async def Watch(self, request: ledger_pb2.WatchRequest, context: Any) -> AsyncIterator[ledger_pb2.View]:
         for revision in itertools.count(1):
-            yield ledger_pb2.View(instances=self._instances, revision=revision)
+            yield ledger_pb2.View(instances=self._instances, revision=revision, silent_ms=self.silent_ms)
             async with self._changed:
                 try:
                     async with asyncio.timeout(scaled(1.0)):

@@ -31,6 +31,7 @@ from kvcommons.telemetry.telemetry import Telemetry
 from services.router.__main__ import serve
 from services.router.api.routes import routes
 from services.router.config import RouterConfig
+from tests.contract.kvstore_process import known_place
 from tests.contract.rest_engine import Engine, Script, ScriptedLedger
 from tests.machine import scaled, scaled_settings
 
@@ -80,6 +81,7 @@ class KvStore:
             "dram_bytes": str(8 << 20),
             "disk_bytes": str(32 << 20),
             "records": self._records,
+            "folder": known_place(self._folder / "data", self._records),
         }
         flags = [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
         with (self._folder / "kvstore.log").open("ab") as log:

@@ -250,7 +250,52 @@ async def test_all_of_them_forget_the_blocks_of_a_deleted_session(kvstores: Kvst
         assert len(kvstores.processes[name].blocks.Match(kept, timeout=scaled(20)).tiers) == 2
 
 
+async def test_no_session_is_written_before_its_place_is_chosen(
+    folder: Path, postgres: PostgresServer
+) -> None:
+    """A ledger shows a kvstore as soon as it hears it, and chooses when etcd lets it: of a folder and a
+    database that are there by then, the database, unless it had asked etcd for the folder before. What the
+    other one had taken meanwhile would look empty."""
+    it = Kvstores(folder)
+    try:
+        it.directory.start()
+        await eventually("the ledger is connected", lambda: it.directory.connected, within_s=30)
+        it.etcd.pause()
+        one = it.start("a")
+        await eventually("a is known", lambda: len(it.fleet.stores()) == 1, within_s=30)
+        turn = asyncio.create_task(it.turn("s", [1]))
+        wanted = pb.CreateSessionRequest(tenant=TENANT, session_id="t", incarnation=bytes(16))
+        with pytest.raises(StoreUnavailable, match="not decided yet"):
+            one.sessions.Create(wanted, timeout=scaled(20), wait_for_ready=True)
+        assert not one.is_ready()
+        it.start("b", records=postgres.new_url())
+        known = it.directory.instances
+        await eventually("b is known", lambda: len(known("kvstore", ready=False)) == 2, within_s=30)
+        assert not turn.done()
+        it.etcd.resume()
+        await eventually("a place is chosen", lambda: it.directory.records, within_s=30)
+        chosen = "a" if it.directory.records == "folder a" else "b"
+        await it.serve(chosen)
+        assert await turn == 1
+        assert await it.tokens("s") == [1]
+        assert [name for name, one in it.processes.items() if one.is_ready()] == [chosen]
+    finally:
+        await it.close()
+
+
 # ---- records in folders
+
+
+async def test_the_place_is_known_again_while_no_ledger_answers(embedded: Kvstores) -> None:
+    await embedded.turn("s", [1])
+    await eventually("the folder counts", lambda: embedded.directory.records == "folder a", within_s=30)
+    place = embedded.folder / "a.data" / "records.place"
+    await eventually("it is kept", place.exists, within_s=30)
+    embedded.ledger.kill()
+    embedded.processes["a"].kill()
+    back = embedded.start("a").wait_ready()
+    wanted = pb.GetSessionRequest(tenant=TENANT, session_id="s")
+    assert list(back.sessions.Get(wanted, timeout=scaled(20)).tokens) == [1]
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -99,6 +100,23 @@ async def test_a_settlement_is_seen_as_it_happens(served: Stack, tmp_path: Path)
         assert "ended 2 s ago after 2 rounds" in await tab.locator(".settlement-list").inner_text()
         assert await tab.locator(".graph .arrow.settling").count() == 0
     assert complaints == []
+
+
+async def test_what_is_older_than_the_picture_says_so(served: Stack) -> None:
+    """A lender that does not answer, and a service whose heartbeats do not come; and nothing of others."""
+    await show_a_circle(served)
+    served.ledger.silent_ms = {"decode-a": 65_000, "decode-b": 700, "kvstore-0": 31_000, "ledger-0": 900}
+    async with tab_at(f"{served.url}/#/commons", []) as tab:
+        lending = tab.locator(".room.lending .problem")
+        await lending.first.wait_for()
+        told = await lending.all_inner_texts()
+        assert re.match(
+            r"decode-a does not answer: its memory and what it lends are as it said \d\d s ago", told[0]
+        )
+        assert re.match(r"decode-b does not answer: .* as it said \d s ago", told[1])
+        services = await tab.locator(".room.services li").all_inner_texts()
+        aged = [text.split()[0] for text in services if "as it said" in text]
+        assert aged == ["decode-a", "kvstore-0"]
 
 
 async def test_what_a_model_writes_is_shown_and_neither_runs_nor_loads(served: Stack) -> None:

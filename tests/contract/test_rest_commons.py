@@ -12,7 +12,11 @@ from typing import Any
 import aiohttp
 import pytest
 
+from kvcommons.errors import Unavailable
+from kvcommons.pb import holder_pb2, holder_pb2_grpc
 from kvcommons.pb import ledger_pb2 as pb
+from kvcommons.rpc.server import RpcServer
+from kvcommons.telemetry.telemetry import Telemetry
 from services.router.api.schemas.answers import Error
 from services.router.api.schemas.commons import CommonsPicture
 from services.router.commons.watch import VIEWERS_MAX
@@ -159,6 +163,73 @@ async def test_a_service_that_is_away_is_missing_from_the_picture_and_stops_noth
         assert (status, body["settlements"]) == (200, [])
         assert body["tiers"][0]["kvstore"] == "kvstore-gone"
         assert body["tiers"][0]["dram_blocks"] is None
+
+
+class Lender(holder_pb2_grpc.HolderServicer):
+    """Says what a test has it say of its memory, when the test lets it."""
+
+    def __init__(self) -> None:
+        self.asked, self.answer, self.gone = asyncio.Event(), asyncio.Event(), False
+        self.reply = holder_pb2.InspectReply(total_blocks=64, free_blocks=58)
+        self.reply.segments.add(owner="decode-engine0", blocks=6, lease_left_ms=900)
+
+    async def Inspect(self, request: holder_pb2.InspectRequest, context: Any) -> holder_pb2.InspectReply:
+        self.asked.set()
+        await self.answer.wait()
+        if self.gone:
+            raise Unavailable("it has no time")
+        return self.reply
+
+
+async def test_a_picture_is_of_the_moment_at_which_all_have_answered(
+    socket_folder: Path, rest_store: KvStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A request that begins while a lender is asked is in it, and what is lent is what the lender says then;
+    of one that does not answer it is what it said last, with its age."""
+    monkeypatch.setattr("services.router.api.commons._ASK_S", scaled(10))
+    lender = Lender()
+    server = RpcServer(f"unix:{socket_folder}/lender.sock", Telemetry.off("attention_pool"))
+    server.add(holder_pb2_grpc.add_HolderServicer_to_server, lender)
+    await server.start()
+    async with stack(socket_folder, rest_store) as served:
+        engines = [one for engine in served.engines for one in engine.instances()]
+        load = pb.Load(total_blocks=64, free_blocks=60, ready=True, loans={"decode-engine0": 4})
+        pool = pb.Instance(id="pool-0", service="attention_pool", control_address=server.address, load=load)
+        served.ledger.silent_ms = {"pool-0": 65_000}
+        await served.ledger.show([*engines, served.store.instance, pool])
+        await eventually(lambda: _serves(served))
+        served.says("word " * 400)
+        served.script.delay_s = 0.01
+        taking = asyncio.create_task(served.get("/v1/commons"))
+        await asyncio.wait_for(lender.asked.wait(), scaled(10))
+        body = {"messages": [{"role": "user", "content": "go"}], "stream": True}
+        async with served.http.post("/v1/chat/completions", json=body) as answer:
+            assert (await answer.content.readline()).startswith(b"data: ")
+            lender.answer.set()
+            _, picture = await taking
+            answer.close()
+        CommonsPicture.model_validate(picture)
+        assert len(picture["sequences"]) == 1
+        (shown,) = [one for one in picture["instances"] if one["id"] == "pool-0"]
+        assert (shown["free_blocks"], shown["answers"]) == (58, True)
+        assert [loan["blocks"] for loan in picture["loans"]] == [6]
+        lender.gone = True
+        await eventually(lambda: _shows(served, free_blocks=60, answers=False))
+        _, picture = await served.get("/v1/commons")
+        (shown,) = [one for one in picture["instances"] if one["id"] == "pool-0"]
+        assert 65 <= shown["silent_s"] < 65 + scaled(60)
+        assert [loan["blocks"] for loan in picture["loans"]] == [4]
+    await server.drain(0)
+
+
+async def _serves(served: Stack) -> bool:
+    return (await served.get("/health"))[0] == 200
+
+
+async def _shows(served: Stack, **fields: Any) -> bool:
+    _, picture = await served.get("/v1/commons")
+    (shown,) = [one for one in picture["instances"] if one["id"] == "pool-0"]
+    return shown | fields == shown
 
 
 async def test_viewers_are_bounded(served: Stack) -> None:

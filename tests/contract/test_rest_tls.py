@@ -75,6 +75,36 @@ async def test_the_api_is_served_by_tls_and_clients_know_by_whom(
                 await asyncio.to_thread(stranger.get, "/v1/models")
 
 
+async def test_a_command_is_told_what_to_set_where_it_cannot_know_the_server(
+    socket_folder: Path, rest_store: KvStore
+) -> None:
+    """With http:// where it serves HTTPS, the reverse, an authority that is not known, and another name."""
+
+    async def said(url: str, ca: str = "") -> str:
+        client = RestClient(url, ca=ca)
+        with pytest.raises(Unavailable) as asked:
+            await asyncio.to_thread(client.get, "/v1/status")
+        with pytest.raises(Unavailable) as told:
+            await asyncio.to_thread(client.say, "hi", None)
+        assert asked.value.message == told.value.message
+        return asked.value.message
+
+    async with secured(socket_folder, rest_store) as served:
+        plain = served.url.replace("https", "http")
+        assert f"it serves HTTPS: set --url {served.url} (KVCOMMONS_URL)" in await said(plain)
+        unknown = await said(served.url)
+        assert "set --ca (KVCOMMONS_CA) to a PEM file with its authority" in unknown
+        cert = str(socket_folder / "server.pem")
+        named = f"https://localhost:{port_of(served)}"
+        assert "call it by a name" in await said(named, cert)
+    async with stack(socket_folder, rest_store) as served:
+        await served.show()
+        secure = served.url.replace("http", "https")
+        hint = f"it serves without TLS: set --url {served.url} (KVCOMMONS_URL)"
+        assert hint in await said(secure)
+        assert hint in await said(secure, cert)
+
+
 async def test_a_call_without_tls_is_told_what_to_do(socket_folder: Path, rest_store: KvStore) -> None:
     async with secured(socket_folder, rest_store, head_s=scaled(1)) as served:
         async with aiohttp.ClientSession() as http:

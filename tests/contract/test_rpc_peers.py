@@ -41,6 +41,12 @@ TOKEN = Credentials(token=SECRET)
 class Counting(rpc.LedgerServicer):
     def __init__(self) -> None:
         self.calls = 0
+        self.watched = asyncio.Event()
+
+    async def Watch(self, request: pb.WatchRequest, context: Any) -> AsyncIterator[pb.View]:
+        yield pb.View(records="0")
+        await self.watched.wait()
+        yield pb.View(records=request.watcher)
 
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Any) -> pb.HeartbeatReply:
         self.calls += 1
@@ -76,8 +82,10 @@ class Served:
 
 
 @contextlib.asynccontextmanager
-async def serving(credentials: Credentials, service: str = "ledger") -> AsyncIterator[Served]:
-    server, servicer = RpcServer("127.0.0.1:0", Telemetry.off(service), credentials=credentials), Counting()
+async def serving(
+    credentials: Credentials, service: str = "ledger", address: str = "127.0.0.1:0"
+) -> AsyncIterator[Served]:
+    server, servicer = RpcServer(address, Telemetry.off(service), credentials=credentials), Counting()
     server.add(rpc.add_LedgerServicer_to_server, servicer)
     await server.start()
     await server.set_ready(True)
@@ -184,6 +192,54 @@ async def test_a_renewed_certificate_is_shown_to_the_next_connection(
         with pytest.raises(Unavailable):
             await served.beat(before, timeout_s=scaled(3))
         assert (await served.beat(of(tmp_path / "anew", "router"))).heartbeat_ms == 7
+
+
+async def test_a_service_that_is_not_restarted_calls_by_its_renewed_certificate(
+    pki: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Authority and all: first both trust the two, then each has its new certificate, then the former
+    authority is gone, and with it the connections that it stood for. A call under way ends as it would."""
+    monkeypatch.setattr("kvcommons.security.certificate.LOOK_S", 0.0)
+    monkeypatch.setattr("kvcommons.rpc.renewed.SETTLE_S", 0.0)
+    make_certificates(tmp_path / "next", datetime.now(UTC))
+
+    def put(service: str, *names: str) -> None:
+        for name in names:
+            (pki / service / name).write_bytes((tmp_path / "next" / service / name).read_bytes())
+
+    server_files, caller = of(pki, "ledger"), of(pki, "router")
+    async with serving(server_files) as served:
+        channel = open_channel(served.address, "ledger", caller)
+        stub = rpc.LedgerStub(channel)  # made once, as holders' are
+        watching = stub.Watch(pb.WatchRequest(watcher="1"), timeout=scaled(60))
+        views = watching.__aiter__()
+        assert (await anext(views)).records == "0"
+
+        async def beat() -> int:
+            return (await stub.Heartbeat(pb.HeartbeatRequest(), timeout=scaled(10))).heartbeat_ms
+
+        assert await beat() == 7
+        both = b"".join((folder / "authority" / "ca.crt").read_bytes() for folder in (pki, tmp_path / "next"))
+        for service in ("ledger", "router"):
+            (pki / service / "ca.crt").write_bytes(both)
+        assert await beat() == 7
+        for service in ("ledger", "router"):
+            put(service, "tls.key", "tls.crt")
+        assert await beat() == 7
+        put("router", "ca.crt")
+        assert await beat() == 7
+        served.servicer.watched.set()
+        assert [view.records async for view in views] == ["1"]
+        address = served.address
+    put("ledger", "ca.crt")  # the former one's connections ended with the server
+    async with serving(server_files, address=address) as served:
+        assert await beat() == 7
+        ended = sign_certificate(
+            pki / "authority", tmp_path / "ended", names=["router.kvcommons"], from_days=-9, to_days=-1
+        )
+        assert await served.raw(read(ended)) == grpc.StatusCode.UNAVAILABLE
+    await channel.close(None)
+    assert not [task for task in asyncio.all_tasks() if task.get_name() == "former channel"]
 
 
 async def test_calls_prove_the_token_and_none_is_good_twice(caplog: pytest.LogCaptureFixture) -> None:

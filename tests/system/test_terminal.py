@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -67,6 +69,26 @@ def test_status_shows_services_and_sessions(stack: Stack) -> None:
         "sessions",
     ):
         assert word in done.stdout, word
+
+
+def test_status_is_watched_without_a_terminal(stack: Stack) -> None:
+    """A table each second, each with its time and as soon as it is made, until Ctrl-C."""
+    command = [sys.executable, "-m", "devstack", "status", "--watch", "--url", stack.url]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as watching:
+        assert watching.stdout is not None
+        silent = threading.Timer(scaled(20), watching.kill)
+        silent.start()
+        times = []
+        for line in watching.stdout:
+            if re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d[+-]\d{4}\n", line):
+                times.append(line)
+                assert next(watching.stdout).split() == ["services"]
+            if len(times) == 3:
+                watching.send_signal(signal.SIGINT)
+                break
+        assert watching.wait(scaled(20)) == 0, "it writes nothing"
+        silent.cancel()
+    assert times[0] < times[1] < times[2]
 
 
 @pytest.mark.parametrize("command", ["chat", "status"])

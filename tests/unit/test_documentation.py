@@ -93,6 +93,13 @@ def test_the_site_is_made_without_a_warning(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     start = (tmp_path / "index.html").read_text()
     assert "quickstart.html" in start
+    # It begins with what this is, how to try it, and where each reader goes on.
+    text = re.sub(r"<[^>]+>", "", start.split("<article", 1)[1])
+    first = ("serves long conversations", "make up", "kvcommons chat", "you build an application")
+    places = [
+        text.index(part) for part in (*first, "you run it for others", "you change it", "Build with it")
+    ]
+    assert places == sorted(places)
     # Nothing of another host is loaded by whoever reads it.
     assert re.findall(r"<(?:script|link|img)[^>]+(?:src|href)=\"https?://", start) == []
     assert "<code" in (tmp_path / "architecture.html").read_text()

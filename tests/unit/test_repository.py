@@ -246,3 +246,18 @@ def test_the_kernels_structures_are_filled_by_their_fields_names() -> None:
             if "ctypes.Structure" in bases and path.name != "structures.py":
                 problems.append(f"{where}: a structure of its own")
     assert problems == []
+
+
+def test_make_lists_its_targets_as_contributing_does() -> None:
+    listed = [
+        subprocess.run(
+            ["make", *words], cwd=ROOT, capture_output=True, text=True, check=True, timeout=30
+        ).stdout
+        for words in (["help"], [])
+    ]
+    assert listed[0] == listed[1]
+    found = dict(re.findall(r"^  make (\S+) +(\S.*)$", listed[0], re.MULTILINE))
+    phony = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert found.keys() == set(" ".join(phony).split())
+    told = re.findall(r"^\| `make (\S+)` \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    assert found.keys() - {"install", "clean"} == set(told)

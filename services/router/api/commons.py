@@ -10,11 +10,12 @@ from aiohttp import web
 from kvcommons.errors import KVCommonsError
 from kvcommons.pb import kvstore_pb2
 from kvcommons.pb import ledger_pb2 as pb
+from kvcommons.pb.holder_pb2 import InspectReply, InspectRequest
 from services.router.api import sse
 from services.router.api.answering import events_of
 from services.router.api.query import wants_stream
 from services.router.api.shapes import Json
-from services.router.commons.view import QueueCounts, commons_view
+from services.router.commons.view import LENDERS, QueueCounts, commons_view
 from services.router.fleet.fleet import SERVICES
 from services.router.http.middleware import SERVING, caller_of
 from services.router.serving import Serving
@@ -50,19 +51,25 @@ async def _stream(request: web.Request) -> web.StreamResponse:
 
 
 async def take_picture(serving: Serving) -> Json:
-    """Asks all kvstores and ledgers at once, for `_ASK_S` at most."""
+    """Asks all holders, kvstores and ledgers at once, for `_ASK_S` at most. What the router knows itself is
+    taken when they have answered: memory, loans and sequences are of one moment then, and not of their last
+    heartbeats and of now."""
     fleet = serving.fleet
+    asked = [one for service in SERVICES for one in fleet.instances(service, ready=False)]
+    held, stats, settlements = await asyncio.gather(
+        asyncio.gather(*(_held(serving, one) for one in asked if one.service in LENDERS)),
+        asyncio.gather(*(_stats(serving, one) for one in asked if one.service == "kvstore")),
+        asyncio.gather(*(_settlements(serving, one) for one in asked if one.service == "ledger")),
+    )
     known = [one for service in SERVICES for one in fleet.instances(service, ready=False)]
     ready = frozenset(one.id for service in SERVICES for one in fleet.instances(service))
-    stats, settlements = await asyncio.gather(
-        asyncio.gather(*(_stats(serving, one) for one in known if one.service == "kvstore")),
-        asyncio.gather(*(_settlements(serving, one) for one in known if one.service == "ledger")),
-    )
     admission = serving.admission
     return commons_view(
         taken_at=time.time(),
         instances=known,
         ready=ready,
+        silent_s={one.id: fleet.silent_s(one.id) for one in known},
+        held={name: reply for name, reply in held if reply is not None},
         stats={name: reply for name, reply in stats if reply is not None},
         settlements=[report for replies in settlements for report in replies],
         sequences=serving.dispatch.sequences(),
@@ -75,6 +82,14 @@ async def take_picture(serving: Serving) -> Json:
         classes=serving.classes,
         outcomes=serving.metrics.class_outcomes(),
     )
+
+
+async def _held(serving: Serving, holder: pb.Instance) -> tuple[str, InspectReply | None]:
+    """One of several stages lends nothing, and answers nothing."""
+    try:
+        return holder.id, await serving.fleet.holder(holder).Inspect(InspectRequest(), timeout=_ASK_S)
+    except KVCommonsError:
+        return holder.id, None
 
 
 async def _stats(serving: Serving, store: pb.Instance) -> tuple[str, kvstore_pb2.StatsReply | None]:

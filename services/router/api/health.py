@@ -65,7 +65,7 @@ async def status(request: web.Request) -> web.Response:
     serving = request.app[SERVING]
     unfit = serving.fleet.unfit_pools()
     instances = [
-        _instance(instance, unfit.get(instance.id))
+        _instance(instance, unfit.get(instance.id), serving.fleet.silent_s(instance.id))
         for service in SERVICES
         for instance in serving.fleet.instances(service, ready=False)
     ]
@@ -106,8 +106,9 @@ def _heads(instance: ledger_pb2.Instance) -> Json | None:
     return {"group": part.group, "number": part.number, "parts": part.parts}
 
 
-def _instance(instance: ledger_pb2.Instance, unfit: str | None = None) -> Json:
-    """`unfit`: why it can lend to no decode instance."""
+def _instance(instance: ledger_pb2.Instance, unfit: str | None = None, silent_s: float | None = None) -> Json:
+    """`unfit`: why it can lend to no decode instance. `silent_s`: since its last heartbeat; None: not
+    known."""
     load = instance.load
     return {
         "id": instance.id,
@@ -127,4 +128,5 @@ def _instance(instance: ledger_pb2.Instance, unfit: str | None = None) -> Json:
         "records": instance.records or None,
         "heads": _heads(instance),
         "unfit": unfit,
+        "silent_s": None if silent_s is None else round(silent_s, 1),
     }

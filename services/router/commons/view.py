@@ -3,12 +3,14 @@ schemas/commons.py describes it."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kvcommons.pb import kvstore_pb2
 from kvcommons.pb import ledger_pb2 as pb
+from kvcommons.pb.holder_pb2 import InspectReply
 from services.router.admission.classes import ServiceClass
 from services.router.turn.dispatch import SequenceUnderWay
 
@@ -33,6 +35,8 @@ def commons_view(
     taken_at: float,
     instances: Sequence[pb.Instance],
     ready: frozenset[str],
+    silent_s: Mapping[str, float | None],
+    held: Mapping[str, InspectReply],
     stats: Mapping[str, kvstore_pb2.StatsReply],
     settlements: Iterable[pb.SettlementReport],
     sequences: Iterable[SequenceUnderWay],
@@ -40,8 +44,10 @@ def commons_view(
     classes: Iterable[ServiceClass],
     outcomes: Mapping[str, Mapping[str, int]],
 ) -> dict[str, Any]:
-    """`taken_at`: seconds since the epoch. `ready`: ids of the instances that are asked to serve. `stats`: of
-    the kvstores that answered. `outcomes`: by class, how many requests came to which."""
+    """`taken_at`: seconds since the epoch. `ready`: ids of the instances that are asked to serve. `silent_s`:
+    by id, how old what the registry says of its load is; None: not known. `held`: of the holders that
+    answered, their memory and their loans at this moment; of others they are as old as their heartbeats.
+    `stats`: of the kvstores that answered. `outcomes`: by class, how many requests came to which."""
     shown: list[dict[str, Any]] = []
     left_out = 0
     for one in sequences:
@@ -52,9 +58,11 @@ def commons_view(
     return {
         "object": "commons",
         "taken_at": taken_at,
-        "instances": [_instance(one, ready=one.id in ready) for one in instances],
+        "instances": [
+            _instance(one, held.get(one.id), silent_s.get(one.id), ready=one.id in ready) for one in instances
+        ],
         "tiers": [_tiers(one.id, stats.get(one.id)) for one in instances if one.service == "kvstore"],
-        "loans": _loans(instances),
+        "loans": _loans(instances, held),
         "sequences": shown,
         "sequences_left_out": left_out,
         "settlements": [_settlement(one) for one in merged(settlements)],
@@ -80,8 +88,11 @@ def merged(reports: Iterable[pb.SettlementReport]) -> list[pb.SettlementReport]:
     return sorted(best.values(), key=lambda one: (-one.begun_ms, one.settlement.id))
 
 
-def _instance(one: pb.Instance, *, ready: bool) -> dict[str, Any]:
+def _instance(
+    one: pb.Instance, held: InspectReply | None, silent_s: float | None, *, ready: bool
+) -> dict[str, Any]:
     load = one.load
+    memory = load if held is None else held
     group = one.heads.group if one.HasField("heads") else one.stage.group if one.HasField("stage") else None
     return {
         "id": one.id,
@@ -90,11 +101,13 @@ def _instance(one: pb.Instance, *, ready: bool) -> dict[str, Any]:
         "model": one.model.name or None,
         "group": group,
         "ready": ready,
-        "total_blocks": load.total_blocks,
-        "free_blocks": load.free_blocks,
+        "total_blocks": memory.total_blocks,
+        "free_blocks": memory.free_blocks,
         "lendable_blocks": load.lendable_blocks,
         "running": load.running,
         "queued": load.queued,
+        "silent_s": None if silent_s is None else round(silent_s, 1),
+        "answers": held is not None if one.service in LENDERS else None,
     }
 
 
@@ -111,15 +124,28 @@ def _tiers(store: str, stats: kvstore_pb2.StatsReply | None) -> dict[str, Any]:
     return {"kvstore": store, **figures}
 
 
-def _loans(instances: Iterable[pb.Instance]) -> list[dict[str, Any]]:
-    """By the lenders' block tables, which are what counts."""
+def _loans(instances: Iterable[pb.Instance], held: Mapping[str, InspectReply]) -> list[dict[str, Any]]:
+    """By the lenders' block tables, which are what counts: at this moment, or of a lender that does not
+    answer as its last heartbeat told."""
     return [
         {"creditor": one.id, "debtor": debtor, "blocks": blocks}
         for one in instances
         if one.service in LENDERS
-        for debtor, blocks in sorted(one.load.loans.items())
+        for debtor, blocks in sorted(_lent(one, held.get(one.id)).items())
         if blocks
     ]
+
+
+def _lent(one: pb.Instance, held: InspectReply | None) -> Mapping[str, int]:
+    """Blocks by debtor. Of a head group, whose parts all lend the same, the first one counts."""
+    if held is None:
+        return one.load.loans
+    lent: Counter[str] = Counter()
+    if not one.HasField("heads") or one.heads.number == 0:
+        for segment in held.segments:
+            if segment.lease_left_ms:  # else its own
+                lent[segment.owner] += segment.blocks
+    return lent
 
 
 def _sequence(one: SequenceUnderWay) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from kvcommons.engine.iteration_costs import IterationCosts, IterationWork
 from kvcommons.errors import ContextLengthExceeded, Loading, ModelNotFound, Overloaded, StoreUnavailable
 from kvcommons.pb.common_pb2 import ModelInfo
 from kvcommons.pb.decode_pb2_grpc import DecodeStub
+from kvcommons.pb.holder_pb2_grpc import HolderStub
 from kvcommons.pb.kvstore_pb2_grpc import BlocksStub, SessionsStub
 from kvcommons.pb.ledger_pb2 import Instance
 from kvcommons.pb.ledger_pb2_grpc import LedgerStub
@@ -35,6 +36,7 @@ from services.router.fleet.pairing import (
 
 if TYPE_CHECKING:
     from kvcommons.pb.decode_pb2_grpc import DecodeAsyncStub
+    from kvcommons.pb.holder_pb2_grpc import HolderAsyncStub
     from kvcommons.pb.kvstore_pb2_grpc import BlocksAsyncStub, SessionsAsyncStub
     from kvcommons.pb.ledger_pb2_grpc import LedgerAsyncStub
     from kvcommons.pb.prefill_pb2_grpc import PrefillAsyncStub
@@ -55,6 +57,8 @@ class View(Protocol):
     def instances(self, service: str, *, ready: bool = True) -> list[Instance]: ...
 
     def suspect(self, instance_id: str) -> None: ...
+
+    def silent_s(self, instance_id: str) -> float | None: ...
 
     @property
     def records(self) -> str: ...
@@ -259,6 +263,13 @@ class Fleet:
     def ledger(self, instance: Instance) -> LedgerAsyncStub:
         return LedgerStub(self._channel(instance.control_address, "ledger"))
 
+    def holder(self, instance: Instance) -> HolderAsyncStub:
+        return HolderStub(self._channel(instance.control_address, "holder"))
+
+    def silent_s(self, instance_id: str) -> float | None:
+        """So old is what the registry says of its load; None: not known."""
+        return self._view.silent_s(instance_id)
+
     def blocks(self, store: Instance) -> BlocksAsyncStub:
         return BlocksStub(self._channel(store.control_address, "kvstore"))
 
@@ -298,7 +309,7 @@ class Fleet:
     async def prune(self) -> None:
         """Closes channels to addresses that are gone. Call it now and then."""
         now_s = self._clock()
-        services = ("prefill", "decode", "kvstore", "ledger")
+        services = ("prefill", "decode", "attention_pool", "kvstore", "ledger")
         alive = {
             instance.control_address
             for service in services

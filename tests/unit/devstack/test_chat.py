@@ -36,7 +36,12 @@ class _Server(BaseHTTPRequestHandler):
             self._send(201, {"id": "sess-new"})
             return
         said = body["messages"][0]["content"]
-        events = [{"choices": [{"delta": {"content": f"{body['session_id']} heard {said!r}"}}]}]
+        if said == "fail":
+            self._send(503, {"error": {"code": "unavailable", "message": "nothing is ready"}})
+            return
+        heard = {"choices": [{"delta": {"content": f"{body['session_id']} heard {said!r}"}}]}
+        usage = {"prompt_tokens": 7, "completion_tokens": said.count(" ") + 1}
+        events = [heard, {"choices": [], "usage": usage}]
         text = "".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n"
         self._reply(200, text.encode())
 
@@ -65,10 +70,12 @@ def url() -> Iterator[str]:
 
 @pytest.fixture
 def chatting(url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
-    def chat(text: str, *arguments: str) -> str:
+    def chat(text: str, *arguments: str, status: int = 0) -> str:
         monkeypatch.setattr(sys, "stdin", io.StringIO(text))
-        assert main(["chat", "--url", url, *arguments]) == 0
-        return capsys.readouterr().out
+        assert main(["chat", "--url", url, *arguments]) == status
+        captured = capsys.readouterr()
+        assert captured.err == ("error: nothing is ready\n" if status else "")
+        return str(captured.out)
 
     return chat
 
@@ -97,6 +104,20 @@ def test_what_is_no_command_is_told_or_sent(chatting: Any) -> None:
     assert "heard ' /halp'" in said
     assert "heard '/etc/hosts is a file'" in said
     assert said.count("heard") == 2
+
+
+def test_an_answer_that_is_an_error_fails_a_script_and_goes_to_stderr(chatting: Any) -> None:
+    said = chatting("fail\nhello\n", status=1)
+    assert "error" not in said
+    assert "heard 'hello'" in said
+
+
+def test_an_answer_of_a_token_or_two_has_no_rate(chatting: Any) -> None:
+    one, two, three = (chatting(text).splitlines()[1] for text in ("a\n", "a b\n", "a b c\n"))
+    for tiny in (one, two):
+        assert tiny.startswith("[first token ")
+        assert "tokens/s" not in tiny
+    assert "tokens/s, 0 of 7 prompt tokens cached]" in three
 
 
 def test_an_id_that_a_shell_would_divide_is_quoted(chatting: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,38 @@ def test_a_folder_that_lacks_something_of_a_model_is_refused(tmp_path: Path) -> 
     check_model(str(demo), print)
     with pytest.raises(ModelNotFound):
         check_model(str(tmp_path / "none"), print)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--stages", "9"], "--stages, or [prefill]: stages = 9, and the model has 2 layers"),
+        (["--decode-stages", "3"], "--decode-stages, or [decode]: stages = 3, and the model has 2 layers"),
+        (["--tensor", "3"], "--tensor, or [prefill]: tensor = 3 does not divide"),
+    ],
+)
+def test_more_stages_or_ranks_than_the_model_has_are_named_before_anything_starts(
+    arguments: list[str],
+    says: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    nothing_starts: None,
+) -> None:
+    assert main(["up", "--data", str(tmp_path / "data"), "--port", "0", *arguments]) == 2
+    assert says in capsys.readouterr().out
+
+
+def test_an_error_is_an_object_of_json_where_no_terminal_shows_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], nothing_starts: None
+) -> None:
+    wrong = ["up", "--data", str(tmp_path / "data"), "--port", "0", "--decode", "0"]
+    assert main(wrong) == main([*wrong, "--log-format", "json"]) == 2
+    for line in capsys.readouterr().out.splitlines():
+        told = json.loads(line)
+        assert (told["level"], told["service"]) == ("error", "up")
+        assert "decode" in told["message"]
+    assert main([*wrong, "--log-format", "text"]) == 2
+    assert capsys.readouterr().out.startswith("kvcommons up: decode")
 
 
 def test_beyond_loopback_a_stack_has_keys_or_does_not_start(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import tomllib
 from importlib import import_module
@@ -56,6 +57,11 @@ def test_the_example_shows_settings_that_exist(service: str, tmp_path: Path) -> 
     file = tmp_path / "kvcommons.toml"
     file.write_text(toml.dumps(tables))
     load(service, schema(service), file=file, environ={}, flags=GIVEN.get(service, {}))
+
+
+def test_the_example_shows_all_settings_of_up() -> None:
+    shown = uncommented(ROOT / "config/kvcommons.toml")["up"]
+    assert shown.keys() == {field.name for field in dataclasses.fields(UpSettings)}
 
 
 @pytest.mark.parametrize("service", ["up", *SCHEMAS])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -100,7 +101,7 @@ async def test_children_end_in_the_order_of_their_needs(tmp_path: Path) -> None:
     await bench.supervisor.start()
     await bench.until(lambda: bench.out.getvalue().count("up") == len(services))
     await bench.supervisor.stop()
-    ended = [line.split()[1] for line in bench.out.getvalue().splitlines() if line.endswith("ended")]
+    ended = [line.split()[2] for line in bench.out.getvalue().splitlines() if line.endswith("ended")]
     assert ended == ["router", "decode", "kvstore", "ledger"]
 
 
@@ -176,7 +177,9 @@ async def test_what_children_say_is_kept_as_json(tmp_path: Path) -> None:
     await bench.supervisor.start()
     try:
         await bench.until(lambda: "plain" in bench.out.getvalue())
-        assert "warning: slow  tokens=7" in bench.out.getvalue()
+        assert re.search(
+            r"^\d\d:\d\d:\d\d warning +decode +slow  tokens=7$", bench.out.getvalue(), re.MULTILINE
+        )
     finally:
         await bench.supervisor.stop()
     lines = (bench.place.logs / "decode.jsonl").read_text().splitlines()

@@ -60,6 +60,15 @@ class _Handler(BaseHTTPRequestHandler):
             self._json({"id": "me/demo", "sha": COMMIT, "siblings": self.hub.files()}, body=body)
         elif path.startswith(f"/me/demo/resolve/{COMMIT}/"):
             self._file(path.removeprefix(f"/me/demo/resolve/{COMMIT}/"), body=body)
+        elif path.startswith("/api/models/me/gated"):
+            self.send_response(403)
+            self.send_header("X-Error-Code", "GatedRepo")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+        elif path.startswith("/api/models/me/broken"):
+            self.send_response(500)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
         else:
             self.send_response(404)
             self.send_header("X-Error-Code", "RepoNotFound")
@@ -137,8 +146,29 @@ def test_a_hub_id_is_downloaded_once_and_without_pickles_or_code(hub: Hub, tmp_p
     assert hub.fetched == []
 
 
-def test_a_hub_id_that_nobody_has_is_named(hub: Hub, tmp_path: Path) -> None:
-    unknown = resolve("me/other", hub, tmp_path)
-    assert unknown.returncode == 1
-    assert "me/other is no folder, and the hub did not give it" in unknown.stderr
-    assert "Traceback" not in unknown.stderr
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("me/other", "has no such model, or a private one: name a folder, or the id"),
+        ("me/gated", "gives it only to those who accepted its terms"),
+        ("me/broken", "did not give it (Server error '500"),
+        ("me/--", "it is no id of the hub's"),
+    ],
+)
+def test_what_the_hub_does_not_give_is_told_in_a_line(name: str, says: str, hub: Hub, tmp_path: Path) -> None:
+    _assert_told(resolve(name, hub, tmp_path), name, says)
+
+
+def test_without_a_network_or_leave_to_use_it_the_hub_is_not_blamed(hub: Hub, tmp_path: Path) -> None:
+    _assert_told(
+        resolve("me/demo", hub, tmp_path, offline=True), "me/demo", "HF_HUB_OFFLINE keeps from asking"
+    )
+    nowhere = Hub(url="http://127.0.0.1:9")
+    _assert_told(resolve("me/demo", nowhere, tmp_path), "me/demo", "try again with a network")
+
+
+def _assert_told(ended: subprocess.CompletedProcess[str], name: str, says: str) -> None:
+    assert ended.returncode == 1
+    (line,) = ended.stderr.splitlines()
+    assert line.startswith(f"{name} is no folder here, and ")
+    assert says in line

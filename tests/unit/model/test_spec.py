@@ -267,7 +267,7 @@ def test_hub_ids_are_found_in_the_hubs_cache(tmp_path: Path) -> None:
     )
     found, missing = done.stdout.split("\n", 1)
     assert found == str(snapshot)
-    assert missing.startswith("maker/other is no folder, and the hub did not give it")
+    assert missing.startswith("maker/other is no folder here, and the hub's cache on this machine does not")
 
 
 def test_model_info_is_what_services_announce() -> None:

@@ -4,6 +4,7 @@ from typing import Any
 
 from kvcommons.pb import kvstore_pb2
 from kvcommons.pb import ledger_pb2 as pb
+from kvcommons.pb.holder_pb2 import HeldSegment, InspectReply
 from services.router.admission.classes import ClassObjectives, ServiceClass
 from services.router.api.schemas.commons import CommonsPicture
 from services.router.commons.view import SEQUENCES_MAX, QueueCounts, commons_view, merged
@@ -48,6 +49,8 @@ def view(**given: Any) -> dict[str, Any]:
         "taken_at": 1.5,
         "instances": [],
         "ready": frozenset(),
+        "silent_s": {},
+        "held": {},
         "stats": {},
         "settlements": [],
         "sequences": [],
@@ -70,6 +73,44 @@ def test_loans_are_as_lenders_say_and_none_of_nothing() -> None:
         {"creditor": "decode-1", "debtor": "decode-2", "blocks": 2},
         {"creditor": "pool-1", "debtor": "decode-1", "blocks": 3},
         {"creditor": "pool-1", "debtor": "decode-2", "blocks": 4},
+    ]
+
+
+def test_a_lender_that_answers_is_shown_as_it_is_now_and_another_one_with_its_age() -> None:
+    pools = [
+        instance(name, "attention_pool", total_blocks=64, free_blocks=60, running=2, loans={"decode-1": 4})
+        for name in ("pool-1", "pool-2")
+    ]
+    router = instance("router-1", "router")
+    segments = [
+        HeldSegment(owner="decode-1", blocks=5, lease_left_ms=900),
+        HeldSegment(owner="decode-1", blocks=1, lease_left_ms=900),
+        HeldSegment(owner="pool-1", blocks=7),  # its own
+    ]
+    held = {"pool-1": InspectReply(total_blocks=64, free_blocks=51, segments=segments)}
+    picture = view(
+        instances=[*pools, router], held=held, silent_s={"pool-1": 0.31, "pool-2": 7.04, "router-1": None}
+    )
+    assert picture["loans"] == [
+        {"creditor": "pool-1", "debtor": "decode-1", "blocks": 6},
+        {"creditor": "pool-2", "debtor": "decode-1", "blocks": 4},
+    ]
+    told = ("free_blocks", "running", "silent_s", "answers")
+    assert [tuple(one[name] for name in told) for one in picture["instances"]] == [
+        (51, 2, 0.3, True),
+        (60, 2, 7.0, False),
+        (0, 0, None, None),
+    ]
+
+
+def test_of_a_head_group_the_first_part_tells_what_it_lends() -> None:
+    parts = [instance(f"pool-{number}", "attention_pool") for number in range(2)]
+    for number, one in enumerate(parts):
+        one.heads.group, one.heads.number, one.heads.parts = "pools", number, 2
+    segments = [HeldSegment(owner="decode-1", blocks=5, lease_left_ms=900)]
+    held = {one.id: InspectReply(segments=segments) for one in parts}
+    assert view(instances=parts, held=held)["loans"] == [
+        {"creditor": "pool-0", "debtor": "decode-1", "blocks": 5}
     ]
 
 

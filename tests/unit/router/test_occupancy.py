@@ -191,6 +191,9 @@ class View:
         prefill = Instance(id="p", model=MODEL, load=Load(ready=True))
         return {"decode": self.decodes, "prefill": [prefill]}.get(service, [])
 
+    def silent_s(self, instance_id: str) -> float | None:
+        return None
+
     def suspect(self, instance_id: str) -> None: ...
 
 

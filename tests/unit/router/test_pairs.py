@@ -160,6 +160,9 @@ class View:
     def instances(self, service: str, *, ready: bool = True) -> list[Instance]:
         return self.there.get(service, [])
 
+    def silent_s(self, instance_id: str) -> float | None:
+        return None
+
     def suspect(self, instance_id: str) -> None: ...
 
 

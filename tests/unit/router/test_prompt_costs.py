@@ -23,6 +23,9 @@ class View:
     def instances(self, service: str, *, ready: bool = True) -> list[Instance]:
         return [one for one in self._instances if one.service == service]
 
+    def silent_s(self, instance_id: str) -> float | None:
+        return None
+
     def suspect(self, instance_id: str) -> None:
         """None is."""
 

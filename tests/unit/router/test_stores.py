@@ -61,6 +61,9 @@ class View:
     def instances(self, service: str, *, ready: bool = True) -> list[Instance]:
         return [one for one in self.stores if not ready or one.id not in self.suspected]
 
+    def silent_s(self, instance_id: str) -> float | None:
+        return None
+
     def suspect(self, instance_id: str) -> None:
         self.suspected.append(instance_id)
 

@@ -376,6 +376,9 @@ class InstanceStatus(AnswerBody):
     records: str | None = Field(description="Of a kvstore: where its session records lie.")
     heads: HeadShare | None
     unfit: str | None = Field(description="Of an attention_pool: why it can lend to no decode instance.")
+    silent_s: float | None = Field(
+        description="Since its last heartbeat: so old is what is said of its load. null: not known."
+    )
 
 
 class StoreStatus(AnswerBody):

@@ -23,6 +23,13 @@ class CommonsInstance(AnswerBody):
     lendable_blocks: int
     running: int
     queued: int
+    silent_s: float | None = Field(
+        description="So old is what is said of its load: since its last heartbeat. null: not known."
+    )
+    answers: bool | None = Field(
+        description="Of what lends: its memory and its loans are of this moment; false: as old as its last "
+        "heartbeat. null: it lends nothing."
+    )
 
 
 class CommonsTiers(AnswerBody):

@@ -7,6 +7,8 @@ import { count } from "./proof.js";
 
 const AGAIN_MS = [500, 1000, 2000, 5000];
 const SAID_EVERY_MS = 15_000;
+// Heartbeats come every half second, and a ledger tells of them within two more.
+const STALE_S = 4;
 
 const KINDS = [
   ["router", "Routers"], ["prefill", "Prefill"], ["prefill_stage", "Stages of prefill"], ["decode", "Decode"],
@@ -109,7 +111,7 @@ function shown(picture) {
     ${figures(picture)}
     <div class="rooms">
       <div class="wing">
-        ${section("lending", "Who lends to whom", graph(picture))}
+        ${section("lending", "Who lends to whom", [graph(picture), unanswered(picture.instances)])}
         ${section("tiers", "Tiers of the kvstore", tiers(picture.tiers))}
       </div>
       <div class="wing">
@@ -119,6 +121,13 @@ function shown(picture) {
       </div>
       ${section("services", "Services", services(picture.instances))}
     </div>`;
+}
+
+/** Of whom memory and loans are older than the rest of the picture. */
+function unanswered(instances) {
+  return instances.filter((one) => one.answers === false).map((one) => html`<p class="problem">${
+    one.id} does not answer: its memory and what it lends are as it said ${
+    one.silent_s === null ? "last" : `${Math.round(one.silent_s)} s ago`}.</p>`);
 }
 
 function section(name, title, content) {
@@ -156,6 +165,7 @@ function instance(one) {
     one.running ? `${count(one.running)} running` : "",
     one.queued ? `${count(one.queued)} queued` : "",
     one.lendable_blocks ? `${count(one.lendable_blocks)} to lend` : "",
+    one.silent_s > STALE_S ? `as it said ${Math.round(one.silent_s)} s ago` : "",
   ].filter(Boolean);
   return html`<li class=${one.ready ? "" : "away"}>
     <span class="name">${one.id}</span>
