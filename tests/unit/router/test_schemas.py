@@ -10,6 +10,9 @@ import pytest
 from openai.types.chat import ChatCompletionMessage
 
 from kvcommons.errors import InvalidInput, UnsupportedParameter
+from services.router.api.messages.requests import MessagesRequest
+from services.router.api.responses.requests import ResponsesRequest
+from services.router.api.schemas.body import Body
 from services.router.api.schemas.requests import (
     ChatRequest,
     CompletionRequest,
@@ -39,7 +42,8 @@ def chat(**fields: Any) -> ChatRequest:
         {"stream": True, "stream_options": {"include_usage": True}, "truncation": "disabled"},
         {"store": True, "reasoning_effort": "low", "verbosity": "low", "skip_special_tokens": True},
         {"repetition_penalty": 1, "min_tokens": 0, "include_stop_str_in_output": False},
-        {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+        {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+        {"max_tokens": 5, "max_completion_tokens": 5},
         {"messages": [{"role": "developer", "content": [{"type": "text", "text": "a"}]}]},
         {"messages": [{"role": "assistant", "content": "a", "tool_calls": None, "refusal": None}]},
     ],
@@ -77,7 +81,10 @@ def test_accepted(fields: dict[str, Any]) -> None:
         ({"frequency_penalty": 2.5}, "frequency_penalty"),
         ({"logit_bias": {"5": 101}}, "logit_bias"),
         ({"stream_options": {"x": 1}}, "stream_options.x"),
-        ({"stream_options": {"continuous_usage_stats": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": False, "stream_options": {}}, "stream_options"),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
         ({"repetition_penalty": 10.5}, "repetition_penalty"),
         ({"min_tokens": -1}, "min_tokens"),
@@ -159,7 +166,60 @@ def test_an_unknown_field_names_the_nearest() -> None:
         validate(SessionCreate, {"ttl": 5})
 
 
-@pytest.mark.parametrize("name", ["max_time", "top_a", "typical_p", "guided_json", "n_predict", "x"])
+def test_what_says_the_same_twice_names_both() -> None:
+    with pytest.raises(InvalidInput, match=r"max_tokens is 5 and max_completion_tokens is 6"):
+        chat(max_tokens=5, max_completion_tokens=6)
+    for schema, body in ((CompletionRequest, {"prompt": "a"}), (ResponsesRequest, {"input": "a"})):
+        with pytest.raises(InvalidInput, match="stream: true") as refused:
+            validate(schema, body | {"stream_options": {}})
+        assert refused.value.param == "stream_options"
+        assert validate(schema, body | {"stream_options": {}, "stream": True}).stream
+
+
+APIS: tuple[type[Body], ...] = (ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest)
+ELSEWHERE: list[tuple[type[Body], str, str]] = [
+    (ChatRequest, "prompt", "use messages here, or /v1/completions"),
+    (ChatRequest, "input", "use messages here, or /v1/responses"),
+    (ChatRequest, "max_output_tokens", "use max_completion_tokens"),
+    (CompletionRequest, "messages", "use prompt here, or /v1/chat/completions"),
+    (ResponsesRequest, "max_tokens", "use max_output_tokens"),
+    (ResponsesRequest, "messages", "use input here"),
+    (ResponsesRequest, "guided_json", "text.format"),
+    (MessagesRequest, "stop", "use stop_sequences"),
+    (MessagesRequest, "guided_json", "output_config.format"),
+]
+
+
+@pytest.mark.parametrize(("schema", "name", "says"), ELSEWHERE)
+def test_a_field_of_another_api_says_where_it_belongs(schema: type[Body], name: str, says: str) -> None:
+    with pytest.raises(InvalidInput, match=f"unknown field '{name}'") as unknown:
+        validate(schema, {name: "a"})
+    assert says in unknown.value.message
+    assert unknown.value.param == name
+
+
+@pytest.mark.parametrize("kind", ["json", "regex", "choice", "grammar"])
+def test_what_vllm_called_guided_is_refused_by_its_new_name(kind: str) -> None:
+    """Also where unknown fields are left out: the answer would not keep to it."""
+    for schema, body in ((ChatRequest, HI), (CompletionRequest, {"prompt": "a"})):
+        with pytest.raises(UnsupportedParameter) as refused:
+            validate_known(schema, body | {f"guided_{kind}": "a"})
+        assert f'structured_outputs: {{"{kind}": …}}' in refused.value.message
+        assert refused.value.param == f"guided_{kind}"
+
+
+@pytest.mark.parametrize("schema", APIS)
+def test_no_hint_names_a_field_that_has_nothing_to_do_with_it(schema: type[Body]) -> None:
+    """Of each field of all other APIs: it is told where that belongs, or nothing."""
+    known = {*schema.model_fields, *schema.NOT_BUILT}
+    assert not known & schema.ELSEWHERE.keys()
+    for name in {one for other in APIS for one in (*other.model_fields, *other.NOT_BUILT)} - known:
+        with pytest.raises(InvalidInput, match="unknown field") as unknown:
+            validate(schema, {name: "a"})
+        assert "did you mean" not in unknown.value.message, unknown.value.message
+
+
+@pytest.mark.parametrize("name", ["max_time", "top_a", "typical_p", "prompt_log", "n_predict", "log", "x"])
 def test_a_field_that_is_like_none_has_no_suggestion(name: str) -> None:
     with pytest.raises(InvalidInput, match="unknown field") as unknown:
         chat(**{name: 1})
@@ -176,6 +236,7 @@ def test_unknown_fields_may_be_ignored_wherever_they_are() -> None:
             {"role": "tool", "content": "1", "tool_call_id": "c"},
         ],
         "top_a": 1,
+        "stream": True,
         "stream_options": {"x": 1},
         "temperature": 0.5,
     }  # fmt: skip
@@ -251,7 +312,7 @@ def test_sampling_has_defaults_and_wraps_seeds() -> None:
 
 
 def test_a_whole_number_is_an_integer_however_it_is_written() -> None:
-    asked = chat(max_tokens=5.0, seed=-3.0, temperature=1.0, stream_options={"include_usage": True})
+    asked = chat(max_tokens=5.0, seed=-3.0, temperature=1.0)
     assert (asked.max_tokens, asked.seed, asked.temperature) == (5, -3, 1.0)
     assert validate(CompletionRequest, {"prompt": [[1.0, 2], [3, 4.0]]}).prompt == [[1, 2], [3, 4]]
     for wrong in (5.5, True, "5"):
