@@ -136,7 +136,7 @@ REFUSED: list[tuple[Json, str | None]] = [
     ({"background": True}, "background"),
     ({"prompt": {"id": "p"}}, "prompt"),
     ({"input": []}, "input"),
-    ({"input": [{"type": "computer_call", "id": "x"}]}, "input[0]"),
+    ({"input": [{"type": "computer_call", "id": "x"}]}, "input[0].type"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": [WEATHER], "tool_choice": {"type": "function"}}, "tool_choice.name"),
     ({"max_tokens": 3}, "max_tokens"),

@@ -166,6 +166,74 @@ def test_an_unknown_field_names_the_nearest() -> None:
         validate(SessionCreate, {"ttl": 5})
 
 
+BODIES: dict[type[Body], dict[str, Any]] = {
+    ChatRequest: HI,
+    CompletionRequest: {"prompt": "a"},
+    ResponsesRequest: {"input": "a"},
+    MessagesRequest: HI | {"model": "m", "max_tokens": 5},
+}
+SAYS: list[tuple[type[Body], dict[str, Any], str]] = [
+    (ChatRequest, {"temperature": "hot"}, "temperature has to be a number, and is a string"),
+    (ChatRequest, {"temperature": 3}, "temperature has to be at most 2, and is 3"),
+    (ChatRequest, {"stream": 1}, "stream has to be true or false, and is a number"),
+    (ChatRequest, {"n": 1.5}, "n has to be an integer, and is 1.5"),
+    (ChatRequest, {"stop": ""}, "stop has to have at least 1 character"),
+    (ChatRequest, {"stop": {}}, "stop has to be a string, or a list, and is an object"),
+    (ChatRequest, {"messages": []}, "messages has to have at least 1 entry"),
+    (CompletionRequest, {"logprobs": True}, "logprobs has to be an integer, and is true"),
+    (ResponsesRequest, {"input": [5]}, "input[0] has to be an object, and is a number"),
+    (ResponsesRequest, {"input": [{"type": 5}]}, "input[0] needs a type, which is a string"),
+    (ResponsesRequest, {"tools": [5]}, "tools[0] has to be an object, and is a number"),
+    (
+        ResponsesRequest,
+        {"tool_choice": {"type": "x"}},
+        "tool_choice.type has to be one of 'function', 'custom', 'allowed_tools', and is 'x'",
+    ),
+    (
+        MessagesRequest,
+        {"thinking": {"type": "deep"}},
+        "thinking.type has to be 'enabled', 'disabled' or 'adaptive', and is 'deep'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("schema", "fields", "says"), SAYS, ids=[says for _, _, says in SAYS])
+def test_an_error_says_what_has_to_be_there(schema: type[Body], fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidInput) as refused:
+        validate(schema, BODIES[schema] | fields)
+    assert refused.value.message == says
+    assert says.startswith(refused.value.param or "no field")
+
+
+VALUES: list[Any] = [
+    None, True, 5, -5, 1.5, 1e30, "", "x", "x" * 300, [], {}, [5], [{}], ["a"], [None], [5] * 2000, {"a": 1},
+    {"type": "x"}, {"type": 5}, {"type": "function"}, {"type": "grammar"}, {"name": 5}, [{"type": "x"}],
+    [{"type": "text"}], [{"type": "function_call"}], [{"type": "function", "function": {"name": ""}}],
+    [{"type": "custom", "name": "a", "format": {"type": "x"}}], [{"role": "x", "content": 5}],
+    [{"role": "user", "content": [{"type": "text"}]}], [{"role": "user", "content": [{"type": "x"}]}],
+    [{"role": "assistant", "content": [{"type": "tool_use", "id": "", "name": 5}]}],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", BODIES)
+def test_no_error_has_the_words_of_the_library_that_validates(schema: type[Body]) -> None:
+    """Of any field with any value: each error is one of this server's own."""
+    said: dict[str, str | None] = {}
+    for name in schema.model_fields:
+        for value in VALUES:
+            try:
+                validate(schema, BODIES[schema] | {name: value})
+            except InvalidInput as refused:
+                said[refused.message] = refused.param
+    foreign = re.compile(
+        r"\b(input|Input|list|string|value) should|valid (string|list|dictionary|number)|tag|instance of|"
+        r"Value error|Extra inputs|not what /openapi"
+    )
+    assert len(said) > 100
+    assert all(said.values())
+    assert not [one for one in said if foreign.search(one)]
+
+
 def test_what_says_the_same_twice_names_both() -> None:
     with pytest.raises(InvalidInput, match=r"max_tokens is 5 and max_completion_tokens is 6"):
         chat(max_tokens=5, max_completion_tokens=6)

@@ -14,6 +14,7 @@ from pydantic_core import ErrorDetails
 from kvcommons.errors import InvalidInput, UnsupportedParameter
 from services.router.api.schemas.body import Body
 from services.router.api.schemas.messages import MESSAGES_MAX, ChatMessage, TextPart
+from services.router.api.schemas.reasons import kind_of, reason_of, tag_of
 from services.router.api.schemas.requests import StreamOptions
 from services.router.api.schemas.scan import check_counts
 
@@ -55,7 +56,7 @@ def parse_json(body: bytes) -> dict[str, Any]:
     except orjson.JSONDecodeError as error:
         raise InvalidInput(_unreadable(error)) from None
     if not isinstance(value, dict):
-        raise InvalidInput(f"the body is {_kind(value)}, and has to be a JSON object")
+        raise InvalidInput(f"the body is {kind_of(value)}, and has to be a JSON object")
     if b"null" in body:
         _drop_nulls(value)
     return value
@@ -259,14 +260,10 @@ def _explained(value: dict[str, Any], errors: list[ErrorDetails]) -> InvalidInpu
         return _UnknownField(holder, str(path[-1]), f"{where}." if where else "", _NAMES_ARE_KNOWN)
     if error["type"] == "missing":
         return InvalidInput(f"the field {param!r} is missing", param=param)
-    kinds = {candidate["msg"] for at, candidate in located if at == path}
-    reason = " or ".join(sorted(_reason(kind) for kind in kinds))
-    return InvalidInput(f"{param}: {reason}", param=param)
-
-
-def _reason(message: str) -> str:
-    message = message.removeprefix("Value error, ")
-    return message[:1].lower() + message[1:]
+    found = [candidate for at, candidate in located if at == path]
+    why = reason_of(found, _at(value, path))
+    param += tag_of(found)
+    return InvalidInput(f"{param}{why}", param=param)
 
 
 def _located(value: Any, error: ErrorDetails) -> list[int | str]:
@@ -297,11 +294,6 @@ def _param(path: list[int | str]) -> str:
     for step in path:
         text += f"[{step}]" if isinstance(step, int) else f".{_cut(step)}" if text else _cut(step)
     return text
-
-
-def _kind(value: Any) -> str:
-    names = {list: "a list", str: "a string", bool: "a truth value", int: "a number", float: "a number"}
-    return names.get(type(value), "null")
 
 
 def _cut(text: str) -> str:
