@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from types import TracebackType
 from typing import Any
 
-from kvcommons.errors import InvalidInput, KVCommonsError, VersionConflict
+from kvcommons.errors import InvalidInput, KVCommonsError, NotFound, VersionConflict
 from kvcommons.homes import session_key
 from kvcommons.pb.common_pb2 import ModelInfo
 from kvcommons.pb.kvstore_pb2 import AnsweredRequest, SessionRecord
@@ -38,10 +38,11 @@ from services.router.api.schemas.requests import ChatRequest, CompletionRequest
 from services.router.fleet.stored import stored_blocks
 from services.router.http.tenants import Tenant
 from services.router.serving import Serving
-from services.router.sessions.beginning import begin_in_branch, begin_turn, checked_model
+from services.router.sessions.beginning import begin_in_branch, begin_turn
 from services.router.sessions.branches import branches_of, whole_records
 from services.router.sessions.branching import GivenTurn, is_history, root_of_branch
 from services.router.sessions.conversation import Message, check_results, new_messages
+from services.router.sessions.model import checked_model
 from services.router.sessions.naming import NamedSession
 from services.router.sessions.replay import stored_of_stages
 from services.router.sessions.truncation import (
@@ -126,7 +127,7 @@ class RequestLifecycle:
             abandoned = self._serving.in_background(self._session.abandon())
             # Who is told of a mistake asks again at once, and finds the session free. All others need not
             # wait for this, and may be gone.
-            if isinstance(error, InvalidInput):
+            if isinstance(error, (InvalidInput, NotFound)):
                 await asyncio.wait((abandoned,), timeout=_ABANDONED_S)
 
     async def plan_chat(
@@ -165,7 +166,8 @@ class RequestLifecycle:
                 self._serving.in_background(self._session.abandon())
                 self._session = None
                 return
-            self.model = checked_model(self._serving, self._session, self.model, asked=request.model)
+            fleet, record = self._serving.fleet, self._session.record
+            self.model = checked_model(fleet, record, self.model, asked=request.model)
             history = self._session.messages
             if held is not None and len(history) != held:
                 self._serving.in_background(self._session.abandon())
