@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from kvcommons.errors import KVCommonsError, QuotaExceeded, TurnInProgress
+from kvcommons.errors import KVCommonsError, QuotaExceeded, SessionNotFound, TurnInProgress
 from services.router.http.tenants import Tenant
 from services.router.serving import Serving
 from services.router.sessions.branches import branch_for, make_shared
@@ -84,14 +84,19 @@ async def begin_in_branch(
                 busy[branch] = error
             if given.history:
                 check_asks(given.messages)
-            found = await branch_for(
-                serving,
-                tenant,
-                session.id,
-                given,
-                block_tokens=block_tokens,
-                busy=busy if session.shared else (),
-            )
+            try:
+                found = await branch_for(
+                    serving,
+                    tenant,
+                    session.id,
+                    given,
+                    block_tokens=block_tokens,
+                    busy=busy if session.shared else (),
+                )
+            except SessionNotFound:
+                if session.id in busy:  # its first turn is under way, and nothing of it is committed
+                    raise busy[session.id] from None
+                raise
             if found is None:
                 return None
             if found in busy:  # a second turn of one branch

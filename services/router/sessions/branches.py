@@ -81,8 +81,6 @@ async def branch_for(
     latest = sorted(heads, key=lambda head: -head.last_used_ms)[:_COMPARED_MAX]
     compared = dict.fromkeys([session_id, of, *(one.session_id for one in latest)])
     candidates = await whole_records(serving, tenant, list(compared))
-    if not candidates and session_id in busy:  # its first turn is under way, and not of a shared session
-        return session_id
     if not candidates:
         raise SessionNotFound(f"there is no session {session_id[:80]!r} any more", param="session_id")
     own = candidates[0]
