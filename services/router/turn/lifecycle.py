@@ -453,6 +453,7 @@ class RequestLifecycle:
             seed=self._serving.seed(),
             patience=Patience(resume_s=config.resume_deadline_s, stall_s=config.stall_s),
             choices_max=config.max_choices,
+            capacity_tokens=self._serving.fleet.capacity_tokens(self.model),
             grammar=self._grammar,
             tools=self._tools,
             options=self._options,

@@ -8,6 +8,7 @@ from kvcommons.errors import InvalidInput, TurnInProgress, VersionConflict
 from kvcommons.telemetry import logs
 from services.router.api.answering import answer
 from services.router.api.body import read_body, session_of
+from services.router.api.renaming import fields_renamed
 from services.router.api.responses import translation
 from services.router.api.responses.history import History, history_of, new_session_id, stored_response
 from services.router.api.responses.ids import StoredResponse, unstored_id
@@ -25,13 +26,18 @@ from services.router.turn.sampling import logprobs_of
 @idempotent
 async def create_response(request: web.Request) -> web.StreamResponse:
     body = await read_body(request, ResponsesRequest)
-    serving, tenant = request.app[SERVING], request[TENANT]
     stores = body.store is not False
     if body.conversation is not None and not stores:
         raise InvalidInput(
             "a response of a conversation is stored in it: leave store out, or send no conversation",
             param="store",
         )
+    with fields_renamed(translation.FIELDS):
+        return await _created(request, body, stores=stores)
+
+
+async def _created(request: web.Request, body: ResponsesRequest, *, stores: bool) -> web.StreamResponse:
+    serving, tenant = request.app[SERVING], request[TENANT]
     chat = validate(ChatRequest, translation.chat_body(body))
     history = await history_of(serving, tenant, body)
     named = None

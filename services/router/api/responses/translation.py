@@ -25,6 +25,13 @@ from services.router.api.responses.requests import (
 
 Json = dict[str, Any]
 
+# Of chat's fields, what they are called here.
+FIELDS = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "response_format.json_schema.schema": "text.format.schema",
+}
 # The one field of a custom tool's arguments, as the model sees it.
 CUSTOM_INPUT = "input"
 _LOGPROBS = "message.output_text.logprobs"

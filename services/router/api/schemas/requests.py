@@ -177,7 +177,11 @@ class GenerationBody(Body):
     )
     stream: bool | None = None
     stream_options: StreamOptions | None = Field(None, description="Only with stream: true.")
-    max_tokens: int | None = Field(None, ge=1, description="Default: the room left in the context window.")
+    max_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Default: the room left in the context window, or in memory where that is less.",
+    )
     temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy; default 1.")
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=(1 << 31) - 1, description="0 or -1 keeps all.")
@@ -363,7 +367,7 @@ class CompletionRequest(GenerationBody):
     max_tokens: int | None = Field(
         None,
         ge=0,
-        description=f"Default: {COMPLETION_TOKENS}, or the room left in the context window where that is "
+        description=f"Default: {COMPLETION_TOKENS}, or the room left where that is "
         "less. 0, with echo or prompt_logprobs: nothing is generated.",
     )
     logprobs: int | None = Field(
