@@ -6,7 +6,7 @@ import asyncio
 import math
 import secrets
 import time
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import asdict, dataclass, field, replace
 from types import TracebackType
@@ -139,13 +139,15 @@ class RequestLifecycle:
         held: int | None = None,
         branches: bool = False,
         whole: bool = False,
+        texts: Mapping[str, str] | None = None,
     ) -> None:
         """Begins the session's turn where there is a session, and renders what is new.
 
         `before`: messages that come before those of the request. `held`: how many messages the session has to
         hold; VersionConflict is raised where it holds more or less, and another plan may follow. `branches`:
         a whole history that departs from the session goes on in a branch of it, and so does a turn of a
-        shared one that is busy. `whole`: the messages are the whole conversation."""
+        shared one that is busy. `whole`: the messages are the whole conversation. `texts`:
+        grammars of the input of tools whose input is text, by their names."""
         if named is not None and (request.n or 1) > 1:
             raise InvalidInput("n has to be 1 in a session: it goes on with one answer", param="n")
         self._admit()
@@ -183,7 +185,7 @@ class RequestLifecycle:
         else:
             check_results(given)
             self._new = given
-        self._tools = offered_tools(request, kept_tools)
+        self._tools = offered_tools(request, kept_tools, texts=texts)
         self._options = template_options(request, self._serving.text.template)
         form = self._serving.text.answer_format(self._options)
         self._grammar = await self._compiled(chat_grammar(request, form, self._tools), request)

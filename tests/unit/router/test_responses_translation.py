@@ -101,6 +101,7 @@ def test_a_custom_tool_is_a_function_of_one_text() -> None:
     tool["format"] = {"type": "grammar", "syntax": "lark", "definition": "start: DIGIT"}
     function = translated(tools=[tool])["tools"][0]["function"]
     assert "start: DIGIT" in function["description"]
+    assert "strict" not in function
 
 
 def test_of_allowed_tools_only_those_are_offered() -> None:

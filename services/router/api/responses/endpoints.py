@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from aiohttp import web
 
 from kvcommons.errors import InvalidInput, TurnInProgress, VersionConflict
@@ -10,6 +12,7 @@ from services.router.api.answering import answer
 from services.router.api.body import read_body, session_of
 from services.router.api.renaming import fields_renamed
 from services.router.api.responses import translation
+from services.router.api.responses.custom_tools import checked_texts
 from services.router.api.responses.history import History, history_of, new_session_id, stored_response
 from services.router.api.responses.ids import StoredResponse, unstored_id
 from services.router.api.responses.requests import InputTokensRequest, ResponsesRequest
@@ -39,13 +42,16 @@ async def create_response(request: web.Request) -> web.StreamResponse:
 async def _created(request: web.Request, body: ResponsesRequest, *, stores: bool) -> web.StreamResponse:
     serving, tenant = request.app[SERVING], request[TENANT]
     chat = validate(ChatRequest, translation.chat_body(body))
+    texts = await checked_texts(body, tenant.name, serving.grammars)
     history = await history_of(serving, tenant, body)
     named = None
     if body.conversation is None and body.previous_response_id is None:
         named = session_of(request, None)
     key = request.get(IDEMPOTENCY)
     async with RequestLifecycle(serving, tenant=tenant, key=key) as lifecycle:
-        session_id = await _plan(lifecycle, chat, history, named, stores=stores, new_id=new_session_id(key))
+        session_id = await _plan(
+            lifecycle, chat, history, named, stores=stores, new_id=new_session_id(key), texts=texts
+        )
         with logs.bound(session_id=session_id or ""):
             shape = ResponsesShape(
                 id=_id(lifecycle, history, session_id if stores else None),
@@ -88,16 +94,19 @@ async def _plan(
     *,
     stores: bool,
     new_id: str,
+    texts: Mapping[str, str],
 ) -> str | None:
     """Plans the turn; in the session that a header names, or in the history's where that goes on as it
     stands, else in a new one. Returns the session's id, None where nothing is stored. A request that was
     answered in one of them is told that again."""
     if named is not None:  # which keeps the conversation, whether the response itself is stored or not
         if not await lifecycle.answered_before(chat, named.id, branches=True, whole=True):
-            await lifecycle.plan_chat(chat, named, before=history.messages, branches=True, whole=True)
+            await lifecycle.plan_chat(
+                chat, named, before=history.messages, branches=True, whole=True, texts=texts
+            )
         return lifecycle.session_id or None
     if not stores:
-        await lifecycle.plan_chat(chat, None, before=history.messages)
+        await lifecycle.plan_chat(chat, None, before=history.messages, texts=texts)
         return None
     candidates = [one for one in (history.of_session, new_id) if one]
     if answered := await lifecycle.answered_before(chat, *candidates):
@@ -106,12 +115,12 @@ async def _plan(
         before = history.messages if history.held is None else history.instructions
         of_history = NamedSession(id=history.session_id)
         try:
-            await lifecycle.plan_chat(chat, of_history, before=before, held=history.held)
+            await lifecycle.plan_chat(chat, of_history, before=before, held=history.held, texts=texts)
             return history.session_id
         except (TurnInProgress, VersionConflict):
             if history.held is None:
                 raise  # a conversation has one turn at a time
-    await lifecycle.plan_chat(chat, NamedSession(id=new_id), before=history.messages)
+    await lifecycle.plan_chat(chat, NamedSession(id=new_id), before=history.messages, texts=texts)
     return new_id
 
 

@@ -144,9 +144,17 @@ class CustomFormat(Item):
     syntax: Literal["lark", "regex"] | None = None
     definition: str | None = None
 
+    @model_validator(mode="after")
+    def _check(self) -> CustomFormat:
+        if self.type == "grammar" and not (self.syntax and self.definition):
+            raise ValueError('a grammar needs a syntax, "lark" or "regex", and its definition')
+        if self.type == "text" and (self.syntax or self.definition):
+            raise ValueError('syntax and definition belong to type "grammar", and to no other')
+        return self
+
 
 class OfferedCustomTool(Item):
-    """Its input is text. A pattern holds it; a Lark grammar is told to the model and not enforced."""
+    """Its input is text, which keeps to its format where that is a grammar."""
 
     type: Literal["custom"]
     name: str
