@@ -219,11 +219,11 @@ async def test_a_turn_that_another_router_has_committed_meanwhile_is_found_with_
     _, first, _ = await send(served, CHAT, body, key)
     computed = jobs(served)
 
-    async def nothing(lifecycle: RequestLifecycle, *asked: Any, **options: Any) -> None:
-        return None
+    async def nothing(lifecycle: RequestLifecycle, *asked: Any, **options: Any) -> bool:
+        return False
 
     with monkeypatch.context() as patch:
-        patch.setattr(RequestLifecycle, "answered_before", nothing)
+        patch.setattr(RequestLifecycle, "_answered_before", nothing)
         status, told, replayed = await send(served, CHAT, body, key)
     assert (status, replayed) == (200, True)
     assert json.loads(told) == json.loads(first)

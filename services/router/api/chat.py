@@ -24,10 +24,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     with logs.bound(session_id=named.id if named else ""):
         key = request.get(IDEMPOTENCY)
         async with RequestLifecycle(serving, tenant=request[TENANT], key=key) as lifecycle:
-            if named is None or not await lifecycle.answered_before(
-                body, named.id, branches=True, whole=named.shared
-            ):
-                await lifecycle.plan_chat(body, named, branches=True)
+            await lifecycle.plan_chat(body, named, branches=True)
             shape = ChatShape(
                 id=lifecycle.turn_id,
                 created_s=lifecycle.created_s,

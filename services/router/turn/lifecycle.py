@@ -140,8 +140,10 @@ class RequestLifecycle:
         branches: bool = False,
         whole: bool = False,
         texts: Mapping[str, str] | None = None,
+        others: Sequence[str] = (),
     ) -> None:
-        """Begins the session's turn where there is a session, and renders what is new.
+        """Begins the session's turn where there is a session, and renders what is new. Where the session, or
+        one of `others`, has answered this very request, that is told again, and nothing is planned.
 
         `before`: messages that come before those of the request. `held`: how many messages the session has to
         hold; VersionConflict is raised where it holds more or less, and another plan may follow. `branches`:
@@ -150,6 +152,10 @@ class RequestLifecycle:
         grammars of the input of tools whose input is text, by their names."""
         if named is not None and (request.n or 1) > 1:
             raise InvalidInput("n has to be 1 in a session: it goes on with one answer", param="n")
+        if named is not None:
+            asked = list(dict.fromkeys((named.id, *others)))
+            if await self._answered_before(request, asked, branches=branches, whole=whole or named.shared):
+                return
         self._admit()
         self.service = self._asked(request)
         mode = self._serving.config.volatile_lines
@@ -204,15 +210,15 @@ class RequestLifecycle:
             self._plan(request, [[*tokens, *new]])
         await self._classify()
 
-    async def answered_before(
-        self, request: ChatRequest, *session_ids: str, branches: bool = False, whole: bool = False
-    ) -> str | None:
-        """The session whose record has the answer to this very request, which is told again then: nothing is
-        to be planned. `branches`: it may be in a branch of the session, where the messages are a whole
-        conversation, or may be (`whole`). None: nothing is known of it; whoever begins the turn looks once
-        more. Raises IdempotencyKeyReused, StoreUnavailable."""
+    async def _answered_before(
+        self, request: ChatRequest, session_ids: Sequence[str], *, branches: bool, whole: bool
+    ) -> bool:
+        """Whether a session's record has the answer to this very request, which is told again then.
+        `branches`: it may be in a branch of the first session, where the messages are a whole conversation,
+        or may be (`whole`). False: nothing is known of it; whoever begins the turn looks once more. Raises
+        IdempotencyKeyReused, StoreUnavailable."""
         if self._key is None:
-            return None
+            return False
         if request.prompt_logprobs is not None:
             raise InvalidInput(
                 "prompt_logprobs are not kept in a session, so the answer could not be given again: leave "
@@ -230,8 +236,8 @@ class RequestLifecycle:
             if self._tells_again(request, record):
                 if branches and record.session_id not in session_ids:
                     self.branch = record.session_id
-                return record.session_id
-        return None
+                return True
+        return False
 
     def _tells_again(self, request: ChatRequest, record: SessionRecord) -> bool:
         """Whether the session has answered the request, which is told again from here on."""

@@ -26,10 +26,7 @@ async def create_message(request: web.Request) -> web.StreamResponse:
         chat = validate(ChatRequest, chat_body(body))
         key = request.get(IDEMPOTENCY)
         async with RequestLifecycle(request.app[SERVING], tenant=request[TENANT], key=key) as lifecycle:
-            if named is None or not await lifecycle.answered_before(
-                chat, named.id, branches=True, whole=True
-            ):
-                await lifecycle.plan_chat(chat, named, branches=True, whole=True)
+            await lifecycle.plan_chat(chat, named, branches=True, whole=True)
             shape = MessagesShape(id=lifecycle.turn_id, model=lifecycle.model, request_id=request[REQUEST_ID])
             return await answer(request, lifecycle, shape, stream=bool(body.stream))
 

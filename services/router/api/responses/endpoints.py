@@ -100,28 +100,30 @@ async def _plan(
     stands, else in a new one. Returns the session's id, None where nothing is stored. A request that was
     answered in one of them is told that again."""
     if named is not None:  # which keeps the conversation, whether the response itself is stored or not
-        if not await lifecycle.answered_before(chat, named.id, branches=True, whole=True):
-            await lifecycle.plan_chat(
-                chat, named, before=history.messages, branches=True, whole=True, texts=texts
-            )
+        await lifecycle.plan_chat(
+            chat, named, before=history.messages, branches=True, whole=True, texts=texts
+        )
         return lifecycle.session_id or None
     if not stores:
         await lifecycle.plan_chat(chat, None, before=history.messages, texts=texts)
         return None
-    candidates = [one for one in (history.of_session, new_id) if one]
-    if answered := await lifecycle.answered_before(chat, *candidates):
-        return answered
+    # Where it was answered before, that may be in either, whichever it would go on in now.
+    others = [one for one in (history.of_session, new_id) if one]
     if history.session_id is not None:
         before = history.messages if history.held is None else history.instructions
         of_history = NamedSession(id=history.session_id)
         try:
-            await lifecycle.plan_chat(chat, of_history, before=before, held=history.held, texts=texts)
-            return history.session_id
+            await lifecycle.plan_chat(
+                chat, of_history, before=before, held=history.held, texts=texts, others=others
+            )
+            return lifecycle.session_id
         except (TurnInProgress, VersionConflict):
             if history.held is None:
                 raise  # a conversation has one turn at a time
-    await lifecycle.plan_chat(chat, NamedSession(id=new_id), before=history.messages, texts=texts)
-    return new_id
+    await lifecycle.plan_chat(
+        chat, NamedSession(id=new_id), before=history.messages, texts=texts, others=others
+    )
+    return lifecycle.session_id
 
 
 def _id(lifecycle: RequestLifecycle, history: History, session_id: str | None) -> str:
