@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvcommons.errors import InvalidInput
-from services.router.turn.lifecycle import RequestLifecycle
+from services.router.turn.planning import RequestPlan
 from tests.contract.rest_stack import KvStore, Stack, eventually, stack
 
 pytest_plugins = ("tests.contract.rest_fixtures",)
@@ -219,11 +219,11 @@ async def test_a_turn_that_another_router_has_committed_meanwhile_is_found_with_
     _, first, _ = await send(served, CHAT, body, key)
     computed = jobs(served)
 
-    async def nothing(lifecycle: RequestLifecycle, *asked: Any, **options: Any) -> bool:
+    async def nothing(plan: RequestPlan, *asked: Any, **options: Any) -> bool:
         return False
 
     with monkeypatch.context() as patch:
-        patch.setattr(RequestLifecycle, "_answered_before", nothing)
+        patch.setattr(RequestPlan, "_answered_before", nothing)
         status, told, replayed = await send(served, CHAT, body, key)
     assert (status, replayed) == (200, True)
     assert json.loads(told) == json.loads(first)

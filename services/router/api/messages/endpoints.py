@@ -26,8 +26,9 @@ async def create_message(request: web.Request) -> web.StreamResponse:
         chat = validate(ChatRequest, chat_body(body))
         key = request.get(IDEMPOTENCY)
         async with RequestLifecycle(request.app[SERVING], tenant=request[TENANT], key=key) as lifecycle:
-            await lifecycle.plan_chat(chat, named, branches=True, whole=True)
-            shape = MessagesShape(id=lifecycle.turn_id, model=lifecycle.model, request_id=request[REQUEST_ID])
+            await lifecycle.plan.chat(chat, named, branches=True, whole=True)
+            plan = lifecycle.plan
+            shape = MessagesShape(id=plan.turn_id, model=plan.model, request_id=request[REQUEST_ID])
             return await answer(request, lifecycle, shape, stream=bool(body.stream))
 
 
@@ -35,6 +36,6 @@ async def count_tokens(request: web.Request) -> web.Response:
     body = await read_body(request, TokenCountRequest)
     chat = validate(ChatRequest, chat_body(body))
     async with RequestLifecycle(request.app[SERVING], tenant=request[TENANT]) as lifecycle:
-        await lifecycle.plan_chat(chat, None)
-        tokens = lifecycle.turn.usage.prompt_tokens
+        await lifecycle.plan.chat(chat, None)
+        tokens = lifecycle.plan.turn.usage.prompt_tokens
     return web.json_response({"input_tokens": tokens})

@@ -23,6 +23,7 @@ from services.router.api.schemas.validation import validate
 from services.router.http.middleware import IDEMPOTENCY, SERVING, TENANT
 from services.router.sessions.naming import NamedSession
 from services.router.turn.lifecycle import RequestLifecycle
+from services.router.turn.planning import RequestPlan
 from services.router.turn.sampling import logprobs_of
 
 
@@ -50,15 +51,15 @@ async def _created(request: web.Request, body: ResponsesRequest, *, stores: bool
     key = request.get(IDEMPOTENCY)
     async with RequestLifecycle(serving, tenant=tenant, key=key) as lifecycle:
         session_id = await _plan(
-            lifecycle, chat, history, named, stores=stores, new_id=new_session_id(key), texts=texts
+            lifecycle.plan, chat, history, named, stores=stores, new_id=new_session_id(key), texts=texts
         )
         with logs.bound(session_id=session_id or ""):
             shape = ResponsesShape(
-                id=_id(lifecycle, history, session_id if stores else None),
-                created_s=lifecycle.created_s,
-                model=lifecycle.model,
+                id=_id(lifecycle.plan, history, session_id if stores else None),
+                created_s=lifecycle.plan.created_s,
+                model=lifecycle.plan.model,
                 request=body,
-                service_tier=lifecycle.service.name,
+                service_tier=lifecycle.plan.service.name,
                 session_id=session_id,
                 custom_tools=translation.custom_tools(body),
                 tokenizer=serving.text.tokenizer,
@@ -73,8 +74,8 @@ async def count_input_tokens(request: web.Request) -> web.Response:
     chat = validate(ChatRequest, translation.chat_body(body))
     history = await history_of(serving, tenant, body)
     async with RequestLifecycle(serving, tenant=tenant) as lifecycle:
-        await lifecycle.plan_chat(chat, None, before=history.messages)
-        tokens = lifecycle.turn.usage.prompt_tokens
+        await lifecycle.plan.chat(chat, None, before=history.messages)
+        tokens = lifecycle.plan.turn.usage.prompt_tokens
     return web.json_response({"object": "response.input_tokens", "input_tokens": tokens})
 
 
@@ -87,7 +88,7 @@ async def get_response(request: web.Request) -> web.Response:
 
 
 async def _plan(
-    lifecycle: RequestLifecycle,
+    plan: RequestPlan,
     chat: ChatRequest,
     history: History,
     named: NamedSession | None,
@@ -100,12 +101,10 @@ async def _plan(
     stands, else in a new one. Returns the session's id, None where nothing is stored. A request that was
     answered in one of them is told that again."""
     if named is not None:  # which keeps the conversation, whether the response itself is stored or not
-        await lifecycle.plan_chat(
-            chat, named, before=history.messages, branches=True, whole=True, texts=texts
-        )
-        return lifecycle.session_id or None
+        await plan.chat(chat, named, before=history.messages, branches=True, whole=True, texts=texts)
+        return plan.session_id or None
     if not stores:
-        await lifecycle.plan_chat(chat, None, before=history.messages, texts=texts)
+        await plan.chat(chat, None, before=history.messages, texts=texts)
         return None
     # Where it was answered before, that may be in either, whichever it would go on in now.
     others = [one for one in (history.of_session, new_id) if one]
@@ -113,21 +112,17 @@ async def _plan(
         before = history.messages if history.held is None else history.instructions
         of_history = NamedSession(id=history.session_id)
         try:
-            await lifecycle.plan_chat(
-                chat, of_history, before=before, held=history.held, texts=texts, others=others
-            )
-            return lifecycle.session_id
+            await plan.chat(chat, of_history, before=before, held=history.held, texts=texts, others=others)
+            return plan.session_id
         except (TurnInProgress, VersionConflict):
             if history.held is None:
                 raise  # a conversation has one turn at a time
-    await lifecycle.plan_chat(
-        chat, NamedSession(id=new_id), before=history.messages, texts=texts, others=others
-    )
-    return lifecycle.session_id
+    await plan.chat(chat, NamedSession(id=new_id), before=history.messages, texts=texts, others=others)
+    return plan.session_id
 
 
-def _id(lifecycle: RequestLifecycle, history: History, session_id: str | None) -> str:
+def _id(plan: RequestPlan, history: History, session_id: str | None) -> str:
     if session_id is None:
-        return unstored_id(lifecycle.turn_id)
+        return unstored_id(plan.turn_id)
     instructed = history.instructed
-    return StoredResponse(session_id=session_id, messages=lifecycle.messages_after, instructed=instructed).id
+    return StoredResponse(session_id=session_id, messages=plan.messages_after, instructed=instructed).id
