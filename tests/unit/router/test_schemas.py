@@ -271,7 +271,7 @@ def test_what_vllm_called_guided_is_refused_by_its_new_name(kind: str) -> None:
     """Also where unknown fields are left out: the answer would not keep to it."""
     for schema, body in ((ChatRequest, HI), (CompletionRequest, {"prompt": "a"})):
         with pytest.raises(UnsupportedParameter) as refused:
-            validate_known(schema, body | {f"guided_{kind}": "a"})
+            validate_known(schema, body | {f"guided_{kind}": {}})
         assert f'structured_outputs: {{"{kind}": …}}' in refused.value.message
         assert refused.value.param == f"guided_{kind}"
 

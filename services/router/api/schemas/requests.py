@@ -154,7 +154,7 @@ class StructuredOutputs(Body):
 
 
 # As vLLM called them; what they ask for would be missing from the answer if they were left out.
-_GUIDED: NotBuilt = {
+GUIDED: NotBuilt = {
     f"guided_{old}": f'vLLM\'s former name: send structured_outputs: {{"{new}": …}}'
     for old, new in (("json", "json"), ("regex", "regex"), ("choice", "choice"), ("grammar", "grammar"))
 }
@@ -265,7 +265,7 @@ class ChatRequest(GenerationBody):
         "prediction": "not built; leave it out",
         "web_search_options": "not built; leave it out",
         "chat_template": "templates come from the model's folder only",
-        **_GUIDED,
+        **GUIDED,
     }
     ELSEWHERE: ClassVar[Elsewhere] = {
         "prompt": "use messages here, or /v1/completions",
@@ -341,7 +341,7 @@ class CompletionRequest(GenerationBody):
         "best_of": "answers are not ranked here, so all that were asked for are given: use n, or best_of 1",
         "session_id": "sessions are conversations: use /v1/chat/completions",
         "truncation": "sessions are truncated: use /v1/chat/completions with a session_id",
-        **_GUIDED,
+        **GUIDED,
     }
     ELSEWHERE: ClassVar[Elsewhere] = {
         "messages": "use prompt here, or /v1/chat/completions",

@@ -15,7 +15,7 @@ from kvcommons.errors import InvalidInput, UnsupportedParameter
 from services.router.api.schemas.body import Body
 from services.router.api.schemas.messages import MESSAGES_MAX, ChatMessage, TextPart
 from services.router.api.schemas.reasons import kind_of, reason_of, tag_of
-from services.router.api.schemas.requests import StreamOptions
+from services.router.api.schemas.requests import GUIDED, StreamOptions
 from services.router.api.schemas.scan import check_counts
 
 B = TypeVar("B", bound=Body)
@@ -162,6 +162,8 @@ def _without_unbuilt(schema: type[Body], value: dict[str, Any]) -> dict[str, Any
 
 
 def _has_no_effect(name: str, given: Any) -> bool:
+    if name in GUIDED:  # an empty schema is one, too
+        return False
     neutral = (*_NO_EFFECT, *_NO_EFFECT_OF.get(name, ()))
     return any(type(given) is type(value) and given == value for value in neutral)
 
