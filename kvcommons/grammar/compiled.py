@@ -23,7 +23,8 @@ _LIMITS = LLParserLimits(
     max_grammar_size=200_000,
     verbose_errors=False,  # a grammar's text may be somebody's secret
 )
-_ERROR_CHARS = 400
+_ERROR_CHARS = 250  # of an error's first line, and of its reason
+_REASON = "error: "  # of an expression, behind the place in it
 
 
 class Vocabulary:
@@ -124,6 +125,16 @@ class _Tokens:
 
 
 def _shown(error: str) -> str:
-    """Its first line, for what follows repeats the grammar."""
-    line = error.strip().split("\n", 1)[0]
-    return line if len(line) <= _ERROR_CHARS else line[:_ERROR_CHARS] + "…"
+    """Its first line, and the reason where that stands in a later line: what else follows repeats the
+    grammar. Characters that cannot be seen, as a grammar may have them, are written as escapes."""
+    first, *others = error.strip().splitlines() or [""]
+    reasons = [line.strip().removeprefix(_REASON) for line in others if line.strip().startswith(_REASON)]
+    return " ".join(_cut("".join(map(_visible, text))) for text in (first, *reasons[:1]))
+
+
+def _visible(character: str) -> str:
+    return character if character.isprintable() else character.encode("unicode_escape").decode()
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _ERROR_CHARS else text[:_ERROR_CHARS] + "…"

@@ -245,6 +245,7 @@ class Load(_message.Message):
     COSTS_FIELD_NUMBER: _builtins.int
     CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
     PROMISED_BLOCKS_FIELD_NUMBER: _builtins.int
+    LEND_BLOCKS_MAX_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
     total_blocks: _builtins.int
     free_blocks: _builtins.int
@@ -264,6 +265,8 @@ class Load(_message.Message):
     """of prompts, in an iteration at most"""
     promised_blocks: _builtins.int
     """of a decode: what prompts that are computed still want of others"""
+    lend_blocks_max: _builtins.int
+    """of its blocks, the most that others may hold at any time"""
     epoch: _builtins.int
     """of a decode: this life of its process, as in its placements; `changes` begins at 0 in each"""
     @_builtins.property
@@ -297,11 +300,12 @@ class Load(_message.Message):
         costs: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         chunk_tokens: _builtins.int = ...,
         promised_blocks: _builtins.int = ...,
+        lend_blocks_max: _builtins.int = ...,
         epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "changes", b"changes", "chunk_tokens", b"chunk_tokens", "costs", b"costs", "debts", b"debts", "epoch", b"epoch", "free_blocks", b"free_blocks", "lendable_blocks", b"lendable_blocks", "loans", b"loans", "only_here", b"only_here", "promised_blocks", b"promised_blocks", "queued", b"queued", "ready", b"ready", "running", b"running", "total_blocks", b"total_blocks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batches", b"batches", "changes", b"changes", "chunk_tokens", b"chunk_tokens", "costs", b"costs", "debts", b"debts", "epoch", b"epoch", "free_blocks", b"free_blocks", "lend_blocks_max", b"lend_blocks_max", "lendable_blocks", b"lendable_blocks", "loans", b"loans", "only_here", b"only_here", "promised_blocks", b"promised_blocks", "queued", b"queued", "ready", b"ready", "running", b"running", "total_blocks", b"total_blocks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -105,6 +105,7 @@ async def serve(config: AttentionPoolConfig, process: Process) -> None:
                 total_blocks=holder.allocator.total,
                 free_blocks=holder.allocator.free,
                 lendable_blocks=holder.lendable_blocks,
+                lend_blocks_max=holder.lend_blocks_max,
                 running=len(holder.held()),
                 # What a head group has lent counts once.
                 loans=holder.loans() if part is None or not part.number else {},

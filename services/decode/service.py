@@ -342,6 +342,7 @@ class DecodeParts:
         load.total_blocks = allocator.total
         load.free_blocks = allocator.free
         load.lendable_blocks = self.holder.lendable_blocks
+        load.lend_blocks_max = self.holder.lend_blocks_max
         load.running = self.engine.running
         load.queued = max(len(self.arrivals) - load.running, 0)
         load.batches = self.rotation.shares if self.rotation else 1

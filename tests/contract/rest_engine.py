@@ -205,7 +205,8 @@ class Engine:
         self._model = model
         self._name = name
         self.costs: dict[str, float] = {}  # that it says of itself
-        self.prefill_blocks = 128  # likewise
+        self.prefill_blocks = self.decode_blocks = 128  # likewise
+        self.lends_blocks = 0  # likewise, of decode's
         self._server = RpcServer(f"unix:{folder}/{name}.sock", Telemetry.off(name))
         self._server.add(decode_pb2_grpc.add_DecodeServicer_to_server, self.decode)
         self._server.add(prefill_pb2_grpc.add_PrefillServicer_to_server, self.prefill)
@@ -227,7 +228,7 @@ class Engine:
         return self.decode.running + self.prefill.running
 
     def instances(self, *, ready: bool = True) -> list[ledger_pb2.Instance]:
-        blocks = {"prefill": self.prefill_blocks, "decode": 128}
+        blocks = {"prefill": self.prefill_blocks, "decode": self.decode_blocks}
         return [
             ledger_pb2.Instance(
                 id=f"{service}-{self._name}",
@@ -238,6 +239,7 @@ class Engine:
                 load=ledger_pb2.Load(
                     total_blocks=blocks[service],
                     free_blocks=blocks[service],
+                    lend_blocks_max=self.lends_blocks if service == "decode" else 0,
                     ready=ready,
                     costs=self.costs,
                     chunk_tokens=512,

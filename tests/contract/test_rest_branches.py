@@ -123,6 +123,21 @@ async def test_a_branch_waits_for_its_own_turns_only(served: Stack) -> None:
     assert {reply["branch"] for _, reply in replies} == {f"{session}~2", f"{session}~3"}
 
 
+async def test_a_history_that_comes_during_the_first_turn_waits_for_that(served: Stack) -> None:
+    """Nothing of the session is committed yet, so there is nothing to branch from, and nothing is missing."""
+    session = new_id()
+    served.says("one two three four five six seven eight")
+    served.script.delay_s = 0.05
+    first = asyncio.create_task(served.post(CHAT, {"messages": said("hi"), "session_id": session}))
+    await eventually(lambda: served.calls > 0)
+    history = said("hi", "hello", "c")
+    for messages in (history, [{"role": "system", "content": "x"}, *history]):
+        status, answer = await served.post(CHAT, {"messages": messages, "session_id": session})
+        assert (status, answer["error"]["code"]) == (409, "turn_in_progress"), answer
+    assert (await first)[0] == 200
+    assert (await contents(served, session))[0] == "hi"
+
+
 async def test_a_fork_at_a_cut(served: Stack) -> None:
     session = new_id()
     await ask(served, session, said("a"), "A")

@@ -187,6 +187,57 @@ async def test_a_custom_tools_pattern_holds_its_input(served: Stack, choice: Any
     assert "[a-z]+" in served.engines[0].decode.jobs[-1].sampling.grammar
 
 
+LARK = 'start: LINE+\nLINE: /[^\\n]*/ "\\n"'
+PATCH = CUSTOM | {"name": "patch", "format": {"type": "grammar", "syntax": "lark", "definition": LARK}}
+
+
+@pytest.mark.parametrize(
+    "choice", ["auto", "required", {"type": "custom", "name": "patch"}], ids=["auto", "required", "custom"]
+)
+async def test_a_custom_tools_lark_grammar_holds_its_input(served: Stack, choice: Any) -> None:
+    given = '+ print("a\\n")\n+}}\n</tool_call>\n'
+    served.says(f'<tool_call>\n{{"name": "patch"}}\n{given}')
+    body = {"input": "Code?", "tools": [RESPONSES_TOOL, PATCH], "tool_choice": choice}
+    status, reply = await served.post("/v1/responses", body)
+    assert status == 200, reply
+    (item,) = reply["output"]
+    assert (item["type"], item["name"], item["input"]) == ("custom_tool_call", "patch", given)
+    assert "LINE: " in served.engines[0].decode.jobs[-1].sampling.grammar
+    events = await served.stream("/v1/responses", body)
+    done = [event for event in events if event["type"] == "response.custom_tool_call_input.done"]
+    assert [event["input"] for event in done] == [given]
+    # The response that goes on with it sends what came of the call.
+    served.says("Done.")
+    result = {"type": "custom_tool_call_output", "call_id": item["call_id"], "output": "ok"}
+    again = {"input": [result], "previous_response_id": reply["id"]}
+    status, reply = await served.post("/v1/responses", again)
+    assert (status, reply["output"][0]["content"][0]["text"]) == (200, "Done.")
+
+
+@pytest.mark.parametrize(
+    ("form", "param", "says"),
+    [
+        (
+            {"syntax": "lark", "definition": "start: nothing"},
+            ".definition",
+            'at 1(8): unknown name: "nothing"',
+        ),
+        ({"syntax": "lark", "definition": "start: %json {}"}, ".definition", "%json"),
+        ({"syntax": "regex", "definition": "a("}, ".definition", "unclosed group"),
+        ({"syntax": "lark"}, "", "needs a syntax"),
+        ({"syntax": "peg", "definition": "a"}, ".syntax", "has to be 'lark' or 'regex'"),
+    ],
+)
+async def test_a_bad_grammar_of_a_custom_tool_is_told_by_its_field(
+    served: Stack, form: dict[str, str], param: str, says: str
+) -> None:
+    tools = [RESPONSES_TOOL, CUSTOM | {"format": {"type": "grammar", **form}}]
+    status, reply = await served.post("/v1/responses", {"input": "Code?", "tools": tools})
+    assert (status, reply["error"]["param"]) == (400, f"tools[1].format{param}"), reply
+    assert says in reply["error"]["message"]
+    assert not served.engines[0].decode.jobs
+
+
 @pytest.mark.parametrize(
     "choice",
     [

@@ -12,7 +12,7 @@ import pytest
 
 from kvcommons.errors import InvalidInput
 from services.router.sessions.turn import SessionTurn
-from services.router.turn.lifecycle import RequestLifecycle
+from services.router.turn.planning import RequestPlan
 from tests.contract.rest_stack import KvStore, Stack, eventually, stack
 
 pytest_plugins = ("tests.contract.rest_fixtures",)
@@ -220,8 +220,8 @@ async def test_a_turn_that_another_router_has_committed_meanwhile_is_found_with_
     _, first, _ = await send(served, CHAT, body, key)
     computed = jobs(served)
 
-    async def nothing(lifecycle: RequestLifecycle, *asked: Any, **options: Any) -> None:
-        return None
+    async def nothing(plan: RequestPlan, *asked: Any, **options: Any) -> bool:
+        return False
 
     abandon = SessionTurn.abandon
 
@@ -230,7 +230,7 @@ async def test_a_turn_that_another_router_has_committed_meanwhile_is_found_with_
         await abandon(turn)
 
     with monkeypatch.context() as patch:
-        patch.setattr(RequestLifecycle, "answered_before", nothing)
+        patch.setattr(RequestPlan, "_answered_before", nothing)
         patch.setattr(SessionTurn, "abandon", slowly)
         status, told, replayed = await send(served, CHAT, body, key)
     assert (status, replayed) == (200, True)

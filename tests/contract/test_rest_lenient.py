@@ -125,10 +125,10 @@ async def test_unknown_fields_are_ignored_and_named_where_the_setting_says_so(
         await it.show()
         it.says("hello")
         for more in ({}, {"stream": True}):
-            body = HI | {"guided_json": {}, "x\r\ny": 1} | more
+            body = HI | {"mirostat": {}, "x\r\ny": 1} | more
             async with it.http.post(CHAT, json=body) as response:
                 assert response.status == 200
-                assert response.headers["X-Ignored-Fields"] == "guided_json,x%0D%0Ay"
+                assert response.headers["X-Ignored-Fields"] == "mirostat,x%0D%0Ay"
                 await response.read()
         async with it.http.post(CHAT, json=HI) as response:
             assert "X-Ignored-Fields" not in response.headers

@@ -191,7 +191,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({}, "input"),
     ({"input": "x", "background": True}, "background"),
     ({"input": "x", "conversation": "c", "store": False}, "store"),
-    ({"input": [{"type": "computer_call"}]}, "input[0]"),
+    ({"input": [{"type": "computer_call"}]}, "input[0].type"),
     ({"input": "x", "max_output_tokens": 0}, "max_output_tokens"),
     ({"input": "x", "model": "other"}, "model"),
     ({"input": "x", "frobnicate": 1}, "frobnicate"),

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import uuid
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
+from kvcommons.pb.common_pb2 import ModelInfo
 from kvcommons.rblock.identity import IdentityChain, reusable_blocks, tenant_salt
 from services.router.__main__ import _LOCAL_SECRET
-from tests.contract.rest_stack import BLOCK_TOKENS, MODEL, Stack, eventually
+from tests.contract.rest_stack import BLOCK_TOKENS, MODEL, KvStore, Stack, eventually, stack
 
 pytest_plugins = ("tests.contract.rest_fixtures",)
 pytestmark = pytest.mark.parametrize("rest_store", ["embedded", "sql"], indirect=True)
@@ -147,6 +149,39 @@ async def test_bad_session_calls(served: Stack) -> None:
         return (await served.post(CHAT, user("hi", session_id=session)))[0] == 200
 
     await eventually(free)
+
+
+async def test_a_session_of_a_model_that_is_served_no_more_says_so(
+    socket_folder: Path, rest_store: KvStore
+) -> None:
+    """The operator renamed it: whoever asks for the session need not have named any model."""
+    session = new_id()
+    async with stack(socket_folder, rest_store) as before:
+        await before.show()
+        before.says("hello")
+        assert (await before.post(CHAT, user("hi", session_id=session)))[0] == 200
+    renamed = ModelInfo()
+    renamed.CopyFrom(MODEL)
+    renamed.name = "renamed"
+    async with stack(socket_folder, rest_store) as after:
+        after.engines[0].serves(renamed)
+        await after.show()
+        after.says("hello")
+        requests = [
+            (CHAT, user("and?", session_id=session)),
+            (CHAT, user("and?", session_id=session, model="renamed")),
+            (f"/v1/sessions/{session}/fork", {"messages": 2}),
+            (f"/v1/sessions/{session}/prefill", {"content": "a text"}),
+        ]
+        for path, body in requests:
+            status, answer = await after.post(path, body)
+            error = answer["error"]
+            assert (status, error["code"], error["param"]) == (404, "model_not_found", "session_id")
+            assert "the session was made with the model 'demo', which is not served here" in error["message"]
+            assert "served: renamed. Begin another session" in error["message"]
+        status, answer = await after.post(CHAT, user("hi", model="demo"))
+        assert (status, answer["error"]["param"]) == (404, "model")
+        assert (await after.post(CHAT, user("hi", session_id=new_id())))[0] == 200
 
 
 async def test_the_second_turn_at_once_is_refused(served: Stack) -> None:

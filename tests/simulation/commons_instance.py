@@ -260,6 +260,7 @@ class Instance(Proc):
                 total_blocks=self.allocator.total,
                 free_blocks=self.allocator.free,
                 lendable_blocks=min(self.holder.lendable_blocks, self.room()),
+                lend_blocks_max=self.holder.lend_blocks_max,
                 queued=waiting,
                 debts=self.loans.debts(),
                 loans=self.holder.loans(),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import random
+import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -97,6 +98,50 @@ def test_forced_calls_are_valid_whatever_their_schemas(sdk: openai.OpenAI, schem
         asked = [pool.submit(called, sdk, seed) for seed in range(schemas)]
         reasons = [reason for one in asked for reason in one.result()]
     assert reasons.count("length") < schemas // 2  # of twice as many
+
+
+ARITHMETIC = """start: expression
+expression: term (SP SIGN SP term){0,3}
+term: NUMBER | "(" NUMBER ")"
+NUMBER: DIGIT{1,3}
+SIGN: "+" | "-"
+SP: " "
+%import common.DIGIT"""
+PATCH = 'start: "*** Begin Patch\\n" line{1,3} "*** End Patch"\nline: ("+" | "-") /[^\\n]{0,12}/ "\\n"'
+
+
+@pytest.mark.parametrize(
+    ("syntax", "definition", "obeys"),
+    [
+        ("lark", ARITHMETIC, r"(\d{1,3}|\(\d{1,3}\))( [+-] (\d{1,3}|\(\d{1,3}\))){0,3}"),
+        ("lark", PATCH, r"\*\*\* Begin Patch\n([+-][^\n]{0,12}\n){1,3}\*\*\* End Patch"),
+        ("regex", "(cat|dog) [0-9]{2}", r"(cat|dog) [0-9]{2}"),
+    ],
+    ids=["arithmetic", "patch", "regex"],
+)
+def test_the_input_of_a_custom_tool_obeys_its_grammar(
+    sdk: openai.OpenAI, syntax: str, definition: str, obeys: str
+) -> None:
+    """Of a model that was taught none, at a temperature at which its own words are noise."""
+    form = {"type": "grammar", "syntax": syntax, "definition": definition}
+    whole = 0
+    for _ in range(8):
+        answer = sdk.responses.create(
+            model=MODEL,
+            input="My dog is called Rexo. Tell me about it.",
+            tools=[{"type": "custom", "name": "write", "format": form}],  # type: ignore[list-item]
+            tool_choice="required",
+            parallel_tool_calls=False,
+            temperature=1.5,
+            max_output_tokens=120,
+        )
+        (item,) = answer.output
+        assert item.type == "custom_tool_call"
+        assert item.name == "write"
+        if answer.status == "completed":
+            assert re.fullmatch(obeys, item.input), item.input
+            whole += 1
+    assert whole > 3
 
 
 def test_a_session_goes_on_behind_forced_calls(sdk: openai.OpenAI) -> None:

@@ -11,6 +11,7 @@ template. Pure.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -41,6 +42,15 @@ class CallFormat:
     @property
     def marks(self) -> tuple[str, ...]:
         return tuple(mark for mark in (self.opening, self.closing, self.before_arguments) if mark)
+
+    def before_text(self, name: str) -> str:
+        """What stands before the input of a call whose input is text as it is, and not JSON: behind the mark
+        that opens a call or, where there is one, that which stands before arguments. The input ends with the
+        answer."""
+        if self.before_arguments:
+            return "\n"
+        line = "\n" if self.closing else ""
+        return f'{line}{{"name": {json.dumps(name)}}}\n'
 
 
 HERMES = CallFormat(name="hermes", opening="<tool_call>", closing="</tool_call>")

@@ -22,12 +22,14 @@ _ANY = "(?s:.*)"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldCalls:
-    """Calls that a grammar holds. `arguments`: the grammar's text of each function's arguments, by its name.
-    `forced`: the answer is nothing but calls. `parallel`: there may be several."""
+    """Calls that a grammar holds. `arguments`: the grammar's text of each function's arguments, by its name;
+    of those in `texts` they are text as it is, which ends with the answer, for whatever follows could be a
+    part of it. `forced`: the answer is nothing but calls. `parallel`: there may be several."""
 
     arguments: Mapping[str, str]
     forced: bool
     parallel: bool
+    texts: frozenset[str] = frozenset()
 
 
 def grammar_of_answer(form: AnswerFormat, *, content: str, calls: HeldCalls | None) -> str:
@@ -74,15 +76,23 @@ class _Rules:
         """What an answer with calls may be. `parts`: the grammars of each function's arguments. `free`: it
         may be text, or begin with it."""
         opening = self._mark(form.opening)
-        self._rules.append("call: " + " | ".join(self._call(form, *one) for one in parts.items()))
         if form.listed:
-            again = '", " call'
+            again = '", "'
         elif form.bare:
-            again = f'"{form.separator} " call'
+            again = f'"{form.separator} "'
         else:
-            again = f"{opening} call" if form.before_arguments else f'"\\n" {opening} call'
-        several = f"call ({again}){{0,{CALLS_MAX - 1}}}" if calls.parallel else "call"
-        self._rules.append(f'calls: " [" {several} "]"' if form.listed else f"calls: {several}")
+            again = opening if form.before_arguments else f'"\\n" {opening}'
+        several: list[str] = []
+        if whole := [self._call(form, *one) for one in parts.items() if one[0] not in calls.texts]:
+            self._rules.append("call: " + " | ".join(whole))
+            repeated = f"call ({again} call){{0,{CALLS_MAX - 1}}}" if calls.parallel else "call"
+            several.append(f'{repeated} "]"' if form.listed else repeated)
+        if texts := [self._text_call(form, *one) for one in parts.items() if one[0] in calls.texts]:
+            self._rules.append("text_call: " + " | ".join(texts))
+            before = f"(call {again}){{0,{CALLS_MAX - 1}}} " if whole and calls.parallel else ""
+            several.append(f"{before}text_call")
+        listed = '" [" ' if form.listed else ""
+        self._rules.append(f"calls: {listed}({' | '.join(several)})")
         marked = f"{opening} calls"
         if calls.forced:
             return ["calls" if form.bare else marked]
@@ -99,6 +109,13 @@ class _Rules:
         before = json.dumps(f'{line}{{"name": {json.dumps(name)}, {key}: ')
         closing = f" {self._mark(form.closing)}" if form.closing else ""
         return f"{before} @{part} {json.dumps('}' + line)}{closing}"
+
+    def _text_call(self, form: CallFormat, name: str, part: str) -> str:
+        """The same of a function whose arguments are text."""
+        before = f"{json.dumps(form.before_text(name))} @{part}"
+        if form.before_arguments:
+            return f"{json.dumps(name)} {self._mark(form.before_arguments)} {before}"
+        return before
 
     def _with_words(self, form: CallFormat) -> list[str]:
         """Text alone, and text with calls behind it. A call without a mark is what begins with a brace."""

@@ -7,6 +7,7 @@ the answer to whole calls, they come piece by piece."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection
 from enum import Enum, auto
 
@@ -14,6 +15,7 @@ from services.router.answer.formats import AnswerFormat
 from services.router.answer.parts import CallArguments, CallBegun, Content, Part, Reasoning, joined
 from services.router.answer.scanner import CallScanner
 
+TEXT_INPUT = "input"  # the one field of the arguments of a call whose input is text
 _PLAIN = AnswerFormat()
 _LINE_END = "\n"
 _NAME_CHARS_MAX = 256  # of a call's name, and what may stand behind it
@@ -29,6 +31,7 @@ class _In(Enum):
     LIST = auto()  # between the calls of a list
     CALL = auto()
     BEHIND_CALL = auto()
+    TEXT_CALL = auto()  # in the input of a call that is text, to the answer's end
 
 
 class AnswerParser:
@@ -43,9 +46,11 @@ class AnswerParser:
         new_id: Callable[[], str] = str,
         held_to_calls: bool = False,
         only_calls: bool = False,
+        text_names: Collection[str] = (),
     ) -> None:
         """`names`: of the tools that may be called; empty: no calls are looked for. `new_id`: of a call.
-        `held_to_calls`: a grammar holds the answer's calls. `only_calls`: and there is nothing else in it."""
+        `held_to_calls`: a grammar holds the answer's calls. `only_calls`: and there is nothing else in it.
+        `text_names`: of those tools whose input is text, as their grammar has it."""
         self.calls = 0
         self.control_marks = form.control_marks
         self._thinking = form.thinking
@@ -54,6 +59,7 @@ class AnswerParser:
         self._new_id = new_id
         self._streams = held_to_calls
         self._only_calls = only_calls
+        self._text_names = frozenset(text_names)
         self._in = _In.BEGINNING
         if self._thinking is not None and self._thinking.opened:
             self._in = _In.REASONING
@@ -83,6 +89,9 @@ class AnswerParser:
     def finish(self, *, cut: bool) -> list[Part]:
         """The answer ended; `cut` before the model ended it."""
         parts = self._advance("", at_end=True)
+        if self._in is _In.TEXT_CALL:
+            arguments = json.dumps({TEXT_INPUT: "".join(self._raw)}, ensure_ascii=False)
+            parts.append(CallArguments(self.calls - 1, arguments))
         if self._in in (_In.NAME, _In.LIST, _In.CALL):
             parts += self._unfinished(cut)
         if self._in in (_In.BEGINNING, _In.CONTENT) and self._space:
@@ -109,9 +118,12 @@ class AnswerParser:
                 case _In.LIST:
                     rest = self._list(rest, parts)
                 case _In.CALL:
-                    rest = self._call(rest, parts)
+                    rest = self._call(rest, at_end, parts)
                 case _In.BEHIND_CALL:
                     rest = self._behind_call(rest, at_end)
+                case _In.TEXT_CALL:
+                    self._raw.append(rest)
+                    rest = ""
         return list(joined(parts))
 
     def _marked(self, name: str) -> list[Part]:
@@ -122,7 +134,7 @@ class AnswerParser:
             self._think()
         elif thinking is not None and name == thinking.end and self._in is _In.REASONING:
             self._thought()
-        elif form is None or self._in is _In.REASONING:
+        elif form is None or self._in in (_In.REASONING, _In.TEXT_CALL):
             pass
         elif name == form.before_arguments and self._in is _In.NAME:
             self._named(self._held, "", parts)
@@ -229,8 +241,17 @@ class AnswerParser:
         parts += self._malformed()
         return rest
 
-    def _call(self, text: str, parts: list[Part]) -> str:
+    def _call(self, text: str, at_end: bool, parts: list[Part]) -> str:
         scanner = self._scanner
+        for name in self._text_names:
+            before, begun = self._before_text(name), scanner.text + text
+            if before and before.startswith(begun) and begun != before:
+                self._held = "" if at_end else text  # where the answer is cut there, no call has begun
+                return ""
+            if before and begun.startswith(before):
+                self._show(name, parts)
+                self._in, self._raw = _In.TEXT_CALL, []
+                return begun[len(before) :]
         read = scanner.push(text)
         if scanner.failed:
             parts += self._malformed()
@@ -239,6 +260,12 @@ class AnswerParser:
         elif self._streams:
             self._show_call(parts)
         return text[read:]
+
+    def _before_text(self, name: str) -> str:
+        """What stands before the input of such a call, from where the call's object would begin."""
+        assert self._format is not None
+        named_before = bool(self._format.before_arguments)
+        return "" if named_before and self._scanner.name != name else self._format.before_text(name)
 
     def _behind_call(self, text: str, at_end: bool) -> str:
         assert self._format is not None

@@ -63,10 +63,10 @@ async def answer(
     request: web.Request, lifecycle: RequestLifecycle, shape: Shape, *, stream: bool
 ) -> web.StreamResponse:
     """Bounded by the request's deadline, slow clients included. One span, and one line in the log."""
-    if lifecycle.session_id:
-        request[SESSION] = lifecycle.session_id
-    if lifecycle.volatile.header is not None:
-        request[VOLATILE_LINES] = lifecycle.volatile.header
+    if lifecycle.plan.session_id:
+        request[SESSION] = lifecycle.plan.session_id
+    if lifecycle.plan.volatile.header is not None:
+        request[VOLATILE_LINES] = lifecycle.plan.volatile.header
     serving = request.app[SERVING]
     deadline_s = serving.config.request_deadline_s + _GRACE_S
     name = f"{lifecycle.operation} {shape.model.name}"
@@ -75,15 +75,15 @@ async def answer(
             response = await _Stream(request, lifecycle, shape).run(deadline_s)
         else:
             response = await _whole(request, lifecycle, shape, deadline_s)
-        usage = lifecycle.turn.usage
+        usage = lifecycle.plan.turn.usage
         span.set(USAGE_INPUT_TOKENS, usage.prompt_tokens)
         span.set(USAGE_OUTPUT_TOKENS, usage.completion_tokens)
         span.set(USAGE_CACHED_TOKENS, usage.cached_tokens)
-        reasons = [choice.finish_reason or "error" for choice in lifecycle.turn.choices]
+        reasons = [choice.finish_reason or "error" for choice in lifecycle.plan.turn.choices]
         span.set(RESPONSE_FINISH_REASONS, reasons)
         if FAILED in request:
             span.fail(request[FAILED].code, request[FAILED].message)
-        replayed = lifecycle.replayed is not None
+        replayed = lifecycle.plan.replayed is not None
         facts = {
             "finish_reasons": reasons,
             "stream": stream,
@@ -102,13 +102,13 @@ async def _whole(
         async with aclosing(lifecycle.deltas()) as deltas:
             async for _ in deltas:
                 pass
-    turn = lifecycle.turn
+    turn = lifecycle.plan.turn
 
     def written() -> str:
-        return json.dumps(shape.answer(turn.choices, lifecycle.shown, turn.usage))
+        return json.dumps(shape.answer(turn.choices, lifecycle.plan.shown, turn.usage))
 
     # What is said of thousands of a prompt's tokens would hold up everybody's streams.
-    body = await asyncio.to_thread(written) if lifecycle.reads_prompt else written()
+    body = await asyncio.to_thread(written) if lifecycle.plan.reads_prompt else written()
     headers = {"Server-Timing": _server_timing(lifecycle.timings())} | _told_again(lifecycle)
     response = web.json_response(text=body, headers=headers)
     keep(request, _kept(lifecycle, response.headers["Content-Type"], body.encode()))
@@ -116,12 +116,12 @@ async def _whole(
 
 
 def _told_again(lifecycle: RequestLifecycle) -> dict[str, str]:
-    return {} if lifecycle.replayed is None else {REPLAYED_HEADER: "true"}
+    return {} if lifecycle.plan.replayed is None else {REPLAYED_HEADER: "true"}
 
 
 def _kept(lifecycle: RequestLifecycle, content_type: str, body: bytes) -> KeptAnswer:
     """For when the request comes again: a session has its own."""
-    return KeptAnswer() if lifecycle.in_session else KeptAnswer(content_type=content_type, body=body)
+    return KeptAnswer() if lifecycle.plan.in_session else KeptAnswer(content_type=content_type, body=body)
 
 
 class _Stream:
@@ -141,7 +141,7 @@ class _Stream:
                 async with aclosing(self._lifecycle.deltas()) as batches:
                     async for batch in batches:
                         await self._send(await self._written(partial(_joined, self._shape, batch)))
-                turn, timings = self._lifecycle.turn, self._lifecycle.timings()
+                turn, timings = self._lifecycle.plan.turn, self._lifecycle.timings()
                 ending = partial(self._shape.ending, turn.choices, turn.usage, timings)
                 last = await self._written(ending)
                 # Whoever goes away now has its answer when it comes again.
@@ -159,7 +159,7 @@ class _Stream:
     async def _written(self, events: Callable[[], bytes]) -> bytes:
         """As `_whole`: on a thread where it is much. The turn waits meanwhile."""
         opening = self._open()
-        return opening + (await asyncio.to_thread(events) if self._lifecycle.reads_prompt else events())
+        return opening + (await asyncio.to_thread(events) if self._lifecycle.plan.reads_prompt else events())
 
     def _keep(self, last: bytes) -> None:
         whole = b"".join([*self._written_so_far, last])
@@ -169,12 +169,12 @@ class _Stream:
         if self._opened:
             return b""
         self._opened = True
-        return self._shape.opening(self._lifecycle.turn.usage)
+        return self._shape.opening(self._lifecycle.plan.turn.usage)
 
     async def _send(self, data: bytes) -> None:
         if not data:
             return
-        if IDEMPOTENCY in self._request and not self._lifecycle.in_session:
+        if IDEMPOTENCY in self._request and not self._lifecycle.plan.in_session:
             self._written_so_far.append(data)
         if not self._response.prepared:
             await self._response.prepare(self._request)

@@ -24,23 +24,20 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
     with logs.bound(session_id=named.id if named else ""):
         key = request.get(IDEMPOTENCY)
         async with RequestLifecycle(serving, tenant=request[TENANT], key=key) as lifecycle:
-            if named is None or not await lifecycle.answered_before(
-                body, named.id, branches=True, whole=named.shared
-            ):
-                await lifecycle.plan_chat(body, named, branches=True)
+            await lifecycle.plan.chat(body, named, branches=True)
             shape = ChatShape(
-                id=lifecycle.turn_id,
-                created_s=lifecycle.created_s,
-                model=lifecycle.model,
+                id=lifecycle.plan.turn_id,
+                created_s=lifecycle.plan.created_s,
+                model=lifecycle.plan.model,
                 tokenizer=serving.text.tokenizer,
                 logprobs=logprobs_of(body)[0],
-                service_tier=lifecycle.service.name,
+                service_tier=lifecycle.plan.service.name,
                 include_usage=bool(options.include_usage),
                 include_stop=bool(body.include_stop_str_in_output),
-                usage_so_far=(lambda: lifecycle.turn.usage) if options.continuous_usage_stats else None,
-                session_id=named.id if named and lifecycle.session_id else None,
-                branch=lifecycle.branch,
-                context=lifecycle.told_context,
+                usage_so_far=(lambda: lifecycle.plan.turn.usage) if options.continuous_usage_stats else None,
+                session_id=named.id if named and lifecycle.plan.session_id else None,
+                branch=lifecycle.plan.branch,
+                context=lifecycle.plan.told_context,
                 prompt_logprobs=body.prompt_logprobs,
             )
             return await answer(request, lifecycle, shape, stream=bool(body.stream))

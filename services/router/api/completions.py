@@ -31,17 +31,17 @@ async def completions(request: web.Request) -> web.StreamResponse:
     options = body.stream_options or StreamOptions.model_validate({})
     serving = request.app[SERVING]
     async with RequestLifecycle(serving, tenant=request[TENANT]) as lifecycle:
-        await lifecycle.plan_completion(body)
+        await lifecycle.plan.completion(body)
         shape = CompletionShape(
-            id=lifecycle.turn_id,
-            created_s=lifecycle.created_s,
-            model=lifecycle.model,
+            id=lifecycle.plan.turn_id,
+            created_s=lifecycle.plan.created_s,
+            model=lifecycle.plan.model,
             tokenizer=serving.text.tokenizer,
             logprobs=logprobs_of(body)[0],
-            service_tier=lifecycle.service.name,
+            service_tier=lifecycle.plan.service.name,
             include_usage=bool(options.include_usage),
             include_stop=bool(body.include_stop_str_in_output),
-            usage_so_far=(lambda: lifecycle.turn.usage) if options.continuous_usage_stats else None,
+            usage_so_far=(lambda: lifecycle.plan.turn.usage) if options.continuous_usage_stats else None,
             echoes=await _echoes(body, lifecycle, serving.text.tokenizer),
             prompt_logprobs=body.prompt_logprobs,
         )
@@ -69,5 +69,5 @@ async def _echoes(
             read=choice.prompt_logprobs if body.logprobs is not None else None,
             top=body.logprobs or 0,
         )
-        for choice in lifecycle.turn.choices
+        for choice in lifecycle.plan.turn.choices
     ]

@@ -11,8 +11,9 @@ from kvcommons.pb import kvstore_pb2 as pb
 from services.router.documents.document import Document
 from services.router.http.tenants import Tenant
 from services.router.serving import Serving
-from services.router.sessions.beginning import begin_turn, checked_model
+from services.router.sessions.beginning import begin_turn
 from services.router.sessions.conversation import Message
+from services.router.sessions.model import checked_model
 from services.router.turn.tools import kept_tools
 
 log = logging.getLogger(__name__)
@@ -35,7 +36,7 @@ async def begin_document(
     turn_id = secrets.token_hex(12)
     session = await begin_turn(serving, tenant, session_id, turn_id)
     try:
-        model = checked_model(serving, session, model, asked=model_name)
+        model = checked_model(serving.fleet, session.record, model, asked=model_name)
         new, messages = await serving.text.document(
             session.messages,
             list(session.record.tokens),

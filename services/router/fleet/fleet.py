@@ -156,6 +156,12 @@ class Fleet:
                 param=param,
             )
 
+    def capacity_tokens(self, model: ModelInfo) -> int | None:
+        """Of the longest sequence that any instance can hold, with all that is lent to it; None where no
+        heartbeat has come yet."""
+        capacity = self._capacity(model.fingerprint)
+        return None if capacity is None else capacity * model.block_tokens
+
     def unfit_pools(self) -> dict[str, str]:
         """Attention pools that can lend to no decode instance, by id: why not."""
         return unfit_pools(self._view.instances("decode"), self._view.instances("attention_pool"))

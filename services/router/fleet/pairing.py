@@ -69,13 +69,13 @@ def capacity_blocks(
     decodes: Sequence[ledger_pb2.Instance], pools: Sequence[ledger_pb2.Instance], model: bytes
 ) -> int | None:
     """Blocks that the largest sequence may take at most: all of one decode instance and, where it borrows,
-    all of those that lend. None where no heartbeat has said yet."""
+    all that others lend at most. None where no heartbeat has said yet."""
     loads = [instance.load for instance in of_model(decodes, model)]
     if not any(load.total_blocks for load in loads):
         return None
-    lending = [load.total_blocks if load.lendable_blocks or load.loans else 0 for load in loads]
+    lending = [load.lend_blocks_max for load in loads]
     # The parts of a head group have the same blocks, a share of the heads each: one counts for all.
-    pooled = sum(one.load.total_blocks for one in of_model(pools, model) if not one.heads.number)
+    pooled = sum(one.load.lend_blocks_max for one in of_model(pools, model) if not one.heads.number)
     return max(
         load.total_blocks + (0 if load.only_here else sum(lending) - mine + pooled)
         for load, mine in zip(loads, lending, strict=True)

@@ -1,11 +1,10 @@
-"""A session's turn begins: its lease is taken, and it is one of the model that the session was held with."""
+"""A session's turn begins: its lease is taken, in the session itself or in a branch of it."""
 
 from __future__ import annotations
 
 import asyncio
 
-from kvcommons.errors import InvalidInput, KVCommonsError, QuotaExceeded, TurnInProgress
-from kvcommons.pb.common_pb2 import ModelInfo
+from kvcommons.errors import KVCommonsError, QuotaExceeded, SessionNotFound, TurnInProgress
 from services.router.http.tenants import Tenant
 from services.router.serving import Serving
 from services.router.sessions.branches import branch_for, make_shared
@@ -85,14 +84,19 @@ async def begin_in_branch(
                 busy[branch] = error
             if given.history:
                 check_asks(given.messages)
-            found = await branch_for(
-                serving,
-                tenant,
-                session.id,
-                given,
-                block_tokens=block_tokens,
-                busy=busy if session.shared else (),
-            )
+            try:
+                found = await branch_for(
+                    serving,
+                    tenant,
+                    session.id,
+                    given,
+                    block_tokens=block_tokens,
+                    busy=busy if session.shared else (),
+                )
+            except SessionNotFound:
+                if session.id in busy:  # its first turn is under way, and nothing of it is committed
+                    raise busy[session.id] from None
+                raise
             if found is None:
                 return None
             if found in busy:  # a second turn of one branch
@@ -103,23 +107,6 @@ async def begin_in_branch(
             raise
         return None
     raise TurnInProgress("other requests have turns of the session at the same time: retry")
-
-
-def checked_model(
-    serving: Serving, session: SessionTurn, model: ModelInfo, *, asked: str | None
-) -> ModelInfo:
-    """The model that a session's turn goes on with: the one that the session was held with, where the request
-    `asked` for none by name. Raises InvalidInput."""
-    name = session.record.model_name
-    if not name or name == model.name:
-        return model
-    if asked is not None:
-        raise InvalidInput(
-            f"the session was held with the model {name!r}: its tokens are of no use to {model.name!r}; "
-            "begin another session",
-            param="model",
-        )
-    return serving.fleet.model(name)
 
 
 async def _abandon_when_begun(beginning: asyncio.Task[SessionTurn]) -> None:

@@ -21,6 +21,7 @@ from services.router.sessions.branching import (
     root_of_branch,
 )
 from services.router.sessions.count import check_room
+from services.router.sessions.model import model_of_session
 from services.router.sessions.naming import NamedSession, agents_prefix
 
 BRANCHES_MAX = 100  # of a session
@@ -80,8 +81,6 @@ async def branch_for(
     latest = sorted(heads, key=lambda head: -head.last_used_ms)[:_COMPARED_MAX]
     compared = dict.fromkeys([session_id, of, *(one.session_id for one in latest)])
     candidates = await whole_records(serving, tenant, list(compared))
-    if not candidates and session_id in busy:  # its first turn is under way, and not of a shared session
-        return session_id
     if not candidates:
         raise SessionNotFound(f"there is no session {session_id[:80]!r} any more", param="session_id")
     own = candidates[0]
@@ -148,7 +147,7 @@ async def branch_at(
     """A fork of the session behind its first `messages`: a branch of it, where it gets no id of its own.
     Raises SessionNotFound, AlreadyExists, InvalidInput, StoreUnavailable."""
     record = await serving.store.get(tenant.name, session_id, patience_s=_PATIENCE_S)
-    model = serving.fleet.model(record.model_name or None)
+    model = model_of_session(serving.fleet, record)
     if new_id is not None:
         await check_room(serving, tenant)
         return await serving.store.fork(

@@ -18,6 +18,7 @@ from enum import Enum, auto
 
 from kvcommons.errors import (
     Conflict,
+    ContextLengthExceeded,
     DeadlineExceeded,
     InvalidInput,
     KVCommonsError,
@@ -434,6 +435,8 @@ class Choice:
         self._strikes += self._now.prefill is not _Prefill.QUEUED
         if not isinstance(error, DeadlineExceeded):  # which says nothing of why
             self.waits_for = error
+        if isinstance(error, ContextLengthExceeded) and self.answer.tokens:
+            return self._cut_short(now_s)
         full = isinstance(error, Overloaded)
         stuck = now_s - self._stuck_s >= self._patience.resume_s and not full
         exhausted = stuck or self._strikes >= self._patience.strikes
@@ -445,6 +448,14 @@ class Choice:
             delay_s = min(_RETRY_DELAY_S_MIN * 2.0**self._failures, _RETRY_DELAY_S_MAX)
         self._failures += 1
         return self._again(delay_s)
+
+    def _cut_short(self, now_s: float) -> list[ev.Action]:
+        """No instance can hold the sequence any longer, for whoever lent to it has left: the answer ends as
+        it stands."""
+        piece = self.answer.end("length")
+        self._now.account_lost = True  # nobody computes the prompt any more
+        self._finish("length", now_s)
+        return self._delta(piece.parts, piece.tokens) + self._leave()
 
     def _again(self, delay_s: float) -> list[ev.Action]:
         self._state = ChoiceState.RETRYING

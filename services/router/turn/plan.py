@@ -84,19 +84,21 @@ def plan_turn(
     seed: int,
     patience: Patience,
     choices_max: int,
+    capacity_tokens: int | None = None,
     grammar: str = "",
     tools: ToolOffer = NO_TOOLS,
     options: Options | None = None,
 ) -> Turn:
     """A turn of `n` choices for each prompt, all by the same grammar, with the same tools and template
-    options. Raises ContextLengthExceeded where a prompt or its answer does not fit."""
+    options. `capacity_tokens`: of the longest sequence that the memory of all instances holds, None where
+    nobody has said. Raises ContextLengthExceeded where a prompt or its answer does not fit."""
     n = request.n or 1
     check_choices(len(prompts), n, choices_max)
     stop_ids = text.template.stop_ids if isinstance(request, ChatRequest) else text.tokenizer.eos_ids
     stops, top = stops_of(request), prompt_logprobs_of(request)
     planned: list[list[Choice]] = []
     for at, prompt in enumerate(prompts):
-        last = _max_position(request, len(prompt), model)
+        last = _max_position(request, len(prompt), model, capacity_tokens)
         _check_min_tokens(request, last - len(prompt))
         choices: list[Choice] = []
         prompt_logprobs = None if top is None else LogprobsOfPrompt(top=top)
@@ -161,8 +163,15 @@ def _check_says_something(request: ChatRequest | CompletionRequest) -> None:
     )
 
 
-def _max_position(request: ChatRequest | CompletionRequest, prompt_tokens: int, model: ModelInfo) -> int:
-    """The sequence's length at which the answer ends, in tokens."""
+def _max_position(
+    request: ChatRequest | CompletionRequest,
+    prompt_tokens: int,
+    model: ModelInfo,
+    capacity_tokens: int | None,
+) -> int:
+    """The sequence's length at which the answer ends, in tokens. Where the request does not say, it is
+    bounded by what fits; what it says has to fit. A prompt that memory does not hold is left to each attempt:
+    capacity may come until then."""
     window = model.context_window
     param = "messages" if isinstance(request, ChatRequest) else "prompt"
     wanted = max_tokens_of(request)
@@ -176,15 +185,20 @@ def _max_position(request: ChatRequest | CompletionRequest, prompt_tokens: int, 
             param=param,
         )
     name = "max_tokens" if wanted == request.max_tokens else "max_completion_tokens"
+    fits = window
+    if capacity_tokens is not None and prompt_tokens < capacity_tokens < window:
+        fits = capacity_tokens
     if wanted is None:
         chat = isinstance(request, ChatRequest)
-        return window if chat else min(prompt_tokens + COMPLETION_TOKENS, window)
-    if prompt_tokens + wanted > window:
+        return fits if chat else min(prompt_tokens + COMPLETION_TOKENS, fits)
+    if prompt_tokens + wanted > fits:
+        why = "" if fits == window else ", and decode and all who lend to it have no memory for more"
+        more = "" if fits == window else ", or raise capacity_tokens"
         raise ContextLengthExceeded.of(
-            window,
+            fits,
             f"you requested {prompt_tokens + wanted} tokens "
-            f"({prompt_tokens} in the {param}, {wanted} in the completion). Please reduce the length of the "
-            f"{param}, or ask for at most {window - prompt_tokens} new tokens ({name})",
+            f"({prompt_tokens} in the {param}, {wanted} in the completion){why}. Please reduce the length of "
+            f"the {param}, or ask for at most {fits - prompt_tokens} new tokens ({name}){more}",
             param=name,
         )
     return prompt_tokens + wanted

@@ -54,6 +54,7 @@ class Text:
             new_id=self._new_call_id,
             held_to_calls=tools.held,
             only_calls=tools.forced,
+            text_names=tools.callable_names & tools.texts.keys(),
         )
 
     def answer_format(self, options: Options | None = None) -> AnswerFormat:

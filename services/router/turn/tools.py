@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvcommons.errors import InvalidInput
@@ -20,13 +20,15 @@ _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": Fal
 class ToolOffer:
     """`definitions`: as chat templates read them, JSON values; they are part of the prompt whatever `choice`
     is. `named`: the function that has to be called, where `choice` is "named". `strict`: names of those whose
-    arguments keep to their schemas under any choice. `beside_content`: a grammar holds what is no call."""
+    arguments keep to their schemas under any choice. `texts`: grammars in Lark's syntax, by the names of
+    those whose input is text that keeps to one. `beside_content`: a grammar holds what is no call."""
 
     definitions: tuple[dict[str, Any], ...] = ()
     choice: str = "auto"  # or "none", "required", "named"
     named: str = ""
     parallel: bool = True
     strict: frozenset[str] = frozenset()
+    texts: Mapping[str, str] = field(default_factory=dict)
     beside_content: bool = False
 
     @property
@@ -38,7 +40,7 @@ class ToolOffer:
     def held(self) -> bool:
         """Whether a grammar holds the answer's calls."""
         if self.choice == "auto" and self.definitions:
-            return bool(self.strict) or not self.parallel or self.beside_content
+            return bool(self.strict or self.texts) or not self.parallel or self.beside_content
         return self.forced
 
     @property
@@ -58,10 +60,13 @@ class ToolOffer:
         texts: dict[str, str] = {}
         chars = 0
         for name, (param, parameters) in self._callable.items():
-            if not self.forced and name not in self.strict:
+            if name in self.texts:
+                texts[name] = sources.of_lark(self.texts[name], param=param)
+            elif not self.forced and name not in self.strict:
                 texts[name] = sources.of_json_object()
                 continue
-            texts[name] = _of_arguments(parameters, param)
+            else:
+                texts[name] = _of_arguments(parameters, param)
             chars += len(texts[name])
             if chars > sources.SCHEMA_CHARS_MAX:
                 raise InvalidInput(
@@ -70,7 +75,10 @@ class ToolOffer:
                     param="tools",
                 )
         return HeldCalls(
-            arguments=texts, forced=self.forced, parallel=self.parallel and self.choice != "named"
+            arguments=texts,
+            forced=self.forced,
+            parallel=self.parallel and self.choice != "named",
+            texts=frozenset(self.texts.keys() & texts.keys()),
         )
 
     @property
@@ -106,9 +114,11 @@ def definitions_of(request: ChatRequest) -> tuple[dict[str, Any], ...]:
     return tuple(tool.function.definition() for tool in request.tools or ())
 
 
-def offered_tools(request: ChatRequest, kept: str | None) -> ToolOffer:
-    """`kept`: what the session keeps; None where there is no session, or it has had no turn. Raises
-    InvalidInput for other tools than a session's."""
+def offered_tools(
+    request: ChatRequest, kept: str | None, *, texts: Mapping[str, str] | None = None
+) -> ToolOffer:
+    """`kept`: what the session keeps; None where there is no session, or it has had no turn. `texts`: as
+    `ToolOffer` has them. Raises InvalidInput for other tools than a session's."""
     given = definitions_of(request)
     definitions = given if kept is None else kept_tools(kept).definitions
     if given and given != definitions:
@@ -134,6 +144,7 @@ def offered_tools(request: ChatRequest, kept: str | None) -> ToolOffer:
         choice=choice,
         named=named,
         parallel=request.parallel_tool_calls is not False,
+        texts=texts or {},
         beside_content=_holds_content(request),
         strict=frozenset(tool.function.name for tool in request.tools or () if tool.function.strict),
     )

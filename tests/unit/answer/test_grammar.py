@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -118,6 +119,7 @@ class Model:
             new_id=lambda: next(ids),
             held_to_calls=offer.held,
             only_calls=offer.forced,
+            text_names=offer.texts,
         )
         answer = AnswerText(
             self.tokenizer,
@@ -205,6 +207,69 @@ def test_an_answer_that_may_call_is_words_and_then_calls(model: Model, parallel:
         check_calls(parts)
         counts.add(len(parts.calls))
     assert (max(counts) > 1) == parallel
+
+
+# Of tools whose input is text: grammars, and expressions that match the same. Nothing tells where the second
+# ends but the end of the answer, and what the third allows is JSON, too.
+TEXTS: dict[str, tuple[str, str]] = {
+    "patch": (
+        'start: "*** Begin\\n" line+ "*** End"\nline: SIGN /[^\\n]{0,9}/ "\\n"\nSIGN: "+" | "-"',
+        r"\*\*\* Begin\n([+-][^\n]{0,9}\n)+\*\*\* End",
+    ),
+    "any": (r"start: /(.|\n){1,20}/", r"(.|\n){1,20}"),
+    "sum": ('start: INT (SP "+" SP INT)*\nSP: " "\n%import common.INT', r"[0-9]+( \+ [0-9]+)*"),
+    "object": (r"start: /[{}\[\]\"\\\\,]{1,9}/", r'[{}\[\]"\\,]{1,9}'),
+}
+TEXT_TOOLS = tuple(
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}} for name in TEXTS
+)
+
+
+@pytest.mark.parametrize("choice", ["required", "named", "auto"])
+@pytest.mark.parametrize("parallel", [True, False])
+def test_the_input_of_a_text_tool_keeps_to_its_grammar(model: Model, choice: str, parallel: bool) -> None:
+    """As it is: quotes and lines in it are not escaped, nor is anything in it the end of the call."""
+    form = model.form.calls
+    assert form is not None
+    named = "patch" if choice == "named" else ""
+    texts = {name: grammar for name, (grammar, _) in TEXTS.items()}
+    tools = (*TOOLS, *TEXT_TOOLS)
+    strict = frozenset(SCHEMAS)
+    offer = ToolOffer(
+        definitions=tools, choice=choice, named=named, parallel=parallel, strict=strict, texts=texts
+    )
+    grammar = model.grammar(offer)
+    found: list[list[str]] = []
+    for seed in range(3 * WALKS):
+        tokens = model.drawn(grammar, seed, form.opening if choice == "auto" else "")
+        parts, ended = model.read(offer, tokens)
+        assert parts.calls
+        assert not parts.content
+        assert ended == offer.finish_reason
+        for at, call in enumerate(parts.calls):
+            if call.name in TEXTS:
+                given = json.loads(call.arguments)["input"]
+                assert re.fullmatch(TEXTS[call.name][1], given), (call.name, given)
+                assert at == len(parts.calls) - 1
+        found.append([call.name for call in parts.calls])
+    last = {names[-1] for names in found}
+    assert last == {"patch"} if named else (last & TEXTS.keys() and last - TEXTS.keys())
+    assert max(map(len, found)) == 1 or (parallel and not named)
+
+
+def test_the_input_of_a_text_tool_is_given_as_far_as_it_came(model: Model) -> None:
+    form = model.form.calls
+    assert form is not None
+    texts = {"any": TEXTS["any"][0]}
+    offer = ToolOffer(definitions=TEXT_TOOLS[1:2], choice="required", texts=texts)
+    tokens = model.drawn(model.grammar(offer), 5)
+    whole = json.loads(model.read(offer, tokens)[0].calls[0].arguments)["input"]
+    for end in range(1, len(tokens)):
+        parts, reason = model.read(offer, tokens[:end], cut=True)
+        assert (reason, parts.content) == ("length", "")
+        for call in parts.calls:
+            given = json.loads(call.arguments)["input"].rstrip("\ufffd")  # half of a character
+            assert whole.startswith(given)
 
 
 def test_without_strict_arguments_are_any_object(model: Model) -> None:

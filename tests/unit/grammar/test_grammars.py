@@ -158,6 +158,29 @@ async def test_what_is_no_grammar_is_refused(grammars: Grammars, text: str) -> N
             await grammars.ready(TENANT, text)
 
 
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        (sources.of_regex("a(", param="regex"), "unclosed group"),
+        (sources.of_regex(f"{'x' * 4000}(", param="regex"), "unclosed group"),
+        (sources.of_regex("a\n(?=b)", param="regex"), "look-around, including look-ahead"),
+        (sources.of_regex(r"(a)\1", param="regex"), "backreferences are not supported"),
+        (sources.of_schema({"type": "string", "pattern": "[a"}, param="schema"), "unclosed character class"),
+        (sources.of_schema({"not": {}}, param="schema"), 'Unimplemented keys: ["not"]'),
+        (sources.of_lark("start: missing", param="grammar"), 'unknown name: "missing"'),
+        (sources.of_lark("start: /\u202e\x01(/", param="grammar"), "unclosed group"),
+        (sources.of_lark("one: two\n" * 2, param="grammar"), "one"),
+    ],
+)
+async def test_what_is_no_grammar_has_its_reason(grammars: Grammars, text: str, reason: str) -> None:
+    with pytest.raises(InvalidInput) as refused:
+        await grammars.ready(TENANT, text)
+    message = refused.value.message
+    assert reason in message
+    assert message.isprintable()
+    assert len(message) < 600
+
+
 async def test_rules_that_refer_to_each_other_do_not_end_the_process(grammars: Grammars) -> None:
     """Thousands of them: on a usual stack the library would overflow it."""
     depth = 600

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvcommons.errors import CapacityExhausted, InvalidInput, Unavailable
+from kvcommons.errors import CapacityExhausted, ContextLengthExceeded, InvalidInput, Unavailable
 from kvcommons.model.tokenizer import Tokenizer
 from services.router.turn import events as ev
 from tests.unit.router.choices import (
@@ -176,6 +176,28 @@ def test_errors_that_any_instance_would_give_are_final(tokenizer: Tokenizer) -> 
     actions = choice.handle(ev.DecodeFailed(choice=0, attempt=1, error=error), 0)
     assert choice.error is error
     assert actions == [ev.Release(choice=0, attempt=1)]
+
+
+def test_an_answer_that_no_memory_holds_any_longer_ends_as_it_stands(tokenizer: Tokenizer) -> None:
+    """Who lent to it has left. Before its first token it is the prompt that does not fit: an error."""
+    answer = tokenizer.encode_text("hello, my friend")
+    too_long = ContextLengthExceeded("no instance has so much")
+    choice = choice_of(tokenizer)
+    choice.start()
+    text = shown(choice.handle(first_of(1, answer[0]), 0))
+    text += shown(choice.handle(tokens(1, answer[1:], first=1), 0))
+    full = ev.DecodeFailed(choice=0, attempt=1, error=CapacityExhausted("full"))
+    assert isinstance(choice.handle(full, 0)[-1], ev.Retry)
+    choice.handle(ev.RetryDue(choice=0, attempt=1), 1)
+    actions = choice.handle(ev.DecodeFailed(choice=0, attempt=2, error=too_long), 1)
+    assert actions[-1] == ev.Linger(choice=0, attempt=2)
+    assert text + shown(actions) == "hello, my friend"
+    assert (choice.finish_reason, choice.error, choice.done) == ("length", None, True)
+    assert choice.answer.kept == answer
+    choice = choice_of(tokenizer)
+    choice.start()
+    choice.handle(ev.DecodeFailed(choice=0, attempt=1, error=too_long), 0)
+    assert choice.error is too_long
 
 
 def test_a_full_decode_is_not_asked_again_at_once(tokenizer: Tokenizer) -> None:

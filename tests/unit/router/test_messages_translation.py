@@ -126,7 +126,7 @@ REFUSED: list[tuple[Json, str | None, type[KVCommonsError]]] = [
     ({"max_token": 3}, "max_token", InvalidInput),
     (
         {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-        "messages[0].content[0]",
+        "messages[0].content[0].type",
         InvalidInput,
     ),
 ]

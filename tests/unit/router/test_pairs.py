@@ -121,23 +121,25 @@ def test_what_failed_is_passed_over_if_there_is_another() -> None:
     assert (pair.prefill.id, pair.decode.id) == ("p", "d2")
 
 
-def test_room_is_all_of_one_decode_and_of_all_others_that_lend() -> None:
+def test_room_is_all_of_one_decode_and_what_all_others_lend_at_most() -> None:
     decodes = [instance("d1"), instance("d2")]
     decodes[0].load.total_blocks, decodes[1].load.total_blocks = 10, 30
     pools = [instance("a1"), instance("a2", model=b"x" * 32)]
     for pool in pools:
-        pool.load.total_blocks = 100
+        pool.load.total_blocks = pool.load.lend_blocks_max = 100
     assert capacity_blocks(decodes, pools, MODEL) == 130
     assert capacity_blocks([instance("d3")], pools, MODEL) is None
-    decodes[0].load.lendable_blocks = 5
+    decodes[0].load.lend_blocks_max = 5  # half of its blocks, however many are free
+    assert capacity_blocks(decodes, pools, MODEL) == 135
+    decodes[1].load.lend_blocks_max = 30
     assert capacity_blocks(decodes, pools, MODEL) == 140
-    decodes[1].load.loans["d1"] = 1
-    assert capacity_blocks(decodes, pools, MODEL) == 140
+    decodes[1].load.lend_blocks_max = 15
+    assert capacity_blocks(decodes, pools, MODEL) == 135
     heads = [instance(f"h{number}") for number in range(2)]
     for number, pool in enumerate(heads):  # the same blocks, half of the heads each
-        pool.load.total_blocks = 50
+        pool.load.total_blocks = pool.load.lend_blocks_max = 50
         pool.heads.CopyFrom(HeadPart(group="g", number=number, parts=2))
-    assert capacity_blocks(decodes, [*pools, *heads], MODEL) == 190
+    assert capacity_blocks(decodes, [*pools, *heads], MODEL) == 185
     for decode in decodes:  # which borrow nothing, whoever lends
         decode.load.only_here = True
     assert capacity_blocks(decodes, [*pools, *heads], MODEL) == 30
@@ -170,7 +172,7 @@ def test_room_that_is_away_for_a_moment_refuses_nobody() -> None:
     view, now_s = View(), [0.0]
     fleet = Fleet(view, open_channel, clock=lambda: now_s[0])
     decode, pool = instance("d"), instance("a")
-    decode.load.total_blocks = pool.load.total_blocks = 10
+    decode.load.total_blocks = pool.load.lend_blocks_max = 10
     model = ModelInfo(fingerprint=MODEL, block_tokens=16)
     view.there = {"prefill": [instance("p")], "decode": [decode], "attention_pool": [pool]}
 

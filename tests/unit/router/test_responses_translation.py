@@ -101,6 +101,7 @@ def test_a_custom_tool_is_a_function_of_one_text() -> None:
     tool["format"] = {"type": "grammar", "syntax": "lark", "definition": "start: DIGIT"}
     function = translated(tools=[tool])["tools"][0]["function"]
     assert "start: DIGIT" in function["description"]
+    assert "strict" not in function
 
 
 def test_of_allowed_tools_only_those_are_offered() -> None:
@@ -136,7 +137,7 @@ REFUSED: list[tuple[Json, str | None]] = [
     ({"background": True}, "background"),
     ({"prompt": {"id": "p"}}, "prompt"),
     ({"input": []}, "input"),
-    ({"input": [{"type": "computer_call", "id": "x"}]}, "input[0]"),
+    ({"input": [{"type": "computer_call", "id": "x"}]}, "input[0].type"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tools": [WEATHER], "tool_choice": {"type": "function"}}, "tool_choice.name"),
     ({"max_tokens": 3}, "max_tokens"),

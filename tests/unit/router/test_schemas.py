@@ -10,6 +10,9 @@ import pytest
 from openai.types.chat import ChatCompletionMessage
 
 from kvcommons.errors import InvalidInput, UnsupportedParameter
+from services.router.api.messages.requests import MessagesRequest
+from services.router.api.responses.requests import ResponsesRequest
+from services.router.api.schemas.body import Body
 from services.router.api.schemas.requests import (
     ChatRequest,
     CompletionRequest,
@@ -39,7 +42,8 @@ def chat(**fields: Any) -> ChatRequest:
         {"stream": True, "stream_options": {"include_usage": True}, "truncation": "disabled"},
         {"store": True, "reasoning_effort": "low", "verbosity": "low", "skip_special_tokens": True},
         {"repetition_penalty": 1, "min_tokens": 0, "include_stop_str_in_output": False},
-        {"stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+        {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}},
+        {"max_tokens": 5, "max_completion_tokens": 5},
         {"messages": [{"role": "developer", "content": [{"type": "text", "text": "a"}]}]},
         {"messages": [{"role": "assistant", "content": "a", "tool_calls": None, "refusal": None}]},
     ],
@@ -77,7 +81,10 @@ def test_accepted(fields: dict[str, Any]) -> None:
         ({"frequency_penalty": 2.5}, "frequency_penalty"),
         ({"logit_bias": {"5": 101}}, "logit_bias"),
         ({"stream_options": {"x": 1}}, "stream_options.x"),
-        ({"stream_options": {"continuous_usage_stats": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"continuous_usage_stats": True}}, "stream_options"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": False, "stream_options": {}}, "stream_options"),
+        ({"max_tokens": 5, "max_completion_tokens": 6}, "max_tokens"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
         ({"repetition_penalty": 10.5}, "repetition_penalty"),
         ({"min_tokens": -1}, "min_tokens"),
@@ -159,7 +166,128 @@ def test_an_unknown_field_names_the_nearest() -> None:
         validate(SessionCreate, {"ttl": 5})
 
 
-@pytest.mark.parametrize("name", ["max_time", "top_a", "typical_p", "guided_json", "n_predict", "x"])
+BODIES: dict[type[Body], dict[str, Any]] = {
+    ChatRequest: HI,
+    CompletionRequest: {"prompt": "a"},
+    ResponsesRequest: {"input": "a"},
+    MessagesRequest: HI | {"model": "m", "max_tokens": 5},
+}
+SAYS: list[tuple[type[Body], dict[str, Any], str]] = [
+    (ChatRequest, {"temperature": "hot"}, "temperature has to be a number, and is a string"),
+    (ChatRequest, {"temperature": 3}, "temperature has to be at most 2, and is 3"),
+    (ChatRequest, {"stream": 1}, "stream has to be true or false, and is a number"),
+    (ChatRequest, {"n": 1.5}, "n has to be an integer, and is 1.5"),
+    (ChatRequest, {"stop": ""}, "stop has to have at least 1 character"),
+    (ChatRequest, {"stop": {}}, "stop has to be a string, or a list, and is an object"),
+    (ChatRequest, {"messages": []}, "messages has to have at least 1 entry"),
+    (CompletionRequest, {"logprobs": True}, "logprobs has to be an integer, and is true"),
+    (ResponsesRequest, {"input": [5]}, "input[0] has to be an object, and is a number"),
+    (ResponsesRequest, {"input": [{"type": 5}]}, "input[0] needs a type, which is a string"),
+    (ResponsesRequest, {"tools": [5]}, "tools[0] has to be an object, and is a number"),
+    (
+        ResponsesRequest,
+        {"tool_choice": {"type": "x"}},
+        "tool_choice.type has to be one of 'function', 'custom', 'allowed_tools', and is 'x'",
+    ),
+    (
+        MessagesRequest,
+        {"thinking": {"type": "deep"}},
+        "thinking.type has to be 'enabled', 'disabled' or 'adaptive', and is 'deep'",
+    ),
+]
+
+
+@pytest.mark.parametrize(("schema", "fields", "says"), SAYS, ids=[says for _, _, says in SAYS])
+def test_an_error_says_what_has_to_be_there(schema: type[Body], fields: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidInput) as refused:
+        validate(schema, BODIES[schema] | fields)
+    assert refused.value.message == says
+    assert says.startswith(refused.value.param or "no field")
+
+
+VALUES: list[Any] = [
+    None, True, 5, -5, 1.5, 1e30, "", "x", "x" * 300, [], {}, [5], [{}], ["a"], [None], [5] * 2000, {"a": 1},
+    {"type": "x"}, {"type": 5}, {"type": "function"}, {"type": "grammar"}, {"name": 5}, [{"type": "x"}],
+    [{"type": "text"}], [{"type": "function_call"}], [{"type": "function", "function": {"name": ""}}],
+    [{"type": "custom", "name": "a", "format": {"type": "x"}}], [{"role": "x", "content": 5}],
+    [{"role": "user", "content": [{"type": "text"}]}], [{"role": "user", "content": [{"type": "x"}]}],
+    [{"role": "assistant", "content": [{"type": "tool_use", "id": "", "name": 5}]}],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("schema", BODIES)
+def test_no_error_has_the_words_of_the_library_that_validates(schema: type[Body]) -> None:
+    """Of any field with any value: each error is one of this server's own."""
+    said: dict[str, str | None] = {}
+    for name in schema.model_fields:
+        for value in VALUES:
+            try:
+                validate(schema, BODIES[schema] | {name: value})
+            except InvalidInput as refused:
+                said[refused.message] = refused.param
+    foreign = re.compile(
+        r"\b(input|Input|list|string|value) should|valid (string|list|dictionary|number)|tag|instance of|"
+        r"Value error|Extra inputs|not what /openapi"
+    )
+    assert len(said) > 100
+    assert all(said.values())
+    assert not [one for one in said if foreign.search(one)]
+
+
+def test_what_says_the_same_twice_names_both() -> None:
+    with pytest.raises(InvalidInput, match=r"max_tokens is 5 and max_completion_tokens is 6"):
+        chat(max_tokens=5, max_completion_tokens=6)
+    for schema, body in ((CompletionRequest, {"prompt": "a"}), (ResponsesRequest, {"input": "a"})):
+        with pytest.raises(InvalidInput, match="stream: true") as refused:
+            validate(schema, body | {"stream_options": {}})
+        assert refused.value.param == "stream_options"
+        assert validate(schema, body | {"stream_options": {}, "stream": True}).stream
+
+
+APIS: tuple[type[Body], ...] = (ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest)
+ELSEWHERE: list[tuple[type[Body], str, str]] = [
+    (ChatRequest, "prompt", "use messages here, or /v1/completions"),
+    (ChatRequest, "input", "use messages here, or /v1/responses"),
+    (ChatRequest, "max_output_tokens", "use max_completion_tokens"),
+    (CompletionRequest, "messages", "use prompt here, or /v1/chat/completions"),
+    (ResponsesRequest, "max_tokens", "use max_output_tokens"),
+    (ResponsesRequest, "messages", "use input here"),
+    (ResponsesRequest, "guided_json", "text.format"),
+    (MessagesRequest, "stop", "use stop_sequences"),
+    (MessagesRequest, "guided_json", "output_config.format"),
+]
+
+
+@pytest.mark.parametrize(("schema", "name", "says"), ELSEWHERE)
+def test_a_field_of_another_api_says_where_it_belongs(schema: type[Body], name: str, says: str) -> None:
+    with pytest.raises(InvalidInput, match=f"unknown field '{name}'") as unknown:
+        validate(schema, {name: "a"})
+    assert says in unknown.value.message
+    assert unknown.value.param == name
+
+
+@pytest.mark.parametrize("kind", ["json", "regex", "choice", "grammar"])
+def test_what_vllm_called_guided_is_refused_by_its_new_name(kind: str) -> None:
+    """Also where unknown fields are left out: the answer would not keep to it."""
+    for schema, body in ((ChatRequest, HI), (CompletionRequest, {"prompt": "a"})):
+        with pytest.raises(UnsupportedParameter) as refused:
+            validate_known(schema, body | {f"guided_{kind}": {}})
+        assert f'structured_outputs: {{"{kind}": …}}' in refused.value.message
+        assert refused.value.param == f"guided_{kind}"
+
+
+@pytest.mark.parametrize("schema", APIS)
+def test_no_hint_names_a_field_that_has_nothing_to_do_with_it(schema: type[Body]) -> None:
+    """Of each field of all other APIs: it is told where that belongs, or nothing."""
+    known = {*schema.model_fields, *schema.NOT_BUILT}
+    assert not known & schema.ELSEWHERE.keys()
+    for name in {one for other in APIS for one in (*other.model_fields, *other.NOT_BUILT)} - known:
+        with pytest.raises(InvalidInput, match="unknown field") as unknown:
+            validate(schema, {name: "a"})
+        assert "did you mean" not in unknown.value.message, unknown.value.message
+
+
+@pytest.mark.parametrize("name", ["max_time", "top_a", "typical_p", "prompt_log", "n_predict", "log", "x"])
 def test_a_field_that_is_like_none_has_no_suggestion(name: str) -> None:
     with pytest.raises(InvalidInput, match="unknown field") as unknown:
         chat(**{name: 1})
@@ -176,6 +304,7 @@ def test_unknown_fields_may_be_ignored_wherever_they_are() -> None:
             {"role": "tool", "content": "1", "tool_call_id": "c"},
         ],
         "top_a": 1,
+        "stream": True,
         "stream_options": {"x": 1},
         "temperature": 0.5,
     }  # fmt: skip
@@ -251,7 +380,7 @@ def test_sampling_has_defaults_and_wraps_seeds() -> None:
 
 
 def test_a_whole_number_is_an_integer_however_it_is_written() -> None:
-    asked = chat(max_tokens=5.0, seed=-3.0, temperature=1.0, stream_options={"include_usage": True})
+    asked = chat(max_tokens=5.0, seed=-3.0, temperature=1.0)
     assert (asked.max_tokens, asked.seed, asked.temperature) == (5, -3, 1.0)
     assert validate(CompletionRequest, {"prompt": [[1.0, 2], [3, 4.0]]}).prompt == [[1, 2], [3, 4]]
     for wrong in (5.5, True, "5"):

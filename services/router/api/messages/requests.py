@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from services.router.api.schemas.body import Body, JsonObject, NotBuilt
+from services.router.api.schemas.body import Body, Elsewhere, JsonObject, NotBuilt
 from services.router.api.schemas.messages import MESSAGES_MAX
 from services.router.api.schemas.requests import STOPS_MAX, StopString
 
@@ -123,6 +123,26 @@ class TokenCountRequest(Body):
         "fallbacks": "one model is served: leave it out",
         "thread": "threads are not built: send the whole conversation, which a session keeps that the header "
         "x-claude-code-session-id names",
+    }
+    ELSEWHERE: ClassVar[Elsewhere] = {
+        "prompt": "use messages here, or /v1/completions",
+        "input": "use messages here, or /v1/responses",
+        "instructions": "it is of /v1/responses: use system",
+        "stop": "it is of the other APIs: use stop_sequences",
+        "max_completion_tokens": "it is of /v1/chat/completions: use max_tokens",
+        "max_output_tokens": "it is of /v1/responses: use max_tokens",
+        "response_format": "it is of /v1/chat/completions: use output_config.format",
+        "text": "it is of /v1/responses: use output_config.format",
+        "structured_outputs": "use output_config.format here, or /v1/chat/completions",
+        "guided_json": "vLLM's: use output_config.format here",
+        "guided_regex": "vLLM's: use structured_outputs of /v1/chat/completions",
+        "guided_choice": "vLLM's: use structured_outputs of /v1/chat/completions",
+        "guided_grammar": "vLLM's: use structured_outputs of /v1/chat/completions",
+        "parallel_tool_calls": "use tool_choice.disable_parallel_tool_use",
+        "session_id": "the header x-claude-code-session-id names a session here",
+        "seed": "use /v1/chat/completions",
+        "n": "use /v1/chat/completions",
+        "logprobs": "use /v1/chat/completions",
     }
 
     model: str = Field(description="As GET /v1/models shows it.")

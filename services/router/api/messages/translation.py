@@ -21,6 +21,13 @@ from services.router.api.messages.requests import (
 
 Json = dict[str, Any]
 
+# Of chat's fields, what they are called here.
+FIELDS = {
+    "max_completion_tokens": "max_tokens",
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "response_format.json_schema.schema": "output_config.format.schema",
+}
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 # Anthropic's tiers are about paying: here both are the class of service that the key has.
 _TIERS = {"standard_only": "auto"}

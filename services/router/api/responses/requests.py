@@ -9,9 +9,15 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
 
-from services.router.api.schemas.body import Body, JsonObject, NotBuilt
+from kvcommons.errors import InvalidInput
+from services.router.api.schemas.body import Body, Elsewhere, JsonObject, NotBuilt
 from services.router.api.schemas.messages import MESSAGES_MAX
-from services.router.api.schemas.requests import TOP_LOGPROBS_MAX, Metadata, SessionId
+from services.router.api.schemas.requests import (
+    TOP_LOGPROBS_MAX,
+    Metadata,
+    SessionId,
+    check_streamed,
+)
 
 _NO_EFFECT = "Accepted, no effect."
 
@@ -138,9 +144,17 @@ class CustomFormat(Item):
     syntax: Literal["lark", "regex"] | None = None
     definition: str | None = None
 
+    @model_validator(mode="after")
+    def _check(self) -> CustomFormat:
+        if self.type == "grammar" and not (self.syntax and self.definition):
+            raise ValueError('a grammar needs a syntax, "lark" or "regex", and its definition')
+        if self.type == "text" and (self.syntax or self.definition):
+            raise ValueError('syntax and definition belong to type "grammar", and to no other')
+        return self
+
 
 class OfferedCustomTool(Item):
-    """Its input is text. A pattern holds it; a Lark grammar is told to the model and not enforced."""
+    """Its input is text, which keeps to its format where that is a grammar."""
 
     type: Literal["custom"]
     name: str
@@ -217,6 +231,27 @@ class InputTokensRequest(Body):
         "prompt": "prompts are not stored here: send instructions and input",
         "background": "not built: stream the answer, or wait for it",
     }
+    ELSEWHERE: ClassVar[Elsewhere] = {
+        "messages": "use input here, or /v1/chat/completions",
+        "system": "it is of /v1/messages: use instructions",
+        "max_tokens": "it is of the other APIs: use max_output_tokens",
+        "max_completion_tokens": "it is of /v1/chat/completions: use max_output_tokens",
+        "response_format": "it is of /v1/chat/completions: use text.format",
+        "output_config": "it is of /v1/messages: use text.format",
+        "structured_outputs": "use text.format here, or /v1/chat/completions",
+        "guided_json": "vLLM's: use text.format here",
+        "guided_regex": "vLLM's: use structured_outputs of /v1/chat/completions",
+        "guided_choice": "vLLM's: use structured_outputs of /v1/chat/completions",
+        "guided_grammar": "vLLM's: use structured_outputs of /v1/chat/completions",
+        "reasoning_effort": "it is of /v1/chat/completions: use reasoning",
+        "session_id": "use conversation here, which may be any session's id",
+        "stop": "use /v1/chat/completions",
+        "seed": "use /v1/chat/completions",
+        "n": "use /v1/chat/completions",
+        "logprobs": "use top_logprobs",
+        "functions": "use tools",
+        "function_call": "use tool_choice",
+    }
 
     model: str | None = Field(None, description="As GET /v1/models shows it; the default one where absent.")
     input: str | Items | None = None
@@ -236,11 +271,12 @@ class InputTokensRequest(Body):
     truncation: Literal["auto", "disabled"] | None = None
     reasoning: JsonObject | None = Field(None, description="Models that think do so by their template.")
 
-    @model_validator(mode="after")
-    def _check(self) -> InputTokensRequest:
+    def check_together(self) -> None:
         if self.conversation is not None and self.previous_response_id is not None:
-            raise ValueError("conversation and previous_response_id both name what came before: send one")
-        return self
+            raise InvalidInput(
+                "conversation and previous_response_id both name what came before: send one",
+                param="previous_response_id",
+            )
 
     @property
     def conversation_id(self) -> str | None:
@@ -251,7 +287,7 @@ class ResponsesRequest(InputTokensRequest):
     """POST /v1/responses"""
 
     stream: bool | None = None
-    stream_options: ResponseStreamOptions | None = None
+    stream_options: ResponseStreamOptions | None = Field(None, description="Only with stream: true.")
     store: bool | None = Field(
         None, description="true (default): the response can be gone on with, by its id. It is a session."
     )
@@ -272,6 +308,10 @@ class ResponsesRequest(InputTokensRequest):
     prompt_cache_options: JsonObject | None = Field(None, description=_NO_EFFECT)
     client_metadata: JsonObject | None = Field(None, description=_NO_EFFECT)
     context_management: Any = Field(None, description=_NO_EFFECT)
+
+    def check_together(self) -> None:
+        InputTokensRequest.check_together(self)
+        check_streamed(self.stream, self.stream_options)
 
 
 class ConversationCreate(Body):

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from kvcommons.errors import InvalidInput
+from services.router.answer.parser import TEXT_INPUT
 from services.router.api.responses.requests import (
     AllowedTools,
     CustomToolCallItem,
@@ -25,8 +26,15 @@ from services.router.api.responses.requests import (
 
 Json = dict[str, Any]
 
+# Of chat's fields, what they are called here.
+FIELDS = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "response_format.json_schema.schema": "text.format.schema",
+}
 # The one field of a custom tool's arguments, as the model sees it.
-CUSTOM_INPUT = "input"
+CUSTOM_INPUT = TEXT_INPUT
 _LOGPROBS = "message.output_text.logprobs"
 
 
@@ -176,15 +184,10 @@ def _custom(tool: OfferedCustomTool) -> Json:
     text: Json = {"type": "string"}
     told = [tool.description] if tool.description else []
     form = tool.format
-    if form is not None and form.type == "grammar":
-        if not form.definition or form.syntax is None:
-            raise InvalidInput(
-                f"the tool {tool.name!r} has a format without syntax and definition", param="tools"
-            )
-        if form.syntax == "regex":
-            text["pattern"] = f"^({form.definition})$"
-        else:
-            told.append(f"Its input keeps to this grammar in Lark's syntax:\n{form.definition}")
+    if form is not None and form.syntax == "regex":
+        text["pattern"] = f"^({form.definition})$"
+    elif form is not None and form.syntax == "lark":
+        told.append(f"Its input is text that keeps to this grammar in Lark's syntax:\n{form.definition}")
     custom: Json = {
         "parameters": {
             "type": "object",

@@ -11,8 +11,9 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, WithJsonSchema, model_validator
 
+from kvcommons.errors import InvalidInput
 from services.router.admission.classes import TIER_CHARS_MAX
-from services.router.api.schemas.body import Body, JsonObject, NotBuilt
+from services.router.api.schemas.body import Body, Elsewhere, JsonObject, NotBuilt
 from services.router.api.schemas.messages import MESSAGES_MAX, ChatMessage
 from services.router.api.schemas.tools import ToolChoice, Tools
 
@@ -152,6 +153,22 @@ class StructuredOutputs(Body):
         return self
 
 
+# As vLLM called them; what they ask for would be missing from the answer if they were left out.
+GUIDED: NotBuilt = {
+    f"guided_{old}": f'vLLM\'s former name: send structured_outputs: {{"{new}": …}}'
+    for old, new in (("json", "json"), ("regex", "regex"), ("choice", "choice"), ("grammar", "grammar"))
+}
+
+
+def check_streamed(stream: bool | None, options: Body | None) -> None:
+    """Raises InvalidInput for options of a stream that nobody asked for."""
+    if options is not None and not stream:
+        raise InvalidInput(
+            "stream_options are of a stream: send stream: true, or leave stream_options out",
+            param="stream_options",
+        )
+
+
 class GenerationBody(Body):
     """What chat and completions have in common."""
 
@@ -159,8 +176,12 @@ class GenerationBody(Body):
         None, description="As GET /v1/models shows it; the one that is served by default."
     )
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: int | None = Field(None, ge=1, description="Default: the room left in the context window.")
+    stream_options: StreamOptions | None = Field(None, description="Only with stream: true.")
+    max_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="Default: the room left in the context window, or in memory where that is less.",
+    )
     temperature: float | None = Field(None, ge=0, le=2, description="0 is greedy; default 1.")
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1, le=(1 << 31) - 1, description="0 or -1 keeps all.")
@@ -227,6 +248,9 @@ class GenerationBody(Body):
     prompt_cache_key: str | None = Field(None, description="Accepted: prefixes are found by content.")
     prompt_cache_retention: str | None = Field(None, description="Accepted, no effect.")
 
+    def check_together(self) -> None:
+        check_streamed(self.stream, self.stream_options)
+
 
 class ChatRequest(GenerationBody):
     """POST /v1/chat/completions"""
@@ -241,6 +265,24 @@ class ChatRequest(GenerationBody):
         "prediction": "not built; leave it out",
         "web_search_options": "not built; leave it out",
         "chat_template": "templates come from the model's folder only",
+        **GUIDED,
+    }
+    ELSEWHERE: ClassVar[Elsewhere] = {
+        "prompt": "use messages here, or /v1/completions",
+        "input": "use messages here, or /v1/responses",
+        "echo": "it is of /v1/completions",
+        "suffix": "it is of /v1/completions",
+        "best_of": "it is of /v1/completions: use n",
+        "system": "it is of /v1/messages: send a message of the role system",
+        "instructions": "it is of /v1/responses: send a message of the role system",
+        "stop_sequences": "it is of /v1/messages: use stop",
+        "max_output_tokens": "it is of /v1/responses: use max_completion_tokens",
+        "text": "it is of /v1/responses: use response_format",
+        "output_config": "it is of /v1/messages: use response_format",
+        "reasoning": "it is of /v1/responses: use reasoning_effort, or chat_template_kwargs",
+        "thinking": "it is of /v1/messages: use chat_template_kwargs",
+        "previous_response_id": "it is of /v1/responses: use session_id",
+        "conversation": "it is of /v1/responses: use session_id",
     }
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MESSAGES_MAX, fail_fast=True)]
@@ -250,7 +292,9 @@ class ChatRequest(GenerationBody):
         "Also as header X-Session-ID, session-id or x-claude-code-session-id, joined with an agent's id in "
         "x-claude-code-agent-id or thread-id; then turns that come at once branch.",
     )
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(
+        None, ge=1, description="The newer name of max_tokens; one of them."
+    )
     truncation: Literal["auto", "disabled"] | None = Field(
         None,
         description='"auto": where the session and this turn do not fit the context window, the oldest part '
@@ -278,6 +322,16 @@ class ChatRequest(GenerationBody):
     )
     verbosity: ShortText | None = Field(None, description="Accepted, no effect.")
 
+    def check_together(self) -> None:
+        GenerationBody.check_together(self)
+        old, new = self.max_tokens, self.max_completion_tokens
+        if old is not None and new is not None and old != new:
+            raise InvalidInput(
+                f"max_tokens is {old} and max_completion_tokens is {new}, and both say how long the answer "
+                "may be: send one of them",
+                param="max_tokens",
+            )
+
 
 class CompletionRequest(GenerationBody):
     """POST /v1/completions"""
@@ -287,6 +341,24 @@ class CompletionRequest(GenerationBody):
         "best_of": "answers are not ranked here, so all that were asked for are given: use n, or best_of 1",
         "session_id": "sessions are conversations: use /v1/chat/completions",
         "truncation": "sessions are truncated: use /v1/chat/completions with a session_id",
+        **GUIDED,
+    }
+    ELSEWHERE: ClassVar[Elsewhere] = {
+        "messages": "use prompt here, or /v1/chat/completions",
+        "input": "use prompt here, or /v1/responses",
+        "system": "use prompt here, or /v1/messages",
+        "instructions": "use prompt here, or /v1/responses",
+        "tools": "use /v1/chat/completions",
+        "tool_choice": "use /v1/chat/completions",
+        "parallel_tool_calls": "use /v1/chat/completions",
+        "chat_template_kwargs": "use /v1/chat/completions",
+        "reasoning_effort": "use /v1/chat/completions",
+        "top_logprobs": "it is of /v1/chat/completions: logprobs says here how many",
+        "max_completion_tokens": "it is of /v1/chat/completions: use max_tokens",
+        "max_output_tokens": "it is of /v1/responses: use max_tokens",
+        "stop_sequences": "it is of /v1/messages: use stop",
+        "text": "it is of /v1/responses: use response_format",
+        "output_config": "it is of /v1/messages: use response_format",
     }
 
     prompt: PromptText | TokenIds | PromptTexts | TokenLists = Field(
@@ -295,7 +367,7 @@ class CompletionRequest(GenerationBody):
     max_tokens: int | None = Field(
         None,
         ge=0,
-        description=f"Default: {COMPLETION_TOKENS}, or the room left in the context window where that is "
+        description=f"Default: {COMPLETION_TOKENS}, or the room left where that is "
         "less. 0, with echo or prompt_logprobs: nothing is generated.",
     )
     logprobs: int | None = Field(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import cache
 from typing import Any, TypeVar
 
@@ -14,7 +14,8 @@ from pydantic_core import ErrorDetails
 from kvcommons.errors import InvalidInput, UnsupportedParameter
 from services.router.api.schemas.body import Body
 from services.router.api.schemas.messages import MESSAGES_MAX, ChatMessage, TextPart
-from services.router.api.schemas.requests import StreamOptions
+from services.router.api.schemas.reasons import kind_of, reason_of, tag_of
+from services.router.api.schemas.requests import GUIDED, StreamOptions
 from services.router.api.schemas.scan import check_counts
 
 B = TypeVar("B", bound=Body)
@@ -38,8 +39,11 @@ _SHOWN_CHARS = 80
 _IGNORED_MAX = 64  # fields of one request
 _NAMES_ARE_KNOWN = "; /openapi.json has those that are known"
 _WHOLE_MAX = 2.0**53  # beyond it a float is no certain integer
-_BEGINNING_CHARS = 3
-_SIMILAR = 0.82  # of names: "max_token" and "max_tokens" are, "top_a" and "top_p" are not
+# A name that is the beginning of one other name is likely meant for it, where little is missing: "ttl" of
+# "ttl_s" is, "prompt" of "prompt_logprobs" is not.
+_BEGINNING_CHARS, _MISSING_CHARS_MAX = 3, 3
+# Of names: "max_token" and "max_tokens" are alike, "top_a" and "top_p" are not, nor are "seed" and "speed".
+_SIMILAR, _SIMILAR_SHORT, _SHORT_CHARS = 0.82, 0.9, 6
 
 
 def parse_json(body: bytes) -> dict[str, Any]:
@@ -52,7 +56,7 @@ def parse_json(body: bytes) -> dict[str, Any]:
     except orjson.JSONDecodeError as error:
         raise InvalidInput(_unreadable(error)) from None
     if not isinstance(value, dict):
-        raise InvalidInput(f"the body is {_kind(value)}, and has to be a JSON object")
+        raise InvalidInput(f"the body is {kind_of(value)}, and has to be a JSON object")
     if b"null" in body:
         _drop_nulls(value)
     return value
@@ -70,11 +74,14 @@ def validate(schema: type[B], value: dict[str, Any]) -> B:
         value = {**value, "messages": messages}
     while True:
         try:
-            return schema.model_validate(value)
+            body = schema.model_validate(value)
         except ValidationError as error:
             errors = error.errors(include_url=False, include_input=False, include_context=True)
             if not _made_whole(value, errors):
                 raise _explained(value, errors) from None
+            continue
+        body.check_together()
+        return body
 
 
 def validate_known(schema: type[B], value: dict[str, Any]) -> tuple[B, list[str]]:
@@ -155,6 +162,8 @@ def _without_unbuilt(schema: type[Body], value: dict[str, Any]) -> dict[str, Any
 
 
 def _has_no_effect(name: str, given: Any) -> bool:
+    if name in GUIDED:  # an empty schema is one, too
+        return False
     neutral = (*_NO_EFFECT, *_NO_EFFECT_OF.get(name, ()))
     return any(type(given) is type(value) and given == value for value in neutral)
 
@@ -174,12 +183,22 @@ def _check_names(
     if value.keys() <= known or value.keys() <= known.union(others):
         return
     unknown = next(name for name in value if name not in known and name not in others)
-    shown, names = _cut(unknown), [*schema.model_fields, *others]
-    near = difflib.get_close_matches(shown, names, n=1, cutoff=_SIMILAR)
-    if len(shown) >= _BEGINNING_CHARS:
-        near = near or [name for name in names if name.startswith(shown)]
-    advice = f": did you mean {near[0]!r}?" if near else _NAMES_ARE_KNOWN
+    if unknown in schema.ELSEWHERE:
+        raise _UnknownField(value, unknown, where, f": {schema.ELSEWHERE[unknown]}")
+    near = _near(_cut(unknown), [*schema.model_fields, *others])
+    advice = f": did you mean {near!r}?" if near else _NAMES_ARE_KNOWN
     raise _UnknownField(value, unknown, where, advice)
+
+
+def _near(unknown: str, names: Sequence[str]) -> str | None:
+    """The name that was likely meant."""
+    cutoff = _SIMILAR_SHORT if len(unknown) <= _SHORT_CHARS else _SIMILAR
+    if alike := difflib.get_close_matches(unknown, names, n=1, cutoff=cutoff):
+        return alike[0]
+    begun = [
+        name for name in names if name.startswith(unknown) and len(name) - len(unknown) <= _MISSING_CHARS_MAX
+    ]
+    return begun[0] if len(unknown) >= _BEGINNING_CHARS and len(begun) == 1 else None
 
 
 def _checked_message(index: int, message: Any) -> Any:
@@ -243,14 +262,10 @@ def _explained(value: dict[str, Any], errors: list[ErrorDetails]) -> InvalidInpu
         return _UnknownField(holder, str(path[-1]), f"{where}." if where else "", _NAMES_ARE_KNOWN)
     if error["type"] == "missing":
         return InvalidInput(f"the field {param!r} is missing", param=param)
-    kinds = {candidate["msg"] for at, candidate in located if at == path}
-    reason = " or ".join(sorted(_reason(kind) for kind in kinds))
-    return InvalidInput(f"{param}: {reason}", param=param)
-
-
-def _reason(message: str) -> str:
-    message = message.removeprefix("Value error, ")
-    return message[:1].lower() + message[1:]
+    found = [candidate for at, candidate in located if at == path]
+    why = reason_of(found, _at(value, path))
+    param += tag_of(found)
+    return InvalidInput(f"{param}{why}", param=param)
 
 
 def _located(value: Any, error: ErrorDetails) -> list[int | str]:
@@ -281,11 +296,6 @@ def _param(path: list[int | str]) -> str:
     for step in path:
         text += f"[{step}]" if isinstance(step, int) else f".{_cut(step)}" if text else _cut(step)
     return text
-
-
-def _kind(value: Any) -> str:
-    names = {list: "a list", str: "a string", bool: "a truth value", int: "a number", float: "a number"}
-    return names.get(type(value), "null")
 
 
 def _cut(text: str) -> str:
