@@ -55,6 +55,7 @@ from services.prefill.service import serve as serve_prefill
 from tests.contract.engine_turns import Reference, compute, prefill_request, turn
 from tests.etcd import RealEtcd
 from tests.machine import scaled, scaled_settings, scaled_table
+from tests.waiting import eventually
 
 BLOCK = 16
 CHUNK = 32
@@ -428,6 +429,19 @@ class Stack:
 
 async def _run(serve: Callable[[Any, Process], Awaitable[None]], config: Any, process: Process) -> None:
     await serve(config, process)
+
+
+async def prefill_idle(prefill: Any) -> prefill_pb2.PrefillInspectReply:
+    """What it says once it has no job and all its blocks are free."""
+    seen = prefill_pb2.PrefillInspectReply()
+
+    async def idle() -> bool:
+        nonlocal seen
+        seen = await prefill.Inspect(prefill_pb2.PrefillInspectRequest(), timeout=scaled(5))
+        return not seen.jobs and seen.free_blocks == seen.total_blocks
+
+    await eventually(idle, "prefill gives back all its blocks")
+    return seen
 
 
 async def ready(call: Callable[[], Awaitable[Any]]) -> Any:

@@ -13,7 +13,7 @@ import ssl
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from services.router.api.routes import routes
 from services.router.config import RouterConfig
 from tests.contract.rest_engine import Engine, Script, ScriptedLedger
 from tests.machine import scaled, scaled_settings
+from tests.waiting import eventually
 
 MODEL_FOLDER = Path(__file__).parents[2] / "demo" / "model"
 BLOCK_TOKENS = 16
@@ -183,19 +184,6 @@ def _described(method: str, path: str, status: int, body: dict[str, Any]) -> dic
             described = route.answers.get(status) or route.error
             described.model_validate_json(json.dumps(body))
     return body
-
-
-async def eventually(condition: Callable[[], Any], *, within_s: float = 10.0) -> None:
-    """Polls until `condition()`, awaited where it has to be, is true."""
-    deadline_s = time.monotonic() + scaled(within_s)
-    while True:
-        result = condition()
-        if asyncio.iscoroutine(result):
-            result = await result
-        if result:
-            return
-        assert time.monotonic() < deadline_s, "the condition did not come true in time"
-        await asyncio.sleep(0.01)
 
 
 @contextlib.asynccontextmanager

@@ -18,12 +18,12 @@ from kvcommons.pb import common_pb2, prefill_pb2_grpc
 from kvcommons.pb import prefill_pb2 as pb
 from tests.contract.engine_stack import BLOCK, Stack
 from tests.contract.engine_turns import CALL_S, compute, prefill_request, prompt, turn
-from tests.contract.rest_stack import eventually
 from tests.contract.test_engine_prefill import idle
 from tests.contract.test_engine_reuse import stored
 from tests.contract.test_engine_stages import Retrying, under_way
 from tests.exactness import MARGIN
 from tests.machine import scaled
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.asyncio
 pytest_plugins = ("tests.contract.engine_fixtures",)

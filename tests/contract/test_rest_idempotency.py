@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from kvcommons.errors import InvalidInput
+from services.router.sessions.turn import SessionTurn
 from services.router.turn.lifecycle import RequestLifecycle
-from tests.contract.rest_stack import KvStore, Stack, eventually, stack
+from tests.contract.rest_stack import KvStore, Stack, stack
+from tests.waiting import eventually
 
 pytest_plugins = ("tests.contract.rest_fixtures",)
 
@@ -222,13 +224,20 @@ async def test_a_turn_that_another_router_has_committed_meanwhile_is_found_with_
     async def nothing(lifecycle: RequestLifecycle, *asked: Any, **options: Any) -> None:
         return None
 
+    abandon = SessionTurn.abandon
+
+    async def slowly(turn: SessionTurn) -> None:
+        await asyncio.sleep(0.3)
+        await abandon(turn)
+
     with monkeypatch.context() as patch:
         patch.setattr(RequestLifecycle, "answered_before", nothing)
+        patch.setattr(SessionTurn, "abandon", slowly)
         status, told, replayed = await send(served, CHAT, body, key)
-    assert (status, replayed) == (200, True)
-    assert json.loads(told) == json.loads(first)
-    assert jobs(served) == computed
-    assert (await served.post(CHAT, body))[0] == 200
+        assert (status, replayed) == (200, True)
+        assert json.loads(told) == json.loads(first)
+        assert jobs(served) == computed
+        assert (await served.post(CHAT, body))[0] == 200
 
 
 @on_both
