@@ -16,9 +16,8 @@ from kvcommons.pb import common_pb2
 from kvcommons.stages.settings import StageSettings
 from services.decode.config import DecodeConfig
 from services.decode.stage import load_stage
-from tests.contract.engine_stack import BLOCK, Stack, settings
+from tests.contract.engine_stack import BLOCK, Stack, prefill_idle, settings
 from tests.contract.engine_turns import Turn, prompt, turn
-from tests.contract.test_engine_prefill import idle
 from tests.contract.test_engine_reuse import stored
 from tests.contract.test_engine_truncation import Session, stays_in_use
 from tests.contract.truncation_reference import TruncatedReference
@@ -51,7 +50,7 @@ async def test_several_sequences_generate_the_reference(engines: Stack, stages: 
         logprobs = engines.reference.logprobs(tokens, expected)
         assert [token.logprob for token in one.sampled] == pytest.approx(logprobs, abs=1e-4)
     await engines.idle("decode")
-    await idle(prefill)
+    await prefill_idle(prefill)
 
 
 async def test_sampling_is_that_of_a_whole_model(engines: Stack) -> None:
@@ -234,7 +233,7 @@ async def test_kills_under_load(engines: Stack, stages: int) -> None:
                 assert one.tokens == expected
                 exact += 1
         await engines.idle("decode")
-        await idle(prefill)
+        await prefill_idle(prefill)
         engines.decode_stage(number, stages, process=True)
         children[number] = engines.children[-1]
         await engines.decode_together(decode)

@@ -236,6 +236,7 @@ from services.kvstore.clock import SystemClock
 from services.kvstore.session import TurnBegin, TurnCommit
 from services.kvstore.sessions import Sessions, open_sessions
 from tests.unit.kvstore.samples import *
+from tests.waiting import wait_until
 
 folder = Path(sys.argv[1])
 ids = block_ids(12)
@@ -274,15 +275,15 @@ def tried():
         assert sessions.get("t", "s").version == 1
         assert [head.session_id for head in sessions.page("t", "", 10)[0]] == ["s"]
         return "cannot be opened again" in error.message
-assert eventually(tried), "it was not opened again"
-assert eventually(tried), "it was opened again once only"
+wait_until(tried, "it is opened again")
+wait_until(tried, "it is opened again more than once")
 limit(resource.RLIM_INFINITY)
 def again():
     try:
         return sessions.commit("t", "s", second).version == 2
     except StoreUnavailable:
         return False
-assert eventually(again), "no recovery"
+wait_until(again, "it recovers")
 assert list(sessions.get("t", "s").tokens) == list(first.new_tokens) + list(second.new_tokens)
 print("recovered")
 """
