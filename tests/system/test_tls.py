@@ -104,7 +104,7 @@ def pki(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.fixture(params=["certificates", "token"])
+@pytest.fixture(params=["certificates", pytest.param("token", marks=pytest.mark.slow)])
 def secured(request: pytest.FixtureRequest, tmp_path: Path, pki: Path) -> Iterator[OverTcp]:
     """With certificates prefill has two ranks, which meet and join by them."""
     by_token = request.param == "token"
