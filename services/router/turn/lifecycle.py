@@ -123,11 +123,17 @@ class RequestLifecycle:
         if self._reservation is not None:
             self._settle(self._reservation)
         if self._session is not None and self._times.committed_s is None:
-            # Who is told of a mistake asks again at once. All others need not wait for this, and may be gone.
+            # Who is told of a mistake asks again at once, and finds the session free. All others need not
+            # wait for this, and may be gone.
             if isinstance(error, InvalidInput):
-                await self._freed(self._session)
+                await self._abandon(self._session)
             else:
                 self._serving.in_background(self._session.abandon())
+
+    async def _abandon(self, session: SessionTurn) -> None:
+        """Returns once the session is free for another turn, or a moment later in any case."""
+        abandoned = self._serving.in_background(session.abandon())
+        await asyncio.wait((abandoned,), timeout=_ABANDONED_S)
 
     async def plan_chat(
         self,
@@ -162,13 +168,13 @@ class RequestLifecycle:
             self.session_id = self._session.record.session_id
             self.branch = self.session_id if self.session_id != named.id else None
             if self._tells_again(request, self._session.record):
-                await self._freed(self._session)
+                await self._abandon(self._session)  # the next turn may follow at once
                 self._session = None
                 return
             self.model = checked_model(self._serving, self._session, self.model, asked=request.model)
             history = self._session.messages
             if held is not None and len(history) != held:
-                await self._freed(self._session)
+                await self._abandon(self._session)  # another plan begins a turn of it
                 self._session, self.session_id = None, ""
                 raise VersionConflict("the session has gone on meanwhile")
             tokens = list(self._session.record.tokens)
@@ -199,11 +205,6 @@ class RequestLifecycle:
         else:
             self._plan(request, [[*tokens, *new]])
         await self._classify()
-
-    async def _freed(self, session: SessionTurn) -> None:
-        """The session is free for whoever asks again at once: the client, with its next turn, or another
-        plan. A store that does not answer holds nobody up for long; the turn's lease runs out by itself."""
-        await asyncio.wait((self._serving.in_background(session.abandon()),), timeout=_ABANDONED_S)
 
     async def answered_before(
         self, request: ChatRequest, *session_ids: str, branches: bool = False, whole: bool = False
