@@ -195,7 +195,9 @@ async def stack(
     settings: Mapping[str, Any] | None = None,
     telemetry: Telemetry | None = None,
 ) -> AsyncIterator[Stack]:
-    """A router that serves on a free port of loopback, until the body ends."""
+    """A router that serves on a free port of loopback, until the body ends; its engines' and its ledger's
+    sockets are in `folder`, which no other one may have."""
+    folder.mkdir(exist_ok=True)
     script = Script()
     ledger = ScriptedLedger(folder)
     await ledger.start()
