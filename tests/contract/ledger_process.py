@@ -21,7 +21,7 @@ from kvcommons.rpc.channel import open_channel
 from services.ledger.config import LedgerConfig
 from tests.machine import scaled, scaled_table
 
-LEASE_S = 6  # several times what a busy machine holds a heartbeat up
+LEASE_S = 4  # several times what a busy machine holds a heartbeat up
 HEARTBEAT_MS = 300
 ETCD_TIMEOUT_S = 0.5
 MODEL = b"m" * 32
