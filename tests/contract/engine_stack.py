@@ -63,7 +63,13 @@ CHUNK = 32
 
 def settings(folder: Path, **changes: Any) -> EngineSettings:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    known = {"dtype": "float32", "device": device, "block_tokens": BLOCK, "capacity_tokens": 64 * BLOCK}
+    known = {
+        "dtype": "float32",
+        "device": device,
+        "block_tokens": BLOCK,
+        "capacity_tokens": 64 * BLOCK,
+        "calibrate_s": 0.0,  # an engine learns from its iterations; those of a calibration would be slowed, too
+    }
     return EngineSettings(model=str(folder), **(known | changes))
 
 
