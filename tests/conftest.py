@@ -31,8 +31,8 @@ SHARED_STACK = "tests/system/conftest.py::stack"
 SHARING_FILES = {
     f"tests/system/test_{name}.py"
     for name in (
-        "agent_conversation", "bad_input", "branches", "forced_calls", "grammar", "nonsense", "openai", "other_apis", "readme",
-        "terminal",
+        "agent_conversation", "bad_input", "branches", "forced_calls", "grammar", "nonsense", "openai",
+        "other_apis", "readme", "terminal",
     )
 }  # fmt: skip
 # What takes long in them is waiting, for leases that end and for who falls silent to be missed.

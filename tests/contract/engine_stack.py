@@ -68,7 +68,7 @@ def settings(folder: Path, **changes: Any) -> EngineSettings:
         "device": device,
         "block_tokens": BLOCK,
         "capacity_tokens": 64 * BLOCK,
-        "calibrate_s": 0.0,  # an engine learns from its iterations; those of a calibration would be slowed, too
+        "calibrate_s": 0.0,  # an engine learns as it goes; a calibration's iterations would be slowed, too
     }
     return EngineSettings(model=str(folder), **(known | changes))
 

@@ -32,8 +32,8 @@ BLOCK_TOKENS = 16
 
 
 def slow_tables(capacity_tokens: int = 8192, **tables: dict[str, object]) -> dict[str, dict[str, object]]:
-    """Settings of a stack that serves the slow model; `tables` go over them. Nothing is measured at the start,
-    two seconds in each instance: iterations are learnt from."""
+    """Settings of a stack that serves the slow model; `tables` go over them. Instances do not measure for two
+    seconds each at their start what iterations take: they learn it as they go."""
     shared = {"dtype": "float32", "block_tokens": BLOCK_TOKENS, "capacity_tokens": capacity_tokens}
     measured = {"calibrate_s": 0.0}
     services = {"prefill": shared | measured, "decode": shared | measured, "attention_pool": shared}

@@ -30,7 +30,8 @@ ROUTER = {"document_part_s": 0.15, "lease_ms": 1500, "resume_deadline_s": 3.0}
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory, slow_model: Path) -> Iterator[Stack]:
     tables = slow_tables(router=ROUTER)
-    shared = Stack(tmp_path_factory.mktemp("documents"), tables=tables, model=str(slow_model), attention_pool=0)
+    folder = tmp_path_factory.mktemp("documents")
+    shared = Stack(folder, tables=tables, model=str(slow_model), attention_pool=0)
     with shared:
         yield shared
     shared.assert_gone()

@@ -104,7 +104,7 @@ def sockets() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-@pytest.mark.parametrize("rounds", [2, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [2, pytest.param(5, marks=pytest.mark.slow)])
 def test_kill_at_any_moment(sockets: Path, tmp_path: Path, rounds: int) -> None:
     print(f"replay with SEED = {SEED}")
     dice = random.Random(SEED)
