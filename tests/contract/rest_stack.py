@@ -222,7 +222,11 @@ async def stack(
     router = asyncio.create_task(serve(scaled_settings(config), process))
     trust = None if config.tls_cert is None else ssl.create_default_context(cafile=config.tls_cert)
     url = f"{'http' if trust is None else 'https'}://127.0.0.1:{port}"
-    client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=scaled(20))
+    # Plain HTTP: no test waits for the system's authorities to be read.
+    plain = openai.DefaultAsyncHttpxClient(verify=False)
+    client = openai.AsyncOpenAI(
+        base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=scaled(20), http_client=plain
+    )
     http = aiohttp.ClientSession(
         url,
         connector=aiohttp.TCPConnector(ssl=trust or True),
