@@ -97,7 +97,7 @@ async def test_cancelled_jobs_give_their_blocks_back_at_all_ranks(engines: Stack
 
 
 @pytest.mark.usefixtures("unhurried")
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), signal.SIGSTOP])
 async def test_a_rank_that_dies_or_stands_still_ends_the_epoch(
     engines: Stack, how: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -137,6 +137,7 @@ async def test_the_queue_starts_the_nearest_prefix_first_and_has_it_fetched(
     assert store.terminate() == 0, store.errors
 
 
+@pytest.mark.slow
 async def test_a_store_that_dies_holds_up_nobody_and_hears_of_the_queue_when_it_is_back(
     socket_folder: Path,
 ) -> None:
