@@ -29,8 +29,12 @@ for _name in [name for name in os.environ if name.startswith("KVCOMMONS_") and "
 
 SHARED_STACK = "tests/system/conftest.py::stack"
 SHARING_FILES = {
-    f"tests/system/test_{name}.py" for name in ("bad_input", "nonsense", "openai", "readme", "terminal")
-}
+    f"tests/system/test_{name}.py"
+    for name in (
+        "agent_conversation", "bad_input", "branches", "forced_calls", "grammar", "nonsense", "openai",
+        "other_apis", "readme", "terminal",
+    )
+}  # fmt: skip
 # What takes long in them is waiting, for leases that end and for who falls silent to be missed.
 WAITING_FILES = [
     f"tests/contract/test_{name}.py"

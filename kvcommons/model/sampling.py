@@ -21,6 +21,14 @@ from kvcommons.backend.interface import Device
 from kvcommons.errors import KVCommonsError
 from kvcommons.pb import common_pb2 as pb
 
+# By a mask's byte, what bounds the logits of its eight tokens, nothing or minus infinity: eight numbers an item.
+_BOUNDS = (
+    np.where(
+        np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), np.inf, -np.inf
+    )
+    .astype(np.float32)
+    .view("V32")[:, 0]
+)
 # top_p is looked for among this many most probable tokens first; few distributions need a full sort.
 _LIKELY_TOKENS = 256
 
@@ -135,10 +143,10 @@ def _masked(
     width = -(-vocab // 8)
     all_bits, none = b"\xff" * width, b"\0" * width
     joined = b"".join((masks[i] + none)[:width] if i in masks else all_bits for i in range(len(rows)))
-    # All rows at once, and a byte for each bit made by numpy: a fifth of the time of torch's shifts.
-    octets = np.frombuffer(joined, dtype=np.uint8).reshape(len(rows), width)
-    allowed = torch.from_numpy(np.unpackbits(octets, axis=1, count=vocab, bitorder="little")).view(torch.bool)
-    return torch.where(device.upload(allowed), logits, -torch.inf), errors
+    # Numbers from a table, and the lesser of two: a fifth of the time of a choice by each bit.
+    bounds = np.take(_BOUNDS, np.frombuffer(joined, dtype=np.uint8)).view(np.float32)
+    bound = device.upload(torch.from_numpy(bounds.reshape(len(rows), 8 * width)[:, :vocab]))
+    return torch.minimum(bound, logits), errors
 
 
 def _adjusted(logits: Tensor, rows: Sequence[SamplingRow], device: Device) -> Tensor:

@@ -56,6 +56,7 @@ from tests.contract.engine_turns import Reference, compute, prefill_request, tur
 from tests.contract.kvstore_process import known_place
 from tests.etcd import RealEtcd
 from tests.machine import scaled, scaled_settings, scaled_table
+from tests.waiting import eventually
 
 BLOCK = 16
 CHUNK = 32
@@ -63,7 +64,13 @@ CHUNK = 32
 
 def settings(folder: Path, **changes: Any) -> EngineSettings:
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    known = {"dtype": "float32", "device": device, "block_tokens": BLOCK, "capacity_tokens": 64 * BLOCK}
+    known = {
+        "dtype": "float32",
+        "device": device,
+        "block_tokens": BLOCK,
+        "capacity_tokens": 64 * BLOCK,
+        "calibrate_s": 0.0,  # an engine learns as it goes; a calibration's iterations would be slowed, too
+    }
     return EngineSettings(model=str(folder), **(known | changes))
 
 
@@ -430,6 +437,19 @@ class Stack:
 
 async def _run(serve: Callable[[Any, Process], Awaitable[None]], config: Any, process: Process) -> None:
     await serve(config, process)
+
+
+async def prefill_idle(prefill: Any) -> prefill_pb2.PrefillInspectReply:
+    """What it says once it has no job and all its blocks are free."""
+    seen = prefill_pb2.PrefillInspectReply()
+
+    async def idle() -> bool:
+        nonlocal seen
+        seen = await prefill.Inspect(prefill_pb2.PrefillInspectRequest(), timeout=scaled(5))
+        return not seen.jobs and seen.free_blocks == seen.total_blocks
+
+    await eventually(idle, "prefill gives back all its blocks")
+    return seen
 
 
 async def ready(call: Callable[[], Awaitable[Any]]) -> Any:

@@ -50,6 +50,7 @@ from kvcommons.transport.server import DataServer
 from tests.backends import attend_chunk
 from tests.machine import scaled
 from tests.pausing import pause
+from tests.waiting import eventually
 
 BLOCKS = 24
 BLOCK_TOKENS = 4
@@ -74,13 +75,6 @@ CLOSE: Any = {"rtol": 0.0, "atol": 1e-5}
 
 def soon() -> Deadline:
     return Deadline.after(scaled(20))
-
-
-async def eventually(condition: Callable[[], object], seconds: float = 20.0) -> None:
-    deadline = Deadline.after(scaled(seconds))
-    while not condition():
-        deadline.check("what the test waits for")
-        await asyncio.sleep(0.01)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,9 +16,10 @@ from services.router.fleet.fleet import Fleet
 from services.router.sessions.copies import RecordCopies, grown
 from services.router.sessions.store import SessionStore
 from tests.contract.kvstore_process import KvstoreProcess
-from tests.contract.ledger_process import LedgerProcess, eventually
+from tests.contract.ledger_process import LedgerProcess
 from tests.etcd import RealEtcd
 from tests.machine import scaled
+from tests.waiting import eventually
 
 TENANT = "tenant"
 LEASE_MS = min(scaled(60_000), LEASE_MS_MAX)
@@ -60,7 +61,7 @@ class Kvstores:
             ready = {store.folder for store in self.fleet.instances("kvstore")}
             return there == ready & there == {*names}
 
-        await eventually(f"{names} serve", served, within_s=within_s)
+        await eventually(served, f"{names} serve", within_s=within_s)
 
     def home(self, session_id: str) -> str:
         store = self.fleet.homed(session_key(TENANT, session_id)).store()

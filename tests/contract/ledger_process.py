@@ -8,8 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator
 from pathlib import Path
 
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -22,7 +21,7 @@ from kvcommons.rpc.channel import open_channel
 from services.ledger.config import LedgerConfig
 from tests.machine import scaled, scaled_table
 
-LEASE_S = 6  # several times what a busy machine holds a heartbeat up
+LEASE_S = 4  # several times what a busy machine holds a heartbeat up
 HEARTBEAT_MS = 300
 ETCD_TIMEOUT_S = 0.5
 MODEL = b"m" * 32
@@ -161,18 +160,3 @@ async def beaten(by: Ledger, to: Ledger, *ones: pb.Instance) -> bool:
     for one in ones:
         await by.beat(one)
     return await to.has(*(one.id for one in ones))
-
-
-async def eventually(
-    what: str, check: Callable[[], object], *, within_s: float, every_s: float = 0.05
-) -> float:
-    """Seconds until `check` (which may be a coroutine function) held; `within_s` on a quiet machine."""
-    began = time.monotonic()
-    while True:
-        held = check()
-        if asyncio.iscoroutine(held):
-            held = await held
-        if held:
-            return time.monotonic() - began
-        assert time.monotonic() - began < scaled(within_s), f"not within {scaled(within_s)} s: {what}"
-        await asyncio.sleep(every_s)

@@ -7,7 +7,7 @@ import socket
 import struct
 import termios
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -29,18 +29,12 @@ from kvcommons.transport.deadline import Deadline
 from kvcommons.transport.frame import HEADER_BYTES, pack, unpack
 from kvcommons.transport.server import DataServer
 from tests.machine import scaled
+from tests.waiting import wait_until
 
 LAYERS, BLOCKS, SIZE = 3, 64, 4
 LAYOUT = Layout(layers=LAYERS, kv_heads=2, block_tokens=SIZE, head_dim=16, kv_dtype="float32", query_heads=4)
 WINDOWS = (None, 6, None)
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
-
-
-def eventually(condition: Callable[[], object]) -> None:
-    deadline = Deadline.after(scaled(20))
-    while not condition():
-        deadline.check("what the test waits for")
-        time.sleep(0.002)
 
 
 def row(ref: SegmentRef, position: int = 4, length: int = 5, *, append: bool = True, **facts: int) -> PlanRow:
@@ -240,7 +234,7 @@ def rig(
     try:
         yield made
         made.holder.release(made.lent)
-        eventually(lambda: made.holder.allocator.in_use == 0)
+        wait_until(lambda: made.holder.allocator.in_use == 0)
     finally:
         assert made.server.stop(5)
         for peer in made.peers:

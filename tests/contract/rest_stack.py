@@ -13,7 +13,7 @@ import ssl
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,7 @@ from services.router.config import RouterConfig
 from tests.contract.kvstore_process import known_place
 from tests.contract.rest_engine import Engine, Script, ScriptedLedger
 from tests.machine import scaled, scaled_settings
+from tests.waiting import eventually
 
 MODEL_FOLDER = Path(__file__).parents[2] / "demo" / "model"
 BLOCK_TOKENS = 16
@@ -187,19 +188,6 @@ def _described(method: str, path: str, status: int, body: dict[str, Any]) -> dic
     return body
 
 
-async def eventually(condition: Callable[[], Any], *, within_s: float = 10.0) -> None:
-    """Polls until `condition()`, awaited where it has to be, is true."""
-    deadline_s = time.monotonic() + scaled(within_s)
-    while True:
-        result = condition()
-        if asyncio.iscoroutine(result):
-            result = await result
-        if result:
-            return
-        assert time.monotonic() < deadline_s, "the condition did not come true in time"
-        await asyncio.sleep(0.01)
-
-
 @contextlib.asynccontextmanager
 async def stack(
     folder: Path,
@@ -209,7 +197,9 @@ async def stack(
     settings: Mapping[str, Any] | None = None,
     telemetry: Telemetry | None = None,
 ) -> AsyncIterator[Stack]:
-    """A router that serves on a free port of loopback, until the body ends."""
+    """A router that serves on a free port of loopback, until the body ends; its engines' and its ledger's
+    sockets are in `folder`, which no other one may have."""
+    folder.mkdir(exist_ok=True)
     script = Script()
     ledger = ScriptedLedger(folder)
     await ledger.start()
@@ -234,7 +224,11 @@ async def stack(
     router = asyncio.create_task(serve(scaled_settings(config), process))
     trust = None if config.tls_cert is None else ssl.create_default_context(cafile=config.tls_cert)
     url = f"{'http' if trust is None else 'https'}://127.0.0.1:{port}"
-    client = openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=scaled(20))
+    # Plain HTTP: no test waits for the system's authorities to be read.
+    plain = openai.DefaultAsyncHttpxClient(verify=False)
+    client = openai.AsyncOpenAI(
+        base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=scaled(20), http_client=plain
+    )
     http = aiohttp.ClientSession(
         url,
         connector=aiohttp.TCPConnector(ssl=trust or True),

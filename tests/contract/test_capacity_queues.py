@@ -26,8 +26,9 @@ from services.router.capacity.queue import CapacityQueue, Ticket
 from services.router.config import RouterConfig
 from tests.contract.engine_stack import BLOCK, Stack, scale_calls
 from tests.contract.engine_turns import Reference
-from tests.contract.rest_stack import MODEL_FOLDER, eventually
+from tests.contract.rest_stack import MODEL_FOLDER
 from tests.machine import scaled
+from tests.waiting import eventually
 
 ANSWER = 24
 WAITS = {

@@ -17,8 +17,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from tests.contract.rest_stack import MODEL_FOLDER, KvStore, Stack, eventually, free_port, listens, stack
+from tests.contract.rest_stack import MODEL_FOLDER, KvStore, Stack, free_port, listens, stack
 from tests.machine import scaled
+from tests.waiting import eventually
 
 pytest_plugins = ("tests.contract.rest_fixtures",)
 

@@ -18,10 +18,10 @@ import pytest
 
 from kvcommons.engine.core_lock import CoreLock, _Byte
 from kvcommons.errors import InvalidInput
-from tests.contract.plan_cases import eventually
 from tests.contract.test_long_chunks import LAYERS, Chunk, Clock, alone, creditor
 from tests.machine import scaled
 from tests.pausing import pause
+from tests.waiting import wait_until
 
 LONG_S = scaled(20.0)
 
@@ -95,7 +95,7 @@ def test_processes_compute_one_after_another(seen: CoreLock, children: list[Chil
         assert first.ask("acquire") == "True"
         assert not seen.wanted
         second.tell("acquire")
-        eventually(lambda: seen.wanted)
+        wait_until(lambda: seen.wanted)
         assert not second.answered
         assert first.ask("release") == "released"
         # It would be quicker than the one that waits, but does not go before it.
@@ -112,15 +112,15 @@ def test_one_that_dies_is_in_nobody_s_way(seen: CoreLock, children: list[Child],
     holds, waits, other = children
     assert holds.ask("acquire") == "True"
     waits.tell("acquire urgently")
-    eventually(lambda: seen.urgently_wanted)
+    wait_until(lambda: seen.urgently_wanted)
     if dies == "holder":
         holds.kill()
         assert waits.answer() == "True"
         return
     waits.kill()
-    eventually(lambda: not seen.wanted and not seen.urgently_wanted)
+    wait_until(lambda: not seen.wanted and not seen.urgently_wanted)
     other.tell("acquire")
-    eventually(lambda: seen.wanted)
+    wait_until(lambda: seen.wanted)
     assert holds.ask("release") == "released"
     assert other.answer() == "True"
 
@@ -131,14 +131,14 @@ def test_who_generates_comes_before_chunks_and_overtakes_each_once(
     first, chunk, tokens = children
     assert first.ask("acquire") == "True"
     chunk.tell("acquire")
-    eventually(lambda: seen.wanted)
+    wait_until(lambda: seen.wanted)
     tokens.tell("acquire urgently")
-    eventually(lambda: seen.urgently_wanted)
+    wait_until(lambda: seen.urgently_wanted)
     first.tell("release")
     assert tokens.answer() == "True"
     assert not chunk.answered
     # Again: now the chunk comes first, once it has looked.
-    eventually(lambda: seen.wanted)
+    wait_until(lambda: seen.wanted)
     tokens.tell("release")
     tokens.tell("acquire urgently")
     assert tokens.answer() == "released"
@@ -153,13 +153,13 @@ def test_a_chunk_gives_way_until_who_is_urgent_has_looked(seen: CoreLock, childr
     first, chunk, tokens = children
     assert first.ask("acquire") == "True"
     chunk.tell("acquire")
-    eventually(lambda: seen.wanted)
+    wait_until(lambda: seen.wanted)
     pause(chunk.process.pid)  # it is the next
     tokens.tell("acquire urgently")
-    eventually(lambda: seen.urgently_wanted)
+    wait_until(lambda: seen.urgently_wanted)
     pause(tokens.process.pid)
     chunk.process.send_signal(signal.SIGCONT)
-    eventually(lambda: not seen.wanted)
+    wait_until(lambda: not seen.wanted)
     assert first.ask("release") == "released"
     time.sleep(0.02)
     assert not chunk.answered
@@ -180,7 +180,7 @@ def test_a_chunk_that_is_held_up_before_it_takes_the_cores_gives_way(
             told.extend(["acquire urgently", "release"])
             for command in told:
                 tokens.tell(command)
-            eventually(lambda: seen.urgently_wanted)
+            wait_until(lambda: seen.urgently_wanted)
         return try_(byte, kind)
 
     told: list[str] = []
@@ -225,7 +225,7 @@ def test_a_chunk_lets_others_have_the_cores_between_two_layers(seen: CoreLock, c
             if layer in (1, 3):
                 other.tell("acquire")
                 other.tell("release")
-                eventually(lambda: lock.wanted)
+                wait_until(lambda: lock.wanted)
             elif layer in (2, 4):
                 answers.extend([other.answer(), other.answer()])
 

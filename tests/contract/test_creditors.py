@@ -18,8 +18,9 @@ from kvcommons.pb import ledger_pb2
 from kvcommons.rblock.heads import divided
 from kvcommons.transport.deadline import Deadline
 from services.decode.borrowing.creditors import FORGET_S, QUIET_S, Creditors, Debtor
-from tests.contract.holder_cases import BLOCK_TOKENS, FINGERPRINT, LAYOUT, embedded, eventually
+from tests.contract.holder_cases import BLOCK_TOKENS, FINGERPRINT, LAYOUT, embedded
 from tests.machine import scaled
+from tests.waiting import eventually
 
 
 @dataclass

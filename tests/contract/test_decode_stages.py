@@ -16,12 +16,12 @@ from kvcommons.pb import common_pb2
 from kvcommons.stages.settings import StageSettings
 from services.decode.config import DecodeConfig
 from services.decode.stage import load_stage
-from tests.contract.engine_stack import BLOCK, Stack, ready, settings
+from tests.contract.engine_stack import BLOCK, Stack, prefill_idle, settings
 from tests.contract.engine_turns import Turn, prompt, turn
-from tests.contract.test_engine_prefill import idle
 from tests.contract.test_engine_reuse import stored
 from tests.contract.test_engine_truncation import Session, stays_in_use
 from tests.contract.truncation_reference import TruncatedReference
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.asyncio
 pytest_plugins = ("tests.contract.engine_fixtures",)
@@ -50,7 +50,7 @@ async def test_several_sequences_generate_the_reference(engines: Stack, stages: 
         logprobs = engines.reference.logprobs(tokens, expected)
         assert [token.logprob for token in one.sampled] == pytest.approx(logprobs, abs=1e-4)
     await engines.idle("decode")
-    await idle(prefill)
+    await prefill_idle(prefill)
 
 
 async def test_sampling_is_that_of_a_whole_model(engines: Stack) -> None:
@@ -154,7 +154,7 @@ async def test_cancelled_and_preempted_sequences_give_their_blocks_back(engines:
     second.request.job.max_position = 400
     running = asyncio.create_task(first.run())
     ending = asyncio.create_task(cancelled.run())
-    await until(lambda: len(first.tokens) > 1 and len(cancelled.tokens) > 1)
+    await eventually(lambda: len(first.tokens) > 1 and len(cancelled.tokens) > 1)
     ending.cancel()
     with pytest.raises(CapacityExhausted, match="older sequences precedence"):
         await second.run()
@@ -177,7 +177,7 @@ async def test_a_stage_that_is_killed_fails_its_sequences_over_and_comes_back(en
     known = [engines.reference.prompt(length, 60) for length in (75, 33, 20)]
     turns = [turn(prefill, decode, engines.model, tokens, 60) for tokens, _ in known]
     running = [asyncio.create_task(one.run()) for one in turns]
-    await until(lambda: all(len(one.tokens) > 3 for one in turns))
+    await eventually(lambda: all(len(one.tokens) > 3 for one in turns))
     engines.children[-1].kill()
     engines.children[-1].wait()
     for task in running:
@@ -233,7 +233,7 @@ async def test_kills_under_load(engines: Stack, stages: int) -> None:
                 assert one.tokens == expected
                 exact += 1
         await engines.idle("decode")
-        await idle(prefill)
+        await prefill_idle(prefill)
         engines.decode_stage(number, stages, process=True)
         children[number] = engines.children[-1]
         await engines.decode_together(decode)
@@ -277,11 +277,3 @@ def decode_config(engines: Stack, **changes: Any) -> DecodeConfig:
         ledger=engines.ledger,
         **changes,
     )
-
-
-async def until(condition: Any) -> None:
-    async def check() -> None:
-        if not condition():
-            raise Unavailable("not yet")
-
-    await ready(check)

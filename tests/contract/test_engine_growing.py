@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from kvcommons.errors import CapacityExhausted, KVCommonsError, Overloaded
-from kvcommons.pb import prefill_pb2
 from kvcommons.pb.common_pb2 import SegmentPlace
 from services.decode.arrival.growth import Growth
-from tests.contract.engine_stack import BLOCK, CHUNK, SlowIterations, Stack
+from tests.contract.engine_stack import BLOCK, CHUNK, SlowIterations, Stack, prefill_idle
 from tests.contract.engine_turns import Turn, turn
 from tests.contract.test_engine_reuse import stored
 from tests.machine import scaled
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.asyncio
 pytest_plugins = ("tests.contract.engine_fixtures",)
@@ -34,21 +34,10 @@ async def lent(engines: Stack, *names: str) -> int:
 
 
 async def until_lent(engines: Stack, segments: int, *names: str) -> None:
-    until = time.monotonic() + WAIT_S
-    while await lent(engines, *names) < segments:
-        assert time.monotonic() < until, "no further holder joins"
-        await asyncio.sleep(0.01)
+    async def joined() -> bool:
+        return await lent(engines, *names) >= segments
 
-
-async def computed(prefill: Any) -> None:
-    """Once prefill has no job and all its blocks are free."""
-    until = time.monotonic() + WAIT_S
-    while True:
-        seen = await prefill.Inspect(prefill_pb2.PrefillInspectRequest(), timeout=WAIT_S)
-        if not seen.jobs and seen.free_blocks == seen.total_blocks:
-            return
-        assert time.monotonic() < until, f"prefill keeps blocks: {seen}"
-        await asyncio.sleep(0.02)
+    await eventually(joined, "a further holder joins")
 
 
 def reserved_blocks(one: Turn) -> int:
@@ -80,7 +69,7 @@ async def test_holders_join_while_the_prompt_is_computed(
     assert reserved_blocks(one) == SHARE
     assert joined == [(True, 1, 1), (True, 2, 1), (True, 3, 1)]
     await engines.idle("decode", *pools)
-    await computed(prefill)
+    await prefill_idle(prefill)
 
 
 async def test_history_is_fetched_to_the_first_holders_and_others_join(engines: Stack) -> None:
@@ -112,7 +101,7 @@ async def test_a_prompt_that_memory_runs_out_for_says_how_much_is_missing(engine
     with pytest.raises(CapacityExhausted, match=missing):
         await turn(prefill, decode, engines.model, tokens, ANSWER).run()
     await engines.idle("decode", "pool-0")
-    await computed(prefill)
+    await prefill_idle(prefill)
 
 
 async def test_what_others_do_not_lend_is_taken_here(engines: Stack) -> None:
@@ -138,7 +127,7 @@ async def test_a_cancelled_prompt_gives_back_what_has_joined(
     running.cancel()
     await asyncio.wait((running,))
     await engines.idle("decode", *pools)
-    await computed(prefill)
+    await prefill_idle(prefill)
 
 
 async def test_a_holder_that_is_killed_in_the_middle(engines: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,7 +143,7 @@ async def test_a_holder_that_is_killed_in_the_middle(engines: Stack, monkeypatch
         await running
     slow.over()
     await engines.idle("decode")
-    await computed(prefill)
+    await prefill_idle(prefill)
     again = turn(prefill, decode, engines.model, tokens, ANSWER)
     assert (await again.run()).tokens == expected
     await engines.idle("decode")
@@ -193,4 +182,4 @@ async def test_two_prompts_that_compete_for_the_last_memory_both_come_to_their_e
     assert answers == [expected for _, expected in made]
     assert set(given_up) == {1}, "the older one goes on, the younger one gives up"
     await engines.idle("decode", "pool-0")
-    await computed(prefill)
+    await prefill_idle(prefill)

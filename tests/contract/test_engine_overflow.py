@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import signal
-import time
 from typing import Any
 
 import pytest
@@ -133,10 +132,8 @@ async def test_a_holder_is_killed_and_only_its_sequence_ends(engines: Stack) -> 
     decode = await engines.decode(placement="overflow", engine={"capacity_tokens": 30 * BLOCK})
     home, away, expected, at_home, elsewhere = await beside(engines, decode)
     pool.kill()
-    killed = time.monotonic()
     with pytest.raises(DataLoss, match="compute it again"):
-        await elsewhere
-    assert time.monotonic() - killed < scaled(20)
+        await asyncio.wait_for(elsewhere, scaled(20))
     # What is resumed elsewhere begins with what was sent.
     engines.reference.assert_greedy(prompt(300, seed=4), away.tokens)
     await at_home
@@ -151,10 +148,8 @@ async def test_a_paused_holder_costs_its_deadline_once(engines: Stack) -> None:
     )
     home, _, expected, at_home, elsewhere = await beside(engines, decode)
     pause(pool.pid)
-    paused = time.monotonic()
     with pytest.raises(DataLoss):
-        await elsewhere
-    assert time.monotonic() - paused < scaled(20)
+        await asyncio.wait_for(elsewhere, scaled(20))
     await at_home
     assert home.tokens == expected
     pool.send_signal(signal.SIGCONT)

@@ -93,9 +93,8 @@ async def test_a_holder_is_killed_and_the_others_go_on(engines: Stack, unhurried
     await engines.idle("decode", "pool-1")
 
 
-@pytest.mark.usefixtures("unhurried")
 async def test_an_error_that_lasts_fails_sequences_and_takes_no_core(
-    engines: Stack, monkeypatch: pytest.MonkeyPatch
+    engines: Stack, unhurried: SlowIterations, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It comes while a sequence runs. The loop comes by with each command, not again and again, and serves
     once the error is gone."""
@@ -118,6 +117,7 @@ async def test_an_error_that_lasts_fails_sequences_and_takes_no_core(
             await running
         await asyncio.sleep(0.3)
     assert 1 <= failed < 20
+    unhurried.over()
     await again.run()
     assert again.tokens == expected
     await engines.idle("decode")

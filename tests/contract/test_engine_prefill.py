@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Any
 
 import pytest
 
 from kvcommons.errors import CapacityExhausted, ContextLengthExceeded, InvalidInput, ModelNotFound
 from kvcommons.pb import prefill_pb2 as pb
-from tests.contract.engine_stack import BLOCK, SlowIterations, Stack
+from tests.contract.engine_stack import BLOCK, SlowIterations, Stack, prefill_idle
 from tests.contract.engine_turns import CALL_S, compute, prefill_request, prompt
 from tests.machine import scaled
 
@@ -20,17 +19,6 @@ pytest_plugins = ("tests.contract.engine_fixtures",)
 
 async def inspect(stub: Any) -> pb.PrefillInspectReply:
     return await stub.Inspect(pb.PrefillInspectRequest(), timeout=scaled(5))
-
-
-async def idle(stub: Any) -> pb.PrefillInspectReply:
-    """Once nothing is under way."""
-    until = time.monotonic() + scaled(10)
-    while True:
-        seen = await inspect(stub)
-        if not seen.jobs and seen.free_blocks == seen.total_blocks:
-            return seen
-        assert time.monotonic() < until, f"blocks stay allocated: {seen}"
-        await asyncio.sleep(0.02)
 
 
 async def test_the_first_token_is_the_reference_with_and_without_reuse(
@@ -46,7 +34,7 @@ async def test_the_first_token_is_the_reference_with_and_without_reuse(
     assert (warm.cached_tokens, warm.device_tokens) == (64, 64)
     again = await compute(stub, prefill_request(engines.model, tokens, no_reuse=True))
     assert (again.token.token, again.cached_tokens) == (expected, 0)
-    assert (await idle(stub)).cached_blocks == 4
+    assert (await prefill_idle(stub)).cached_blocks == 4
 
 
 async def test_a_prompt_of_whole_blocks_computes_its_last_one(engines: Stack) -> None:
@@ -61,7 +49,7 @@ async def test_a_prompt_of_whole_blocks_computes_its_last_one(engines: Stack) ->
 async def test_without_reuse_nothing_is_left_behind(engines: Stack) -> None:
     stub = await engines.prefill()
     await compute(stub, prefill_request(engines.model, prompt(60), no_reuse=True))
-    assert (await idle(stub)).cached_blocks == 0
+    assert (await prefill_idle(stub)).cached_blocks == 0
     assert (await compute(stub, prefill_request(engines.model, prompt(60)))).cached_tokens == 0
 
 
@@ -113,7 +101,7 @@ async def test_cancelled_jobs_give_their_blocks_back(engines: Stack) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    await idle(stub)
+    await prefill_idle(stub)
 
 
 async def _drain(call: Any) -> None:
@@ -134,11 +122,11 @@ async def test_what_cannot_be_computed_is_refused_with_a_reason(engines: Stack) 
     with pytest.raises(InvalidInput, match="vocabulary"):
         await compute(stub, prefill_request(engines.model, [199]))
     await compute(stub, prefill_request(engines.model, prompt(64)))
-    await idle(stub)
+    await prefill_idle(stub)
 
 
 async def test_memory_full_of_cached_blocks_is_room(engines: Stack) -> None:
     stub = await engines.prefill(engine={"capacity_tokens": 6 * BLOCK})
     for seed in range(5):
         await compute(stub, prefill_request(engines.model, prompt(90, seed)))
-    assert (await idle(stub)).free_blocks == 6
+    assert (await prefill_idle(stub)).free_blocks == 6

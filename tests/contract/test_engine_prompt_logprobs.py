@@ -16,14 +16,13 @@ from kvcommons.errors import InvalidInput, KVCommonsError
 from kvcommons.model.prompt_logprobs import LogprobsOfChunk
 from kvcommons.pb import common_pb2, prefill_pb2_grpc
 from kvcommons.pb import prefill_pb2 as pb
-from tests.contract.engine_stack import BLOCK, Stack
+from tests.contract.engine_stack import BLOCK, Stack, prefill_idle
 from tests.contract.engine_turns import CALL_S, compute, prefill_request, prompt, turn
-from tests.contract.rest_stack import eventually
-from tests.contract.test_engine_prefill import idle
 from tests.contract.test_engine_reuse import stored
 from tests.contract.test_engine_stages import Retrying, under_way
 from tests.exactness import MARGIN
 from tests.machine import scaled
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.asyncio
 pytest_plugins = ("tests.contract.engine_fixtures",)
@@ -93,7 +92,7 @@ async def test_they_are_the_reference_over_several_chunks_and_slices(
         tokens, (expected,) = engines.reference.prompt(length)
         first = await score(engines, stub, tokens, top)
         assert (first.token.token, first.cached_tokens) == (expected, 0)
-    await idle(stub)
+    await prefill_idle(stub)
 
 
 async def test_messages_are_of_bounded_size(engines: Stack, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -115,7 +114,7 @@ async def test_nothing_is_reused_for_them_and_what_is_computed_is_for_others(eng
     assert (plain.token.token, plain.cached_tokens) == (expected, 64)
     again = await score(engines, stub, tokens, 3, history=engines.history(4))
     assert (again.token.token, again.cached_tokens) == (expected, 0)
-    await idle(stub)
+    await prefill_idle(stub)
 
 
 async def test_a_turn_goes_on_behind_them(engines: Stack) -> None:
@@ -192,7 +191,7 @@ async def test_of_stages_and_ranks(engines: Stack, stages: int, tensor: int) -> 
         score(engines, stub, plain, 0),
     )
     assert [first.token.token for first in firsts] == [expected, following, following]
-    await idle(stub)
+    await prefill_idle(stub)
 
 
 @pytest.mark.usefixtures("unhurried")
@@ -211,7 +210,7 @@ async def test_a_stage_killed_in_the_middle_gives_the_same_again(engines: Stack)
     assert (await running).tokens == expected
     assert_exact(engines, tokens, scored.messages, 5)
     await engines.idle("decode")
-    await idle(stub)
+    await prefill_idle(stub)
 
 
 async def test_a_call_cancelled_among_slices_ends_there(
@@ -236,7 +235,7 @@ async def test_a_call_cancelled_among_slices_ends_there(
     call.cancel()
     with pytest.raises((asyncio.CancelledError, KVCommonsError)):
         await running
-    await idle(stub)
+    await prefill_idle(stub)
     assert len(read) < 479
     longer_s = 0.0
     assert (await score(engines, stub, tokens, 1)).token.token == expected

@@ -19,9 +19,8 @@ from kvcommons.stages.ranks import Meeting, RankGroup
 from kvcommons.stages.settings import StageSettings
 from services.prefill.config import PrefillConfig
 from services.prefill.stage import load_stage
-from tests.contract.engine_stack import BLOCK, Stack, settings, shape_of
+from tests.contract.engine_stack import BLOCK, Stack, prefill_idle, settings, shape_of
 from tests.contract.engine_turns import compute, prefill_request, turn
-from tests.contract.test_engine_prefill import idle
 from tests.contract.test_engine_reuse import stored
 from tests.contract.test_engine_stages import Retrying, assert_cancelling_frees, under_way
 from tests.machine import scaled
@@ -54,7 +53,7 @@ async def test_the_first_token_is_the_reference_with_and_without_reuse(
         *(compute(stub, prefill_request(engines.model, tokens)) for tokens, _ in known)
     )
     assert [first.token.token for first in made] == [expected for _, (expected,) in known]
-    await idle(stub)
+    await prefill_idle(stub)
 
 
 @pytest.mark.parametrize(
@@ -88,7 +87,7 @@ async def test_ranks_hand_over_their_heads_and_load_them_from_the_store(
         assert second.first is not None
         assert (second.first.cached_tokens, second.first.device_tokens) == (full * BLOCK, 0)
         await engines.idle("d2")
-        await idle(prefill)
+        await prefill_idle(prefill)
 
 
 @pytest.mark.usefixtures("unhurried")
@@ -98,7 +97,7 @@ async def test_cancelled_jobs_give_their_blocks_back_at_all_ranks(engines: Stack
 
 
 @pytest.mark.usefixtures("unhurried")
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("how", [pytest.param(signal.SIGKILL, marks=pytest.mark.slow), signal.SIGSTOP])
 async def test_a_rank_that_dies_or_stands_still_ends_the_epoch(
     engines: Stack, how: signal.Signals, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,7 +116,7 @@ async def test_a_rank_that_dies_or_stands_still_ends_the_epoch(
         child.send_signal(how)
         with pytest.raises(Unavailable, match="stage"):
             await call
-        await idle(stub)
+        await prefill_idle(stub)
         if how is signal.SIGSTOP:
             with pytest.raises(Loading, match="lacks stages"):
                 await compute(stub, prefill_request(engines.model, tokens))
@@ -129,7 +128,7 @@ async def test_a_rank_that_dies_or_stands_still_ends_the_epoch(
         made = turn(Retrying(stub), decode, engines.model, tokens, 8)
         assert (await made.run()).tokens == expected
         await engines.idle("decode")
-        await idle(stub)
+        await prefill_idle(stub)
     assert gloo_threads() == threads
 
 

@@ -21,9 +21,8 @@ from kvcommons.stages.group import StagedHandOver, StageGroup
 from kvcommons.stages.settings import StageSettings
 from services.prefill.config import PrefillConfig
 from services.prefill.stage import load_stage
-from tests.contract.engine_stack import BLOCK, Stack, ready, scale_calls, settings
+from tests.contract.engine_stack import BLOCK, Stack, prefill_idle, ready, scale_calls, settings
 from tests.contract.engine_turns import compute, prefill_request, prompt, turn
-from tests.contract.test_engine_prefill import idle
 from tests.contract.test_engine_reuse import stored
 from tests.exactness import evident
 from tests.machine import scaled
@@ -43,7 +42,7 @@ async def test_the_first_token_is_the_reference_with_and_without_reuse(engines: 
     assert (warm.token.token, warm.cached_tokens, warm.device_tokens) == (expected, 64, 64)
     longer, (expected,) = engines.reference.prompt(300)
     assert (await compute(stub, prefill_request(engines.model, longer))).token.token == expected
-    await idle(stub)
+    await prefill_idle(stub)
 
 
 async def test_prompts_side_by_side_take_turns(engines: Stack) -> None:
@@ -55,7 +54,7 @@ async def test_prompts_side_by_side_take_turns(engines: Stack) -> None:
         *(compute(stub, prefill_request(engines.model, tokens)) for tokens, _ in known)
     )
     assert [first.token.token for first in made] == [expected for _, (expected,) in known]
-    await idle(stub)
+    await prefill_idle(stub)
 
 
 @pytest.mark.parametrize("engines", ["mistral-sliding"], indirect=True)
@@ -79,7 +78,7 @@ async def test_turns_over_stages_load_their_history_from_the_store(engines: Stac
     assert second.first is not None
     assert (second.first.cached_tokens, second.first.device_tokens) == (full * BLOCK, 0)
     await engines.idle("d2")
-    await idle(prefill)
+    await prefill_idle(prefill)
 
 
 async def test_what_the_store_has_no_more_is_computed_in_all_stages(engines: Stack) -> None:
@@ -94,7 +93,7 @@ async def test_what_the_store_has_no_more_is_computed_in_all_stages(engines: Sta
     assert made.first.cached_tokens == (made.first.device_tokens if made.missing else 0)
     assert await stored(engines, store, tokens[:96]) == 6
     await engines.idle("decode")
-    await idle(prefill)
+    await prefill_idle(prefill)
 
 
 @pytest.mark.usefixtures("unhurried")
@@ -113,7 +112,7 @@ async def assert_cancelling_frees(engines: Stack, stub: Any) -> None:
     for call in calls:
         call.cancel()
     await asyncio.gather(*calls, return_exceptions=True)
-    await idle(stub)
+    await prefill_idle(stub)
     tokens, (expected,) = engines.reference.prompt(75)
     assert (await compute(stub, prefill_request(engines.model, tokens))).token.token == expected
 
@@ -141,7 +140,7 @@ async def test_a_stage_that_is_killed_fails_its_jobs_over_and_comes_back(engines
     child.wait()
     with pytest.raises(Unavailable, match="stage"):
         await call
-    await idle(stub)
+    await prefill_idle(stub)
     with pytest.raises(Loading, match="lacks stages"):
         await compute(stub, prefill_request(engines.model, tokens))
     engines.stage(1, 2, process=True)
@@ -149,7 +148,7 @@ async def test_a_stage_that_is_killed_fails_its_jobs_over_and_comes_back(engines
     again = await compute(stub, prefill_request(engines.model, kept))
     assert again.device_tokens == 0
     assert (await compute(stub, prefill_request(engines.model, tokens))).token.token == expected
-    await idle(stub)
+    await prefill_idle(stub)
 
 
 @pytest.mark.usefixtures("unhurried")
@@ -176,7 +175,7 @@ async def test_a_prompt_that_arrives_while_a_stage_ends_says_so(
     killed.append(engines.children[-1])
     with pytest.raises(Loading, match="lacks stages"):
         await compute(stub, prefill_request(engines.model, prompt(64)))
-    await idle(stub)
+    await prefill_idle(stub)
 
 
 @pytest.mark.usefixtures("unhurried")
@@ -193,7 +192,7 @@ async def test_a_turn_survives_a_stage_killed_in_its_prompt(engines: Stack) -> N
     engines.stage(1, 2, process=True)
     assert (await running).tokens == expected
     await engines.idle("decode")
-    await idle(stub)
+    await prefill_idle(stub)
 
 
 class Retrying:
@@ -231,12 +230,12 @@ async def test_a_stage_that_says_nothing_is_given_up(engines: Stack, monkeypatch
     try:
         with pytest.raises(Unavailable, match="stage"):
             await call
-        await idle(stub)
+        await prefill_idle(stub)
     finally:
         child.send_signal(signal.SIGCONT)
     await engines.together(stub)
     assert (await compute(stub, prefill_request(engines.model, tokens))).token.token == expected
-    await idle(stub)
+    await prefill_idle(stub)
 
 
 async def test_a_first_stage_that_is_started_again_finds_the_others(engines: Stack) -> None:
@@ -282,7 +281,7 @@ async def test_kills_under_load(engines: Stack, stages: int) -> None:
             else:
                 assert result.token.token == expected
                 exact += 1
-        await idle(stub)
+        await prefill_idle(stub)
         engines.stage(number, stages, process=True)
         children[number] = engines.children[-1]
         await engines.together(stub)
@@ -290,7 +289,7 @@ async def test_kills_under_load(engines: Stack, stages: int) -> None:
     assert refused
     for tokens, (expected,) in known:
         assert (await compute(stub, prefill_request(engines.model, tokens))).token.token == expected
-    await idle(stub)
+    await prefill_idle(stub)
 
 
 @pytest.mark.slow
@@ -318,7 +317,7 @@ async def test_a_prompt_of_16k_tokens_over_one_to_four_stages(
             made = events[-1].first.token
             assert (made.token, made.position) == (expected, len(tokens))
             assert made.logprob == pytest.approx(logprob, abs=1e-3)
-            await idle(stub)
+            await prefill_idle(stub)
     finally:
         await stack.close()
 

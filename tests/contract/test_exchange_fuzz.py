@@ -17,7 +17,8 @@ import pytest
 from kvcommons.attention.native import build, library
 from kvcommons.errors import KVCommonsError
 from kvcommons.pb import data_pb2 as pb
-from tests.contract.plan_cases import LAYERS, Peer, eventually, rig, row
+from tests.contract.plan_cases import LAYERS, Peer, rig, row
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -83,7 +84,7 @@ def test_mutated_plans_and_layers(socket_folder: Path, seed: int) -> None:
             witness.ask(witness.layer(0))
         assert (witness.head.lost, witness.lost()) == (0, {})
         witness.socket.close()
-        eventually(lambda: made.server.connections == 0)
+        wait_until(lambda: made.server.connections == 0)
         assert made.pins() == 0
 
 

@@ -347,7 +347,7 @@ def test_one_that_is_late_makes_no_other_look_slow(socket_folder: Path) -> None:
         assert (late.answered, other.answered) == (well, True)
         if not well:
             assert late.came_s - late.waits_s > scaled(0.4)
-            assert other.came_s - other.waits_s < scaled(0.25)
+            assert other.came_s - other.waits_s < (late.came_s - late.waits_s) / 2
         made.end()
     for (_, (recipient,)), peer in zip(shares, peers, strict=True):
         recipient.plans.close()

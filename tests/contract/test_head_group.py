@@ -25,7 +25,6 @@ from kvcommons.holder.head_group import HeadGroup
 from kvcommons.holder.plan import PlanRow
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.rblock.heads import divided
-from kvcommons.transport.deadline import Deadline
 from tests.contract.holder_cases import (
     BLOCK_TOKENS,
     BLOCKS,
@@ -37,12 +36,12 @@ from tests.contract.holder_cases import (
     all_back,
     begin_attend,
     embedded,
-    eventually,
     group_of,
     pools,
     soon,
 )
 from tests.machine import scaled
+from tests.waiting import eventually
 
 TOKENS = 30
 IDS = [bytes([number]) * 32 for number in range(1, 6)]
@@ -136,10 +135,11 @@ async def test_a_reservation_that_nobody_waits_for_is_taken_back(parts: list[Ser
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking
-        until = Deadline.after(10)
-        while group.borrowed or await lent(parts) != [0, 0]:
-            until.check("the blocks to come back")
-            await asyncio.sleep(0.02)
+
+        async def returned() -> bool:
+            return not group.borrowed and await lent(parts) == [0, 0]
+
+        await eventually(returned, "the blocks come back")
 
 
 async def test_who_takes_a_part_for_the_whole_is_refused(parts: list[Served]) -> None:
@@ -194,10 +194,11 @@ async def test_what_one_part_loses_is_lost_and_the_others_share_is_released(sock
         holder.release([group.places(gone)[1][1]])
         await eventually(lambda: lost == [gone])
         assert group.borrowed == [kept]
-        until = Deadline.after(10)
-        while await lent(parts) != [3, 3]:
-            until.check("the other part to have its blocks back")
-            await asyncio.sleep(0.02)
+
+        async def returned() -> bool:
+            return await lent(parts) == [3, 3]
+
+        await eventually(returned, "the other part has its blocks back")
         with pytest.raises(StaleEpoch, match="a part lost it"):
             group.read_blocks(gone, 0, 0, [bytearray(LAYOUT.object_bytes)], soon())
 

@@ -21,9 +21,10 @@ from kvcommons.holder.copying import BlockSave
 from kvcommons.holder.head_store import WholeStore
 from kvcommons.rblock.heads import divided
 from kvcommons.transport.deadline import Deadline
-from tests.contract.holder_cases import FINGERPRINT, LAYOUT, Tokens, embedded, eventually, group_of, soon
+from tests.contract.holder_cases import FINGERPRINT, LAYOUT, Tokens, embedded, group_of, soon
 from tests.contract.kvstore_process import KvstoreProcess
 from tests.machine import scaled
+from tests.waiting import eventually
 
 IDS = [bytes([number]) * 32 for number in range(1, 6)]
 MADE = Tokens(20, 3)

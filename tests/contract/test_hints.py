@@ -16,10 +16,10 @@ from kvcommons.rblock.identity import IdentityChain, tenant_salt
 from services.kvstore.tier import BlockShape
 from services.router.http.tenants import LOCAL_TENANT
 from tests.contract.kvstore_process import KvstoreProcess
-from tests.contract.rest_stack import BLOCK_TOKENS, MODEL, KvStore, Stack, eventually, stack
+from tests.contract.rest_stack import BLOCK_TOKENS, MODEL, KvStore, Stack, stack
 from tests.machine import scaled
 from tests.unit.kvstore.samples import SHAPE, block_ids
-from tests.unit.kvstore.samples import eventually as eventually_now
+from tests.waiting import eventually, wait_until
 
 IDS = block_ids(12)
 SECRET = b"a secret of sixteen bytes or more"
@@ -63,7 +63,7 @@ def test_after_a_restart_hinted_sessions_are_served_from_dram(socket_folder: Pat
     hint = pb.HintRequest(router="router-1", uses=[use], ttl_ms=30_000)
     assert again.blocks.Hint(hint, timeout=scaled(5)).accepted_uses == 1
     expected = [pb.TIER_DRAM] * 8 + [pb.TIER_DISK] * 4
-    assert eventually_now(lambda: peek(again, IDS) == expected)
+    wait_until(lambda: peek(again, IDS) == expected)
     stats = again.blocks.Stats(pb.StatsRequest(), timeout=scaled(5))
     assert (stats.block_hits, stats.block_misses) == (0, 0)  # looks of a scheduler count as neither
     assert again.get_blocks(IDS)[0] == len(IDS)
@@ -128,7 +128,7 @@ async def test_the_queue_starts_the_nearest_prefix_first_and_has_it_fetched(
         for number in (1, 2, 3):
             asked.append(asyncio.create_task(ask(served, prompts[number])))
             await waiting(served, number)
-        assert await asyncio.to_thread(eventually_now, lambda: in_dram(store, stored))
+        assert await asyncio.to_thread(wait_until, lambda: in_dram(store, stored))
         assert not any(task.done() for task in asked)  # nobody asked for it: the hint did it
         served.script.delay_s = 0.0
         await asyncio.gather(*asked)
@@ -137,6 +137,7 @@ async def test_the_queue_starts_the_nearest_prefix_first_and_has_it_fetched(
     assert store.terminate() == 0, store.errors
 
 
+@pytest.mark.slow
 async def test_a_store_that_dies_holds_up_nobody_and_hears_of_the_queue_when_it_is_back(
     socket_folder: Path,
 ) -> None:
@@ -162,7 +163,7 @@ async def test_a_store_that_dies_holds_up_nobody_and_hears_of_the_queue_when_it_
         done, _ = await asyncio.wait(asked, return_when=asyncio.FIRST_COMPLETED, timeout=scaled(40))
         assert len(done) == 1
         again = KvstoreProcess(socket_folder, socket_folder / "store").wait_ready()
-        assert await asyncio.to_thread(eventually_now, lambda: in_dram(again, stored))
+        assert await asyncio.to_thread(wait_until, lambda: in_dram(again, stored))
         served.script.delay_s = 0.0
         await asyncio.gather(*asked)
         assert (await served.get("/v1/status"))[1]["queue"] == {"running": 0, "waiting": 0}

@@ -26,12 +26,12 @@ from tests.contract.holder_cases import (
     Tokens,
     begin_attend,
     embedded,
-    eventually,
     pools,
     soon,
 )
 from tests.machine import scaled
 from tests.pausing import pause
+from tests.waiting import eventually
 
 LEASE_S = scaled(2.0)
 

@@ -29,11 +29,11 @@ from tests.contract.holder_cases import (
     all_back,
     begin_attend,
     embedded,
-    eventually,
     pools,
     soon,
 )
 from tests.machine import scaled
+from tests.waiting import eventually
 
 TOKENS = 30
 

@@ -23,8 +23,9 @@ from kvcommons.pb import data_pb2 as pb
 from kvcommons.rblock.heads import HeadPart
 from kvcommons.transport.frame import HEADER_BYTES
 from tests.backends import COMPILED
-from tests.contract.plan_cases import LAYERS, LAYOUT, SIZE, TRACE, Peer, Rig, eventually, rig, row
+from tests.contract.plan_cases import LAYERS, LAYOUT, SIZE, TRACE, Peer, Rig, rig, row
 from tests.machine import scaled
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(not COMPILED, reason="there is no compiled kernel")
 
@@ -64,10 +65,10 @@ def test_iterations_are_what_python_answers(socket_folder: Path, transport: str,
                 assert torch.equal(after, memory.layer(layer)), "appended to the same slots"
         for peer in (native, python):
             peer.socket.close()
-        eventually(lambda: made.server.connections == 0)
+        wait_until(lambda: made.server.connections == 0)
         layers = [one for one in made.observed if one.op == "attend_layer"]
         assert len(layers) == 2 * 9 * LAYERS
-        eventually(lambda: made.served >= 9 * LAYERS // 2)
+        wait_until(lambda: made.served >= 9 * LAYERS // 2)
         q_bytes = 4 * layout.query_heads * layout.head_dim * 4
         new_bytes = 2 * 2 * layout.kv_heads * layout.head_dim * (2 if kind == "bfloat16" else 4)
         assert {(one.received_bytes, one.sent_bytes, one.error) for one in layers} == {
@@ -95,7 +96,7 @@ def test_a_long_sequence_on_two_threads_is_what_python_answers(socket_folder: Pa
             for layer in range(LAYERS):
                 got = native.ask(native.layer(layer, step, seed=step))
                 assert got == python.ask(python.layer(layer, step, seed=step))
-        eventually(lambda: made.served >= 2 * LAYERS)
+        wait_until(lambda: made.served >= 2 * LAYERS)
 
 
 def test_rows_come_and_go(socket_folder: Path) -> None:
@@ -123,7 +124,7 @@ def test_rows_come_and_go(socket_folder: Path) -> None:
             step += 1
             present = change([one.moved(1) for one in present])
             native.change(present, step=step)
-        eventually(lambda: made.served >= 7 * LAYERS // 2)
+        wait_until(lambda: made.served >= 7 * LAYERS // 2)
 
 
 @pytest.mark.parametrize("ask_s", [0.0, 2e-3])
@@ -206,7 +207,7 @@ def test_a_row_that_is_lost_ends_no_other(socket_folder: Path) -> None:
         python.open(left, step=3, trace=TRACE)
         assert native.ask(native.layer(0, 3)) == python.ask(python.layer(0, 3))
         assert (native.head.lost, native.lost()) == (0, {})
-        eventually(lambda: made.served >= LAYERS)
+        wait_until(lambda: made.served >= LAYERS)
 
 
 def test_rows_that_are_wrong_are_lost_alone(socket_folder: Path) -> None:
@@ -241,14 +242,14 @@ def test_a_layer_under_way_keeps_its_blocks(socket_folder: Path, trace: str) -> 
         peer.ask(peer.layer(0))
         with made.computing():
             peer.send(peer.layer(0, 1))
-            eventually(lambda: made.data.attention.allowance.asking > 1)
+            wait_until(lambda: made.data.attention.allowance.asking > 1)
             time.sleep(0.02)
             made.holder.release([ref])
             assert made.holder.allocator.in_use == 30
         reply, _ = peer.receive()
         assert isinstance(reply, LayerReply)
         assert (reply.queued_us > 10_000, reply.lost) == (True, 0)
-        eventually(lambda: made.holder.allocator.in_use == 0)
+        wait_until(lambda: made.holder.allocator.in_use == 0)
         peer.ask(peer.layer(1, 1))
         assert peer.lost() == {0: "stale_epoch"}
 
@@ -260,7 +261,7 @@ def test_a_layer_that_is_not_computed_in_time_is_refused(socket_folder: Path) ->
         step = made.follow(peer, 0)
         with made.computing():
             assert peer.refused(peer.layer(0, step, deadline_ms=60)) == "deadline_exceeded"
-        eventually(lambda: made.observed[-1].error == "deadline_exceeded")
+        wait_until(lambda: made.observed[-1].error == "deadline_exceeded")
         last = made.observed[-1]
         assert (last.op, last.sent_bytes, last.seconds > 0.05) == ("attend_layer", 0, True)
         made.follow(peer, step)
@@ -274,7 +275,7 @@ def test_a_debtor_that_stops_in_the_middle_of_a_payload(socket_folder: Path) -> 
         step = made.follow(peer, 0)
         peer.send(peer.layer(0, step, deadline_ms=100)[:-7])
         assert peer.closed()
-        eventually(lambda: made.pins() == 0)
+        wait_until(lambda: made.pins() == 0)
         assert made.observed[-1].error == "deadline_exceeded"
         assert made.observed[-1].received_bytes == len(peer.payload(1, 0, 0)) - 7
 
@@ -287,7 +288,7 @@ def test_a_debtor_that_dies_in_the_middle_of_a_frame(socket_folder: Path, missin
         frame = peer.layer(0, made.follow(peer, 0))
         peer.send(frame[: len(frame) - missing])
         peer.socket.close()
-        eventually(lambda: made.server.connections == 0)
+        wait_until(lambda: made.server.connections == 0)
         assert made.pins() == 0
 
 
@@ -302,7 +303,7 @@ def test_a_debtor_that_does_not_read_holds_nothing_longer_than_its_deadline(sock
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             while True:
                 peer.send(frame)
-        eventually(lambda: made.server.connections == 0)
+        wait_until(lambda: made.server.connections == 0)
         assert made.pins() == 0
         assert made.served > 1
         assert made.observed[-1].error == "deadline_exceeded"
@@ -451,7 +452,7 @@ def test_a_peer_has_so_many_plans(socket_folder: Path) -> None:
         peer.ask(peer.layer(0, plan=3))
         assert made.pins() == plan_session.PLANS_MAX
         peer.socket.close()
-        eventually(lambda: made.pins() == 0)
+        wait_until(lambda: made.pins() == 0)
 
 
 @pytest.mark.parametrize("garbage", [b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", b"KVCF\x02" + bytes(15)])
@@ -499,7 +500,7 @@ def test_several_debtors_at_once(socket_folder: Path) -> None:
             thread.start()
         for thread in threads:
             thread.join(30)
-        eventually(lambda: made.served >= 15 * LAYERS)
+        wait_until(lambda: made.served >= 15 * LAYERS)
         python = made.peer()
         for number, ref in enumerate(refs):
             python.open([row(ref, 6 + number, 7 + number)], trace=TRACE)
@@ -539,7 +540,7 @@ def test_plans_that_take_turns_on_a_connection(socket_folder: Path) -> None:
                     peer = peers[(step * layer + number) % 2]
                     got = peer.ask(peer.layer(layer, step, plan=number, seed=step))
                     assert got == python.ask(python.layer(layer, step, plan=number, seed=step))
-        eventually(lambda: made.served >= 12 * LAYERS)
+        wait_until(lambda: made.served >= 12 * LAYERS)
 
 
 def test_a_segment_that_changes_as_it_is_pinned_is_looked_up_again(
@@ -559,7 +560,7 @@ def test_a_segment_that_changes_as_it_is_pinned_is_looked_up_again(
         peer.open([row(ref)])
         for layer in range(LAYERS):
             peer.ask(peer.layer(layer))
-        eventually(lambda: made.served >= 1)
+        wait_until(lambda: made.served >= 1)
         assert (made.pins(), peer.head.lost) == (1, 0)
         peer.socket.close()
-        eventually(lambda: made.pins() == 0)
+        wait_until(lambda: made.pins() == 0)

@@ -22,11 +22,11 @@ from services.router.sessions.store import SessionStore
 from services.router.sessions.truncation import Truncation
 from services.router.sessions.turn import SessionTurn
 from tests.contract.kvstores import LEASE_MS, PATIENCE_S, TENANT, Kvstores
-from tests.contract.ledger_process import eventually
 from tests.contract.postgres_server import PostgresServer
 from tests.machine import scaled
 from tests.pausing import pause
 from tests.unit.kvstore.samples import SHAPE, block_ids
+from tests.waiting import eventually
 
 NAMES = [f"session-{number}" for number in range(12)]
 
@@ -245,7 +245,7 @@ async def test_all_of_them_forget_the_blocks_of_a_deleted_session(kvstores: Kvst
         return not kvstores.processes[name].blocks.Match(request, timeout=scaled(20)).tiers
 
     for name in kvstores.processes:
-        await eventually(f"{name} has forgotten them", lambda name=name: forgotten(name), within_s=20)
+        await eventually(lambda name=name: forgotten(name), f"{name} has forgotten them", within_s=20)
         kept = pb.MatchRequest(model=SHAPE.model, block_ids=ids[4:])
         assert len(kvstores.processes[name].blocks.Match(kept, timeout=scaled(20)).tiers) == 2
 
@@ -315,13 +315,14 @@ async def test_a_second_one_with_a_folder_of_its_own_serves_nothing(embedded: Kv
     await embedded.turn("s", [1])
     other = embedded.start("b")
     await eventually(
-        "the second one is known", lambda: len(embedded.directory.instances("kvstore", ready=False)) == 2,
+        lambda: len(embedded.directory.instances("kvstore", ready=False)) == 2,
+        "the second one is known",
         within_s=30,
-    )  # fmt: skip
-    await eventually("the second one is not ready", lambda: not other.is_ready(), within_s=30)
+    )
+    await eventually(lambda: not other.is_ready(), "the second one is not ready", within_s=30)
     assert await embedded.turn("s", [2]) == 2
     embedded.processes["a"].kill()
-    await eventually("the first one is gone", lambda: not embedded.fleet.stores(), within_s=30)
+    await eventually(lambda: not embedded.fleet.stores(), "the first one is gone", within_s=30)
     wanted = pb.GetSessionRequest(tenant=TENANT, session_id="s")
     with pytest.raises(StoreUnavailable, match="Set records in"):
         other.sessions.Get(wanted, timeout=scaled(20))
@@ -358,7 +359,7 @@ async def test_a_database_follows_on_a_folder_that_nobody_has(
     """And no folder follows on a database."""
     url = postgres.new_url()
     # The ledger chooses within moments of a's start: of two that are there by then, the database.
-    await eventually("the folder counts", lambda: embedded.directory.records == "folder a", within_s=30)
+    await eventually(lambda: embedded.directory.records == "folder a", "the folder counts", within_s=30)
     both = embedded.start("b", records=url)
     assert await embedded.turn("s", [1]) == 1
     assert embedded.home("s") == "a"
@@ -368,6 +369,6 @@ async def test_a_database_follows_on_a_folder_that_nobody_has(
     assert await embedded.turn("s", [2]) == 1
     both.kill()
     back = embedded.start("a")
-    await eventually("the database counts", lambda: not back.is_ready(), within_s=30)
-    await eventually("the kvstore with it is gone", lambda: not embedded.fleet.stores(), within_s=30)
+    await eventually(lambda: not back.is_ready(), "the database counts", within_s=30)
+    await eventually(lambda: not embedded.fleet.stores(), "the kvstore with it is gone", within_s=30)
     assert not back.is_ready()

@@ -15,17 +15,10 @@ from kvcommons.errors import InvalidInput
 from kvcommons.pb import ledger_pb2 as pb
 from kvcommons.rpc.directory import Directory, Heartbeat
 from services.ledger.candidates import REFUSAL_S
-from tests.contract.ledger_process import (
-    HEARTBEAT_MS,
-    LEASE_S,
-    Ledger,
-    LedgerProcess,
-    beaten,
-    eventually,
-    instance,
-)
+from tests.contract.ledger_process import HEARTBEAT_MS, LEASE_S, Ledger, LedgerProcess, beaten, instance
 from tests.etcd import RealEtcd
 from tests.machine import scaled
+from tests.waiting import eventually
 
 
 def _shouting(**facts: Any) -> pb.Instance:
@@ -52,7 +45,7 @@ def replicas(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[LedgerP
 async def ledgers(replicas: tuple[LedgerProcess, LedgerProcess]) -> AsyncIterator[tuple[Ledger, Ledger]]:
     pair = Ledger(replicas[0].address), Ledger(replicas[1].address)
     for ledger in pair:
-        await eventually("ready", ledger.ready, within_s=20)
+        await eventually(ledger.ready, "ready", within_s=20)
     yield pair
     for ledger in pair:
         await ledger.close()
@@ -62,8 +55,8 @@ async def test_what_one_replica_hears_all_tell(ledgers: tuple[Ledger, Ledger]) -
     a, b = ledgers
     one = instance("decode-1", free=7)
     assert await a.beat(one) == HEARTBEAT_MS
-    await eventually("in a's view", lambda: a.has("decode-1"), within_s=10)
-    await eventually("in b's view", lambda: beaten(a, b, one), within_s=10)
+    await eventually(lambda: a.has("decode-1"), "in a's view", within_s=10)
+    await eventually(lambda: beaten(a, b, one), "in b's view", within_s=10)
     assert (await b.view())["decode-1"] == one
     assert await b.has("ledger-a", "ledger-b")
     # The heartbeat moves to the other replica, with news.
@@ -75,18 +68,18 @@ async def test_what_one_replica_hears_all_tell(ledgers: tuple[Ledger, Ledger]) -
         found = (await a.view()).get("decode-1")
         return found is not None and found.load.free_blocks == 3
 
-    await eventually("a has b's news", a_knows, within_s=10)
+    await eventually(a_knows, "a has b's news", within_s=10)
     await a.beat(moved, leaving=True)
-    await eventually("left", lambda: _lacks(a, "decode-1"), within_s=LEASE_S - 1)  # long before its lease
+    await eventually(lambda: _lacks(a, "decode-1"), "left", within_s=LEASE_S - 1)  # long before its lease
     # A replica whose etcd was away, at its start too, doubts for the time of a lease what that deletes.
-    await eventually("left for b", lambda: _lacks(b, "decode-1"), within_s=LEASE_S + 2)
+    await eventually(lambda: _lacks(b, "decode-1"), "left for b", within_s=LEASE_S + 2)
     # A heartbeat that was under way comes late: it does not come back.
     await a.beat(moved)
     await asyncio.sleep(0.5)
     assert not await a.has("decode-1")
     # Another life under the same name does.
     again = instance("decode-1", started_ms=2)
-    await eventually("back", lambda: beaten(a, b, again), within_s=10)
+    await eventually(lambda: beaten(a, b, again), "back", within_s=10)
     await a.beat(again, leaving=True)
 
 
@@ -96,7 +89,7 @@ async def _lacks(ledger: Ledger, name: str) -> bool:
 
 async def test_who_falls_silent_is_gone_after_its_lease(ledgers: tuple[Ledger, Ledger]) -> None:
     a, b = ledgers
-    await eventually("b knows it", lambda: beaten(a, b, instance("decode-2")), within_s=10)
+    await eventually(lambda: beaten(a, b, instance("decode-2")), "b knows it", within_s=10)
     until = time.monotonic() + 2 * LEASE_S
     while time.monotonic() < until:  # far longer than a lease: heartbeats keep it
         await a.beat(instance("decode-2"))
@@ -105,8 +98,8 @@ async def test_who_falls_silent_is_gone_after_its_lease(ledgers: tuple[Ledger, L
             assert await a.has("decode-2")
             assert await b.has("decode-2")
     within_s = 2 * LEASE_S + 2
-    gone_s = await eventually("gone from a", lambda: _lacks(a, "decode-2"), within_s=within_s)
-    await eventually("gone from b", lambda: _lacks(b, "decode-2"), within_s=10)
+    gone_s = await eventually(lambda: _lacks(a, "decode-2"), "gone from a", within_s=within_s)
+    await eventually(lambda: _lacks(b, "decode-2"), "gone from b", within_s=10)
     assert gone_s > LEASE_S / 4
 
 
@@ -149,7 +142,7 @@ async def test_candidates_over_the_wire(ledgers: tuple[Ledger, Ledger]) -> None:
             await asyncio.sleep(REFUSAL_S)  # all of it is forgotten then
         raise AssertionError(f"the calls never took less than {REFUSAL_S / 2} s")
 
-    await eventually("b knows them", lambda: beaten(a, b, *mine), within_s=10)
+    await eventually(lambda: beaten(a, b, *mine), "b knows them", within_s=10)
     for ledger in ledgers:
         assert await in_time(lambda ledger=ledger: promised(ledger)) == [
             ["pool-2", "pool-1", "pool-far"],
@@ -185,7 +178,7 @@ async def test_bad_heartbeats_are_refused(ledgers: tuple[Ledger, Ledger]) -> Non
 async def test_load_that_changes_all_the_time_is_no_storm(ledgers: tuple[Ledger, Ledger]) -> None:
     a, b = ledgers
     names = [f"decode-s{index}" for index in range(20)]
-    await eventually("b knows them", lambda: beaten(a, b, *map(instance, names)), within_s=10)
+    await eventually(lambda: beaten(a, b, *map(instance, names)), "b knows them", within_s=10)
     stop = asyncio.Event()
 
     async def chatter() -> None:
@@ -233,7 +226,7 @@ async def test_directory_and_heartbeat(
     directory.start()
     heartbeat.start()
     try:
-        await eventually("seen", lambda: directory.find("prefill-1"), within_s=20)
+        await eventually(lambda: directory.find("prefill-1"), "seen", within_s=20)
         assert directory.connected
         assert directory.instances("prefill") == []
         assert [one.id for one in directory.instances("prefill", ready=False)] == ["prefill-1"]
@@ -243,10 +236,10 @@ async def test_directory_and_heartbeat(
         # A failed call: left out, until a heartbeat says something new.
         directory.suspect("prefill-1")
         assert directory.instances("prefill") == []
-        back_s = await eventually("suspicion lapses", lambda: directory.instances("prefill"), within_s=20)
+        back_s = await eventually(lambda: directory.instances("prefill"), "suspicion lapses", within_s=20)
         assert back_s > 1
         await heartbeat.stop()
-        await eventually("left", lambda: directory.find("prefill-1") is None, within_s=LEASE_S - 1)
+        await eventually(lambda: directory.find("prefill-1") is None, "left", within_s=LEASE_S - 1)
     finally:
         await directory.stop()
 

@@ -23,9 +23,10 @@ from kvcommons.pb import holder_pb2, holder_pb2_grpc
 from kvcommons.pb import ledger_pb2 as pb
 from services.ledger.etcd import Etcd
 from services.ledger.settlement_records import decode
-from tests.contract.ledger_process import LEASE_S, Ledger, LedgerProcess, eventually, instance
+from tests.contract.ledger_process import LEASE_S, Ledger, LedgerProcess, instance
 from tests.etcd import RealEtcd
 from tests.machine import scaled
+from tests.waiting import eventually
 
 PATIENCE_S = 40
 
@@ -141,7 +142,7 @@ async def stack(real_etcd: RealEtcd, tmp_path: Path) -> AsyncIterator[Stack]:
         replica.start()
     ledgers = [Ledger(replica.address) for replica in replicas]
     for ledger in ledgers:
-        await eventually("ready", ledger.ready, within_s=PATIENCE_S)
+        await eventually(ledger.ready, "ready", within_s=PATIENCE_S)
     yield Stack(etcd, replicas, ledgers)
     for ledger in ledgers:
         await ledger.close()
@@ -183,11 +184,11 @@ async def test_debts_are_what_creditors_say_and_are_written_off_with_them(stack:
         return await _equal(stack, {"pool-1": debts})
 
     first, other = stack.ledgers
-    await eventually("written", lambda: said(first, {"decode-1": 4, "decode-2": 1}), within_s=10)
+    await eventually(lambda: said(first, {"decode-1": 4, "decode-2": 1}), "written", within_s=10)
     del one.load.loans["decode-1"]
-    await eventually("swapped", lambda: said(other, {"decode-2": 1}), within_s=10)
+    await eventually(lambda: said(other, {"decode-2": 1}), "swapped", within_s=10)
     # It beats no more.
-    gone_s = await eventually("written off", lambda: _equal(stack, {}), within_s=LEASE_S + PATIENCE_S)
+    gone_s = await eventually(lambda: _equal(stack, {}), "written off", within_s=LEASE_S + PATIENCE_S)
     assert gone_s > LEASE_S / 4
 
 
@@ -202,13 +203,13 @@ async def _equal(stack: Stack, debts: dict[str, dict[str, int]]) -> bool:
 
 async def test_a_circle_is_settled_by_the_one_leader(circle: tuple[Stack, list[StandIn]]) -> None:
     stack, debtors = circle
-    await eventually("settled", lambda: all("End" in one.methods() for one in debtors), within_s=PATIENCE_S)
+    await eventually(lambda: all("End" in one.methods() for one in debtors), "settled", within_s=PATIENCE_S)
     step = ["FreezeDebt", "CopyHome", "SwitchHome", "ReleaseDebt"]
     for one in debtors:
         assert once(one.methods()) == ["Prepare", *step, *step, "End"]
         assert sorted({number for method, _, number in one.calls if method == "CopyHome"}) == [1, 2]
         assert len({term for _, term, _ in one.calls}) == 1
-    await eventually("no record", lambda: _settled(stack), within_s=10)
+    await eventually(lambda: _settled(stack), "no record", within_s=10)
     told = [report for ledger in stack.ledgers for report in await ledger.settlements()]
     assert len(told) == 1, "the one that leads tells of it, for a while after its end, too"
     assert told[0].ended
@@ -219,7 +220,7 @@ async def test_a_circle_is_settled_by_the_one_leader(circle: tuple[Stack, list[S
         "decode-y": (0, 10),
     }
     # Nothing is owed any more, so nothing more is asked.
-    await eventually("agrees", lambda: _equal(stack, {"decode-x": {}, "decode-y": {}}), within_s=10)
+    await eventually(lambda: _equal(stack, {"decode-x": {}, "decode-y": {}}), "agrees", within_s=10)
 
 
 async def _settled(stack: Stack) -> bool:
@@ -235,7 +236,7 @@ async def test_a_new_leader_undoes_before_the_switch_and_finishes_after_it(
 ) -> None:
     stack, debtors = circle
     debtors[1].silent = frozenset({silent})
-    await eventually("under way", lambda: silent in debtors[1].methods(), within_s=PATIENCE_S)
+    await eventually(lambda: silent in debtors[1].methods(), "under way", within_s=PATIENCE_S)
     leader = await stack.leader()
     assert leader is not None
     by_leader = stack.ledgers[stack.replicas.index(leader)]
@@ -246,7 +247,7 @@ async def test_a_new_leader_undoes_before_the_switch_and_finishes_after_it(
     leader.kill()
     debtors[1].silent = frozenset()
     await eventually(
-        "ended", lambda: all("End" in one.methods() for one in debtors), within_s=LEASE_S + PATIENCE_S
+        lambda: all("End" in one.methods() for one in debtors), "ended", within_s=LEASE_S + PATIENCE_S
     )
     for one in debtors:
         of_the_next = once(method for method, term, _ in one.calls if term > before)

@@ -25,8 +25,9 @@ from services.decode.borrowing.creditors import Debtor
 from services.decode.borrowing.ledger_client import LedgerClient
 from services.decode.borrowing.loans import GROW_TRIES, Loans
 from services.decode.borrowing.slowness import Slowness
-from tests.contract.holder_cases import BLOCK_TOKENS, BLOCKS, FINGERPRINT, NoStores, embedded, eventually
+from tests.contract.holder_cases import BLOCK_TOKENS, BLOCKS, FINGERPRINT, NoStores, embedded
 from tests.machine import scaled
+from tests.waiting import eventually
 
 _Context = grpc.aio.ServicerContext[Any, Any]
 

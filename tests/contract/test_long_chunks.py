@@ -45,10 +45,11 @@ from kvcommons.transport.server import DataServer
 from services.decode.batching.engine import decode_engine
 from services.decode.config import DecodeConfig
 from tests.clock import Clock
-from tests.contract.plan_cases import Peer, eventually, row
+from tests.contract.plan_cases import Peer, row
 from tests.machine import scaled
 from tests.unit.engine.sinks import RecordingSink
 from tests.unit.engine.tiny import tiny_core
+from tests.waiting import wait_until
 
 LAYERS = 8
 LAYER_S = 0.5
@@ -179,7 +180,7 @@ def test_a_debtor_gets_its_partials_while_its_creditor_computes_a_chunk(socket_f
 
         def pace(layer: int) -> None:
             clock.now_s += LAYER_S
-            eventually(lambda: len(answered_s) >= layer)
+            wait_until(lambda: len(answered_s) >= layer)
 
         def debtor() -> None:
             for layer in range(LAYERS):
@@ -224,7 +225,7 @@ def test_a_prompt_is_cancelled_between_two_layers_of_its_chunk() -> None:
         key = made.submit(chunk)
         made.engine.start()
         assert chunk.ended.wait(LONG_S)
-        eventually(lambda: made.core.allocator.in_use == 0)
+        wait_until(lambda: made.core.allocator.in_use == 0)
     assert chunk.layers == [0, 1, 2]
     assert chunk.first is None
 
@@ -324,7 +325,7 @@ def test_a_sequence_that_begins_while_a_chunk_is_computed_generates_between_its_
         sequence = generating(made)
         made.engine.begin(sequence.key, first)
         made.engine.start()
-        eventually(lambda: made.around.updates and made.around.updates[-1].reason == "length")
+        wait_until(lambda: made.around.updates and made.around.updates[-1].reason == "length")
         expected = list(sequence.tokens)
     with creditor(Clock()) as made:
         sequence = generating(made)
@@ -340,7 +341,7 @@ def test_a_sequence_that_begins_while_a_chunk_is_computed_generates_between_its_
         made.engine.start()
         assert chunk.ended.wait(LONG_S)
         assert chunk.first is not None, chunk.error
-        eventually(lambda: made.around.updates[-1].reason == "length")
+        wait_until(lambda: made.around.updates[-1].reason == "length")
         assert sequence.tokens == expected
     assert delivered == [0, 0, *range(2, LAYERS)]
     assert (chunk.first.token.token, chunk.layers) == alone()
@@ -362,7 +363,7 @@ def test_a_command_that_fails_between_two_layers_drops_none_of_those_behind_it(
         made.engine.start()
         assert chunk.ended.wait(LONG_S)
         assert answers[0].result(LONG_S) == []
-        eventually(lambda: made.core.allocator.in_use == 0)
+        wait_until(lambda: made.core.allocator.in_use == 0)
     assert isinstance(chunk.error, Internal)
     assert chunk.layers == [0, 1]
     assert "the engine's loop failed" in caplog.text

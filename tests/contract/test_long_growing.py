@@ -16,9 +16,9 @@ import torch
 from kvcommons.errors import KVCommonsError
 from kvcommons.model.synthetic import random_config, write_random_folder
 from kvcommons.pb import common_pb2
-from tests.contract.engine_stack import BLOCK, Stack, scale_calls
+from tests.contract.engine_stack import BLOCK, Stack, prefill_idle, scale_calls
 from tests.contract.engine_turns import Turn, turn
-from tests.contract.test_engine_growing import computed, until_lent
+from tests.contract.test_engine_growing import until_lent
 from tests.contract.test_engine_reuse import stored
 from tests.exactness import evident
 
@@ -104,7 +104,7 @@ async def test_over_one_to_four_holders_that_join(stack: Stack, long: Long, hold
     assert joined == sorted(joined)
     assert set(joined) == set(range(holders)), "they joined one after another"
     await stack.idle("decode", *pools)
-    await computed(prefill)
+    await prefill_idle(prefill)
 
 
 async def test_with_history_from_the_store(stack: Stack, long: Long) -> None:
@@ -145,7 +145,7 @@ async def test_with_a_holder_that_is_killed_in_the_middle(stack: Stack, long: Lo
     with pytest.raises(KVCommonsError):
         await running
     await stack.idle("decode", "pool-1")
-    await computed(prefill)
+    await prefill_idle(prefill)
     one = asked(stack, long, prefill, decode)
     await one.run()
     assert_exact(one, long)

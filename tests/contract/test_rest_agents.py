@@ -13,7 +13,8 @@ import pytest
 from kvcommons.pb.common_pb2 import ModelInfo
 from services.router.admission.quotas import Quota
 from services.router.sessions.branches import BRANCHES_MAX
-from tests.contract.rest_stack import MODEL, KvStore, Stack, eventually, stack
+from tests.contract.rest_stack import MODEL, KvStore, Stack, stack
+from tests.waiting import eventually
 
 pytest_plugins = ("tests.contract.rest_fixtures",)
 pytestmark = pytest.mark.parametrize("rest_store", ["embedded", "sql"], indirect=True)

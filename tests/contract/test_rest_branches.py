@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.contract.rest_stack import BLOCK_TOKENS, Stack, eventually
+from tests.contract.rest_stack import BLOCK_TOKENS, Stack
+from tests.waiting import eventually
 
 pytest_plugins = ("tests.contract.rest_fixtures",)
 pytestmark = pytest.mark.parametrize("rest_store", ["embedded", "sql"], indirect=True)

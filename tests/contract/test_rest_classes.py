@@ -18,8 +18,9 @@ from services.router.__main__ import serve
 from services.router.admission.classes import ClassObjectives
 from services.router.config import RouterConfig
 from tests.contract.rest_engine import Engine, Script, ScriptedLedger
-from tests.contract.rest_stack import MODEL, MODEL_FOLDER, KvStore, Stack, eventually, stack
+from tests.contract.rest_stack import MODEL, MODEL_FOLDER, KvStore, Stack, stack
 from tests.machine import scaled
+from tests.waiting import eventually
 
 pytest_plugins = ("tests.contract.rest_fixtures",)
 

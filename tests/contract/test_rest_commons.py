@@ -20,8 +20,9 @@ from kvcommons.telemetry.telemetry import Telemetry
 from services.router.api.schemas.answers import Error
 from services.router.api.schemas.commons import CommonsPicture
 from services.router.commons.watch import VIEWERS_MAX
-from tests.contract.rest_stack import KvStore, Stack, eventually, stack
+from tests.contract.rest_stack import KvStore, Stack, stack
 from tests.machine import scaled
+from tests.waiting import eventually
 
 pytest_plugins = ("tests.contract.rest_fixtures",)
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from kvcommons.errors import Unavailable
-from tests.contract.rest_stack import WINDOW, KvStore, Stack, eventually, stack
+from tests.contract.rest_stack import WINDOW, KvStore, Stack, stack
+from tests.waiting import eventually
 
 pytest_plugins = ("tests.contract.rest_fixtures",)
 

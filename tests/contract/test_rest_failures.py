@@ -17,8 +17,9 @@ import aiohttp
 import pytest
 
 from kvcommons.errors import CapacityExhausted, Internal, InvalidInput, StaleEpoch, Unavailable
-from tests.contract.rest_stack import KvStore, Stack, eventually, stack
+from tests.contract.rest_stack import KvStore, Stack, stack
 from tests.machine import scaled
+from tests.waiting import eventually
 
 pytest_plugins = ("tests.contract.rest_fixtures",)
 

@@ -13,7 +13,8 @@ import pytest
 from kvcommons.errors import InvalidInput
 from services.router.sessions.turn import SessionTurn
 from services.router.turn.planning import RequestPlan
-from tests.contract.rest_stack import KvStore, Stack, eventually, stack
+from tests.contract.rest_stack import KvStore, Stack, stack
+from tests.waiting import eventually
 
 pytest_plugins = ("tests.contract.rest_fixtures",)
 
@@ -175,7 +176,7 @@ async def test_a_sessions_turn_is_told_by_any_router_however_late(
         asked = {"messages": [{"role": "user", "content": question}], "session_id": session}
         assert (await served.post(CHAT, asked))[0] == 200
     _, before = await served.get(f"/v1/sessions/{session}")
-    async with stack(socket_folder / "..", rest_store) as fresh:
+    async with stack(socket_folder / "b", rest_store) as fresh:
         await fresh.show(engines=False)
         status, told, replayed = await send(fresh, CHAT, body, key)
         assert (status, replayed) == (200, True)
@@ -249,7 +250,7 @@ async def test_where_another_router_has_the_turn_it_is_a_409(
     body = HI | {"session_id": session}
     first = asyncio.create_task(send(served, CHAT, body, key))
     await eventually(lambda: served.calls)
-    async with stack(socket_folder / "..", rest_store) as other:
+    async with stack(socket_folder / "b", rest_store) as other:
         await other.show()
         other.says("not this")
         assert (await code_of(other, CHAT, body, key))[:2] == (409, "turn_in_progress")
@@ -278,7 +279,7 @@ async def test_a_turn_that_went_on_in_a_branch_is_found_there(
     body = {"messages": whole, "session_id": session}
     _, first, _ = await send(served, CHAT, body, key)
     assert json.loads(first)["branch"] == f"{session}~2"
-    async with stack(socket_folder / "..", rest_store) as fresh:
+    async with stack(socket_folder / "b", rest_store) as fresh:
         await fresh.show()
         fresh.says("never said")
         status, told, replayed = await send(fresh, CHAT, body, key)
@@ -307,7 +308,7 @@ async def test_a_turn_of_a_session_that_a_header_names_is_told_again(
     answers = [await first, beside]
     assert [(status, replayed) for status, _, replayed in answers] == [(200, False)] * 2
     _, before = await served.get("/v1/sessions")
-    async with stack(socket_folder / "..", rest_store) as fresh:
+    async with stack(socket_folder / "b", rest_store) as fresh:
         await fresh.show()
         fresh.says("never said")
         for key, (_, answer, _) in zip(keys, answers, strict=True):
@@ -343,7 +344,7 @@ async def test_stored_responses_are_told_again(
     await respond("three", previous_response_id=ids[0])
     await respond("four", conversation=conversation["id"])
     _, before = await served.get("/v1/sessions")
-    async with stack(socket_folder / "..", rest_store) as fresh:
+    async with stack(socket_folder / "b", rest_store) as fresh:
         await fresh.show()
         fresh.says("never said")
         for body, key, answer in told:

@@ -121,7 +121,7 @@ async def test_unknown_fields_are_ignored_and_named_where_the_setting_says_so(
 ) -> None:
     status, body = await served.post(CHAT, HI | {"guided_json": {}})
     assert (status, body["error"]["param"]) == (400, "guided_json")
-    async with stack(socket_folder / "..", rest_store, settings={"unknown_fields": "ignore"}) as it:
+    async with stack(socket_folder / "b", rest_store, settings={"unknown_fields": "ignore"}) as it:
         await it.show()
         it.says("hello")
         for more in ({}, {"stream": True}):

@@ -5,7 +5,8 @@ from __future__ import annotations
 import openai
 import pytest
 
-from tests.contract.rest_stack import Stack, eventually
+from tests.contract.rest_stack import Stack
+from tests.waiting import eventually
 
 pytest_plugins = ("tests.contract.rest_fixtures",)
 

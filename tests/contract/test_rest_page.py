@@ -9,7 +9,8 @@ import pytest
 
 from kvcommons.pb import decode_pb2, ledger_pb2
 from services.router.page.page import page_files
-from tests.contract.rest_stack import KvStore, Stack, eventually, stack
+from tests.contract.rest_stack import KvStore, Stack, stack
+from tests.waiting import eventually
 
 pytest_plugins = ("tests.contract.rest_fixtures",)
 

@@ -15,7 +15,8 @@ import pytest
 from kvcommons.errors import Unavailable
 from kvcommons.pb import ledger_pb2
 from services.router.api.schemas.answers import SessionPrefillState
-from tests.contract.rest_stack import BLOCK_TOKENS, MODEL, WINDOW, KvStore, Stack, eventually, stack
+from tests.contract.rest_stack import BLOCK_TOKENS, MODEL, WINDOW, KvStore, Stack, stack
+from tests.waiting import eventually
 
 pytest_plugins = ("tests.contract.rest_fixtures",)
 pytestmark = pytest.mark.parametrize("rest_store", ["embedded", "sql"], indirect=True)

@@ -17,7 +17,8 @@ from kvcommons.telemetry.telemetry import Telemetry
 from services.router.__main__ import serve
 from services.router.admission.quotas import Quota
 from services.router.config import RouterConfig
-from tests.contract.rest_stack import MODEL_FOLDER, KvStore, Stack, eventually, stack
+from tests.contract.rest_stack import MODEL_FOLDER, KvStore, Stack, stack
+from tests.waiting import eventually
 
 pytest_plugins = ("tests.contract.rest_fixtures",)
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from kvcommons.errors import Unprocessable
-from tests.contract.rest_stack import Stack, eventually
+from tests.contract.rest_stack import Stack
+from tests.waiting import eventually
 
 pytest_plugins = ("tests.contract.rest_fixtures",)
 

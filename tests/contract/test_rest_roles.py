@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from services.router.api.routes import routes
-from tests.contract.rest_stack import KvStore, Stack, eventually, stack
+from tests.contract.rest_stack import KvStore, Stack, stack
+from tests.waiting import eventually
 
 pytest_plugins = ("tests.contract.rest_fixtures",)
 

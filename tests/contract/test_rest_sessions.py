@@ -14,7 +14,8 @@ import pytest
 from kvcommons.pb.common_pb2 import ModelInfo
 from kvcommons.rblock.identity import IdentityChain, reusable_blocks, tenant_salt
 from services.router.__main__ import _LOCAL_SECRET
-from tests.contract.rest_stack import BLOCK_TOKENS, MODEL, KvStore, Stack, eventually, stack
+from tests.contract.rest_stack import BLOCK_TOKENS, MODEL, KvStore, Stack, stack
+from tests.waiting import eventually
 
 pytest_plugins = ("tests.contract.rest_fixtures",)
 pytestmark = pytest.mark.parametrize("rest_store", ["embedded", "sql"], indirect=True)

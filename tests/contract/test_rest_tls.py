@@ -20,8 +20,9 @@ from kvcommons.errors import InvalidInput, Unavailable
 from services.router.config import RouterConfig
 from services.router.http.certificate import Certificate
 from tests.certificates import write_certificate
-from tests.contract.rest_stack import KvStore, Stack, eventually, stack
+from tests.contract.rest_stack import KvStore, Stack, stack
 from tests.machine import scaled
+from tests.waiting import eventually
 
 pytest_plugins = ("tests.contract.rest_fixtures",)
 

@@ -13,8 +13,9 @@ from kvcommons.errors import InvalidInput
 from kvcommons.telemetry.metrics import new_registry
 from kvcommons.telemetry.telemetry import Telemetry
 from kvcommons.telemetry.trace import Tracer
-from tests.contract.rest_stack import KvStore, Stack, eventually, stack
+from tests.contract.rest_stack import KvStore, Stack, stack
 from tests.system.collector import Collector, Span
+from tests.waiting import eventually
 
 pytest_plugins = ("tests.contract.rest_fixtures",)
 

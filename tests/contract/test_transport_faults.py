@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -38,6 +38,7 @@ from kvcommons.transport.server import DataServer, Exchange
 from tests.contract import transport_peer as peer
 from tests.machine import scaled
 from tests.pausing import pause
+from tests.waiting import wait_until
 
 
 def soon() -> Deadline:
@@ -49,13 +50,6 @@ def turned_away(why: str) -> AbstractContextManager[object]:
     if peer.network().keeps_out:
         return pytest.raises(Unavailable, match=r"closed the connection|went away")
     return pytest.raises(Overloaded, match=why)
-
-
-def wait_for(condition: Callable[[], object]) -> None:
-    deadline = soon()
-    while not condition():
-        deadline.check()
-        time.sleep(0.002)
 
 
 class Held:
@@ -180,7 +174,7 @@ def test_stop_is_bounded_where_a_handler_is_not(address: str) -> None:
     held.go.set()
     call.cancel()
     client.close()
-    wait_for(lambda: not server.connections)
+    wait_until(lambda: not server.connections)
 
 
 def test_a_waiting_call_can_be_aborted_from_another_thread(address: str) -> None:
@@ -207,7 +201,7 @@ def test_one_connection_too_many_gets_an_error(address: str) -> None:
         with turned_away("2 connections already"):
             clients[2].call(peer.request(peer.ECHO), [bytes(size)], deadline=soon())
     clients[0].close()
-    wait_for(lambda: server.connections < 2)
+    wait_until(lambda: server.connections < 2)
     clients[2].call(peer.request(peer.ECHO), [b"x"], deadline=soon())
     for client in clients:
         client.close()
@@ -278,7 +272,7 @@ def test_a_thread_that_is_about_to_end_is_waited_for(socket_folder: Path) -> Non
         client = DataClient(server.address)
         client.call(peer.request(peer.ECHO), [b"1"], deadline=soon())
         client.close()
-        wait_for(lambda: not server.connections)
+        wait_until(lambda: not server.connections)
         assert server.stop(scaled(5))
         assert not [one.name for one in threading.enumerate() if one.name.startswith("lingering")]
     finally:
@@ -306,7 +300,7 @@ def test_no_descriptor_and_no_thread_is_left(address: str) -> None:
         for client in clients:
             client.close()
         assert server.stop(scaled(10))
-    wait_for(lambda: all(now <= then for now, then in zip(count(), before, strict=True)))
+    wait_until(lambda: all(now <= then for now, then in zip(count(), before, strict=True)))
 
 
 def test_an_address_in_use_is_an_error_and_a_dead_ones_socket_is_not(

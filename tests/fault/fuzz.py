@@ -14,7 +14,7 @@ import random
 import sys
 import tempfile
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -49,6 +49,7 @@ CALL_S = scaled(1.0)
 ANSWER_S = 0.05  # to a frame; whoever waits for the rest of one does not answer
 DEPTH_MAX = 4
 SESSIONS = 4
+LOOK_CALLS = 200  # after so many it is seen whether all processes live
 QUESTION = "What is my cat called?"
 _INTEGERS = (0, 1, 2, 7, 63, 64, 127, 128, 4096, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**64 - 1)
 _NUMBERS = (0.0, -1.0, 1.0, 1e-300, 1e300, float("inf"), float("nan"))
@@ -185,10 +186,11 @@ class Fuzz:
     known: Known = field(default_factory=Known)
     outcomes: Counter[str] = field(default_factory=Counter)
     mistakes: list[str] = field(default_factory=list)  # what a service answered that it should not
+    sent: deque[str] = field(default_factory=lambda: deque(maxlen=LOOK_CALLS))  # calls since processes lived
 
     def begin(self) -> None:
         """Sessions that stand in for everybody's, and what each would answer next."""
-        self._pids = {process.name: self.stack.pid(process.name) for process in self.stack.processes()}
+        self._pids = self._living()
         self._expected: dict[str, tuple[list[int], str]] = {}
         for number in range(SESSIONS):
             session = f"kept-{number}"
@@ -220,7 +222,8 @@ class Fuzz:
             elif name not in ("prefill", "ledger"):  # they have no data address
                 self._send(draw, name)
             number += 1
-            if number % 200 == 0:
+            if number % LOOK_CALLS == 0:
+                self._check_processes()
                 with contextlib.suppress(
                     KVCommonsError
                 ):  # refused is no mistake: forged instances may be asked
@@ -235,6 +238,7 @@ class Fuzz:
         request = message.SerializeToString()
         if draw.random() < 0.3:
             request = mutated(draw, request)
+        self.sent.append(f"{name} {path} {request.hex()[:400]}")
         channel = self._channels[name]
         call = channel.unary_stream(path) if method.server_streaming else channel.unary_unary(path)
         try:
@@ -280,13 +284,22 @@ class Fuzz:
                 said = "closed"
         self.outcomes[f"{name} frames {said}"] += 1
 
+    def _living(self) -> dict[str, int]:
+        return {process.name: process.pid for process in self.stack.processes()}
+
+    def _check_processes(self) -> None:
+        """Whoever started a process again hides that it ended: what was sent just before says why."""
+        ended = self._pids.items() - self._living().items()
+        if ended:
+            print(*self.sent, sep="\n", flush=True)
+        assert not ended, f"seed {self.seed}: {ended} ended; above is what was called last"
+
     def check(self) -> None:
         """Asserts that all is as it was. Leases of what was reserved run out first."""
         for channel in self._channels.values():
             channel.close()
         assert self.mistakes == [], f"seed {self.seed}: {self.mistakes[:5]}"
-        now = {process.name: self.stack.pid(process.name) for process in self.stack.processes()}
-        assert now == self._pids, f"seed {self.seed}: a process has ended"
+        self._check_processes()
         self.stack.assert_no_block_is_held(wait_s=60.0)
         for session, (tokens, answer) in self._expected.items():
             assert self.stack.client.session(session)["token_ids"] == tokens

@@ -31,6 +31,7 @@ def staged(tmp_path_factory: pytest.TempPathFactory, slow_model: Path) -> Iterat
     stack.assert_gone()
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_streams_survive_a_stage(staged: Stack) -> None:
     plain = undisturbed(staged, "plain")

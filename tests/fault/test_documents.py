@@ -22,6 +22,7 @@ from tests.machine import scaled
 from tests.system.stack import Stack
 
 SENTENCES = 130
+REFERRED = 50  # of a document that the reference reads, too, in a time that grows with their square
 # A part takes as long as a test needs to hit it; a router that is gone is missed soon.
 ROUTER = {"document_part_s": 0.15, "lease_ms": 1500, "resume_deadline_s": 3.0}
 
@@ -29,7 +30,8 @@ ROUTER = {"document_part_s": 0.15, "lease_ms": 1500, "resume_deadline_s": 3.0}
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory, slow_model: Path) -> Iterator[Stack]:
     tables = slow_tables(router=ROUTER)
-    shared = Stack(tmp_path_factory.mktemp("documents"), tables=tables, model=str(slow_model))
+    folder = tmp_path_factory.mktemp("documents")
+    shared = Stack(folder, tables=tables, model=str(slow_model), attention_pool=0)
     with shared:
         yield shared
     shared.assert_gone()
@@ -42,9 +44,9 @@ def reference(slow_model: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(slow_model, dtype=torch.float32, attn_implementation="eager")
 
 
-def document_of(session: str) -> str:
+def document_of(session: str, sentences: int = SENTENCES) -> str:
     """One that no other session has: nothing of it is stored."""
-    return f"{session}: " + " ".join(f"My friend number {i} likes the colour blue." for i in range(SENTENCES))
+    return f"{session}: " + " ".join(f"My friend number {i} likes the colour blue." for i in range(sentences))
 
 
 def path_of(session: str) -> str:
@@ -79,7 +81,7 @@ def assert_one_chats_on_it(stack: Stack, reference: Any, session: str) -> None:
     prompt, made = tokens[: turn.prompt_tokens], tokens[turn.prompt_tokens :]
     assert_greedy(made[:16], logits_of(reference, prompt, made[:16]))
     whole = [
-        {"role": "system", "content": document_of(session)},
+        {"role": "system", "content": document_of(session, REFERRED)},
         {"role": "user", "content": "Who likes blue?"},
     ]
     body = {"messages": whole, "max_tokens": 16, "temperature": 0.0, "ignore_eos": True, "reuse": False}
@@ -94,7 +96,7 @@ def assert_one_chats_on_it(stack: Stack, reference: Any, session: str) -> None:
 )
 def test_a_death_in_the_middle_of_a_document(stack: Stack, reference: Any, victim: str) -> None:
     session = f"document-{victim}"
-    stack.client.post(path_of(session), {"content": document_of(session)})
+    stack.client.post(path_of(session), {"content": document_of(session, REFERRED)})
     before = until_computed(stack, session, 25)
     stack.kill(victim)
     found = list(states(stack, session))
@@ -107,7 +109,7 @@ def test_a_death_in_the_middle_of_a_document(stack: Stack, reference: Any, victi
 
 @pytest.mark.slow
 def test_a_document_over_the_death_of_all(stack: Stack, reference: Any) -> None:
-    stack.client.post(path_of("document-all"), {"content": document_of("document-all")})
+    stack.client.post(path_of("document-all"), {"content": document_of("document-all", REFERRED)})
     before = until_computed(stack, "document-all", 40)
     saved = stack.client.get("/v1/status")["store"]["disk_blocks"]
     assert saved > 0

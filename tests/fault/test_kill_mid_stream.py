@@ -31,6 +31,7 @@ MESSAGE = "My cat is called Zuzu and my brother is called Benno. Tell me a long 
 # A silence has a bound. A quiet machine never reaches 5 s; one that is busy with other tests may.
 DELAY_S_MAX = scaled(20.0)
 TRIES = 5  # to meet an instance at work
+FLAGS = 24  # of a call: it is long enough to be hit on the way
 _serial = itertools.count()
 
 
@@ -142,13 +143,18 @@ def test_a_call_goes_on_within_its_schema(twins: Stack) -> None:
     schema = {
         "type": "object",
         "properties": {
-            "flags": {"type": "array", "items": {"type": "boolean"}, "minItems": 60, "maxItems": 60}
+            "flags": {"type": "array", "items": {"type": "boolean"}, "minItems": FLAGS, "maxItems": FLAGS}
         },
         "required": ["flags"],
         "additionalProperties": False,
     }
     tool = {"type": "function", "function": {"name": "set_flags", "parameters": schema}}
-    asked = {"tools": [tool], "tool_choice": "required", "parallel_tool_calls": False, "max_tokens": 900}
+    asked = {
+        "tools": [tool],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "max_tokens": 15 * FLAGS,
+    }
 
     def call(session: str, kill: Callable[[], object] | None = None) -> tuple[str, int]:
         """The arguments, and how many ids and names were sent."""
@@ -171,7 +177,7 @@ def test_a_call_goes_on_within_its_schema(twins: Stack) -> None:
 
     plain = f"call-{next(_serial)}"
     expected, begun = call(plain)
-    assert len(json.loads(expected)["flags"]) == 60
+    assert len(json.loads(expected)["flags"]) == FLAGS
     assert begun == 1
     victims = Victims(twins, "decode")
     for _ in range(TRIES):
@@ -287,7 +293,9 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     own.assert_gone()
 
 
-@pytest.mark.parametrize("alone", [pytest.param("prefill", marks=pytest.mark.slow), "decode", "kvstore"])
+@pytest.mark.parametrize(
+    "alone", [*(pytest.param(one, marks=pytest.mark.slow) for one in ("prefill", "decode")), "kvstore"]
+)
 def test_an_instance_that_is_alone_and_stays_away(single: Stack, alone: str) -> None:
     """A paused process is one that does not come back: the request ends with a clear error within its
     deadline, and all is well again once the process goes on."""

@@ -20,7 +20,6 @@ from tests.machine import scaled
 from tests.unit.kvstore.samples import SHAPE, block_ids
 
 SEED = 20_251
-ROUNDS = 5
 RUN = 8  # blocks of one sequence
 
 
@@ -105,11 +104,12 @@ def sockets() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-def test_kill_at_any_moment(sockets: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("rounds", [2, pytest.param(5, marks=pytest.mark.slow)])
+def test_kill_at_any_moment(sockets: Path, tmp_path: Path, rounds: int) -> None:
     print(f"replay with SEED = {SEED}")
     dice = random.Random(SEED)
     promises = Promises()
-    for number in range(ROUNDS):
+    for number in range(rounds):
         store = KvstoreProcess(sockets, tmp_path / "data", disk_bytes=256 << 20).wait_ready()
         try:
             check(store, promises)
@@ -128,7 +128,7 @@ def test_kill_at_any_moment(sockets: Path, tmp_path: Path) -> None:
     last = KvstoreProcess(sockets, tmp_path / "data", disk_bytes=256 << 20).wait_ready()
     try:
         check(last, promises)
-        assert promises.turns >= ROUNDS
+        assert promises.turns >= rounds
         assert len(promises.durable) == promises.turns
         assert last.terminate() == 0
     finally:

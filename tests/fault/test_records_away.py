@@ -72,6 +72,7 @@ def test_a_commit_waits_for_a_database_that_comes_back(
     assert token_ids(stack, "waited-for") == expected_ids
 
 
+@pytest.mark.slow
 def test_nothing_is_acknowledged_that_is_not_there(
     stack: Stack, database: PostgresServer, calm: tuple[list[Turn], list[int]]
 ) -> None:

@@ -12,15 +12,17 @@ from typing import Any
 import pytest
 
 from tests.machine import scaled
+from tests.system.conftest import FLOAT32
 from tests.system.stack import Stack
 
 CONFLICT = 409
+LEASE_MS = 3000  # of a turn, once its router is gone
 
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    tables = {name: {"dtype": "float32"} for name in ("prefill", "decode", "attention_pool")}
-    with Stack(tmp_path_factory.mktemp("retries"), tables=tables) as shared:
+    tables = {**FLOAT32, "router": {"lease_ms": LEASE_MS}}
+    with Stack(tmp_path_factory.mktemp("retries"), tables=tables, attention_pool=0) as shared:
         yield shared
     shared.assert_gone()
 

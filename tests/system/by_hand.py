@@ -8,7 +8,7 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from devstack.rest import RestClient
 from devstack.settings import UpSettings
 from tests.machine import scaled
 from tests.system.stack import scaled_tables
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 DRAIN_S = scaled(10.0)  # the services' own default, `drain_s`
@@ -64,7 +65,9 @@ class ByHand:
                 stdout=output,
                 stderr=output,
             )
-        until(lambda: self._listens(plan), STARTED_S_MAX, f"{name} does not listen: {self.said(name)}")
+        wait_until(
+            lambda: self._listens(plan), f"{name} does not listen: {self.said(name)}", within_s=STARTED_S_MAX
+        )
 
     def stop(self, name: str) -> tuple[int, float]:
         """SIGTERM; the exit status, and how long it took."""
@@ -87,10 +90,3 @@ class ByHand:
         process = self.running[plan.name]
         assert process.poll() is None, f"{plan.name} ended: {self.said(plan.name)}"
         return plan.sockets[0].exists()
-
-
-def until(condition: Callable[[], bool], wait_s: float, otherwise: str) -> None:
-    deadline = time.monotonic() + scaled(wait_s)
-    while not condition():
-        assert time.monotonic() < deadline, otherwise
-        time.sleep(0.02)

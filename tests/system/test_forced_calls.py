@@ -91,7 +91,7 @@ def called(sdk: openai.OpenAI, seed: int) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "schemas", [60, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
+    "schemas", [30, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])]
 )
 def test_forced_calls_are_valid_whatever_their_schemas(sdk: openai.OpenAI, schemas: int) -> None:
     with ThreadPoolExecutor(6) as pool:

@@ -14,7 +14,8 @@ import pytest
 
 from devstack.rest import Turn
 from tests.machine import scaled
-from tests.system.by_hand import DRAIN_S, ByHand, until
+from tests.system.by_hand import DRAIN_S, ByHand
+from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
 COMMAND_S_MAX = scaled(0.5)
@@ -55,7 +56,7 @@ def test_services_start_in_any_order_and_drain_at_a_signal(by_hand: ByHand) -> N
     assert not by_hand.client.healthy()
     by_hand.start("ledger")
     by_hand.start("etcd")
-    until(by_hand.client.healthy, HEALTHY_S_MAX, "the stack is not healthy")
+    wait_until(by_hand.client.healthy, "the stack is not healthy", within_s=HEALTHY_S_MAX)
     assert by_hand.client.say("My cat is called Zuzu.", "s").finish_reason == "stop"
 
     # In the middle of a stream: it ends as it would have.

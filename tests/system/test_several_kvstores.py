@@ -117,6 +117,8 @@ def serving(stack: Stack) -> int:
     return sum(one["service"] == "kvstore" and one["ready"] for one in instances)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(300)
 def test_a_stack_that_grows_keeps_its_sessions_whichever_kvstore_dies(folder: Path) -> None:
     stack = Stack(folder, kvstore=1, colocated=True, attention_pool=0)
     with stack:

@@ -27,10 +27,11 @@ from kvcommons.security.token import SharedToken
 from kvcommons.transport.client import DataClient
 from kvcommons.transport.deadline import Deadline
 from tests.machine import scaled
-from tests.system.by_hand import ByHand, until
+from tests.system.by_hand import ByHand
 from tests.system.conftest import FLOAT32
 from tests.system.scrape import scrape
 from tests.system.stack import Stack
+from tests.waiting import wait_until
 
 SERVICES = ("ledger", "kvstore", "prefill", "decode", "attention_pool", "router")
 TURNS = ("My cat is called Zuzu. Tell me a story about her.", "What is my cat called?")
@@ -103,7 +104,7 @@ def pki(tmp_path: Path) -> Path:
     return folder
 
 
-@pytest.fixture(params=["certificates", "token"])
+@pytest.fixture(params=["certificates", pytest.param("token", marks=pytest.mark.slow)])
 def secured(request: pytest.FixtureRequest, tmp_path: Path, pki: Path) -> Iterator[OverTcp]:
     """With certificates prefill has two ranks, which meet and join by them."""
     by_token = request.param == "token"
@@ -124,7 +125,7 @@ def secured(request: pytest.FixtureRequest, tmp_path: Path, pki: Path) -> Iterat
     try:
         for name in stack.plans:
             stack.start(name)
-        until(stack.client.healthy, READY_S_MAX, "the stack is not healthy")
+        wait_until(stack.client.healthy, "the stack is not healthy", within_s=READY_S_MAX)
         yield stack
     finally:
         stack.end()

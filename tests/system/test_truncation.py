@@ -138,6 +138,7 @@ def stack(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Iterator[Sta
     running.assert_gone()
 
 
+@pytest.mark.slow
 def test_a_session_outlives_its_window(stack: Stack, model: Path, head: int) -> None:
     name = f"outlives-{next(_serial)}"
     session = Conversation(stack, name)
@@ -236,6 +237,7 @@ def wipe(data: Path, intact_bytes: int) -> None:
         os.truncate(path, size)
 
 
+@pytest.mark.slow
 def test_what_cannot_be_truncated_is_refused(stack: Stack) -> None:
     name = f"refused-{next(_serial)}"
     session = Conversation(stack, name)

@@ -10,9 +10,10 @@ import pytest
 
 from devstack.plan import Place
 from devstack.rest import Piece
-from tests.system.by_hand import ByHand, until
+from tests.system.by_hand import ByHand
 from tests.system.conftest import FLOAT32
 from tests.system.stack import Stack, blocks_of
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 pytest.importorskip("ucxx", reason="needs the extra ucx")
@@ -36,7 +37,7 @@ def over_ucx(tmp_path: Path) -> Iterator[ByHand]:
     try:
         for name in ("etcd", *SERVICES):
             stack.start(name)
-        until(stack.client.healthy, READY_S_MAX, "the stack is not healthy")
+        wait_until(stack.client.healthy, "the stack is not healthy", within_s=READY_S_MAX)
         yield stack
     finally:
         stack.end()

@@ -23,6 +23,7 @@ from services.router.serving import Serving
 log = logging.getLogger(__name__)
 
 _KEEPALIVE_S = 75.0
+_LINGER_S_MAX = 10.0  # for the rest of a body, when its request was answered before it was there
 # Of the request line, and of a header: enough that what is merely too long (a session id, a path) comes as
 # far as the middleware, which says what it is; beyond it the parser breaks off.
 _LINE_BYTES_MAX = 64 * 1024
@@ -75,6 +76,7 @@ class _Protocol(web.RequestHandler):
             loop=asyncio.get_running_loop(),
             access_log=None,  # type: ignore[arg-type]  # which turns it off
             keepalive_timeout=_KEEPALIVE_S,
+            lingering_time=min(_LINGER_S_MAX, serving.config.body_s),
             max_line_size=_LINE_BYTES_MAX,
             max_field_size=_LINE_BYTES_MAX,
         )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import json
 import logging
 import resource
@@ -43,12 +45,15 @@ def application(serving: Serving) -> web.Application:
     app[SERVING] = serving
     app.on_response_prepare.extend((add_headers, add_allowed_origin))
     table = routes()
-    document = json.dumps(
-        describe(table, version=installed_version(), keys=serving.config.api_keys is not None)
-    ).encode()
+
+    @functools.cache
+    def document() -> bytes:
+        keys = serving.config.api_keys is not None
+        return json.dumps(describe(table, version=installed_version(), keys=keys)).encode()
 
     async def openapi(request: web.Request) -> web.Response:
-        return web.Response(body=document, content_type="application/json")
+        # Made once somebody asks: it would take longer than all else that a router does at its start.
+        return web.Response(body=await asyncio.to_thread(document), content_type="application/json")
 
     app.router.add_get("/openapi.json", openapi)
     for route in table:

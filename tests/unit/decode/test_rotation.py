@@ -19,8 +19,8 @@ from kvcommons.pb import data_pb2
 from kvcommons.transport.server import DataServer, Exchange
 from services.decode.staggering.lanes import LANES, BatchLane, Mode
 from services.decode.staggering.rotation import Rotated, Rotation
-from tests.machine import scaled
 from tests.unit.engine.tiny import tiny_core
+from tests.waiting import wait_until
 
 LAYERS = 4
 
@@ -68,14 +68,6 @@ def start(tmp_path: Path) -> Iterator[Start]:
         one.stop()
 
 
-def until(holds: Callable[[], bool]) -> None:
-    """Within what a meeting may take, many times over."""
-    until_s = time.monotonic() + scaled(20)
-    while not holds():
-        assert time.monotonic() < until_s
-        time.sleep(0.01)
-
-
 def timing(slice_s: float, attend_s: float, **changes: Any) -> IterationTiming:
     """Of one batch at each replica, all of whose parts take so long in a layer."""
     return IterationTiming(
@@ -93,37 +85,37 @@ def measure(one: Instance) -> None:
 
 def test_the_first_decides_and_the_others_follow_until_it_is_gone(start: Start) -> None:
     first, second = start("auto", "auto")
-    until(lambda: first.rotation.peers_well() == second.rotation.peers_well() == 1)
+    wait_until(lambda: first.rotation.peers_well() == second.rotation.peers_well() == 1)
     assert first.rotation.batches(16, 16_000) == second.rotation.batches(16, 16_000) == 1
     assert not first.rotation.rotating  # nothing was measured
     measure(first)
-    until(lambda: first.rotation.batches(16, 16_000) == LANES)  # once it has heard of the other's load
-    until(lambda: second.rotation.rotating)
+    wait_until(lambda: first.rotation.batches(16, 16_000) == LANES)  # once it has heard of the other's load
+    wait_until(lambda: second.rotation.rotating)
     assert second.rotation.batches(16, 16_000) == 1  # its slices go round, its batch is one
     assert (first.rotation.shares, second.rotation.shares) == (2, 1)
     assert isinstance(
         second.rotation.slices(0, LocalSlices(tiny_core(layers=LAYERS).model), unrotated=False), Rotated
     )
     first.stop()
-    until(lambda: not second.rotation.rotating)
+    wait_until(lambda: not second.rotation.rotating)
 
 
 def test_what_it_does_not_keep_it_takes_back(start: Start) -> None:
     """A trial in which layers take as long as before."""
     first, second = start("auto", "auto")
-    until(lambda: first.rotation.peers_well() == 1)
+    wait_until(lambda: first.rotation.peers_well() == 1)
     first.rotation.batches(16, 16_000)
     second.rotation.batches(16, 16_000)
     measure(first)
-    until(lambda: first.rotation.batches(16, 16_000) == LANES)
-    until(lambda: second.rotation.rotating)
+    wait_until(lambda: first.rotation.batches(16, 16_000) == LANES)
+    wait_until(lambda: second.rotation.rotating)
     lane = cast(BatchLane, SimpleNamespace(began_s=None))
     for _ in range(20):
         lane.began_s = time.monotonic() - LAYERS * 5e-3
         first.rotation.took_staggered(16, 16_000, lane)
         first.rotation.batches(16, 16_000)
     assert not first.rotation.rotating
-    until(lambda: not second.rotation.rotating)
+    wait_until(lambda: not second.rotation.rotating)
 
 
 @pytest.mark.parametrize("left", [0, LANES - 1])
@@ -131,14 +123,14 @@ def test_a_trial_ends_where_the_first_has_no_two_batches(start: Start, left: int
     """The others have enough for the group; of the first's iterations none would be measured. It is tried
     again once the first has them."""
     first, second = start("auto", "auto")
-    until(lambda: first.rotation.peers_well() == 1)
+    wait_until(lambda: first.rotation.peers_well() == 1)
     second.rotation.batches(16, 16_000)
     measure(first)
-    until(lambda: first.rotation.batches(16, 16_000) == LANES)
-    until(lambda: second.rotation.rotating)
+    wait_until(lambda: first.rotation.batches(16, 16_000) == LANES)
+    wait_until(lambda: second.rotation.rotating)
     assert first.rotation.batches(left, left * 1000) == 1
     assert not first.rotation.rotating
-    until(lambda: not second.rotation.rotating)
+    wait_until(lambda: not second.rotation.rotating)
     assert first.rotation.batches(16, 16_000) == LANES
     assert first.rotation.rotating
 
@@ -146,7 +138,7 @@ def test_a_trial_ends_where_the_first_has_no_two_batches(start: Start, left: int
 def test_an_idle_group_decides_nothing_and_goes_on(start: Start) -> None:
     """Whether each had two batches before or one, and whatever of a layer's time did not depend on them."""
     first, _ = start("auto", "auto")
-    until(lambda: first.rotation.peers_well() == 1)
+    wait_until(lambda: first.rotation.peers_well() == 1)
     for attend_s in (0.0, 1e-3):
         for _ in range(5):
             first.rotation.ended(16, 16_000, timing(1e-3, attend_s), batch=16, alone=True)
@@ -158,7 +150,7 @@ def test_an_idle_group_decides_nothing_and_goes_on(start: Start) -> None:
 def test_two_batches_at_each_are_taken_where_they_bring_as_much(start: Start) -> None:
     """Slices of half as many sequences take half as long, attention as long as slices."""
     first, second = start("auto", "auto")
-    until(lambda: first.rotation.peers_well() == 1)
+    wait_until(lambda: first.rotation.peers_well() == 1)
     second.rotation.batches(16, 16_000)
     for _ in range(5):
         first.rotation.ended(16, 16_000, timing(1e-3, 1e-3), batch=16, alone=True)
@@ -171,7 +163,7 @@ def test_two_batches_at_each_are_taken_where_they_bring_as_much(start: Start) ->
 
 def test_activations_that_take_long_are_known_before_it_is_tried(start: Start) -> None:
     first, second = start("auto", "auto")
-    until(lambda: first.rotation.peers_well() == 1)
+    wait_until(lambda: first.rotation.peers_well() == 1)
     second.rotation.batches(16, 16_000)
     first.rotation.ended(16, 16_000, timing(1e-3, 5e-4, away=4, moved_s=LAYERS * 2e-3), batch=16, alone=True)
     measure(first)
@@ -183,7 +175,7 @@ def test_activations_that_take_long_are_known_before_it_is_tried(start: Start) -
 
 def test_on_and_off_are_kept_and_too_few_sequences_stay_one_batch(start: Start) -> None:
     first, second = start("on", "off")
-    until(lambda: first.rotation.peers_well() == second.rotation.peers_well() == 1)
+    wait_until(lambda: first.rotation.peers_well() == second.rotation.peers_well() == 1)
     assert first.rotation.batches(LANES, 10) == LANES
     assert first.rotation.batches(LANES - 1, 10) == 1
     assert first.rotation.rotating

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from hashlib import shake_128
 from pathlib import Path
 
@@ -14,7 +13,6 @@ from services.kvstore.blocks import BlockStore, BlockStoreSettings
 from services.kvstore.incoming import LayerPut
 from services.kvstore.medium import Medium
 from services.kvstore.tier import BlockShape
-from tests.machine import scaled
 
 # Odd sizes: objects are no whole pages, several layers share one.
 SHAPE = BlockShape(model=b"m" * 32, layers=3, object_bytes=5000)
@@ -109,13 +107,3 @@ def wait_durable(store: BlockStore, ids: Sequence[bytes], shape: BlockShape = SH
     over.wait(30)
     store.unwatch(watch)
     return store.durable(shape.model, ids)
-
-
-def eventually(condition: Callable[[], bool], timeout_s: float = 30.0) -> bool:
-    """Whether the condition came true in time."""
-    give_up = time.monotonic() + scaled(timeout_s)
-    while not condition():
-        if time.monotonic() > give_up:
-            return False
-        time.sleep(0.005)
-    return True

@@ -16,7 +16,6 @@ from tests.unit.kvstore.samples import (
     OTHER,
     SHAPE,
     block_ids,
-    eventually,
     layer_put,
     open_store,
     payload,
@@ -25,6 +24,7 @@ from tests.unit.kvstore.samples import (
     read_blocks,
     wait_durable,
 )
+from tests.waiting import wait_until
 
 IDS = block_ids(12)
 
@@ -75,7 +75,7 @@ def test_layers_of_two_writers_never_meet_in_a_block(tmp_path: Path) -> None:
     assert put_layer(store, layer_put(IDS, 0, writer="b")) == []
     assert read_blocks(store, IDS) == len(IDS)
     assert put_layer(store, layer_put(IDS, 1, writer="a")) == list(range(len(IDS)))  # too late
-    assert eventually(lambda: store.stats().staging == 0)
+    wait_until(lambda: store.stats().staging == 0)
     store.close()
 
 
@@ -139,7 +139,7 @@ def test_layers_that_never_come_give_their_room_back(tmp_path: Path) -> None:
     broken = store.begin_put(layer_put(IDS, 1))
     assert store.stats().staging == len(IDS)
     broken.break_off()
-    assert eventually(lambda: store.stats().staging == 0)
+    wait_until(lambda: store.stats().staging == 0)
     stats = store.stats()
     assert (stats.dram_blocks, stats.counters.abandoned) == (0, len(IDS))
     assert put_blocks(store, IDS) == []
@@ -249,7 +249,7 @@ def test_condemning_removes_that_generation_only(tmp_path: Path) -> None:
     assert not store.condemn(SHAPE.model, IDS[3], generations[2])
     assert store.condemn(SHAPE.model, IDS[3], generations[3])
     assert read_blocks(store, IDS) == 3
-    assert eventually(lambda: store.stats().disk_blocks == len(IDS) - 1)  # its slot is free again
+    wait_until(lambda: store.stats().disk_blocks == len(IDS) - 1)  # its slot is free again
     put_blocks(store, IDS[3:4])
     assert not store.condemn(SHAPE.model, IDS[3], generations[3])
     assert read_blocks(store, IDS) == len(IDS)

@@ -18,12 +18,12 @@ from tests.unit.kvstore.samples import (
     MIB,
     SHAPE,
     block_ids,
-    eventually,
     open_store,
     put_blocks,
     read_blocks,
     wait_durable,
 )
+from tests.waiting import wait_until
 
 IDS = block_ids(12)
 
@@ -75,7 +75,7 @@ def test_swapped_slots_are_noticed(tmp_path: Path) -> None:
     store = open_store(tmp_path)
     assert read_blocks(store, IDS) == 2
     # One of them the scrub may have found just before; it counts what it condemns a moment later.
-    assert eventually(lambda: store.stats().counters.corrupt == 2)
+    wait_until(lambda: store.stats().counters.corrupt == 2)
     store.close()
 
 
@@ -184,10 +184,10 @@ def test_slots_that_the_disk_failed_in_come_back_when_it_answers(
         return errno.EIO if called == call else None
 
     disk.fail = failing
-    assert eventually(lambda: failures > 3)  # it looks again and again, and takes nothing back
+    wait_until(lambda: failures > 3)  # it looks again and again, and takes nothing back
     assert store.stats().disk_blocks == len(IDS) + len(more)
     disk.fail = lambda called, offset: None
-    assert eventually(lambda: store.stats().disk_blocks == len(IDS))
+    wait_until(lambda: store.stats().disk_blocks == len(IDS))
     put_blocks(store, block_ids(8, "others"))
     assert wait_durable(store, block_ids(8, "others")) == 8
     store.close()
@@ -219,7 +219,7 @@ def test_a_reader_that_goes_away_leaves_nothing_pinned(tmp_path: Path) -> None:
     store = open_store(tmp_path, dram_bytes=MIB)
     for _ in range(5):
         store.open_run(SHAPE.model, IDS).close()
-    assert eventually(lambda: store.stats().counters.disk_read_bytes == len(IDS) * SHAPE.slot_bytes)
+    wait_until(lambda: store.stats().counters.disk_read_bytes == len(IDS) * SHAPE.slot_bytes)
     ids = block_ids(100, "other")
     for start in range(0, 100, 10):
         put_blocks(store, ids[start : start + 10])
@@ -236,6 +236,7 @@ from services.kvstore.clock import SystemClock
 from services.kvstore.session import TurnBegin, TurnCommit
 from services.kvstore.sessions import Sessions, open_sessions
 from tests.unit.kvstore.samples import *
+from tests.waiting import wait_until
 
 folder = Path(sys.argv[1])
 ids = block_ids(12)
@@ -274,15 +275,15 @@ def tried():
         assert sessions.get("t", "s").version == 1
         assert [head.session_id for head in sessions.page("t", "", 10)[0]] == ["s"]
         return "cannot be opened again" in error.message
-assert eventually(tried), "it was not opened again"
-assert eventually(tried), "it was opened again once only"
+wait_until(tried, "it is opened again")
+wait_until(tried, "it is opened again more than once")
 limit(resource.RLIM_INFINITY)
 def again():
     try:
         return sessions.commit("t", "s", second).version == 2
     except StoreUnavailable:
         return False
-assert eventually(again), "no recovery"
+wait_until(again, "it recovers")
 assert list(sessions.get("t", "s").tokens) == list(first.new_tokens) + list(second.new_tokens)
 print("recovered")
 """

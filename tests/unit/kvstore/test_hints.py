@@ -10,12 +10,12 @@ from tests.unit.kvstore.samples import (
     MIB,
     SHAPE,
     block_ids,
-    eventually,
     open_store,
     put_blocks,
     read_blocks,
     wait_durable,
 )
+from tests.waiting import wait_until
 
 A, B, C, D = block_ids(4)
 MODEL = SHAPE.model
@@ -101,7 +101,7 @@ def test_hinted_blocks_come_to_dram_before_anyone_asks(tmp_path: Path) -> None:
     store = open_store(tmp_path, dram_bytes=MIB)
     assert store.match(MODEL, ids, peek=True) == [False] * len(ids)
     assert store.prefetcher.hint("r", [(MODEL, [*ids, b"?" * 32], 1.0)], 30.0) == 1
-    assert eventually(lambda: store.match(MODEL, ids, peek=True) == [True] * len(ids))
+    wait_until(lambda: store.match(MODEL, ids, peek=True) == [True] * len(ids))
     assert store.stats().counters.prefetched == len(ids)
     assert (store.stats().counters.hits_dram, store.stats().counters.hits_disk) == (0, 0)
     assert store.match(MODEL, ids) == [True] * len(ids)
@@ -136,9 +136,9 @@ def test_more_hints_than_dram_holds_do_not_chase_each_other_out(tmp_path: Path) 
     store = open_store(tmp_path, dram_bytes=MIB)
     uses = [(MODEL, wave, float(number)) for number, wave in enumerate(waves)]
     store.prefetcher.hint("r", uses, 30.0)
-    assert eventually(lambda: all(store.match(MODEL, waves[3], peek=True)))
+    wait_until(lambda: all(store.match(MODEL, waves[3], peek=True)))
     room = store.stats().dram_capacity_blocks
-    assert eventually(lambda: store.stats().counters.prefetched >= room - 10)
+    wait_until(lambda: store.stats().counters.prefetched >= room - 10)
     store.prefetcher.hint("r", uses, 30.0)
     assert store.stats().counters.prefetched <= room
     assert put_blocks(store, block_ids(5, "new")) == []

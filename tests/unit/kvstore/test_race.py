@@ -16,13 +16,13 @@ from tests.unit.kvstore.samples import (
     OTHER,
     SHAPE,
     block_ids,
-    eventually,
     layer_put,
     open_store,
     put_blocks,
     put_layer,
     read_blocks,
 )
+from tests.waiting import wait_until
 
 SEED = 4711
 SECONDS = 2.0
@@ -84,13 +84,14 @@ def test_many_at_once(tmp_path: Path) -> None:
         return bool(failures) or (enough and counters.evictions_dram > 0 and counters.evictions_disk > 0)
 
     time.sleep(SECONDS)
-    happened = eventually(much_happened)
-    done.set()
-    for thread in clients:
-        thread.join(scaled(60))
+    try:
+        wait_until(much_happened, "evictions from both tiers, objects read and condemned")
+    finally:
+        done.set()
+        for thread in clients:
+            thread.join(scaled(60))
     assert failures == []
-    assert happened
-    assert eventually(lambda: store.stats().pending_writes == 0 and store.stats().staging == 0)
+    wait_until(lambda: store.stats().pending_writes == 0 and store.stats().staging == 0)
     stats = store.stats()
     assert stats.counters.corrupt == sum(condemned)  # what came from disk was right
     assert stats.counters.read_errors == 0
@@ -101,7 +102,7 @@ def test_many_at_once(tmp_path: Path) -> None:
         room = 2 * MIB // shape.slot_bytes
         ids = block_ids(room, f"after all, {shape.layers}")
         for start in range(0, room, 8):
-            assert eventually(partial(fits, store, ids[start : start + 8], shape))
+            wait_until(partial(fits, store, ids[start : start + 8], shape))
         assert read_blocks(store, ids[-8:], shape) == 8
     store.close()
     again = open_store(tmp_path, dram_bytes=3 * MIB, disk_bytes=5 * MIB)

@@ -16,15 +16,8 @@ from services.kvstore.database import scan
 from services.kvstore.disk import LocalFile
 from services.kvstore.session import TurnBegin, TurnCommit
 from services.kvstore.sessions import Sessions, open_sessions
-from tests.unit.kvstore.samples import (
-    OTHER,
-    block_ids,
-    eventually,
-    open_store,
-    put_blocks,
-    read_blocks,
-    wait_durable,
-)
+from tests.unit.kvstore.samples import OTHER, block_ids, open_store, put_blocks, read_blocks, wait_durable
+from tests.waiting import wait_until
 
 SESSIONS = 8
 BLOCKS = 12
@@ -77,7 +70,7 @@ def test_deleting_half_of_the_sessions_halves_the_room_on_disk(tmp_path: Path) -
     assert whole >= SESSIONS * BLOCKS * OTHER.slot_bytes
     for name in list(names)[::2]:
         sessions.delete("t", name)
-    assert eventually(lambda: used_bytes(tmp_path) < 0.55 * whole)
+    wait_until(lambda: used_bytes(tmp_path) < 0.55 * whole)
     assert used_bytes(tmp_path) > 0.45 * whole
     for name, ids in names.items():
         assert read_blocks(store, ids, OTHER) == (0 if name in list(names)[::2] else BLOCKS)
@@ -94,7 +87,7 @@ def test_when_nothing_is_left_the_files_go(tmp_path: Path) -> None:
     store, sessions = open_both(tmp_path)
     for name in fill(store, sessions):
         sessions.delete("t", name)
-    assert eventually(lambda: used_bytes(tmp_path) == 0)
+    wait_until(lambda: used_bytes(tmp_path) == 0)
     sessions.close()
     store.close()
 
@@ -157,7 +150,7 @@ def test_a_file_system_that_cannot_punch_holes_is_warned_of_once(
     whole = used_bytes(tmp_path)
     for name in list(names)[:4]:
         sessions.delete("t", name)
-    assert eventually(lambda: "cannot punch holes" in caplog.text)
+    wait_until(lambda: "cannot punch holes" in caplog.text)
     more = block_ids(4 * BLOCKS, "more")
     put_blocks(store, more, shape=OTHER)
     assert wait_durable(store, more, OTHER) == len(more)

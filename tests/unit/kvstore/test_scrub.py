@@ -6,15 +6,8 @@ from pathlib import Path
 
 from services.kvstore.blocks import BlockStore
 from services.kvstore.tier import PAGE_BYTES
-from tests.unit.kvstore.samples import (
-    SHAPE,
-    block_ids,
-    eventually,
-    open_store,
-    put_blocks,
-    read_blocks,
-    wait_durable,
-)
+from tests.unit.kvstore.samples import SHAPE, block_ids, open_store, put_blocks, read_blocks, wait_durable
+from tests.waiting import wait_until
 
 IDS = block_ids(12)
 
@@ -35,12 +28,12 @@ def test_a_flipped_bit_is_found_though_nobody_reads_the_block(tmp_path: Path) ->
         file.seek(-1, 1)
         file.write(bytes([byte ^ 8]))
     store = open_store(tmp_path, scrub_bytes_per_s=1 << 30)
-    assert eventually(lambda: store.stats().counters.scrubbed_bytes == len(IDS) * SHAPE.slot_bytes)
+    wait_until(lambda: store.stats().counters.scrubbed_bytes == len(IDS) * SHAPE.slot_bytes)
     assert store.stats().counters.corrupt == 1
-    assert eventually(lambda: store.stats().disk_blocks == len(IDS) - 1)
+    wait_until(lambda: store.stats().disk_blocks == len(IDS) - 1)
     store.close()
     again = open_store(tmp_path, scrub_bytes_per_s=1 << 30)
-    assert eventually(lambda: again.stats().counters.scrubbed_bytes == (len(IDS) - 1) * SHAPE.slot_bytes)
+    wait_until(lambda: again.stats().counters.scrubbed_bytes == (len(IDS) - 1) * SHAPE.slot_bytes)
     assert again.stats().counters.corrupt == 0
     again.close()
 
@@ -76,7 +69,7 @@ def test_what_memory_has_is_written_again(tmp_path: Path) -> None:
     assert read_blocks(store, IDS) == len(IDS)
     whole_pass(store)
     assert store.stats().counters.corrupt == 1  # it is good now
-    assert eventually(lambda: store.stats().disk_blocks == len(IDS))  # and the bad slot is free
+    wait_until(lambda: store.stats().disk_blocks == len(IDS))  # and the bad slot is free
     store.close()
     again = open_store(tmp_path, scrub_bytes_per_s=0)
     assert read_blocks(again, IDS) == len(IDS)
