@@ -21,7 +21,7 @@ from kvcommons.backend.interface import Device
 from kvcommons.errors import KVCommonsError
 from kvcommons.pb import common_pb2 as pb
 
-# By a mask's byte, what bounds the logits of its eight tokens, nothing or minus infinity: eight numbers an item.
+# By a mask's byte, what bounds the logits of its eight tokens: nothing, or minus infinity.
 _BOUNDS = (
     np.where(
         np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little"), np.inf, -np.inf
