@@ -29,7 +29,7 @@ class RecordsPlace:
             return
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            write_whole(self._path, f"{place}\n".encode())
+            write_whole(self._path, f"{place}\n".encode(), mode=0o600)
         except OSError as error:
             log.warning("the place of the session records cannot be kept in %s: %s", self._path, error)
         else:

@@ -259,10 +259,10 @@ async def test_no_session_is_written_before_its_place_is_chosen(
     it = Kvstores(folder)
     try:
         it.directory.start()
-        await eventually("the ledger is connected", lambda: it.directory.connected, within_s=30)
+        await eventually(lambda: it.directory.connected, "the ledger is connected", within_s=30)
         it.etcd.pause()
         one = it.start("a")
-        await eventually("a is known", lambda: len(it.fleet.stores()) == 1, within_s=30)
+        await eventually(lambda: len(it.fleet.stores()) == 1, "a is known", within_s=30)
         turn = asyncio.create_task(it.turn("s", [1]))
         wanted = pb.CreateSessionRequest(tenant=TENANT, session_id="t", incarnation=bytes(16))
         with pytest.raises(StoreUnavailable, match="not decided yet"):
@@ -270,10 +270,10 @@ async def test_no_session_is_written_before_its_place_is_chosen(
         assert not one.is_ready()
         it.start("b", records=postgres.new_url())
         known = it.directory.instances
-        await eventually("b is known", lambda: len(known("kvstore", ready=False)) == 2, within_s=30)
+        await eventually(lambda: len(known("kvstore", ready=False)) == 2, "b is known", within_s=30)
         assert not turn.done()
         it.etcd.resume()
-        await eventually("a place is chosen", lambda: it.directory.records, within_s=30)
+        await eventually(lambda: it.directory.records, "a place is chosen", within_s=30)
         chosen = "a" if it.directory.records == "folder a" else "b"
         await it.serve(chosen)
         assert await turn == 1
@@ -288,9 +288,9 @@ async def test_no_session_is_written_before_its_place_is_chosen(
 
 async def test_the_place_is_known_again_while_no_ledger_answers(embedded: Kvstores) -> None:
     await embedded.turn("s", [1])
-    await eventually("the folder counts", lambda: embedded.directory.records == "folder a", within_s=30)
+    await eventually(lambda: embedded.directory.records == "folder a", "the folder counts", within_s=30)
     place = embedded.folder / "a.data" / "records.place"
-    await eventually("it is kept", place.exists, within_s=30)
+    await eventually(place.exists, "it is kept", within_s=30)
     embedded.ledger.kill()
     embedded.processes["a"].kill()
     back = embedded.start("a").wait_ready()
