@@ -131,7 +131,7 @@ def test_answers_keep_to_random_schemas_while_decode_is_killed(tmp_path: Path) -
                 over.set()
             killer.result()
         print(f"{killed} kills")
-        assert killed >= 10
+        assert killed >= 5  # as often as both were there while there was anything to answer
         assert reasons.count("stop") > 400  # of twice as many
         until_whole(stack, {"prefill": 2, "decode": 2})
         stack.assert_no_block_is_held()

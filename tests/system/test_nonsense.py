@@ -337,7 +337,8 @@ def test_folders_that_are_no_models_end_the_start(
     command += ["--data", str(tmp_path / "data"), "--model", str(folder)]
     ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=scaled(60), check=False)
     assert ended.returncode == status
-    last = [line for line in ended.stdout.splitlines() if line.startswith("kvcommons up:")]
+    said = [json.loads(line)["message"] for line in ended.stdout.splitlines() if line.startswith("{")]
+    last = [message for message in said if message.startswith("kvcommons up:")]
     assert len(last) == 1
     assert reason in last[0]
 
