@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
+from urllib.parse import unquote
 
 from llguidance import LLMatcher
 
@@ -27,6 +28,13 @@ CHOICES_CHARS_MAX = 16_384  # of all choices
 _WHITESPACE = r"(\x20|\x0A\x20{0,16})"
 _REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 _DATA = frozenset(("const", "enum", "default", "examples", "example"))  # values, whatever they look like
+_NAMED = (
+    "properties",
+    "patternProperties",
+    "$defs",
+    "definitions",
+    "dependentSchemas",
+)  # schemas by any name
 _OWN_OPTIONS = "x-guidance"
 
 
@@ -111,23 +119,27 @@ def _check_schema(schema: Any, param: str) -> None:
     """Raises InvalidInput for a reference that leads out of the schema, and for patterns that are too
     long."""
     patterns = 0
-    waiting = [schema]
+    waiting, seen = [schema], set[int]()
     while waiting:
         one = waiting.pop()
         if isinstance(one, list):
             waiting += one
-        if not isinstance(one, dict):
+        if not isinstance(one, dict) or id(one) in seen:
             continue
+        seen.add(id(one))
         if _OWN_OPTIONS in one:
             raise InvalidInput(f"{param}: {_OWN_OPTIONS!r} is no keyword of JSON Schema", param=param)
         for name in _REFERENCES:
             target = one.get(name)
-            if isinstance(target, str) and not target.startswith("#"):
+            if not isinstance(target, str):
+                continue
+            if not target.startswith("#"):
                 raise InvalidInput(
                     f"{param}: {name} {target[:80]!r} leads out of the schema, and nothing is fetched: put "
                     "what it names under $defs, and refer to it as #/$defs/…",
                     param=param,
                 )
+            waiting.append(_pointed_at(schema, target))  # which makes a schema of what may be data
         named = one.get("patternProperties")
         texts = [one.get("pattern"), *(named if isinstance(named, dict) else ())]
         for pattern in texts:
@@ -139,4 +151,22 @@ def _check_schema(schema: Any, param: str) -> None:
                         f"{PATTERNS_CHARS_MAX}",
                         param=param,
                     )
-        waiting += [value for name, value in one.items() if name not in _DATA]
+        for name, value in one.items():
+            if name in _NAMED and isinstance(value, dict):
+                waiting += value.values()
+            elif name not in _DATA:
+                waiting.append(value)
+
+
+def _pointed_at(schema: Any, reference: str) -> Any:
+    """What a reference within the schema names by its path (RFC 6901), None where nothing is there."""
+    found = schema
+    for step in unquote(reference[1:]).split("/")[1:]:
+        step = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(found, dict):
+            found = found.get(step)
+        elif isinstance(found, list) and step.isdecimal() and len(step) < 6:
+            found = found[int(step)] if int(step) < len(found) else None
+        else:
+            return None
+    return found

@@ -18,6 +18,9 @@ from kvcommons.grammar import sources
         {"$ref": "other.json#/$defs/a"},
         {"type": "array", "items": {"$dynamicRef": "file:///etc/passwd"}},
         {"properties": {"a": {"anyOf": [{"type": "null"}, {"$recursiveRef": "https://example.org"}]}}},
+        {"properties": {"default": {"$ref": "http://127.0.0.1:9/schema.json"}}},
+        {"$defs": {"const": {"$ref": "other.json"}}},
+        {"$ref": "#/default/0", "default": [{"$ref": "other.json"}]},
     ],
 )
 def test_a_reference_that_leads_out_is_refused(schema: dict[str, Any]) -> None:
@@ -32,6 +35,7 @@ def test_a_reference_that_leads_out_is_refused(schema: dict[str, Any]) -> None:
     [
         {"$ref": "#/$defs/a", "$defs": {"a": {"type": "string"}}},
         {"properties": {"$ref": {"type": "string"}}},
+        {"properties": {"a": {"$ref": "#"}, "b": {"$ref": "#/properties/c/0"}}},
         {"const": {"$ref": "http://a"}, "default": {"$ref": "http://a"}, "enum": [{"$ref": "http://a"}]},
         True,
     ],
@@ -47,6 +51,15 @@ def test_what_stays_within_is_taken(schema: dict[str, Any] | bool) -> None:
         (sources.of_schema, {"pattern": "a" * (sources.PATTERN_CHARS_MAX + 1)}),
         (sources.of_schema, {"anyOf": [{"pattern": "a" * 1000 + str(i)} for i in range(10)]}),
         (sources.of_schema, {"patternProperties": {"a" * (sources.PATTERN_CHARS_MAX + 1): True}}),
+        (sources.of_schema, {"properties": {"default": {"pattern": "a" * (sources.PATTERN_CHARS_MAX + 1)}}}),
+        (sources.of_schema, {"$defs": {"enum": {"pattern": "a" * (sources.PATTERN_CHARS_MAX + 1)}}}),
+        (
+            sources.of_schema,
+            {
+                "$ref": "#/def%61ult/a~1b",
+                "default": {"a/b": {"pattern": "a" * (sources.PATTERN_CHARS_MAX + 1)}},
+            },
+        ),
         (sources.of_schema, {"type": "string", "x-guidance": {"lenient": True}}),
         (sources.of_schema, "{"),
         (sources.of_schema, "[" * 60_000),
