@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 
 from google.protobuf.message import DecodeError
 
+from kvcommons.branch_ids import root_of_branch
 from kvcommons.errors import (
     AlreadyExists,
     Conflict,
@@ -246,6 +247,12 @@ def expires_ms(record: pb.SessionRecord, default_ttl_s: int) -> int | None:
     """When nobody may use the session any more; None: never."""
     ttl_s = record.ttl_s or default_ttl_s
     return record.last_used_ms + ttl_s * 1000 if ttl_s else None
+
+
+def root_of(record: pb.SessionRecord) -> str:
+    """The session whose branch it is, or its own id. A session and its branches live as long as one of them:
+    using one is using all."""
+    return root_of_branch(record.session_id) if record.parent else record.session_id
 
 
 def begin(lease: TurnLease | None, turn: TurnBegin, *, next_fencing: int, now_ms: int) -> TurnLease:

@@ -481,6 +481,33 @@ async def test_sessions_end_when_nobody_uses_them(records: Records, clock: Clock
     assert await records.sweep() == 0
 
 
+async def test_a_session_and_its_branches_live_as_long_as_one_of_them(records: Records, clock: Clock) -> None:
+    await commit(records, "t1", [1, 2], "s")
+    for other in ("s~2", "s~3", "apart"):
+        await records.fork("alice", "s", other)
+    await records.create("alice", "s~4", 0)  # a name like a branch's makes no branch
+    await records.create("alice", "s~no", 0)
+    clock.time_ms += 3_000_000
+    await commit(records, "t2", [3], "s~2")
+    clock.time_ms += 3_000_000
+    family = ["s", "s~2", "s~3"]
+    assert [one.session_id for one in (await records.page("alice", "", 10))[0]] == family
+    assert await records.sweep() == 3
+    assert await records.count() == 3
+    assert await records.sweep() == 0
+    for session in family:
+        assert (await records.get("alice", session)).session_id == session
+    _, lease = await begin(records, "t3", "s", lease_ms=600_000)  # used last is the session itself
+    clock.time_ms += 599_000
+    assert await records.sweep() == 0
+    assert (await records.get("alice", "s~3")).session_id == "s~3"  # while the turn is under way
+    await records.commit("alice", "s", turn(lease, 1, [4]))
+    clock.time_ms += 3_601_000
+    assert (await records.page("alice", "", 10))[0] == []
+    assert await records.sweep() == 3
+    assert await records.count() == 0
+
+
 async def test_an_expired_session_begins_anew(records: Records, clock: Clock) -> None:
     await commit(records, "t1", [1, 2])
     clock.time_ms += 3_600_000

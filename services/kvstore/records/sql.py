@@ -16,6 +16,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
+from kvcommons.branch_ids import branch_prefix
 from kvcommons.errors import Conflict, DataLoss
 from kvcommons.homes import session_key
 from kvcommons.pb import kvstore_pb2 as pb
@@ -50,6 +51,7 @@ T = TypeVar("T")
 V = TypeVar("V", pb.SessionRecord, TurnLease)
 
 SWEEP_MAX = 100  # sessions in one sweep: each is a transaction
+_LOOK_AGAIN_MS = 3_600_000  # after a session whose own time is over, but not its relatives'
 
 
 class SqlRecords:
@@ -133,7 +135,7 @@ class SqlRecords:
             while True:
                 heads = await tables.read_heads(transaction.connection, behind, end, limit + 1)
                 readable = [head for head in map(self._readable, heads) if head is not None]
-                found += [head for head in readable if not self._expired(head)]
+                found += [head for head in readable if not await self._expired(transaction.connection, head)]
                 if len(found) > limit or len(heads) <= limit:
                     return found[:limit], len(found) > limit
                 behind = heads[-1][0]
@@ -311,7 +313,11 @@ class SqlRecords:
         except DataLoss as error:
             self._damaged.found(key, error)
             return False
-        if row is None or not self._is_over(row):
+        if row is None:
+            return False
+        if not await self._is_over(transaction.connection, row):
+            if row.head is not None:
+                await tables.look_again(transaction.connection, row, self._now_ms() + _LOOK_AGAIN_MS)
             return False
         await self._remove(transaction, row)
         return row.head is not None
@@ -334,12 +340,12 @@ class SqlRecords:
     async def _live(self, connection: Connection, key: bytes, *, lock: bool = True) -> Row | None:
         """None for a session that expired, too."""
         row = await self._row(connection, key, lock=lock)
-        return row if row is not None and not self._is_over(row) else None
+        return row if row is not None and not await self._is_over(connection, row) else None
 
     async def _live_or_removed(self, transaction: Transaction, key: bytes) -> Row | None:
         """What is over makes room for something new."""
         row = await self._row(transaction.connection, key)
-        if row is None or not self._is_over(row):
+        if row is None or not await self._is_over(transaction.connection, row):
             return row
         await self._remove(transaction, row)
         return None
@@ -359,15 +365,30 @@ class SqlRecords:
         await self._remove(transaction, row)
         return None
 
-    def _is_over(self, row: Row) -> bool:
+    async def _is_over(self, connection: Connection, row: Row) -> bool:
         """Whether nothing in the row counts any more."""
         if under_way(row.lease, self._now_ms()):
             return False
-        return row.lease is None if row.head is None else self._expired(row.head)
+        return row.lease is None if row.head is None else await self._expired(connection, row.head)
 
-    def _expired(self, head: pb.SessionRecord) -> bool:
+    async def _expired(self, connection: Connection, head: pb.SessionRecord) -> bool:
+        """Whether nobody used it, or a relative of it, in time."""
+        if self._used(head):
+            return False
+        root = rules.root_of(head)
+        key, prefix = session_key(head.tenant, root), session_key(head.tenant, branch_prefix(root))
+        for one, found, lease in await tables.read_relatives(connection, key, prefix):
+            relative = self._readable((one, found))
+            if relative is None or rules.root_of(relative) != root or relative.session_id == head.session_id:
+                continue
+            turn = self._readable((one, lease)) if lease is not None else None
+            if self._used(relative) or under_way(turn, self._now_ms()):
+                return False
+        return True
+
+    def _used(self, head: pb.SessionRecord) -> bool:
         limit_ms = rules.expires_ms(head, self._default_ttl_s)
-        return limit_ms is not None and limit_ms <= self._now_ms()
+        return limit_ms is None or limit_ms > self._now_ms()
 
     async def _remove(self, transaction: Transaction, row: Row) -> None:
         unnamed = await tables.remove(transaction.connection, row)

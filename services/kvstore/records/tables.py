@@ -14,6 +14,7 @@ from kvcommons.errors import DataLoss
 from kvcommons.homes import session_key
 from kvcommons.pb import kvstore_pb2 as pb
 from services.kvstore import session as rules
+from services.kvstore.database import end_of
 from services.kvstore.records.postgres import Connection, ReadAgain
 from services.kvstore.session import TurnCommit
 from services.kvstore.turn_lease import LEASE_KEPT_MS, TurnLease, decode_document, decode_lease, encode_lease
@@ -85,6 +86,29 @@ async def read_heads(
     return [(key, _decoded(rules.decode_record, head)) for key, head in rows]
 
 
+async def read_relatives(
+    connection: Connection, key: bytes, prefix: bytes
+) -> list[tuple[bytes, pb.SessionRecord | DataLoss, TurnLease | DataLoss | None]]:
+    """Keys, heads and leases of the session with this key, and of those whose keys begin with `prefix`; why,
+    where one cannot be read."""
+    rows = await _rows(
+        connection,
+        "SELECT key, head, lease FROM sessions "
+        "WHERE head IS NOT NULL AND (key = %s OR (key > %s AND key < %s))",
+        key,
+        prefix,
+        end_of(prefix),
+    )
+    return [
+        (
+            one,
+            _decoded(rules.decode_record, head),
+            _decoded(decode_lease, lease) if lease is not None else None,
+        )
+        for one, head, lease in rows
+    ]
+
+
 async def read_ended(connection: Connection, now_ms: int, default_ttl_s: int, limit: int) -> list[bytes]:
     """Keys of rows whose time is over, unless a turn holds them."""
     query: LiteralString = "SELECT key FROM sessions WHERE "
@@ -132,6 +156,13 @@ async def write_lease(connection: Connection, row: Row, lease: TurnLease | None)
             _ends_ms(row.head, lease),
             row.incarnation,
         ],
+    )
+
+
+async def look_again(connection: Connection, row: Row, at_ms: int) -> None:
+    """The sweep comes to this row at that time, unless a turn ends before."""
+    await connection.execute(
+        "UPDATE sessions SET ends_ms = %s WHERE incarnation = %s", [at_ms, row.incarnation]
     )
 
 

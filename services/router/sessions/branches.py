@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 from collections.abc import Collection, Sequence
 
+from kvcommons.branch_ids import branch_number, branch_prefix, next_branch, root_of_branch
 from kvcommons.errors import AlreadyExists, InvalidInput, SessionNotFound
 from kvcommons.pb import kvstore_pb2 as pb
 from services.router.http.tenants import Tenant
@@ -14,11 +15,7 @@ from services.router.serving import Serving
 from services.router.sessions.branching import (
     BranchPoint,
     GivenTurn,
-    branch_number,
     branch_point,
-    branch_prefix,
-    next_branch,
-    root_of_branch,
 )
 from services.router.sessions.count import check_room
 from services.router.sessions.model import model_of_session

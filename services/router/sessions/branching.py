@@ -7,16 +7,11 @@ of the session at the last turn that both have goes on with the rest, and the se
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvcommons.pb import kvstore_pb2 as pb
-from services.router.sessions.conversation import VOLATILE, Message, leading_system, said, same
-
-_MARK = "~"
-_NUMBER = re.compile(r"[1-9][0-9]{0,8}")
-_FIRST = 2  # the session itself is the first
+from services.router.sessions.conversation import VOLATILE, Message, alike, leading_system, repeats, said
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +52,7 @@ class GivenTurn:
             return False
         heads = leading_system(self.messages)
         told = self.shared and heads > 0 and not self.head_changes
-        other = told and not _alike(self.messages[:heads], stored[: leading_system(stored)])
+        other = told and not repeats(self.messages[:heads], stored[: leading_system(stored)])
         return self.whole or other or is_history(stored, self.messages)
 
     def is_of_use(self, record: pb.SessionRecord) -> bool:
@@ -74,7 +69,7 @@ class GivenTurn:
 def is_history(stored: Sequence[Message], given: Sequence[Message]) -> bool:
     """Whether `given` is a whole conversation, and not what is new in one: it has answers. A call that is
     repeated with its results is none."""
-    if stored and given[0].tool_calls and same(given[0], stored[-1]):
+    if stored and given[0].tool_calls and repeats(given[:1], stored[-1:]):
         return False
     return any(message.role == "assistant" for message in given)
 
@@ -88,40 +83,12 @@ def branch_point(
     return max(points, key=lambda point: (point.whole, point.messages))
 
 
-def branch_number(session_id: str, other: str) -> int | None:
-    """Of a branch of the session; None for ids of other sessions."""
-    own, found, number = other.rpartition(_MARK)
-    return int(number) if own == session_id and found and _NUMBER.fullmatch(number) else None
-
-
-def root_of_branch(session_id: str) -> str:
-    """The session whose branch this one may be, by its id: a branch of a branch is the session's, too."""
-    own, found, number = session_id.rpartition(_MARK)
-    return own if own and found and _NUMBER.fullmatch(number) else session_id
-
-
-def branch_prefix(session_id: str) -> str:
-    """What the ids of a session's branches begin with."""
-    return session_id + _MARK
-
-
-def next_branch(session_id: str, others: Sequence[str]) -> str:
-    """The id of a further branch."""
-    numbers = [branch_number(session_id, other) or 0 for other in others]
-    return f"{branch_prefix(session_id)}{max([_FIRST - 1, *numbers]) + 1}"
-
-
-def _alike(given: Sequence[Message], stored: Sequence[Message]) -> bool:
-    return len(given) == len(stored) and all(map(same, given, stored))
-
-
 def _point(given: Sequence[Message], tools: str | None, record: pb.SessionRecord) -> BranchPoint:
     places = [at for at, message in enumerate(record.messages) if message.role != VOLATILE]
     stored = [Message.of(record.messages[at]) for at in places]
     given, common = said(given), 0
     if tools is None or not record.version or json.loads(tools or "[]") == json.loads(record.tools or "[]"):
-        while common < min(len(given), len(stored)) and same(given[common], stored[common]):
-            common += 1
+        common = alike(given, stored)
     if common == len(stored) < len(given):
         return BranchPoint(session_id=record.session_id, messages=len(record.messages), whole=True)
     # What is asked has to be new: of a history that ends with a stored answer, the last turn is asked anew.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -108,17 +108,17 @@ def new_messages(stored: Sequence[Message], given: Sequence[Message]) -> list[Me
     if not stored:
         check_results(given)
         return list(given)
-    if _repeats(given[: len(stored)], stored):
+    if repeats(given[: len(stored)], stored):
         skipped = len(stored)
         if not said(given[skipped:]):
             raise InvalidInput(
                 "messages only repeats what the session holds: add the next message", param="messages"
             )
-    elif len(given) > 1 and given[0].tool_calls and same(given[0], stored[-1]):
+    elif len(given) > 1 and given[0].tool_calls and repeats(given[:1], stored[-1:]):
         skipped = 1
     else:
         prompts = leading_system(stored)
-        if prompts and len(given) > prompts and _repeats(given[:prompts], stored[:prompts]):
+        if prompts and len(given) > prompts and repeats(given[:prompts], stored[:prompts]):
             skipped = prompts
     for index, message in enumerate(given[skipped:], start=skipped):
         # What stands behind all that is stored may have answers: one that was stopped half-way is not stored.
@@ -128,6 +128,8 @@ def new_messages(stored: Sequence[Message], given: Sequence[Message]) -> list[Me
                 "session id, messages has what is new, or repeats the whole conversation as it was",
                 param=f"messages[{index}]",
             )
+    if skipped:
+        given = _with_stored_ids(given, given[skipped - 1].tool_calls, stored[-1].tool_calls)
     check_results(given, before=stored, skipped=skipped)
     return list(given[skipped:])
 
@@ -179,12 +181,19 @@ def leading_system(messages: Sequence[Message]) -> int:
     return next((at for at, message in enumerate(messages) if message.role != "system"), len(messages))
 
 
-def _repeats(given: Sequence[Message], stored: Sequence[Message]) -> bool:
-    return len(given) == len(stored) and all(map(same, given, stored))
+def repeats(given: Sequence[Message], stored: Sequence[Message]) -> bool:
+    """Whether all messages of both are the same."""
+    return len(given) == len(stored) == alike(given, stored)
 
 
-def same(given: Message, stored: Message) -> bool:
-    """Clients trim answers before they send them back, write arguments anew, and leave reasoning out."""
+def alike(given: Sequence[Message], stored: Sequence[Message]) -> int:
+    """How many messages both begin with. Clients trim answers before they send them back, write arguments
+    anew, leave reasoning out, and may have ids of their own for calls."""
+    pairs = zip(_with_numbers(given), _with_numbers(stored), strict=False)
+    return next((at for at, pair in enumerate(pairs) if not _same(*pair)), min(len(given), len(stored)))
+
+
+def _same(given: Message, stored: Message) -> bool:
     if given.role != stored.role or given.tool_call_id != stored.tool_call_id:
         return False
     if given.role == "assistant":
@@ -192,8 +201,35 @@ def same(given: Message, stored: Message) -> bool:
     return given.content == stored.content
 
 
+def _with_numbers(messages: Sequence[Message]) -> Iterator[Message]:
+    """Calls and their results with the calls' places as ids."""
+    places: dict[str, str] = {}
+    for message in messages:
+        if message.tool_calls:
+            places = {call.id: str(at) for at, call in enumerate(message.tool_calls)}
+            calls = tuple(replace(call, id=places[call.id]) for call in message.tool_calls)
+            yield replace(message, tool_calls=calls)
+        elif message.tool_call_id in places:
+            yield replace(message, tool_call_id=places[message.tool_call_id])
+        else:
+            yield message
+
+
 def _calls(message: Message) -> list[tuple[str, str, Any]]:
     return [(call.id, call.name, _object(call.arguments)) for call in message.tool_calls]
+
+
+def _with_stored_ids(
+    given: Sequence[Message], calls: Sequence[ToolCall], stored: Sequence[ToolCall]
+) -> list[Message]:
+    """With the ids of stored calls where results name a client's own."""
+    ids = {own.id: call.id for own, call in zip(calls, stored, strict=False)}
+    return [
+        replace(message, tool_call_id=ids.get(message.tool_call_id, message.tool_call_id))
+        if message.role == "tool"
+        else message
+        for message in given
+    ]
 
 
 def _object(arguments: str) -> Any:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from kvcommons.branch_ids import root_of_branch
 from kvcommons.errors import InvalidInput, KVCommonsError, VersionConflict
 from kvcommons.homes import session_key
 from kvcommons.pb.common_pb2 import ModelInfo
@@ -27,7 +28,7 @@ from services.router.http.tenants import Tenant
 from services.router.serving import Serving
 from services.router.sessions.beginning import begin_in_branch, begin_turn
 from services.router.sessions.branches import branches_of, whole_records
-from services.router.sessions.branching import GivenTurn, is_history, root_of_branch
+from services.router.sessions.branching import GivenTurn, is_history
 from services.router.sessions.conversation import Message, check_results, new_messages
 from services.router.sessions.model import checked_model
 from services.router.sessions.naming import NamedSession

@@ -7,15 +7,13 @@ from collections.abc import Sequence
 
 import pytest
 
+from kvcommons.branch_ids import branch_number, next_branch, root_of_branch
 from kvcommons.pb import kvstore_pb2 as pb
 from services.router.sessions.branching import (
     BranchPoint,
     GivenTurn,
-    branch_number,
     branch_point,
     is_history,
-    next_branch,
-    root_of_branch,
 )
 from services.router.sessions.conversation import VOLATILE, Message, ToolCall, new_messages
 
@@ -76,25 +74,40 @@ def test_a_record_without_ends_is_departed_from_at_its_beginning() -> None:
     assert branch_point(said("a", "A", "b", "B", "c"), None, [old]).whole
 
 
-def test_calls_with_other_names_of_fields_are_the_same() -> None:
-    call = ToolCall(id="1", name="f", arguments='{"a": 1, "b": 2}')
-    again = ToolCall(id="1", name="f", arguments='{"b":2,"a":1}')
-    stored = [*said("a"), Message(role="assistant", content="", tool_calls=(call,), reasoning="hm")]
-    given = [
-        *said("a"),
-        Message(role="assistant", content="", tool_calls=(again,)),
-        Message(role="tool", content="r", tool_call_id="1"),
-    ]
+def calls(*ids: str, arguments: str = '{"a": 1, "b": 2}', reasoning: str = "") -> Message:
+    asked = tuple(ToolCall(id=id, name="f", arguments=arguments) for id in ids)
+    return Message(role="assistant", content="", tool_calls=asked, reasoning=reasoning)
+
+
+def result(id: str, text: str) -> Message:
+    return Message(role="tool", content=text, tool_call_id=id)
+
+
+def test_calls_are_the_same_by_name_and_equal_arguments() -> None:
+    stored = [*said("a"), calls("1", reasoning="hm")]
+    again = calls("call_x", arguments='{"b":2,"a":1}')
+    given = [*said("a"), again, result("call_x", "r")]
     assert branch_point(given, None, [session("s", stored)]).whole
+    for new in (new_messages(stored, given), new_messages(stored, given[1:])):
+        assert new == [result("1", "r")], "the result names the call as the session does"
+    other = [*said("a"), calls("1", arguments='{"a": 2, "b": 2}'), result("1", "r")]
+    assert not branch_point(other, None, [session("s", stored)]).whole
+
+
+def test_results_are_the_same_by_the_call_that_they_answer() -> None:
+    stored = [*said("a"), calls("1", "2"), result("1", "x"), result("2", "y"), *said("", "A")[1:]]
+    own = [*said("a"), calls("p", "q"), result("p", "x"), result("q", "y"), *said("", "A", "b")[1:]]
+    assert branch_point(own, None, [session("s", stored)]).whole
+    exchanged = [*own[:2], result("q", "x"), result("p", "y"), *own[4:]]
+    assert not branch_point(exchanged, None, [session("s", stored)]).whole
 
 
 def test_what_is_a_history() -> None:
     stored = said("a", "A")
     assert not is_history(stored, said("b"))
     assert is_history(stored, said("a", "A", "b"))
-    asked = Message(role="assistant", content="", tool_calls=(ToolCall(id="1", name="f", arguments="{}"),))
-    result = Message(role="tool", content="r", tool_call_id="1")
-    assert not is_history([*said("a"), asked], [asked, result]), "a call that is repeated with its result"
+    asked, answered = [*said("a"), calls("1")], [calls("1"), result("1", "r")]
+    assert not is_history(asked, answered), "a call that is repeated with its result"
 
 
 def test_numbers_of_branches() -> None:
