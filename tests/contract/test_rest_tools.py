@@ -149,6 +149,11 @@ async def test_what_is_no_call_is_content(served: Stack, text: str, fields: dict
     (choice,) = reply["choices"]
     assert choice["message"] == {"role": "assistant", "content": text, "refusal": None}
     assert choice["finish_reason"] == "stop"
+    events = await served.stream(CHAT, asking(ASKED, **{"tools": [WEATHER], **fields}))
+    choices = [event["choices"][0] for event in events[:-1]]
+    assert "".join(one["delta"].get("content") or "" for one in choices) == text
+    assert not [one for one in choices if "tool_calls" in one["delta"]]
+    assert [one["finish_reason"] for one in choices if one["finish_reason"]] == ["stop"]
 
 
 async def test_a_call_that_is_cut_ends_with_length(served: Stack) -> None:
