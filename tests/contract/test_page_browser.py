@@ -257,9 +257,11 @@ async def test_a_key_is_asked_for_kept_in_the_tab_and_enough_for_its_role(
                 ("nonsense-key", "The server does not know this key."),
                 ("key-of-ann-1", "needs an operator's key"),
             ):
-                await field.fill(key)
+                await tab.locator("dialog #key-field:focus").wait_for()  # it is there for whoever types
+                await tab.keyboard.type(key)
                 await tab.keyboard.press("Enter")
                 await tab.get_by_text(shown).wait_for()
+                assert await violations(tab) == []
             assert await tab.evaluate("Object.values(localStorage).join()") == ""
             await tab.evaluate("sessionStorage.clear()")
             await tab.reload()
@@ -273,13 +275,44 @@ async def test_a_key_is_asked_for_kept_in_the_tab_and_enough_for_its_role(
             await field.wait_for()
 
 
+async def violations(tab: Any) -> list[Any]:
+    """What axe finds on the page as it is now."""
+    pytest.importorskip("axe_playwright_python", reason=f"axe-playwright-python {INSTALL}")
+    axe = importlib.import_module("axe_playwright_python.async_playwright").Axe()
+    found = (await axe.run(tab)).response["violations"]
+    return [(one["id"], [node["html"] for node in one["nodes"]][:3]) for one in found]
+
+
+async def test_on_a_phone_the_sessions_are_in_a_drawer(served: Stack) -> None:
+    session = f"s-{uuid.uuid4().hex[:8]}"
+    served.says("hello there")
+    await served.post(CHAT, {"messages": [{"role": "user", "content": "hi"}], "session_id": session})
+    complaints: list[str] = []
+    async with tab_at(served.url, complaints, viewport={"width": 390, "height": 844}) as tab:
+        link, menu = tab.locator(f'a[title="{session}"]'), tab.get_by_role("button", name="Sessions")
+        await link.wait_for(state="attached")
+        assert not await link.is_visible()
+        await menu.click()
+        await link.wait_for()
+        assert await menu.get_attribute("aria-expanded") == "true"
+        await tab.wait_for_timeout(300)  # it slides in
+        assert await violations(tab) == []
+        assert await tab.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+        await tab.keyboard.press("Escape")
+        await link.wait_for(state="hidden")
+        await tab.locator("#menu:focus").wait_for()
+        await tab.keyboard.press("Enter")
+        await link.click()
+        await link.wait_for(state="hidden")
+        await tab.get_by_text("hello there", exact=True).wait_for()
+    assert complaints == []
+
+
 @pytest.mark.parametrize("colours", ["light", "dark"])
 @pytest.mark.parametrize("view", ["#/commons", ""])
 async def test_nothing_is_found_that_those_who_see_or_hear_little_would_miss(
     served: Stack, colours: str, view: str
 ) -> None:
-    pytest.importorskip("axe_playwright_python", reason=f"axe-playwright-python {INSTALL}")
-    axe = importlib.import_module("axe_playwright_python.async_playwright").Axe()
     served.says("A **word**, `code` and a list:\n\n- one\n- two\n")
     complaints: list[str] = []
     async with tab_at(f"{served.url}/{view}", complaints, color_scheme=colours) as tab:
@@ -291,5 +324,4 @@ async def test_nothing_is_found_that_those_who_see_or_hear_little_would_miss(
             await tab.get_by_label("Your message").fill("go")
             await tab.keyboard.press("Enter")
             await tab.locator(".message.assistant .proof summary").click()
-        found = (await axe.run(tab)).response["violations"]
-    assert [(one["id"], [node["html"] for node in one["nodes"]][:3]) for one in found] == []
+        assert await violations(tab) == []
