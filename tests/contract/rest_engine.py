@@ -46,6 +46,7 @@ class Script:
     answers: list[list[int]] = field(default_factory=list)
     delay_s: float = 0.0
     cached_tokens: int = 0
+    device_tokens: int = 0  # of those
     tells: Literal["first", "last", "never"] = "first"  # when prefill gives its token and account
     reserve_error: KVCommonsError | None = None
     reserve_errors: int = 0  # how many Generate calls fail with it
@@ -183,7 +184,11 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServicer):
             elif self.script.tells == "never":
                 await asyncio.Event().wait()
             first = prefill_pb2.PrefillFirst(
-                token=token, cached_tokens=self.script.cached_tokens, queue_us=10, compute_us=20
+                token=token,
+                cached_tokens=self.script.cached_tokens,
+                device_tokens=self.script.device_tokens,
+                queue_us=10,
+                compute_us=20,
             )
             yield prefill_pb2.PrefillEvent(first=first)
         finally:

@@ -194,6 +194,7 @@ async def stack(
     store: KvStore,
     *,
     engines: int = 1,
+    model: Path = MODEL_FOLDER,
     settings: Mapping[str, Any] | None = None,
     telemetry: Telemetry | None = None,
 ) -> AsyncIterator[Stack]:
@@ -210,7 +211,7 @@ async def stack(
     config = RouterConfig(
         node=Node(listen=f"unix:{folder}/router.sock", drain_s=2.0),
         ledger=(ledger.address,),
-        model=str(MODEL_FOLDER),
+        model=str(model),
         port=port,
         **{"durable_wait_ms": 20, "commit_deadline_s": 5.0, **(settings or {})},
     )

@@ -137,6 +137,31 @@ async def test_the_queue_starts_the_nearest_prefix_first_and_has_it_fetched(
     assert store.terminate() == 0, store.errors
 
 
+async def test_an_answer_says_from_which_tier_its_prompt_came(socket_folder: Path) -> None:
+    """One block of six is on the device, three are on disk and two in DRAM."""
+    shape = BlockShape(model=MODEL.fingerprint, layers=2, object_bytes=4096)
+    (socket_folder / "secret").write_bytes(SECRET)
+    stored = ids_of(prompt(4))[:6]
+    store = KvstoreProcess(socket_folder, socket_folder / "store").wait_ready()
+    store.put_blocks(stored[:4], shape=shape)
+    store.wait_written()
+    store.kill()
+    store = KvstoreProcess(socket_folder, socket_folder / "store").wait_ready()
+    store.put_blocks(stored[4:], shape=shape)
+    assert peek(store, stored, MODEL.fingerprint) == [pb.TIER_DISK] * 4 + [pb.TIER_DRAM] * 2
+    settings = {"secret_file": str(socket_folder / "secret")}
+    async with stack(socket_folder, Known(store), settings=settings) as served:
+        await served.show()
+        served.says("yes")
+        served.script.cached_tokens, served.script.device_tokens = 6 * BLOCK_TOKENS, BLOCK_TOKENS
+        body = {"prompt": prompt(4), "stream_options": {"include_usage": True}}
+        *_, last, _ = await served.stream("/v1/completions", body)
+        found = [last["timings"][f"{tier}_tokens"] for tier in ("device", "dram", "disk")]
+        assert found == [BLOCK_TOKENS, 2 * BLOCK_TOKENS, 3 * BLOCK_TOKENS]
+        assert last["usage"]["prompt_tokens_details"]["cached_tokens"] == 6 * BLOCK_TOKENS
+    assert store.terminate() == 0, store.errors
+
+
 @pytest.mark.slow
 async def test_a_store_that_dies_holds_up_nobody_and_hears_of_the_queue_when_it_is_back(
     socket_folder: Path,

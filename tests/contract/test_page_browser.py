@@ -5,6 +5,7 @@ tests/system/test_page_walk.py is a person's walk over a whole stack.
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import os
 import re
@@ -17,9 +18,13 @@ from typing import Any
 import pytest
 
 from kvcommons.pb import ledger_pb2 as pb
+from services.router.admission.classes import ClassObjectives
+from tests.contract.kvstore_process import KvstoreProcess
 from tests.contract.rest_stack import KvStore, Stack, stack
+from tests.contract.test_hints import Known
 from tests.machine import scaled
 from tests.system.browser import INSTALL, chromium_beside_a_loop
+from tests.unit.kvstore.samples import block_ids
 
 pytestmark = pytest.mark.slow
 CHAT = "/v1/chat/completions"
@@ -137,6 +142,73 @@ async def test_what_a_model_writes_is_shown_and_neither_runs_nor_loads(served: S
     assert complaints == []
 
 
+WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+ROME, OSLO = (
+    f'<tool_call>{{"name": "weather", "arguments": {{"city": "{city}"}}}}</tool_call>'
+    for city in ("Rome", "Oslo")
+)
+
+
+async def test_calls_their_results_and_the_tiers_of_a_prompt_are_shown(served: Stack) -> None:
+    """A call that the session has, and one that comes while one looks."""
+    session, asked = f"s-{uuid.uuid4().hex[:8]}", {"role": "user", "content": "The weather in Rome, please?"}
+    served.says(ROME)
+    _, reply = await served.post(CHAT, {"messages": [asked], "tools": [WEATHER], "session_id": session})
+    (call,) = reply["choices"][0]["message"]["tool_calls"]
+    served.says("Sunny.")
+    result = {"role": "tool", "tool_call_id": call["id"], "content": "31 degrees"}
+    assert (await served.post(CHAT, {"messages": [result], "session_id": session}))[0] == 200
+    served.says(OSLO)
+    served.script.cached_tokens, served.script.device_tokens = 48, 32
+    complaints: list[str] = []
+    async with tab_at(f"{served.url}/#/chat/{session}", complaints) as tab:
+        await tab.locator(".call summary").click()
+        assert await tab.locator(".call").all_inner_texts() == ['Calls weather\n{\n  "city": "Rome"\n}']
+        await tab.locator(".message.tool summary").click()
+        assert await tab.locator(".message.tool pre").inner_text() == "31 degrees"
+        await tab.get_by_label("Your message").fill("And in Oslo?")
+        await tab.keyboard.press("Enter")
+        answer = tab.locator(".message.assistant").last
+        assert "(memory 32)" in await answer.locator(".proof .tiers").inner_text()
+        await answer.locator(".call summary").click()
+        assert '"city": "Oslo"' in await answer.locator(".call pre").inner_text()
+        await answer.locator(".proof summary").click()
+        legend = await answer.locator(".bar .legend").first.inner_text()
+        assert re.search(r"device memory\s+32 tokens\s+cache\s+16 tokens\s+computed\s+\d+ tokens", legend)
+    assert complaints == []
+
+
+async def test_tiers_the_queue_and_objectives_are_shown(socket_folder: Path) -> None:
+    store = KvstoreProcess(socket_folder, socket_folder / "store").wait_ready()
+    store.put_blocks(block_ids(3))
+    store.wait_written()
+    classes = {name: ClassObjectives(ttft_s=ttft_s) for name, ttft_s in (("quick", 3600.0), ("late", 0.001))}
+    settings = {"service_classes": classes, "max_running": 1}
+    async with stack(socket_folder, Known(store), settings=settings) as served:
+        await served.show()
+        served.says("one two three")
+        hi = {"messages": [{"role": "user", "content": "hi"}]}
+        for name in ("quick", "quick", "late"):
+            assert (await served.post(CHAT, hi | {"service_tier": name}))[0] == 200
+        served.says("word " * 500)
+        served.script.delay_s = 0.1
+        calls = [asyncio.create_task(served.post(CHAT, hi)) for _ in range(3)]
+        async with tab_at(f"{served.url}/#/commons", []) as tab:
+            figures = tab.locator(".figures div")
+            await figures.filter(has_text=re.compile(r"^\s*waiting in the queue\s*2\s*$")).wait_for()
+            rows = [row.split() for row in await tab.locator(".room.objectives tbody tr").all_inner_texts()]
+            shown = {row[0]: row[-4:] for row in rows}
+            assert (shown["quick"], shown["late"][:2]) == (["2", "0", "0", "0"], ["0", "1"])
+            for meter in await tab.locator(".room.tiers .tier").all():
+                assert re.match(r"(DRAM|Disk)\s+3 of [1-9][\d,]*$", await meter.inner_text())
+                assert await meter.locator("[role=meter]").get_attribute("aria-valuenow") == "3"
+            assert await tab.locator(".room.tiers .tier").count() == 2
+        for call in calls:
+            call.cancel()
+        await asyncio.gather(*calls, return_exceptions=True)
+    assert store.terminate() == 0, store.errors
+
+
 async def test_agents_and_lines_that_were_moved_are_told_apart(
     socket_folder: Path, rest_store: KvStore
 ) -> None:
@@ -185,9 +257,11 @@ async def test_a_key_is_asked_for_kept_in_the_tab_and_enough_for_its_role(
                 ("nonsense-key", "The server does not know this key."),
                 ("key-of-ann-1", "needs an operator's key"),
             ):
-                await field.fill(key)
+                await tab.locator("dialog #key-field:focus").wait_for()  # it is there for whoever types
+                await tab.keyboard.type(key)
                 await tab.keyboard.press("Enter")
                 await tab.get_by_text(shown).wait_for()
+                assert await violations(tab) == []
             assert await tab.evaluate("Object.values(localStorage).join()") == ""
             await tab.evaluate("sessionStorage.clear()")
             await tab.reload()
@@ -201,13 +275,44 @@ async def test_a_key_is_asked_for_kept_in_the_tab_and_enough_for_its_role(
             await field.wait_for()
 
 
+async def violations(tab: Any) -> list[Any]:
+    """What axe finds on the page as it is now."""
+    pytest.importorskip("axe_playwright_python", reason=f"axe-playwright-python {INSTALL}")
+    axe = importlib.import_module("axe_playwright_python.async_playwright").Axe()
+    found = (await axe.run(tab)).response["violations"]
+    return [(one["id"], [node["html"] for node in one["nodes"]][:3]) for one in found]
+
+
+async def test_on_a_phone_the_sessions_are_in_a_drawer(served: Stack) -> None:
+    session = f"s-{uuid.uuid4().hex[:8]}"
+    served.says("hello there")
+    await served.post(CHAT, {"messages": [{"role": "user", "content": "hi"}], "session_id": session})
+    complaints: list[str] = []
+    async with tab_at(served.url, complaints, viewport={"width": 390, "height": 844}) as tab:
+        link, menu = tab.locator(f'a[title="{session}"]'), tab.get_by_role("button", name="Sessions")
+        await link.wait_for(state="attached")
+        assert not await link.is_visible()
+        await menu.click()
+        await link.wait_for()
+        assert await menu.get_attribute("aria-expanded") == "true"
+        await tab.wait_for_timeout(300)  # it slides in
+        assert await violations(tab) == []
+        assert await tab.evaluate("document.documentElement.scrollWidth - innerWidth") <= 0
+        await tab.keyboard.press("Escape")
+        await link.wait_for(state="hidden")
+        await tab.locator("#menu:focus").wait_for()
+        await tab.keyboard.press("Enter")
+        await link.click()
+        await link.wait_for(state="hidden")
+        await tab.get_by_text("hello there", exact=True).wait_for()
+    assert complaints == []
+
+
 @pytest.mark.parametrize("colours", ["light", "dark"])
 @pytest.mark.parametrize("view", ["#/commons", ""])
 async def test_nothing_is_found_that_those_who_see_or_hear_little_would_miss(
     served: Stack, colours: str, view: str
 ) -> None:
-    pytest.importorskip("axe_playwright_python", reason=f"axe-playwright-python {INSTALL}")
-    axe = importlib.import_module("axe_playwright_python.async_playwright").Axe()
     served.says("A **word**, `code` and a list:\n\n- one\n- two\n")
     complaints: list[str] = []
     async with tab_at(f"{served.url}/{view}", complaints, color_scheme=colours) as tab:
@@ -219,5 +324,4 @@ async def test_nothing_is_found_that_those_who_see_or_hear_little_would_miss(
             await tab.get_by_label("Your message").fill("go")
             await tab.keyboard.press("Enter")
             await tab.locator(".message.assistant .proof summary").click()
-        found = (await axe.run(tab)).response["violations"]
-    assert [(one["id"], [node["html"] for node in one["nodes"]][:3]) for one in found] == []
+        assert await violations(tab) == []

@@ -257,6 +257,17 @@ async def test_keys_and_tenants(socket_folder: Path, rest_store: KvStore, tmp_pa
             served, "POST", CHAT, json=HI, headers={"Authorization": "Bearer wrong-key-1"}
         )
         assert (status, error["type"]) == (401, "authentication_error")
+        # As Anthropic's clients send it; where both are sent, Authorization counts.
+        wrong, right = {"x-api-key": "wrong-key-1"}, {"x-api-key": "key-of-ann-1"}
+        for headers, expected in ((right, 200), (wrong, 401), (wrong | ann, 200)):
+            assert (await served.get("/v1/models", headers=headers))[0] == expected
+        status, error = await refusal(
+            served, "GET", "/v1/models", headers=right | {"Authorization": "Bearer wrong-key-1"}
+        )
+        assert (status, error["code"]) == (401, "invalid_api_key")
+        async with served.http.post("/v1/messages", json=HI | {"max_tokens": 9}, headers=wrong) as response:
+            body = await response.json()
+        assert (response.status, body["error"]["type"]) == (401, "authentication_error")
         assert (await served.get("/health"))[0] == 200
         body = HI | {"session_id": "mine"}
         assert (await served.post(CHAT, body, headers=ann))[0] == 200

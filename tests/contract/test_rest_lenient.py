@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.contract.rest_stack import KvStore, Stack, stack
+from kvcommons.model.synthetic_tokenizer import CHAT_TEMPLATE
+from tests.contract.rest_stack import MODEL_FOLDER, KvStore, Stack, stack
 
 pytest_plugins = ("tests.contract.rest_fixtures",)
 
@@ -15,6 +16,11 @@ CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 HI: dict[str, Any] = {"messages": [{"role": "user", "content": "hi there"}]}
 PROMPT: dict[str, Any] = {"prompt": "hi there"}
+OTHERS: dict[str, dict[str, Any]] = {
+    COMPLETIONS: PROMPT,
+    "/v1/responses": {"input": "hi there"},
+    "/v1/messages": HI | {"max_tokens": 9, "model": "demo"},
+}
 
 
 async def test_penalty_and_least_length_reach_the_engines(served: Stack) -> None:
@@ -95,6 +101,35 @@ async def test_reserved_names_of_the_template_stay_as_they_are(served: Stack, na
     assert served.engines[0].prefill.jobs == []
 
 
+async def test_what_the_template_reads_reaches_the_prompt(
+    socket_folder: Path, rest_store: KvStore, tmp_path: Path
+) -> None:
+    """The demo model's own template reads nothing of requests: here it does."""
+    for file in MODEL_FOLDER.iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    reads = "{%- if reasoning_effort %}Effort {{ reasoning_effort }}{%- endif %}"
+    reads += "{%- if enable_thinking is false %}Do not think{%- endif %}"
+    (tmp_path / "chat_template.jinja").write_text(reads + CHAT_TEMPLATE)
+    async with stack(socket_folder, rest_store, model=tmp_path) as it:
+        await it.show()
+        it.says("hello")
+        for effort, options, begins in (
+            (None, {}, ""),
+            ("high", None, "Effort high"),
+            ("high", {"reasoning_effort": "low"}, "Effort low"),
+            ("high", {"enable_thinking": False}, "Effort highDo not think"),
+        ):
+            fields = {"reasoning_effort": effort, "chat_template_kwargs": options}
+            status, body = await it.post(CHAT, HI | fields)
+            assert status == 200, body
+            prompt = it.tokenizer.decode(it.engines[0].decode.jobs[-1].tokens)
+            assert prompt.removesuffix("user\nhi there\nassistant\n") == begins
+        for name in ("messages", "thinking"):
+            status, body = await it.post(CHAT, HI | {"chat_template_kwargs": {name: True}})
+            assert (status, body["error"]["param"]) == (400, "chat_template_kwargs")
+            assert "it reads enable_thinking, reasoning_effort" in body["error"]["message"]
+
+
 async def test_a_least_length_beyond_the_answers_end_is_refused(served: Stack) -> None:
     status, body = await served.post(CHAT, HI | {"min_tokens": 9, "max_tokens": 8})
     assert (status, body["error"]["param"]) == (400, "min_tokens")
@@ -121,6 +156,9 @@ async def test_unknown_fields_are_ignored_and_named_where_the_setting_says_so(
 ) -> None:
     status, body = await served.post(CHAT, HI | {"guided_json": {}})
     assert (status, body["error"]["param"]) == (400, "guided_json")
+    for path, asked in OTHERS.items():
+        status, body = await served.post(path, asked | {"mirostat": {}})
+        assert (status, "mirostat" in body["error"]["message"]) == (400, True), path
     async with stack(socket_folder / "b", rest_store, settings={"unknown_fields": "ignore"}) as it:
         await it.show()
         it.says("hello")
@@ -132,3 +170,6 @@ async def test_unknown_fields_are_ignored_and_named_where_the_setting_says_so(
                 await response.read()
         async with it.http.post(CHAT, json=HI) as response:
             assert "X-Ignored-Fields" not in response.headers
+        for path, asked in OTHERS.items():
+            async with it.http.post(path, json=asked | {"mirostat": {}}) as response:
+                assert (response.status, response.headers.get("X-Ignored-Fields")) == (200, "mirostat"), path

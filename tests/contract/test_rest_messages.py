@@ -48,6 +48,7 @@ async def test_what_ends_an_answer_is_told(served: Stack) -> None:
 
 async def test_a_stream_is_the_whole_message(served: Stack) -> None:
     served.says("hello, Ann")
+    served.script.delay_s, served.script.cached_tokens = 0.02, 5
     found = await served.stream(PATH, ask())
     kinds = [event["type"] for event in found if event["type"] != "content_block_delta"]
     assert kinds == [
@@ -57,6 +58,8 @@ async def test_a_stream_is_the_whole_message(served: Stack) -> None:
     assert text == "hello, Ann"
     _, whole = await served.post(PATH, ask())
     assert found[-2]["delta"]["stop_reason"] == whole["stop_reason"]
+    assert found[-2]["usage"] == whole["usage"], "of the whole answer, not of its beginning"
+    assert whole["usage"]["cache_read_input_tokens"] == 5
 
 
 async def test_a_stream_that_breaks_ends_with_an_error(pair: Stack) -> None:

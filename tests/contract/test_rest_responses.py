@@ -36,7 +36,9 @@ async def respond(served: Stack, text: str, said: str, **fields: Any) -> dict[st
 
 
 async def test_a_response_goes_on_from_the_one_before(served: Stack) -> None:
-    first = await respond(served, "I am Ann", "hello, Ann")
+    taken = {"client_metadata": {"turn": {"id": 1}}, "reasoning": {"effort": "low", "summary": "auto"}}
+    first = await respond(served, "I am Ann", "hello, Ann", **taken)
+    assert first["reasoning"] == taken["reasoning"]
     second = await respond(served, "who am I?", "Ann", previous_response_id=first["id"])
     assert second["session_id"] == first["session_id"]
     assert second["previous_response_id"] == first["id"]

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import uuid
+from pathlib import Path
 from typing import Any
 
 import pytest
 from openai.lib.streaming.chat import ChatCompletionStreamState
 
-from tests.contract.rest_stack import Stack
+from tests.contract.rest_stack import KvStore, Stack, stack
 
 pytest_plugins = ("tests.contract.rest_fixtures",)
 pytestmark = pytest.mark.parametrize("rest_store", ["embedded", "sql"], indirect=True)
@@ -149,6 +150,25 @@ async def test_what_is_no_call_is_content(served: Stack, text: str, fields: dict
     (choice,) = reply["choices"]
     assert choice["message"] == {"role": "assistant", "content": text, "refusal": None}
     assert choice["finish_reason"] == "stop"
+    events = await served.stream(CHAT, asking(ASKED, **{"tools": [WEATHER], **fields}))
+    choices = [event["choices"][0] for event in events[:-1]]
+    assert "".join(one["delta"].get("content") or "" for one in choices) == text
+    assert not [one for one in choices if "tool_calls" in one["delta"]]
+    assert [one["finish_reason"] for one in choices if one["finish_reason"]] == ["stop"]
+
+
+async def test_a_setting_says_how_the_model_writes_calls(socket_folder: Path, rest_store: KvStore) -> None:
+    """In place of what its template says: what is a call otherwise is content then."""
+    calls = '{"name": "weather", "parameters": {"city": "Rome"}}'
+    async with stack(socket_folder, rest_store, settings={"tool_format": "llama3"}) as it:
+        await it.show()
+        for text, reason, content in ((calls, "tool_calls", None), (ROME, "stop", ROME)):
+            it.says(text)
+            _, reply = await it.post(CHAT, asking(ASKED, tools=[WEATHER]))
+            (choice,) = reply["choices"]
+            assert (choice["finish_reason"], choice["message"]["content"]) == (reason, content)
+            for call in choice["message"].get("tool_calls", ()):
+                assert call["function"] == {"name": "weather", "arguments": '{"city": "Rome"}'}
 
 
 async def test_a_call_that_is_cut_ends_with_length(served: Stack) -> None:

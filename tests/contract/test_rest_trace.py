@@ -43,14 +43,14 @@ async def traced(socket_folder: Path, rest_store: KvStore, collector: Collector)
     await asyncio.to_thread(tracer.shutdown)
 
 
-async def spans(collector: Collector) -> dict[str, Span]:
+async def spans(collector: Collector, root: str = ROOT, inner: str = INNER) -> dict[str, Span]:
     """Those of the one request for an answer."""
 
     def both() -> bool:
-        return {ROOT, INNER} <= {span.name for span in collector.spans}
+        return {root, inner} <= {span.name for span in collector.spans}
 
     await eventually(both)
-    return {span.name: span for span in collector.spans if span.name in (ROOT, INNER)}
+    return {span.name: span for span in collector.spans if span.name in (root, inner)}
 
 
 def facts(span: Span) -> tuple[str, bool, str | None]:
@@ -65,6 +65,40 @@ async def test_an_answer_is_no_failure(traced: Stack, collector: Collector) -> N
     assert facts(found[ROOT]) == ("server", False, None)
     assert facts(found[INNER]) == ("client", False, None)
     assert found[INNER].parent_id == found[ROOT].span_id
+
+
+# Of each API: a request, what OpenTelemetry calls it, and where its answer counts tokens.
+APIS: dict[str, tuple[dict[str, Any], str, tuple[str, str]]] = {
+    CHAT: (ask(max_tokens=9), "chat", ("prompt_tokens", "completion_tokens")),
+    "/v1/completions": (
+        {"prompt": "go", "max_tokens": 9}, "text_completion", ("prompt_tokens", "completion_tokens"),
+    ),
+    "/v1/responses": ({"input": "go", "max_output_tokens": 9}, "chat", ("input_tokens", "output_tokens")),
+    "/v1/messages": (ask(model="demo", max_tokens=9), "chat", ("input_tokens", "output_tokens")),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", APIS)
+async def test_a_requests_span_says_the_same_of_every_api(
+    traced: Stack, collector: Collector, path: str
+) -> None:
+    body, operation, counts = APIS[path]
+    (answer,) = traced.says("hello")
+    status, reply = await traced.post(path, body | {"temperature": 0.5})
+    assert status == 200, reply
+    root, inner = f"POST {path}", f"{operation} demo"
+    found = await spans(collector, root, inner)
+    assert (facts(found[root]), found[inner].parent_id) == (("server", False, None), found[root].span_id)
+    told = found[inner].attributes
+    usage = tuple(told[f"gen_ai.usage.{name}_tokens"] for name in ("input", "output"))
+    assert usage == tuple(reply["usage"][name] for name in counts)
+    assert usage == (len(traced.engines[0].decode.jobs[0].tokens), len(answer))
+    expected = {
+        "operation.name": operation, "provider.name": "kvcommons", "request.model": "demo",
+        "response.model": "demo", "request.max_tokens": 9, "request.temperature": 0.5,
+        "response.finish_reasons": ["stop"], "usage.cache_read.input_tokens": 0,
+    }  # fmt: skip
+    assert {name: told[f"gen_ai.{name}"] for name in expected} == expected
 
 
 async def test_a_stream_that_breaks_off_failed_though_it_began_well(

@@ -20,6 +20,12 @@ PAGE = "https://chat.example.org"
 OTHER = "https://elsewhere.example.org"
 CHAT = "/v1/chat/completions"
 HI: dict[str, Any] = {"messages": [{"role": "user", "content": "hi"}]}
+# Of answers, besides what a page may read anyhow.
+OF_TRANSPORT = {
+    "access-control-allow-origin", "access-control-expose-headers", "cache-control", "connection",
+    "content-encoding", "content-length", "content-type", "date", "server", "transfer-encoding", "vary",
+    "x-accel-buffering",
+}  # fmt: skip
 PREFLIGHT = {
     "Access-Control-Request-Method": "POST",
     "Access-Control-Request-Headers": "authorization,content-type,x-stainless-lang",
@@ -91,6 +97,7 @@ async def test_only_pages_that_are_named_may_call(socket_folder: Path, rest_stor
     (socket_folder / "secret").write_bytes(b"s" * 32)
     settings = {
         "cors_origins": (PAGE,), "api_keys": str(keys), "secret_file": str(socket_folder / "secret"),
+        "unknown_fields": "ignore", "volatile_lines": "move",
     }  # fmt: skip
     ann = {"Authorization": "Bearer key-of-ann-1"}
     async with stack(socket_folder, rest_store, settings=settings) as served:
@@ -101,12 +108,22 @@ async def test_only_pages_that_are_named_may_call(socket_folder: Path, rest_stor
             assert asked.headers["Access-Control-Allow-Origin"] == PAGE
             assert "POST" in asked.headers["Access-Control-Allow-Methods"]
             assert "authorization" in asked.headers["Access-Control-Allow-Headers"]
-        for stream in (False, True):
-            body = HI | {"stream": stream}
-            async with served.http.post(CHAT, json=body, headers={**ann, "Origin": PAGE}) as answered:
+        messages = [{"role": "system", "content": "Current time: 09:15:17"}, *HI["messages"]]
+        sent = {**ann, "Origin": PAGE, "anthropic-version": "2023-06-01", "Idempotency-Key": "k"}
+        readable: set[str] = set()
+        for stream in (False, True, True):
+            body = {"messages": messages, "stream": stream, "session_id": "web", "mirostat": 1}
+            key = {"Idempotency-Key": f"key-{stream}"}
+            async with served.http.post(CHAT, json=body, headers=sent | key) as answered:
                 assert answered.status == 200
                 assert answered.headers["Access-Control-Allow-Origin"] == PAGE
                 await answered.read()
+            exposed = {name.lower() for name in answered.headers["Access-Control-Expose-Headers"].split(", ")}
+            readable |= {name.lower() for name in answered.headers} - OF_TRANSPORT
+            assert readable <= exposed
+        assert {"x-ignored-fields", "x-volatile-lines", "x-session-id", "idempotent-replayed"} <= readable
+        assert {"x-request-id", "request-id", "server-timing"} <= readable
+        assert "retry-after" in exposed
         async with served.http.post(CHAT, json=HI, headers={"Origin": PAGE}) as refused:
             assert refused.status == 401  # and the page can read why
             assert refused.headers["Access-Control-Allow-Origin"] == PAGE

@@ -57,3 +57,20 @@ def test_a_branch_says_what_the_undisturbed_conversation_would(sdk: openai.OpenA
     again = ask(sdk, messages[:5], extra_body=session)
     assert again.choices[0].message.content == messages[5]["content"]
     assert (again.model_extra or {})["branch"] == "edited~3"
+
+
+def test_another_head_takes_from_cache_no_more_than_it_shares(stack: Stack, sdk: openai.OpenAI) -> None:
+    """Other instructions, from their last words on: what stands behind them is computed anew, though it was
+    said in the same session."""
+    shared = "You answer in one sentence. The person before you has a fox, an owl and two cats at home. " * 3
+    heads = [{"role": "system", "content": f"{shared}{word}"} for word in ("Be brief.", "Be kind.")]
+    session = {"session_id": "headed"}
+    said = [user("My fox is called Fenja.")]
+    answer = ask(sdk, [heads[0], *said], extra_body=session)
+    said += [{"role": "assistant", "content": answer.choices[0].message.content or ""}, user("And now?")]
+    first, other = (stack.client.post("/tokenize", {"messages": [head, *said]})["tokens"] for head in heads)
+    same = next(at for at, (one, two) in enumerate(zip(first, other, strict=False)) if one != two)
+    reply = ask(sdk, [heads[1], *said], extra_body=session)
+    assert (reply.model_extra or {})["branch"] == "headed~2"
+    assert BLOCK_TOKENS <= cached(reply) <= same // BLOCK_TOKENS * BLOCK_TOKENS
+    assert len(other) - same > 2 * BLOCK_TOKENS, "there was more to be taken from cache by mistake"

@@ -100,6 +100,20 @@ def test_answers_keep_to_random_schemas(sdk: openai.OpenAI, schemas: int) -> Non
     assert reasons.count("stop") > schemas  # of twice as many
 
 
+def test_an_answer_of_json_is_an_object(sdk: openai.OpenAI) -> None:
+    """At a temperature at which the model's own words are noise."""
+    answer = sdk.chat.completions.create(
+        model=sdk.models.list().data[0].id, messages=QUESTION, n=4, temperature=1.5, seed=7, max_tokens=300,
+        response_format={"type": "json_object"},
+    )  # fmt: skip
+    complete = [one for one in answer.choices if one.finish_reason == "stop"]
+    assert complete
+    for choice in answer.choices:
+        text = choice.message.content or ""
+        assert text.startswith("{")
+        assert choice not in complete or isinstance(json.loads(text), dict)
+
+
 @pytest.mark.parametrize(
     ("outputs", "pattern"),
     [

@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from devstack.rest import RestClient
 from tests.machine import scaled
 from tests.system.conftest import LOADS
 from tests.system.stack import Stack
@@ -66,6 +67,24 @@ def test_the_conversation_at_the_start_proves_itself(idle: Stack) -> None:
     cached, _ = reused(said)
     assert cached >= 16
     assert cached % 16 == 0
+    what_it_says_to_type_talks_to_it(idle)
+
+
+def what_it_says_to_type_talks_to_it(stack: Stack, key: str = "") -> None:
+    """As a shell runs it, with one's key where one is needed."""
+    stack.until(lambda: "Ctrl-C stops the stack" in stack.said(), 10, "the stack does not say what to type")
+    found = re.search("^To talk to it, in another terminal: (.*)$", stack.said(), re.MULTILINE)
+    assert found is not None, stack.said()
+    told = found[1]
+    assert f"chat --url {stack.url}" in told
+    assert ("KVCOMMONS_API_KEY=KEY " in told) == bool(key)
+    command = told.replace("=KEY ", f"={key} ")
+    ended = subprocess.run(
+        command, shell=True, cwd=ROOT, input="Hello.\n/exit\n", capture_output=True, text=True,
+        timeout=scaled(60), check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended
+    assert "Go on later with" in ended.stdout
 
 
 def memory_bytes(pid: int) -> tuple[int, int]:
@@ -172,12 +191,15 @@ def test_an_unknown_setting_names_the_nearest(tmp_path: Path) -> None:
 def test_two_stacks_run_side_by_side_and_a_service_that_is_killed_is_named_and_comes_back(
     idle: Stack, tmp_path: Path
 ) -> None:
-    """And a second Ctrl-C kills."""
-    with Stack(tmp_path, colocated=True, attention_pool=0) as other:
+    """One with keys, beside one without; and a second Ctrl-C kills."""
+    keys = tmp_path / "keys"
+    keys.write_text("ann key-of-ann-1\n")
+    with Stack(tmp_path / "other", colocated=True, attention_pool=0, api_key_file=str(keys)) as other:
         assert other.url != idle.url
         assert other.client.healthy()
         assert idle.client.healthy()
-        assert other.client.get("/v1/sessions")["data"] == []
+        assert RestClient(other.url, api_key="key-of-ann-1").get("/v1/sessions")["data"] == []
+        what_it_says_to_type_talks_to_it(other, key="key-of-ann-1")
         before = other.kill("kvstore")
         other.until(lambda: "kvstore died (killed by signal 9)" in other.said(), 10, "the death is not told")
         other.until(

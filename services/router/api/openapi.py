@@ -26,6 +26,7 @@ _REASONS = {
     429: "Too many requests wait; Retry-After says when to come back.",
     500: "Unexpected.",
     503: "Loading, overloaded, or the session store is out of reach.",
+    504: "The request's deadline passed.",
     529: "Loading or overloaded; come back later.",
 }
 _RETRIED = (

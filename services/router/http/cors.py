@@ -8,11 +8,31 @@ from __future__ import annotations
 
 from aiohttp import web
 
-from services.router.http.middleware import SERVING, Handler
+from services.router.http.middleware import (
+    IGNORED_HEADER,
+    SERVING,
+    SESSION_HEADER,
+    VOLATILE_HEADER,
+    Handler,
+)
+from services.router.turn.idempotency import REPLAYED_HEADER
 
 _PREFLIGHT_S = 600  # how long a browser may keep the answer
 _NO_CONTENT = 204
 _VARY = "Origin, Access-Control-Request-Headers"
+# Of answers, by a page: all that this server says of its own in headers, and Anthropic's name of the id.
+_READABLE = ", ".join(
+    (
+        "X-Request-Id",
+        "request-id",
+        "Retry-After",
+        "Server-Timing",
+        REPLAYED_HEADER,
+        SESSION_HEADER,
+        VOLATILE_HEADER,
+        IGNORED_HEADER,
+    )
+)
 
 
 @web.middleware
@@ -35,9 +55,7 @@ async def add_allowed_origin(request: web.Request, response: web.StreamResponse)
     """For `on_response_prepare`: streams and refusals too."""
     if _allowed(request):
         response.headers["Access-Control-Allow-Origin"] = request.headers["Origin"]
-        response.headers["Access-Control-Expose-Headers"] = (
-            "X-Request-Id, Retry-After, Idempotent-Replayed, X-Session-ID, X-Volatile-Lines"
-        )
+        response.headers["Access-Control-Expose-Headers"] = _READABLE
         response.headers.setdefault("Vary", "Origin")
 
 

@@ -44,8 +44,8 @@ VOLATILE_LINES = web.RequestKey("volatile_lines", str)  # what became of those o
 FAILED = web.RequestKey("failed", KVCommonsError)  # of a stream that had begun, as a 200
 
 IGNORED_HEADER = "X-Ignored-Fields"
-_SESSION_HEADER = "X-Session-ID"
-_VOLATILE_HEADER = "X-Volatile-Lines"
+SESSION_HEADER = "X-Session-ID"
+VOLATILE_HEADER = "X-Volatile-Lines"
 _IGNORED_CHARS_MAX = 2000
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:\-]{0,127}")
@@ -126,9 +126,9 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
         names = ",".join(quote(name, safe=".[]_-$") for name in ignored)
         response.headers[IGNORED_HEADER] = names[:_IGNORED_CHARS_MAX]
     if SESSION in request:
-        response.headers[_SESSION_HEADER] = request[SESSION]
+        response.headers[SESSION_HEADER] = request[SESSION]
     if VOLATILE_LINES in request:
-        response.headers[_VOLATILE_HEADER] = request[VOLATILE_LINES]
+        response.headers[VOLATILE_HEADER] = request[VOLATILE_LINES]
     if REQUEST_ID in request:
         response.headers["X-Request-Id"] = request[REQUEST_ID]
         if is_messages(request):

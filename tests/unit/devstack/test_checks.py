@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from devstack import supervisor, toml
+from devstack import supervisor, toml, up
 from devstack.checks import check_access, check_model, check_services
 from devstack.cli import main
 from devstack.plan import MODEL_SERVICES, Place, ProcessPlan, processes, tables
@@ -179,6 +179,27 @@ def test_the_served_name_reaches_all_that_have_the_model(tmp_path: Path) -> None
     user = {"decode": {"model_name": "theirs"}}
     for plan in planned(tmp_path, settings, user, {}, {"model_name"}):
         assert ("model_name=ours" in plan.command) == (plan.service in MODEL_SERVICES)
+
+
+def test_what_is_given_to_up_reaches_the_processes_that_it_is_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, nothing_starts: None
+) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text(KEYS)
+    planned: list[ProcessPlan] = []
+
+    def checked(plans: list[ProcessPlan]) -> Any:
+        planned.extend(plans)
+        raise InvalidInput("that is enough")
+
+    monkeypatch.setattr(up, "check_services", checked)
+    flags = ["--host", OPEN, "--api-key-file", str(keys), "--served-model-name", "ours"]
+    assert main(["up", "--data", str(tmp_path / "data"), "--port", "0", *flags]) == 2
+    assert {plan.service for plan in planned} >= {*MODEL_SERVICES, "router"}
+    for plan in planned:
+        assert ("model_name=ours" in plan.command) == (plan.service in MODEL_SERVICES), plan
+        assert (f"bind={OPEN}" in plan.command) == (plan.service == "router")
+        assert (f"api_keys={keys}" in plan.command) == (plan.service == "router")
 
 
 def test_a_server_on_all_addresses_is_reached_on_one() -> None:

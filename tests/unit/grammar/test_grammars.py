@@ -13,7 +13,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from kvcommons.errors import Internal, InvalidInput, Overloaded
+from kvcommons.errors import DeadlineExceeded, Internal, InvalidInput, Overloaded, Unprocessable
 from kvcommons.grammar import grammars as settings
 from kvcommons.grammar import sources
 from kvcommons.grammar.compiled import AnswerState, Vocabulary
@@ -214,6 +214,44 @@ async def test_a_grammar_is_compiled_once_and_the_oldest_are_dropped(
     with pytest.raises(Overloaded):
         await grammars.ready(TENANT, sources.of_regex("d", param="regex"))
     await asyncio.to_thread(grammars.close)
+
+
+async def test_a_grammar_that_is_not_compiled_in_time_is_ready_later(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    goes_on = threading.Event()
+
+    def vocabulary() -> Vocabulary:
+        assert goes_on.wait(20)
+        return Vocabulary(tokenizer)
+
+    grammars = Grammars(vocabulary)
+    text = sources.of_regex("a+", param="regex")
+    monkeypatch.setattr(settings, "COMPILE_S", 0.01)
+    with pytest.raises(DeadlineExceeded, match="not compiled yet"):
+        await asyncio.wait_for(grammars.ready(TENANT, text), 10)
+    monkeypatch.undo()
+    goes_on.set()
+    await grammars.ready(TENANT, text)
+    await asyncio.to_thread(grammars.close)
+
+
+def test_a_mask_that_is_not_there_in_time_ends_its_sequence(
+    grammars: Grammars, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    constraint = constrain(grammars, sources.of_regex("a+", param="regex"), tokenizer, first=0)
+    plain, goes_on = AnswerState.mask, threading.Event()
+
+    def mask(state: AnswerState) -> bytes:
+        assert goes_on.wait(20)
+        return plain(state)
+
+    grammars.compiling(TENANT, sources.of_regex("a+", param="regex")).result(20)
+    monkeypatch.setattr(AnswerState, "mask", mask)
+    monkeypatch.setattr(settings, "MASK_S", 0.01)
+    with pytest.raises(Unprocessable, match="takes too long"):
+        constraint.mask([])
+    goes_on.set()
 
 
 def test_white_space_has_an_end(grammars: Grammars, tokenizer: Tokenizer) -> None:

@@ -10,11 +10,16 @@ import pytest
 
 from kvcommons.errors import (
     ContextLengthExceeded,
+    DeadlineExceeded,
+    Internal,
     InvalidInput,
     KVCommonsError,
     Loading,
     ModelNotFound,
     Overloaded,
+    PermissionDenied,
+    QuotaExceeded,
+    TooLarge,
     Unauthenticated,
 )
 from kvcommons.pb.common_pb2 import ModelInfo
@@ -28,6 +33,10 @@ from tests.unit.router.choices import choice_of, demo_tokenizer
 
 Json = dict[str, Any]
 
+OPENING = TokenUsage(prompt_tokens=50, completion_tokens=1, cached_tokens=0, reasoning_tokens=0)
+OPENING_BODY = {
+    "input_tokens": 50, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 0, "output_tokens": 1,
+}  # fmt: skip
 USAGE = TokenUsage(prompt_tokens=50, completion_tokens=7, cached_tokens=32, reasoning_tokens=0)
 USAGE_BODY = {
     "input_tokens": 18, "cache_creation_input_tokens": 0, "cache_read_input_tokens": 32, "output_tokens": 7,
@@ -69,7 +78,7 @@ def events_of(data: bytes) -> list[Json]:
 
 def streamed(parts: Sequence[Part], finish_reason: str, stop: str | None = None) -> list[Json]:
     one = shape()
-    data = one.opening(USAGE)
+    data = one.opening(OPENING)
     for part in parts:
         data += one.delta(ev.Delta(choice=0, attempt=1, parts=(part,), tokens=()))
     return events_of(data + one.ending([ended(parts, finish_reason, stop)], USAGE, {}))
@@ -128,7 +137,7 @@ def test_streams(parts: list[Part], ending: str, stop: str | None, blocks: list[
     first, ping, *between, last, end = streamed(parts, ending, stop)
     assert first["message"] == {
         "id": "msg_abc", "type": "message", "role": "assistant", "model": "demo", "content": [],
-        "stop_reason": None, "stop_sequence": None, "usage": USAGE_BODY,
+        "stop_reason": None, "stop_sequence": None, "usage": OPENING_BODY,
     }  # fmt: skip
     assert (first["type"], ping) == ("message_start", {"type": "ping"})
     assert between == blocks
@@ -173,9 +182,14 @@ ERRORS: list[tuple[KVCommonsError, int, str, str]] = [
         "prompt is too long: the",
     ),
     (Unauthenticated("no key"), 401, "authentication_error", "no key"),
+    (PermissionDenied("an operator's"), 403, "permission_error", "an operator's"),
     (ModelNotFound("no such model"), 404, "not_found_error", "no such model"),
+    (TooLarge("9 bytes"), 413, "request_too_large", "9 bytes"),
+    (QuotaExceeded("9 a minute"), 429, "rate_limit_error", "9 a minute"),
+    (Internal("unexpected"), 500, "api_error", "unexpected"),
     (Overloaded("full"), 529, "overloaded_error", "full"),
     (Loading("not ready"), 529, "overloaded_error", "not ready"),
+    (DeadlineExceeded("too late"), 504, "timeout_error", "too late"),
 ]
 
 

@@ -21,7 +21,14 @@ def translated(**fields: Any) -> Json:
 
 
 def test_a_plain_request() -> None:
-    assert translated() == {"messages": [{"role": "user", "content": "hello"}]}
+    plain = {"messages": [{"role": "user", "content": "hello"}]}
+    assert translated() == plain
+    taken = {
+        "client_metadata": {"turn": {"id": 1}},
+        "reasoning": {"effort": "low", "summary": "auto"},
+        "include": ["reasoning.encrypted_content"],
+    }
+    assert translated(**taken) == plain, "these change nothing"
 
 
 def test_items_of_one_answer_make_one_message() -> None:

@@ -7,7 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvcommons.errors import ContextLengthExceeded, KVCommonsError, Overloaded, UnsupportedParameter
+from kvcommons.errors import (
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    KVCommonsError,
+    Overloaded,
+    UnsupportedParameter,
+)
 from kvcommons.pb.common_pb2 import ModelInfo
 from services.router.answer.parts import CallArguments, CallBegun, Content, Part, Reasoning
 from services.router.answer.text import Shown
@@ -19,6 +25,7 @@ from services.router.turn.turn import TokenUsage
 Json = dict[str, Any]
 
 OVERLOADED = 529
+TIMED_OUT = 504
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -30,20 +37,22 @@ _TYPES = {
     422: "invalid_request_error",
     429: "rate_limit_error",
     500: "api_error",
-    503: "overloaded_error",
-    504: "timeout_error",
+    TIMED_OUT: "timeout_error",
+    OVERLOADED: "overloaded_error",
 }
 
 
 def status_of(error: KVCommonsError) -> int:
-    """Clients of Anthropic's know what to do with a server that is overloaded by its own status."""
+    """Clients of Anthropic's know what to do with a server that is overloaded, and with a deadline that
+    passed, by statuses of their own."""
+    if isinstance(error, DeadlineExceeded):
+        return TIMED_OUT
     overloaded = isinstance(error, Overloaded) or error.http_status == 503
     return OVERLOADED if overloaded else error.http_status
 
 
 def error_body(error: KVCommonsError, request_id: str) -> Json:
-    overloaded = status_of(error) == OVERLOADED
-    kind = "overloaded_error" if overloaded else _TYPES.get(error.http_status, "api_error")
+    kind = _TYPES.get(status_of(error), "api_error")
     message = error.message
     if isinstance(error, ContextLengthExceeded):  # the words that clients look for
         message = f"prompt is too long: {message}"
