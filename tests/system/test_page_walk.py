@@ -154,9 +154,9 @@ def test_a_conversation_is_stopped_edited_and_branched(person: Person) -> None:
     chat.get_by_role("button", name="Edit").nth(1).click()
     chat.get_by_label("Edit your message").fill("What is my name?")
     chat.get_by_role("button", name="Send as a branch").click()
-    chat.wait_for_selector(".message.assistant >> nth=1 >> .proof")
     chat.wait_for_url(f"**/{session}~2")
-    assert chat.locator(".message").count() == 4
+    chat.wait_for_selector(".message >> nth=4", state="detached")
+    chat.wait_for_selector(".message.assistant >> nth=1 >> .proof")
     chat.wait_for_selector("text=2/2")
     chat.locator(".proof summary").last.click()
     assert f"{session}" in chat.locator(".evidence").last.inner_text()

@@ -21,8 +21,13 @@ pytest.importorskip("ucxx", reason="needs the extra ucx")
 SERVICES = ("ledger", "kvstore", "prefill", "decode", "attention_pool", "router")
 TURNS = ("My cat is called Zuzu. Tell me a story about her.", "What is my cat called?")
 ANSWER = {"temperature": 0.0, "max_tokens": 120, "ignore_eos": True}
-# Less than the conversation takes: the rest lies on the pool.
-TABLES = {**FLOAT32, "decode": {**FLOAT32["decode"], "capacity_tokens": 128}}
+# Decode has room for less than the conversation takes: the rest lies on the pool. Loads are made however long
+# they take: to connect UCX takes longer than to compute so short a prompt.
+TABLES = {
+    **FLOAT32,
+    "prefill": {**FLOAT32["prefill"], "loads": "always"},
+    "decode": {**FLOAT32["decode"], "capacity_tokens": 128},
+}
 READY_S_MAX = 60.0
 
 
