@@ -32,7 +32,7 @@ from services.kvstore.medium import Medium
 from services.kvstore.membership import Membership
 from services.kvstore.metrics import RecordsMetrics, SessionMetrics, StoreCollector
 from services.kvstore.place import RecordsPlace
-from services.kvstore.policies.floors import Floors
+from services.kvstore.policies.floors import Ceilings, Floors
 from services.kvstore.records.damaged import DamagedRecords
 from services.kvstore.records.embedded import EmbeddedRecords
 from services.kvstore.records.interface import Records
@@ -274,6 +274,7 @@ def _blocks(folder: DataFolder, config: KVStoreConfig, reserve: DiskReserve) -> 
         dram_buffer=config.dram_buffer,
         block_ttl_s=config.block_ttl_s,
         floors=Floors(share=config.tenant_floors, weights=config.tenant_weights),
+        ceilings=Ceilings(dram_bytes=config.tenant_dram_bytes, disk_bytes=config.tenant_disk_bytes),
         io_threads=config.io_threads,
         blocks_max=config.blocks_max,
         staging_s=config.staging_s,

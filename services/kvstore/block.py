@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
 from kvcommons.rblock.heads import HeadPart
 from services.kvstore.policies.base import Policy
-from services.kvstore.policies.floors import Floors, TenantFloors
+from services.kvstore.policies.floors import NO_CEILINGS, Ceilings, Floors, TenantFloors, ceiling_of
 from services.kvstore.tier import BlockShape, Slot
 
 if TYPE_CHECKING:
@@ -39,12 +40,25 @@ class Space:
 
     __slots__ = ("blocks", "disk_policy", "dram_policy", "shape", "stagings")
 
-    def __init__(self, shape: BlockShape, new_policy: Callable[[], Policy[bytes]], floors: Floors) -> None:
+    def __init__(
+        self,
+        shape: BlockShape,
+        new_policy: Callable[[], Policy[bytes]],
+        floors: Floors,
+        ceilings: Ceilings = NO_CEILINGS,
+    ) -> None:
         self.shape = shape
-        self.dram_policy = TenantFloors(new_policy(), self._tenant, floors)
-        self.disk_policy = TenantFloors(new_policy(), self._tenant, floors)
+        self.dram_policy = self._policy(new_policy(), floors, ceilings.dram_bytes)
+        self.disk_policy = self._policy(new_policy(), floors, ceilings.disk_bytes)
         self.blocks: dict[bytes, Block] = {}
         self.stagings: dict[bytes, dict[str, Staging]] = {}  # by block, then by writer
+
+    def _policy(
+        self, policy: Policy[bytes], floors: Floors, ceilings: Mapping[str, int]
+    ) -> TenantFloors[bytes]:
+        return TenantFloors(
+            policy, self._tenant, floors, lambda tenant: ceiling_of(tenant, ceilings) < math.inf
+        )
 
     def _tenant(self, block_id: bytes) -> str:
         return self.blocks[block_id].tenant

@@ -23,7 +23,7 @@ from services.kvstore.index import BlockIndex
 from services.kvstore.loader import READ_BYTES, Loader, Outcome
 from services.kvstore.medium import Medium
 from services.kvstore.policies.catalogue import DEFAULT, policy_entry
-from services.kvstore.policies.floors import Floors
+from services.kvstore.policies.floors import NO_CEILINGS, Ceilings, Floors
 from services.kvstore.prefetch import Prefetcher
 from services.kvstore.recovery import recover
 from services.kvstore.run import Run
@@ -41,7 +41,7 @@ _SLAB_BYTES_MAX = 1 << 30
 _WRITE_THREADS = 2
 _IDLE_S = 1.0
 _RETRY_S = 1.0
-_BUFFER_ROUND = 256  # blocks that leave DRAM for the buffer in one round
+_EVICTED_ROUND = 256  # blocks that leave a tier for the buffer, or for a tenant's ceiling, in one round
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +52,7 @@ class BlockStoreSettings:
     dram_buffer: float = 0.0  # share of DRAM that is kept free
     block_ttl_s: float = 0.0  # blocks that nobody uses for so long go; 0: when their room is wanted
     floors: Floors = Floors()  # noqa: RUF009 (frozen)
+    ceilings: Ceilings = NO_CEILINGS
     io_threads: int = 4
     blocks_max: int = 100_000  # on disk; each takes about 800 bytes of memory to know
     scrub_bytes_per_s: int = 4 * _MIB
@@ -91,6 +92,7 @@ class BlockStore:
             buffer_bytes=int(settings.dram_buffer * settings.dram_bytes),
             ttl_s=settings.block_ttl_s or None,
             floors=settings.floors,
+            ceilings=settings.ceilings,
         )
         self._lock = threading.Lock()
         self._freed = threading.Condition(self._lock)  # a DRAM slot may have become free
@@ -407,7 +409,9 @@ class BlockStore:
         with self._lock:
             now_s = self._clock.monotonic_s()
             freed = self._catalog.drop_stale(now_s - self._settings.staging_s)
-            freed += self._catalog.expire(now_s) + self._catalog.evictor.keep_buffer(_BUFFER_ROUND)
+            evictor = self._catalog.evictor
+            freed += self._catalog.expire(now_s)
+            freed += evictor.keep_ceilings(_EVICTED_ROUND) + evictor.keep_buffer(_EVICTED_ROUND)
             if freed:
                 self._freed.notify_all()
         return self._writer.cycle()

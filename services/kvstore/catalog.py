@@ -23,7 +23,7 @@ from services.kvstore.ages import Ages
 from services.kvstore.block import Block, BlockOrigin, Doomed, Refusal, Space, Staging, units
 from services.kvstore.evictor import DramMemory, Evictor
 from services.kvstore.policies.base import Policy
-from services.kvstore.policies.floors import NO_FLOORS, Floors
+from services.kvstore.policies.floors import NO_CEILINGS, NO_FLOORS, Ceilings, Floors
 from services.kvstore.tier import BlockShape, Slot, Tier
 
 MODELS_MAX = 64
@@ -46,17 +46,23 @@ class Catalog:
         buffer_bytes: int = 0,
         ttl_s: float | None = None,
         floors: Floors = NO_FLOORS,
+        ceilings: Ceilings = NO_CEILINGS,
     ) -> None:
         """`looks_ahead`: what the queue will use is fetched ahead. `ttl_s`: unused blocks go after it."""
         self.evictor = Evictor(
-            dram=dram, disk=disk, memory=memory, paper_window=paper_window, buffer_bytes=buffer_bytes
+            dram=dram,
+            disk=disk,
+            memory=memory,
+            paper_window=paper_window,
+            buffer_bytes=buffer_bytes,
+            ceilings=ceilings,
         )
         self.looks_ahead = looks_ahead
         self.dram, self.disk = dram, disk
         self.counters = self.evictor.counters
         self.pending: deque[Block] = deque()  # whole, to be written
         self.writing = 0  # taken from `pending`, not settled yet
-        self._new_policy, self._floors = new_policy, floors
+        self._new_policy, self._floors, self._ceilings = new_policy, floors, ceilings
         self._generation, self._tick = first_generation, 0
         self._spaces = self.evictor.spaces
         self.ages = Ages(ttl_s)
@@ -385,7 +391,7 @@ class Catalog:
         space = self._spaces.get(shape.model)
         if space is None or (space.shape != shape and not space.blocks and not space.stagings):
             self._check_room(shape)
-            space = Space(shape, self._new_policy, self._floors)
+            space = Space(shape, self._new_policy, self._floors, self._ceilings)
             self._spaces[shape.model] = space
             self.evictor.hints.jobs.began(shape.model)
         if space.shape != shape:

@@ -12,6 +12,7 @@ from typing import Protocol
 from services.kvstore.block import Block, Counters, Doomed, Space
 from services.kvstore.hints import Hints
 from services.kvstore.policies.base import Policy
+from services.kvstore.policies.floors import NO_CEILINGS, Ceilings, ceiling_of
 from services.kvstore.tier import BlockShape, Region, Slot, Tier
 
 
@@ -28,7 +29,14 @@ class Evictor:
     blocks need not wait (AttentionStore, section 3.3.1)."""
 
     def __init__(
-        self, *, dram: Tier, disk: Tier, memory: DramMemory, paper_window: bool = False, buffer_bytes: int = 0
+        self,
+        *,
+        dram: Tier,
+        disk: Tier,
+        memory: DramMemory,
+        paper_window: bool = False,
+        buffer_bytes: int = 0,
+        ceilings: Ceilings = NO_CEILINGS,
     ) -> None:
         self.dram = dram
         self.disk = disk
@@ -44,6 +52,7 @@ class Evictor:
         )
         self._memory = memory
         self._buffer_bytes = buffer_bytes
+        self._ceilings = ceilings
 
     def dram_slot(self, space: Space, *, sparing: bool = False) -> Slot | None:
         """A slot in DRAM, made free if need be; None where nothing can go.
@@ -76,6 +85,42 @@ class Evictor:
             self._evict_dram_copy(victim)
             freed += 1
         return freed
+
+    def keep_ceilings(self, blocks_max: int) -> int:
+        """Drops copies, at most `blocks_max`, of tenants that have more in a tier than they may; how many.
+
+        The model gives them of whose blocks the tenant has most."""
+        dropped = 0
+        for disk, ceilings in ((False, self._ceilings.dram_bytes), (True, self._ceilings.disk_bytes)):
+            held: dict[str, dict[Space, int]] = {}  # bytes
+            for space in self.spaces.values():
+                policy = space.disk_policy if disk else space.dram_policy
+                for tenant, blocks in policy.blocks_under_ceilings().items():
+                    held.setdefault(tenant, {})[space] = blocks * space.shape.slot_bytes
+            for tenant, bytes_in in held.items():
+                while sum(bytes_in.values()) > ceiling_of(tenant, ceilings) and dropped < blocks_max:
+                    space = max(bytes_in, key=bytes_in.__getitem__)
+                    if not self._drop_oldest(space, tenant, disk=disk):
+                        break
+                    bytes_in[space] -= space.shape.slot_bytes
+                    dropped += 1
+        return dropped
+
+    def _drop_oldest(self, space: Space, tenant: str, *, disk: bool) -> bool:
+        """Whether one copy of the tenant's could go from the tier."""
+
+        def kept(block_id: bytes) -> bool:
+            block = space.blocks[block_id]
+            return bool(block.disk_pins if disk else block.pins)
+
+        oldest = (space.disk_policy if disk else space.dram_policy).oldest(tenant, kept)
+        if oldest is None:
+            return False
+        if disk:
+            self.doomed.append(self._evict_disk_copy(space.blocks[oldest]))
+        else:
+            self._evict_dram_copy(space.blocks[oldest])
+        return True
 
     def give_dram(self, block: Block) -> None:
         """Frees the DRAM slot of a detached block that nobody has pinned."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import subprocess
@@ -31,6 +32,7 @@ from tests.contract.kvstore_process import KvstoreProcess
 from tests.contract.postgres_server import PostgresServer
 from tests.machine import scaled
 from tests.unit.kvstore.samples import MIB, OTHER, SHAPE, block_ids
+from tests.waiting import wait_until
 
 IDS = block_ids(12)
 MODEL = SHAPE.model
@@ -140,6 +142,37 @@ def test_a_tenant_keeps_its_floor_while_another_fills_both_tiers(socket_folder: 
             if not again:
                 store.kill()
                 store = KvstoreProcess(socket_folder, tmp_path / "data", **settings).wait_ready()
+    finally:
+        store.kill()
+
+
+def test_a_tenant_has_no_more_than_its_ceiling_in_either_tier(socket_folder: Path, tmp_path: Path) -> None:
+    """Of its own what was used least goes, though there is room; others have what they like."""
+    bounds = {
+        "tenant_dram_bytes": json.dumps({"bob": 10 * SHAPE.slot_bytes}),
+        "tenant_disk_bytes": json.dumps({"*": 20 * SHAPE.slot_bytes}),
+    }
+    store = KvstoreProcess(socket_folder, tmp_path / "data", **bounds).wait_ready()
+    ann, bob = block_ids(20, "ann"), [block_ids(15, f"bob {number}") for number in range(2)]
+
+    try:
+        store.put_blocks(ann, tenant="ann")
+        for ids in bob:
+            store.put_blocks(ids, tenant="bob")
+            store.wait_written()
+
+        def within() -> bool:
+            stats = store.wait_written()
+            return (stats.dram_blocks, stats.disk_blocks) == (30, 40)
+
+        wait_until(within, "bob has more than he may", within_s=10)
+        assert tiers(store, ann) == [pb.TIER_DRAM] * 20
+        assert store.get_blocks(bob[1])[0] == 15
+        store.kill()
+        bounds = {"tenant_disk_bytes": json.dumps({"bob": 5 * SHAPE.slot_bytes})}
+        store = KvstoreProcess(socket_folder, tmp_path / "data", **bounds).wait_ready()
+        wait_until(lambda: store.wait_written().disk_blocks == 25, "a lower ceiling", within_s=10)
+        assert store.get_blocks(ann)[0] == 20
     finally:
         store.kill()
 

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tests.system.examples import examples, run_python, run_shell
 from tests.system.stack import Stack
 
 
-@pytest.mark.parametrize("example", examples("README.md", "python"))
-def test_python_examples_recall(stack: Stack, example: str) -> None:
-    recalled, cached = run_python(example, stack).strip().splitlines()
+def test_python_examples_recall_and_call(stack: Stack) -> None:
+    session, call = (run_python(one, stack) for one in examples("README.md", "python"))
+    recalled, cached = session.strip().splitlines()
     assert "Amara" in recalled
     assert int(cached.split()[0]) > 0
+    name, arguments = call.strip().split(maxsplit=1)
+    assert name == "remember_pet"
+    assert json.loads(arguments)["kind"] in ("cat", "dog", "horse")
 
 
 @pytest.mark.parametrize("example", examples("README.md", "bash"))

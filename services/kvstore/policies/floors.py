@@ -1,8 +1,9 @@
-"""A floor for each tenant, put around any policy: what one tenant stores cannot evict all that another
-has."""
+"""A floor and a ceiling for each tenant, put around any policy: what one tenant stores cannot evict all that
+another has, nor be more than it may have."""
 
 from __future__ import annotations
 
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,24 @@ class Floors:
 
 
 NO_FLOORS = Floors(share=0.0)
+OTHERS = "*"  # in the settings: each tenant that is not named
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ceilings:
+    """Bytes that a tenant's blocks of all models may take in each tier; a tenant that is not named, and where
+    there is no OTHERS, has no bound."""
+
+    dram_bytes: Mapping[str, int] = field(default_factory=dict)
+    disk_bytes: Mapping[str, int] = field(default_factory=dict)
+
+
+NO_CEILINGS = Ceilings()
+
+
+def ceiling_of(tenant: str, ceilings: Mapping[str, int]) -> float:
+    """In bytes; infinity where there is none."""
+    return ceilings.get(tenant, ceilings.get(OTHERS, math.inf))
 
 
 class TenantFloors(Generic[K]):
@@ -34,11 +53,22 @@ class TenantFloors(Generic[K]):
     have gone, until it is used again. So each is passed over once, not at every eviction. Once its tenant has
     more than the floor, what was put aside is the first to go. The floors add up to no more than the share of
     the tier, so some tenant always has more than its own, unless its blocks are all pinned: then what was put
-    aside goes too."""
+    aside goes too.
 
-    def __init__(self, policy: Policy[K], tenant_of: Callable[[K], str], floors: Floors) -> None:
+    Of a tenant with a ceiling the blocks are kept in the order of their use, too: what is too much goes by
+    that order, for a policy's knows no tenants, and all others' blocks would be passed over."""
+
+    def __init__(
+        self,
+        policy: Policy[K],
+        tenant_of: Callable[[K], str],
+        floors: Floors,
+        has_ceiling: Callable[[str], bool] = lambda tenant: False,
+    ) -> None:
         """`tenant_of` is asked once for each block, when it is admitted."""
         self.policy = policy
+        self._has_ceiling = has_ceiling
+        self._by_use: dict[str, OrderedDict[K, None]] = {}  # of tenants with a ceiling, the oldest first
         self._tenant_of = tenant_of
         self._floors = floors
         self._tenants: dict[K, str] = {}  # of the blocks in the tier
@@ -58,6 +88,7 @@ class TenantFloors(Generic[K]):
 
     def use(self, job: int, run: Sequence[K], hits: int) -> None:
         self._take_back(run)
+        self._note_use(run)
         self.policy.use(job, run, hits)
 
     def admit(self, block: K, after: K | None = None) -> None:
@@ -66,6 +97,8 @@ class TenantFloors(Generic[K]):
             self._blocks[tenant] += 1
             if self._blocks[tenant] == 1:
                 self._weights += self._floors.weight(tenant)
+            if self._has_ceiling(tenant):
+                self._by_use.setdefault(tenant, OrderedDict())[block] = None
         self._forget_aside(block)
         self.policy.admit(block, after)
 
@@ -77,6 +110,10 @@ class TenantFloors(Generic[K]):
             if not self._blocks[tenant]:
                 del self._blocks[tenant]
                 self._weights -= self._floors.weight(tenant)
+            if tenant in self._by_use:
+                del self._by_use[tenant][block]
+                if not self._by_use[tenant]:
+                    del self._by_use[tenant]
         self.policy.remove(block)
 
     def victim(self, pinned: Callable[[K], bool]) -> K | None:
@@ -96,6 +133,14 @@ class TenantFloors(Generic[K]):
         spared = (block for blocks in self._aside.values() for block in blocks)
         return next((block for block in chain(above, spared) if not pinned(block)), None)
 
+    def blocks_under_ceilings(self) -> dict[str, int]:
+        """How many blocks each tenant with a ceiling has here."""
+        return {tenant: len(blocks) for tenant, blocks in self._by_use.items()}
+
+    def oldest(self, tenant: str, pinned: Callable[[K], bool]) -> K | None:
+        """Which block of a tenant with a ceiling goes where it has too many; None where all are pinned."""
+        return next((block for block in self._by_use.get(tenant, ()) if not pinned(block)), None)
+
     def floor(self, tenant: str) -> float:
         """In blocks. A tier is full when somebody asks: what is in it is what there is room for."""
         if len(self._blocks) < 2:
@@ -104,6 +149,14 @@ class TenantFloors(Generic[K]):
 
     def _above_floor(self, tenant: str) -> bool:
         return self._blocks[tenant] > self.floor(tenant)
+
+    def _note_use(self, run: Sequence[K]) -> None:
+        """A run's end goes before its beginning, without which it is of no use."""
+        if self._by_use:
+            for block in reversed(run):
+                tenant = self._tenants.get(block)
+                if tenant in self._by_use:
+                    self._by_use[tenant].move_to_end(block)
 
     def _take_back(self, run: Sequence[K]) -> None:
         if self._aside:

@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from services.kvstore.block import Block, BlockOrigin, Doomed, Refusal, Staging
 from services.kvstore.catalog import Catalog
+from services.kvstore.policies.floors import Ceilings, ceiling_of
 from services.kvstore.policies.hit_density import HitDensity
 from services.kvstore.tier import PAGE_BYTES, BlockShape, Slot, Tier
 
@@ -17,6 +18,7 @@ SHAPES = [
 ]
 IDS = [bytes([n]) * 32 for n in range(5)]
 ORIGIN = BlockOrigin(tenant="t", parent=b"", first_index=0)
+CEILINGS = Ceilings(dram_bytes={"t": 4 * PAGE_BYTES}, disk_bytes={"*": 6 * PAGE_BYTES})
 SHAPE = st.sampled_from(SHAPES)
 ID = st.sampled_from(IDS)
 
@@ -60,6 +62,7 @@ class CatalogMachine(RuleBasedStateMachine):
             memory=self.memory,
             new_policy=Recording,
             first_generation=0,
+            ceilings=CEILINGS,
         )
         self.now_s = 0.0
         self.receiving: list[tuple[Staging, range]] = []
@@ -199,6 +202,19 @@ class CatalogMachine(RuleBasedStateMachine):
     @rule(age_s=st.integers(0, 5))
     def drop_stale(self, age_s: int) -> None:
         self.catalog.drop_stale(self.now_s - age_s)
+
+    @rule()
+    def keep_ceilings(self) -> None:
+        self.catalog.evictor.keep_ceilings(100)
+        blocks = [block for space in self.catalog.evictor.spaces.values() for block in space.blocks.values()]
+        dram = [block for block in blocks if block.dram]
+        disk = [block for block in blocks if block.disk]
+        for held, pins, ceilings in (
+            (dram, [block.pins for block in dram], CEILINGS.dram_bytes),
+            (disk, [block.disk_pins for block in disk], CEILINGS.disk_bytes),
+        ):
+            size_bytes = sum(block.space.shape.slot_bytes for block in held)
+            assert size_bytes <= ceiling_of("t", ceilings) or all(pins)
 
     @invariant()
     def no_slot_has_two_owners(self) -> None:

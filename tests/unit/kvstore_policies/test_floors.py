@@ -121,6 +121,22 @@ def test_who_comes_back_goes_on_with_what_was_spared() -> None:
     assert tier.of("ann")[:10] == list(range(10)), "what was used a moment ago stays"
 
 
+def test_a_tenant_with_a_ceiling_loses_its_own_by_use_whatever_the_policy_says() -> None:
+    policy = TenantFloors[Block](Lru(), tenant_of, NO_FLOORS, {"ann", "cyd"}.__contains__)
+    for block in [*blocks("ann", 4), *blocks("bob", 3)]:
+        policy.admit(block)
+    assert policy.blocks_under_ceilings() == {"ann": 4}
+    policy.use(1, [("ann", 0), ("ann", 1)], 2)
+    assert policy.oldest("bob", nothing_pinned) is None, "bob has no bound"
+    gone = []
+    while (victim := policy.oldest("ann", lambda block: block == ("ann", 3))) is not None:
+        policy.remove(victim)
+        gone.append(victim)
+    assert gone == [("ann", 2), ("ann", 1), ("ann", 0)], "of a run the end goes first, and nothing pinned"
+    policy.remove(("ann", 3))
+    assert policy.blocks_under_ceilings() == {}
+
+
 def test_a_tenant_that_is_gone_has_no_floor() -> None:
     tier = Tier(Lru, Floors(share=1.0), 40)
     tier.serve(blocks("ann", 20))
