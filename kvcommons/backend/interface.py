@@ -13,7 +13,7 @@ waited for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -80,6 +80,10 @@ class Matrix(Protocol):
         """x [rows, in] -> [rows, out], of x's dtype."""
 
 
+# Rows of a matrix [vocab, hidden] by their numbers, LongTensor [T] -> [T, hidden].
+Embedding = Callable[[Tensor], Tensor]
+
+
 class Operators(Protocol):
     """What a slice of the model is made of besides attention. Pure functions of tensors on the device;
     thread-safe. `x` is of the model's dtype (bfloat16 or float32) and so is what is returned; sums are made
@@ -88,6 +92,10 @@ class Operators(Protocol):
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> Matrix:
         """weight [out, in] and bias [out], in the form in which rows are multiplied with them quickest. It
         may be a copy: let go of `weight`."""
+
+    def pack_tied(self, weight: Tensor) -> tuple[Embedding, Matrix]:
+        """weight [vocab, hidden] to look rows up in and to multiply with: from one copy of it, where that can
+        be."""
 
     def norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """The RMSNorm of x [..., size] over its last dimension, times weight float32, which has the shape of

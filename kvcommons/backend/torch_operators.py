@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvcommons.backend.interface import Matrix
+from kvcommons.backend.interface import Embedding, Matrix
 
 
 class TorchOperators:
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> Matrix:
         return PlainMatrix(weight, bias)
+
+    def pack_tied(self, weight: Tensor) -> tuple[Embedding, Matrix]:
+        return partial(F.embedding, weight=weight), self.pack(weight)
 
     def norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         wide = x.float()

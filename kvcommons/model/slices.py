@@ -16,7 +16,6 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from kvcommons.backend.choice import choose
 from kvcommons.backend.interface import Backend
@@ -156,7 +155,7 @@ class Model:
     def embed(self, tokens: Tensor) -> Tensor:
         """tokens LongTensor [T] -> the residual stream [T, hidden] before layer 0, which it has."""
         assert self._weights.embedding is not None, "the first layer's range begins with tokens"
-        return F.embedding(tokens, self._weights.embedding)
+        return self._weights.embedding(tokens)
 
     def enter(self, hidden: Tensor, positions: Tensor) -> State:
         """The residual stream hidden [T, hidden] before its first layer -> q, k, v of that."""

@@ -5,14 +5,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.nn import functional as F
 
-from kvcommons.backend.interface import Backend, Matrix
+from kvcommons.backend.interface import Backend, Embedding, Matrix
 from kvcommons.backend.memory import TORCH_DTYPES
 from kvcommons.backend.torch_attention import TorchAttention
 from kvcommons.backend.torch_device import TorchDevice
@@ -46,7 +48,7 @@ class Weights:
     """Of a model, or of a range of its layers: only what that computes with is read."""
 
     layers: Mapping[int, LayerWeights]  # by their numbers in the model
-    embedding: Tensor | None  # [vocab, hidden]; of the first layer's range
+    embedding: Embedding | None  # of tokens [T] -> [T, hidden]; of the first layer's range
     ending: Ending | None  # of the last layer's
 
 
@@ -55,7 +57,7 @@ class Ending:
     """What comes after the last layer."""
 
     norm: Tensor  # [hidden]
-    head: Matrix  # [vocab, hidden]; of the embedding where they are tied: on a CPU a copy in another order
+    head: Matrix  # [vocab, hidden]; the embedding's where they are tied
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -191,15 +193,16 @@ def _assemble(
 
     first = layers.start == 0 and rank.number == 0
     last = layers.stop == spec.layers and rank.number == 0
-    embedding = None
-    if first or (last and spec.tied_embeddings):
-        embedding = table("model.embed_tokens.weight")
+    embedding: Embedding | None = None
+    head: Matrix | None = None
+    if last and spec.tied_embeddings:
+        embedding, head = operators.pack_tied(table("model.embed_tokens.weight"))
+    elif first:
+        embedding = partial(F.embedding, weight=table("model.embed_tokens.weight"))
     ending = None
     if last:
-        # Tied ones share memory only where the order of the one serves the other.
-        tied = embedding if spec.tied_embeddings else None
-        head = table("lm_head.weight") if tied is None else tied
-        ending = Ending(norm=norm("model.norm.weight", spec.hidden), head=operators.pack(head))
+        head = head or operators.pack(table("lm_head.weight"))
+        ending = Ending(norm=norm("model.norm.weight", spec.hidden), head=head)
     return Weights(
         layers={index: layer(index) for index in layers},
         embedding=embedding if first else None,
