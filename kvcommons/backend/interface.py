@@ -89,6 +89,10 @@ class Operators(Protocol):
     thread-safe. `x` is of the model's dtype (bfloat16 or float32) and so is what is returned; sums are made
     in float32."""
 
+    @property
+    def multiplies(self) -> str:
+        """Who does, for people to read: in the log, and in what `kvcommons status` shows."""
+
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> Matrix:
         """weight [out, in] and bias [out], in the form in which rows are multiplied with them quickest. It
         may be a copy: let go of `weight`."""

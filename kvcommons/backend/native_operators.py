@@ -21,9 +21,10 @@ class NativeOperators(TorchOperators):
         self._packer = NativePacker(kernel) if kernel is not None and native else None
 
     @property
-    def products(self) -> Products:
-        """Who multiplies."""
-        return Products.ONEDNN if self._packer is None else Products.NATIVE
+    def multiplies(self) -> str:
+        if self._kernel is None or self._packer is None:
+            return Products.ONEDNN.value
+        return f"{Products.NATIVE.value} {self._kernel.variant}"
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> Matrix:
         matrix = None if self._packer is None else self._packer.pack(weight, bias)

@@ -118,6 +118,8 @@ class WidenedMatrix:
 def multiplies_bfloat16() -> bool:
     """Whether this processor has instructions for products of bfloat16. oneDNN says yes wherever it can
     emulate them."""
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return False  # it may be held to other instructions than the processor has
     if platform.machine().lower() not in ("x86_64", "amd64"):
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        return True
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())

@@ -12,6 +12,10 @@ from kvcommons.backend.interface import Embedding, Matrix
 
 
 class TorchOperators:
+    @property
+    def multiplies(self) -> str:
+        return "torch"
+
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> Matrix:
         return PlainMatrix(weight, bias)
 
