@@ -6,7 +6,8 @@ from torch import Tensor
 
 from kvcommons.attention.native import slices
 from kvcommons.attention.native.library import Kernel
-from kvcommons.backend.interface import Embedding, Matrix
+from kvcommons.backend.interface import Embedding, Layer, LayerWeights, Matrix
+from kvcommons.backend.native_layer import NativeLayer
 from kvcommons.backend.products import NativePacker, Products, packed
 from kvcommons.backend.torch_operators import TorchOperators
 
@@ -33,6 +34,11 @@ class NativeOperators(TorchOperators):
     def pack_tied(self, weight: Tensor) -> tuple[Embedding, Matrix]:
         matrix = None if self._packer is None else self._packer.pack(weight, None)
         return super().pack_tied(weight) if matrix is None else (matrix.packed.weight_rows, matrix)
+
+    def layer(self, weights: LayerWeights) -> Layer:
+        if self._kernel is None:
+            return super().layer(weights)
+        return NativeLayer.of(self._kernel, self, weights)
 
     def add_and_norm(
         self, x: Tensor, added: Tensor | None, weight: Tensor, epsilon: float

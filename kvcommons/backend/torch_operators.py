@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvcommons.backend.interface import Embedding, Matrix
+from kvcommons.backend.interface import Embedding, Layer, LayerWeights, Matrix
+from kvcommons.backend.plain_layer import PlainLayer
 
 
 class TorchOperators:
@@ -21,6 +22,9 @@ class TorchOperators:
 
     def pack_tied(self, weight: Tensor) -> tuple[Embedding, Matrix]:
         return partial(F.embedding, weight=weight), self.pack(weight)
+
+    def layer(self, weights: LayerWeights) -> Layer:
+        return PlainLayer(self, weights)
 
     def norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         wide = x.float()

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 
 from kvcommons.backend.choice import choose
-from kvcommons.backend.interface import Backend
+from kvcommons.backend.interface import Backend, Sum
 from kvcommons.backend.memory import BlockMemory
 from kvcommons.backend.product_choice import ProductWork, chosen_products
 from kvcommons.backend.products import Products
@@ -21,7 +21,7 @@ from kvcommons.engine.settings import EngineSettings
 from kvcommons.errors import InvalidInput
 from kvcommons.grammar.compiled import Vocabulary
 from kvcommons.grammar.grammars import Constraint, Grammars
-from kvcommons.model.slices import Model, Sum
+from kvcommons.model.slices import Model
 from kvcommons.model.spec import ModelSpec, fingerprint, model_info, resolve_folder
 from kvcommons.model.tensor_rank import ALONE, TensorRank
 from kvcommons.model.weights import torch_dtype

@@ -141,7 +141,15 @@ def _build(compiler: str, folder: Path) -> None:
             compile_unit(f"products-{variant.name}", "products", variant.flags)
             if not variant.assembled:
                 compile_unit(f"slices-{variant.name}", "slices", variant.flags)
-        for unit in ("library", "slices_library", "products_library", "structures", "creditor", "debtor"):
+        for unit in (
+            "library",
+            "slices_library",
+            "products_library",
+            "advance",
+            "structures",
+            "creditor",
+            "debtor",
+        ):
             compile_unit(unit, unit, known)
         # Into the same folder first: moving it there is what makes it appear whole.
         whole = folder / f".{file_name()}.{os.getpid()}"

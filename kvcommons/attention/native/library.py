@@ -39,6 +39,7 @@ class Kernel:
         self._library.kvc_chunk_scratch_bytes.restype = c_int64
         self._library.kvc_packed_bytes.restype = c_int64
         self._library.kvc_packed_bytes.argtypes = (c_int64, c_int64, c_int32, c_int32)
+        self._library.kvc_advance_bytes.restype = c_int64
         self._library.kvc_panel.restype = c_int64
         self._library.kvc_arranged_bytes.restype = c_int64
         self._library.kvc_arranged_bytes.argtypes = (c_int64, c_int64)

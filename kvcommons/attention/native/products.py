@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import mmap
 from ctypes import byref
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from kvcommons.attention.native import structures
 from kvcommons.attention.native.library import Kernel
 from kvcommons.attention.native.structures import STRUCTURES
 
@@ -52,7 +54,7 @@ class PackedWeight:
         weight = weight.contiguous()
         self._kernel = kernel
         self._bias = None if bias is None else bias.contiguous()
-        self._dtype = weight.dtype
+        self.dtype = weight.dtype
         self.rows, self.size = weight.shape
         self._is_bf16 = int(weight.dtype == torch.bfloat16)
         library = kernel._library
@@ -65,10 +67,14 @@ class PackedWeight:
         )  # fmt: skip
         library.kvc_pack_weight(byref(call))
 
+    def fill(self, matrix: Any) -> None:
+        """A structure kvc_matrix, which is worth something as long as this weight is there."""
+        structures.fill(matrix, packed=self._packed, rows=self.rows, size=self.size, bias=self._bias)
+
     def multiply(self, x: Tensor) -> Tensor:
         """x [T, in] of the weight's dtype -> [T, out]. A row has the same bits in every T."""
         x, count = x.contiguous(), len(x)
-        out = torch.empty((count, self.rows), dtype=self._dtype)
+        out = torch.empty((count, self.rows), dtype=self.dtype)
         if count == 0:
             return out
         library = self._kernel._library
@@ -87,5 +93,5 @@ class PackedWeight:
         """Rows of the weight as it was: numbers LongTensor [T] -> [T, in]."""
         panel = self._kernel._library.kvc_panel(self._kernel._index)
         per_word = 2 if self._is_bf16 else 1
-        words = self._packed.view(self._dtype).view(-1, self.size // per_word, panel, per_word)
+        words = self._packed.view(self.dtype).view(-1, self.size // per_word, panel, per_word)
         return words[numbers // panel, :, numbers % panel].reshape(len(numbers), self.size)
