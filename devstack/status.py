@@ -128,6 +128,8 @@ def _services(instances: list[Json], records: str | None) -> Group:
             reasons.append(escape(f"{name}: silent, these are its figures of {silent_s:.0f} s ago"))
         if item["heads"] is not None:
             reasons.append(escape(f"{name}: {_part(item['heads'])}"))
+        if item.get("products"):
+            reasons.append(escape(f"{name}: products by {item['products']}"))
         total = item["total_blocks"]
         table.add_row(
             escape(named),

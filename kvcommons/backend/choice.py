@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import platform
+from pathlib import Path
+
 import torch
 
 from kvcommons.attention.native import build, library
@@ -9,16 +13,18 @@ from kvcommons.backend.host_device import HostDevice
 from kvcommons.backend.interface import Backend
 from kvcommons.backend.native_attention import NativeAttention
 from kvcommons.backend.native_operators import NativeOperators
+from kvcommons.backend.products import Products
 from kvcommons.backend.torch_attention import TorchAttention
 from kvcommons.backend.torch_device import TorchDevice
 from kvcommons.backend.torch_operators import TorchOperators
 from kvcommons.errors import InvalidInput
 
 
-def choose(device: str = "cpu") -> Backend:
+def choose(device: str = "cpu", products: Products = Products.NATIVE) -> Backend:
     """For a device as torch names it ("cpu", "cuda", "cuda:1"). On the CPU the kernel is compiled, if it has
-    to be, before anybody waits for it; KVCOMMONS_KERNEL says which of its variants is taken, if any. Raises
-    InvalidInput for a device that cannot be used."""
+    to be, before anybody waits for it; KVCOMMONS_KERNEL says which of its variants is taken, if any.
+    `products`: who multiplies with weights there; without the kernel it is oneDNN. Raises InvalidInput for a
+    device that cannot be used."""
     try:
         place = torch.device(device)
         torch.empty(1, device=place)
@@ -27,9 +33,8 @@ def choose(device: str = "cpu") -> Backend:
         raise InvalidInput(f"device {device!r} cannot be used: {reason}", param="device") from error
     if place.type == "cpu":
         kernel = library.chosen()
-        return Backend(
-            device=HostDevice(), operators=NativeOperators(kernel), attention=NativeAttention(kernel)
-        )
+        operators = NativeOperators(kernel, products)
+        return Backend(device=HostDevice(), operators=operators, attention=NativeAttention(kernel))
     far = TorchDevice(place)
     return Backend(device=far, operators=TorchOperators(), attention=TorchAttention(far))
 
@@ -37,3 +42,14 @@ def choose(device: str = "cpu") -> Backend:
 def kernels_version() -> str:
     """Of the compiled kernels: others take other times."""
     return build.file_name()
+
+
+def processor() -> str:
+    """Its name, as far as the operating system tells, and how many of its cores this process may use."""
+    name = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else name}, {len(os.sched_getaffinity(0))} cores"

@@ -13,7 +13,7 @@ waited for.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -80,14 +80,75 @@ class Matrix(Protocol):
         """x [rows, in] -> [rows, out], of x's dtype."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWeights:
+    """Matrices are [out, in], with their biases; norms are float32. Heads and columns of the MLP are those of
+    a rank, where ranks divide them."""
+
+    attention_norm: Tensor  # [hidden]
+    qkv: Matrix  # [(query_heads + 2 * kv_heads) * head_dim, hidden]
+    qk_norm: Tensor | None  # [query_heads + kv_heads, head_dim]
+    output: Matrix  # [hidden, query_heads * head_dim]
+    mlp_norm: Tensor  # [hidden]
+    gate_up: Matrix  # [2 * mlp, hidden]
+    down: Matrix  # [hidden, mlp]
+    head_dim: int
+    rotated_heads: int  # query_heads + kv_heads
+    epsilon: float  # of the norms
+
+
+# Of a tensor [T, hidden] that each rank has a summand of; the result may be the same memory.
+Sum = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """A layer up to its attention: the residual stream hidden [T, hidden]; q and k [T, rotated_heads,
+    head_dim], normed where the model does so, as they are and `rotated`; v [T, kv_heads, head_dim]."""
+
+    hidden: Tensor
+    qk: Tensor
+    v: Tensor
+    rotated: Tensor
+
+
+class Layer(Protocol):
+    """What a layer computes besides attention; cos, sin [T, 1, head_dim / 2] float32."""
+
+    def open(self, hidden: Tensor, added: Tensor | None, cos: Tensor, sin: Tensor) -> Opened:
+        """Up to q, k, v; `added` is what its predecessor has left to add to hidden [T, hidden]."""
+
+    def close(self, hidden: Tensor, attended: Tensor, sum_ranks: Sum | None) -> tuple[Tensor, Tensor]:
+        """From attended [T, query_heads * head_dim] on: the residual stream, and what is still to be added to
+        it."""
+
+    def advance(self, following: Layer, hidden: Tensor, attended: Tensor, cos: Tensor, sin: Tensor) -> Opened:
+        """`close`, without other ranks, and `open` of the layer that follows."""
+
+
+# Rows of a matrix [vocab, hidden] by their numbers, LongTensor [T] -> [T, hidden].
+Embedding = Callable[[Tensor], Tensor]
+
+
 class Operators(Protocol):
     """What a slice of the model is made of besides attention. Pure functions of tensors on the device;
     thread-safe. `x` is of the model's dtype (bfloat16 or float32) and so is what is returned; sums are made
     in float32."""
 
+    @property
+    def multiplies(self) -> str:
+        """Who does, for people to read: in the log, and in what `kvcommons status` shows."""
+
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> Matrix:
         """weight [out, in] and bias [out], in the form in which rows are multiplied with them quickest. It
         may be a copy: let go of `weight`."""
+
+    def pack_tied(self, weight: Tensor) -> tuple[Embedding, Matrix]:
+        """weight [vocab, hidden] to look rows up in and to multiply with: from one copy of it, where that can
+        be."""
+
+    def layer(self, weights: LayerWeights) -> Layer:
+        """Of matrices that were packed here."""
 
     def norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """The RMSNorm of x [..., size] over its last dimension, times weight float32, which has the shape of

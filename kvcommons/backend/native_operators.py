@@ -1,5 +1,4 @@
-"""Operators on the CPU: the compiled kernel between matrix products, where there is one, and oneDNN's
-products."""
+"""Operators on the CPU: the compiled kernel's, where there is one, with its matrix products or oneDNN's."""
 
 from __future__ import annotations
 
@@ -7,20 +6,39 @@ from torch import Tensor
 
 from kvcommons.attention.native import slices
 from kvcommons.attention.native.library import Kernel
-from kvcommons.backend.interface import Matrix
-from kvcommons.backend.products import packed
+from kvcommons.backend.interface import Embedding, Layer, LayerWeights, Matrix
+from kvcommons.backend.native_layer import NativeLayer
+from kvcommons.backend.products import NativePacker, Products, packed
 from kvcommons.backend.torch_operators import TorchOperators
 
 
 class NativeOperators(TorchOperators):
     """What the kernel has no form for is torch's."""
 
-    def __init__(self, kernel: Kernel | None) -> None:
+    def __init__(self, kernel: Kernel | None, products: Products = Products.NATIVE) -> None:
         """None: it could not be compiled, or is not to be taken."""
         self._kernel = kernel
+        native = products is Products.NATIVE
+        self._packer = NativePacker(kernel) if kernel is not None and native else None
+
+    @property
+    def multiplies(self) -> str:
+        if self._kernel is None or self._packer is None:
+            return Products.ONEDNN.value
+        return f"{Products.NATIVE.value} {self._kernel.variant}"
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> Matrix:
-        return packed(weight, bias, self._kernel)
+        matrix = None if self._packer is None else self._packer.pack(weight, bias)
+        return packed(weight, bias) if matrix is None else matrix
+
+    def pack_tied(self, weight: Tensor) -> tuple[Embedding, Matrix]:
+        matrix = None if self._packer is None else self._packer.pack(weight, None)
+        return super().pack_tied(weight) if matrix is None else (matrix.packed.weight_rows, matrix)
+
+    def layer(self, weights: LayerWeights) -> Layer:
+        if self._kernel is None:
+            return super().layer(weights)
+        return NativeLayer.of(self._kernel, self, weights)
 
     def add_and_norm(
         self, x: Tensor, added: Tensor | None, weight: Tensor, epsilon: float

@@ -1,4 +1,4 @@
-"""Matrix products on the CPU by oneDNN, whose kernels are what torch has fastest there.
+"""Matrix products on the CPU: the compiled kernel's, or oneDNN's.
 
 `F.linear` and `torch.mm` in float32 go to MKL, which runs at half of the speed on processors of other makers
 than its own; `F.linear` in bfloat16 goes to oneDNN, but brings the matrix into its order at each call, which
@@ -9,23 +9,30 @@ from __future__ import annotations
 
 import functools
 import platform
+from enum import Enum
 
 import torch
 from torch import Tensor
 
-from kvcommons.attention.native import slices
 from kvcommons.attention.native.library import Kernel
+from kvcommons.attention.native.products import PackedWeight, WeightMemory, serves
 from kvcommons.backend.interface import Matrix
 from kvcommons.backend.torch_operators import PlainMatrix
 
 _NO_FUSION: tuple[str, list[object], str] = ("none", [], "")
 
 
-# Rows that the compiled kernel multiplies a widened matrix with: with more of them tiles are quicker.
-_FEW_ROWS = 32
 _TILE_ELEMENTS = 1 << 18  # 1 MiB in float32
 # Not every build of torch has oneDNN.
 _AVAILABLE = hasattr(torch.ops.mkldnn, "_linear_pointwise")
+
+
+class Products(Enum):
+    """Who multiplies with a model's matrices: with all of them, and any number of rows, for a matrix is kept
+    in one form."""
+
+    NATIVE = "native"  # the compiled kernel
+    ONEDNN = "onednn"  # and what torch has for the rest, where it has no oneDNN
 
 
 def multiply_transposed(a: Tensor, b: Tensor) -> Tensor:
@@ -36,14 +43,36 @@ def multiply_transposed(a: Tensor, b: Tensor) -> Tensor:
     return product
 
 
-def packed(weight: Tensor, bias: Tensor | None, kernel: Kernel | None) -> Matrix:
-    """weight [out, in] and bias [out], in the form that is quickest on this processor. The kernel, if there
-    is one, multiplies few rows where the processor has no products of bfloat16."""
+def packed(weight: Tensor, bias: Tensor | None) -> Matrix:
+    """weight [out, in] and bias [out], in the form that is quickest on this processor without the kernel."""
     if not _AVAILABLE:
         return PlainMatrix(weight, bias)
     if weight.dtype == torch.bfloat16 and not multiplies_bfloat16():
-        return WidenedMatrix(weight, bias, kernel)
+        return WidenedMatrix(weight, bias)
     return ReorderedMatrix(weight, bias)
+
+
+class NativePacker:
+    """Brings weights into the kernel's form, where it has one for them."""
+
+    def __init__(self, kernel: Kernel) -> None:
+        self._kernel = kernel
+        self._memory = WeightMemory()
+
+    def pack(self, weight: Tensor, bias: Tensor | None) -> NativeMatrix | None:
+        if not serves(weight) or (bias is not None and bias.dtype != weight.dtype):
+            return None
+        return NativeMatrix(PackedWeight(self._kernel, self._memory, weight, bias))
+
+
+class NativeMatrix:
+    """In the kernel's order, which is a copy."""
+
+    def __init__(self, packed: PackedWeight) -> None:
+        self.packed = packed
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.packed.multiply(x)
 
 
 class ReorderedMatrix:
@@ -62,20 +91,17 @@ class WidenedMatrix:
     """A bfloat16 matrix for a processor without instructions for products of bfloat16, which oneDNN would
     emulate: at 512 rows three times as slow as float32.
 
-    Its elements are widened as they are read: a few rows are multiplied while they are in registers, more of
-    them with float32 tiles that stay in the cache. The weights' memory is that of bfloat16, and one tile.
+    Its elements are widened as they are read, to float32 tiles that stay in the cache. The weights' memory is
+    that of bfloat16, and one tile.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, kernel: Kernel | None) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         self._weight = weight
         self._bias = bias
         rows, columns = weight.shape
-        self._kernel = kernel if slices.has_whole_registers(columns) else None
         self._tile_rows = min(max(_TILE_ELEMENTS // columns, 1), rows)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self._kernel is not None and len(x) <= _FEW_ROWS and x.dtype == torch.bfloat16:
-            return slices.multiply(self._kernel, x, self._weight, self._bias)
         wide = x.float()
         out = torch.empty((len(x), len(self._weight)))
         tile = torch.empty((self._tile_rows, x.shape[1]))
@@ -92,6 +118,8 @@ class WidenedMatrix:
 def multiplies_bfloat16() -> bool:
     """Whether this processor has instructions for products of bfloat16. oneDNN says yes wherever it can
     emulate them."""
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return False  # it may be held to other instructions than the processor has
     if platform.machine().lower() not in ("x86_64", "amd64"):
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+        return True
     return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())

@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvcommons.backend.interface import Matrix
+from kvcommons.backend.interface import Embedding, Layer, LayerWeights, Matrix
+from kvcommons.backend.plain_layer import PlainLayer
 
 
 class TorchOperators:
+    @property
+    def multiplies(self) -> str:
+        return "torch"
+
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> Matrix:
         return PlainMatrix(weight, bias)
+
+    def pack_tied(self, weight: Tensor) -> tuple[Embedding, Matrix]:
+        return partial(F.embedding, weight=weight), self.pack(weight)
+
+    def layer(self, weights: LayerWeights) -> Layer:
+        return PlainLayer(self, weights)
 
     def norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         wide = x.float()

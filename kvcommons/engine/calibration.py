@@ -6,8 +6,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import platform
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvcommons.backend.choice import kernels_version
+from kvcommons.backend.choice import kernels_version, processor
 from kvcommons.engine.chunk_rows import ChunkRows
 from kvcommons.engine.core import Core
 from kvcommons.engine.core_lock import CoreLock
@@ -162,8 +160,8 @@ class Calibration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeptPredictor:
-    """A file with what a predictor has learnt, and of what: another machine, model, number of threads or
-    version of the compiled kernels makes it worthless."""
+    """A file with what a predictor has learnt, and of what: another machine, model, number of threads,
+    version of the compiled kernels or form of the weights makes it worthless."""
 
     path: Path
     fingerprint: str
@@ -171,7 +169,8 @@ class KeptPredictor:
     @classmethod
     def of(cls, settings: EngineSettings, core: Core) -> KeptPredictor:
         model = f"{core.info.fingerprint.hex()} {core.layers}"
-        facts = (model, processor(), settings.device, str(settings.threads), kernels_version())
+        products = core.backend.operators.multiplies
+        facts = (model, processor(), settings.device, str(settings.threads), kernels_version(), products)
         return cls(
             path=Path(settings.predictor_file),
             fingerprint=hashlib.blake2b("\n".join(facts).encode()).hexdigest(),
@@ -231,14 +230,3 @@ def calibrated(
                 thread.submit(measure, predictor).result()
         kept.write(predictor)
     return predictor, kept
-
-
-def processor() -> str:
-    """Its name, as far as the operating system tells, and how many of its cores this process may use."""
-    name = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else name}, {len(os.sched_getaffinity(0))} cores"

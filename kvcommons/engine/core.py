@@ -12,16 +12,19 @@ from functools import partial
 import torch
 
 from kvcommons.backend.choice import choose
-from kvcommons.backend.interface import Backend
+from kvcommons.backend.interface import Backend, Sum
 from kvcommons.backend.memory import BlockMemory
+from kvcommons.backend.product_choice import ProductWork, chosen_products
+from kvcommons.backend.products import Products
 from kvcommons.engine.request import Request
 from kvcommons.engine.settings import EngineSettings
 from kvcommons.errors import InvalidInput
 from kvcommons.grammar.compiled import Vocabulary
 from kvcommons.grammar.grammars import Constraint, Grammars
-from kvcommons.model.slices import Model, Sum
+from kvcommons.model.slices import Model
 from kvcommons.model.spec import ModelSpec, fingerprint, model_info, resolve_folder
 from kvcommons.model.tensor_rank import ALONE, TensorRank
+from kvcommons.model.weights import torch_dtype
 from kvcommons.pb import common_pb2 as pb
 from kvcommons.rblock.allocator import BlockAllocator
 from kvcommons.rblock.heads import HeadPart
@@ -118,10 +121,10 @@ def _load(
 ) -> Core:
     started = time.monotonic()
     torch.set_num_threads(settings.threads)
-    backend = choose(settings.device)
     folder = resolve_folder(settings.model)
     spec = ModelSpec.read(folder)
     rank.check(spec)
+    backend = choose(settings.device, _products(settings, spec))
     own = range(spec.layers) if layers is None else layers(spec)
     identity = fingerprint(folder, spec, settings.dtype, settings.block_tokens)
     name = settings.model_name or (folder.name if settings.model == str(folder) else settings.model)
@@ -139,10 +142,27 @@ def _load(
             "model": name,
             "layers": f"{own.start}-{own.stop - 1}",
             "blocks": core.allocator.total,
+            "products": backend.operators.multiplies,
             "seconds": round(time.monotonic() - started, 2),
         },
     )
     return core
+
+
+def _products(settings: EngineSettings, spec: ModelSpec) -> Products:
+    if not settings.device.startswith("cpu"):
+        return Products.NATIVE  # of no meaning elsewhere
+    heads = spec.query_heads * spec.head_dim
+    matrices = (
+        (heads + 2 * spec.kv_heads * spec.head_dim, spec.hidden),
+        (spec.hidden, heads),
+        (2 * spec.mlp, spec.hidden),
+        (spec.hidden, spec.mlp),
+    )
+    work = ProductWork(
+        matrices=matrices, layers=spec.layers, dtype=torch_dtype(settings.dtype), threads=settings.threads
+    )
+    return chosen_products(settings.products, work)
 
 
 def make_core(

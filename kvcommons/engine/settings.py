@@ -17,6 +17,8 @@ class EngineSettings:
     dtype: Literal["bfloat16", "float32"] = "bfloat16"  # of weights, activations and KV
     device: str = "cpu"  # as torch names it: "cpu", "cuda", "cuda:1"
     threads: Annotated[int, Ge(1)] = 1  # of the model's operators; more than cores over processes is slower
+    # Who multiplies with weights on the CPU; "auto": who is quickest here, which is measured once and kept.
+    products: Literal["auto", "native", "onednn"] = "auto"
     block_tokens: Annotated[int, Ge(1)] = 64  # of a block of KV, the unit that is stored, shared and lent
     capacity_tokens: Annotated[int, Gt(0)] = 65536  # room for KV
     calibrate_s: Annotated[float, Ge(0)] = 2.0  # at the start, to measure what iterations take, about so long

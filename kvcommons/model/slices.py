@@ -10,19 +10,18 @@ rank of a tensor parallel stage does: attention's output and the MLP's are then 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from kvcommons.backend.choice import choose
-from kvcommons.backend.interface import Backend
+from kvcommons.backend.interface import Backend, Opened, Sum
 from kvcommons.model.spec import ModelSpec
 from kvcommons.model.tensor_rank import ALONE, TensorRank
-from kvcommons.model.weights import LayerWeights, Weights, random_weights, read_weights, torch_dtype
+from kvcommons.model.weights import Weights, random_weights, read_weights, torch_dtype
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -69,10 +68,6 @@ class RotaryAngles:
     sin: Tensor
 
 
-# Of a tensor [T, hidden] that each rank has a summand of; the result may be the same memory.
-Sum = Callable[[Tensor], Tensor]
-
-
 class Model:
     """Weights and slices of `layers`, by their numbers. Thread-safe: nothing changes after loading."""
 
@@ -88,8 +83,7 @@ class Model:
         self.spec = spec
         self.rank = rank
         self._query_heads = len(rank.query_heads(spec.query_heads))
-        self._kv_heads = len(rank.kv_heads(spec.kv_heads))
-        self._sum = sum_ranks or (lambda part: part)
+        self._sum = sum_ranks
         self.layers = range(min(weights.layers), max(weights.layers) + 1)
         self.dtype = dtype
         self.backend = backend
@@ -156,11 +150,12 @@ class Model:
     def embed(self, tokens: Tensor) -> Tensor:
         """tokens LongTensor [T] -> the residual stream [T, hidden] before layer 0, which it has."""
         assert self._weights.embedding is not None, "the first layer's range begins with tokens"
-        return F.embedding(tokens, self._weights.embedding)
+        return self._weights.embedding(tokens)
 
     def enter(self, hidden: Tensor, positions: Tensor) -> State:
         """The residual stream hidden [T, hidden] before its first layer -> q, k, v of that."""
-        return self._open(self.layers.start, hidden, None, positions, self.rotation(positions))
+        rotation, first = self.rotation(positions), self._weights.layers[self.layers.start]
+        return self._state(first.open(hidden, None, rotation.cos, rotation.sin), positions, rotation)
 
     def advance(self, layer: int, state: State, attention: Tensor) -> State:
         """Finishes `layer` with its attention [T, query_heads, head_dim] (any float), begins layer + 1."""
@@ -171,12 +166,18 @@ class Model:
         self, layer: int, hidden: Tensor, attention: Tensor, positions: Tensor, rotation: RotaryAngles
     ) -> State:
         """`advance` from what it needs of a state: hidden [T, hidden], positions [T] and their rotation."""
-        hidden, added = self._close(self._weights.layers[layer], hidden, attention)
-        return self._open(layer + 1, hidden, added, positions, rotation)
+        ends, begins = self._weights.layers[layer], self._weights.layers[layer + 1]
+        cos, sin = rotation.cos, rotation.sin
+        if self._sum is None:
+            opened = ends.advance(begins, hidden, self._attended(attention), cos, sin)
+        else:
+            hidden, added = ends.close(hidden, self._attended(attention), self._sum)
+            opened = begins.open(hidden, added, cos, sin)
+        return self._state(opened, positions, rotation)
 
     def leave(self, state: State, attention: Tensor) -> Tensor:
         """Finishes its last layer -> the residual stream [T, hidden], with which the next range enters."""
-        hidden, added = self._close(self._weights.layers[self.layers[-1]], state.hidden, attention)
+        hidden, added = self._close_last(state.hidden, attention)
         return hidden + added
 
     def end(self, state: State, attention: Tensor, rows: Sequence[int]) -> Tensor:
@@ -192,8 +193,8 @@ class Model:
         """Finishes the model's last layer, which it has -> what the head takes [T, hidden]."""
         ending = self._weights.ending
         assert ending is not None, "the last layer's range ends with logits"
-        hidden, added = self._close(self._weights.layers[self.layers[-1]], state.hidden, attention)
-        return self._add_and_norm(hidden, added, ending.norm)[1]
+        hidden, added = self._close_last(state.hidden, attention)
+        return self._operators.add_and_norm(hidden, added, ending.norm, self.spec.norm_eps)[1]
 
     def head(self, closed: Tensor) -> Tensor:
         """closed [T, hidden], of `close` -> logits [T, vocab] float32."""
@@ -215,36 +216,23 @@ class Model:
         """
         return self._operators.rotate(state.unrotated_q, rotation.cos, rotation.sin)
 
-    def _open(
-        self, layer: int, hidden: Tensor, added: Tensor | None, positions: Tensor, rotation: RotaryAngles
-    ) -> State:
-        """A layer up to q, k, v; `added` is what its predecessor has left to add to `hidden`."""
-        weights, spec = self._weights.layers[layer], self.spec
-        hidden, normed = self._add_and_norm(hidden, added, weights.attention_norm)
-        qkv = weights.qkv(normed).view(len(hidden), -1, spec.head_dim)
-        query_heads, rotated_heads = self._query_heads, self._query_heads + self._kv_heads
-        qk = qkv[:, :rotated_heads]
-        if weights.qk_norm is not None:
-            qk = self._operators.norm(qk, weights.qk_norm, spec.norm_eps)
-        rotated = self._operators.rotate(qk, rotation.cos, rotation.sin)
+    def _state(self, opened: Opened, positions: Tensor, rotation: RotaryAngles) -> State:
+        at = self._query_heads
         return State(
-            hidden=hidden,
-            q=rotated[:, :query_heads],
-            k=rotated[:, query_heads:],
-            v=qkv[:, rotated_heads:],
+            hidden=opened.hidden,
+            q=opened.rotated[:, :at],
+            k=opened.rotated[:, at:],
+            v=opened.v,
             positions=positions,
-            unrotated_q=qk[:, :query_heads],
+            unrotated_q=opened.qk[:, :at],
             cos=rotation.cos,
             sin=rotation.sin,
         )
 
-    def _close(self, weights: LayerWeights, hidden: Tensor, attention: Tensor) -> tuple[Tensor, Tensor]:
-        """A layer from its attention output on: the residual stream, and what is still to be added to it."""
-        attended = attention.reshape(len(hidden), -1).to(self.dtype)
-        attended = self._sum(weights.output(attended))
-        hidden, normed = self._add_and_norm(hidden, attended, weights.mlp_norm)
-        return hidden, self._sum(weights.down(self._operators.gate(weights.gate_up(normed))))
+    def _close_last(self, hidden: Tensor, attention: Tensor) -> tuple[Tensor, Tensor]:
+        """The residual stream, and what is still to be added to it."""
+        return self._weights.layers[self.layers[-1]].close(hidden, self._attended(attention), self._sum)
 
-    def _add_and_norm(self, x: Tensor, added: Tensor | None, weight: Tensor) -> tuple[Tensor, Tensor]:
-        """x + added, and its RMSNorm over the last dimension."""
-        return self._operators.add_and_norm(x, added, weight, self.spec.norm_eps)
+    def _attended(self, attention: Tensor) -> Tensor:
+        """attention [T, query_heads, head_dim] as the output's matrix takes it."""
+        return attention.reshape(len(attention), -1).to(self.dtype)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.nn import functional as F
 
-from kvcommons.backend.interface import Backend, Matrix
+from kvcommons.backend.interface import Backend, Embedding, Layer, LayerWeights, Matrix
 from kvcommons.backend.memory import TORCH_DTYPES
 from kvcommons.backend.torch_attention import TorchAttention
 from kvcommons.backend.torch_device import TorchDevice
@@ -28,25 +30,11 @@ Source = Callable[[str, tuple[int, ...]], Tensor]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LayerWeights:
-    """Matrices are [out, in], with their biases; norms are float32. Heads and columns of the MLP are those of
-    a rank, where ranks divide them."""
-
-    attention_norm: Tensor  # [hidden]
-    qkv: Matrix  # [(query_heads + 2 * kv_heads) * head_dim, hidden]
-    qk_norm: Tensor | None  # [query_heads + kv_heads, head_dim]
-    output: Matrix  # [hidden, query_heads * head_dim]
-    mlp_norm: Tensor  # [hidden]
-    gate_up: Matrix  # [2 * mlp, hidden]
-    down: Matrix  # [hidden, mlp]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
     """Of a model, or of a range of its layers: only what that computes with is read."""
 
-    layers: Mapping[int, LayerWeights]  # by their numbers in the model
-    embedding: Tensor | None  # [vocab, hidden]; of the first layer's range
+    layers: Mapping[int, Layer]  # by their numbers in the model
+    embedding: Embedding | None  # of tokens [T] -> [T, hidden]; of the first layer's range
     ending: Ending | None  # of the last layer's
 
 
@@ -55,7 +43,7 @@ class Ending:
     """What comes after the last layer."""
 
     norm: Tensor  # [hidden]
-    head: Matrix  # [vocab, hidden]; of the embedding where they are tied: on a CPU a copy in another order
+    head: Matrix  # [vocab, hidden]; the embedding's where they are tied
 
 
 def torch_dtype(name: str) -> torch.dtype:
@@ -149,7 +137,7 @@ def _assemble(
         added = [read(f"{name}.bias", (count,), rows) for name, count, rows in named if bias]
         return operators.pack(joined(weight), joined(added) if bias else None)
 
-    def layer(index: int) -> LayerWeights:
+    def layer(index: int) -> Layer:
         prefix = f"model.layers.{index}"
         dim, hidden = spec.head_dim, range(spec.hidden)
         heads, kv_heads = rank.query_heads(spec.query_heads), rank.kv_heads(spec.kv_heads)
@@ -169,7 +157,7 @@ def _assemble(
             q_norm = norm(f"{attention}.q_norm.weight", dim).expand(len(heads), dim)
             k_norm = norm(f"{attention}.k_norm.weight", dim).expand(len(kv_heads), dim)
             qk_norm = torch.cat([q_norm, k_norm])
-        return LayerWeights(
+        weights = LayerWeights(
             attention_norm=norm(f"{prefix}.input_layernorm.weight", spec.hidden),
             qkv=matrix(projections, spec.hidden, hidden, spec.qkv_bias),
             qk_norm=qk_norm,
@@ -184,22 +172,27 @@ def _assemble(
             down=matrix(
                 [(f"{mlp}.down_proj", spec.hidden, hidden)], spec.mlp, columns, spec.mlp_bias and closing
             ),
+            head_dim=dim,
+            rotated_heads=len(heads) + len(kv_heads),
+            epsilon=spec.norm_eps,
         )
+        return operators.layer(weights)
 
     def table(name: str) -> Tensor:
         return joined([read(name, (spec.vocab_size, spec.hidden), range(spec.vocab_size))])
 
     first = layers.start == 0 and rank.number == 0
     last = layers.stop == spec.layers and rank.number == 0
-    embedding = None
-    if first or (last and spec.tied_embeddings):
-        embedding = table("model.embed_tokens.weight")
+    embedding: Embedding | None = None
+    head: Matrix | None = None
+    if last and spec.tied_embeddings:
+        embedding, head = operators.pack_tied(table("model.embed_tokens.weight"))
+    elif first:
+        embedding = partial(F.embedding, weight=table("model.embed_tokens.weight"))
     ending = None
     if last:
-        # Tied ones share memory only where the order of the one serves the other.
-        tied = embedding if spec.tied_embeddings else None
-        head = table("lm_head.weight") if tied is None else tied
-        ending = Ending(norm=norm("model.norm.weight", spec.hidden), head=operators.pack(head))
+        head = head or operators.pack(table("lm_head.weight"))
+        ending = Ending(norm=norm("model.norm.weight", spec.hidden), head=head)
     return Weights(
         layers={index: layer(index) for index in layers},
         embedding=embedding if first else None,

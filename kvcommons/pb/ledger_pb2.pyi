@@ -37,6 +37,7 @@ class Instance(_message.Message):
     FOLDER_FIELD_NUMBER: _builtins.int
     STAGE_FIELD_NUMBER: _builtins.int
     RECORDS_FIELD_NUMBER: _builtins.int
+    PRODUCTS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """unique among living and dead: service, host and a random part"""
     service: _builtins.str
@@ -54,6 +55,8 @@ class Instance(_message.Message):
     """
     records: _builtins.str
     """of a kvstore: where its session records lie, "folder NAME" or "database HOST:PORT/NAME" """
+    products: _builtins.str
+    """of an instance that has a model: who multiplies with its weights, as "native avx512" """
     @_builtins.property
     def model(self) -> _common_pb2.ModelInfo:
         """not for router, kvstore, ledger"""
@@ -88,10 +91,11 @@ class Instance(_message.Message):
         folder: _builtins.str = ...,
         stage: Global___StagePart | None = ...,
         records: _builtins.str = ...,
+        products: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["heads", b"heads", "load", b"load", "model", b"model", "stage", b"stage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["control_address", b"control_address", "data_address", b"data_address", "folder", b"folder", "heads", b"heads", "host", b"host", "id", b"id", "load", b"load", "members", b"members", "model", b"model", "records", b"records", "service", b"service", "stage", b"stage", "started_ms", b"started_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["control_address", b"control_address", "data_address", b"data_address", "folder", b"folder", "heads", b"heads", "host", b"host", "id", b"id", "load", b"load", "members", b"members", "model", b"model", "products", b"products", "records", b"records", "service", b"service", "stage", b"stage", "started_ms", b"started_ms"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

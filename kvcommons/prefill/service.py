@@ -42,6 +42,7 @@ class PrefillService(prefill_pb2_grpc.PrefillServicer):
         if self._intake is not None:
             core, engine = self._intake.core, self._intake.engine
             instance.model.CopyFrom(core.info)
+            instance.products = core.backend.operators.multiplies
             instance.load.total_blocks = core.allocator.total
             instance.load.free_blocks = core.allocator.free
             instance.load.running = engine.computing

@@ -124,6 +124,7 @@ async def serve_stage(
             core = parts.follower.core
             instance.data_address = advertise_data or parts.server.address
             instance.model.CopyFrom(core.info)
+            instance.products = core.backend.operators.multiplies
             instance.stage.CopyFrom(share.message())
             instance.load.total_blocks = core.allocator.total
             instance.load.running = parts.follower.sequences

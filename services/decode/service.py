@@ -418,6 +418,7 @@ async def serve(config: DecodeConfig, process: Process) -> None:
         if parts is not None:
             instance.data_address = parts.data_address
             instance.model.CopyFrom(parts.core.info)
+            instance.products = parts.core.backend.operators.multiplies
             parts.describe(instance.load)
         together = parts is not None and parts.together
         instance.load.ready = server.ready and not process.stop.is_set() and together

@@ -303,6 +303,16 @@ def test_a_packed_weight_multiplies(backend: Backend, dtype: torch.dtype, rows: 
         near(backend, matrix(upload(x)), wanted, dtype, 20.0)
 
 
+def test_a_tied_weight_is_looked_up_in_and_multiplied_with(backend: Backend, dtype: torch.dtype) -> None:
+    weight, x = tensors(1, dtype, 75, 96), tensors(2, dtype, 3, 96)
+    tokens = torch.tensor([0, 74, 31, 32, 0])
+    upload = backend.device.upload
+    with torch.inference_mode():
+        embedding, matrix = backend.operators.pack_tied(upload(weight.clone()))
+        assert torch.equal(backend.device.fetch(embedding(upload(tokens))), weight[tokens])
+        near(backend, matrix(upload(x)), x.double() @ weight.double().t(), dtype, 20.0)
+
+
 @pytest.mark.parametrize("size", [24, 12], ids=["", "uneven"])
 @pytest.mark.parametrize("added", [False, True])
 def test_sums_and_norms(backend: Backend, dtype: torch.dtype, size: int, added: bool) -> None:

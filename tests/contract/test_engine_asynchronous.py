@@ -8,6 +8,7 @@ import json
 import pytest
 
 from kvcommons.backend.interface import Backend
+from kvcommons.backend.products import Products
 from tests.asynchronous import AsynchronousDevice, asynchronous
 from tests.contract.engine_stack import Stack
 from tests.contract.test_engine_golden import CASES, FROZEN
@@ -31,7 +32,7 @@ async def test_the_tokens_are_the_frozen_ones(
 ) -> None:
     devices: list[AsynchronousDevice] = []
 
-    def choose(device: str) -> Backend:
+    def choose(device: str, products: Products = Products.NATIVE) -> Backend:
         backend = asynchronous()
         devices.append(backend.device)
         return backend

@@ -11,13 +11,9 @@
 namespace kvc {
 namespace {
 
-typedef uint32_t Word;
-
 // Rows and registers of columns whose sums are held in registers at once: of 32 registers, or of 16.
 constexpr int CHUNK_ROWS = 6;
 constexpr int COLUMNS = W == 16 ? 4 : 2;
-
-inline Floats every(Word word) { return (Floats)(word - Bits{}); }
 
 template <class K>
 inline Floats add_product(K, Floats sums, Floats a, Floats b) {
@@ -55,19 +51,6 @@ inline void product(
     }
     for (int r = 0; r < CHUNK_ROWS; r++)
         for (int j = 0; j < REGISTERS; j++) store(c + r * c_row + j * W, sums[r][j]);
-}
-
-// A square of W by W words, its rows for its columns. Each step takes the first bit of a row's number to the end of
-// the column's, so that after as many steps as a number has bits they have changed places.
-inline void transpose(Floats* square) {
-    for (int step = 1; step < W; step *= 2) {
-        Floats next[W];
-        for (int i = 0; i < W / 2; i++) {
-            next[2 * i] = first_in_turn(square[i], square[i + W / 2]);
-            next[2 * i + 1] = last_in_turn(square[i], square[i + W / 2]);
-        }
-        for (int i = 0; i < W; i++) square[i] = next[i];
-    }
 }
 
 // Where a key of one head lies, and its value.

@@ -37,6 +37,12 @@ class Kernel:
         self._library.kvc_variant_name.restype = c_char_p
         self._library.kvc_scratch_bytes.restype = c_int64
         self._library.kvc_chunk_scratch_bytes.restype = c_int64
+        self._library.kvc_packed_bytes.restype = c_int64
+        self._library.kvc_packed_bytes.argtypes = (c_int64, c_int64, c_int32, c_int32)
+        self._library.kvc_advance_bytes.restype = c_int64
+        self._library.kvc_panel.restype = c_int64
+        self._library.kvc_arranged_bytes.restype = c_int64
+        self._library.kvc_arranged_bytes.argtypes = (c_int64, c_int64)
         self._library.kvc_read.restype = c_float
         self._library.kvc_read.argtypes = (c_void_p, c_int64, c_void_p, c_int64, c_int32)
         names = self.variants()

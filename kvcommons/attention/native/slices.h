@@ -38,19 +38,6 @@ struct kvc_gate {
     int32_t is_bf16, variant;
 };
 
-// A few rows times a matrix of bfloat16, whose elements are widened in registers: for processors that cannot multiply
-// them as they are. Sums are float32, and rounded once.
-struct kvc_product {
-    const float* x;      // [count, size]
-    float* arranged;     // [count, size], the caller's memory
-    const void* weight;  // [rows, size]
-    const void* bias;    // [rows]; null: none
-    void* out;           // [count, rows]
-    kvc_parallel parallel;
-    int64_t count, rows, size, threads;
-    int32_t is_bf16, variant;
-};
-
 }  // extern "C"
 
 namespace kvc {
@@ -61,8 +48,6 @@ struct SliceVariant {
     void (*norm)(const kvc_norm&, int64_t first_row, int64_t last_row);
     void (*rotate)(const kvc_rotation&, int64_t first_row, int64_t last_row);
     void (*gate)(const kvc_gate&, int64_t first_row, int64_t last_row);
-    void (*arrange)(const kvc_product&);
-    void (*multiply)(const kvc_product&, int64_t first_row, int64_t last_row);
 };
 
 extern const SliceVariant slices_portable;

@@ -67,19 +67,3 @@ def gate(kernel: Kernel, mixed: Tensor) -> Tensor:
     )  # fmt: skip
     kernel._library.kvc_gate_rows(byref(call))
     return out
-
-
-def multiply(kernel: Kernel, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x [T, size] times the transpose of weight [rows, size], plus bias [rows], all bfloat16: [T, rows].
-    For a few rows: weight is read once, as quickly as memory gives it."""
-    wide = x.float().contiguous()
-    arranged = torch.empty_like(wide)
-    out = torch.empty((len(x), len(weight)), dtype=torch.bfloat16)
-    call = STRUCTURES["kvc_product"](
-        x=wide.data_ptr(), arranged=arranged.data_ptr(), weight=weight.data_ptr(),
-        bias=None if bias is None else bias.data_ptr(), out=out.data_ptr(), parallel=kernel._parallel,
-        count=len(x), rows=len(weight), size=x.shape[1], threads=torch.get_num_threads(), is_bf16=1,
-        variant=kernel._index,
-    )  # fmt: skip
-    kernel._library.kvc_multiply_rows(byref(call))
-    return out

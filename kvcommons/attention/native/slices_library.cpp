@@ -66,12 +66,6 @@ EXPORTED void kvc_rotate_rows(const kvc_rotation* call) {
     run(call, chosen(call->variant, call->dim / 2).rotate, call->rows * call->heads * call->dim);
 }
 
-EXPORTED void kvc_multiply_rows(const kvc_product* call) {
-    const SliceVariant& variant = chosen(call->variant, call->size);
-    variant.arrange(*call);
-    run(call, variant.multiply, call->rows * call->size);
-}
-
 EXPORTED void kvc_gate_rows(const kvc_gate* call) {
     run(call, chosen(call->variant, call->size).gate, call->rows * call->size * 2);
 }

@@ -1,5 +1,7 @@
 // How large the structures are that Python reads from the headers (structures.py), so that the loader can compare.
+#include "advance.h"
 #include "exchange.h"
+#include "products.h"
 #include "slices.h"
 
 extern "C" {
@@ -15,7 +17,8 @@ extern __attribute__((visibility("default"))) const kvc_structure kvc_structures
 const kvc_structure kvc_structures[] = {
     SIZE(kvc_batch), SIZE(kvc_chunk), SIZE(kvc_merge), SIZE(kvc_allowance), SIZE(kvc_plan), SIZE(kvc_serving), SIZE(kvc_timing),
     SIZE(kvc_call), SIZE(kvc_gather), SIZE(kvc_layer), SIZE(kvc_norm), SIZE(kvc_rotation), SIZE(kvc_gate),
-    SIZE(kvc_product), {nullptr, 0},
+    SIZE(kvc_packing), SIZE(kvc_product), SIZE(kvc_matrix), SIZE(kvc_closing), SIZE(kvc_opening), SIZE(kvc_advance),
+    {nullptr, 0},
 };
 
 }  // extern "C"

@@ -54,6 +54,11 @@ inline V load(const void* from) {
 
 inline void store(float* to, Floats value) { __builtin_memcpy(to, &value, sizeof value); }
 
+// Four bytes that are multiplied at once: a float, or two neighbouring bfloat16.
+typedef uint32_t Word;
+
+inline Floats every(Word word) { return (Floats)(word - Bits{}); }
+
 inline Floats all(float x) { return x - Floats{}; }
 
 inline Floats greater(Floats a, Floats b) { return a > b ? a : b; }
@@ -83,6 +88,24 @@ inline void widen(const Bf16* from, Floats& a, Floats& b) {
 inline void widen(const float* from, Floats& a, Floats& b) {
     a = load<Floats>(from);
     b = load<Floats>(from + W);
+}
+
+// To the nearest, ties to even; not a number stays one.
+inline Bits rounded(Floats x) {
+    Bits bits = (Bits)x;
+    Bits nearest = bits + 0x7fffu + ((bits >> 16) & 1u);
+    return x == x ? nearest : bits | 0x400000u;
+}
+
+// What `widen` makes two registers of, back in its place.
+inline void narrow(Bf16* to, Floats a, Floats b) {
+    Bits pairs = (rounded(a) >> 16) | (rounded(b) & 0xffff0000u);
+    __builtin_memcpy(to, &pairs, sizeof pairs);
+}
+
+inline void narrow(float* to, Floats a, Floats b) {
+    store(to, a);
+    store(to + W, b);
 }
 
 constexpr float LOG2_E = 1.44269504f;
@@ -172,6 +195,19 @@ inline Floats fold_quads(Floats a, Floats b) {
 }
 inline Floats fold_lanes(Floats a, Floats) { return a; }
 #endif
+
+// A square of W by W words, its rows for its columns. Each step takes the first bit of a row's number to the end of
+// the column's, so that after as many steps as a number has bits they have changed places.
+inline void transpose(Floats* square) {
+    for (int step = 1; step < W; step *= 2) {
+        Floats next[W];
+        for (int i = 0; i < W / 2; i++) {
+            next[2 * i] = first_in_turn(square[i], square[i + W / 2]);
+            next[2 * i + 1] = last_in_turn(square[i], square[i + W / 2]);
+        }
+        for (int i = 0; i < W; i++) square[i] = next[i];
+    }
+}
 
 // A register that has sum(from[i]) at i. Each step adds pairs of registers into one of half as many partial sums.
 inline Floats four_sums(const Floats* from) {

@@ -126,6 +126,7 @@ def _instance(instance: ledger_pb2.Instance, unfit: str | None = None, silent_s:
         "queued": load.queued,
         "debts": dict(load.debts),
         "records": instance.records or None,
+        "products": instance.products or None,
         "heads": _heads(instance),
         "unfit": unfit,
         "silent_s": None if silent_s is None else round(silent_s, 1),

@@ -3,7 +3,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvcommons.attention.native import library
 from kvcommons.backend import products
 from kvcommons.backend.products import WidenedMatrix, multiply_transposed, packed
 from kvcommons.backend.torch_operators import PlainMatrix
@@ -18,7 +17,7 @@ def test_a_packed_matrix_multiplies_as_the_plain_one(dtype: torch.dtype, rows: i
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     expected = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
     with torch.inference_mode():
-        for matrix in (PlainMatrix(weight, bias), packed(weight.clone(), bias, None)):
+        for matrix in (PlainMatrix(weight, bias), packed(weight.clone(), bias)):
             product = matrix(x)
             assert product.dtype == dtype
             torch.testing.assert_close(product.double(), expected, rtol=tolerance, atol=tolerance * 10)
@@ -33,20 +32,18 @@ def test_float32_products_are_not_rounded() -> None:
     torch.testing.assert_close(multiply_transposed(a, turned.t()), expected, rtol=1e-5, atol=1e-4)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 5, 8, 31, 32, 33, 200])
-@pytest.mark.parametrize(("out", "size"), [(48, 96), (5, 8), (131, 64), (700, 1024)])
+@pytest.mark.parametrize("rows", [1, 33])
+@pytest.mark.parametrize(("out", "size"), [(5, 8), (700, 1024)])
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize("kernel", ["", "avx2", "portable", "torch"])
 def test_a_widened_matrix_multiplies_as_the_plain_one_and_rounds_once(
-    rows: int, out: int, size: int, biased: bool, kernel: str, monkeypatch: pytest.MonkeyPatch
+    rows: int, out: int, size: int, biased: bool
 ) -> None:
-    monkeypatch.setenv(library.VARIABLE, kernel)
     generator = torch.Generator().manual_seed(rows)
     weight = torch.randn(out, size, generator=generator).bfloat16()
     x = torch.randn(rows, size, generator=generator).bfloat16()
     bias = torch.randn(out, generator=generator).bfloat16() if biased else None
     exact = x.double() @ weight.double().t() + (0 if bias is None else bias.double())
-    product = WidenedMatrix(weight, bias, library.chosen())(x)
+    product = WidenedMatrix(weight, bias)(x)
     assert product.dtype == torch.bfloat16
     # Half a unit in the last place of bfloat16, and what float32 sums are off by.
     torch.testing.assert_close(product.double(), exact, rtol=2**-8, atol=1e-4)
@@ -55,11 +52,11 @@ def test_a_widened_matrix_multiplies_as_the_plain_one_and_rounds_once(
 def test_bfloat16_is_widened_where_the_processor_cannot_multiply_it(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.randn(48, 96).bfloat16()
     monkeypatch.setattr(products, "multiplies_bfloat16", lambda: False)
-    assert isinstance(packed(weight, None, None), WidenedMatrix)
-    assert not isinstance(packed(weight.float(), None, None), WidenedMatrix)
+    assert isinstance(packed(weight, None), WidenedMatrix)
+    assert not isinstance(packed(weight.float(), None), WidenedMatrix)
 
 
 def test_bfloat16_stays_as_it_is_where_the_processor_multiplies_it() -> None:
     if not products.multiplies_bfloat16():
         pytest.skip("this processor has no instructions for products of bfloat16")
-    assert not isinstance(packed(torch.randn(48, 96).bfloat16(), None, None), WidenedMatrix)
+    assert not isinstance(packed(torch.randn(48, 96).bfloat16(), None), WidenedMatrix)

@@ -55,6 +55,12 @@ def test_a_kvstore_whose_records_are_elsewhere_says_so() -> None:
     assert "serves nothing: has session records of its own, in the folder kvstore-2" in reason
 
 
+def test_who_multiplies_is_shown() -> None:
+    decode = ledger_pb2.Instance(id="decode-1", service="decode", products="native avx2")
+    assert _lines(_services([_instance(decode)], None), "decode-1: products by native avx2")
+    assert not _lines(_services([_instance(ledger_pb2.Instance(id="kvstore-1"))], None), "products")
+
+
 HOST = "ip-10-0-12-134"
 STARTED_MS = int(time.time() * 1000) - 90_000_000  # a day and an hour
 LONG = "x" * 128

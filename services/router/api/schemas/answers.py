@@ -374,6 +374,7 @@ class InstanceStatus(AnswerBody):
     queued: int
     debts: dict[str, int]
     records: str | None = Field(description="Of a kvstore: where its session records lie.")
+    products: str | None = Field(description="Of one with a model: who multiplies with its weights.")
     heads: HeadShare | None
     unfit: str | None = Field(description="Of an attention_pool: why it can lend to no decode instance.")
     silent_s: float | None = Field(

@@ -1,0 +1,91 @@
+"""The compiled kernel's way from a layer's attention to the next layer's queries, keys and values: one call,
+not one for each matrix, norm and rotation. What that saves is not measured yet."""
+
+from __future__ import annotations
+
+from ctypes import addressof, byref
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvcommons.attention.native import structures
+from kvcommons.attention.native.library import Kernel
+from kvcommons.attention.native.products import PackedWeight
+from kvcommons.attention.native.slices import has_whole_registers
+from kvcommons.attention.native.structures import STRUCTURES
+
+_ALIGNMENT = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NativeWeights:
+    """A layer's, of one dtype; norms are float32."""
+
+    attention_norm: Tensor
+    qkv: PackedWeight
+    output: PackedWeight
+    mlp_norm: Tensor
+    gate_up: PackedWeight
+    down: PackedWeight
+    head_dim: int
+    rotated_heads: int
+
+    @property
+    def served(self) -> bool:
+        """Whether the kernel can compute with rows of such sizes."""
+        sizes = (self.output.rows, self.down.size, self.head_dim // 2)
+        return all(has_whole_registers(size) for size in sizes)
+
+
+class NativeSlice:
+    """What a layer's weights are to the kernel. Thread-safe."""
+
+    def __init__(self, kernel: Kernel, weights: NativeWeights) -> None:
+        self._kernel = kernel
+        self._weights = weights  # they stay where they are
+        self._closing = STRUCTURES["kvc_closing"]()
+        self._opening = STRUCTURES["kvc_opening"](rotated_heads=weights.rotated_heads, dim=weights.head_dim)
+        for structure, name in (
+            (self._closing, "output"),
+            (self._closing, "gate_up"),
+            (self._closing, "down"),
+            (self._opening, "qkv"),
+        ):
+            packed: PackedWeight = getattr(weights, name)
+            packed.fill(getattr(structure, name))
+        structures.fill(self._closing, norm=weights.mlp_norm)
+        structures.fill(self._opening, norm=weights.attention_norm)
+
+    def advance(
+        self,
+        following: NativeSlice,
+        hidden: Tensor,
+        attended: Tensor,
+        rotation: tuple[Tensor, Tensor] | None,
+        epsilon: float,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """hidden [T, hidden] and attended [T, query_heads * head_dim] of the weights' dtype -> the residual
+        stream [T, hidden], qkv [T, all heads * head_dim], and q and k of it rotated [T, rotated_heads,
+        head_dim] by cos and sin; None: not at all."""
+        hidden, attended = hidden.contiguous(), attended.contiguous()
+        opens, dtype, count = following._weights, hidden.dtype, len(hidden)
+        total = torch.empty_like(hidden)
+        qkv = torch.empty((count, opens.qkv.rows), dtype=dtype)
+        call: Any = STRUCTURES["kvc_advance"](
+            closing=addressof(self._closing), opening=addressof(following._opening),
+            hidden=hidden.data_ptr(), attended=attended.data_ptr(), sum=total.data_ptr(), qkv=qkv.data_ptr(),
+            parallel=self._kernel._parallel, count=count, threads=torch.get_num_threads(), epsilon=epsilon,
+            is_bf16=dtype == torch.bfloat16, variant=self._kernel._index,
+        )  # fmt: skip
+        rotated = None
+        if rotation is not None:
+            cos, sin = (one.contiguous() for one in rotation)
+            rotated = torch.empty((count, opens.rotated_heads, opens.head_dim), dtype=dtype)
+            call.cos, call.sin, call.rotated = cos.data_ptr(), sin.data_ptr(), rotated.data_ptr()
+        library = self._kernel._library
+        space = torch.empty(library.kvc_advance_bytes(byref(call)) + _ALIGNMENT, dtype=torch.uint8)
+        call.space = -(-space.data_ptr() // _ALIGNMENT) * _ALIGNMENT
+        library.kvc_advance_rows(byref(call))
+        return total, qkv, rotated
