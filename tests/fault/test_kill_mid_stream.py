@@ -17,8 +17,9 @@ import grpc
 import openai
 import pytest
 
+from devstack.fetch import cached, fetch
 from devstack.rest import Turn
-from kvcommons.errors import KVCommonsError
+from kvcommons.errors import KVCommonsError, Unavailable
 from tests.fault.conftest import TWINS, slow_tables
 from tests.fault.streams import ANSWER_TOKENS, NEVER_ENDS, SAMPLINGS, Victims, stream, token_ids, until_whole
 from tests.machine import scaled
@@ -102,15 +103,24 @@ def test_an_answer_goes_on_within_its_grammar(twins: Stack) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-def test_answers_keep_to_random_schemas_while_decode_is_killed(tmp_path: Path) -> None:
-    """The demo model, whose answers end; each time that both instances are there, one at work is killed."""
-    with Stack(tmp_path, decode=2, prefill=2) as stack:
+@pytest.mark.parametrize(("model", "schemas", "kills"), [("", 1000, 10), ("smollm2", 50, 5)])
+def test_answers_keep_to_random_schemas_while_decode_is_killed(
+    tmp_path: Path, model: str, schemas: int, kills: int
+) -> None:
+    """Each time that both instances are there, one at work is killed; at the end what the routers resumed is
+    counted."""
+    if model:
+        try:
+            fetch(model, cached(model), print)
+        except Unavailable as error:
+            pytest.skip(error.message)
+    with Stack(tmp_path, decode=2, prefill=2, **({"model": model} if model else {})) as stack:
         until_whole(stack, {"prefill": 2, "decode": 2})
         killed, over, seeds = 0, threading.Event(), itertools.count()
 
         def kill() -> None:
             nonlocal killed
-            while killed < 10 and not over.wait(scaled(1.0)):
+            while killed < kills and not over.wait(scaled(1.0)):
                 try:
                     victims = Victims(stack, "decode")
                 except grpc.RpcError:  # the last one is not back
@@ -120,26 +130,33 @@ def test_answers_keep_to_random_schemas_while_decode_is_killed(tmp_path: Path) -
                 killed += len(victims.killed)
 
         def ask() -> list[str]:
-            """The reasons for which answers ended, until there were kills enough."""
+            """The reasons for which answers ended, until there were schemas and kills enough."""
             reasons: list[str] = []
-            while not killer.done():
-                reasons += answered(sdk, next(seeds), model="kvcommons-demo")
+            while (seed := next(seeds)) < schemas or not killer.done():
+                reasons += answered(sdk, seed, model=name)
             return reasons
 
         with (
-            openai.OpenAI(base_url=stack.v1, api_key="none", max_retries=0, timeout=scaled(120)) as sdk,
+            openai.OpenAI(base_url=stack.v1, api_key="none", max_retries=0, timeout=scaled(300)) as sdk,
             ThreadPoolExecutor(7) as pool,
         ):
+            name = sdk.models.list().data[0].id
             killer = pool.submit(kill)
             asked = [pool.submit(ask) for _ in range(6)]
             try:
-                reasons = [reason for one in asked for reason in one.result(scaled(600))]
+                reasons = [reason for one in asked for reason in one.result(scaled(1800))]
             finally:
                 over.set()
             killer.result()
-        print(f"{killed} kills, {len(reasons)} answers")
-        assert killed >= 10
-        assert reasons.count("stop") > len(reasons) // 2 > 200
+        counts = re.findall(
+            r"^kvcommons_turn_resumptions_total(?:{.*})? (\S+)", stack.client.text("/metrics"), re.M
+        )
+        resumed = sum(map(float, counts))
+        print(f"{killed} kills, {len(reasons)} answers, resumed {resumed}")
+        assert killed >= kills
+        assert len(reasons) >= 2 * schemas
+        assert reasons.count("stop") > len(reasons) // 2
+        assert resumed > 0
         until_whole(stack, {"prefill": 2, "decode": 2})
         stack.assert_no_block_is_held()
     stack.assert_gone()
