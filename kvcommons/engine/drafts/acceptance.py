@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from kvcommons.engine.drafts.index import MATCH_MAX
 
-# Lengths of matches that are told apart, and how often the token behind such a match came before anything was
-# seen of a sequence: docs/speculation.md says where these are from.
+# Lengths of matches that are told apart, and how often the token behind such a match is expected to come
+# before anything was seen of a sequence: a guess, which a few tokens of each length replace.
 _LENGTHS = (2, 3, 4, 6, 8, 12, 16, 24)
 _EXPECTED = (0.20, 0.35, 0.45, 0.55, 0.65, 0.75, 0.80, 0.85)
 _EXPECTED_WEIGHT = 3.0  # of observations
