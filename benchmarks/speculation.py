@@ -33,6 +33,7 @@ from kvcommons.model.tokenizer import Tokenizer
 
 Progress = Callable[[str], None]
 WAYS = ("without", "with")
+DRAFT_TOKENS = 16  # of a sequence in an iteration
 WARM_UP = 1  # rounds that count for nothing
 PROMPT_TOKENS_MAX = 2048
 SAMPLED: dict[str, Any] = {"temperature": 0.8, "top_p": 0.95}
@@ -124,7 +125,7 @@ def _stack(folder: Path, model: Path, options: argparse.Namespace, drafts: bool)
         "dtype": options.dtype,
         "capacity_tokens": (max(options.batches) + 1) * (PROMPT_TOKENS_MAX + options.answer + 64),
     }
-    decode = {**engine, **({} if drafts else {"max_draft_tokens": 0})}
+    decode = {**engine, "max_draft_tokens": DRAFT_TOKENS if drafts else 0}
     tables = {"prefill": engine, "decode": decode}
     return RunningStack(folder, tables=tables, model=str(model), attention_pool=0)
 
