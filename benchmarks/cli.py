@@ -35,6 +35,7 @@ from benchmarks import (
     serve,
     settlement_cli,
     short_prompts,
+    speculation,
     stages,
     store_cli,
     structured_outputs,
@@ -116,6 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     cores.add(commands, _add_outputs)
     serve.add(commands, _add_outputs)
     short_prompts.add(commands, _add_outputs)
+    speculation.add(commands, _add_outputs)
     beside_prompt.add(commands, _add_outputs)
     stages.add(commands, _add_outputs)
     structured_outputs.add(commands, _add_outputs)

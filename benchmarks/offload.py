@@ -341,6 +341,9 @@ class _Load(Replacing):
                 self._spent_s[part] += parts[part]
             self._pool_s += timing.pool_s
 
+    def verified(self, drafted: int, accepted: int) -> None:
+        """Nothing is drafted."""
+
     def ended(self, step: SequenceUpdate) -> None:
         self._held.pop(step.key, None)
 

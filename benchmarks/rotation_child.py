@@ -140,6 +140,9 @@ class Replica(Replacing):
                 for name, value in {**timing.parts, "away": timing.away, "stood_in": timing.stood_in}.items():
                     self._counts[name] += value
 
+    def verified(self, drafted: int, accepted: int) -> None:
+        """Nothing is drafted."""
+
     def ended(self, step: SequenceUpdate) -> None:
         """Its sequence is replaced."""
 

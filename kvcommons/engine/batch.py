@@ -18,6 +18,7 @@ from torch import Tensor
 from kvcommons.backend.interface import Backend, Partial
 from kvcommons.engine.iteration_costs import IterationWork
 from kvcommons.engine.sequence import LocalRun, RemoteRun, Sequence
+from kvcommons.grammar.grammars import Constraint
 from kvcommons.holder.creditor import Creditor
 
 if TYPE_CHECKING:
@@ -108,13 +109,15 @@ class RowIndices:
 
 @dataclass(slots=True)
 class Batch:
-    """Rows are `sequences` in order. Local parts: rows of `tables` [P, nb]; most rows have one part, and then
-    parts and rows are the same and nothing is merged (`plain`). Tensors are in host memory: plans are made of
-    them."""
+    """Rows are `sequences` in order, each there once, or, where drafts are verified, as often as there are
+    tokens to compute: its last one, and each of its drafts. Local parts: rows of `tables` [P, nb]; most rows
+    have one part, and then parts and rows are the same and nothing is merged (`plain`). Tensors are in host
+    memory: plans are made of them."""
 
     sequences: list[Sequence]
     block_tokens: int
     backend: Backend
+    drafts: Items[Items[int]] = ()  # by row: those up to the token that it computes; empty: there are none
     on_device: RowIndices = field(init=False)
     tokens: Tensor = field(init=False)
     positions: Tensor = field(init=False)
@@ -131,7 +134,7 @@ class Batch:
     objectives_s: frozenset[float] = field(init=False)  # between tokens, that these sequences were promised
     kept_tokens: int = field(init=False)  # in local parts
     _tails: Tensor = field(init=False)  # parts that take new tokens
-    _growing_runs: list[tuple[Sequence, LocalRun]] = field(init=False)  # those
+    _growing_runs: list[tuple[Sequence, LocalRun, int]] = field(init=False)  # those, and their rows' drafts
     _growing: Tensor = field(init=False)  # by how many tokens a part grows in an iteration, [P]
     append_rows: Tensor = field(init=False)  # and their rows
     apart: bool = field(init=False)  # each row's KV lies on one holder
@@ -143,6 +146,7 @@ class Batch:
     plans: BatchPlans | None = field(init=False, default=None)  # of these shares, kept by who sends them
 
     def __post_init__(self) -> None:
+        ahead = [len(drafts) for drafts in self.drafts] or [0] * len(self.sequences)
         parts = [
             (row, run, run is sequence.tail)
             for row, sequence in enumerate(self.sequences)
@@ -156,18 +160,25 @@ class Batch:
         self.first_keys = self._longs([run.first_block * size for _, run, _ in parts])
         self.lengths = self._longs(
             [
-                len(self.sequences[row].tokens) - run.first_block * size if tail else run.count * size
+                len(self.sequences[row].tokens) + ahead[row] - run.first_block * size
+                if tail
+                else run.count * size
                 for row, run, tail in parts
             ]
         )
         self.part_rows = self._longs([row for row, _, _ in parts])
         self._tails = self._longs([part for part, (_, _, tail) in enumerate(parts) if tail])
         self.append_rows = self.part_rows[self._tails]
-        self._growing_runs = [(self.sequences[row], run) for row, run, tail in parts if tail]
+        self._growing_runs = [(self.sequences[row], run, ahead[row]) for row, run, tail in parts if tail]
         self._growing = self._longs([int(tail) for _, _, tail in parts])
         self.kept_tokens = int(self.lengths.sum())
         self.tokens = self._longs([sequence.tokens[-1] for sequence in self.sequences])
         self.positions = self._longs([sequence.computed for sequence in self.sequences])
+        if self.drafts:
+            for row, drafts in enumerate(self.drafts):
+                if drafts:
+                    self.tokens[row] = drafts[-1]
+            self.positions += self._longs(ahead)
         self.dropped = self._longs([s.request.truncated.dropped_tokens for s in self.sequences])
         self.objectives_s = frozenset(s.request.tbt_objective_s for s in self.sequences)
         self.has_heads = any(sequence.head_blocks for sequence in self.sequences)
@@ -184,12 +195,38 @@ class Batch:
         self.part_groups = [] if self.plain else self._groups([row for row, _, _ in parts])
 
     def step(self) -> None:
-        """To the next iteration of the same composition: each sequence has one token more."""
+        """To the next iteration of the same composition, which has no drafts: each sequence has one token
+        more."""
+        assert not self.drafts
         self.steps += 1
         self.tokens = self._longs([sequence.tokens[-1] for sequence in self.sequences])
         self.positions += 1
         self.lengths += self._growing
         self.kept_tokens += len(self._tails)
+
+    def constrained(self) -> list[tuple[Constraint, Items[int], Items[int]]]:
+        """Of each sequence with a grammar: that, its tokens, and its drafts."""
+        return [
+            (constraint, self.sequences[row].tokens, self.drafts[row] if self.drafts else ())
+            for row in self.last_rows()
+            if (constraint := self.sequences[row].constraint) is not None
+        ]
+
+    def last_rows(self) -> list[int]:
+        """Of each sequence its last row."""
+        rows = len(self.sequences)
+        return [row for row in range(rows) if row + 1 == rows or not self.drafted(row + 1)]
+
+    def drafted(self, row: int) -> bool:
+        """Whether the row computes a draft."""
+        return bool(self.drafts and self.drafts[row])
+
+    def follows(self, row: int) -> bool:
+        """Whether what came are the drafts of a drafted row, and nothing else: what it has sampled is its
+        sequence's next token then."""
+        sequence, drafts = self.sequences[row], self.drafts[row]
+        came = len(sequence.tokens) == int(self.positions[row]) + 1
+        return came and not sequence.ended and sequence.tokens[-1] == drafts[-1]
 
     def divide(self, mini_batches: int) -> None:
         """Each holder's share in so many from now on (Lamina, section 5.2.1), or in as many as it has rows:
@@ -200,8 +237,8 @@ class Batch:
     def slots(self) -> Tensor:
         """Where the K and V of `append_rows` go: block * block_tokens + offset, in host memory."""
         size, slots = self.block_tokens, []
-        for sequence, run in self._growing_runs:
-            block, inside = divmod(sequence.computed - run.first_block * size, size)
+        for sequence, run, ahead in self._growing_runs:
+            block, inside = divmod(sequence.computed + ahead - run.first_block * size, size)
             slots.append(run.blocks[block] * size + inside)
         return self._longs(slots)
 

@@ -72,5 +72,8 @@ class EngineMetrics(Protocol):
     def iteration(self, batch: int, timing: IterationTiming) -> None:
         """Of `batch` sequences."""
 
+    def verified(self, drafted: int, accepted: int) -> None:
+        """Of an iteration: so many drafts were computed, and so many of them were what came."""
+
     def ended(self, step: SequenceUpdate) -> None:
         """A sequence, for a reason or with an error."""

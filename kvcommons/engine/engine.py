@@ -35,6 +35,7 @@ from kvcommons.engine.block_publisher import BlockPublisher
 from kvcommons.engine.callbacks import EngineCallbacks, EngineMetrics, Movable, SequenceUpdate
 from kvcommons.engine.core import Core
 from kvcommons.engine.core_lock import CoreLock
+from kvcommons.engine.drafts.speculation import Speculation
 from kvcommons.engine.executor import Executor
 from kvcommons.engine.iteration import Iteration
 from kvcommons.engine.iteration_costs import IterationWork
@@ -59,6 +60,7 @@ from kvcommons.holder.budget import AttentionBudget
 from kvcommons.holder.creditor import Creditor
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import common_pb2 as pb
+from kvcommons.placement.base import Next
 
 log = logging.getLogger(__name__)
 
@@ -83,11 +85,13 @@ class Engine:
         callbacks: EngineCallbacks,
         metrics: EngineMetrics,
         predictor: Predictor | None = None,
+        speculation: Speculation | None = None,
         cores: CoreLock | None = None,
         shares: bool = True,
     ) -> None:
         """`prompts`: None where none are computed here; `predictor`: theirs, where there are any. `budget`
-        takes how long iterations are: this process computes attention for others beside them. `cores`: where
+        takes how long iterations are: this process computes attention for others beside them. `speculation`:
+        where drafts are verified, by the same predictor. `cores`: where
         other engines of the host share them. `shares`: whether a prompt that comes here has the blocks of an
         equal one that is here, instead of its own."""
         self._core = core
@@ -100,6 +104,7 @@ class Engine:
         self._callbacks = callbacks
         self._metrics = metrics
         self._cores = cores
+        self._speculation = speculation
         self.predictor = predictor or (prompts.predictor if prompts is not None else Predictor())
         self._sequences: dict[int, Generating] = {}
         self._steps: dict[int, SequenceUpdate] = {}
@@ -226,6 +231,9 @@ class Engine:
             if key in self._sequences and not self._sequences[key].full
         }
 
+    def drafts(self, sequences: Sequence[Generating]) -> Mapping[int, Sequence[int]]:
+        return self._speculation.drafts(sequences, self._grow_ahead) if self._speculation is not None else {}
+
     def spans(self, *, beside: IterationWork, objectives_s: Collection[float] = ()) -> Sequence[PromptSpan]:
         if not self._prompts:
             return ()
@@ -290,6 +298,8 @@ class Engine:
             self._budget.iterated(computed_s)
         if tokens is not None and not iteration.failures and not iteration.prompt_logprobs:
             self.predictor.learn(iteration.work, computed_s - iteration.timing.waiting_s)
+            if self._speculation is not None and not spans:
+                self._speculation.took(iteration.work, computed_s - iteration.timing.waiting_s)
         for number, group in enumerate(iteration.groups):
             failure = iteration.failures.get(number)
             if isinstance(group, TokenRows):
@@ -297,7 +307,7 @@ class Engine:
                     self._failed(group, failure)
                 else:
                     self._generated(group, sampled[number])
-                    self._metrics.iteration(len(group.batch.sequences), iteration.timing)
+                    self._metrics.iteration(len(group.batch.last_rows()), iteration.timing)
             elif isinstance(group, PromptSpan):
                 if tokens is None:
                     failure = Internal("an iteration failed; the log of its instance says why")
@@ -445,14 +455,23 @@ class Engine:
             sequence = self._sequences[key]
             sequence.on_behalf(self._callbacks.borrow, sequence)
         for key in plan.grow:
-            sequence = self._sequences[key]
-            try:
-                blocks = self._core.allocator.allocate(1)
-            except CapacityExhausted:  # a new sequence was quicker: the next iteration decides anew
-                continue
-            sequence.append_run(LocalRun(first_block=sequence.blocks, blocks=blocks))
-            sequence.refused = False
-            self._executor.changed()
+            self._grow(self._sequences[key])
+
+    def _grow(self, sequence: Generating) -> None:
+        try:
+            blocks = self._core.allocator.allocate(1)
+        except CapacityExhausted:  # a new sequence was quicker: the next iteration decides anew
+            return
+        sequence.append_run(LocalRun(first_block=sequence.blocks, blocks=blocks))
+        sequence.refused = False
+        self._executor.changed()
+
+    def _grow_ahead(self, sequence: Generating) -> None:
+        """A block that it is about to want, where that leaves each other one a block of its own."""
+        ends = sequence.blocks * self._core.block_tokens >= sequence.request.max_position
+        here = sequence.next_block() in (Next.HERE, Next.HERE_FIRST)
+        if here and not ends and self._core.allocator.free > len(self._sequences):
+            self._grow(sequence)
 
     def _preempt(self, key: int) -> None:
         self._preempted_s = time.monotonic()
@@ -466,7 +485,12 @@ class Engine:
         )
 
     def _generated(self, group: TokenRows, tokens: Sequence[pb.SampledToken]) -> None:
+        accepted = 0
         for row, (sequence, token) in enumerate(zip(group.batch.sequences, tokens, strict=True)):
+            if group.batch.drafted(row):
+                if not group.batch.follows(row) or token.HasField("error"):
+                    continue  # it is sampled again, as the sequence's next token, if it has one
+                accepted += 1
             if row in group.lost:
                 self._fail(sequence.key, group.lost[row])
                 continue
@@ -478,6 +502,8 @@ class Engine:
             self._publisher.publish_full(sequence)
             if reason:
                 self._end(sequence.key, reason=reason)
+        if group.batch.drafts:
+            self._metrics.verified(len(tokens) - len(group.batch.last_rows()), accepted)
 
     def _failed(self, group: TokenRows, failure: Exception | None) -> None:
         if failure is not None:
@@ -529,6 +555,8 @@ class Engine:
             self._prompts.remove(key)
         self._scheduler.remove(key)
         self._executor.leave(key)
+        if self._speculation is not None:
+            self._speculation.leave(key)
         sequence.ended = True
         self._core.allocator.release(sequence.local_blocks())
         remote = sequence.remote_runs()

@@ -28,6 +28,9 @@ class Work(Protocol):
         """Makes room for a token of each sequence that generates, as far as there is any: allocates, asks
         for loans, preempts. Those that have it."""
 
+    def drafts(self, sequences: Sequence[GeneratingSequence]) -> Mapping[int, Sequence[int]]:
+        """By key, those that are worth verifying in an iteration of these sequences."""
+
     def spans(self, *, beside: IterationWork, objectives_s: Collection[float] = ()) -> Sequence[PromptSpan]:
         """Of prompts, for an iteration that has this of sequences that generate, which are promised a token
         within `objectives_s` (0: as the settings have it)."""
@@ -96,12 +99,25 @@ class Composer:
         self._remote = remote
         self._attend_deadline_s = attend_deadline_s
 
-    def batch(self, last: Batch | None, sequences: Sequence[GeneratingSequence]) -> Batch | None:
-        """Of these sequences; the `last` one goes on if it is the same."""
+    def batch(
+        self,
+        last: Batch | None,
+        sequences: Sequence[GeneratingSequence],
+        drafts: Mapping[int, Sequence[int]] | None = None,
+    ) -> Batch | None:
+        """Of these sequences; the `last` one goes on if it is the same. `drafts`, by key, are verified."""
         ordered = by_holder(sequences)
         if not ordered:
             return None
-        if last is not None and last.sequences == ordered:
+        if drafts:
+            rows = [
+                (one, drafts.get(one.key, ())[:count])
+                for one in ordered
+                for count in range(1 + len(drafts.get(one.key, ())))
+            ]
+            ordered, ahead = [one for one, _ in rows], [drafts for _, drafts in rows]
+            return Batch(ordered, self._core.block_tokens, self._core.backend, ahead)
+        if last is not None and not last.drafts and last.sequences == ordered:
             last.step()
             return last
         return Batch(ordered, self._core.block_tokens, self._core.backend)
@@ -161,7 +177,9 @@ class Inline:
         """None where there is nothing to compute. `slices`: where they are computed, by whether queries are
         shifted."""
         ready = work.make_room()
-        self._batch = self._composer.batch(self._batch, list(ready.values()))
+        sequences = list(ready.values())
+        drafts = work.drafts(sequences)
+        self._batch = self._composer.batch(self._batch, sequences, drafts)
         objectives_s = () if self._batch is None else self._batch.objectives_s
         spans = work.spans(beside=self._composer.work(self._batch), objectives_s=objectives_s)
         work.answer_switches()

@@ -39,6 +39,9 @@ class _NoGeneration:
     def iteration(self, batch: int, timing: IterationTiming) -> None:
         raise AssertionError("no sequence generates here")
 
+    def verified(self, drafted: int, accepted: int) -> None:
+        raise AssertionError("no sequence generates here")
+
     def ended(self, step: SequenceUpdate) -> None:
         raise AssertionError("no sequence generates here")
 

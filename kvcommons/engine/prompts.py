@@ -327,7 +327,7 @@ class PromptSpan:
         self._timing = timing
         sequence = self.prompt.sequence
         if self.chunk.stop == self.prompt.tokens and sequence.constraint is not None:
-            prepare_masks([(sequence.constraint, sequence.tokens)])
+            prepare_masks([(sequence.constraint, sequence.tokens, ())])
         self._context.run(self._traced.__enter__)
 
     def close(self) -> None:

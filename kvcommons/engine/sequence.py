@@ -4,7 +4,7 @@ I/O."""
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from functools import partial
@@ -94,7 +94,12 @@ class Sequence:
     @property
     def full(self) -> bool:
         """Whether the next token's KV has no room."""
-        return len(self.tokens) > self.blocks * self.block_tokens
+        return self.room < 0
+
+    @property
+    def room(self) -> int:
+        """For the KV of tokens behind the last one that it has."""
+        return self.blocks * self.block_tokens - len(self.tokens)
 
     @property
     def head_blocks(self) -> int:
@@ -213,18 +218,36 @@ class Sequence:
             return "stop"
         return "length" if len(self.tokens) >= self.request.max_position else None
 
-    def sampling_row(self) -> SamplingRow:
-        """For the token that the next iteration samples."""
-        request = self.request
-        may_end = len(self.tokens) >= request.prompt_tokens + request.sampling.min_tokens
+    def sampling_row(self, drafts: Items[int] = ()) -> SamplingRow:
+        """For the token that the next iteration samples; behind `drafts`: for the one that follows if they
+        are what is sampled before it."""
+        request, position = self.request, len(self.tokens) + len(drafts)
+        generated: Mapping[int, int] = self.generated
+        seen: Collection[int] = self.seen
+        if drafts and request.sampling.penalised:
+            generated = Counter(self.generated) + Counter(drafts)
+        if drafts and request.sampling.penalises_repetition:
+            seen = {**self.seen, **dict.fromkeys(drafts)}
+        may_end = position >= request.prompt_tokens + request.sampling.min_tokens
         return SamplingRow(
             params=request.sampling,
-            position=len(self.tokens),
-            generated=self.generated,
-            seen=self.seen,
+            position=position,
+            generated=generated,
+            seen=seen,
             withheld=() if may_end else request.stop_token_ids,
-            mask=None if self.constraint is None else partial(self.constraint.mask, self.tokens),
+            mask=None if self.constraint is None else partial(self.constraint.mask, self.tokens, drafts),
         )
+
+    def verifiable(self, drafts: Items[int]) -> Items[int]:
+        """The leading ones of `drafts` that an iteration can verify: their KV has room in the blocks that are
+        there, the sequence does not end before the token behind the last one, and its grammar allows them."""
+        left = self.request.max_position - len(self.tokens) - 1
+        drafts = drafts[: max(0, min(self.room, left))]
+        stop = next((at for at, token in enumerate(drafts) if token in self.request.stop_token_ids), None)
+        drafts = drafts[:stop]
+        if drafts and self.constraint is not None:
+            drafts = drafts[: self.constraint.allowed(self.tokens, drafts)]
+        return drafts
 
     def identities(self) -> Items[bytes]:
         """Identities of the full blocks among the computed tokens."""

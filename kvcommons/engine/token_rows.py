@@ -1,4 +1,5 @@
-"""A batch of running sequences in an iteration: a token each, with attention here and on other holders."""
+"""A batch of running sequences in an iteration: a token each, and drafts behind it, with attention here and
+on other holders."""
 
 from __future__ import annotations
 
@@ -55,16 +56,16 @@ class TokenRows:
 
     def open(self, timing: IterationTiming) -> None:
         self._timing = timing
-        prepare_masks(
-            (one.constraint, one.tokens) for one in self.batch.sequences if one.constraint is not None
-        )
+        prepare_masks(self.batch.constrained())
         self._slots = self._core.memory.rows_of(self.batch.slots())
         self._step = self._remote.begin(
             self.batch, self._attend_deadline_s, timing, (self._core.memory, self._slots)
         )
 
     def sampling(self) -> list[SamplingRow]:
-        return [sequence.sampling_row() for sequence in self.batch.sequences]
+        batch = self.batch
+        drafts = batch.drafts or [()] * len(batch.sequences)
+        return [one.sampling_row(some) for one, some in zip(batch.sequences, drafts, strict=True)]
 
     def wanted_logprobs(self) -> None:
         """Of no prompt."""

@@ -5,7 +5,8 @@ may come next."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, TokenizerWrapper
@@ -69,6 +70,7 @@ class AnswerState:
 
     def __init__(self, matcher: LLMatcher, eos: int, stop_ids: Collection[int]) -> None:
         self._matcher = matcher
+        self._eos = eos
         self._ends = sorted({eos, *stop_ids})
         self._stop_ids = frozenset(stop_ids)
 
@@ -82,6 +84,21 @@ class AnswerState:
             if self._matcher.is_error():
                 raise self._too_complex()
             raise Internal(f"the answer does not keep to its grammar from its token {tokens[taken]} on")
+
+    def allowed(self, tokens: Sequence[int]) -> int:
+        """How many of these, none of them an end, the grammar allows next; nothing advances."""
+        end = next((at for at, token in enumerate(tokens) if token in self._ends), len(tokens))
+        return int(self._matcher.validate_tokens(list(tokens[:end])))
+
+    def masks_behind(self, drafts: Sequence[int]) -> Iterator[bytes]:
+        """As `mask` behind each of these, if they came next, as far as that can be said. Nothing advances."""
+        if not drafts:
+            return
+        ahead = AnswerState(self._matcher.deep_copy(), self._eos, self._stop_ids)
+        with suppress(Internal, Unprocessable):
+            for draft in drafts:
+                ahead.advance([draft])
+                yield ahead.mask()
 
     def mask(self) -> bytes:
         """Tokens that may come next; the answer may end where the grammar is fulfilled. Raises Unprocessable

@@ -33,6 +33,7 @@ MASK_S = 2.0  # an iteration waits for a mask: then its sequence ends
 # as the mask itself. The others are for what is held up by one that takes longer than this.
 _MASK_THREADS = 4
 _HELD_UP_S = 0.02
+_DRAFTS_S = 0.02  # masks behind drafts may take together: what is not there then is not verified
 # A grammar of many rules that refer to each other overflows the usual stack, which would end the process.
 # Untouched pages cost nothing.
 _STACK_BYTES = 512 << 20
@@ -140,24 +141,34 @@ class Constraint:
         self._state: AnswerState | None = None
         self._step: _Step | None = None
 
-    def next_step(self, tokens: Sequence[int]) -> _Step | None:
-        """Computes the mask of what follows these tokens of the sequence; None where that has begun, or is
-        about to."""
+    def allowed(self, tokens: Sequence[int], drafts: Sequence[int]) -> int:
+        """How many of `drafts` the grammar allows behind these tokens of the sequence; none while that is not
+        known yet."""
+        step = self._step
+        if self._state is None or step is None or not step.mask.done() or step.mask.exception():
+            return 0
+        new = tokens[self._handed :]
+        return max(0, self._state.allowed([*new, *drafts]) - len(new))
+
+    def next_step(self, tokens: Sequence[int], drafts: Sequence[int] = ()) -> _Step | None:
+        """Computes the masks of what follows these tokens of the sequence, and each of `drafts` behind them;
+        None where that has begun, or is about to."""
         new = tuple(tokens[self._handed :])
         if self._step is not None and not new:
             return None
         self._handed += len(new)
         before = None if self._step is None else self._step.mask
-        self._step = _Step(self._threads, partial(self._compute, new, before))
+        self._step = _Step(self._threads, partial(self._compute, new, before, drafts))
         return self._step
 
-    def mask(self, tokens: Sequence[int]) -> bytes:
-        """What may follow these tokens. Raises Unprocessable, or Internal, where that cannot be
-        said."""
-        prepare_masks([(self, tokens)])
+    def mask(self, tokens: Sequence[int], drafts: Sequence[int] = ()) -> bytes:
+        """What may follow these tokens and those drafts, which were prepared or are the first of those that
+        were. Raises Unprocessable, or Internal, where that cannot be said; behind drafts that tells nothing
+        of the answer."""
+        prepare_masks([(self, tokens, drafts)])
         assert self._step is not None
         try:
-            return self._step.result()
+            masks = self._step.result()
         except FutureTimeout:
             raise Unprocessable("the answer's grammar takes too long to compute: simplify it") from None
         except KVCommonsError:
@@ -165,19 +176,34 @@ class Constraint:
         except Exception as error:  # of one sequence: those that generate beside it go on
             log.exception("a mask could not be computed")
             raise Internal("the answer's grammar could not be computed; the log says why") from error
+        if len(drafts) >= len(masks):
+            raise Unprocessable("what follows these drafts is not known")
+        return masks[len(drafts)]
 
-    def _compute(self, new: Sequence[int], before: Future[bytes] | None) -> bytes:
+    def _compute(
+        self, new: Sequence[int], before: Future[list[bytes]] | None, drafts: Sequence[int]
+    ) -> list[bytes]:
         if before is not None:
             before.result(MASK_S)  # nothing to wait for but where a mask was not looked at
         if self._state is None:
             self._state = self._grammar.result(COMPILE_S).begin(self._stop_ids)
         self._state.advance(new)
-        return self._state.mask()
+        masks, began_s = [self._state.mask()], time.monotonic()
+        for mask in self._state.masks_behind(drafts):
+            masks.append(mask)
+            if time.monotonic() - began_s > _DRAFTS_S:
+                break
+        return masks
 
 
-def prepare_masks(sequences: Iterable[tuple[Constraint, Sequence[int]]]) -> None:
-    """Begins to compute, beside the model, the masks of what follows these tokens of each sequence."""
-    steps = [step for constraint, tokens in sequences if (step := constraint.next_step(tokens)) is not None]
+def prepare_masks(sequences: Iterable[tuple[Constraint, Sequence[int], Sequence[int]]]) -> None:
+    """Begins to compute, beside the model, the masks of what follows these tokens of each sequence, and each
+    of its drafts behind them."""
+    steps = [
+        step
+        for constraint, tokens, drafts in sequences
+        if (step := constraint.next_step(tokens, drafts)) is not None
+    ]
     if steps:
         steps[0].threads.submit(_compute_all, steps)
 
@@ -188,11 +214,12 @@ def _compute_all(steps: Iterable[_Step]) -> None:
 
 
 class _Step:
-    """A mask that is computed once, by the thread that comes first."""
+    """Masks that are computed once, by the thread that comes first: of the next token, and of those behind
+    each draft."""
 
-    def __init__(self, threads: ThreadPoolExecutor, compute: Callable[[], bytes]) -> None:
+    def __init__(self, threads: ThreadPoolExecutor, compute: Callable[[], list[bytes]]) -> None:
         self.threads = threads
-        self.mask: Future[bytes] = Future()
+        self.mask: Future[list[bytes]] = Future()
         self._compute = compute
         self._taken = threading.Lock()  # never released
 
@@ -204,7 +231,7 @@ class _Step:
         except BaseException as error:
             self.mask.set_exception(error)
 
-    def result(self) -> bytes:
+    def result(self) -> list[bytes]:
         """Raises what computing it raised, and TimeoutError."""
         with suppress(FutureTimeout):
             return self.mask.result(_HELD_UP_S)

@@ -34,6 +34,11 @@ class DecodeMetrics:
         self._tokens = Counter(
             "kvcommons_decode_tokens_total", "Tokens sampled by decode.", registry=registry
         )
+        self._drafts = Counter(
+            "kvcommons_draft_tokens_total",
+            "Tokens that were drafted and verified, by what became of them: accepted, rejected.",
+            ["outcome"], registry=registry,
+        )  # fmt: skip
         self._ended = Counter(
             "kvcommons_sequences_ended_total", "Sequences, by how they ended: a reason or an error's code.",
             ["outcome"], registry=registry,
@@ -70,6 +75,11 @@ class DecodeMetrics:
         self._native_layers.inc(timing.native_layers)
         self._slices.labels("by_peers").inc(timing.away)
         self._slices.labels("instead_of_peers").inc(timing.stood_in)
+
+    def verified(self, drafted: int, accepted: int) -> None:
+        self._drafts.labels("accepted").inc(accepted)
+        self._drafts.labels("rejected").inc(drafted - accepted)
+        self._tokens.inc(accepted)
 
     def for_peer(self) -> None:
         """A slice was computed for another instance."""

@@ -176,6 +176,8 @@ class DecodeParts:
             scheduler=scheduler,
             prompts=prompts,
             predictor=predictor,
+            max_draft_tokens=config.max_draft_tokens,
+            tbt_objective_s=config.tbt_objective_s,
             may_borrow=placement.borrows,
             attend_deadline_s=config.attend_deadline_s,
             budget=budget,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,10 +17,12 @@ from kvcommons.grammar import compiled, sources
 from kvcommons.model.synthetic import write_random_folder
 from kvcommons.model.tokenizer import Tokenizer
 from kvcommons.pb import common_pb2, prefill_pb2
+from tests.contract.engine_drafts import foreseen, outcome
 from tests.contract.engine_stack import Stack, scale_calls
 from tests.contract.engine_turns import Reference, Turn, compute, prompt, turn
 
 pytestmark = pytest.mark.asyncio
+pytest_plugins = ("tests.contract.engine_fixtures",)
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 3,
@@ -111,6 +114,24 @@ async def test_rows_beside_one_with_a_grammar_are_as_without(engines: Stack) -> 
     assert beside.tokens == alone.tokens
 
 
+@pytest.mark.usefixtures("all_drafts")
+async def test_drafts_keep_to_a_grammar(engines: Stack) -> None:
+    """Each is masked as it would be if it had been sampled; those that it does not allow are not computed."""
+    prefill, plain = await engines.prefill(), await engines.decode("plain", max_draft_tokens=0)
+    decode = await engines.decode(max_draft_tokens=6)
+    expected = await asyncio.gather(*(one.run() for one in turns(prefill, plain, engines)))
+    texts = [[*one.request.job.tokens, *one.tokens] for one in expected]
+    for wrong in (None, 0.0, 0.3):
+        with foreseen(texts, wrong) if wrong is not None else nullcontext():
+            made = await asyncio.gather(*(one.run() for one in turns(prefill, decode, engines)))
+        assert [one.tokens for one in made] == [one.tokens for one in expected]
+    accepted, rejected = outcome(engines)
+    assert accepted > 40
+    assert rejected < accepted / 2, "what the grammar does not allow is no draft"
+    await engines.idle("decode")
+
+
+@pytest.mark.usefixtures("all_drafts")
 async def test_a_grammar_that_becomes_too_complex_ends_its_answer_alone(
     engines: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,6 +91,9 @@ class Around:
     def iteration(self, batch: int, timing: IterationTiming) -> None:
         """Nobody counts."""
 
+    def verified(self, drafted: int, accepted: int) -> None:
+        """Nobody counts."""
+
     def ended(self, step: SequenceUpdate) -> None:
         """Nobody counts."""
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 from kvcommons.engine.callbacks import EngineCallbacks, EngineMetrics
 from kvcommons.engine.core import Core
 from kvcommons.engine.core_lock import CoreLock
+from kvcommons.engine.drafts.speculation import Speculation
 from kvcommons.engine.engine import Engine
 from kvcommons.engine.executor import Composer, Executor
 from kvcommons.engine.keeper import BlockKeeper
@@ -35,18 +38,31 @@ def decode_engine(
     rotation: Rotation | None = None,
     prompts: Prompts | None = None,
     predictor: Predictor | None = None,
+    max_draft_tokens: int = 0,
+    tbt_objective_s: float = math.inf,
     cores: CoreLock | None = None,
     stages: StageGroup | None = None,
 ) -> Engine:
     """Not started yet. `attend_deadline_s` bounds what a layer waits for other holders. `budget` takes
     the length of iterations. `pipelining` says whether two batches alternate; "auto"
     does it where it pays. With `rotation` the batches of several instances alternate instead. `prompts` are
-    those of `scheduler`, where some are computed here. `cores` is given where other engines of the host
+    those of `scheduler`, where some are computed here. At most `max_draft_tokens` of a sequence are verified
+    in an iteration, which keeps to `tbt_objective_s`, or to what its sequences were promised; none in stages
+    or with `rotation`. `cores` is given where other engines of the host
     share them; staggered batches do not wait for it. With `stages` this is the first of several, and batches
     take turns in them."""
     remote = RemoteAttention(core.layout, core.backend, budget, mini_batches)
     composer = Composer(core, remote, attend_deadline_s=attend_deadline_s)
     executor: Executor
+    predictor = predictor or (prompts.predictor if prompts is not None else Predictor())
+    speculation: Speculation | None = None
+    if max_draft_tokens and stages is None and rotation is None:
+        speculation = Speculation(
+            predictor,
+            max_draft_tokens=max_draft_tokens,
+            tbt_objective_s=tbt_objective_s,
+            token_bytes=core.layout.block_bytes // core.block_tokens,
+        )
     if stages is not None:
         executor = Pipelined(core, composer, stages)
     else:
@@ -63,6 +79,7 @@ def decode_engine(
         executor=executor,
         prompts=prompts,
         predictor=predictor,
+        speculation=speculation,
         may_borrow=may_borrow,
         budget=budget,
         keeper=keeper,

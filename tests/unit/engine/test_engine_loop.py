@@ -36,6 +36,9 @@ class Around(Replacing):
     def iteration(self, batch: int, timing: IterationTiming) -> None:
         raise AssertionError("no sequence runs")
 
+    def verified(self, drafted: int, accepted: int) -> None:
+        raise AssertionError("no sequence runs")
+
     def ended(self, step: SequenceUpdate) -> None:
         raise AssertionError("no sequence runs")
 

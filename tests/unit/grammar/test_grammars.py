@@ -92,8 +92,8 @@ def test_masks_that_nobody_looked_at_change_nothing(grammars: Grammars, tokenize
     constraint = constrain(grammars, text, tokenizer, first=0)
     tokens: list[int] = []
     for character in "abba":
-        prepare_masks([(constraint, tokens)])
-        prepare_masks([(constraint, tokens)])
+        prepare_masks([(constraint, tokens, ())])
+        prepare_masks([(constraint, tokens, ())])
         tokens += tokenizer.encode_text(character)
     assert allowed(constraint.mask(tokens)) == sorted(tokenizer.eos_ids)
 
@@ -112,12 +112,12 @@ def test_a_mask_that_takes_long_holds_up_no_other(
         return plain(state)
 
     monkeypatch.setattr(AnswerState, "mask", mask)
-    prepare_masks([(slow, []), (quick, [])])
+    prepare_masks([(slow, [], ()), (quick, [], ())])
     only_b = allowed(quick.mask([]))
     assert {tokenizer.decode([token]).strip("b") for token in only_b} == {""}
     goes_on.set()
     assert allowed(slow.mask([])) != only_b
-    prepare_masks([(quick, only_b[:1])])
+    prepare_masks([(quick, only_b[:1], ())])
     assert only_b[0] in allowed(quick.mask(only_b[:1]))
 
 
