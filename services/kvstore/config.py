@@ -35,9 +35,10 @@ class KVStoreConfig:
     tenant_floors: Annotated[float, Ge(0), Le(1)] = 0.5
     # By which they are divided; 1 for a tenant that is not named.
     tenant_weights: dict[str, Annotated[float, Gt(0)]] = field(default_factory=dict)
-    # What a tenant's blocks may take in DRAM, and on disk, of this kvstore; "*" is each tenant that is not
-    # named. What is more goes within a moment, the least recently used of its own first.
+    # What a tenant's blocks may take in DRAM of this kvstore; "*" is each tenant that is not named. What is
+    # more goes within a moment, the least recently used of its own first.
     tenant_dram_bytes: dict[str, Annotated[int, Ge(0)]] = field(default_factory=dict)
+    # What they may take on disk, likewise.
     tenant_disk_bytes: dict[str, Annotated[int, Ge(0)]] = field(default_factory=dict)
     dram_buffer: Annotated[float, Ge(0), Lt(1)] = 0.02  # share of DRAM kept free, so that what comes has room
     block_ttl_s: Annotated[int, Ge(0)] = 0  # blocks that nobody uses for so long go; 0: when room is wanted
