@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvcommons.backend.plain_layer import PlainLayer
 from kvcommons.errors import InvalidInput
 from kvcommons.model.slices import Model, State
 from kvcommons.model.spec import ModelSpec
@@ -136,7 +137,9 @@ def test_ranks_have_equal_shares_and_one_has_the_vocabulary(tmp_path: Path) -> N
     assert shares[0].ending is not None
     assert shares[0].ending.head(torch.zeros(1, spec.hidden)).shape == (1, spec.vocab_size)
     for share in shares:
-        layer, one = share.layers[0].weights, torch.zeros(1, spec.hidden)
+        first, one = share.layers[0], torch.zeros(1, spec.hidden)
+        assert isinstance(first, PlainLayer)
+        layer = first.weights
         assert layer.qkv(one).shape == (1, (2 + 1 + 1) * spec.head_dim)
         assert layer.gate_up(one).shape == (1, spec.mlp)
         assert layer.down(torch.zeros(1, spec.mlp // 2)).shape == (1, spec.hidden)
