@@ -96,11 +96,14 @@ REFUSED: list[tuple[dict[str, Any], int, str, str]] = [
 async def test_errors_are_in_its_envelope(
     served: Stack, fields: dict[str, Any], status: int, kind: str, says: str
 ) -> None:
-    async with served.http.post(PATH, json=ask(**fields)) as response:
-        body = await response.json()
-        assert (response.status, body["type"], body["error"]["type"]) == (status, "error", kind)
-        assert body["request_id"] == response.headers["request-id"] == response.headers["X-Request-Id"]
-    assert says in body["error"]["message"]
+    """Also where a stream is asked for: none has begun."""
+    for asked in (ask(**fields), ask(**fields, stream=True)):
+        async with served.http.post(PATH, json=asked) as response:
+            assert response.content_type == "application/json"
+            body = await response.json()
+            assert (response.status, body["type"], body["error"]["type"]) == (status, "error", kind)
+            assert body["request_id"] == response.headers["request-id"] == response.headers["X-Request-Id"]
+        assert says in body["error"]["message"]
 
 
 async def test_clients_are_told_that_they_can_go_on_without_a_thread(served: Stack) -> None:
