@@ -9,6 +9,7 @@ import anthropic
 import pytest
 
 from kvcommons.errors import Unprocessable
+from services.router.api.routes import routes
 from tests.contract.rest_stack import MODEL, Stack
 
 pytest_plugins = ("tests.contract.rest_fixtures",)
@@ -69,6 +70,18 @@ async def test_a_stream_that_breaks_ends_with_an_error(pair: Stack) -> None:
     assert found[-1]["type"] == "error"
     assert found[-1]["error"]["type"] == "invalid_request_error"
     assert found[-1]["request_id"]
+
+
+async def test_a_mask_that_takes_too_long_has_a_status_that_is_declared(served: Stack) -> None:
+    """Before a stream begins, too."""
+    served.says("one two")
+    (route,) = (one for one in routes() if one.path == PATH)
+    for fields in ({}, {"stream": True}):
+        served.script.prefill_fails = [Unprocessable("the grammar takes too long: simplify it")]
+        status, body = await served.post(PATH, ask(**fields))
+        assert (status, body["error"]["type"]) == (422, "invalid_request_error")
+        assert "simplify it" in body["error"]["message"]
+        assert status in route.errors
 
 
 async def test_tokens_are_counted_as_they_are_used(served: Stack) -> None:
