@@ -54,6 +54,7 @@ class Claim:
             self._remove_stale_runtime(data)
             self.place = Place(data=data, runtime=_new_runtime())
             self.place.logs.mkdir(exist_ok=True)
+            make_private(self.place.logs)
             _make_secret(self.place.secret_file)
             self.record({})
         except OSError as error:

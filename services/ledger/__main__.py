@@ -19,7 +19,7 @@ from services.ledger.feed import Feed
 from services.ledger.metrics import LedgerMetrics
 from services.ledger.mirror import Mirror
 from services.ledger.presence import Presence
-from services.ledger.records import RecordsKeeper
+from services.ledger.records import PlaceChoice, RecordsKeeper
 from services.ledger.registry import Registry
 from services.ledger.server import LedgerService
 
@@ -45,7 +45,7 @@ async def serve(config: LedgerConfig, process: Process) -> None:
         connected(),
         registry,
         prefix=config.etcd_prefix,
-        lost=config.lost_records,
+        choice=PlaceChoice(config.lost_records, lease_s=config.lease_s),
         connected=lambda: mirror.connected,
         changed=feed.touch,
     )

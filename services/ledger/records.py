@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Collection
 
 from services.ledger.etcd import Etcd, Listing, Record
@@ -34,6 +35,24 @@ def next_place(stored: str, present: Collection[str], lost: Collection[str]) -> 
     return min(databases or (present if free else ()), default=stored)
 
 
+class PlaceChoice:
+    """Which place follows on which, from who is there. Who is heard once is there for as long as its lease:
+    one forged heartbeat, while the kvstore of a folder restarts, makes no place the stack's."""
+
+    def __init__(self, lost: Collection[str], *, lease_s: float) -> None:
+        """`lost`: places that an operator has given up."""
+        self._lost = frozenset(lost)
+        self._stands_s = 2 * lease_s
+        self._since: dict[str, float] = {}  # when places came that have been there since
+
+    def next(self, stored: str, present: Collection[str], now: float) -> str:
+        """Called again and again. `now`: seconds of a monotonic clock."""
+        self._since = {place: self._since.get(place, now) for place in present}
+        if stored and stored not in present:
+            present = {place for place, since in self._since.items() if now - since >= self._stands_s}
+        return next_place(stored, present, self._lost)
+
+
 class RecordsKeeper:
     """`connected` says whether the registry is current; `changed` is called when another place counts.
 
@@ -46,15 +65,14 @@ class RecordsKeeper:
         registry: Registry,
         *,
         prefix: str,
-        lost: Collection[str],
+        choice: PlaceChoice,
         connected: Callable[[], bool],
         changed: Callable[[], None],
     ) -> None:
-        """`lost`: places that an operator has given up."""
         self._etcd = etcd
         self._registry = registry
         self._key = f"{prefix.rstrip('/')}/v1/records".encode()
-        self._lost = frozenset(lost)
+        self._choice = choice
         self._connected = connected
         self._changed = changed
         self._revision = 0  # of what is stored; 0: nothing is
@@ -82,7 +100,7 @@ class RecordsKeeper:
                 instances = self._registry.view()
                 present = {one.records for one in instances if one.service == "kvstore" and one.records}
                 stored = self.place if self._revision else ""
-                place = next_place(stored, present, self._lost)
+                place = self._choice.next(stored, present, time.monotonic())
                 if place != stored:
                     await self._swap(place)
             await asyncio.sleep(ROUND_S)

@@ -55,6 +55,7 @@ class LedgerService(rpc.LedgerServicer):
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Any) -> pb.HeartbeatReply:
         instance = request.instance
         _check(instance)
+        _check_same(instance, self._registry.find(instance.id))
         now = time.monotonic()
         if request.leaving:
             log.info("left", extra={"peer": instance.id})
@@ -128,3 +129,14 @@ def _check(instance: pb.Instance) -> None:
             f"an instance of {instance.ByteSize()} bytes: at most {INSTANCE_BYTES_MAX} are told to others",
             param="instance",
         )
+
+
+def _check_same(instance: pb.Instance, known: pb.Instance | None) -> None:
+    """By these its sessions are found: nobody says others in its name while it lives."""
+    for name in ("service", "folder", "records"):
+        if known is not None and getattr(instance, name) != getattr(known, name):
+            raise InvalidInput(
+                f"instance.{name}: {instance.id} has another one while it is heard; where it begins anew "
+                "with other settings, it is taken when its lease is over",
+                param=f"instance.{name}",
+            )

@@ -249,6 +249,21 @@ def test_turns_are_exclusive_and_tenants_apart(store: KvstoreProcess) -> None:
         store.sessions.Delete(pb.DeleteSessionRequest(tenant="alice", session_id="s"), timeout=scaled(20))
 
 
+def test_nothing_of_a_record_that_a_fork_brings_arrives(store: KvstoreProcess) -> None:
+    """In field 4, which was once the new session's record: whoever could send one wrote what others said."""
+    begun = begin(store, "t1")
+    commit(store, "t1", begun, [], 0)
+    forged = pb.SessionRecord(tenant="alice", session_id="s2", tokens=[9, 9], parent="x", version=7)
+    asked = pb.ForkSessionRequest(tenant="alice", session_id="s", new_id="s2").SerializeToString()
+    record = forged.SerializeToString()
+    asked += bytes([4 << 3 | 2, len(record)]) + record
+    store.sessions.Fork(pb.ForkSessionRequest.FromString(asked), timeout=scaled(20))
+    there = store.sessions.Get(pb.GetSessionRequest(tenant="alice", session_id="s2"), timeout=scaled(20))
+    assert (there.parent, list(there.tokens)) == ("s", [1, 2, 3])
+    with pytest.raises(SessionNotFound):
+        store.sessions.Get(pb.GetSessionRequest(tenant="alice", session_id="x"), timeout=scaled(20))
+
+
 def test_a_put_that_makes_no_sense_is_refused(store: KvstoreProcess) -> None:
     fields: dict[str, object] = {
         "model": MODEL,

@@ -13,15 +13,24 @@ from typing import Any
 
 import pytest
 
-from kvcommons.errors import AlreadyExists, Conflict, SessionNotFound, StoreUnavailable, TurnInProgress
+from kvcommons.errors import (
+    AlreadyExists,
+    Conflict,
+    InvalidInput,
+    SessionNotFound,
+    StoreUnavailable,
+    TurnInProgress,
+)
 from kvcommons.pb import kvstore_pb2 as pb
 from kvcommons.pb.common_pb2 import ModelInfo
+from kvcommons.pb.ledger_pb2 import Instance
 from services.router.sessions.conversation import Message
 from services.router.sessions.copies import RecordCopies
 from services.router.sessions.store import SessionStore
 from services.router.sessions.truncation import Truncation
 from services.router.sessions.turn import SessionTurn
 from tests.contract.kvstores import LEASE_MS, PATIENCE_S, TENANT, Kvstores
+from tests.contract.ledger_process import Ledger
 from tests.contract.postgres_server import PostgresServer
 from tests.machine import scaled
 from tests.pausing import pause
@@ -50,6 +59,14 @@ async def kvstores(folder: Path, postgres: PostgresServer) -> AsyncIterator[Kvst
         yield it
     finally:
         await it.close()
+
+
+def changed(one: Instance, **fields: Any) -> Instance:
+    """Who else one might say that it is."""
+    other = Instance()
+    other.CopyFrom(one)
+    other.MergeFrom(Instance(**fields))
+    return other
 
 
 def at_home(kvstores: Kvstores, name: str) -> str:
@@ -341,6 +358,37 @@ async def test_one_that_is_killed_and_started_again_is_no_second_one(embedded: K
         embedded.start("a").wait_ready()
     assert await embedded.tokens("s") == [0, 1, 2]
     assert "Set records" not in embedded.ledger.log()
+
+
+async def test_no_forged_heartbeat_stops_sessions(embedded: Kvstores) -> None:
+    """One call that says that a kvstore has another folder, or its records elsewhere, in its own name or in
+    another one; and none while it begins anew."""
+    assert await embedded.turn("s", [0]) == 1
+    (there,) = embedded.directory.instances("kvstore")
+    ledger = Ledger(embedded.ledger.address)
+    others = {"control_address": "127.0.0.1:1", "started_ms": 1 << 60}
+    places = {"records": "database nowhere:1/kv"}, {"folder": "nowhere"}
+    try:
+        for place in places:
+            with pytest.raises(InvalidInput) as refused:
+                await ledger.beat(changed(there, **place))
+            assert refused.value.param == f"instance.{next(iter(place))}"
+        await eventually(lambda: embedded.directory.records == there.records, "decided", within_s=30)
+        for number, forged in enumerate(({}, *places), 1):
+            name = f"forged-{number}"
+            await ledger.beat(changed(there, id=name, **others, **forged))
+            await eventually(lambda name=name: embedded.directory.find(name) is not None, "told")
+            assert await embedded.turn("s", [number]) == number + 1
+            assert embedded.directory.find(name) is not None, "it went on meanwhile"
+        embedded.processes["a"].kill()
+        known = embedded.directory.instances
+        await eventually(lambda: not known("kvstore", ready=False), "nobody is there", within_s=30)
+        await ledger.beat(changed(there, id="forged", **others, **places[0]))
+        embedded.start("a").wait_ready()
+        assert await embedded.turn("s", [4]) == 5
+        assert await embedded.tokens("s") == [0, 1, 2, 3, 4]
+    finally:
+        await ledger.close()
 
 
 async def test_a_folder_that_was_begun_anew_serves(embedded: Kvstores, folder: Path) -> None:

@@ -124,6 +124,15 @@ async def test_what_the_template_reads_reaches_the_prompt(
             assert status == 200, body
             prompt = it.tokenizer.decode(it.engines[0].decode.jobs[-1].tokens)
             assert prompt.removesuffix("user\nhi there\nassistant\n") == begins
+        for effort, begins in ((None, ""), ("low", "Effort low")):
+            status, body = await it.post(
+                "/v1/responses", {"input": "hi there", "reasoning": {"effort": effort}}
+            )
+            assert status == 200, body
+            prompt = it.tokenizer.decode(it.engines[0].decode.jobs[-1].tokens)
+            assert prompt.removesuffix("user\nhi there\nassistant\n") == begins
+        status, body = await it.post("/v1/responses", {"input": "hi", "reasoning": {"effort": 5}})
+        assert (status, body["error"]["param"]) == (400, "reasoning.effort")
         for name in ("messages", "thinking"):
             status, body = await it.post(CHAT, HI | {"chat_template_kwargs": {name: True}})
             assert (status, body["error"]["param"]) == (400, "chat_template_kwargs")

@@ -9,6 +9,7 @@ import anthropic
 import pytest
 
 from kvcommons.errors import Unprocessable
+from services.router.api.routes import routes
 from tests.contract.rest_stack import MODEL, Stack
 
 pytest_plugins = ("tests.contract.rest_fixtures",)
@@ -71,6 +72,18 @@ async def test_a_stream_that_breaks_ends_with_an_error(pair: Stack) -> None:
     assert found[-1]["request_id"]
 
 
+async def test_a_mask_that_takes_too_long_has_a_status_that_is_declared(served: Stack) -> None:
+    """Before a stream begins, too."""
+    served.says("one two")
+    (route,) = (one for one in routes() if one.path == PATH)
+    for fields in ({}, {"stream": True}):
+        served.script.prefill_fails = [Unprocessable("the grammar takes too long: simplify it")]
+        status, body = await served.post(PATH, ask(**fields))
+        assert (status, body["error"]["type"]) == (422, "invalid_request_error")
+        assert "simplify it" in body["error"]["message"]
+        assert status in route.errors
+
+
 async def test_tokens_are_counted_as_they_are_used(served: Stack) -> None:
     body = ask("I am Ann", system="be kind")
     _, counted = await served.post(
@@ -96,11 +109,14 @@ REFUSED: list[tuple[dict[str, Any], int, str, str]] = [
 async def test_errors_are_in_its_envelope(
     served: Stack, fields: dict[str, Any], status: int, kind: str, says: str
 ) -> None:
-    async with served.http.post(PATH, json=ask(**fields)) as response:
-        body = await response.json()
-        assert (response.status, body["type"], body["error"]["type"]) == (status, "error", kind)
-        assert body["request_id"] == response.headers["request-id"] == response.headers["X-Request-Id"]
-    assert says in body["error"]["message"]
+    """Also where a stream is asked for: none has begun."""
+    for asked in (ask(**fields), ask(**fields, stream=True)):
+        async with served.http.post(PATH, json=asked) as response:
+            assert response.content_type == "application/json"
+            body = await response.json()
+            assert (response.status, body["type"], body["error"]["type"]) == (status, "error", kind)
+            assert body["request_id"] == response.headers["request-id"] == response.headers["X-Request-Id"]
+        assert says in body["error"]["message"]
 
 
 async def test_clients_are_told_that_they_can_go_on_without_a_thread(served: Stack) -> None:

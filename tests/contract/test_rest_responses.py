@@ -208,6 +208,22 @@ async def test_what_is_refused_names_its_field(served: Stack, body: dict[str, An
     assert error["error"]["param"] == param, json.dumps(error)
 
 
+async def test_a_refusal_has_the_envelope_of_openai_and_no_event(served: Stack) -> None:
+    """Also where a stream is asked for: none has begun."""
+    body = {"input": "x", "max_output_tokens": 100_000}
+    for fields in (body, body | {"stream": True}):
+        async with served.http.post(PATH, json=fields) as response:
+            assert (response.status, response.content_type) == (400, "application/json")
+            (name, error), *others = (await response.json()).items()
+        assert (name, others) == ("error", [])
+        assert error.pop("message").startswith("This model's maximum context length is")
+        assert error == {
+            "type": "invalid_request_error",
+            "param": "max_output_tokens",
+            "code": "context_length_exceeded",
+        }
+
+
 async def test_input_tokens_are_those_of_the_prompt(served: Stack) -> None:
     status, counted = await served.post(
         f"{PATH}/input_tokens", {"input": "I am Ann", "instructions": "be kind"}

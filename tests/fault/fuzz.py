@@ -1,14 +1,15 @@
-"""Random calls and random bytes at every service's own doors, gRPC and frames, beside a conversation.
+"""Random calls and random bytes at every service's own doors, gRPC and frames, beside a conversation, and
+clients of REST that mean ill.
 
 `python -m tests.fault.fuzz --minutes 60 [--seed N]` does so for longer, and says what it saw. Whatever is
 sent, no process ends, no call ends with a mistake of the server's, no block stays held, and the sessions that
-were there are there. REST has its tester in tests/system/test_specifications.py.
+were there are there; and an honest client is answered in time meanwhile. REST has a tester of its own, too:
+tests/system/test_specifications.py.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import random
 import sys
@@ -40,6 +41,7 @@ from kvcommons.security.tenants import TenantSigner
 from kvcommons.transport import frame
 from kvcommons.transport.base import Limits
 from tests.contract.transport_peer import connect_raw
+from tests.fault.hostile import HostileClients
 from tests.machine import scaled
 from tests.system.conftest import FLOAT32
 from tests.system.stack import Stack
@@ -50,6 +52,8 @@ ANSWER_S = 0.05  # to a frame; whoever waits for the rest of one does not answer
 DEPTH_MAX = 4
 SESSIONS = 4
 LOOK_CALLS = 200  # after so many it is seen whether all processes live
+HONEST_CALLS = 20  # after so many an honest client asks
+HONEST_S = scaled(20.0)  # until it has its answer, four tokens
 QUESTION = "What is my cat called?"
 _INTEGERS = (0, 1, 2, 7, 63, 64, 127, 128, 4096, 2**31 - 1, 2**31, 2**32 - 1, 2**63 - 1, 2**64 - 1)
 _NUMBERS = (0.0, -1.0, 1.0, 1e-300, 1e300, float("inf"), float("nan"))
@@ -224,10 +228,21 @@ class Fuzz:
             number += 1
             if number % LOOK_CALLS == 0:
                 self._check_processes()
-                with contextlib.suppress(
-                    KVCommonsError
-                ):  # refused is no mistake: forged instances may be asked
-                    self.stack.client.say("Hello.", None, max_tokens=4)
+            if number % HONEST_CALLS == 0:
+                self._ask()
+
+    def _ask(self) -> None:
+        """As an honest client. Refused is no mistake, for forged instances may be asked; late is one."""
+        began_s = time.monotonic()
+        try:
+            self.stack.client.say("Hello.", None, max_tokens=4)
+            outcome = "answered"
+        except KVCommonsError as error:
+            outcome = f"refused {error.code}"
+        took_s = time.monotonic() - began_s
+        if took_s > HONEST_S:
+            self.mistakes.append(f"an honest client was {outcome} after {took_s:.0f} s")
+        self.outcomes[f"rest honest {outcome}"] += 1
 
     def _call(self, draw: random.Random, name: str) -> None:
         method = draw.choice(self._methods[name])
@@ -318,7 +333,10 @@ def fuzz(seed: int, seconds: float, folder: Path) -> Fuzz:
     with Stack(folder, tables=settings(), demo=False) as stack:
         run = Fuzz(stack, seed)
         run.begin()
-        run.run(time.monotonic() + seconds)
+        with HostileClients(stack.url, seed) as clients:
+            run.run(time.monotonic() + seconds)
+        run.mistakes += clients.mistakes
+        run.outcomes += clients.outcomes
         run.check()
     stack.assert_gone()
     return run

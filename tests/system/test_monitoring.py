@@ -1,5 +1,7 @@
-"""A real Prometheus takes what services export, and evaluates each panel and each rule. Skipped where there
-is none (`apt-get install prometheus`); that all metrics exist is tested without (test_observability.py)."""
+"""A real Prometheus takes what services export, and evaluates each panel and each rule; promtool lets each
+alert fire. Skipped where they are not there (`apt-get install prometheus`); that all metrics exist is tested
+without (test_observability.py).
+"""
 
 from __future__ import annotations
 
@@ -25,10 +27,11 @@ from tests.system.observed import SERVICES
 from tests.system.scrape import fetch
 from tests.system.stack import Stack
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(shutil.which("prometheus") is None, reason="there is no prometheus on PATH"),
-]
+pytestmark = pytest.mark.slow
+
+
+def needs(program: str) -> pytest.MarkDecorator:
+    return pytest.mark.skipif(shutil.which(program) is None, reason=f"there is no {program} on PATH")
 
 
 @pytest.fixture
@@ -107,6 +110,7 @@ def _query(address: str, expression: str) -> list[Any]:
 QUIET = {"Blocks that move", "Resumed and preempted", "Requests a second"}
 
 
+@needs("prometheus")
 def test_panels_show_what_happens_and_no_alert_fires(stack: Stack, prometheus: str) -> None:
     empty: set[str] = set()
 
@@ -124,3 +128,75 @@ def test_panels_show_what_happens_and_no_alert_fires(stack: Stack, prometheus: s
     assert [rule["name"] for rule in rules if rule.get("lastError")] == []
     alerts = [alert["labels"]["alertname"] for alert in _ask(prometheus, "/api/v1/alerts")["data"]["alerts"]]
     assert set(alerts) <= {"KVCommonsCoresContended"}  # a machine that does other work, too
+
+
+def _took(name: str, long: str) -> tuple[dict[str, str], dict[str, str]]:
+    """60 a minute of a histogram: all of them long, and none of them."""
+    fast, slow = "0+60x60", "0x60"
+    by_le = {f'{name}_bucket{{job="router",le="{le}"}}': fast for le in (long, "+Inf")}
+    within = f'{name}_bucket{{job="router",le="1"}}'
+    return by_le | {within: slow}, by_le | {within: fast}
+
+
+MISSED, MET = (
+    f'kvcommons_service_class_requests_total{{service_class="quick",outcome="{outcome}"}}'
+    for outcome in ("missed", "met")
+)
+# What is measured each minute of an hour where an alert fires, and where it does not.
+ALERTS: dict[str, tuple[dict[str, str], dict[str, str]]] = {
+    "KVCommonsServiceDown": (
+        {'up{job="decode"}': "0x60"}, {'up{job="decode"}': "1x60", 'up{job="another"}': "0x60"},
+    ),
+    "KVCommonsEtcdAway": (
+        {"kvcommons_ledger_etcd_connected": "0x60"}, {"kvcommons_ledger_etcd_connected": "1x60"},
+    ),
+    "KVCommonsServerErrors": (
+        {'kvcommons_request_errors_total{code="data_loss"}': "0+60x60"},
+        {'kvcommons_request_errors_total{code="invalid_value"}': "0+60x60"},
+    ),
+    "KVCommonsBlocksCorrupt": (
+        {"kvcommons_block_read_errors_total": "0+1x60"}, {"kvcommons_block_corrupt_total": "7x60"},
+    ),
+    "KVCommonsWritesFail": (
+        {"kvcommons_block_write_failures_total": "0+1x60"}, {"kvcommons_block_write_failures_total": "7x60"},
+    ),
+    "KVCommonsRecordsDamaged": ({"kvcommons_records_damaged": "1x60"}, {"kvcommons_records_damaged": "0x60"}),
+    "KVCommonsSlowCommits": _took("kvcommons_turn_commit_seconds", "5"),
+    "KVCommonsNoRoom": ({"kvcommons_room_waiting": "1x60"}, {"kvcommons_room_waiting": "0x60"}),
+    "KVCommonsQueueLong": _took("kvcommons_request_queue_time_seconds", "60"),
+    "KVCommonsObjectivesMissed": (
+        {MISSED: "0+6x60", MET: "0+60x60"}, {MISSED: "0+1x60", MET: "0+60x60"},
+    ),
+    "KVCommonsCoresContended": (
+        {"kvcommons_iteration_prediction_error_ratio": "0.5x60"},
+        {"kvcommons_iteration_prediction_error_ratio": "0.1x60"},
+    ),
+}  # fmt: skip
+
+
+def _alert_test(name: str, series: dict[str, str], fires: int) -> dict[str, Any]:
+    firing = f'count(ALERTS{{alertname="{name}",alertstate="firing"}}) or vector(0)'
+    asked = {"expr": firing, "eval_time": "50m", "exp_samples": [{"labels": "{}", "value": fires}]}
+    given = [{"series": one, "values": values} for one, values in series.items()]
+    return {"interval": "1m", "input_series": given, "promql_expr_test": [asked]}
+
+
+@needs("promtool")
+def test_each_alert_fires_where_it_should_and_is_silent_where_not(tmp_path: Path) -> None:
+    rules = yaml.safe_load((FOLDER / "rules.yml").read_text())["groups"][0]["rules"]
+    assert [rule["alert"] for rule in rules if "alert" in rule] == list(ALERTS)
+    tests = [
+        _alert_test(name, series, fires)
+        for name, (loud, quiet) in ALERTS.items()
+        for series, fires in ((loud, 1), (quiet, 0))
+    ]
+    written = {"rule_files": [str(FOLDER / "rules.yml")], "evaluation_interval": "1m", "tests": tests}
+    (tmp_path / "tests.yml").write_text(yaml.safe_dump(written))
+    done = subprocess.run(
+        ["promtool", "test", "rules", tmp_path / "tests.yml"],
+        capture_output=True,
+        text=True,
+        timeout=scaled(60),
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr

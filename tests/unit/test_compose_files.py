@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -9,10 +11,13 @@ from typing import Any
 import pytest
 import yaml
 
+from devstack import etcd
 from devstack.plan import identity
 from kvcommons.security.roles import name_of
 
 ROOT = Path(__file__).parents[2]
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+BYTES = "--quota-backend-bytes=268435456"
 SERVICES: dict[str, dict[str, Any]] = {}
 for name in ("compose.yaml", "compose.database.yaml"):
     for service, said in yaml.safe_load((ROOT / name).read_text())["services"].items():
@@ -56,7 +61,7 @@ def test_a_service_has_its_own_certificate_and_no_other(service: str) -> None:
     assert said["depends_on"]["certificates"] == {"condition": "service_completed_successfully"}
     making = ALONE["certificates"]["volumes"]
     assert f"certificates-{service}:/certificates/{service}" in making
-    assert f"/certificates/{service}" in (ROOT / "Dockerfile").read_text()  # owned by who writes there
+    assert f"/certificates/{service}" in DOCKERFILE  # owned by who writes there
 
 
 def test_containers_know_each_other_by_certificates_and_sign_tenants() -> None:
@@ -67,13 +72,27 @@ def test_containers_know_each_other_by_certificates_and_sign_tenants() -> None:
         assert (
             table.get("tenant_key", "").rpartition("/")[2] == given.get("tenant_key", "").rpartition("/")[2]
         )
-    etcd = (ROOT / "Dockerfile").read_text()
-    assert "--client-cert-auth" in etcd
-    assert f"--client-cert-allowed-hostname={name_of('etcd-client')}" in etcd
-    assert "http://" not in etcd
+    assert "--client-cert-auth" in DOCKERFILE
+    assert f"--client-cert-allowed-hostname={name_of('etcd-client')}" in DOCKERFILE
+    assert "http://" not in DOCKERFILE
 
 
-def test_etcd_has_a_bounded_history_and_size() -> None:
-    text = (ROOT / "Dockerfile").read_text()
-    for flag in ("--auto-compaction-retention=1000", "--quota-backend-bytes=268435456"):
-        assert flag in text
+def test_etcd_has_the_bounds_of_the_one_that_up_starts() -> None:
+    (line,) = re.findall(r"^CMD (\[\"etcd\".*?\])$", DOCKERFILE.replace("\\\n", " "), re.MULTILINE)
+    bounds = [flag for flag in json.loads(line) if re.match("--(auto-compaction|quota)", flag)]
+    here = [flag for flag in etcd.command(Path("etcd"), Path("data")) if flag in bounds]
+    assert bounds == here == ["--auto-compaction-mode=revision", "--auto-compaction-retention=1000", BYTES]
+
+
+def test_images_of_others_are_those_that_the_environment_names() -> None:
+    """So each can be named with its digest, and nothing else is fetched than what compose.yaml says."""
+    given = dict(re.findall(r"^ARG (\w+_IMAGE)=(.+)$", DOCKERFILE, re.MULTILINE))
+    stages = re.findall(r"^FROM (\S+) AS (\S+)$", DOCKERFILE, re.MULTILINE)
+    assert len(stages) == len(re.findall("^FROM ", DOCKERFILE, re.MULTILINE))
+    ours = {name for _, name in stages}
+    assert {source for source, _ in stages} - ours == {f"${{{name}}}" for name in given}
+    built = [said["build"]["args"] for said in SERVICES.values() if "build" in said]
+    for name, image in given.items():
+        assert image in ours or re.search(r":[\w.-]+$", image), "neither a stage nor an image with a tag"
+        assert {args[name] for args in built if name in args} == {f"${{{name}:-{image}}}"}
+    assert all("BASE_IMAGE" in args for args in built)

@@ -22,7 +22,7 @@ _REASONS = {
     409: "Another turn of the session is under way, the id is taken, or the request of this Idempotency-Key "
     "has not ended.",
     413: "The body is too large.",
-    422: "The Idempotency-Key came with another request before.",
+    422: "The Idempotency-Key came with another request before, or a grammar takes too long: simplify it.",
     429: "Too many requests wait; Retry-After says when to come back.",
     500: "Unexpected.",
     503: "Loading, overloaded, or the session store is out of reach.",

@@ -178,15 +178,15 @@ def stores_of(
     """The kvstores to ask about a key: its home first, then whoever would be its home without those before.
 
     `records` says where those of the stack are; while that is not known ("") all kvstores have to agree. Of a
-    folder's processes the last one has it; dead ones stay in the registry for some seconds.
+    folder's processes the last one has it; dead ones stay in the registry for some seconds. The others come
+    behind it all the same, for who is the last is but what it says itself.
     """
     records = records or common_records(stores)
-    last: dict[str, ledger_pb2.Instance] = {}
-    for store in stores:
-        name = store.folder or store.id
-        if store.records == records and (name not in last or last[name].started_ms < store.started_ms):
-            last[name] = store
-    return [last[name] for name in homes_of(home, last)]
+    found: dict[str, list[ledger_pb2.Instance]] = {}
+    for store in sorted(stores, key=lambda one: -one.started_ms):
+        if store.records == records:
+            found.setdefault(store.folder or store.id, []).append(store)
+    return [store for name in homes_of(home, found) for store in found[name]]
 
 
 def common_records(stores: Collection[ledger_pb2.Instance]) -> str:

@@ -14,6 +14,7 @@ import pytest
 
 from devstack.place import Claim
 from kvcommons.errors import Conflict, InvalidInput
+from kvcommons.files import PRIVATE_UMASK
 
 
 def hold(data: Path) -> subprocess.Popen[str]:
@@ -68,6 +69,24 @@ def test_release_leaves_the_data_and_nothing_else(tmp_path: Path) -> None:
         assert again.place.secret_file.stat().st_mode & 0o77 == 0
     finally:
         again.release()
+
+
+def test_a_folder_that_was_open_is_closed_and_all_that_is_made_in_it(tmp_path: Path) -> None:
+    """Under the umask that `kvcommons up` takes."""
+    data = tmp_path / "data"
+    (data / "logs").mkdir(parents=True)
+    for folder in (data, data / "logs"):
+        folder.chmod(0o755)
+    before = os.umask(PRIVATE_UMASK)
+    try:
+        claim = Claim(data)
+        claim.record({"url": "http://127.0.0.1:1"})
+        made = [data, claim.place.runtime, *data.glob("*")]
+        assert [path.name for path in made if path.stat().st_mode & 0o77] == []
+        assert {path.name for path in made} >= {"lock", "logs", "stack.json", claim.place.secret_file.name}
+        claim.release()
+    finally:
+        os.umask(before)
 
 
 def test_socket_paths_stay_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

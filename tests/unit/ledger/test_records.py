@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 
-from services.ledger.records import next_place
+from services.ledger.records import PlaceChoice, next_place
 
 A, B, D, E = "folder a", "folder b", "database d:5432/kv", "database e:5432/kv"
 
@@ -40,3 +40,15 @@ def test_no_folder_ever_follows_by_itself() -> None:
             for present in itertools.combinations((A, B, D, E), size):
                 after = next_place(stored, present, ())
                 assert after == stored or after.startswith("database ")
+
+
+def test_what_is_there_for_the_time_of_one_heartbeat_does_not_follow() -> None:
+    """A forged one while a kvstore begins anew would disable all sessions for good."""
+    choice = PlaceChoice((), lease_s=10)
+    assert choice.next("", {A}, 0) == A, "the first one does not wait"
+    assert choice.next(A, {A, E}, 100) == A
+    assert choice.next(A, {E}, 110) == A, "as long as its lease"
+    assert choice.next(A, set(), 119) == A
+    assert choice.next(A, {E}, 121) == A, "its time begins anew"
+    assert choice.next(A, {D, E}, 140) == A
+    assert choice.next(A, {D, E}, 141) == E, "whoever stands follows, without the one that has just come"

@@ -159,9 +159,27 @@ def test_a_whole_message() -> None:
     assert (message["stop_reason"], message["usage"]) == ("tool_use", USAGE_BODY)
 
 
-def test_a_stream_that_fails_ends_with_an_error() -> None:
-    (event,) = events_of(shape().failure(Overloaded("decode has no room")))
-    assert event == {
+# What was sent before a stream fails. The block that goes on then stays open: the error is the last event.
+BROKEN: dict[str, tuple[list[Part], list[Json]]] = {
+    "nothing": ([], []),
+    "thinking": (THINKING, block(0, *THINKING_BLOCK)[:-2]),  # neither signed nor closed
+    "text": (TEXT, block(0, *TEXT_BLOCK)[:-1]),
+    "text behind thinking": ([*THINKING, *TEXT], block(0, *THINKING_BLOCK) + block(1, *TEXT_BLOCK)[:-1]),
+    "a call": (CALLS[:2], block(0, *CALL_BLOCKS[0])[:-2]),
+    "a second call": (CALLS, block(0, *CALL_BLOCKS[0]) + block(1, *CALL_BLOCKS[1])[:-1]),
+}
+
+
+@pytest.mark.parametrize(("parts", "blocks"), BROKEN.values(), ids=BROKEN)
+def test_a_stream_that_fails_ends_with_an_error(parts: list[Part], blocks: list[Json]) -> None:
+    one = shape()
+    data = one.opening(OPENING)
+    for part in parts:
+        data += one.delta(ev.Delta(choice=0, attempt=1, parts=(part,), tokens=()))
+    first, ping, *between, last = events_of(data + one.failure(Overloaded("decode has no room")))
+    assert (first["type"], ping["type"]) == ("message_start", "ping")
+    assert between == blocks
+    assert last == {
         "type": "error",
         "error": {"type": "overloaded_error", "message": "decode has no room"},
         "request_id": "req-1",

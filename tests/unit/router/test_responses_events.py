@@ -38,6 +38,7 @@ CALL: list[Part] = [
     CallArguments(0, '{"city":'),
     CallArguments(0, ' "Bonn"}'),
 ]
+SECOND: list[Part] = [CallBegun(1, "call_2", "time"), CallArguments(1, "{}")]
 CUSTOM: list[Part] = [
     CallBegun(0, "call_1", "say"),
     CallArguments(0, '{"input": "a \\"b'),
@@ -118,15 +119,16 @@ def texts(kind: str, at: int, status: str = "completed") -> tuple[list[Json], Js
     ], item
 
 
-def call(at: int) -> tuple[list[Json], Json]:
-    id, arguments = f"fc_x{at}", '{"city": "Bonn"}'
-    fields = {"id": id, "type": "function_call", "call_id": "call_1", "name": "weather"}
-    item = {**fields, "arguments": arguments, "status": "completed"}
+def call(at: int, parts: Sequence[Part] = CALL, status: str = "completed") -> tuple[list[Json], Json]:
+    begun, *pieces = parts
+    assert isinstance(begun, CallBegun)
+    id, deltas = f"fc_x{at}", [piece.text for piece in pieces if isinstance(piece, CallArguments)]
+    fields = {"id": id, "type": "function_call", "call_id": begun.id, "name": begun.name}
+    item = {**fields, "arguments": "".join(deltas), "status": status}
     return [
         event("output_item.added", at, item={**fields, "arguments": "", "status": "in_progress"}),
-        event("function_call_arguments.delta", at, item_id=id, delta='{"city":'),
-        event("function_call_arguments.delta", at, item_id=id, delta=' "Bonn"}'),
-        event("function_call_arguments.done", at, item_id=id, arguments=arguments),
+        *(event("function_call_arguments.delta", at, item_id=id, delta=delta) for delta in deltas),
+        event("function_call_arguments.done", at, item_id=id, arguments="".join(deltas)),
         event("output_item.done", at, item=item),
     ], item
 
@@ -152,6 +154,8 @@ STREAMS: dict[str, tuple[list[Part], str, list[Item], str]] = {
         [*THINKING, *TEXT], "stop", [texts("reasoning", 0), texts("message", 1)], "completed",
     ),
     "a call": (CALL, "tool_calls", [call(0)], "completed"),
+    "two calls": ([*CALL, *SECOND], "tool_calls", [call(0), call(1, SECOND)], "completed"),
+    "a call that is cut": (CALL[:2], "length", [call(0, CALL[:2], "incomplete")], "incomplete"),
     "text and a call": ([*TEXT, *CALL], "tool_calls", [texts("message", 0), call(1)], "completed"),
     "a custom call": (CUSTOM, "tool_calls", [custom_call(0)], "completed"),
 }  # fmt: skip
@@ -182,21 +186,41 @@ def test_a_whole_response_is_that_of_the_stream() -> None:
     assert whole == streamed(parts, "tool_calls")[-1]["response"]
 
 
-FAILURES: list[tuple[KVCommonsError, str]] = [
+CODES: list[tuple[KVCommonsError, str]] = [
     (Unavailable("nobody is there"), "server_error"),
     (Overloaded("full"), "rate_limit_exceeded"),
 ]
+# What was sent before a stream fails: its last item ends as it is.
+BROKEN: dict[str, tuple[list[Part], list[Item]]] = {
+    "nothing": ([], []),
+    "thinking": (THINKING, [texts("reasoning", 0, "incomplete")]),
+    "text": (TEXT, [texts("message", 0, "incomplete")]),
+    "text behind thinking": (
+        [*THINKING, *TEXT], [texts("reasoning", 0), texts("message", 1, "incomplete")],
+    ),
+    "a call": (CALL[:2], [call(0, CALL[:2], "incomplete")]),
+    "a second call behind text": (
+        [*TEXT, *CALL, *SECOND], [texts("message", 0), call(1), call(2, SECOND, "incomplete")],
+    ),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize(("error", "code"), FAILURES, ids=[code for _, code in FAILURES])
-def test_a_stream_that_fails_ends_with_the_response(error: KVCommonsError, code: str) -> None:
+@pytest.mark.parametrize(("error", "code"), CODES, ids=[code for _, code in CODES])
+@pytest.mark.parametrize(("parts", "items"), BROKEN.values(), ids=BROKEN)
+def test_a_stream_that_fails_ends_with_the_response(
+    parts: list[Part], items: list[Item], error: KVCommonsError, code: str
+) -> None:
     one = shape()
-    data = one.opening(USAGE) + b"".join(one.delta(delta_of(part)) for part in TEXT) + one.failure(error)
-    *_, done, last = events_of(data)
-    assert (done["type"], done["item"]["status"]) == ("response.output_item.done", "incomplete")
+    data = one.opening(USAGE) + b"".join(one.delta(delta_of(part)) for part in parts) + one.failure(error)
+    created, begun, *between, last = events_of(data)
+    assert (created["type"], begun["type"]) == ("response.created", "response.in_progress")
+    assert between == [one for events, _ in items for one in events]
     assert last["type"] == "response.failed"
-    assert last["response"]["status"] == "failed"
-    assert last["response"]["error"] == {"code": code, "message": error.message}
+    assert last["response"] == created["response"] | {
+        "status": "failed",
+        "error": {"code": code, "message": error.message},
+        "output": [item for _, item in items],
+    }
 
 
 def test_logprobs_go_with_the_text_that_they_are_of() -> None:

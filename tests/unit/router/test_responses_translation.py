@@ -25,10 +25,11 @@ def test_a_plain_request() -> None:
     assert translated() == plain
     taken = {
         "client_metadata": {"turn": {"id": 1}},
-        "reasoning": {"effort": "low", "summary": "auto"},
+        "reasoning": {"effort": None, "summary": "auto"},
         "include": ["reasoning.encrypted_content"],
     }
     assert translated(**taken) == plain, "these change nothing"
+    assert translated(reasoning={"effort": "low"}) == plain | {"reasoning_effort": "low"}
 
 
 def test_items_of_one_answer_make_one_message() -> None:

@@ -36,9 +36,10 @@ def test_the_home_comes_first_and_the_next_one_without_it() -> None:
     assert firsts == {*"abcd"}
 
 
-def test_of_a_folder_s_processes_the_last_one_is_asked() -> None:
+def test_of_a_folder_s_processes_the_last_one_is_asked_first() -> None:
+    """And whoever says falsely that it is the last one is not the only one."""
     stores = [kvstore("a", life=2), kvstore("a", life=3), kvstore("a", life=1)]
-    assert [store.id for store in stores_of(stores, PLACE, b"")] == ["a-3"]
+    assert [store.id for store in stores_of(stores, PLACE, b"")] == ["a-3", "a-2", "a-1"]
 
 
 def test_kvstores_whose_records_are_elsewhere_are_not_asked() -> None:

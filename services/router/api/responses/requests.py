@@ -269,7 +269,9 @@ class InputTokensRequest(Body):
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    reasoning: JsonObject | None = Field(None, description="Models that think do so by their template.")
+    reasoning: JsonObject | None = Field(
+        None, description="Its effort is for the chat template, where it reads reasoning_effort."
+    )
 
     def check_together(self) -> None:
         if self.conversation is not None and self.previous_response_id is not None:

@@ -30,6 +30,7 @@ Json = dict[str, Any]
 FIELDS = {
     "messages": "input",
     "max_completion_tokens": "max_output_tokens",
+    "reasoning_effort": "reasoning.effort",
     "response_format": "text.format",
     "response_format.json_schema.schema": "text.format.schema",
 }
@@ -58,6 +59,9 @@ def chat_body(body: InputTokensRequest) -> Json:
             "tool_choice asks for a call, and no tool of the request is one that can be called here",
             param="tool_choice",
         )
+    effort = (body.reasoning or {}).get("effort")
+    if effort is not None:
+        chat["reasoning_effort"] = effort
     if body.truncation is not None:
         chat["truncation"] = body.truncation
     form = body.text.format if body.text is not None else None
