@@ -128,7 +128,8 @@ def assert_confined(containers: list[dict[str, str]]) -> None:
         assert inspected["HostConfig"]["CapDrop"] == ["ALL"], container["Name"]
         assert inspected["HostConfig"]["Memory"] > 0, container["Name"]
         assert 0 < inspected["HostConfig"]["PidsLimit"] <= 1024, container["Name"]
-        assert inspected["HostConfig"]["LogConfig"]["Config"]["max-size"] == "10m", container["Name"]
+        logs = inspected["HostConfig"]["LogConfig"]["Config"]
+        assert logs == {"max-size": "10m", "max-file": "3"}, container["Name"]
         networks = {name.rpartition("_")[2] for name in inspected["NetworkSettings"]["Networks"]}
         shared = {"front"} if container["Service"] == "router" else set()
         assert networks == {"services", *shared}, container["Name"]

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from kvcommons.errors import InvalidInput
 from kvcommons.pb import ledger_pb2 as pb
 from services.router.admission.classes import ClassObjectives
 from tests.contract.kvstore_process import KvstoreProcess
@@ -281,6 +282,72 @@ async def violations(tab: Any) -> list[Any]:
     axe = importlib.import_module("axe_playwright_python.async_playwright").Axe()
     found = (await axe.run(tab)).response["violations"]
     return [(one["id"], [node["html"] for node in one["nodes"]][:3]) for one in found]
+
+
+# The name of what has the focus, as a screen reader says it.
+FOCUSED = """(one => (one.ariaLabel ?? one.labels?.[0]?.textContent ?? one.textContent).trim())
+    (document.activeElement)"""
+
+
+async def press_at(tab: Any, name: str, key: str = "Enter", back: bool = False) -> None:
+    """Goes by Tab to what has this name, and presses the key there."""
+    for _ in range(60):
+        await tab.keyboard.press("Shift+Tab" if back else "Tab")
+        if await tab.evaluate(FOCUSED) == name:
+            await tab.keyboard.press(key)
+            return
+    raise AssertionError(f"{name!r} is not reached by Tab")
+
+
+async def test_a_conversation_is_edited_branched_and_deleted_by_keys_alone(served: Stack) -> None:
+    """And at each step nothing is found that those who see or hear little would miss."""
+    complaints: list[str] = []
+    served.says("hello there")
+    async with tab_at(served.url, complaints) as tab:
+        tab.on("dialog", lambda dialog: dialog.accept())
+        said, proofs = tab.locator(".chat [role=status]"), tab.locator(".message.assistant .proof")
+        await press_at(tab, "Your message", key="End")
+        await tab.keyboard.type("first question")
+        await tab.keyboard.press("Enter")
+        await proofs.wait_for()
+        assert await said.text_content() == "The model said: hello there"
+        session = tab.url.rpartition("/")[2]
+        await press_at(tab, "Edit", back=True)
+        await tab.locator("#edit:focus").wait_for()
+        assert await violations(tab) == []
+        await tab.keyboard.press("Escape")
+        await tab.locator("#edit").wait_for(state="detached")
+        await press_at(tab, "Edit")
+        await tab.locator("#edit:focus").wait_for()
+        await tab.keyboard.type(", edited")
+        await tab.keyboard.press("Enter")
+        await tab.wait_for_url(f"**/{session}~2")
+        await tab.get_by_text("first question, edited", exact=True).wait_for()
+        await tab.get_by_text("2/2", exact=True).wait_for()
+        assert await violations(tab) == []
+        await press_at(tab, "The branch before", back=True)
+        await tab.wait_for_url(f"**/{session}")
+        await tab.get_by_text("1/2", exact=True).wait_for()
+        served.says("another one")
+        await press_at(tab, "Regenerate")
+        await tab.wait_for_url(f"**/{session}~3")
+        await tab.get_by_text("another one", exact=True).wait_for()
+        served.script.reserve_error, served.script.reserve_errors = InvalidInput("no such thing"), 1
+        await press_at(tab, "Your message", key="End")
+        await tab.keyboard.type("and now?")
+        await tab.keyboard.press("Enter")
+        await tab.locator(".message.assistant .problem").wait_for()
+        assert "no such thing" in str(await said.text_content())
+        for colours in ("dark", "light"):
+            await tab.emulate_media(color_scheme=colours)
+            assert await violations(tab) == []
+        await tab.reload()
+        await tab.locator("nav.sessions li").nth(2).wait_for()
+        title = await tab.locator(f'nav.sessions a[title="{session}~3"] + button').get_attribute("aria-label")
+        await press_at(tab, str(title))
+        await tab.locator(f'nav.sessions a[title="{session}~3"]').wait_for(state="detached")
+    assert [one for one in complaints if "400" not in one] == []
+    assert (await served.get(f"/v1/sessions/{session}~3"))[0] == 404
 
 
 async def test_on_a_phone_the_sessions_are_in_a_drawer(served: Stack) -> None:
