@@ -66,7 +66,7 @@ log = logging.getLogger(__name__)
 
 SHORT_S = 0.02  # between looks whether a block has come free
 POLL_S = 0.1  # while prompts wait for memory or their deadline
-PREEMPT_PAUSE_S = 0.1  # blocks of a preempted sequence that are being saved come free within about this time
+PREEMPT_PAUSE_S = 0.25  # blocks of a preempted sequence that are being saved come free within about this time
 
 
 class Engine:
@@ -222,7 +222,7 @@ class Engine:
             self._sequences,
             free_blocks=self._core.allocator.free,
             may_borrow=self._may_borrow,
-            may_preempt=time.monotonic() - self._preempted_s > PREEMPT_PAUSE_S,
+            may_preempt=self._may_preempt,
         )
         self._carry_out(plan)
         return {
@@ -424,7 +424,10 @@ class Engine:
             return
         self._sequences[key].refused = True
         if not self._core.allocator.free:  # else there is room here
-            self._preempt(self._scheduler.victim_for(key, freed_by(self._sequences)))
+            may_preempt = self._may_preempt
+            victim = self._scheduler.victim_for(key, freed_by(self._sequences), may_preempt=may_preempt)
+            if victim is not None:
+                self._preempt(victim)
         self._scheduler.borrowed(key)
 
     def _survey(self, holder: Creditor | None) -> list[Movable]:
@@ -472,6 +475,11 @@ class Engine:
         here = sequence.next_block() in (Next.HERE, Next.HERE_FIRST)
         if here and not ends and self._core.allocator.free > len(self._sequences):
             self._grow(sequence)
+
+    @property
+    def _may_preempt(self) -> bool:
+        """Not while blocks of the last one that gave way may still be coming free: an older one would go."""
+        return time.monotonic() - self._preempted_s > PREEMPT_PAUSE_S
 
     def _preempt(self, key: int) -> None:
         self._preempted_s = time.monotonic()

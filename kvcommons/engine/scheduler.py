@@ -245,9 +245,11 @@ class Scheduler:
             preempt=sorted(preempt, reverse=True),
         )
 
-    def victim_for(self, key: int, freed_by: Mapping[int, int]) -> int:
-        """Who gives way to a borrower that nobody lends to: the youngest with blocks, maybe itself."""
-        return self._youngest(freed_by, set(), at_least=key)
+    def victim_for(self, key: int, freed_by: Mapping[int, int], *, may_preempt: bool = True) -> int | None:
+        """Who gives way to a borrower that nobody lends to: the youngest with blocks, maybe itself.
+
+        Not `may_preempt`, as in `plan`: nobody, and the borrower asks again meanwhile."""
+        return self._youngest(freed_by, set(), at_least=key) if may_preempt else None
 
     def _youngest(self, freed_by: Mapping[int, int], gone: set[int], *, at_least: int) -> int:
         """The youngest sequence, not older than `at_least`, whose end frees blocks; `at_least` where there is

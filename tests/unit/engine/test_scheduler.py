@@ -75,6 +75,8 @@ def test_a_refused_borrower_ends_the_youngest_which_may_be_itself() -> None:
     made = scheduler(1, 2, 3)
     assert made.victim_for(2, {1: 4, 2: 4, 3: 4}) == 3
     assert made.victim_for(3, {1: 4, 2: 4, 3: 4}) == 3
+    made.remove(3)  # it gave way, and its blocks are still being saved
+    assert made.victim_for(1, {1: 4, 2: 0}, may_preempt=False) is None, "the oldest waits for them"
 
 
 def test_what_is_unknown_is_ignored() -> None:
