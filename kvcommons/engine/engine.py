@@ -66,7 +66,8 @@ log = logging.getLogger(__name__)
 
 SHORT_S = 0.02  # between looks whether a block has come free
 POLL_S = 0.1  # while prompts wait for memory or their deadline
-PREEMPT_PAUSE_S = 0.25  # blocks of a preempted sequence that are being saved come free within about this time
+PREEMPT_PAUSE_S = 0.1  # blocks of a preempted sequence that are being saved come free within about this time
+RESERVING_S = 2.0  # nobody gives way for so long at most, where a reservation under way may fall through
 
 
 class Engine:
@@ -109,6 +110,8 @@ class Engine:
         self._sequences: dict[int, Generating] = {}
         self._steps: dict[int, SequenceUpdate] = {}
         self._preempted_s = -PREEMPT_PAUSE_S
+        self._reservations = self._reserved = 0  # begun, and ended
+        self._reserving_s = 0.0  # since when there is always one under way
         self._switches: list[tuple[Future[float | None], float]] = []
         self._mailbox = Mailbox()
         self._keys = itertools.count(1)
@@ -205,6 +208,18 @@ class Engine:
     def post(self, command: Callable[[], None]) -> None:
         """To be done on the engine's thread, between two iterations or two layers of one."""
         self._mailbox.post(command)
+
+    @contextmanager
+    def reserving(self) -> Iterator[None]:
+        """Meanwhile blocks may be held for a sequence that is not handed in yet, and come free if others do
+        not lend the rest. Always on the same thread."""
+        if self._reservations == self._reserved:
+            self._reserving_s = time.monotonic()
+        self._reservations += 1
+        try:
+            yield
+        finally:
+            self.post(self._reservation_ended)  # behind the sequence, if it is handed in
 
     # Below: the engine's thread.
 
@@ -478,8 +493,15 @@ class Engine:
 
     @property
     def _may_preempt(self) -> bool:
-        """Not while blocks of the last one that gave way may still be coming free: an older one would go."""
-        return time.monotonic() - self._preempted_s > PREEMPT_PAUSE_S
+        """Not while blocks of the last one that gave way may still be coming free, or those of a reservation:
+        an older sequence would go for nothing."""
+        now_s = time.monotonic()
+        if self._reservations > self._reserved and now_s - self._reserving_s <= RESERVING_S:
+            return False
+        return now_s - self._preempted_s > PREEMPT_PAUSE_S
+
+    def _reservation_ended(self) -> None:
+        self._reserved += 1
 
     def _preempt(self, key: int) -> None:
         self._preempted_s = time.monotonic()

@@ -157,6 +157,10 @@ class Arrivals:
         """Of a request, which is checked, and came as this job. Reserves blocks and begins to fetch the
         history. Prefill has `start_wait_s` to deliver. Raises CapacityExhausted, and Loading where stages are
         missing, and holds nothing then."""
+        with self._engine.reserving():
+            return await self._open(request, job, start_wait_s=start_wait_s)
+
+    async def _open(self, request: Request, job: pb.Job, *, start_wait_s: float) -> Arrival:
         core, key = self._core, self._engine.new_key()
         formed = self._stages.check() if self._stages is not None else None  # before anything is found
         chain = request.chain(core.info)
