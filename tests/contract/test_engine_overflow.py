@@ -95,7 +95,7 @@ async def test_one_that_waits_for_its_prompt_gives_way_to_an_older_one(engines: 
     await ready(lambda: _has_tokens(old.tokens))
     unprefilled = turn(None, decode, engines.model, prompt(50, seed=8), 5).request
     # Nobody lends what does not fit, where the older one has grown meanwhile.
-    with pytest.raises(CapacityExhausted, match="older sequences|nobody lends"):
+    with pytest.raises(CapacityExhausted, match=r"older sequences|nobody lends"):
         async for _ in decode.Generate(unprefilled, timeout=scaled(30)):
             pass
     await running
