@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any
 
 from kvcommons.errors import InvalidInput
@@ -128,10 +129,11 @@ def new_messages(stored: Sequence[Message], given: Sequence[Message]) -> list[Me
                 "session id, messages has what is new, or repeats the whole conversation as it was",
                 param=f"messages[{index}]",
             )
+    new = given[skipped:]
     if skipped:
-        given = _with_stored_ids(given, given[skipped - 1].tool_calls, stored[-1].tool_calls)
-    check_results(given, before=stored, skipped=skipped)
-    return list(given[skipped:])
+        new = _with_stored_ids(new, given[skipped - 1].tool_calls, stored[-1].tool_calls)
+    check_results([*given[:skipped], *new], before=stored, skipped=skipped)
+    return list(new)
 
 
 def check_asks(given: Sequence[Message]) -> None:
@@ -222,14 +224,12 @@ def _calls(message: Message) -> list[tuple[str, str, Any]]:
 def _with_stored_ids(
     given: Sequence[Message], calls: Sequence[ToolCall], stored: Sequence[ToolCall]
 ) -> list[Message]:
-    """With the ids of stored calls where results name a client's own."""
+    """The results that `given` begins with name the stored calls, where they named a client's own: later ones
+    are of later calls, whose ids may be the same again."""
     ids = {own.id: call.id for own, call in zip(calls, stored, strict=False)}
-    return [
-        replace(message, tool_call_id=ids.get(message.tool_call_id, message.tool_call_id))
-        if message.role == "tool"
-        else message
-        for message in given
-    ]
+    results = list(takewhile(lambda message: message.role == "tool", given))
+    named = [replace(one, tool_call_id=ids.get(one.tool_call_id, one.tool_call_id)) for one in results]
+    return [*named, *given[len(results) :]]
 
 
 def _object(arguments: str) -> Any:

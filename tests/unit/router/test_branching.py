@@ -90,6 +90,8 @@ def test_calls_are_the_same_by_name_and_equal_arguments() -> None:
     assert branch_point(given, None, [session("s", stored)]).whole
     for new in (new_messages(stored, given), new_messages(stored, given[1:])):
         assert new == [result("1", "r")], "the result names the call as the session does"
+    half = [Message(role="user", content="b"), calls("call_x"), result("call_x", "s")]
+    assert new_messages(stored, [*given, *half])[-1] == half[-1], "a client may use an id again"
     other = [*said("a"), calls("1", arguments='{"a": 2, "b": 2}'), result("1", "r")]
     assert not branch_point(other, None, [session("s", stored)]).whole
 
