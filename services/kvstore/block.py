@@ -53,6 +53,15 @@ class Space:
         self.blocks: dict[bytes, Block] = {}
         self.stagings: dict[bytes, dict[str, Staging]] = {}  # by block, then by writer
 
+    def policy(self, *, disk: bool) -> TenantFloors[bytes]:
+        """Of a tier."""
+        return self.disk_policy if disk else self.dram_policy
+
+    def pinned(self, block_id: bytes, *, disk: bool) -> bool:
+        """Whether somebody keeps this block's slot in a tier."""
+        block = self.blocks[block_id]
+        return bool(block.disk_pins if disk else block.pins)
+
     def _policy(
         self, policy: Policy[bytes], floors: Floors, ceilings: Mapping[str, int]
     ) -> TenantFloors[bytes]:

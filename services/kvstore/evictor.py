@@ -7,6 +7,7 @@ are free once nobody has them pinned and, on disk, its index entry is deleted.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Protocol
 
 from services.kvstore.block import Block, Counters, Doomed, Space
@@ -89,31 +90,28 @@ class Evictor:
     def keep_ceilings(self, blocks_max: int) -> int:
         """Drops copies, at most `blocks_max`, of tenants that have more in a tier than they may; how many.
 
-        The model gives them of whose blocks the tenant has most."""
+        The model gives them of whose blocks the tenant has most, or else has some that nobody uses."""
         dropped = 0
         for disk, ceilings in ((False, self._ceilings.dram_bytes), (True, self._ceilings.disk_bytes)):
             held: dict[str, dict[Space, int]] = {}  # bytes
             for space in self.spaces.values():
-                policy = space.disk_policy if disk else space.dram_policy
-                for tenant, blocks in policy.blocks_under_ceilings().items():
+                for tenant, blocks in space.policy(disk=disk).blocks_under_ceilings().items():
                     held.setdefault(tenant, {})[space] = blocks * space.shape.slot_bytes
             for tenant, bytes_in in held.items():
-                while sum(bytes_in.values()) > ceiling_of(tenant, ceilings) and dropped < blocks_max:
+                too_much = sum(bytes_in.values()) - ceiling_of(tenant, ceilings)
+                while too_much > 0 and bytes_in and dropped < blocks_max:
                     space = max(bytes_in, key=bytes_in.__getitem__)
                     if not self._drop_oldest(space, tenant, disk=disk):
-                        break
+                        del bytes_in[space]  # all that is left of it is in use
+                        continue
                     bytes_in[space] -= space.shape.slot_bytes
+                    too_much -= space.shape.slot_bytes
                     dropped += 1
         return dropped
 
     def _drop_oldest(self, space: Space, tenant: str, *, disk: bool) -> bool:
         """Whether one copy of the tenant's could go from the tier."""
-
-        def kept(block_id: bytes) -> bool:
-            block = space.blocks[block_id]
-            return bool(block.disk_pins if disk else block.pins)
-
-        oldest = (space.disk_policy if disk else space.dram_policy).oldest(tenant, kept)
+        oldest = space.policy(disk=disk).oldest(tenant, partial(space.pinned, disk=disk))
         if oldest is None:
             return False
         if disk:
@@ -252,10 +250,9 @@ class Evictor:
         """The block to go next, of those that nobody has pinned; with `stored`, that are on disk too."""
 
         def kept(block_id: bytes) -> bool:
-            block = space.blocks[block_id]
-            return bool(block.disk_pins if disk else block.pins) or (stored and block.disk is None)
+            return space.pinned(block_id, disk=disk) or (stored and space.blocks[block_id].disk is None)
 
-        victim = (space.disk_policy if disk else space.dram_policy).victim(kept)
+        victim = space.policy(disk=disk).victim(kept)
         if victim is not None:
             return space.blocks[victim]
         if stored:

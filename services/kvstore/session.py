@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 from google.protobuf.message import DecodeError
 
-from kvcommons.branch_ids import root_of_branch
+from kvcommons.branch_ids import branch_prefix, root_of_branch
 from kvcommons.errors import (
     AlreadyExists,
     Conflict,
@@ -249,9 +249,25 @@ def expires_ms(record: pb.SessionRecord, default_ttl_s: int) -> int | None:
     return record.last_used_ms + ttl_s * 1000 if ttl_s else None
 
 
-def root_of(record: pb.SessionRecord) -> str:
-    """The session whose branch it is, or its own id. A session and its branches live as long as one of them:
-    using one is using all."""
+def in_use(record: pb.SessionRecord, default_ttl_s: int, now_ms: int) -> bool:
+    """Whether it was used within its time to live. A session and its branches live as long as one of them."""
+    limit_ms = expires_ms(record, default_ttl_s)
+    return limit_ms is None or limit_ms > now_ms
+
+
+def family_keys(record: pb.SessionRecord) -> tuple[bytes, bytes]:
+    """The key of the session that a record is of, or of a branch of, and what the keys of its branches begin
+    with."""
+    root = _root_of(record)
+    return session_key(record.tenant, root), session_key(record.tenant, branch_prefix(root))
+
+
+def are_relatives(one: pb.SessionRecord, other: pb.SessionRecord) -> bool:
+    """Whether two of a tenant's are a session and its branch, or branches of one."""
+    return one.session_id != other.session_id and _root_of(one) == _root_of(other)
+
+
+def _root_of(record: pb.SessionRecord) -> str:
     return root_of_branch(record.session_id) if record.parent else record.session_id
 
 

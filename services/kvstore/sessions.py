@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
-from kvcommons.branch_ids import branch_prefix
 from kvcommons.errors import DataLoss
 from kvcommons.homes import session_key
 from kvcommons.pb import kvstore_pb2 as pb
@@ -347,25 +346,21 @@ class Sessions:
 
     def _expired(self, record: pb.SessionRecord, now_ms: int) -> bool:
         """Whether nobody used it, or a relative of it, in time."""
-        return not self._used(record, now_ms) and not any(
-            self._used(relative, now_ms) or under_way(self._lease(key), now_ms)
+        ttl_s = self._default_ttl_s
+        return not rules.in_use(record, ttl_s, now_ms) and not any(
+            rules.in_use(relative, ttl_s, now_ms) or under_way(self._lease(key), now_ms)
             for key, relative in self._relatives(record)
         )
 
-    def _used(self, record: pb.SessionRecord, now_ms: int) -> bool:
-        limit_ms = rules.expires_ms(record, self._default_ttl_s)
-        return limit_ms is None or limit_ms > now_ms
-
     def _relatives(self, record: pb.SessionRecord) -> Iterator[tuple[bytes, pb.SessionRecord]]:
         """Heads of the session and the branches that this record is one of, by their keys."""
-        root = rules.root_of(record)
-        key, prefix = session_key(record.tenant, root), session_key(record.tenant, branch_prefix(root))
+        key, prefix = rules.family_keys(record)
         own = self._table.get(HEADS, key)
         heads = itertools.chain(
             [(key, own)] if own is not None else [], self._table.items(HEADS, prefix, prefix)
         )
         for key, head in self._readable(heads, rules.decode_record):
-            if rules.root_of(head) == root and head.session_id != record.session_id:
+            if rules.are_relatives(head, record):
                 yield key, head
 
     def _remove(self, key: bytes) -> None:

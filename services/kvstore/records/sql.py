@@ -16,7 +16,6 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from kvcommons.branch_ids import branch_prefix
 from kvcommons.errors import Conflict, DataLoss
 from kvcommons.homes import session_key
 from kvcommons.pb import kvstore_pb2 as pb
@@ -373,22 +372,17 @@ class SqlRecords:
 
     async def _expired(self, connection: Connection, head: pb.SessionRecord) -> bool:
         """Whether nobody used it, or a relative of it, in time."""
-        if self._used(head):
+        ttl_s, now_ms = self._default_ttl_s, self._now_ms()
+        if rules.in_use(head, ttl_s, now_ms):
             return False
-        root = rules.root_of(head)
-        key, prefix = session_key(head.tenant, root), session_key(head.tenant, branch_prefix(root))
-        for one, found, lease in await tables.read_relatives(connection, key, prefix):
-            relative = self._readable((one, found))
-            if relative is None or rules.root_of(relative) != root or relative.session_id == head.session_id:
+        for key, found, lease in await tables.read_relatives(connection, *rules.family_keys(head)):
+            relative = self._readable((key, found))
+            if relative is None or not rules.are_relatives(relative, head):
                 continue
-            turn = self._readable((one, lease)) if lease is not None else None
-            if self._used(relative) or under_way(turn, self._now_ms()):
+            turn = self._readable((key, lease)) if lease is not None else None
+            if rules.in_use(relative, ttl_s, now_ms) or under_way(turn, now_ms):
                 return False
         return True
-
-    def _used(self, head: pb.SessionRecord) -> bool:
-        limit_ms = rules.expires_ms(head, self._default_ttl_s)
-        return limit_ms is None or limit_ms > self._now_ms()
 
     async def _remove(self, transaction: Transaction, row: Row) -> None:
         unnamed = await tables.remove(transaction.connection, row)
