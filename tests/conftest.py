@@ -53,6 +53,17 @@ def pytest_report_header() -> str:
     return f"deadlines: {SLOWNESS} times those of a quiet machine"
 
 
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """Of torch, and of kernels that take its number."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[PostgresServer]:
     """A real one, for all tests of a worker; each makes a schema of its own in it, and leaves it running.

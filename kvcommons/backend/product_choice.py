@@ -3,7 +3,6 @@ number of threads, and kept beside the compiled kernel."""
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
@@ -109,21 +108,15 @@ def kept_products(
     for folder in folders:
         if (found := _read(folder / name)) is not None:
             return found
-    for folder in folders:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            lock = (folder / ".products.lock").open("w")
-        except OSError:
-            continue
-        with lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            found = _read(folder / name)
-            if found is None:
-                found = _measured(work, measured)
-                _write(folder / name, found)
+    with build.locked(folders, ".products.lock") as writable:
+        if writable is None:
+            log.warning("who multiplies with weights is measured at each start: it can be kept in no folder")
+            return _measured(work, measured)
+        found = _read(writable / name)
+        if found is None:
+            found = _measured(work, measured)
+            _write(writable / name, found)
         return found
-    log.warning("who multiplies with weights is measured at each start: it can be kept in no folder")
-    return _measured(work, measured)
 
 
 def _measured(work: ProductWork, measured: Callable[[ProductWork], Timings]) -> Products:

@@ -9,7 +9,7 @@ import contextlib
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -74,14 +74,6 @@ def test_iterations_are_what_python_answers(socket_folder: Path, transport: str,
         assert {(one.received_bytes, one.sent_bytes, one.error) for one in layers} == {
             (q_bytes + new_bytes, q_bytes + 4 * layout.query_heads * 4, "")
         }
-
-
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.usefixtures("two_threads")

@@ -17,14 +17,14 @@ import grpc
 import openai
 import pytest
 
-from devstack.fetch import cached, fetch
 from devstack.rest import Turn
-from kvcommons.errors import KVCommonsError, Unavailable
+from kvcommons.errors import KVCommonsError
 from tests.fault.conftest import TWINS, slow_tables
 from tests.fault.streams import ANSWER_TOKENS, NEVER_ENDS, SAMPLINGS, Victims, stream, token_ids, until_whole
 from tests.machine import scaled
 from tests.pausing import pause
 from tests.system.conftest import FLOAT32
+from tests.system.real_model import fetched_smollm2
 from tests.system.stack import Stack
 from tests.system.test_grammar import answered
 
@@ -110,10 +110,7 @@ def test_answers_keep_to_random_schemas_while_decode_is_killed(
     """Each time that both instances are there, one at work is killed; at the end what the routers resumed is
     counted."""
     if model:
-        try:
-            fetch(model, cached(model), print)
-        except Unavailable as error:
-            pytest.skip(error.message)
+        fetched_smollm2()
     with Stack(tmp_path, decode=2, prefill=2, **({"model": model} if model else {})) as stack:
         until_whole(stack, {"prefill": 2, "decode": 2})
         killed, over, seeds = 0, threading.Event(), itertools.count()

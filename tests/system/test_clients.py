@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from devstack.fetch import MODELS, cached, fetch
-from kvcommons.errors import Unavailable
+from devstack.fetch import MODELS
 from tests.system.clients.environments import ClientEnvironment, NoClients, node_clients, python_clients
 from tests.system.conftest import FLOAT32
 from tests.system.examples import ADDRESS, sections
+from tests.system.real_model import fetched_smollm2
 from tests.system.stack import Stack
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
@@ -86,10 +86,7 @@ def test_all_that_a_client_does(stack: Stack, request: pytest.FixtureRequest, sc
 
 def test_an_agent_calls_where_its_model_wants_to(python: ClientEnvironment, tmp_path: Path) -> None:
     """With SmolLM2, which writes calls once it has seen some: under `auto` nothing holds it."""
-    try:
-        fetch("smollm2", cached("smollm2"), print)
-    except Unavailable as error:
-        pytest.skip(error.message)
+    fetched_smollm2()
     with Stack(tmp_path, tables=FLOAT32, model="smollm2") as stack:
         script = (SCRIPTS / "agents_auto_client.py").read_text()
         printed = python.run(script, stack.url, MODELS["smollm2"].name)

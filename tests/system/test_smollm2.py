@@ -12,10 +12,10 @@ import openai
 import pytest
 import torch
 
-from devstack.fetch import MODELS, cached, fetch
-from kvcommons.errors import Unavailable
+from devstack.fetch import MODELS
 from tests.exactness import assert_greedy, logits_of
 from tests.machine import scaled
+from tests.system.real_model import fetched_smollm2
 from tests.system.stack import Stack
 from tests.system.test_grammar import answered
 
@@ -32,10 +32,7 @@ BFLOAT16_MEAN_MAX, BFLOAT16_MAX = 0.05, 0.5
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
-    try:
-        return fetch("smollm2", cached("smollm2"), print)
-    except Unavailable as error:
-        pytest.skip(error.message)
+    return fetched_smollm2()
 
 
 @pytest.fixture(scope="module")

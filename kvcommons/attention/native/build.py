@@ -16,7 +16,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -96,18 +97,29 @@ def find_or_build(environ: Mapping[str, str]) -> Path:
     if found is not None:
         return found
     compiler = _compiler(environ)
-    for folder in folders(environ):
+    with locked(folders(environ), ".kernel.lock") as folder:
+        if folder is None:
+            raise Unbuilt(f"none of {', '.join(map(str, folders(environ)))} can be written to")
+        if not (folder / file_name()).is_file():
+            _build(compiler, folder)
+        return folder / file_name()
+
+
+@contextmanager
+def locked(folders: Sequence[Path], name: str) -> Iterator[Path | None]:
+    """The first of these folders that can be written to, by one process at a time, who has the lock of this
+    name in it; None: none can."""
+    for folder in folders:
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            lock = (folder / ".kernel.lock").open("w")
+            lock = (folder / name).open("w")
         except OSError:
             continue
         with lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not (folder / file_name()).is_file():
-                _build(compiler, folder)
-        return folder / file_name()
-    raise Unbuilt(f"none of {', '.join(map(str, folders(environ)))} can be written to")
+            yield folder
+        return
+    yield None
 
 
 def _compiler(environ: Mapping[str, str]) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
@@ -19,14 +17,6 @@ SHAPES = [(5, 8), (48, 96), (131, 64), (33, 1030), (700, 1024)]
 @pytest.fixture(params=variants())
 def kernel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Kernel:
     return chosen(request.param, monkeypatch)
-
-
-@pytest.fixture
-def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 def drawn(seed: int, dtype: torch.dtype, *shape: int) -> torch.Tensor:
