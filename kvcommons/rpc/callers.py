@@ -31,9 +31,14 @@ class ByCertificate:
     """TLS has verified the authority; it may have signed certificates of others than services, too."""
 
     def admit(self, method: str, context: grpc.aio.ServicerContext[Any, Any], carried: bytes) -> None:
-        names = context.auth_context().get(_NAMES, ())
-        if not names_a_service(name.decode(errors="replace") for name in names):
+        if not names_a_service(names_shown(context)):
             raise UntrustedPeer(f"{method}: the caller's certificate is no service's of this stack")
+
+
+def names_shown(context: grpc.aio.ServicerContext[Any, Any]) -> frozenset[str]:
+    """DNS names of the certificate that the caller has shown; of one by token or over a socket there are
+    none."""
+    return frozenset(name.decode(errors="replace") for name in context.auth_context().get(_NAMES, ()))
 
 
 class ByToken:

@@ -8,10 +8,12 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from kvcommons.config import TABLES
-from kvcommons.errors import InvalidInput, Loading
+from kvcommons.errors import InvalidInput, Loading, UntrustedPeer
 from kvcommons.pb import ledger_pb2 as pb
 from kvcommons.pb import ledger_pb2_grpc as rpc
 from kvcommons.rblock.heads import HeadPart
+from kvcommons.rpc.callers import names_shown
+from kvcommons.security.roles import own_name
 from services.ledger.candidates import LENDERS, Candidates
 from services.ledger.debts import DebtLedger
 from services.ledger.feed import Feed
@@ -55,6 +57,7 @@ class LedgerService(rpc.LedgerServicer):
     async def Heartbeat(self, request: pb.HeartbeatRequest, context: Any) -> pb.HeartbeatReply:
         instance = request.instance
         _check(instance)
+        _check_sender(instance, names_shown(context))
         _check_same(instance, self._registry.find(instance.id))
         now = time.monotonic()
         if request.leaving:
@@ -129,6 +132,14 @@ def _check(instance: pb.Instance) -> None:
             f"an instance of {instance.ByteSize()} bytes: at most {INSTANCE_BYTES_MAX} are told to others",
             param="instance",
         )
+
+
+def _check_sender(instance: pb.Instance, names: frozenset[str]) -> None:
+    """Where services know each other by certificates, one of another kind can say nothing in its name: not
+    that it leaves, nor that its memory is elsewhere."""
+    service = instance.service.removesuffix("_stage")
+    if names and own_name(service) not in names:
+        raise UntrustedPeer(f"instance.service: the caller's certificate is not that of a {service} service")
 
 
 def _check_same(instance: pb.Instance, known: pb.Instance | None) -> None:

@@ -146,6 +146,42 @@ def test_a_key_is_asked_for(client: RestClient) -> None:
         RestClient(client.url).get("/v1/models")
 
 
+STRANGER = Path(__file__).with_name("stranger.py")
+
+
+def _as_stranger(network: str, code: str) -> subprocess.CompletedProcess[str]:
+    """Runs it in a container that is none of the stack's, on one of its networks."""
+    image = ["--entrypoint", "python", "kvcommons-control", "-c", code]
+    return subprocess.run(
+        ["docker", "run", "--rm", "--network", f"kvcommons-test_{network}", *image],
+        capture_output=True, text=True, timeout=180, check=False,
+    )  # fmt: skip
+
+
+def test_a_stranger_on_its_network_is_answered_by_nobody(engine: Engine) -> None:
+    """Each of ten ports, with nothing to show and with another authority's certificates."""
+    done = _as_stranger("services", STRANGER.read_text())
+    assert done.returncode == 0, done.stderr
+    tried = done.stdout.splitlines()
+    assert len(tried) == 20
+    assert [line for line in tried if " refused " not in line] == []
+
+
+def test_whoever_shares_the_front_reaches_the_router_alone(engine: Engine) -> None:
+    code = """
+import socket, sys
+for name in ("router", "ledger", "kvstore", "prefill", "decode", "attention_pool", "etcd"):
+    try:
+        print(name, socket.gethostbyname(name))
+    except OSError:
+        pass
+socket.create_connection(("router", 8000), timeout=5)
+"""
+    done = _as_stranger("front", code)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["router"]
+
+
 def test_a_conversation_goes_on_over_scaling_and_restart(engine: Engine, client: RestClient) -> None:
     first = client.say("My cat is called Zuzu.", "kept", temperature=0, max_tokens=40)
     assert first.text

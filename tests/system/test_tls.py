@@ -179,6 +179,12 @@ async def _strangers_get_nothing(place: Place, pki: Path, *, by_token: bool) -> 
                 await ledger_pb2_grpc.LedgerStub(plain).Heartbeat(
                     ledger_pb2.HeartbeatRequest(instance=posing), timeout=scaled(3)
                 )
+    if not by_token:
+        channel = open_channel(place.control("ledger"), "ledger", decode)
+        leaves = ledger_pb2.HeartbeatRequest(instance=posing, leaving=True)
+        with pytest.raises(UntrustedPeer, match="not that of a kvstore"):
+            await ledger_pb2_grpc.LedgerStub(channel).Heartbeat(leaves, timeout=scaled(5))
+        await channel.close(None)
     for name in ("kvstore", "decode", "attention_pool"):
         client = DataClient(place.transport(name))
         request = data_pb2.DataRequest(get_layers=data_pb2.GetLayers(layers=1))
