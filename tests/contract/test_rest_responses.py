@@ -149,11 +149,15 @@ async def test_the_items_of_a_conversation(served: Stack) -> None:
     for query, param in (("order=up", "order"), ("limit=0", "limit"), ("after=x", "after")):
         status, error = await served.get(f"{path}/items?{query}")
         assert (status, error["error"]["param"]) == (400, param)
+    one = rest["data"][0]
+    assert await served.get(f"{path}/items/{one['id']}") == (200, one)
+    status, error = await served.get(f"{path}/items/msg_x")
+    assert (status, error["error"]["param"]) == (404, "item")
     async with served.http.delete(path) as gone:
         assert await gone.json() == {
             "id": conversation["id"], "object": "conversation.deleted", "deleted": True,
         }  # fmt: skip
-    for missing in (path, f"{path}/items"):
+    for missing in (path, f"{path}/items", f"{path}/items/{one['id']}"):
         assert (await served.get(missing))[0] == 404
     status, error = await served.post(PATH, {"input": "x", "conversation": conversation["id"]})
     assert (status, error["error"]["param"]) == (404, "conversation")

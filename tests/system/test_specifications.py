@@ -30,6 +30,7 @@ OPERATIONS = {
     "/conversations": ("post",),
     "/conversations/{conversation_id}": ("get", "delete"),
     "/conversations/{conversation_id}/items": ("get",),
+    "/conversations/{conversation_id}/items/{item_id}": ("get",),
 }
 
 

@@ -90,7 +90,12 @@ def _operation(route: Route) -> dict[str, Any]:
     }
     of_session = route.path.startswith(_OF_SESSIONS)
     parameters = [
-        {"name": name, "in": "path", "required": True, "schema": SESSION_ID_SCHEMA if of_session else _TEXT}
+        {
+            "name": name,
+            "in": "path",
+            "required": True,
+            "schema": SESSION_ID_SCHEMA if of_session and name == "id" else _TEXT,
+        }
         for name in re.findall(r"{(\w+)}", route.path)
     ]
     parameters += [{"name": name, "in": "query", "schema": _QUERIES[name]} for name in route.query]

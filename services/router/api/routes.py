@@ -179,6 +179,14 @@ def _responses() -> list[Route]:
             query=("limit", "after", "order"),
             errors=_SESSION_ERRORS,
         ),
+        Route(
+            method="GET",
+            path="/v1/conversations/{id}/items/{item}",
+            handler=conversations.get_item,
+            summary="One thing that was said.",
+            answers={200: responses_answers.ConversationItem},
+            errors=_SESSION_ERRORS,
+        ),
     ]
 
 

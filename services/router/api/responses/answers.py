@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from pydantic import Field
+from pydantic import Field, RootModel
 
 from services.router.api.schemas.answers import (
     AnswerBody,
@@ -203,9 +203,13 @@ class ConversationDeleted(AnswerBody):
     deleted: Literal[True]
 
 
+class ConversationItem(RootModel[OutputItem | InputMessageItem | CallOutputItem]):
+    """What somebody said, a call, or its result."""
+
+
 class ItemList(AnswerBody):
     object: Literal["list"]
-    data: list[OutputItem | InputMessageItem | CallOutputItem]
+    data: list[ConversationItem]
     first_id: str = Field(description="Of an empty list it is empty.")
     last_id: str
     has_more: bool

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from aiohttp import web
 
 from kvcommons.errors import InvalidInput, NotFound, SessionNotFound
@@ -50,8 +52,7 @@ async def list_items(request: web.Request) -> web.Response:
     if order not in ("asc", "desc"):
         raise InvalidInput("order is asc or desc", param="order")
     limit = limit_of(request)
-    record = await _record(request)
-    items = items_of(record.session_id, tuple(map(Message.of, record.messages)))
+    items = await _items(request)
     if order == "desc":
         items.reverse()
     if after := request.query.get("after"):
@@ -69,6 +70,19 @@ async def list_items(request: web.Request) -> web.Response:
             "has_more": len(items) > limit,
         }
     )
+
+
+async def get_item(request: web.Request) -> web.Response:
+    id = request.match_info["item"]
+    for item in await _items(request):
+        if item["id"] == id:
+            return web.json_response(item)
+    raise NotFound(f"the conversation has no item {id[:80]!r}: GET its items names them", param="item")
+
+
+async def _items(request: web.Request) -> list[dict[str, Any]]:
+    record = await _record(request)
+    return items_of(record.session_id, tuple(map(Message.of, record.messages)))
 
 
 async def _record(request: web.Request) -> pb.SessionRecord:
