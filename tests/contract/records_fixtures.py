@@ -62,6 +62,11 @@ def sql(
     )
 
 
+def block(number: int) -> bytes:
+    """The identity of one of MODEL's blocks."""
+    return bytes([number]) * 32
+
+
 async def begin(
     records: Records, turn_id: str, session_id: str = "s", *, owner: str = "router", lease_ms: int = 1000
 ) -> tuple[pb.SessionRecord, TurnLease]:
