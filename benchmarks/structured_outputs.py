@@ -13,6 +13,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from devstack.rest import RestClient
 from devstack.running import RunningStack
 
 Progress = Callable[[str], None]
+UsedSeconds = Callable[[], float]
 WAYS = ("free", "held")
 PROMPT_TOKENS = 64
 WARM_UP = 1  # rounds that count for nothing
@@ -49,6 +51,10 @@ def add(
     )
     parser.add_argument("--model", metavar="DIR", help="default: smollm2, fetched once")
     parser.add_argument("--random-model", metavar="SIZE", help="random weights instead")
+    parser.add_argument(
+        "--url",
+        help="a server with OpenAI's API and vLLM's structured_outputs, instead of a stack of our own",
+    )
     parser.add_argument("--batch", type=int, default=8, metavar="N", help="answers at the same time")
     parser.add_argument("--answer", type=int, default=96, metavar="N", help="tokens")
     parser.add_argument("--rounds", type=int, default=8, metavar="N")
@@ -58,6 +64,11 @@ def add(
 
 
 def _run(options: argparse.Namespace, progress: Progress) -> Report:
+    title = f"{options.batch} answers of {options.answer} tokens at once"
+    if options.url:
+        client = RestClient(options.url)
+        rounds = _batches(client, None, options, progress)
+        return _summarise(f"{options.url}: {title}", rounds, _first_uses(client, options.schemas, progress))
     engine = {"capacity_tokens": 2 * (options.batch + 1) * (PROMPT_TOKENS + options.answer + 64)}
     tables = {"prefill": engine, "decode": {**engine, "max_batch": options.batch}}
     with tempfile.TemporaryDirectory(prefix="kvcommons-bench-") as name:
@@ -65,43 +76,52 @@ def _run(options: argparse.Namespace, progress: Progress) -> Report:
         model, what = chosen_model(options, folder, progress)
         progress("starting the stack")
         with RunningStack(folder / "stack", tables=tables, model=str(model), attention_pool=0) as stack:
-            rounds = _batches(stack, options, progress)
+            rounds = _batches(stack.client, partial(_used_s, stack), options, progress)
             firsts = _first_uses(stack.client, options.schemas, progress)
-    return _summarise(f"{what}: {options.batch} answers of {options.answer} tokens at once", rounds, firsts)
+    return _summarise(f"{what}: {title}", rounds, firsts)
+
+
+def _used_s(stack: RunningStack) -> float:
+    return sum(cpu_by_process_s(stack).values())
 
 
 def _batches(
-    stack: RunningStack, options: argparse.Namespace, progress: Progress
+    client: RestClient, used_s: UsedSeconds | None, options: argparse.Namespace, progress: Progress
 ) -> list[dict[str, dict[str, float]]]:
-    """Of each round the figures of both ways."""
+    """Of each round the figures of both ways. `used_s`: processor time that the server has used so far; None:
+    not known."""
     rounds = []
     for number in range(WARM_UP + options.rounds):
         progress(f"round {number + 1} of {WARM_UP + options.rounds}")
         order = WAYS if number % 2 else WAYS[::-1]
-        made = {way: _batch(stack, options, way, number) for way in order}
+        made = {way: _batch(client, used_s, options, way, number) for way in order}
         if number >= WARM_UP:
             rounds.append(made)
     return rounds
 
 
-def _batch(stack: RunningStack, options: argparse.Namespace, way: str, number: int) -> dict[str, float]:
+def _batch(
+    client: RestClient, used_s: UsedSeconds | None, options: argparse.Namespace, way: str, number: int
+) -> dict[str, float]:
     structured = {"json": schema(0)} if way == "held" else None
-    began_s, cpu_s = time.monotonic(), sum(cpu_by_process_s(stack).values())
+    began_s, cpu_s = time.monotonic(), used_s() if used_s is not None else 0.0
 
     def one(at: int) -> Stream:
         ids = prompt(10_000 * number + 10 * at + (way == "held"), PROMPT_TOKENS)
-        return ask(stack.client, ids, options.answer, structured=structured)
+        return ask(client, ids, options.answer, structured=structured)
 
     with ThreadPoolExecutor(options.batch) as pool:
         streams = list(pool.map(one, range(options.batch)))
     tokens = sum(stream.tokens for stream in streams)
     gaps_s = [gap for stream in streams for gap in stream.gaps_s()]
-    return {
+    figures = {
         "tokens/s": tokens / (time.monotonic() - began_s),
         "token p50 ms": p50(gaps_s) * 1e3,
         "token p99 ms": p99(gaps_s) * 1e3,
-        "CPU ms a token": (sum(cpu_by_process_s(stack).values()) - cpu_s) / tokens * 1e3,
     }
+    if used_s is not None:
+        figures["CPU ms a token"] = (used_s() - cpu_s) / tokens * 1e3
+    return figures
 
 
 def _first_uses(client: RestClient, schemas: int, progress: Progress) -> dict[str, list[float]]:
@@ -130,6 +150,8 @@ def _summarise(
         row["first token p50 ms"], row["first token p99 ms"] = p50(firsts[way]), p99(firsts[way])
     ratios = {}
     for name in ("token p50 ms", "CPU ms a token", "tokens/s"):
+        if name not in rounds[0]["free"]:
+            continue
         found = [one["held"][name] / one["free"][name] for one in rounds]
         ratios[f"{name}, held over free"] = p50(found)
         if len(found) > 1:
