@@ -41,6 +41,7 @@ from benchmarks import (
     structured_outputs,
     transport,
 )
+from benchmarks.peers import cli as peers
 from benchmarks.plot import stacked_bars, stacked_times
 from benchmarks.prompts import PromptWriter
 from benchmarks.random_model import write_random_model
@@ -118,6 +119,7 @@ def _parser() -> argparse.ArgumentParser:
     serve.add(commands, _add_outputs)
     short_prompts.add(commands, _add_outputs)
     speculation.add(commands, _add_outputs)
+    peers.add(commands, _add_outputs)
     beside_prompt.add(commands, _add_outputs)
     stages.add(commands, _add_outputs)
     structured_outputs.add(commands, _add_outputs)

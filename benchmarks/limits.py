@@ -35,6 +35,23 @@ def product_rate(size: int, dtype: torch.dtype) -> float:
     return max(rates)
 
 
+def read_bytes_s(size: int = 1 << 30) -> float:
+    """At which memory far larger than the caches is read on torch's threads."""
+    import torch
+
+    from kvcommons.backend.choice import choose
+    from kvcommons.backend.native_attention import NativeAttention
+
+    memory, attention = torch.ones(size // 8, dtype=torch.int64), choose().attention
+    kernel = attention.kernel if isinstance(attention, NativeAttention) else None
+    rates = []
+    for _ in range(_TIMES):
+        began_s = time.perf_counter()
+        memory.sum() if kernel is None else kernel.read(memory)
+        rates.append(size / (time.perf_counter() - began_s))
+    return max(rates)
+
+
 def read_memory(core: Core) -> None:
     """All of its block memory, on all threads."""
     import torch

@@ -9,8 +9,6 @@ equal may go either way.
 from __future__ import annotations
 
 import argparse
-import math
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +22,7 @@ from benchmarks.agent_sessions import agent_session
 from benchmarks.plot import panels
 from benchmarks.prompts import PromptWriter
 from benchmarks.random_model import chosen_model
-from benchmarks.report import Report, Row, p50
+from benchmarks.report import Report, Row, geometric, p50
 from benchmarks.scraping import metric
 from devstack.rest import RestClient
 from devstack.running import RunningStack
@@ -157,7 +155,7 @@ def _compare(
                 answers + len(pairs),
             )
     tokens, iterations, drafts = counts
-    mean, error = _geometric(ratios)
+    mean, error = geometric(ratios)
     return {
         "prompts": case.name,
         "at once": batch,
@@ -198,13 +196,6 @@ def _counts(stack: RunningStack) -> list[float]:
     path = stack.runtime / "decode.m"
     names = ("decode_tokens_total", "iteration_batch_size_sum", "draft_tokens_total")
     return [metric(path, f"kvcommons_{name}") for name in names]
-
-
-def _geometric(ratios: Sequence[float]) -> tuple[float, float]:
-    """The mean, and the factor either way that it lies within, 19 times of 20."""
-    logs = [math.log(one) for one in ratios]
-    error = statistics.stdev(logs) / len(logs) ** 0.5 if len(logs) > 1 else 0.0
-    return math.exp(statistics.fmean(logs)), math.exp(1.96 * error)
 
 
 def _draw(path: Path, report: Report) -> None:

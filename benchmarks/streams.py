@@ -55,6 +55,8 @@ def ask(
         now_s = time.monotonic()
         for choice in event.get("choices", []):
             came = len((choice.get("logprobs") or {}).get("tokens") or [])
+            if not came and choice.get("text"):  # a server that does not tell them sends one at a time
+                came = 1
             times_s += [now_s] * came
             tokens += came
     return Stream(

@@ -1,0 +1,64 @@
+"""The least time that a machine can take for an iteration. Of each operator it is the longer one of reading
+(bytes over the memory's bandwidth) and computing (operations over the rate of products); an iteration takes
+their sum, for one operator needs what the one before it gave. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvcommons.model.spec import ModelSpec
+
+ELEMENT_BYTES = 2  # of weights and KV, in bfloat16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """What a machine was measured to do."""
+
+    read_bytes_s: float
+    product_flop_s: float
+
+    def seconds(self, *, read_bytes: float, flop: float) -> float:
+        return max(read_bytes / self.read_bytes_s, flop / self.product_flop_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rows:
+    """New tokens of one sequence: `count` of them, behind `history` tokens whose KV is there."""
+
+    count: int
+    history: int
+
+
+def iteration_s(spec: ModelSpec, rates: Rates, rows: Sequence[Rows]) -> float:
+    """Seconds for these sequences at once, each of which gets one token sampled."""
+    new = sum(one.count for one in rows)
+    queries, kv = spec.query_heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    matrices = [(spec.hidden, queries + 2 * kv), (queries, spec.hidden)]
+    matrices += [(spec.hidden, 2 * spec.mlp), (spec.mlp, spec.hidden)]
+    layer_s = sum(_product_s(rates, matrix, new) for matrix in matrices)
+    attention_s = sum(_attention_s(spec, rates, rows, window) for window in spec.windows)
+    return spec.layers * layer_s + attention_s + _product_s(rates, (spec.hidden, spec.vocab_size), len(rows))
+
+
+def _product_s(rates: Rates, matrix: tuple[int, int], rows: int) -> float:
+    parameters = matrix[0] * matrix[1]
+    return rates.seconds(read_bytes=ELEMENT_BYTES * parameters, flop=2 * parameters * rows)
+
+
+def _attention_s(spec: ModelSpec, rates: Rates, rows: Sequence[Rows], window: int | None) -> float:
+    """Of one layer. A row sees what is before it and itself, as far back as the layer's window."""
+    keys = pairs = 0
+    for one in rows:
+        total = one.history + one.count
+        if window is None or total <= window:
+            keys += total
+            pairs += one.count * one.history + one.count * (one.count + 1) // 2
+        else:
+            keys += min(total, window + one.count - 1)
+            pairs += sum(min(one.history + number, window) for number in range(1, one.count + 1))
+    return rates.seconds(
+        read_bytes=2 * ELEMENT_BYTES * spec.kv_heads * spec.head_dim * keys,
+        flop=4 * spec.query_heads * spec.head_dim * pairs,
+    )

