@@ -19,12 +19,23 @@ PEER_WAIT_S = 0.0005  # as are differences below this among the quick
 DEADLINE_SHARE = 0.25  # of an iteration's deadline, that the answers of all layers may take
 LOOKS = 2  # in a row that a holder has to be beyond its peers
 PROBATION_S = 30.0  # a slow holder is borrowed from again after it
+REMEMBERED_S = 30.0  # how long what a holder let wait counts as a peer's
+
+
+@dataclass(frozen=True, slots=True)
+class _Mean:
+    """What a holder let wait for an answer, on average, when so many blocks were owed to it."""
+
+    seconds: float
+    owed: int
+    at_s: float
 
 
 @dataclass(slots=True)
 class _Pace:
     waited_s: float = 0.0
     answers: int = 0
+    mean: _Mean | None = None
     looks: int = 0
     slow_until_s: float = 0.0
 
@@ -54,15 +65,20 @@ class Slowness:
         longer. Who is slow, those included that were found so before."""
         with self._lock:
             now_s = self._clock()
-            means = {
-                holder: pace.waited_s / pace.answers
+            looked_at = [
+                holder
                 for holder, pace in self._paces.items()
                 if pace.answers >= ANSWERS_MIN or pace.waited_s >= WAITED_S_MIN
-            }
-            for holder in means:
+            ]
+            for holder in looked_at:
                 pace = self._paces[holder]
+                # Of one whose sequences have ended since, what was owed then.
+                blocks = owed.get(holder) or (pace.mean.owed if pace.mean is not None else 0)
+                pace.mean = _Mean(pace.waited_s / pace.answers, blocks, now_s)
                 pace.waited_s, pace.answers = 0.0, 0
-                pace.looks = pace.looks + 1 if self._beyond(holder, means, owed) else 0
+            for holder in looked_at:
+                pace = self._paces[holder]
+                pace.looks = pace.looks + 1 if self._beyond(holder, now_s) else 0
                 if pace.looks >= LOOKS:
                     pace.slow_until_s = now_s + PROBATION_S
             return [holder for holder in self._paces if self._slow(holder)]
@@ -75,13 +91,16 @@ class Slowness:
         pace = self._paces.get(holder)
         return pace is not None and self._clock() < pace.slow_until_s
 
-    def _beyond(self, holder: str, means: Mapping[str, float], owed: Mapping[str, int]) -> bool:
-        mine_s = means[holder]
-        if mine_s > self._wait_s_max:
+    def _beyond(self, holder: str, now_s: float) -> bool:
+        """Its peers may have answered a while ago: their sequences end earlier than those that a slow holder
+        holds up."""
+        mine = self._paces[holder].mean
+        assert mine is not None
+        if mine.seconds > self._wait_s_max:
             return True
         peers = [
-            max(mean_s, PEER_WAIT_S) * max(1.0, owed.get(holder, 0) / max(owed.get(name, 0), 1))
-            for name, mean_s in means.items()
-            if name != holder
+            max(pace.mean.seconds, PEER_WAIT_S) * max(1.0, mine.owed / max(pace.mean.owed, 1))
+            for name, pace in self._paces.items()
+            if name != holder and pace.mean is not None and now_s - pace.mean.at_s <= REMEMBERED_S
         ]
-        return bool(peers) and mine_s > max(WAIT_S_MIN, BEYOND * median(peers))
+        return bool(peers) and mine.seconds > max(WAIT_S_MIN, BEYOND * median(peers))

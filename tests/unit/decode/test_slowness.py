@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.decode.borrowing.slowness import ANSWERS_MIN, LOOKS, PROBATION_S, Slowness
+from services.decode.borrowing.slowness import ANSWERS_MIN, LOOKS, PROBATION_S, REMEMBERED_S, Slowness
 
 
 class Watched:
@@ -47,6 +47,20 @@ def test_who_has_more_to_read_may_take_longer() -> None:
     assert [watched.second(a=30, b=0.5) for _ in range(3)] == [[]] * 3
     watched.owed = {"a": 10, "b": 10}
     assert [watched.second(a=30, b=0.5) for _ in range(3)][-1] == ["a"]
+
+
+def test_a_peer_counts_for_a_while_after_its_last_answer() -> None:
+    """Sequences that the slow one does not hold up end earlier."""
+    watched = Watched()
+    watched.owed = {"a": 10, "b": 10}
+    assert watched.second(a=0.5, b=0.5) == []
+    watched.owed = {"a": 10}
+    assert watched.second(b=0.5) == []  # in this second its sequence has ended
+    assert [watched.second(a=30) for _ in range(LOOKS)] == [[]] * (LOOKS - 1) + [["a"]]
+    long_ago = Watched()
+    assert long_ago.second(a=0.5, b=0.5) == []
+    long_ago.now_s += REMEMBERED_S
+    assert [long_ago.second(a=30) for _ in range(3)] == [[]] * 3
 
 
 def test_a_share_of_the_deadline_needs_no_peer() -> None:
