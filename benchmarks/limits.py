@@ -23,8 +23,8 @@ def product_flop_s(size: int) -> float:
 
 
 def product_rate(size: int, dtype: torch.dtype) -> float:
-    """Operations a second of such a product, by the quickest that this environment has for a model's. torch's own
-    of bfloat16 is not among them: where the processor has no instructions for it, it takes minutes."""
+    """Operations a second of such a product, by the quickest that this environment has for a model's. torch's
+    own of bfloat16 is not among them: where the processor has no instructions for it, it takes minutes."""
     import torch
 
     from kvcommons.attention.native import library

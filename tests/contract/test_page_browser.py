@@ -24,7 +24,7 @@ from tests.contract.kvstore_process import KvstoreProcess
 from tests.contract.rest_stack import KvStore, Stack, stack
 from tests.contract.test_hints import Known
 from tests.machine import scaled
-from tests.system.browser import INSTALL, chromium_beside_a_loop
+from tests.system.browser import INSTALL, chromium_beside_a_loop, no_chromium
 from tests.unit.kvstore.samples import block_ids
 
 pytestmark = pytest.mark.slow
@@ -45,6 +45,12 @@ HOSTILE = """Hello <img src="http://elsewhere.test/a.png" onerror="document.titl
 <script>document.title = 'taken'</script> <style>body { display: none }</style>
 ![picture](http://elsewhere.test/b.png) [a link](javascript:document.title='taken') [another](https://elsewhere.test/c)
 <svg onload="document.title='taken'"></svg> <iframe src="http://elsewhere.test/d"></iframe>"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def needs_a_browser() -> None:
+    if reason := no_chromium():
+        pytest.skip(reason)
 
 
 @asynccontextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 from collections.abc import AsyncIterator, Iterator
@@ -15,11 +16,27 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
 INSTALL = "is not installed: pip install kvcommons[browser]"
 
 
+@functools.cache
+def no_chromium() -> str:
+    """Why there is none; empty where there is one."""
+    try:
+        from playwright.sync_api import sync_playwright
+    except ImportError:
+        return f"playwright {INSTALL}"
+    with sync_playwright() as playwright:
+        if Path(_path(playwright)).exists():
+            return ""
+    return "no Chromium is on this machine: install one, or name it in $CHROMIUM"
+
+
 @contextmanager
 def chromium() -> Iterator[Any]:
     """A browser of playwright's, which drives the machine's own Chromium, or the one that $CHROMIUM names."""
-    api = pytest.importorskip("playwright.sync_api", reason=f"playwright {INSTALL}")
-    with api.sync_playwright() as playwright:
+    if reason := no_chromium():
+        pytest.skip(reason)
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
         browser = playwright.chromium.launch(**_options(playwright))
         try:
             yield browser
@@ -29,9 +46,10 @@ def chromium() -> Iterator[Any]:
 
 @asynccontextmanager
 async def chromium_beside_a_loop() -> AsyncIterator[Any]:
-    """The same for a test that is a coroutine."""
-    api = pytest.importorskip("playwright.async_api", reason=f"playwright {INSTALL}")
-    async with api.async_playwright() as playwright:
+    """The same for a test that is a coroutine, which asks `no_chromium` before anything is started."""
+    from playwright.async_api import async_playwright
+
+    async with async_playwright() as playwright:
         browser = await playwright.chromium.launch(**_options(playwright))
         try:
             yield browser
@@ -39,10 +57,11 @@ async def chromium_beside_a_loop() -> AsyncIterator[Any]:
             await browser.close()
 
 
+def _path(playwright: Any) -> str:
+    found = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
+    return str(found or playwright.chromium.executable_path)
+
+
 def _options(playwright: Any) -> dict[str, Any]:
-    path = os.environ.get("CHROMIUM") or next(filter(None, map(shutil.which, NAMES)), None)
-    path = path or playwright.chromium.executable_path
-    if not Path(path).exists():
-        pytest.skip("no Chromium is on this machine: install one, or name it in $CHROMIUM")
     # Its sandbox wants rights that a container's root has not; the only pages it sees are ours.
-    return {"executable_path": path, "args": ["--no-sandbox"]}
+    return {"executable_path": _path(playwright), "args": ["--no-sandbox"]}

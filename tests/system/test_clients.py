@@ -105,4 +105,5 @@ def test_the_examples_of_the_document(stack: Stack, request: pytest.FixtureReque
 
 
 def test_every_example_is_run() -> None:
-    assert EXAMPLES.keys() == PRINTED.keys()
+    """The programs of coding agents by test_coding_agents.py."""
+    assert EXAMPLES.keys() == PRINTED.keys() | {"Coding agents"}

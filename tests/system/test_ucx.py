@@ -19,7 +19,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 pytest.importorskip("ucxx", reason="needs the extra ucx")
 
 SERVICES = ("ledger", "kvstore", "prefill", "decode", "attention_pool", "router")
-TURNS = ("My cat is called Zuzu. Tell me a story about her.", "What is my cat called?")
+# No other test asks the shared stack for this, and so both stacks have nothing of it in their caches.
+TURNS = ("My heron is called Ulla. Tell me a story about her.", "What is my heron called?")
 ANSWER = {"temperature": 0.0, "max_tokens": 120, "ignore_eos": True}
 # Decode has room for less than the conversation takes: the rest lies on the pool. Loads are made however long
 # they take: to connect UCX takes longer than to compute so short a prompt.
