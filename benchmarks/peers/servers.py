@@ -125,7 +125,11 @@ def _vllm(home: Path, model: Path, sizes: Sizes, port: int, folder: Path, progre
     if not (home / "ready").exists():
         progress(f"installing {VLLM} into {home}")
         python = _environment(home)
-        _run([python, "-m", "pip", "install", "--quiet", VLLM, "--extra-index-url", TORCH_CPU_INDEX])
+        install = [python, "-m", "pip", "install", "--quiet", VLLM]
+        try:  # as the Makefile does: where pip finds torch for the CPU by itself, no other index is asked
+            _run(install)
+        except Unavailable:
+            _run([*install, "--extra-index-url", TORCH_CPU_INDEX])
         _run([python, "-m", "pip", "uninstall", "--quiet", "--yes", *_VLLM_UNWANTED])
         (home / "ready").touch()
     gib = -(-sizes.kv_bytes // (1 << 30))

@@ -39,8 +39,9 @@ def test_a_settlement_is_seen_as_it_happens(tmp_path: Path) -> None:
 
     with Stack(tmp_path / "stack", tables=TABLES, decode=3, attention_pool=0) as stack:
         with Load(stack.url, prompts, SEED, chaos):
-            stack.until(lambda: bool(settled()), SETTLED_S_MAX, "no circle of debts was settled")
-            stack.until(lambda: bool(steps), SETTLED_S_MAX, "no settlement was seen under way")
+            stack.until(
+                lambda: bool(settled() and steps), SETTLED_S_MAX, "no settlement was seen under way and ended"
+            )
             found = settled()[0]
         known = {one["id"] for one in stack.client.get("/v1/commons")["instances"]}
         stack.assert_no_block_is_held(SETTLED_S_MAX)
