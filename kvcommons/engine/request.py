@@ -58,6 +58,11 @@ class Request:
             raise InvalidInput(
                 f"token {max(tokens)} is not in the vocabulary of {model.vocab_size}", param="tokens"
             )
+        if any(token >= model.vocab_size for token in job.sampling.stop_token_ids):
+            raise InvalidInput(
+                f"a token that ends the answer is not in the vocabulary of {model.vocab_size}",
+                param="sampling.stop_token_ids",
+            )
         if job.prompt_tokens > len(tokens):
             raise InvalidInput("prompt_tokens is larger than the number of tokens", param="prompt_tokens")
         truncated = WHOLE

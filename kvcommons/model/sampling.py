@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from kvcommons.backend.interface import Device
-from kvcommons.errors import KVCommonsError
+from kvcommons.errors import InvalidInput, KVCommonsError
+from kvcommons.model.prompt_logprobs import TOP_MAX
 from kvcommons.pb import common_pb2 as pb
 
 # By a mask's byte, what bounds the logits of its eight tokens: nothing, or minus infinity.
@@ -28,6 +29,16 @@ _BOUNDS = (
     )
     .astype(np.float32)
     .view("V32")[:, 0]
+)
+# What a row may be sampled with at most: more than the APIs let through.
+_BETWEEN = (
+    ("temperature", 0.0, math.inf),
+    ("top_p", 0.0, 1.0),
+    ("min_p", 0.0, 1.0),
+    ("frequency_penalty", -math.inf, math.inf),
+    ("presence_penalty", -math.inf, math.inf),
+    ("repetition_penalty", 0.0, math.inf),
+    ("top_logprobs", 0, TOP_MAX),
 )
 # top_p is looked for among this many most probable tokens first; few distributions need a full sort.
 _LIKELY_TOKENS = 256
@@ -53,6 +64,16 @@ class SamplingParams:
 
     @classmethod
     def of(cls, sampling: pb.Sampling) -> SamplingParams:
+        """Raises InvalidInput for numbers that no logits can be changed by: a row of them would cost those
+        beside it their iteration, too."""
+        for name, least, most in _BETWEEN:
+            value = getattr(sampling, name)
+            if not (least <= value <= most and math.isfinite(value)):
+                raise InvalidInput(f"sampling.{name} is {value}", param=f"sampling.{name}")
+        if any(map(math.isnan, sampling.logit_bias.values())):
+            raise InvalidInput(
+                "sampling.logit_bias has a value that is no number", param="sampling.logit_bias"
+            )
         return cls(
             temperature=sampling.temperature,
             top_p=sampling.top_p or 1.0,  # an unset one keeps all
@@ -226,7 +247,7 @@ def _add_logprobs(
     if not asked:
         return
     logprobs = torch.log_softmax(logits[device.longs(asked)].double(), dim=-1)
-    most = max(rows[i].params.top_logprobs for i in asked)
+    most = min(max(rows[i].params.top_logprobs for i in asked), logits.shape[1])
     top = logprobs.topk(most, dim=-1)
     own = logprobs.gather(1, device.longs([sampled[i].token for i in asked]).unsqueeze(1))
     found = (device.download(tensor) for tensor in (own, top.values, top.indices))

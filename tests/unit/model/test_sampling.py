@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from kvcommons.backend.choice import choose
-from kvcommons.errors import Unprocessable
+from kvcommons.errors import InvalidInput, Unprocessable
 from kvcommons.model.sampling import SamplingParams, SamplingRow, uniform
 from kvcommons.model.sampling import sample as sample_on
 from kvcommons.pb import common_pb2 as pb
@@ -203,6 +203,25 @@ def test_parameters_are_read_from_the_proto() -> None:
         repetition_penalty=1.5, min_tokens=7,
     )  # fmt: skip
     assert SamplingParams.of(pb.Sampling()) == SamplingParams()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", math.inf), ("temperature", -1.0), ("temperature", math.nan), ("top_p", 1.5),
+        ("min_p", -1.0), ("frequency_penalty", math.inf), ("presence_penalty", math.nan),
+        ("repetition_penalty", -1.0), ("top_logprobs", 339_238_091),
+    ],
+)  # fmt: skip
+def test_what_no_logits_can_be_changed_by_is_refused(name: str, value: float) -> None:
+    with pytest.raises(InvalidInput, match=name) as refused:
+        SamplingParams.of(pb.Sampling(**{name: value}))  # type: ignore[arg-type]
+    assert refused.value.param == f"sampling.{name}"
+
+
+def test_a_bias_is_a_number() -> None:
+    with pytest.raises(InvalidInput, match="logit_bias"):
+        SamplingParams.of(pb.Sampling(logit_bias={1: math.nan}))
 
 
 def bits(*tokens: int) -> bytes:
