@@ -15,6 +15,7 @@ import sys
 import tarfile
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -91,7 +92,7 @@ class Peer:
 
     def _until_ready(self, until_s: float) -> None:
         assert self._process is not None
-        while not self.client.healthy():
+        while not _is_up(f"{self._url}{self._plan.health}"):
             if self._process.poll() is not None or time.monotonic() > until_s:
                 said = self._log.read_text(errors="replace")[-TOLD_CHARS:]
                 raise Unavailable(f"{self.name} did not start:\n{said}")
@@ -110,6 +111,15 @@ class Peer:
         except ProcessLookupError:
             pass
         self._process.wait()
+
+
+def _is_up(url: str) -> bool:
+    """Whether it answers 200, whatever it says with it."""
+    try:
+        with urllib.request.urlopen(url, timeout=2.0) as answer:
+            return bool(answer.status == 200)
+    except OSError:
+        return False
 
 
 def start(name: str, model: Path, sizes: Sizes, folder: Path, progress: Progress) -> Peer:
@@ -131,11 +141,12 @@ def _vllm(home: Path, model: Path, sizes: Sizes, port: int, folder: Path, progre
         except Unavailable:
             _run([*install, "--extra-index-url", TORCH_CPU_INDEX])
         _run([python, "-m", "pip", "uninstall", "--quiet", "--yes", *_VLLM_UNWANTED])
+        _name_vllm(home)
         (home / "ready").touch()
     gib = -(-sizes.kv_bytes // (1 << 30))
     command = [str(home / "bin" / "vllm"), "serve", str(model), f"--port={port}", "--host=127.0.0.1"]
     command += ["--dtype=bfloat16", f"--max-model-len={sizes.window_tokens}"]
-    command += [f"--max-num-seqs={sizes.sequences}", "--disable-log-requests"]
+    command += [f"--max-num-seqs={sizes.sequences}"]
     environment = {
         "VLLM_TARGET_DEVICE": "cpu",
         "VLLM_CPU_KVCACHE_SPACE": str(gib),
@@ -144,6 +155,15 @@ def _vllm(home: Path, model: Path, sizes: Sizes, port: int, folder: Path, progre
         "VLLM_NO_USAGE_STATS": "1",
     }
     return Plan(command=command, environment=environment)
+
+
+def _name_vllm(home: Path) -> None:
+    """It asks for the version of a package `vllm`, and its wheel has another name."""
+    version = VLLM.partition("==")[2]
+    packages = home / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}" / "site-packages"
+    named = packages / f"vllm-{version}.dist-info"
+    named.mkdir(exist_ok=True)
+    (named / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}\n")
 
 
 def _llama_cpp(home: Path, model: Path, sizes: Sizes, port: int, folder: Path, progress: Progress) -> Plan:
