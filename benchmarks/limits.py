@@ -27,13 +27,12 @@ def product_rate(size: int, dtype: torch.dtype) -> float:
     own of bfloat16 is not among them: where the processor has no instructions for it, it takes minutes."""
     import torch
 
-    from kvcommons.attention.native import library
-    from kvcommons.backend.native_operators import NativeOperators
+    from kvcommons.backend.choice import choose
     from kvcommons.backend.products import Products
 
-    matrix, kernel = torch.ones((size, size), dtype=dtype), library.chosen()
+    matrix = torch.ones((size, size), dtype=dtype)
     products: list[Callable[[torch.Tensor], object]] = [
-        NativeOperators(kernel, who).pack(matrix.clone()) for who in Products
+        choose(products=who).operators.pack(matrix.clone()) for who in Products
     ]
     if dtype == torch.float32:
         products.append(partial(torch.mm, matrix))
