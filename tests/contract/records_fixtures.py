@@ -6,7 +6,12 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
 
+import psycopg
+from psycopg.sql import SQL, Identifier
+
+from kvcommons.homes import session_key
 from kvcommons.pb import kvstore_pb2 as pb
+from services.kvstore.families import HEADS, LEASES, RECORDS
 from services.kvstore.records.embedded import EmbeddedRecords
 from services.kvstore.records.interface import Records
 from services.kvstore.records.sql import SqlRecords
@@ -60,6 +65,49 @@ def sql(
         waiting_max=waiting_max,
         call_s=call_s,
     )
+
+
+class Home:
+    """Where records lie. `open` gives them; again, after `close`, as they were."""
+
+    def __init__(self, kind: str, folder: Path, conninfo: str, executor: Executor) -> None:
+        self._kind, self._folder, self._conninfo, self._executor = kind, folder, conninfo, executor
+        self.clock = Clock()
+        self.default_ttl_s = 3600
+        self.unnamed: list[bytes] = []
+        self._opened: list[Records] = []
+
+    async def open(self) -> Records:
+        records: Records
+        if self._kind == "embedded":
+            records = embedded(self._folder, self.clock, self.default_ttl_s, self._forget, self._executor)
+        else:
+            records = sql(self._conninfo, self.clock, self.default_ttl_s, self._forget)
+        self._opened.append(records)
+        return records
+
+    async def close(self) -> None:
+        while self._opened:
+            await self._opened.pop().close()
+
+    async def damage(self, session_id: str, value: bytes, what: str = "head") -> None:
+        """Writes `value` where a session's head ("head") or its turn's lease ("lease") is. Nobody has the
+        records open."""
+        key = session_key("alice", session_id)
+        if self._kind == "embedded":
+            table = open_sessions(self._folder)
+            families = (RECORDS, HEADS) if what == "head" else (LEASES,)
+            table.write([(family, key, value) for family in families])
+            table.close()
+            return
+        column = Identifier(what)
+        async with await psycopg.AsyncConnection.connect(self._conninfo) as connection:
+            statement = SQL("UPDATE sessions SET {} = %s WHERE key = %s").format(column)
+            await connection.execute(statement, [value, key])
+
+    def _forget(self, model: bytes, block_ids: Sequence[bytes]) -> None:
+        assert model == MODEL
+        self.unnamed += block_ids
 
 
 def block(number: int) -> bytes:

@@ -21,8 +21,7 @@ from services.kvstore.records.interface import Records
 from services.kvstore.records.sql import SqlRecords
 from services.kvstore.session import Cut, TurnRenewal
 from services.kvstore.turn_lease import LEASE_KEPT_MS
-from tests.contract.records_fixtures import MODEL, Clock, begin, block, commit, turn
-from tests.contract.records_home import Home
+from tests.contract.records_fixtures import MODEL, Clock, Home, begin, block, commit, turn
 
 pytest_plugins = ("tests.contract.records_home",)
 

@@ -14,8 +14,7 @@ from services.kvstore.records.interface import Records
 from services.kvstore.session import TurnBegin
 from services.kvstore.turn_lease import TurnLease
 from services.router.sessions.copies import RecordCopies, grown
-from tests.contract.records_fixtures import Clock, begin, block, commit, turn
-from tests.contract.records_home import Home
+from tests.contract.records_fixtures import Clock, Home, begin, block, commit, turn
 
 pytest_plugins = ("tests.contract.records_home",)
 

@@ -9,8 +9,7 @@ from kvcommons.pb import kvstore_pb2 as pb
 from services.kvstore.records.interface import Records
 from services.kvstore.session import TurnBegin, TurnRenewal
 from services.kvstore.turn_lease import DocumentOnItsWay, TurnLease
-from tests.contract.records_fixtures import MODEL, begin, commit, turn
-from tests.contract.records_home import Home
+from tests.contract.records_fixtures import MODEL, Home, begin, commit, turn
 
 pytest_plugins = ("tests.contract.records_home",)
 
