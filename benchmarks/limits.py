@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+    from kvcommons.backend.interface import AttentionBackend
     from kvcommons.engine.core import Core
 
 _TIMES = 3
@@ -50,25 +51,27 @@ def read_bytes_s(size: int = 1 << 30) -> float:
     import torch
 
     from kvcommons.backend.choice import choose
-    from kvcommons.backend.native_attention import NativeAttention
 
     memory, attention = torch.ones(size // 8, dtype=torch.int64), choose().attention
-    kernel = attention.kernel if isinstance(attention, NativeAttention) else None
     rates = []
     for _ in range(_TIMES):
         began_s = time.perf_counter()
-        memory.sum() if kernel is None else kernel.read(memory)
+        _read(memory, attention)
         rates.append(size / (time.perf_counter() - began_s))
     return max(rates)
 
 
 def read_memory(core: Core) -> None:
     """All of its block memory, on all threads."""
+    _read(core.memory.tensor, core.backend.attention)
+
+
+def _read(memory: torch.Tensor, attention: AttentionBackend) -> None:
+    """By the kernel where there is one."""
     import torch
 
     from kvcommons.backend.native_attention import NativeAttention
 
-    memory, attention = core.memory.tensor, core.backend.attention
     if isinstance(attention, NativeAttention) and attention.kernel is not None:
         attention.kernel.read(memory)
     else:

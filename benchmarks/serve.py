@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.peers.bounds import kv_token_bytes
+from benchmarks.peers.named import add_peer_option, named_client
 from benchmarks.plot import panels
 from benchmarks.prompts import PromptWriter
 from benchmarks.random_model import chosen_model
@@ -37,7 +39,6 @@ Progress = Callable[[str], None]
 OWN = "kvcommons"
 # Of the memory for KV: decode's, prefill's, and the kvstore's DRAM.
 SHARES = (0.5, 0.25, 0.25)
-ANSWER_S_MAX = 600.0
 FIGURES = ("goodput turns/s", "TTFT p50 s", "TTFT p99 s", "TBT p50 ms", "TBT p99 ms")
 
 
@@ -147,9 +148,7 @@ def add(
     )
     parser.add_argument("--ttft", type=float, default=2.0, metavar="S", help="objective")
     parser.add_argument("--tbt", type=float, default=0.2, metavar="S", help="objective")
-    parser.add_argument(
-        "--peer", action="append", default=[], metavar="NAME=URL", help="another server with the same model"
-    )
+    add_peer_option(parser)
     parser.add_argument("--histories", action="store_true", help="send whole conversations here, too")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     add_outputs(parser)
@@ -199,7 +198,7 @@ def _conversations(options: argparse.Namespace, window: int) -> list[list[Step]]
 
 def _stack(folder: Path, model: Path, spec: ModelSpec, options: argparse.Namespace) -> RunningStack:
     """Which has so much memory for KV in all."""
-    token_bytes = 2 * spec.layers * spec.kv_heads * spec.head_dim * 2
+    token_bytes = kv_token_bytes(spec)
     decode, prefill, dram = (int(share * (options.memory_mb << 20)) for share in SHARES)
     tables = {
         "decode": {"capacity_tokens": decode // token_bytes},
@@ -211,10 +210,7 @@ def _stack(folder: Path, model: Path, spec: ModelSpec, options: argparse.Namespa
 
 def _peer(given: str) -> Server:
     """Raises InvalidInput."""
-    name, equals, url = given.partition("=")
-    if not (name and equals and url):
-        raise InvalidInput(f"--peer {given}: write NAME=URL, as vllm=http://127.0.0.1:8001", param="peer")
-    client = RestClient(url, timeout_s=ANSWER_S_MAX)
+    name, client = named_client(given)
     return Server(name=name, client=client, model=_model_of(client), sessions=False)
 
 

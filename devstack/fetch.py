@@ -57,8 +57,12 @@ def cached(name: str, environ: Mapping[str, str] = os.environ) -> Path:
     """Where a model's folder is, once it was fetched. Raises InvalidInput for a name that is not known."""
     if name not in MODELS:
         raise InvalidInput(f"{name} is no model that can be fetched; there is {', '.join(MODELS)}")
-    root = environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "kvcommons" / MODELS[name].name
+    return cache_folder(environ) / MODELS[name].name
+
+
+def cache_folder(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where what was downloaded is kept."""
+    return Path(environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "kvcommons"
 
 
 def fetch(name: str, folder: Path, say: Callable[[str], None]) -> Path:

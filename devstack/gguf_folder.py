@@ -28,7 +28,7 @@ _PRE_TOKENIZERS = {
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     )
 }
-_TENSORS = {
+TENSORS = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
     "output": "lm_head",
@@ -138,9 +138,9 @@ def _weights(reader: Any, config: Mapping[str, Any]) -> Iterator[tuple[str, np.n
     rotated = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
     for tensor in reader.tensors:
         *block, kind, _ = tensor.name.split(".")  # "blk.3.attn_q.weight", "output.weight"
-        if kind not in _TENSORS:
+        if kind not in TENSORS:
             raise InvalidInput(f"the file has a tensor {tensor.name}, which no llama has")
-        name = f"{_TENSORS[kind]}.weight"
+        name = f"{TENSORS[kind]}.weight"
         values = gguf.dequantize(tensor.data, tensor.tensor_type)
         if kind in rotated:
             values = _unpermuted(values, rotated[kind])

