@@ -159,6 +159,7 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServicer):
         self, request: prefill_pb2.PrefillRequest, context: Any
     ) -> AsyncIterator[prefill_pb2.PrefillEvent]:
         self.requests.append(request)
+        delay_s = self.script.delay_s  # as it is when the request is there: a test may change it for the next
         # Without targets nobody goes on from the prompt.
         started = Started(push_from_block=0)
         if request.targets:
@@ -167,7 +168,7 @@ class ScriptedPrefill(prefill_pb2_grpc.PrefillServicer):
         self.running += 1
         try:
             yield prefill_pb2.PrefillEvent(started=prefill_pb2.PrefillStarted(queued_us=1))
-            await asyncio.sleep(self.script.delay_s)
+            await asyncio.sleep(delay_s)
             asked = request.job.HasField("prompt_logprobs")
             logprobs = self.script.prompt_logprobs(request.job) if asked else []
             for message in logprobs[:1]:
