@@ -210,7 +210,8 @@ def _eos_ids(folder: Path) -> list[int]:
     ids: list[int] = []
     for name in ("generation_config.json", "config.json"):
         value = read_json(folder / name).get("eos_token_id")
-        ids += [token for token in (value if isinstance(value, list) else [value]) if isinstance(token, int)]
+        given = value if isinstance(value, list) else [value]
+        ids += [token for token in given if isinstance(token, int) and token >= 0]  # -1 is nobody's
     return ids
 
 

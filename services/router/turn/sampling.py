@@ -41,7 +41,8 @@ def sampling_of(
         logit_bias=bias,
         logprobs=logprobs,
         top_logprobs=top_logprobs,
-        stop_token_ids=() if request.ignore_eos else sorted(stop_ids),
+        # Some folders name an end that their model is too small to give: it ends nothing.
+        stop_token_ids=() if request.ignore_eos else sorted(end for end in stop_ids if end < vocab_size),
         grammar=grammar,
     )
 

@@ -54,7 +54,7 @@ def test_control_tokens_of_a_template_are_recognised(folder: Path) -> None:
 def test_an_end_that_the_tokenizer_takes_for_a_word_is_a_control_token(tmp_path: Path) -> None:
     source = tokenizers.Tokenizer(models.WordLevel({"a": 0, "STOP": 1, "?": 2}, unk_token="?"))
     source.save(str(tmp_path / "tokenizer.json"))
-    (tmp_path / "config.json").write_text('{"eos_token_id": 1}')
+    (tmp_path / "config.json").write_text('{"eos_token_id": [1, -1]}')
     tokenizer = Tokenizer.read(tmp_path)
     assert tokenizer.eos_ids == {1}
     assert tokenizer.encode_text("STOP") == [2] * 4

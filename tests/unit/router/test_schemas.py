@@ -361,7 +361,7 @@ def test_json_that_is_none() -> None:
 
 
 def test_sampling_has_defaults_and_wraps_seeds() -> None:
-    drawn = sampling_of(chat(), seed=9, choice=2, stop_ids=(4, 2), vocab_size=100)
+    drawn = sampling_of(chat(), seed=9, choice=2, stop_ids=(4, 2, 100), vocab_size=100)
     assert (drawn.temperature, drawn.top_p, drawn.top_k, drawn.seed, drawn.choice) == (1.0, 1.0, 0, 9, 2)
     assert list(drawn.stop_token_ids) == [2, 4]
     given = sampling_of(
