@@ -60,11 +60,12 @@ test: $(STAMP) ## the default tests; ARGS=tests/unit/rblock for some of them
 	$(ONE_THREAD) $(BIN)/python -m pytest -m "not slow and not compose" -n $(WORKERS) --dist loadfile --no-loadscope-reorder \
 	  --max-worker-restart 0 $(ARGS)
 
-# What drives a Chromium is installed here; the Chromium has to be there, else tests of the page are skipped. Two
-# processes at once, a file in one of them: WORKERS=0 runs one test after another.
+# What drives a Chromium is installed here; the Chromium has to be there, else tests of the page are skipped. So is
+# the compiler of the kernels for GPUs, which needs no GPU. Two processes at once, a file in one of them: WORKERS=0
+# runs one test after another.
 test-slow: WORKERS = 2
 test-slow: $(STAMP) ## those that take longer, clients of other people, and the page in a Chromium
-	@$(INSTALL) -c constraints.txt -e ".[browser]"
+	@$(INSTALL) -c constraints.txt -e ".[browser,cuda]"
 	$(ONE_THREAD) $(BIN)/python -m pytest -m "slow and not compose" -n $(WORKERS) --dist loadfile -rs $(ARGS)
 
 # Thousands of seeded crash schedules; SEED=n replays one, SCHEDULES=n says how many, KIND=commons which.

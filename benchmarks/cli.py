@@ -18,6 +18,7 @@ from benchmarks import (
     chunk_attention,
     cores,
     first_token,
+    gpu,
     kv_parallel,
     live_hits,
     long_context,
@@ -108,6 +109,7 @@ def _parser() -> argparse.ArgumentParser:
     prefixes_cli.add(commands, _add_outputs)
     attention.add(commands, _add_outputs)
     chunk_attention.add(commands, _add_outputs)
+    gpu.add(commands, _add_outputs)
     overlap_cli.add(commands, _add_outputs)
     store_cli.add(commands, _add_outputs)
     live_hits.add(commands, _add_outputs)

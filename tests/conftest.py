@@ -7,6 +7,7 @@ import gc
 import itertools
 import os
 from collections.abc import Generator, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import hypothesis
@@ -23,6 +24,10 @@ for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "RAY
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 # Models in tests are made on the spot; nothing asks a hub.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Triton asks for it once, when it is imported, which other libraries do: without a GPU its kernels are
+# interpreted.
+if not Path("/dev/nvidiactl").exists():
+    os.environ["TRITON_INTERPRET"] = "1"
 # A developer's own settings must not steer the tests.
 for _name in [name for name in os.environ if name.startswith("KVCOMMONS_") and "__" in name]:
     del os.environ[_name]

@@ -9,11 +9,13 @@ from pathlib import Path
 import torch
 
 from kvcommons.attention.native import build, library
+from kvcommons.backend.cuda_device import CudaDevice
 from kvcommons.backend.host_device import HostDevice
 from kvcommons.backend.interface import Backend
 from kvcommons.backend.native_attention import NativeAttention
 from kvcommons.backend.native_operators import NativeOperators
 from kvcommons.backend.products import Products
+from kvcommons.backend.slice_graphs import cuda_capture
 from kvcommons.backend.torch_attention import TorchAttention
 from kvcommons.backend.torch_device import TorchDevice
 from kvcommons.backend.torch_operators import TorchOperators
@@ -22,7 +24,8 @@ from kvcommons.errors import InvalidInput
 
 def choose(device: str = "cpu", products: Products = Products.NATIVE) -> Backend:
     """For a device as torch names it ("cpu", "cuda", "cuda:1"). On the CPU the kernel is compiled, if it has
-    to be, before anybody waits for it; KVCOMMONS_KERNEL says which of its variants is taken, if any.
+    to be, before anybody waits for it; KVCOMMONS_KERNEL says which of its variants is taken, if any. On an
+    NVIDIA GPU kernels are compiled by Triton as they are needed, unless KVCOMMONS_KERNEL is torch.
     `products`: who multiplies with weights there; without the kernel it is oneDNN. Raises InvalidInput for a
     device that cannot be used."""
     try:
@@ -35,8 +38,27 @@ def choose(device: str = "cpu", products: Products = Products.NATIVE) -> Backend
         kernel = library.chosen()
         operators = NativeOperators(kernel, products)
         return Backend(device=HostDevice(), operators=operators, attention=NativeAttention(kernel))
+    if place.type == "cuda":
+        return _cuda(place)
     far = TorchDevice(place)
     return Backend(device=far, operators=TorchOperators(), attention=TorchAttention(far))
+
+
+def _cuda(place: torch.device) -> Backend:
+    device = CudaDevice(place)
+    if os.environ.get(library.VARIABLE) == "torch":
+        return Backend(device=device, operators=TorchOperators(), attention=TorchAttention(device))
+    try:
+        # Their compiler comes with torch's builds for CUDA, and with no other.
+        from kvcommons.backend.cuda_attention import CudaAttention
+        from kvcommons.backend.cuda_operators import CudaOperators
+    except ImportError as error:
+        raise InvalidInput(
+            f"device {str(place)!r} needs Triton: install it, or set {library.VARIABLE}=torch ({error})",
+            param="device",
+        ) from error
+    operators = CudaOperators(cuda_capture(place))
+    return Backend(device=device, operators=operators, attention=CudaAttention(device))
 
 
 def kernels_version() -> str:

@@ -1,5 +1,6 @@
 """What every backend computes (kvcommons.backend.interface), against plain formulas in float64: torch's
-reference, the CPU with its kernel and without, and a device that does everything late, in memory of its own.
+reference, the CPU with its kernel and without, a device that does everything late, in memory of its own, and
+the kernels for GPUs, on a GPU or by Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from kvcommons.backend.memory import BlockMemory
 from kvcommons.rblock.layout import Layout
 from tests.asynchronous import HostAccess, asynchronous
 from tests.backends import attend_batch, attend_chunk, reference, without_kernel
+from tests.interpreted import interpreted, needs_triton
 
 BACKENDS: dict[str, Callable[[], Backend]] = {
     "reference": reference,
@@ -26,16 +28,22 @@ BACKENDS: dict[str, Callable[[], Backend]] = {
     "native-without-kernel": without_kernel,
     "asynchronous": asynchronous,
 }
-if torch.cuda.is_available():
-    BACKENDS["cuda"] = lambda: choose("cuda")
+INTERPRETED = pytest.param(interpreted, id="interpreted", marks=[pytest.mark.slow, needs_triton])
+CUDA = pytest.param(lambda: choose("cuda"), id="cuda")
 DTYPES = [torch.float32, torch.bfloat16]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 SCALE = 0.3
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(
+    params=[
+        *(pytest.param(make, id=name) for name, make in BACKENDS.items()),
+        CUDA if torch.cuda.is_available() else INTERPRETED,
+    ]
+)
 def backend(request: pytest.FixtureRequest) -> Backend:
-    return BACKENDS[request.param]()
+    make: Callable[[], Backend] = request.param
+    return make()
 
 
 @pytest.fixture(params=DTYPES, ids=["float32", "bfloat16"])

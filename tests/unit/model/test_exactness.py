@@ -13,6 +13,7 @@ from kvcommons.backend.choice import choose
 from kvcommons.model.slices import Model
 from tests.backends import attend_chunk, merge
 from tests.exactness import MARGIN, assert_greedy
+from tests.interpreted import interpreted, needs_triton
 from tests.unit.model import reference_folders
 from tests.unit.model.paged_runner import BLOCK_TOKENS, PagedRunner, Sequence_
 
@@ -25,19 +26,21 @@ def prompts() -> list[list[int]]:
     return [[draw.randrange(199) for _ in range(length)] for length in (75, 9)]
 
 
-def check(folder: Path, sequence: Sequence_, prompt_tokens: int) -> None:
+def check(folder: Path, sequence: Sequence_, prompt_tokens: int, new_tokens: int = NEW_TOKENS) -> None:
     """The reference's logits within the margin, and its greedy tokens."""
     reference = reference_folders.reference_logits(folder, sequence.tokens)[prompt_tokens - 1 :]
     ours = torch.stack(sequence.logits)
-    assert len(ours) == NEW_TOKENS + 1
+    assert len(ours) == new_tokens + 1
     torch.testing.assert_close(ours, reference, rtol=0, atol=MARGIN)
     assert_greedy(ours.argmax(-1).tolist(), reference)
 
 
-def run(model: Model, *, chunk_tokens: int, split: int | None) -> list[Sequence_]:
-    runner = PagedRunner(model, prompts(), NEW_TOKENS, split=split)
+def run(
+    model: Model, *, chunk_tokens: int, split: int | None, new_tokens: int = NEW_TOKENS
+) -> list[Sequence_]:
+    runner = PagedRunner(model, prompts(), new_tokens, split=split)
     runner.prefill(chunk_tokens)
-    runner.decode(NEW_TOKENS)
+    runner.decode(new_tokens)
     return runner.sequences
 
 
@@ -52,6 +55,19 @@ def test_every_family_equals_transformers(tmp_path: Path, kind: str, device: str
         ):
             assert sequence.tokens[: len(prompt)] == prompt
             check(folder, sequence, len(prompt))
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="they run on the GPU")
+@pytest.mark.parametrize("kind", ["mistral-sliding", "qwen3-sliding-biased"])
+def test_the_kernels_for_gpus_equal_transformers(tmp_path: Path, kind: str) -> None:
+    """A few tokens: they are interpreted."""
+    folder = reference_folders.write(tmp_path, kind)
+    model = Model.load(folder, dtype="float32", backend=interpreted())
+    sequences = run(model, chunk_tokens=20, split=3, new_tokens=3)
+    for sequence, prompt in zip(sequences, prompts(), strict=True):
+        check(folder, sequence, len(prompt), 3)
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 16, 33])
