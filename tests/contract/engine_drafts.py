@@ -21,13 +21,13 @@ def foreseen(texts: Sequence[Sequence[int]], wrong: float, most: int = MOST) -> 
     """Drafts are what comes in one of these texts, but for a part of them, which is wrong."""
     draw = random.Random(3)
 
-    def next_(self: Any, tokens: Sequence[int], count: int) -> list[int]:
-        self.length = 0
+    def next_(self: Any, count: int) -> tuple[list[int], list[float]]:
+        tokens = self._sequence.tokens
         for text in texts:
-            if len(tokens) < len(text) and list(text[: len(tokens)]) == list(tokens):
+            if len(tokens) < len(text) and list(text[: len(tokens)]) == tokens:
                 coming = text[len(tokens) : len(tokens) + most]
-                return [1 if draw.random() < wrong else token for token in coming]
-        return []
+                return [1 if draw.random() < wrong else token for token in coming], [0.5] * len(coming)
+        return [], []
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(speculation._SequenceDrafts, "next", next_)

@@ -102,6 +102,27 @@ async def test_tokens_are_those_without_drafts(engines: Stack, name: str) -> Non
 
 
 @pytest.mark.usefixtures("all_drafts")
+async def test_what_a_tenant_was_answered_is_drafted_for_that_tenant_alone(engines: Stack) -> None:
+    """Of answers that repeat nothing of their own; and the tokens are the same."""
+    prefill, decode = await engines.prefill(), await engines.decode(max_draft_tokens=MOST)
+    sampling = common_pb2.Sampling(**SEEDED)
+
+    async def accepted(tenant: str) -> tuple[list[int], float]:
+        before = outcome(engines)[0]
+        asked = turn(prefill, decode, engines.model, prompt(30, 1), 60, sampling=sampling, tenant=tenant)
+        tokens = (await asked.run()).tokens
+        return tokens, outcome(engines)[0] - before
+
+    first, alone = await accepted("t")
+    again, known = await accepted("t")
+    others, unknown = await accepted("u")
+    assert first == again == others
+    assert known > 40
+    assert alone == unknown < 10
+    await engines.idle("decode")
+
+
+@pytest.mark.usefixtures("all_drafts")
 async def test_an_answer_ends_within_its_drafts(engines: Stack) -> None:
     """At a stop token, at its last position, and not before it may."""
     prefill, decode = await engines.prefill(), await engines.decode(max_draft_tokens=MOST)

@@ -1,5 +1,5 @@
-"""What an engine has of drafts: for each sequence that generates, the index of its own tokens and how often
-drafts from it were right."""
+"""What an engine has of drafts: for each sequence that generates, the index of its own tokens, what its
+tenant's answers were, and how often drafts from either were right."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from kvcommons.engine.drafts.acceptance import Acceptance
 from kvcommons.engine.drafts.choice import Candidate, RowSeconds, choose
+from kvcommons.engine.drafts.history import AnswerHistory
 from kvcommons.engine.drafts.index import DraftIndex, copied
 from kvcommons.engine.iteration_costs import IterationWork
 from kvcommons.engine.predictor import Predictor
@@ -14,25 +15,60 @@ from kvcommons.engine.sequence import RemoteRun
 from kvcommons.engine.sequence import Sequence as Generating
 
 
+class _Source:
+    """Where drafts of a sequence are from, and how often they were right."""
+
+    def __init__(self, find: Callable[[int], tuple[int, list[int]]]) -> None:
+        """`find`: the length of the match of the sequence's last tokens, and what followed it."""
+        self._find = find
+        self._acceptance = Acceptance()
+        self._length = 0  # of the match
+        self.drafts: list[int] = []
+        self.chances: list[float] = []
+
+    def learn(self, came: Sequence[int]) -> None:
+        self._acceptance.learn(self._length, self.drafts, came)
+
+    def look(self, most: int) -> None:
+        self._length, self.drafts = self._find(most)
+        self.chances = self._acceptance.chances(self._length, len(self.drafts))
+
+
 class _SequenceDrafts:
     """Of one sequence."""
 
-    def __init__(self, tokens: Sequence[int]) -> None:
-        self._index = DraftIndex(tokens)
-        self.acceptance = Acceptance()
-        self._known = len(tokens)
-        self.length = 0  # of the match
-        self._drafts: list[int] = []
+    def __init__(self, sequence: Generating, history: AnswerHistory) -> None:
+        self._sequence, self._history = sequence, history
+        self._index = DraftIndex(sequence.tokens)
+        self._known = len(sequence.tokens)
+        self._sources = (_Source(self._own), _Source(self._tenants))
 
-    def next(self, tokens: Sequence[int], most: int) -> Sequence[int]:
-        """Takes in what came since, and drafts at most so many tokens."""
+    def next(self, most: int) -> tuple[Sequence[int], Sequence[float]]:
+        """Takes in what came since, and drafts at most so many tokens, with the chance of each: from where
+        more of them are expected to come."""
+        tokens = self._sequence.tokens
         if len(tokens) > self._known:
-            self.acceptance.learn(self.length, self._drafts, tokens[self._known :])
+            came = tokens[self._known :]
+            for source in self._sources:
+                source.learn(came)
             self._index.extend(tokens)
             self._known = len(tokens)
+        for source in self._sources:
+            source.look(most)
+        best = max(self._sources, key=lambda source: sum(source.chances))
+        return best.drafts, best.chances
+
+    def ended(self) -> None:
+        request = self._sequence.request
+        self._history.add(request.tenant, self._sequence.tokens, request.prompt_tokens)
+
+    def _own(self, most: int) -> tuple[int, list[int]]:
+        tokens = self._sequence.tokens
         match = self._index.longest(tokens)
-        self.length, self._drafts = match.length, copied(tokens, match, most) if match.length else []
-        return self._drafts
+        return match.length, copied(tokens, match, most) if match.length else []
+
+    def _tenants(self, most: int) -> tuple[int, list[int]]:
+        return self._history.drafts(self._sequence.request.tenant, self._sequence.tokens, most)
 
 
 class Speculation:
@@ -48,6 +84,7 @@ class Speculation:
         self._token_bytes = token_bytes
         self._times = RowSeconds(predictor)
         self._sequences: dict[int, _SequenceDrafts] = {}
+        self._history = AnswerHistory()
 
     def drafts(
         self, sequences: Sequence[Generating], grow: Callable[[Generating], None]
@@ -61,15 +98,15 @@ class Speculation:
         for one in sequences:
             known = self._sequences.get(one.key)
             if known is None:
-                known = self._sequences[one.key] = _SequenceDrafts(one.tokens)
-            drafts = known.next(one.tokens, self._most)
+                known = self._sequences[one.key] = _SequenceDrafts(one, self._history)
+            drafts, chances = known.next(self._most)
             if len(drafts) > one.room:
                 grow(one)
             drafts = one.verifiable(drafts)
             if drafts:
                 found[one.key] = drafts
                 candidates[one.key] = Candidate(
-                    chances=known.acceptance.chances(known.length, len(drafts)),
+                    chances=chances[: len(drafts)],
                     read_bytes=len(one.tokens) * self._token_bytes,
                 )
         if not found:
@@ -84,7 +121,9 @@ class Speculation:
 
     def leave(self, key: int) -> None:
         """The sequence has ended."""
-        self._sequences.pop(key, None)
+        known = self._sequences.pop(key, None)
+        if known is not None:
+            known.ended()
 
     def _work(self, sequences: Sequence[Generating]) -> IterationWork:
         """Without drafts."""
