@@ -2,15 +2,16 @@
 the same functions and begin their answers alike, in different sessions. Pure.
 
 Answers stand one behind the other in one text, whose older half is dropped when it is full. Tenants never see
-each other's.
+each other's. A token takes eight bytes.
 """
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from kvcommons.engine.drafts.index import NO_MATCH, DraftIndex, Match
+from kvcommons.engine.drafts.index import DraftIndex, Match
 
 BREAK = -1  # between two answers: no token is drafted from the one before it
 TENANT_TOKENS = 1 << 16
@@ -22,14 +23,14 @@ class _Answers:
     """Of one tenant."""
 
     def __init__(self) -> None:
-        self._text: list[int] = []
-        self._index = DraftIndex([])
+        self._text = array("i")
+        self._index = DraftIndex(self._text, TENANT_TOKENS)
 
     def add(self, answer: Sequence[int]) -> None:
-        self._text += [BREAK, *answer[-TENANT_TOKENS // 2 :]]
+        self._text.extend([BREAK, *answer[-TENANT_TOKENS // 2 :]])
         if len(self._text) > TENANT_TOKENS:
             self._text = self._text[-TENANT_TOKENS // 2 :]
-            self._index = DraftIndex(self._text)
+            self._index = DraftIndex(self._text, TENANT_TOKENS)
         else:
             self._index.extend(self._text)
 
@@ -37,7 +38,7 @@ class _Answers:
         return self._index.longest(self._text, tail)
 
     def copied(self, match: Match, count: int) -> list[int]:
-        end = self._text[match.end : match.end + count]
+        end = self._text[match.end : match.end + count].tolist()
         return end[: end.index(BREAK)] if BREAK in end else end
 
 
@@ -63,7 +64,6 @@ class AnswerHistory:
         """The length of the longest match of the last tokens in the tenant's answers, and at most so many
         tokens that followed it."""
         answers = self._tenants.get(tenant)
-        match = NO_MATCH if answers is None else answers.longest(tokens)
-        return (
-            (match.length, answers.copied(match, most)) if answers is not None and match.length else (0, [])
-        )
+        if answers is None or not (match := answers.longest(tokens)).length:
+            return 0, []
+        return match.length, answers.copied(match, most)
