@@ -71,10 +71,18 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(line, ensure_ascii=False, default=str)
 
 
+def _not_of_calls_that_ended(record: logging.LogRecord) -> bool:
+    """Whether a record is to be logged. grpcio logs an error, and where it came from, for an answer that
+    could not be sent since its caller was gone by then: anybody who hangs up would fill the log."""
+    kind = record.exc_info[0] if record.name == "grpc._cython.cygrpc" and record.exc_info else None
+    return kind is None or kind.__name__ != "ExecuteBatchError"
+
+
 def configure(service: str, instance_id: str, *, level: str = "info", stream: TextIO | None = None) -> None:
     """All of this process's logs as JSON to `stream` (stderr), uncaught exceptions of threads included."""
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(JsonFormatter(service, instance_id))
+    handler.addFilter(_not_of_calls_that_ended)
     handler.addFilter(FloodFilter())
     root = logging.getLogger()
     for old in root.handlers[:]:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+from grpc._cython import cygrpc
 
 from kvcommons.telemetry import logs
 from kvcommons.telemetry.trace import Tracer
@@ -59,6 +60,17 @@ def test_exceptions_are_part_of_the_line(stream: io.StringIO) -> None:
     (line,) = lines(stream)
     assert line["level"] == "error"
     assert "ValueError: no" in str(line["exception"])
+
+
+def test_an_answer_whose_caller_is_gone_is_not_logged_and_a_mistake_is(stream: io.StringIO) -> None:
+    library = logging.getLogger("grpc._cython.cygrpc")
+    for error in (cygrpc.ExecuteBatchError("Failed"), ValueError("a mistake")):
+        try:
+            raise error
+        except Exception:
+            library.exception("raised by servicer method [/kvcommons.v1.Decode/Generate]")
+    (line,) = lines(stream)
+    assert "a mistake" in str(line["exception"])
 
 
 def test_a_thread_that_dies_is_logged(stream: io.StringIO) -> None:
