@@ -30,6 +30,7 @@ from benchmarks import (
     overlap_cli,
     partition,
     prefixes_cli,
+    products,
     records,
     remote_attention,
     rotation,
@@ -110,6 +111,7 @@ def _parser() -> argparse.ArgumentParser:
     attention.add(commands, _add_outputs)
     chunk_attention.add(commands, _add_outputs)
     gpu.add(commands, _add_outputs)
+    products.add(commands, _add_outputs)
     overlap_cli.add(commands, _add_outputs)
     store_cli.add(commands, _add_outputs)
     live_hits.add(commands, _add_outputs)

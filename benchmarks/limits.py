@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from kvcommons.backend.interface import AttentionBackend
     from kvcommons.engine.core import Core
 
 _TIMES = 3
@@ -50,28 +49,28 @@ def read_bytes_s(size: int = 1 << 30) -> float:
     """At which memory far larger than the caches is read on torch's threads."""
     import torch
 
-    from kvcommons.backend.choice import choose
-
-    memory, attention = torch.ones(size // 8, dtype=torch.int64), choose().attention
+    memory = torch.ones(size // 8, dtype=torch.int64)
     rates = []
     for _ in range(_TIMES):
         began_s = time.perf_counter()
-        _read(memory, attention)
+        read(memory)
         rates.append(size / (time.perf_counter() - began_s))
     return max(rates)
 
 
 def read_memory(core: Core) -> None:
     """All of its block memory, on all threads."""
-    _read(core.memory.tensor, core.backend.attention)
+    read(core.memory.tensor)
 
 
-def _read(memory: torch.Tensor, attention: AttentionBackend) -> None:
+def read(memory: torch.Tensor) -> None:
     """By the kernel where there is one."""
     import torch
 
+    from kvcommons.backend.choice import choose
     from kvcommons.backend.native_attention import NativeAttention
 
+    attention = choose().attention
     if isinstance(attention, NativeAttention) and attention.kernel is not None:
         attention.kernel.read(memory)
     else:
