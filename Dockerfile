@@ -81,6 +81,10 @@ USER kvcommons
 ENTRYPOINT ["sh", "deploy/start"]
 
 FROM base AS compute
+# With CUDA: Triton compiles how its kernels are called with the C compiler that it finds.
+ARG TORCH_BUILD=+cpu
+RUN [ -n "$TORCH_BUILD" ] || { apt-get -qq update && apt-get -qq install -y --no-install-recommends gcc libc6-dev \
+    && rm -rf /var/lib/apt/lists/*; }
 COPY --from=compute-packages /opt/venv /opt/venv
 # Whoever checked this out with whatever umask: the services' user has to read it.
 COPY --chmod=755 kvcommons kvcommons
