@@ -1,7 +1,8 @@
 """What verifying drafts brings, and what it costs where nothing repeats: answers with it and without it.
 
 Two stacks run and differ in `max_draft_tokens` alone; only one is asked at a time, the same prompts, and
-which goes first changes from round to round. An answer's time is that from its first token to its last one:
+which goes first changes from round to round. Each round is another tenant's, so that no answer is drafted
+from the same one before. An answer's time is that from its first token to its last one:
 prompts are computed alike. Tokens are compared, too; in bfloat16 a step whose two best logits are as good as
 equal may go either way.
 """
@@ -9,6 +10,7 @@ equal may go either way.
 from __future__ import annotations
 
 import argparse
+import secrets
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -84,18 +86,36 @@ def _run(options: argparse.Namespace, progress: Progress) -> Report:
         folder = Path(name)
         model, what = chosen_model(options, folder, progress)
         cases = _cases(model, options.prompts)
+        rounds = len(cases) * len(options.batches) * (WARM_UP + options.rounds)
+        keys = Keys(folder / "keys", rounds)
         progress("starting two stacks")
         stacks = {
-            way: running.enter_context(_stack(folder / way, model, options, way == "with")) for way in WAYS
+            way: running.enter_context(_stack(folder / way, model, options, keys, way == "with"))
+            for way in WAYS
         }
         rows: list[Row] = []
         for batch in options.batches:
             for case in cases:
-                rows.append(_compare(stacks, case, batch, options, progress))
+                rows.append(_compare(stacks, case, batch, keys, options, progress))
     ratios = {f"{row['prompts']}, {row['at once']} at once": float(row["ratio"]) for row in rows}
     return Report(
         title=f"{what}, {options.dtype}: tokens a second with drafts over without", ratios=ratios, rows=rows
     )
+
+
+class Keys:
+    """A tenant for each round, who was answered nothing yet: otherwise drafts would be what the same prompt
+    was answered a round before."""
+
+    def __init__(self, file: Path, count: int) -> None:
+        self.file = file
+        self._keys = [secrets.token_hex(16) for _ in range(count)]
+        file.write_text("".join(f"tenant-{number} {key}\n" for number, key in enumerate(self._keys)))
+        file.chmod(0o600)
+        self._left = iter(self._keys)
+
+    def next(self) -> str:
+        return next(self._left)
 
 
 def _cases(model: Path, count: int) -> list[Case]:
@@ -118,29 +138,37 @@ def _cases(model: Path, count: int) -> list[Case]:
     ]
 
 
-def _stack(folder: Path, model: Path, options: argparse.Namespace, drafts: bool) -> RunningStack:
+def _stack(folder: Path, model: Path, options: argparse.Namespace, keys: Keys, drafts: bool) -> RunningStack:
     engine = {
         "dtype": options.dtype,
         "capacity_tokens": (max(options.batches) + 1) * (PROMPT_TOKENS_MAX + options.answer + 64),
     }
     decode = {**engine, "max_draft_tokens": DRAFT_TOKENS if drafts else 0}
     tables = {"prefill": engine, "decode": decode}
-    return RunningStack(folder, tables=tables, model=str(model), attention_pool=0)
+    return RunningStack(
+        folder, tables=tables, model=str(model), attention_pool=0, api_key_file=str(keys.file)
+    )
 
 
 def _compare(
-    stacks: dict[str, RunningStack], case: Case, batch: int, options: argparse.Namespace, progress: Progress
+    stacks: dict[str, RunningStack],
+    case: Case,
+    batch: int,
+    keys: Keys,
+    options: argparse.Namespace,
+    progress: Progress,
 ) -> Row:
     """All of a case's prompts in each round, so many at once."""
     ratios, speeds, same, answers = [], {way: list[float]() for way in WAYS}, 0, 0
     counts = [0.0, 0.0, 0.0]
     for number in range(WARM_UP + options.rounds):
         progress(f"{case.name}, {batch} at once, round {number + 1} of {WARM_UP + options.rounds}")
+        key = keys.next()
         for first in range(0, len(case.prompts) if number >= WARM_UP else batch, batch):
             prompts = case.prompts[first : first + batch]
             order = WAYS if (number + first // batch) % 2 else WAYS[::-1]
             before = _counts(stacks["with"])
-            made = {way: _ask(stacks[way].client, case, prompts, options.answer) for way in order}
+            made = {way: _ask(stacks[way].url, key, case, prompts, options.answer) for way in order}
             if number < WARM_UP:
                 continue
             counts = [sum(some) for some in zip(counts, _counts(stacks["with"]), strict=True)]
@@ -170,7 +198,9 @@ def _compare(
     }
 
 
-def _ask(client: RestClient, case: Case, prompts: Sequence[Sequence[int]], answer: int) -> list[Answer]:
+def _ask(url: str, key: str, case: Case, prompts: Sequence[Sequence[int]], answer: int) -> list[Answer]:
+    client = RestClient(url, api_key=key)
+
     def one(at: int) -> Answer:
         tokens: list[str] = []
         times_s: list[float] = []
