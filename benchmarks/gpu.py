@@ -20,7 +20,6 @@ from benchmarks.plot import panels
 from benchmarks.report import Report, Row, p50
 
 if TYPE_CHECKING:
-    import torch
     from torch import Tensor
 
     from kvcommons.backend.interface import AttentionBackend, Backend, BatchPlan, LayerWeights, Operators
@@ -244,6 +243,8 @@ class Gpu:
 
     def _slice_cases(self, batches: list[int]) -> Iterator[Case]:
         """Two layers, so that the weights of each are read."""
+        import torch
+
         sizes = self._sizes
         ours = self._two_layers(self._backend.operators)
         theirs = self._two_layers(self._torch)
@@ -252,7 +253,7 @@ class Gpu:
         for rows in batches:
             hidden = self._random(rows, sizes.hidden)
             attended = self._random(rows, sizes.query_heads * sizes.head_dim)
-            angles = self._backend.device.allocate((rows, 1, sizes.head_dim // 2), _float32())
+            angles = self._backend.device.allocate((rows, 1, sizes.head_dim // 2), torch.float32)
             yield Case(
                 name=f"slice, {rows} rows",
                 ours=partial(ours, hidden, attended, angles.cos(), angles.sin()),
@@ -270,11 +271,13 @@ class Gpu:
         return advance
 
     def _weights(self, operators: Operators) -> LayerWeights:
+        import torch
+
         from kvcommons.backend.interface import LayerWeights
 
         sizes, pack = self._sizes, operators.pack
         heads = sizes.query_heads + 2 * sizes.kv_heads
-        norm = self._backend.device.allocate((sizes.hidden,), _float32()).fill_(1.0)
+        norm = self._backend.device.allocate((sizes.hidden,), torch.float32).fill_(1.0)
         return LayerWeights(
             attention_norm=norm, qkv=pack(self._random(heads * sizes.head_dim, sizes.hidden)), qk_norm=None,
             output=pack(self._random(sizes.hidden, sizes.query_heads * sizes.head_dim)), mlp_norm=norm,
@@ -282,12 +285,6 @@ class Gpu:
             down=pack(self._random(sizes.hidden, sizes.mlp)), head_dim=sizes.head_dim,
             rotated_heads=sizes.query_heads + sizes.kv_heads, epsilon=_EPSILON,
         )  # fmt: skip
-
-
-def _float32() -> torch.dtype:
-    import torch
-
-    return torch.float32
 
 
 def summarise(title: str, found: dict[str, list[Round]]) -> Report:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from functools import partial
 
 from torch import Tensor
-from torch.nn import functional as F
 
 from kvcommons.attention.cuda import products, slices
-from kvcommons.backend.interface import Embedding, Layer, LayerWeights, Matrix
+from kvcommons.backend.interface import Layer, LayerWeights, Matrix
 from kvcommons.backend.slice_graphs import Capture, GraphedLayer, SliceGraphs
 from kvcommons.backend.torch_operators import PlainMatrix, TorchOperators
 
@@ -26,10 +24,6 @@ class CudaOperators(TorchOperators):
 
     def pack(self, weight: Tensor, bias: Tensor | None = None) -> Matrix:
         return CudaMatrix(weight.contiguous(), bias)
-
-    def pack_tied(self, weight: Tensor) -> tuple[Embedding, Matrix]:
-        weight = weight.contiguous()
-        return partial(F.embedding, weight=weight), self.pack(weight)
 
     def layer(self, weights: LayerWeights) -> Layer:
         if self._graphs is None:

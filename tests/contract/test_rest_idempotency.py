@@ -248,11 +248,12 @@ async def test_where_another_router_has_the_turn_it_is_a_409(
     served.script.delay_s = 0.2
     session, key = new("s"), new("key")
     body = HI | {"session_id": session}
-    first = asyncio.create_task(send(served, CHAT, body, key))
-    await eventually(lambda: served.calls)
+    # It is up before the first call, which may be answered in less time than a router takes to start.
     async with stack(socket_folder / "b", rest_store) as other:
         await other.show()
         other.says("not this")
+        first = asyncio.create_task(send(served, CHAT, body, key))
+        await eventually(lambda: served.calls)
         assert (await code_of(other, CHAT, body, key))[:2] == (409, "turn_in_progress")
         _, answer, _ = await first
         status, told, replayed = await send(other, CHAT, body, key)

@@ -140,7 +140,7 @@ def chunk_units(
             count = min(unit_rows, rows - at)
             units.append((at, count, 0, queries[at], part.start, part.stop, split * rows + at))
     return Units(
-        table=_uploaded(device, torch.tensor(units, dtype=torch.int32).view(-1, 7)),
+        table=_uploaded(device, torch.tensor(units, dtype=torch.int32).view(-1, FIELDS)),
         blocks=_uploaded(device, table.view(1, -1)), unit_rows=unit_rows, window=window, rows=rows,
         parts=splits * rows, merge=Merge(count=splits, stride=rows) if splits > 1 else None,
     )  # fmt: skip
