@@ -20,9 +20,6 @@ constexpr int BESIDE = ROWS == 1 ? 1 : GROUP;
 // With more rows weights of bfloat16 are widened in memory, once for all of them, instead of in registers.
 constexpr int64_t WIDEN_ROWS = 2 * TILE_ROWS;
 
-// How far ahead weights are asked for, in all panels that are read at once.
-constexpr int64_t READ_AHEAD_BYTES = W == 16 ? AHEAD_BYTES : AHEAD_BYTES / 2;
-
 // Ways to multiply. Weights and rows are floats:
 struct Plain {
     static constexpr int64_t ELEMENTS = 1;  // of a word of weights
@@ -80,7 +77,7 @@ inline void add_step(Paired, Floats (&sums)[ROWS][REGISTERS], const Bits* weight
 template <class Way, bool READS_AHEAD, int ROWS, int PANELS>
 inline void add_products(
     Floats (&sums)[ROWS][2 * PANELS], const Word* weights, int64_t panel, const Word* x, int64_t group, int64_t words) {
-    constexpr int64_t AHEAD = READ_AHEAD_BYTES / PANELS / (PANEL * sizeof(Word));
+    constexpr int64_t AHEAD = AHEAD_BYTES / PANELS / (PANEL * sizeof(Word));
     for (int64_t w = 0; w < words; w++) {
         Bits loaded[2 * PANELS];
         // What follows the end of one of several panels is being read already: the next is behind all of them.
