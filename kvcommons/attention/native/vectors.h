@@ -44,8 +44,8 @@ using Query = decltype(query_for(K{}));
 // asking, 40 to 73% of the bandwidth were reached.
 constexpr int64_t AHEAD_BYTES = 16384;
 constexpr int LINE = 64;
-// And into which cache, as compilers have it: 3 for the first one, which attention is 2 to 7% faster with by AVX512, 2 for
-// the second one. By AVX2 what is asked for stays longer, and drives out of the first cache what is computed with.
+// And into which cache, as compilers count them: 3 is the first one, with which attention by AVX512 is 2 to 7% faster. By
+// AVX2 memory that was asked for lies there longer, and drives out what is computed with: 2, the second one.
 constexpr int CACHE = W == 16 ? 3 : 2;
 
 template <class V>
