@@ -126,6 +126,35 @@ class Layer(Protocol):
         """`close`, without other ranks, and `open` of the layer that follows."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PagedRows:
+    """Rows of a batch, a token each, that attend over blocks here alone: kv [layers, blocks, 2, kv_heads,
+    block_tokens, head_dim], `slots` of their new keys and values as AttentionBackend.append has its rows, and
+    a plan for each layer."""
+
+    kv: Tensor
+    slots: Tensor
+    plans: Sequence[BatchPlan]
+    scale: float
+
+
+class Forward(Protocol):
+    """Layers one behind the other, with attention between them."""
+
+    def __call__(
+        self,
+        layers: range,
+        hidden: Tensor,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        rotation: tuple[Tensor, Tensor],
+        rows: PagedRows,
+    ) -> tuple[Opened, float] | None:
+        """From hidden [T, hidden] and q, k, v [T, its heads, head_dim], q and k rotated, of the first of
+        `layers` to the layer behind the last one, and the seconds that attention took. Layers are numbered as
+        in `rows`; `rotation` is cos and sin [T, 1, head_dim / 2] float32. None, with nothing done, for rows
+        that it has no form for."""
+
+
 # Rows of a matrix [vocab, hidden] by their numbers, LongTensor [T] -> [T, hidden].
 Embedding = Callable[[Tensor], Tensor]
 
@@ -149,6 +178,9 @@ class Operators(Protocol):
 
     def layer(self, weights: LayerWeights) -> Layer:
         """Of matrices that were packed here."""
+
+    def forward(self, layers: Sequence[Layer]) -> Forward | None:
+        """Of layers made here, which follow one another. None where they go one by one."""
 
     def norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         """The RMSNorm of x [..., size] over its last dimension, times weight float32, which has the shape of

@@ -1,13 +1,16 @@
-"""A layer on the CPU whose matrices are the compiled kernel's: one call from its attention to the next
-layer's."""
+"""Layers on the CPU whose matrices are the compiled kernel's: one call from a layer's attention to the next
+layer's, or through several layers with their attention."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from kvcommons.attention.native.advance import NativeSlice, NativeWeights
-from kvcommons.attention.native.library import Kernel
-from kvcommons.backend.interface import Layer, LayerWeights, Opened, Operators
+from kvcommons.attention.native.forward import NativeForward
+from kvcommons.attention.native.library import Kernel, PagedBatch
+from kvcommons.backend.interface import Layer, LayerWeights, Opened, Operators, PagedRows
 from kvcommons.backend.plain_layer import PlainLayer
 from kvcommons.backend.products import NativeMatrix
 
@@ -43,6 +46,43 @@ class NativeLayer(PlainLayer):
         )
         if rotated is None:
             return following.rotate(total, qkv, cos, sin)
-        heads = qkv.view(len(qkv), -1, weights.head_dim)
-        at = weights.rotated_heads
-        return Opened(hidden=total, qk=heads[:, :at], v=heads[:, at:], rotated=rotated)
+        return following.opened(total, qkv, rotated)
+
+    def opened(self, hidden: Tensor, qkv: Tensor, rotated: Tensor) -> Opened:
+        """Of this layer, by what the kernel has computed."""
+        heads = qkv.view(len(qkv), -1, self.weights.head_dim)
+        at = self.weights.rotated_heads
+        return Opened(hidden=hidden, qk=heads[:, :at], v=heads[:, at:], rotated=rotated)
+
+
+class PagedForward:
+    """Layers and their attention in one call of the kernel."""
+
+    def __init__(self, layers: Sequence[NativeLayer], native: NativeForward) -> None:
+        self._layers = layers
+        self._native = native
+
+    @classmethod
+    def of(cls, kernel: Kernel, layers: Sequence[Layer]) -> PagedForward | None:
+        """None where the kernel does not compute all of each layer: heads that are normed are not its."""
+        native = [one for one in layers if isinstance(one, NativeLayer) and one.weights.qk_norm is None]
+        if len(native) < len(layers):
+            return None
+        forward = NativeForward(kernel, [one.native for one in native], native[0].weights.epsilon)
+        return cls(native, forward)
+
+    def __call__(
+        self,
+        layers: range,
+        hidden: Tensor,
+        qkv: tuple[Tensor, Tensor, Tensor],
+        rotation: tuple[Tensor, Tensor],
+        rows: PagedRows,
+    ) -> tuple[Opened, float] | None:
+        plans = [plan for plan in rows.plans[layers.start : layers.stop] if isinstance(plan, PagedBatch)]
+        if len(plans) < len(layers) or rows.kv.dtype != hidden.dtype:
+            return None
+        total, projected, rotated, attention_s = self._native.run(
+            layers, hidden, qkv, rotation, rows.kv, rows.slots, plans, rows.scale
+        )
+        return self._layers[layers.stop].opened(total, projected, rotated), attention_s

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from kvcommons.attention.native import slices
 from kvcommons.attention.native.library import Kernel
-from kvcommons.backend.interface import Embedding, Layer, LayerWeights, Matrix
-from kvcommons.backend.native_layer import NativeLayer
+from kvcommons.backend.interface import Embedding, Forward, Layer, LayerWeights, Matrix
+from kvcommons.backend.native_layer import NativeLayer, PagedForward
 from kvcommons.backend.products import NativePacker, Products, packed
 from kvcommons.backend.torch_operators import TorchOperators
 
@@ -39,6 +41,9 @@ class NativeOperators(TorchOperators):
         if self._kernel is None:
             return super().layer(weights)
         return NativeLayer.of(self._kernel, self, weights)
+
+    def forward(self, layers: Sequence[Layer]) -> Forward | None:
+        return None if self._kernel is None else PagedForward.of(self._kernel, layers)
 
     def add_and_norm(
         self, x: Tensor, added: Tensor | None, weight: Tensor, epsilon: float

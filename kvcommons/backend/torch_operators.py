@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kvcommons.backend.interface import Embedding, Layer, LayerWeights, Matrix
+from kvcommons.backend.interface import Embedding, Forward, Layer, LayerWeights, Matrix
 from kvcommons.backend.plain_layer import PlainLayer
 
 
@@ -25,6 +26,9 @@ class TorchOperators:
 
     def layer(self, weights: LayerWeights) -> Layer:
         return PlainLayer(self, weights)
+
+    def forward(self, layers: Sequence[Layer]) -> Forward | None:
+        return None
 
     def norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         wide = x.float()

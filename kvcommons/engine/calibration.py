@@ -67,6 +67,9 @@ class UnsentChunk:
         self._rows.write(layer, state)
         return self._rows.attend(layer, state) if needed else None
 
+    def paged(self) -> None:
+        """A layer of a chunk takes long enough to be asked for by itself."""
+
     def sampling(self) -> list[SamplingRow]:
         return []
 

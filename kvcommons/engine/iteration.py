@@ -18,6 +18,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kvcommons.backend.interface import PagedRows
 from kvcommons.engine.core import Core
 from kvcommons.engine.iteration_costs import IterationWork
 from kvcommons.engine.iteration_timing import IterationTiming
@@ -28,6 +29,9 @@ from kvcommons.model.slices import State
 from kvcommons.pb import common_pb2 as pb
 
 log = logging.getLogger(__name__)
+
+# Layers that go at once: commands wait for so many, and what others may compute here is granted as often.
+STRETCH = 4
 
 
 class Rows(Protocol):
@@ -52,6 +56,10 @@ class Rows(Protocol):
         """Stores the rows' K and V of a layer, and attends over all that they see: [rows, query_heads,
         head_dim] float32. None, maybe, where it is not `needed`."""
 
+    def paged(self) -> PagedRows | None:
+        """These rows, while they are open, where they attend over blocks here alone, and their layers may go
+        without being asked; else None."""
+
     def sampling(self) -> list[SamplingRow]:
         """For the rows at the end after which a token is sampled."""
 
@@ -74,6 +82,7 @@ class Iteration:
         self._core = core
         self.groups = groups
         self._slices = slices or LocalSlices(core.model)
+        self._paged: PagedRows | None = None
         self._ends = list(accumulate(len(group.tokens) for group in groups))
         self.rows = self._ends[-1]
         self.failures: dict[int, Exception] = {}  # by the group's number
@@ -87,13 +96,15 @@ class Iteration:
 
     def run(self, between_layers: Callable[[], None] | None = None) -> list[list[pb.SampledToken]]:
         """The tokens sampled for each group; none for a group that failed or goes on. `between_layers` is
-        called before each layer but the first, and after each slice of a prompt's logits."""
+        called before a layer every few of them, and after each slice of a prompt's logits."""
         began_s, self._between_layers = time.monotonic(), between_layers
         opened: list[Rows] = []
         try:
             for group in self.groups:
                 group.open(self.timing)
                 opened.append(group)
+            if len(self.groups) == 1:
+                self._paged = self.groups[0].paged()
             tokens = self._run()
         finally:
             for group in opened:
@@ -121,13 +132,26 @@ class Iteration:
         state = self._begin(
             self._core.backend.device.upload(_joined([group.positions for group in self.groups]))
         )
-        for layer in self._core.layers[:-1]:
-            attention = self._attend(layer, state)
-            if attention is None:
-                return [[] for _ in self.groups]
-            state = slices.advance(timing, layer, state, attention)
+        layers = self._core.layers[:-1]
+        while layers:
+            if (forward := self._forward(layers[:STRETCH], state)) is not None:
+                state, layers = forward, layers[STRETCH:]
+            else:
+                attention = self._attend(layers[0], state)
+                if attention is None:
+                    return [[] for _ in self.groups]
+                state, layers = slices.advance(timing, layers[0], state, attention), layers[1:]
             self._pause()
         return self._finish(state)
+
+    def _forward(self, layers: range, state: State) -> State | None:
+        """Through all of these layers at once, where their rows need nobody between them."""
+        if self._paged is None:
+            return None
+        forward = self._slices.forward(self.timing, layers, state, self._paged)
+        if forward is None:
+            self._paged = None
+        return forward
 
     def _pause(self) -> None:
         if self._between_layers is not None:

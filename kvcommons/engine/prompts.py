@@ -333,6 +333,9 @@ class PromptSpan:
     def close(self) -> None:
         self._context.run(self._traced.__exit__, None, None, None)
 
+    def paged(self) -> None:
+        """A layer of a chunk takes long enough to be asked for by itself."""
+
     def sampling(self) -> list[SamplingRow]:
         prompt = self.prompt
         if self.chunk.stop < prompt.tokens:

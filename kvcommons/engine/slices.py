@@ -8,6 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
+from kvcommons.backend.interface import PagedRows
 from kvcommons.engine.fair_lock import FairLock
 from kvcommons.engine.iteration_timing import IterationTiming
 from kvcommons.model.sampling import SamplingRow, sample
@@ -26,6 +27,10 @@ class Slices(Protocol):
 
     def advance(self, timing: IterationTiming, layer: int, state: State, attention: Tensor) -> State:
         """attention [B, query_heads, head_dim] of `layer`."""
+
+    def forward(self, timing: IterationTiming, layers: range, state: State, rows: PagedRows) -> State | None:
+        """Through `layers` to the one behind them, with their attention. None, with nothing done, where they
+        go one by one."""
 
     def end(
         self, timing: IterationTiming, state: State, attention: Tensor, rows: Sequence[SamplingRow]
@@ -54,6 +59,18 @@ class LocalSlices:
     def advance(self, timing: IterationTiming, layer: int, state: State, attention: Tensor) -> State:
         with timing.slice(self._locked()):
             return self._model.advance(layer, state, attention)
+
+    def forward(self, timing: IterationTiming, layers: range, state: State, rows: PagedRows) -> State | None:
+        if self._model_lock is not None:
+            return None  # others wait for their turn between two layers
+        with timing.slice(nullcontext()):
+            found = self._model.forward(layers, state, rows)
+        if found is None:
+            return None
+        state, attention_s = found
+        timing.here_s += attention_s
+        timing.slices_s -= attention_s
+        return state
 
     def end(
         self, timing: IterationTiming, state: State, attention: Tensor, rows: Sequence[SamplingRow]

@@ -8,7 +8,7 @@ import time
 import torch
 from torch import Tensor
 
-from kvcommons.backend.interface import BatchPlan, Partial
+from kvcommons.backend.interface import BatchPlan, PagedRows, Partial
 from kvcommons.engine.batch import Batch, Queries
 from kvcommons.engine.core import Core
 from kvcommons.engine.iteration_costs import IterationWork
@@ -66,6 +66,13 @@ class TokenRows:
         batch = self.batch
         drafts = batch.drafts or [()] * len(batch.sequences)
         return [one.sampling_row(some) for one, some in zip(batch.sequences, drafts, strict=True)]
+
+    def paged(self) -> PagedRows | None:
+        if not self.batch.plain or not self._all_append or self._head_rotation is not None:
+            return None
+        core = self._core
+        plans = [self._plan(core.model.window(layer)) for layer in core.layers]
+        return PagedRows(kv=core.memory.tensor, slots=self._slots, plans=plans, scale=core.model.scale)
 
     def wanted_logprobs(self) -> None:
         """Of no prompt."""

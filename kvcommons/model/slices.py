@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvcommons.backend.choice import choose
-from kvcommons.backend.interface import Backend, Opened, Sum
+from kvcommons.backend.interface import Backend, Opened, PagedRows, Sum
 from kvcommons.model.spec import ModelSpec
 from kvcommons.model.tensor_rank import ALONE, TensorRank
 from kvcommons.model.weights import Weights, random_weights, read_weights, torch_dtype
@@ -90,6 +90,8 @@ class Model:
         self.scale = spec.head_dim**-0.5
         self._weights = weights
         self._operators = backend.operators
+        layers = [weights.layers[layer] for layer in self.layers]
+        self._forward = backend.operators.forward(layers) if sum_ranks is None else None
         frequencies = torch.tensor(spec.rotary.frequencies, dtype=torch.float64)
         self._frequencies = backend.device.upload(frequencies)
 
@@ -174,6 +176,21 @@ class Model:
             hidden, added = ends.close(hidden, self._attended(attention), self._sum)
             opened = begins.open(hidden, added, cos, sin)
         return self._state(opened, positions, rotation)
+
+    def forward(self, layers: range, state: State, rows: PagedRows) -> tuple[State, float] | None:
+        """Finishes `layers`, which end before the last one, with the attention of rows that attend here
+        alone, and begins the one behind them; and the seconds that attention took. None, with nothing done,
+        where layers go one by one."""
+        if self._forward is None or not layers:
+            return None
+        first = self.layers.start
+        at = range(layers.start - first, layers.stop - first)
+        found = self._forward(at, state.hidden, (state.q, state.k, state.v), (state.cos, state.sin), rows)
+        if found is None:
+            return None
+        opened, attention_s = found
+        rotation = RotaryAngles(cos=state.cos, sin=state.sin)
+        return self._state(opened, state.positions, rotation), attention_s
 
     def leave(self, state: State, attention: Tensor) -> Tensor:
         """Finishes its last layer -> the residual stream [T, hidden], with which the next range enters."""

@@ -1,5 +1,5 @@
 """The compiled kernel's way from a layer's attention to the next layer's queries, keys and values: one call,
-not one for each matrix, norm and rotation. What that saves is not measured yet."""
+not one for each matrix, norm and rotation."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ class NativeSlice:
 
     def __init__(self, kernel: Kernel, weights: NativeWeights) -> None:
         self._kernel = kernel
-        self._weights = weights  # they stay where they are
-        self._closing = STRUCTURES["kvc_closing"]()
-        self._opening = STRUCTURES["kvc_opening"](rotated_heads=weights.rotated_heads, dim=weights.head_dim)
+        self.weights = weights  # they stay where they are
+        self.closing = STRUCTURES["kvc_closing"]()
+        self.opening = STRUCTURES["kvc_opening"](rotated_heads=weights.rotated_heads, dim=weights.head_dim)
         for structure, name in (
-            (self._closing, "output"),
-            (self._closing, "gate_up"),
-            (self._closing, "down"),
-            (self._opening, "qkv"),
+            (self.closing, "output"),
+            (self.closing, "gate_up"),
+            (self.closing, "down"),
+            (self.opening, "qkv"),
         ):
             packed: PackedWeight = getattr(weights, name)
             packed.fill(getattr(structure, name))
-        structures.fill(self._closing, norm=weights.mlp_norm)
-        structures.fill(self._opening, norm=weights.attention_norm)
+        structures.fill(self.closing, norm=weights.mlp_norm)
+        structures.fill(self.opening, norm=weights.attention_norm)
 
     def advance(
         self,
@@ -70,11 +70,11 @@ class NativeSlice:
         stream [T, hidden], qkv [T, all heads * head_dim], and q and k of it rotated [T, rotated_heads,
         head_dim] by cos and sin; None: not at all."""
         hidden, attended = hidden.contiguous(), attended.contiguous()
-        opens, dtype, count = following._weights, hidden.dtype, len(hidden)
+        opens, dtype, count = following.weights, hidden.dtype, len(hidden)
         total = torch.empty_like(hidden)
         qkv = torch.empty((count, opens.qkv.rows), dtype=dtype)
         call: Any = STRUCTURES["kvc_advance"](
-            closing=addressof(self._closing), opening=addressof(following._opening),
+            closing=addressof(self.closing), opening=addressof(following.opening),
             hidden=hidden.data_ptr(), attended=attended.data_ptr(), sum=total.data_ptr(), qkv=qkv.data_ptr(),
             parallel=self._kernel._parallel, count=count, threads=torch.get_num_threads(), epsilon=epsilon,
             is_bf16=dtype == torch.bfloat16, variant=self._kernel._index,
@@ -84,8 +84,16 @@ class NativeSlice:
             cos, sin = (one.contiguous() for one in rotation)
             rotated = torch.empty((count, opens.rotated_heads, opens.head_dim), dtype=dtype)
             call.cos, call.sin, call.rotated = cos.data_ptr(), sin.data_ptr(), rotated.data_ptr()
-        library = self._kernel._library
-        space = torch.empty(library.kvc_advance_bytes(byref(call)) + _ALIGNMENT, dtype=torch.uint8)
-        call.space = -(-space.data_ptr() // _ALIGNMENT) * _ALIGNMENT
-        library.kvc_advance_rows(byref(call))
+        space = self.space(count, dtype)
+        call.space = space.data_ptr()
+        self._kernel._library.kvc_advance_rows(byref(call))
         return total, qkv, rotated
+
+    def space(self, count: int, dtype: torch.dtype) -> Tensor:
+        """Memory that so many rows need meanwhile."""
+        call = STRUCTURES["kvc_advance"](
+            closing=addressof(self.closing), count=count, is_bf16=dtype == torch.bfloat16
+        )
+        size = self._kernel._library.kvc_advance_bytes(byref(call))
+        space = torch.empty(size + _ALIGNMENT, dtype=torch.uint8)
+        return space[-space.data_ptr() % _ALIGNMENT :]

@@ -158,6 +158,7 @@ def _build(compiler: str, folder: Path) -> None:
             "slices_library",
             "products_library",
             "advance",
+            "forward",
             "structures",
             "creditor",
             "debtor",

@@ -9,6 +9,7 @@ import os
 from collections.abc import Sequence
 from ctypes import byref, c_char_p, c_float, c_int32, c_int64, c_void_p
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -121,19 +122,25 @@ class PagedBatch:
             q = q.contiguous()
         if into is None:
             into = Partial(out=torch.empty((rows, heads, dim)), lse=torch.empty((rows, heads)))
-        call = self._call
+        call = self.prepare(heads, scale, into)
         call.q, call.kv = q.data_ptr(), kv.data_ptr()
-        call.out, call.lse = into.out.data_ptr(), into.lse.data_ptr()
-        call.q_row, call.q_head, call.scale = q.stride(0), q.stride(1), scale
+        call.q_row, call.q_head = q.stride(0), q.stride(1)
         call.q_is_bf16, call.kv_is_bf16 = q.dtype == torch.bfloat16, kv.dtype == torch.bfloat16
+        self._kernel._library.kvc_attend(byref(call))
+        return into
+
+    def prepare(self, heads: int, scale: float, into: Partial) -> Any:
+        """The structure kvc_batch, but for its queries and KV, and what these are like; it is worth something
+        as long as this plan and `into` are there."""
+        call = self._call
+        call.out, call.lse, call.scale = into.out.data_ptr(), into.lse.data_ptr(), scale
         threads = torch.get_num_threads()
         if self._scratch is None or call.heads != heads or call.threads != threads:
             call.heads, call.threads = heads, threads
             size = self._kernel._library.kvc_scratch_bytes(byref(call))
             self._scratch = torch.empty(size + 64, dtype=torch.uint8)
             call.scratch = (self._scratch.data_ptr() + 63) // 64 * 64
-        self._kernel._library.kvc_attend(byref(call))
-        return into
+        return call
 
 
 class PagedChunk:

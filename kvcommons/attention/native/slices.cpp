@@ -79,6 +79,16 @@ void gate_rows(const kvc_gate& work, int64_t first, int64_t last) {
     }
 }
 
+// To bfloat16.
+void narrow_all(const float* from, void* to, int64_t count) {
+    int64_t i = 0;
+    for (; i + 2 * W <= count; i += 2 * W) {
+        Floats a = load<Floats>(from + i), b = load<Floats>(from + i + W);
+        narrow((Bf16*)to + i, evens(a, b), odds(a, b));
+    }
+    for (; i < count; i++) ((Bf16*)to)[i].bits = (uint16_t)(rounded(all(from[i]))[0] >> 16);
+}
+
 void norm(const kvc_norm& work, int64_t first, int64_t last) {
     work.is_bf16 ? norm_rows<Bf16>(work, first, last) : norm_rows<float>(work, first, last);
 }
@@ -97,6 +107,6 @@ void gate(const kvc_gate& work, int64_t first, int64_t last) {
 }  // namespace
 
 extern const SliceVariant JOINED(slices_, KVC_VARIANT) = {
-    W, supported, norm, rotate, gate};
+    W, supported, norm, rotate, gate, narrow_all};
 
 }  // namespace kvc

@@ -48,6 +48,7 @@ struct SliceVariant {
     void (*norm)(const kvc_norm&, int64_t first_row, int64_t last_row);
     void (*rotate)(const kvc_rotation&, int64_t first_row, int64_t last_row);
     void (*gate)(const kvc_gate&, int64_t first_row, int64_t last_row);
+    void (*narrow)(const float* from, void* to, int64_t count);
 };
 
 extern const SliceVariant slices_portable;

@@ -69,3 +69,8 @@ EXPORTED void kvc_rotate_rows(const kvc_rotation* call) {
 EXPORTED void kvc_gate_rows(const kvc_gate* call) {
     run(call, chosen(call->variant, call->size).gate, call->rows * call->size * 2);
 }
+
+// Floats to bfloat16, to the nearest: of the library's own.
+extern "C" void kvc_narrow(const float* from, void* to, int64_t count, int32_t variant) {
+    chosen(variant, 0).narrow(from, to, count);
+}

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kvcommons.errors import Internal
 
-_HEADERS = ("attend.h", "exchange.h", "products.h", "slices.h", "advance.h")
+_HEADERS = ("attend.h", "exchange.h", "products.h", "slices.h", "advance.h", "forward.h")
 _NUMBERS: Mapping[str, Any] = MappingProxyType(
     {
         "int64_t": ctypes.c_int64,

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
+from kvcommons.backend.interface import PagedRows
 from kvcommons.engine.core import Core
 from kvcommons.engine.fair_lock import FairLock
 from kvcommons.engine.iteration_timing import IterationTiming
@@ -78,6 +79,9 @@ class Rotated:
             timing.waiting_s += blocked_s
         timing.stood_in += 1
         return self._here.advance(timing, layer, state, attention)
+
+    def forward(self, timing: IterationTiming, layers: range, state: State, rows: PagedRows) -> None:
+        """Each layer may be another instance's."""
 
     def end(
         self, timing: IterationTiming, state: State, attention: Tensor, rows: Sequence[SamplingRow]
