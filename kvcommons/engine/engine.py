@@ -516,6 +516,8 @@ class Engine:
 
     def _generated(self, group: TokenRows, tokens: Sequence[pb.SampledToken]) -> None:
         accepted = 0
+        if self._speculation is not None:
+            self._speculation.mark(group.batch, tokens)
         for row, (sequence, token) in enumerate(zip(group.batch.sequences, tokens, strict=True)):
             if group.batch.drafted(row):
                 if not group.batch.follows(row) or token.HasField("error"):

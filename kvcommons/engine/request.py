@@ -34,6 +34,7 @@ class Request:
     prompt_logprobs: int | None = None  # of its own tokens, with so many alternatives; None: not wanted
     tbt_objective_s: float = 0.0  # between its tokens; 0: as this instance's settings have it
     background: bool = False  # other prompts come first
+    prediction: tuple[int, ...] = ()  # what the answer may be, from its first token on; empty: nobody said
     truncated: Truncated = WHOLE
     origin: Context = field(default_factory=copy_context, repr=False)  # of the call: its trace and ids
 
@@ -57,6 +58,16 @@ class Request:
         if max(tokens) >= model.vocab_size:
             raise InvalidInput(
                 f"token {max(tokens)} is not in the vocabulary of {model.vocab_size}", param="tokens"
+            )
+        if len(job.prediction) > model.context_window:
+            raise InvalidInput(
+                f"a prediction of {len(job.prediction)} tokens is longer than the context window of "
+                f"{model.context_window}: shorten it, or leave it out",
+                param="prediction",
+            )
+        if max(job.prediction, default=0) >= model.vocab_size:
+            raise InvalidInput(
+                f"a predicted token is not in the vocabulary of {model.vocab_size}", param="prediction"
             )
         if any(token >= model.vocab_size for token in job.sampling.stop_token_ids):
             raise InvalidInput(
@@ -93,6 +104,7 @@ class Request:
             prompt_logprobs=logprobs,
             tbt_objective_s=job.tbt_objective_ms / 1000,
             background=job.background,
+            prediction=tuple(job.prediction),
             truncated=truncated,
         )
 

@@ -232,10 +232,16 @@ class SampledToken(_message.Message):
     LOGPROB_FIELD_NUMBER: _builtins.int
     TOP_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    ACCEPTED_PREDICTION_FIELD_NUMBER: _builtins.int
+    REJECTED_PREDICTION_TOKENS_FIELD_NUMBER: _builtins.int
     token: _builtins.int
     position: _builtins.int
     logprob: _builtins.float
     """of the unmodified distribution, behind the grammar; only with Sampling.logprobs"""
+    accepted_prediction: _builtins.bool
+    """it was verified as a draft, and the job's prediction had it"""
+    rejected_prediction_tokens: _builtins.int
+    """drafts that the prediction had, and in place of which it came"""
     @_builtins.property
     def top(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopLogprob]: ...
     @_builtins.property
@@ -250,10 +256,12 @@ class SampledToken(_message.Message):
         logprob: _builtins.float = ...,
         top: _abc.Iterable[Global___TopLogprob] | None = ...,
         error: Global___ErrorDetail | None = ...,
+        accepted_prediction: _builtins.bool = ...,
+        rejected_prediction_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "logprob", b"logprob", "position", b"position", "token", b"token", "top", b"top"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepted_prediction", b"accepted_prediction", "error", b"error", "logprob", b"logprob", "position", b"position", "rejected_prediction_tokens", b"rejected_prediction_tokens", "token", b"token", "top", b"top"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -504,6 +512,7 @@ class Job(_message.Message):
     TBT_OBJECTIVE_MS_FIELD_NUMBER: _builtins.int
     PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
     TRUNCATED_FIELD_NUMBER: _builtins.int
+    PREDICTION_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """of one attempt: unique"""
     session_id: _builtins.str
@@ -539,6 +548,10 @@ class Job(_message.Message):
         absent: nothing was dropped. DATA_LOSS where blocks before since_token are not there
         """
 
+    @_builtins.property
+    def prediction(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """what the answer may be, from its first token on: decode verifies drafts from it, where"""
+
     def __init__(
         self,
         *,
@@ -557,10 +570,11 @@ class Job(_message.Message):
         tbt_objective_ms: _builtins.int = ...,
         prompt_logprobs: _builtins.int | None = ...,
         truncated: Global___Truncated | None = ...,
+        prediction: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "history", b"history", "prompt_logprobs", b"prompt_logprobs", "sampling", b"sampling", "truncated", b"truncated"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "background", b"background", "history", b"history", "max_position", b"max_position", "model", b"model", "no_reuse", b"no_reuse", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "session_id", b"session_id", "tbt_objective_ms", b"tbt_objective_ms", "tenant", b"tenant", "tokens", b"tokens", "truncated", b"truncated"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs", "background", b"background", "history", b"history", "max_position", b"max_position", "model", b"model", "no_reuse", b"no_reuse", "prediction", b"prediction", "prompt_logprobs", b"prompt_logprobs", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "salt", b"salt", "sampling", b"sampling", "session_id", b"session_id", "tbt_objective_ms", b"tbt_objective_ms", "tenant", b"tenant", "tokens", b"tokens", "truncated", b"truncated"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
     _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015

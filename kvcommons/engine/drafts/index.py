@@ -70,7 +70,7 @@ class DraftIndex:
         for _ in range(_CHAIN_MAX):
             if place < 1:
                 break
-            length = _matching(text, place, tail)
+            length = matching(text, place, tail)
             if length > best.length:
                 best = Match(end=place + 1, length=length)
                 if length >= _ENOUGH:
@@ -104,7 +104,7 @@ def copied(text: Sequence[int], match: Match, count: int) -> list[int]:
     return found
 
 
-def _matching(text: Sequence[int], place: int, tail: Sequence[int]) -> int:
+def matching(text: Sequence[int], place: int, tail: Sequence[int]) -> int:
     """How many tokens that end with the one at `place` are the last ones of `tail`."""
     most = min(place + 1, len(tail), MATCH_MAX)
     length = 0

@@ -1,18 +1,22 @@
 """What an engine has of drafts: for each sequence that generates, the index of its own tokens, what its
-tenant's answers were, and how often drafts from either were right."""
+request predicts, what its tenant's answers were, and how often drafts from each were right."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import takewhile
 
+from kvcommons.engine.batch import Batch
 from kvcommons.engine.drafts.acceptance import Acceptance
 from kvcommons.engine.drafts.choice import Candidate, RowSeconds, choose
 from kvcommons.engine.drafts.history import AnswerHistory
 from kvcommons.engine.drafts.index import DraftIndex, copied
+from kvcommons.engine.drafts.prediction import PredictedAnswer, mark_predicted
 from kvcommons.engine.iteration_costs import IterationWork
 from kvcommons.engine.predictor import Predictor
 from kvcommons.engine.sequence import RemoteRun
 from kvcommons.engine.sequence import Sequence as Generating
+from kvcommons.pb import common_pb2 as pb
 
 
 class _Source:
@@ -38,10 +42,16 @@ class _SequenceDrafts:
     """Of one sequence."""
 
     def __init__(self, sequence: Generating, history: AnswerHistory) -> None:
+        request = sequence.request
         self._sequence, self._history = sequence, history
         self._index = DraftIndex(sequence.tokens)
         self._known = len(sequence.tokens)
-        self._sources = (_Source(self._own), _Source(self._tenants))
+        self._sources = [_Source(self._own), _Source(self._tenants)]
+        self._prediction: PredictedAnswer | None = None
+        if request.prediction:
+            self._prediction = PredictedAnswer(request.prediction, sequence.tokens[request.prompt_tokens :])
+            # First: of drafts that are as likely as others, its own are taken.
+            self._sources.insert(0, _Source(self._prediction.drafts))
 
     def next(self, most: int) -> tuple[Sequence[int], Sequence[float]]:
         """Takes in what came since, and drafts at most so many tokens, with the chance of each: from where
@@ -52,11 +62,21 @@ class _SequenceDrafts:
             for source in self._sources:
                 source.learn(came)
             self._index.extend(tokens)
+            if self._prediction is not None:
+                self._prediction.extend(came)
             self._known = len(tokens)
         for source in self._sources:
             source.look(most)
         best = max(self._sources, key=lambda source: sum(source.chances))
         return best.drafts, best.chances
+
+    def predicted(self, drafts: Sequence[int]) -> Sequence[int]:
+        """The leading ones of these drafts of the last look that the prediction has, too, wherever else they
+        were found."""
+        if self._prediction is None:
+            return ()
+        both = zip(drafts, self._sources[0].drafts, strict=False)
+        return drafts[: sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], both))]
 
     def ended(self) -> None:
         request = self._sequence.request
@@ -114,6 +134,14 @@ class Speculation:
         work, objective_s = self._work(sequences), self._objective_s(sequences)
         chosen = choose(candidates, work, self._times, objective_s=objective_s)
         return {key: found[key][:count] for key, count in chosen.items()}
+
+    def mark(self, batch: Batch, tokens: Sequence[pb.SampledToken]) -> None:
+        """Says of an iteration's tokens, by row, which were predicted, before anybody is told of them."""
+        for row in batch.last_rows() if batch.drafts else ():
+            drafts = batch.drafts[row]
+            known = self._sequences.get(batch.sequences[row].key)
+            if known is not None:
+                mark_predicted(tokens[row - len(drafts) : row + 1], known.predicted(drafts))
 
     def took(self, work: IterationWork, seconds: float) -> None:
         """An iteration of sequences alone."""

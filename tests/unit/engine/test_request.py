@@ -18,9 +18,11 @@ def job(**fields: Any) -> pb.Job:
 
 
 def test_a_job_is_a_request() -> None:
-    request = Request.of(job(sampling=pb.Sampling(stop_token_ids=[2, 99])), MODEL)
+    request = Request.of(job(sampling=pb.Sampling(stop_token_ids=[2, 99]), prediction=range(8)), MODEL)
     assert request.tokens == (1, 2, 3)
     assert request.stop_token_ids == {2, 99}
+    assert request.prediction == tuple(range(8))
+    assert Request.of(job(), MODEL).prediction == ()
 
 
 @pytest.mark.parametrize(
@@ -33,6 +35,8 @@ def test_a_job_is_a_request() -> None:
         ({"tokens": range(9)}, ContextLengthExceeded, "tokens"),
         ({"prompt_tokens": 4}, InvalidInput, "prompt_tokens"),
         ({"prompt_logprobs": 21}, InvalidInput, "prompt_logprobs"),
+        ({"prediction": [5, 100]}, InvalidInput, "prediction"),
+        ({"prediction": range(9)}, InvalidInput, "prediction"),
         (
             {"sampling": pb.Sampling(stop_token_ids=[100], min_tokens=5)},
             InvalidInput,
