@@ -381,6 +381,8 @@ class AnsweredRequest(_message.Message):
     SHOWN_FIELD_NUMBER: _builtins.int
     DROPPED_TOKENS_FIELD_NUMBER: _builtins.int
     KV_FIELD_NUMBER: _builtins.int
+    ACCEPTED_PREDICTION_TOKENS_FIELD_NUMBER: _builtins.int
+    REJECTED_PREDICTION_TOKENS_FIELD_NUMBER: _builtins.int
     key: _builtins.bytes
     """digest of the tenant and its key"""
     request: _builtins.bytes
@@ -399,6 +401,8 @@ class AnsweredRequest(_message.Message):
     """of a truncated session"""
     kv: _builtins.str
     """likewise: what became of its KV"""
+    accepted_prediction_tokens: _builtins.int
+    rejected_prediction_tokens: _builtins.int
     @_builtins.property
     def shown(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShownToken]:
         """where log-probabilities were asked for"""
@@ -420,10 +424,12 @@ class AnsweredRequest(_message.Message):
         shown: _abc.Iterable[Global___ShownToken] | None = ...,
         dropped_tokens: _builtins.int = ...,
         kv: _builtins.str = ...,
+        accepted_prediction_tokens: _builtins.int = ...,
+        rejected_prediction_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_matched_stop", b"_matched_stop", "matched_stop", b"matched_stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_matched_stop", b"_matched_stop", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "created_s", b"created_s", "dropped_tokens", b"dropped_tokens", "finish_reason", b"finish_reason", "key", b"key", "kv", b"kv", "matched_stop", b"matched_stop", "prompt_tokens", b"prompt_tokens", "reasoning_tokens", b"reasoning_tokens", "request", b"request", "service_tier", b"service_tier", "shown", b"shown", "turn_id", b"turn_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_matched_stop", b"_matched_stop", "accepted_prediction_tokens", b"accepted_prediction_tokens", "cached_tokens", b"cached_tokens", "completion_tokens", b"completion_tokens", "created_s", b"created_s", "dropped_tokens", b"dropped_tokens", "finish_reason", b"finish_reason", "key", b"key", "kv", b"kv", "matched_stop", b"matched_stop", "prompt_tokens", b"prompt_tokens", "reasoning_tokens", b"reasoning_tokens", "rejected_prediction_tokens", b"rejected_prediction_tokens", "request", b"request", "service_tier", b"service_tier", "shown", b"shown", "turn_id", b"turn_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__matched_stop: _TypeAlias = _typing.Literal["matched_stop"]  # noqa: Y015
     _WhichOneofArgType__matched_stop: _TypeAlias = _typing.Literal["_matched_stop", b"_matched_stop"]  # noqa: Y015

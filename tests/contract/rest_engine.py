@@ -54,6 +54,8 @@ class Script:
     prefill_fails: list[KVCommonsError] = field(default_factory=list)  # one a Compute call
     missing: list[int] = field(default_factory=list)  # push_from_block of a Missing event, one a sequence
     borrowed: dict[int, list[decode_pb2.BorrowedBlocks]] = field(default_factory=dict)  # by answer index
+    accepted: set[int] = field(default_factory=set)  # answer indices of tokens that were predicted
+    rejected: dict[int, int] = field(default_factory=dict)  # by answer index: drafts that did not come
     stall_at: int | None = None  # answer index before which decode falls silent, once
     # What any prefill tells any decode, by the handle of the sequence.
     started: dict[int, Started] = field(default_factory=dict)
@@ -63,7 +65,12 @@ class Script:
         answer = self.answers[job.sampling.choice % len(self.answers)]
         at = position - job.prompt_tokens
         token = answer[min(at, len(answer) - 1)]
-        sampled = pb.SampledToken(token=token, position=position)
+        sampled = pb.SampledToken(
+            token=token,
+            position=position,
+            accepted_prediction=at in self.accepted,
+            rejected_prediction_tokens=self.rejected.get(at, 0),
+        )
         if job.sampling.logprobs:
             sampled.logprob = math.log(0.5)
             for rank in range(job.sampling.top_logprobs):

@@ -62,6 +62,8 @@ class AnswerText:
         self.parts = AnswerParts()
         self.matched_stop: str | None = None  # the stop string that ended the answer
         self.reasoning_tokens = 0  # of `tokens`: those before anything else was released
+        self.accepted_prediction_tokens = 0  # of `tokens`
+        self.rejected_prediction_tokens = 0  # in place of which they came
         self.tokens: list[int] = []
         self.kept: list[int] = []
 
@@ -72,6 +74,8 @@ class AnswerText:
     def push(self, token: pb.SampledToken) -> Piece:
         """The next generated token."""
         self.tokens.append(token.token)
+        self.accepted_prediction_tokens += token.accepted_prediction
+        self.rejected_prediction_tokens += token.rejected_prediction_tokens
         if token.token in self._stop_ids:
             return self._end("stop", token)
         mark = self._parser.control_marks.get(token.token)

@@ -48,6 +48,7 @@ class RequestContext:
     deadline_s: float
     tbt_objective_s: float | None = None  # as its class of service has it; None: decode's own
     background: bool = False  # its prompt gives way to others
+    prediction: Sequence[int] = ()  # what its answers may be
     context: Context | None = None  # of a session
 
     def chain(self) -> IdentityChain:
@@ -201,9 +202,9 @@ class Attempt:
     async def _stream(self, pair: Pair, reservation: Reservation, at: dict[str, int]) -> bool:
         """Whether the stream came to its Finished."""
         length = len(self._tokens)
-        request = decode_pb2.GenerateRequest(
-            job=self._message(), start_wait_ms=int(self._remaining_s() * 1000)
-        )
+        job = self._message()
+        job.prediction.extend(self._request.prediction)
+        request = decode_pb2.GenerateRequest(job=job, start_wait_ms=int(self._remaining_s() * 1000))
         call = self._fleet.decode(pair.decode).Generate(request, timeout=self._remaining_s())
         try:
             async for event in call:
@@ -284,7 +285,7 @@ class Attempt:
             )
 
     def _message(self) -> common_pb2.Job:
-        """The same for decode and for prefill."""
+        """The same for decode and for prefill, but for what only decode needs."""
         logprobs = self._choice.prompt_logprobs
         wanted = logprobs is not None and self._choice.lacks_prompt_logprobs
         return common_pb2.Job(

@@ -164,6 +164,7 @@ class RequestLifecycle:
             reuse=self.plan.request.reuse is not False,
             deadline_s=deadline_s,
             tbt_objective_s=self.plan.service.objectives.tbt_s,
+            prediction=self.plan.prediction,
             context=self.plan.context,
         )
 

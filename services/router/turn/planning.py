@@ -81,6 +81,7 @@ class RequestPlan:
         self.context: Context | None = None  # of a session, as the turn sees it
         self.branch: str | None = None  # of the session that was asked for, where the turn goes on in one
         self.truncation: Truncation | None = None  # with which this turn begins
+        self.prediction: list[int] = []  # what its answers may be
         self.reservation: TokenReservation | None = None
         self.prompt_s = 0.0  # what computing its prompts is expected to take
         self.received_s = serving.clock()
@@ -161,6 +162,12 @@ class RequestPlan:
             options=self._options,
             window=self.model.context_window,
         )
+        if request.prediction is not None:
+            self.prediction = await self._serving.text.prediction(
+                request.prediction.text,
+                window=self.model.context_window,
+                vocab_size=self.model.vocab_size,
+            )
         if self.session is not None:
             self.context = await self._context(self.session, request, tokens, new)
             self._plan(request, [list(self.context.now.tokens)])

@@ -175,6 +175,24 @@ class Text:
             return self.tokenizer.encode_prompt(text)
         return await asyncio.to_thread(self.tokenizer.encode_prompt, text)
 
+    async def prediction(self, text: str, *, window: int, vocab_size: int) -> list[int]:
+        """Of what an answer may be, without tokens that the model does not have. Raises ContextLengthExceeded
+        for one of more than `window` tokens."""
+        param = "prediction.content"
+        await self._check_length(text, window, param)
+        if len(text) <= _INLINE_CHARS_MAX:
+            tokens = self.tokenizer.encode_text(text)
+        else:
+            tokens = await asyncio.to_thread(self.tokenizer.encode_text, text)
+        if len(tokens) > window:
+            raise ContextLengthExceeded.of(
+                window,
+                f"{param} has {len(tokens)} tokens, and no answer is as long: shorten it, or leave "
+                "prediction out",
+                param=param,
+            )
+        return [token for token in tokens if token < vocab_size]
+
     async def _check_length(self, text: str, window: int, param: str) -> None:
         chars = window * _CHARS_PER_TOKEN
         while len(text) > chars:

@@ -74,6 +74,8 @@ def answered_request(
         completion_tokens=usage.completion_tokens,
         cached_tokens=usage.cached_tokens,
         reasoning_tokens=usage.reasoning_tokens,
+        accepted_prediction_tokens=usage.accepted_prediction_tokens,
+        rejected_prediction_tokens=usage.rejected_prediction_tokens,
         shown=[pb.ShownToken(start=start, token=token) for start, token in shown]
         if choice.sampling.logprobs
         else (),
@@ -112,6 +114,8 @@ def _replayed(record: pb.SessionRecord, at: int, tokenizer: Tokenizer) -> Replay
         completion_tokens=answered.completion_tokens,
         cached_tokens=answered.cached_tokens,
         reasoning_tokens=answered.reasoning_tokens,
+        accepted_prediction_tokens=answered.accepted_prediction_tokens,
+        rejected_prediction_tokens=answered.rejected_prediction_tokens,
     )
     return ReplayedTurn(
         turn=Turn([[choice]], told=usage),

@@ -13,13 +13,16 @@ from services.router.turn.choice import Choice
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenUsage:
-    """In tokens. `cached_tokens` of `prompt_tokens` were not computed; `reasoning_tokens` of
-    `completion_tokens` came before the answer."""
+    """In tokens. `cached_tokens` of `prompt_tokens` were not computed; of `completion_tokens`
+    `reasoning_tokens` came before the answer, and `accepted_prediction_tokens` were predicted by the client,
+    and verified as drafts. Those that were verified and did not come are no `completion_tokens`."""
 
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
     reasoning_tokens: int
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
 
 
 class Turn:
@@ -72,6 +75,8 @@ class Turn:
             completion_tokens=sum(len(choice.answer.tokens) for choice in self.choices),
             cached_tokens=sum(choice.reuse.cached_tokens for choice in leaders if choice.reuse is not None),
             reasoning_tokens=sum(choice.answer.reasoning_tokens for choice in self.choices),
+            accepted_prediction_tokens=sum(one.answer.accepted_prediction_tokens for one in self.choices),
+            rejected_prediction_tokens=sum(one.answer.rejected_prediction_tokens for one in self.choices),
         )
 
     def begin(self) -> list[ev.Action]:

@@ -138,6 +138,7 @@ class TokenCountRequest(Body):
         "guided_regex": "vLLM's: use structured_outputs of /v1/chat/completions",
         "guided_choice": "vLLM's: use structured_outputs of /v1/chat/completions",
         "guided_grammar": "vLLM's: use structured_outputs of /v1/chat/completions",
+        "prediction": "use /v1/chat/completions",
         "parallel_tool_calls": "use tool_choice.disable_parallel_tool_use",
         "session_id": "the header x-claude-code-session-id names a session here",
         "seed": "use /v1/chat/completions",

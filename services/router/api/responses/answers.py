@@ -8,7 +8,7 @@ from pydantic import Field, RootModel
 
 from services.router.api.schemas.answers import (
     AnswerBody,
-    CompletionTokensDetails,
+    OutputTokensDetails,
     PromptTokensDetails,
     TokenLogprob,
 )
@@ -95,7 +95,7 @@ class ResponseUsage(AnswerBody):
     input_tokens: int
     input_tokens_details: InputTokensDetails
     output_tokens: int
-    output_tokens_details: CompletionTokensDetails
+    output_tokens_details: OutputTokensDetails
     total_tokens: int
 
 

@@ -248,6 +248,7 @@ class InputTokensRequest(Body):
         "stop": "use /v1/chat/completions",
         "seed": "use /v1/chat/completions",
         "n": "use /v1/chat/completions",
+        "prediction": "use /v1/chat/completions",
         "logprobs": "use top_logprobs",
         "functions": "use tools",
         "function_call": "use tool_choice",

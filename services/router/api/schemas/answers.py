@@ -31,8 +31,17 @@ class PromptTokensDetails(AnswerBody):
     cached_tokens: int = Field(description="Of the prompt: their KV was found and not computed.")
 
 
-class CompletionTokensDetails(AnswerBody):
+class OutputTokensDetails(AnswerBody):
     reasoning_tokens: int = Field(description="Of the answer: what the model thought before it.")
+
+
+class CompletionTokensDetails(OutputTokensDetails):
+    accepted_prediction_tokens: int = Field(
+        description="Of the answer: those that were verified as drafts, and that the prediction had."
+    )
+    rejected_prediction_tokens: int = Field(
+        description="Drafts that the prediction had, and that did not come: not among completion_tokens."
+    )
 
 
 class UsageInfo(AnswerBody):

@@ -15,6 +15,7 @@ from kvcommons.errors import InvalidInput
 from services.router.admission.classes import TIER_CHARS_MAX
 from services.router.api.schemas.body import Body, Elsewhere, JsonObject, NotBuilt
 from services.router.api.schemas.messages import MESSAGES_MAX, ChatMessage
+from services.router.api.schemas.prediction import Prediction
 from services.router.api.schemas.tools import ToolChoice, Tools
 
 SEED_MIN = -(1 << 63)
@@ -262,7 +263,6 @@ class ChatRequest(GenerationBody):
         "store_partial": "not built yet: a turn that is broken off is not committed",
         "modalities": 'only ["text"] is built',
         "audio": "only text is built",
-        "prediction": "not built; leave it out",
         "web_search_options": "not built; leave it out",
         "chat_template": "templates come from the model's folder only",
         **GUIDED,
@@ -321,6 +321,12 @@ class ChatRequest(GenerationBody):
         None, description="For the chat template, where it reads it; else no effect."
     )
     verbosity: ShortText | None = Field(None, description="Accepted, no effect.")
+    prediction: Prediction | None = Field(
+        None,
+        description="What much of the answer may be, as the file that it gives back: where it is right and "
+        "decode verifies drafts (max_draft_tokens), the answer comes sooner. No token depends on it. At most "
+        "as many tokens as the context window.",
+    )
 
     def check_together(self) -> None:
         GenerationBody.check_together(self)
@@ -352,6 +358,7 @@ class CompletionRequest(GenerationBody):
         "tool_choice": "use /v1/chat/completions",
         "parallel_tool_calls": "use /v1/chat/completions",
         "chat_template_kwargs": "use /v1/chat/completions",
+        "prediction": "use /v1/chat/completions",
         "reasoning_effort": "use /v1/chat/completions",
         "top_logprobs": "it is of /v1/chat/completions: logprobs says here how many",
         "max_completion_tokens": "it is of /v1/chat/completions: use max_tokens",
