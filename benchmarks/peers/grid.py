@@ -48,15 +48,25 @@ class Cell:
             return iteration_s(spec, rates, [Rows(count=self.new, history=self.tokens)])
         return iteration_s(spec, rates, [Rows(count=self.tokens, history=0)])
 
+    def prepare(self, client: RestClient) -> None:
+        """Once, before it is measured: the server has seen the prompts that are no new ones. A slow one would
+        end the first answers of a batch before it has computed the last prompts."""
+        for ids in self._seen():
+            ask(client, ids, 1)
+
+    def _seen(self) -> list[list[int]]:
+        if self.kind == "decode":
+            return [prompt(_FIXED + 1 + at, self.tokens) for at in range(self.batch)]
+        return [prompt(_FIXED, self.tokens)] if self.kind == "cached" else []
+
     def measure(self, client: RestClient, serial: int, answer_tokens: int) -> float:
         """Seconds, to a first token or between two tokens of a batch. No two calls with different serials
         have a new prompt in common; raises what the server refuses."""
         if self.kind == "prefill":
             return ask(client, prompt(serial, self.tokens), 1).first_s
         if self.kind == "cached":
-            return ask(client, prompt(_FIXED, self.tokens) + prompt(serial, self.new), 1).first_s
-        prompts = [prompt(_FIXED + 1 + at, self.tokens) for at in range(self.batch)]
-        streams = at_once(client, prompts, answer_tokens)
+            return ask(client, self._seen()[0] + prompt(serial, self.new), 1).first_s
+        streams = at_once(client, self._seen(), answer_tokens)
         # While all of them are under way: before it some wait for their prompts, after it fewer are left.
         times_s = [stream.times_s for stream in streams]
         first_s, last_s = max(some[0] for some in times_s), min(some[-1] for some in times_s)

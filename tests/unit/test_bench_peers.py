@@ -4,6 +4,7 @@ reads."""
 from __future__ import annotations
 
 import time
+from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from safetensors.torch import load_file
 
 from benchmarks.peers.bounds import Rates, Rows, iteration_s
+from benchmarks.peers.cli import _row
 from benchmarks.peers.gguf_file import write_gguf
 from benchmarks.peers.grid import Cell, grid, kv_tokens
 from benchmarks.report import geometric
@@ -75,7 +77,11 @@ def test_the_grid_has_the_cells_that_fit() -> None:
 class Slow:
     """A server that answers prompts after a while that depends on their length, a token every 10 ms."""
 
+    def __init__(self) -> None:
+        self.asked: list[tuple[int, int]] = []  # the prompt's tokens and the answer's
+
     def tokens(self, ids: list[int], **asked: Any) -> Iterator[dict[str, Any]]:
+        self.asked.append((len(ids), asked["max_tokens"]))
         time.sleep(len(ids) / 1000)
         for at in range(asked["max_tokens"]):
             if at:
@@ -93,6 +99,27 @@ def test_a_cell_measures_first_tokens_and_times_between() -> None:
     assert 0.01 <= between_s < first_s, "waiting for the prompt is not counted"
     with pytest.raises(Unavailable, match="never all under way"):
         Cell(kind="decode", tokens=10, batch=2).measure(client, 1, 1)
+
+
+def test_prompts_that_are_not_new_are_seen_before() -> None:
+    client: Any = Slow()
+    for cell in grid(32768)[:2]:
+        cell.prepare(client)
+    assert not client.asked
+    Cell(kind="decode", tokens=10, batch=3).prepare(client)
+    Cell(kind="cached", tokens=20, new=5).prepare(client)
+    assert client.asked == [(10, 1)] * 3 + [(20, 1)]
+
+
+def test_a_cell_that_a_server_does_not_manage_leaves_the_others() -> None:
+    client: Any = Slow()
+    options = Namespace(rounds=2, answer=1)
+    cell = Cell(kind="decode", tokens=10, batch=2)
+    row = _row({"kvcommons": client, "other": client}, cell, SPEC, READING, options, lambda _: None)
+    assert row["cell"] == cell.name
+    assert str(row["not measured"]).startswith("kvcommons: decode, 2 at once")
+    good = _row({"kvcommons": client}, grid(32768)[0], SPEC, READING, options, lambda _: None)
+    assert "not measured" not in good
 
 
 def test_a_mean_of_ratios_has_an_interval() -> None:
