@@ -43,7 +43,7 @@ class DecodeConfig:
     max_batch: Annotated[int, Ge(1)] = 32  # sequences of one iteration
     # Of a sequence in an iteration: what may come next, by what was said before, is verified beside its last
     # token, as much of it as pays by what was measured; 0: nothing.
-    max_draft_tokens: Annotated[int, Ge(0), Le(32)] = 0
+    max_draft_tokens: Annotated[int, Ge(0), Le(32)] = 16
     max_sequences: Annotated[int, Ge(1)] = 256  # held at once, those that wait for their prompt included
     attend_deadline_s: Annotated[float, Gt(0)] = 2.0  # an iteration waits so long for other holders
     fetch_deadline_s: Annotated[float, Gt(0)] = 5.0  # for history from the kvstore; then prefill pushes it

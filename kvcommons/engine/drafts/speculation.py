@@ -3,7 +3,7 @@ request predicts, what its tenant's answers were, and how often drafts from each
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 
 from kvcommons.engine.batch import Batch
@@ -17,6 +17,11 @@ from kvcommons.engine.predictor import Predictor
 from kvcommons.engine.sequence import RemoteRun
 from kvcommons.engine.sequence import Sequence as Generating
 from kvcommons.pb import common_pb2 as pb
+
+# Looking for drafts takes up to 60 µs of a sequence and token. Who was told none that pay so many times in a
+# row is looked at after two tokens instead of each, then after three, at most after so many.
+_VAIN_LOOKS = 8
+_APART_MAX = 4
 
 
 class _Source:
@@ -46,12 +51,23 @@ class _SequenceDrafts:
         self._sequence, self._history = sequence, history
         self._index = DraftIndex(sequence.tokens)
         self._known = len(sequence.tokens)
+        self._vain = 0  # looks in a row
         self._sources = [_Source(self._own), _Source(self._tenants)]
         self._prediction: PredictedAnswer | None = None
         if request.prediction:
             self._prediction = PredictedAnswer(request.prediction, sequence.tokens[request.prompt_tokens :])
             # First: of drafts that are as likely as others, its own are taken.
             self._sources.insert(0, _Source(self._prediction.drafts))
+
+    @property
+    def due(self) -> bool:
+        """Whether to look now."""
+        apart = min(1 + self._vain // _VAIN_LOOKS, _APART_MAX)
+        return not self._vain or len(self._sequence.tokens) >= self._known + apart
+
+    def looked(self, *, pays: bool) -> None:
+        """Whether of the last drafts any are verified."""
+        self._vain = 0 if pays else self._vain + 1
 
     def next(self, most: int) -> tuple[Sequence[int], Sequence[float]]:
         """Takes in what came since, and drafts at most so many tokens, with the chance of each: from where
@@ -113,12 +129,16 @@ class Speculation:
         gives a sequence, whose blocks have no room for its drafts, a block more, if there are enough."""
         if any(isinstance(run, RemoteRun) for one in sequences for run in one.runs):
             return {}
+        looked: list[int] = []
         found: dict[int, Sequence[int]] = {}
         candidates: dict[int, Candidate] = {}
         for one in sequences:
             known = self._sequences.get(one.key)
             if known is None:
                 known = self._sequences[one.key] = _SequenceDrafts(one, self._history)
+            if not known.due:
+                continue
+            looked.append(one.key)
             drafts, chances = known.next(self._most)
             if len(drafts) > one.room:
                 grow(one)
@@ -129,11 +149,16 @@ class Speculation:
                     chances=chances[: len(drafts)],
                     read_bytes=len(one.tokens) * self._token_bytes,
                 )
-        if not found:
-            return {}
-        work, objective_s = self._work(sequences), self._objective_s(sequences)
-        chosen = choose(candidates, work, self._times, objective_s=objective_s)
+        chosen = self._choose(candidates, sequences) if found else {}
+        for key in looked:
+            self._sequences[key].looked(pays=chosen.get(key, 0) > 0)
         return {key: found[key][:count] for key, count in chosen.items()}
+
+    def _choose(
+        self, candidates: Mapping[int, Candidate], sequences: Sequence[Generating]
+    ) -> Mapping[int, int]:
+        work, objective_s = self._work(sequences), self._objective_s(sequences)
+        return choose(candidates, work, self._times, objective_s=objective_s)
 
     def mark(self, batch: Batch, tokens: Sequence[pb.SampledToken]) -> None:
         """Says of an iteration's tokens, by row, which were predicted, before anybody is told of them."""

@@ -171,3 +171,27 @@ def test_tokens_of_an_iteration_say_whose_prediction_they_were(drafting: Specula
     assert [at for at, token in enumerate(tokens) if token.rejected_prediction_tokens] == [11]
     assert tokens[11].rejected_prediction_tokens == 2
     drafting.mark(Batch(sequences, BLOCK, choose()), tokens[:3])
+
+
+def test_who_is_told_nothing_that_pays_is_looked_at_more_rarely(drafting: Speculation) -> None:
+    """Until something pays: then each token counts again."""
+    one = generating(1, [1000], [], prompt=[*PREDICTION, *range(200, 260)])
+    one.append_run(LocalRun(first_block=1, blocks=[*range(2, 2 + 199 // BLOCK)]))
+    looks = []
+    known = one.tokens[-1]
+    for _ in range(60):
+        before = drafting._sequences[1]._known if 1 in drafting._sequences else 0
+        assert found(drafting, one) == {}
+        looks.append(drafting._sequences[1]._known != before)
+        known += 1
+        one.append(known)
+    assert all(looks[:8])
+    assert 60 / 4 < sum(looks) < 30
+    one.append(100)
+    drafts = []
+    for token in range(101, 108):
+        one.append(token)
+        drafts.append(found(drafting, one).get(1))
+    first = next(at for at, some in enumerate(drafts) if some)
+    assert first < 4
+    assert drafts[first:] == [[*range(at, at + 4)] for at in range(102 + first, 109)]
