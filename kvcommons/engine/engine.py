@@ -13,8 +13,9 @@ The loop (`_run`), again and again:
 2. ends prompts whose deadline has passed, and gives memory to those whose turn it is (`Prompts.admit`);
 3. has the executor advance (`Executor.advance`): it makes room for a token of each sequence that generates
    (`make_room`: preempts, allocates, asks for loans), takes the spans of prompts beside them (`spans`), runs
-   an `Iteration` of both (`Iteration.run`), with `between_layers` after each layer, and hands in what it
-   made (`take_results`: appends tokens, publishes and saves full blocks, ends what has ended);
+   an `Iteration` of both (`Iteration.run`), with `between_layers` after each layer or, where its rows attend
+   here alone, after some of them, and hands in what it made (`take_results`: appends tokens, publishes and
+   saves full blocks, ends what has ended);
 4. delivers it (`_flush`), and waits for commands where nothing could be computed.
 """
 

@@ -96,7 +96,8 @@ class Iteration:
 
     def run(self, between_layers: Callable[[], None] | None = None) -> list[list[pb.SampledToken]]:
         """The tokens sampled for each group; none for a group that failed or goes on. `between_layers` is
-        called before a layer every few of them, and after each slice of a prompt's logits."""
+        called before each layer but the first, where layers go at once before each `STRETCH` of them, and
+        after each slice of a prompt's logits."""
         began_s, self._between_layers = time.monotonic(), between_layers
         opened: list[Rows] = []
         try:
