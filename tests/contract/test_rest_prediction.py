@@ -99,8 +99,8 @@ async def test_a_stream_says_it_with_its_usage(served: Stack) -> None:
     served.script.accepted, served.script.rejected = {1, 2}, {3: 2}
     options = {"include_usage": True, "continuous_usage_stats": True}
     found = await served.stream(CHAT, ask(stream_options=options))
+    # A busy router may have heard of several tokens before it tells of the first one.
     told = [event["usage"]["completion_tokens_details"] for event in found[:-1]]
-    assert told[0] == details(0, 0)
     assert told[-1] == details(2, 2)
     accepted = [one["accepted_prediction_tokens"] for one in told]
     assert accepted == sorted(accepted)

@@ -33,10 +33,12 @@ BLOCK_TOKENS = 16
 
 def slow_tables(capacity_tokens: int = 8192, **tables: dict[str, object]) -> dict[str, dict[str, object]]:
     """Settings of a stack that serves the slow model; `tables` go over them. Instances do not measure for two
-    seconds each at their start what iterations take: they learn it as they go."""
+    seconds each at their start what iterations take: they learn it as they go. Nothing is drafted: tests give
+    the same answer again and again, which would be over before anybody has killed anything."""
     shared = {"dtype": "float32", "block_tokens": BLOCK_TOKENS, "capacity_tokens": capacity_tokens}
     measured = {"calibrate_s": 0.0}
-    services = {"prefill": shared | measured, "decode": shared | measured, "attention_pool": shared}
+    decode = shared | measured | {"max_draft_tokens": 0}
+    services = {"prefill": shared | measured, "decode": decode, "attention_pool": shared}
     return {name: {**known, **tables.get(name, {})} for name, known in services.items()} | {
         name: table for name, table in tables.items() if name not in services
     }
