@@ -145,8 +145,13 @@ async def test_a_holder_is_killed_and_only_its_sequence_ends(engines: Stack) -> 
 
 async def test_a_paused_holder_costs_its_deadline_once(engines: Stack) -> None:
     (pool,) = await engines.lenders(30, process=True)
+    # Blocks that it is asked for while it stands still are lent when it goes on, and are nobody's: they are
+    # free when their lease ends, which is sooner than `idle` gives up.
     decode = await engines.decode(
-        placement="overflow", attend_deadline_s=3.0, engine={"capacity_tokens": 30 * BLOCK}
+        placement="overflow",
+        attend_deadline_s=3.0,
+        lease_ms=int(1000 * scaled(6)),
+        engine={"capacity_tokens": 30 * BLOCK},
     )
     home, _, expected, at_home, elsewhere = await beside(engines, decode)
     pause(pool.pid)
