@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -171,19 +171,14 @@ class Text:
     async def completion(self, text: str, *, window: int) -> list[int]:
         """Raises ContextLengthExceeded for a text that is far longer than `window` tokens."""
         await self._check_length(text, window, "prompt")
-        if len(text) <= _INLINE_CHARS_MAX:
-            return self.tokenizer.encode_prompt(text)
-        return await asyncio.to_thread(self.tokenizer.encode_prompt, text)
+        return await self._encoded(self.tokenizer.encode_prompt, text)
 
     async def prediction(self, text: str, *, window: int, vocab_size: int) -> list[int]:
         """Of what an answer may be, without tokens that the model does not have. Raises ContextLengthExceeded
         for one of more than `window` tokens."""
         param = "prediction.content"
         await self._check_length(text, window, param)
-        if len(text) <= _INLINE_CHARS_MAX:
-            tokens = self.tokenizer.encode_text(text)
-        else:
-            tokens = await asyncio.to_thread(self.tokenizer.encode_text, text)
+        tokens = await self._encoded(self.tokenizer.encode_text, text)
         if len(tokens) > window:
             raise ContextLengthExceeded.of(
                 window,
@@ -192,6 +187,10 @@ class Text:
                 param=param,
             )
         return [token for token in tokens if token < vocab_size]
+
+    async def _encoded(self, encode: Callable[[str], list[int]], text: str) -> list[int]:
+        """On a thread if it takes long."""
+        return encode(text) if len(text) <= _INLINE_CHARS_MAX else await asyncio.to_thread(encode, text)
 
     async def _check_length(self, text: str, window: int, param: str) -> None:
         chars = window * _CHARS_PER_TOKEN

@@ -21,8 +21,8 @@ from services.router.api.responses.requests import (
     OfferedFunction,
     ReasoningItem,
     ResponsesRequest,
-    Texts,
 )
+from services.router.api.schemas.messages import joined_text
 
 Json = dict[str, Any]
 
@@ -135,9 +135,9 @@ def _answer_item(item: InputItem) -> Json | None:
     """Fields of the assistant's message that the item is a part of; None for what others said."""
     match item:
         case MessageItem(role="assistant"):
-            return {"content": _text(item.content)}
+            return {"content": joined_text(item.content)}
         case ReasoningItem():
-            return {"reasoning_content": _text(item.content or item.summary or [])}
+            return {"reasoning_content": joined_text(item.content or item.summary or [])}
         case FunctionCallItem():
             return {"tool_calls": [_call(item.call_id, item.name, item.arguments)]}
         case CustomToolCallItem():
@@ -149,9 +149,9 @@ def _answer_item(item: InputItem) -> Json | None:
 def _message(item: InputItem) -> Json | None:
     match item:
         case MessageItem():
-            return {"role": item.role, "content": _text(item.content)}
+            return {"role": item.role, "content": joined_text(item.content)}
         case FunctionCallOutputItem() | CustomToolCallOutputItem():
-            return {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
+            return {"role": "tool", "tool_call_id": item.call_id, "content": joined_text(item.output)}
     return None
 
 
@@ -163,10 +163,6 @@ def _grow(answer: Json, added: Json) -> None:
 
 def _call(call_id: str, name: str, arguments: str) -> Json:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-
-
-def _text(content: str | Texts) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 def _tool(tool: OfferedFunction | OfferedCustomTool) -> Json:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from collections.abc import Sequence
+from typing import Annotated, Literal, Protocol
 
 from pydantic import Field
 
@@ -15,6 +16,19 @@ MESSAGES_MAX = 5_000
 class TextPart(Body):
     type: Literal["text"]
     text: str
+
+
+class HasText(Protocol):
+    """A part of a message's content."""
+
+    @property
+    def text(self) -> str:
+        """It."""
+
+
+def joined_text(content: str | Sequence[HasText]) -> str:
+    """A text, or that of all parts."""
+    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 class ChatMessage(Body):
@@ -34,6 +48,4 @@ class ChatMessage(Body):
 
     @property
     def text(self) -> str:
-        if isinstance(self.content, str):
-            return self.content
-        return "".join(part.text for part in self.content)
+        return joined_text(self.content)

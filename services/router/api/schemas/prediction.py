@@ -7,17 +7,13 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from services.router.api.schemas.body import Body
-from services.router.api.schemas.messages import TextPart
+from services.router.api.schemas.messages import TextPart, joined_text
 
 
 def _check_text(content: str | list[TextPart]) -> str | list[TextPart]:
-    if not _joined(content):
+    if not joined_text(content):
         raise ValueError("it is empty: send the text that the answer may be, or leave prediction out")
     return content
-
-
-def _joined(content: str | list[TextPart]) -> str:
-    return content if isinstance(content, str) else "".join(part.text for part in content)
 
 
 # What `_check_text` refuses, described.
@@ -35,4 +31,4 @@ class Prediction(Body):
 
     @property
     def text(self) -> str:
-        return _joined(self.content)
+        return joined_text(self.content)
