@@ -82,7 +82,5 @@ class PagedForward:
         plans = [plan for plan in rows.plans[layers.start : layers.stop] if isinstance(plan, PagedBatch)]
         if len(plans) < len(layers) or rows.kv.dtype != hidden.dtype:
             return None
-        total, projected, rotated, attention_s = self._native.run(
-            layers, hidden, qkv, rotation, rows.kv, rows.slots, plans, rows.scale
-        )
+        total, projected, rotated, attention_s = self._native.run(layers, hidden, qkv, rotation, rows, plans)
         return self._layers[layers.stop].opened(total, projected, rotated), attention_s

@@ -181,7 +181,7 @@ class Model:
         """Finishes `layers`, which end before the last one, with the attention of rows that attend here
         alone, and begins the one behind them; and the seconds that attention took. None, with nothing done,
         where layers go one by one."""
-        if self._forward is None or not layers:
+        if self._forward is None:
             return None
         first = self.layers.start
         at = range(layers.start - first, layers.stop - first)

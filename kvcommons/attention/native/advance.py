@@ -84,16 +84,13 @@ class NativeSlice:
             cos, sin = (one.contiguous() for one in rotation)
             rotated = torch.empty((count, opens.rotated_heads, opens.head_dim), dtype=dtype)
             call.cos, call.sin, call.rotated = cos.data_ptr(), sin.data_ptr(), rotated.data_ptr()
-        space = self.space(count, dtype)
+        space = self.space(call)
         call.space = space.data_ptr()
         self._kernel._library.kvc_advance_rows(byref(call))
         return total, qkv, rotated
 
-    def space(self, count: int, dtype: torch.dtype) -> Tensor:
-        """Memory that so many rows need meanwhile."""
-        call = STRUCTURES["kvc_advance"](
-            closing=addressof(self.closing), count=count, is_bf16=dtype == torch.bfloat16
-        )
+    def space(self, call: Any) -> Tensor:
+        """Memory for the `space` of a kvc_advance, of which it takes the closing, the count and the type."""
         size = self._kernel._library.kvc_advance_bytes(byref(call))
         space = torch.empty(size + _ALIGNMENT, dtype=torch.uint8)
         return space[-space.data_ptr() % _ALIGNMENT :]

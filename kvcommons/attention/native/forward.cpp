@@ -1,7 +1,6 @@
 // forward.h by the calls that compute its parts: Python is not asked between two layers.
-#include <time.h>
-
 #include "forward.h"
+#include "clock.h"
 
 extern "C" {
 void kvc_attend(const kvc_batch* batch);
@@ -10,12 +9,6 @@ void kvc_narrow(const float* from, void* to, int64_t count, int32_t variant);
 }
 
 namespace {
-
-int64_t now_ns() {
-    timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    return now.tv_sec * 1000000000 + now.tv_nsec;
-}
 
 // A layer's rows up to its attention, which lie in memory of different calls.
 struct Rows {
@@ -50,9 +43,9 @@ EXPORTED void kvc_forward_layers(kvc_forward* call) {
         batch.q = rows.q;
         batch.q_row = rows.q_row;
         batch.kv = kv;
-        int64_t began_ns = now_ns();
+        int64_t began_ns = kvc::now_ns();
         kvc_attend(&batch);
-        call->attention_ns += now_ns() - began_ns;
+        call->attention_ns += kvc::now_ns() - began_ns;
         const void* attended = batch.out;
         if (call->is_bf16) {
             kvc_narrow(batch.out, call->attended, call->count * batch.heads * batch.dim, call->variant);

@@ -13,7 +13,7 @@ from torch import Tensor
 from kvcommons.attention.native.advance import NativeSlice
 from kvcommons.attention.native.library import Kernel, PagedBatch
 from kvcommons.attention.native.structures import STRUCTURES
-from kvcommons.backend.interface import Partial
+from kvcommons.backend.interface import PagedRows, Partial
 
 _POINTER = sizeof(c_void_p)
 
@@ -35,19 +35,17 @@ class NativeForward:
         hidden: Tensor,
         qkv: tuple[Tensor, Tensor, Tensor],
         rotation: tuple[Tensor, Tensor],
-        kv: Tensor,
-        slots: Tensor,
+        rows: PagedRows,
         plans: Sequence[PagedBatch],
-        scale: float,
     ) -> tuple[Tensor, Tensor, Tensor, float]:
         """From hidden [T, hidden] and q, k, v [T, its heads, head_dim] of the first of `layers`, of which the
         last has a successor, to the residual stream [T, hidden], qkv [T, all heads * head_dim], and q and k
         of it rotated [T, rotated_heads, head_dim] of that successor; and the seconds that attention took.
 
-        kv [layers, blocks, 2, kv_heads, block_tokens, head_dim] of the rows' dtype and `slots` as
-        AttentionBackend.append has its rows; a plan for each of `layers`."""
+        KV of the `rows` is of hidden's dtype; `plans` are theirs for each of `layers`."""
+        kv = rows.kv
         q, k, v = map(_in_one_piece, qkv)
-        hidden, cos, sin, slots = (one.contiguous() for one in (hidden, *rotation, slots))
+        hidden, cos, sin, slots = (one.contiguous() for one in (hidden, *rotation, rows.slots))
         (count, heads, dim), dtype, behind = q.shape, hidden.dtype, self._layers[layers.stop].weights
         is_bf16, threads = dtype == torch.bfloat16, torch.get_num_threads()
         total = torch.empty_like(hidden)
@@ -57,10 +55,13 @@ class NativeForward:
         partial = Partial(out=torch.empty((count, heads, dim)), lse=torch.empty((count, heads)))
         batches = (c_void_p * len(plans))()
         for index, plan in enumerate(plans):
-            batch = plan.prepare(heads, scale, partial)
+            batch = plan.prepare(heads, rows.scale, partial)
             batch.q_head, batch.q_is_bf16, batch.kv_is_bf16 = dim, is_bf16, is_bf16
             batches[index] = addressof(batch)
-        space = self._layers[layers.start].space(count, dtype)
+        first = self._layers[layers.start]
+        space = first.space(
+            STRUCTURES["kvc_advance"](closing=addressof(first.closing), count=count, is_bf16=is_bf16)
+        )
         call: Any = STRUCTURES["kvc_forward"](
             closings=addressof(self._closings) + layers.start * _POINTER,
             openings=addressof(self._openings) + (layers.start + 1) * _POINTER,

@@ -10,7 +10,8 @@
 #include <sched.h>
 #include <sys/socket.h>
 #include <sys/uio.h>
-#include <time.h>
+
+#include "clock.h"
 
 namespace kvc {
 
@@ -67,12 +68,6 @@ struct ReplyFrame {
 
 // To offer the core takes longer than this only where others have work for it.
 constexpr int64_t WANTED_NS = 250000;
-
-inline int64_t now_ns() {
-    timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);  // Python's time.monotonic
-    return now.tv_sec * 1000000000LL + now.tv_nsec;
-}
 
 // A wait: first it asks again and again, as long as `ask_ns`, and lets others have the core between; then it
 // sleeps.
