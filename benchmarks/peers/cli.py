@@ -10,8 +10,9 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 
 from benchmarks.limits import product_flop_s, read_bytes_s
@@ -82,7 +83,8 @@ def _run(options: argparse.Namespace, progress: Progress) -> Report:
             progress(f"starting {peer}")
             clients[peer] = running.enter_context(started).client
         clients |= map(named_client, options.peer)
-        rows = [_row(clients, cell, spec, rates, options, progress) for cell in cells]
+        compare = partial(_compare, clients, spec=spec, rates=rates, options=options, progress=progress)
+        rows = [_row(cell, compare) for cell in cells]
     title = (
         f"{what}, bfloat16, {options.threads} threads; memory read at {rates.read_bytes_s / 1e9:.1f} GB/s, "
         f"products at {rates.product_flop_s / 1e9:.0f} GFLOP/s"
@@ -129,17 +131,10 @@ def _stack(folder: Path, model: Path, sizes: Sizes) -> RunningStack:
     return RunningStack(folder, tables=tables, model=str(model), attention_pool=0)
 
 
-def _row(
-    clients: dict[str, RestClient],
-    cell: Cell,
-    spec: ModelSpec,
-    rates: Rates,
-    options: argparse.Namespace,
-    progress: Progress,
-) -> Row:
+def _row(cell: Cell, compare: Callable[[Cell], Row]) -> Row:
     """A cell that a server does not manage takes nothing from the others."""
     try:
-        return _compare(clients, cell, spec, rates, options, progress)
+        return compare(cell)
     except KVCommonsError as error:
         return {"cell": cell.name, "not measured": str(error)}
 
@@ -147,6 +142,7 @@ def _row(
 def _compare(
     clients: dict[str, RestClient],
     cell: Cell,
+    *,
     spec: ModelSpec,
     rates: Rates,
     options: argparse.Namespace,
@@ -156,15 +152,14 @@ def _compare(
     taken_s: dict[str, list[float]] = {name: [] for name in names}
     for name in names:
         progress(f"{cell.name}: {name} sees its prompts")
-        cell.prepare(clients[name])
+        with _named(name):
+            cell.prepare(clients[name])
     for number in range(WARM_UP + options.rounds):
         progress(f"{cell.name}: round {number + 1} of {WARM_UP + options.rounds}")
         first = number % len(names)
         for name in names[first:] + names[:first]:
-            try:
+            with _named(name):
                 seconds = cell.measure(clients[name], _serial(cell, number), options.answer)
-            except KVCommonsError as error:
-                raise Unavailable(f"{name}: {error}") from error
             if number >= WARM_UP:
                 taken_s[name].append(seconds)
     bound_s = cell.bound_s(spec, rates)
@@ -182,6 +177,15 @@ def _compare(
         row["better peer"] = better
         row["over the better peer"], row["low"], row["high"] = ratio, ratio / factor, ratio * factor
     return row
+
+
+@contextmanager
+def _named(server: str) -> Iterator[None]:
+    """An error in it says whose it is."""
+    try:
+        yield
+    except KVCommonsError as error:
+        raise Unavailable(f"{server}: {error}") from error
 
 
 def _serial(cell: Cell, number: int) -> int:

@@ -64,11 +64,16 @@ async def test_tokens_are_the_reference(engines: Stack, local: bool) -> None:
     await engines.idle("decode")
 
 
-async def test_tokens_are_those_without_and_come_sooner(engines: Stack) -> None:
+async def undrafted(engines: Stack) -> tuple[Any, Any, list[int], list[int]]:
+    """An instance for prompts, one that drafts nothing, a prompt, and what its seeded answer is."""
     prefill, plain = await engines.prefill(), await engines.decode("plain", max_draft_tokens=0)
-    decode = await engines.decode(max_draft_tokens=MOST)
     of = prompt(30, 1)
-    expected = (await Asked(engines, prefill, plain, of, sampling=SEEDED)()).tokens
+    return prefill, plain, of, (await Asked(engines, prefill, plain, of, sampling=SEEDED)()).tokens
+
+
+async def test_tokens_are_those_without_and_come_sooner(engines: Stack) -> None:
+    prefill, plain, of, expected = await undrafted(engines)
+    decode = await engines.decode(max_draft_tokens=MOST)
     ask = Asked(engines, prefill, decode, of, sampling=SEEDED)
 
     async def asked(prediction: Sequence[int]) -> tuple[int, int, int]:
@@ -99,10 +104,8 @@ async def test_tokens_are_those_without_and_come_sooner(engines: Stack) -> None:
 
 
 async def test_a_resumed_answer_is_predicted_behind_what_came(engines: Stack) -> None:
-    prefill, plain = await engines.prefill(), await engines.decode("plain", max_draft_tokens=0)
+    prefill, _, of, expected = await undrafted(engines)
     decode = await engines.decode(max_draft_tokens=MOST)
-    of = prompt(30, 1)
-    expected = (await Asked(engines, prefill, plain, of, sampling=SEEDED)()).tokens
     for cut in (1, 23, 50):
         tokens = [*of, *expected[:cut]]
         ask = Asked(engines, prefill, decode, tokens, sampling=SEEDED, prompt_tokens=len(of))

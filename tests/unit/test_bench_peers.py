@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from argparse import Namespace
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 from safetensors.torch import load_file
 
 from benchmarks.peers.bounds import Rates, Rows, iteration_s
-from benchmarks.peers.cli import _row
+from benchmarks.peers.cli import _compare, _row
 from benchmarks.peers.gguf_file import write_gguf
 from benchmarks.peers.grid import Cell, grid, kv_tokens
 from benchmarks.report import geometric
@@ -115,10 +116,11 @@ def test_a_cell_that_a_server_does_not_manage_leaves_the_others() -> None:
     client: Any = Slow()
     options = Namespace(rounds=2, answer=1)
     cell = Cell(kind="decode", tokens=10, batch=2)
-    row = _row({"kvcommons": client, "other": client}, cell, SPEC, READING, options, lambda _: None)
+    compare = partial(_compare, spec=SPEC, rates=READING, options=options, progress=lambda _: None)
+    row = _row(cell, partial(compare, {"kvcommons": client, "other": client}))
     assert row["cell"] == cell.name
     assert str(row["not measured"]).startswith("kvcommons: decode, 2 at once")
-    good = _row({"kvcommons": client}, grid(32768)[0], SPEC, READING, options, lambda _: None)
+    good = _row(grid(32768)[0], partial(compare, {"kvcommons": client}))
     assert "not measured" not in good
 
 
