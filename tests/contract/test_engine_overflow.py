@@ -16,6 +16,7 @@ from tests.contract.engine_stack import BLOCK, Stack, ready, settings
 from tests.contract.engine_turns import SALT, Turn, prompt, turn
 from tests.machine import scaled
 from tests.pausing import pause
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.asyncio
 pytest_plugins = ("tests.contract.engine_fixtures",)
@@ -108,30 +109,39 @@ async def _has_tokens(tokens: list[int]) -> None:
         raise CapacityExhausted("not yet")
 
 
+ROOM = 40 * BLOCK  # 28 blocks for both to grow, and 12 of the 19 of a prompt of 300
+
+
 async def beside(
     engines: Stack, decode: Any
 ) -> tuple[Turn, Turn, list[int], asyncio.Task[Any], asyncio.Task[Any]]:
-    """Two running turns, one all at home with room to grow there, one that lies on the pool too; and what the
-    first one's tokens are."""
+    """Two running turns, one all at home, one that lies on the pool too; and what the first one's tokens are.
+    With a `capacity_tokens` of `ROOM` both have room to grow at home, however late this returns.
+    """
+
+    async def has_room() -> bool:
+        return (await engines.inspect("decode")).free_blocks >= 15
+
     prefill = await engines.prefill()
-    # Holds blocks until both have theirs.
-    ballast = decode.Generate(turn(None, decode, engines.model, prompt(200), 5).request, timeout=scaled(30))
+    # Holds what is room later while one of them is placed.
+    ballast = decode.Generate(turn(None, decode, engines.model, prompt(440), 5).request, timeout=scaled(30))
     holding = asyncio.create_task(anext(aiter(ballast)))
     await holding
     tokens, expected = engines.reference.prompt(40, 200)
     home = turn(prefill, decode, engines.model, tokens, 200)
     away = turn(prefill, decode, engines.model, prompt(300, seed=4), 200)
-    at_home = asyncio.create_task(home.run())
-    await ready(lambda: _has_tokens(home.tokens))
     elsewhere = asyncio.create_task(away.run())
     await ready(lambda: _has_tokens(away.tokens[1:]))
     ballast.cancel()
+    await eventually(has_room, "what the ballast held is free")
+    at_home = asyncio.create_task(home.run())
+    await ready(lambda: _has_tokens(home.tokens))
     return home, away, expected, at_home, elsewhere
 
 
 async def test_a_holder_is_killed_and_only_its_sequence_ends(engines: Stack) -> None:
     (pool,) = await engines.lenders(30, process=True)
-    decode = await engines.decode(placement="overflow", engine={"capacity_tokens": 30 * BLOCK})
+    decode = await engines.decode(placement="overflow", engine={"capacity_tokens": ROOM})
     home, away, expected, at_home, elsewhere = await beside(engines, decode)
     pool.kill()
     with pytest.raises(DataLoss, match="compute it again"):
@@ -151,7 +161,7 @@ async def test_a_paused_holder_costs_its_deadline_once(engines: Stack) -> None:
         placement="overflow",
         attend_deadline_s=3.0,
         lease_ms=int(1000 * scaled(6)),
-        engine={"capacity_tokens": 30 * BLOCK},
+        engine={"capacity_tokens": ROOM},
     )
     home, _, expected, at_home, elsewhere = await beside(engines, decode)
     pause(pool.pid)
