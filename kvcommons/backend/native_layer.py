@@ -29,23 +29,22 @@ class NativeLayer(PlainLayer):
             return PlainLayer(operators, weights)
         qkv, output, gate_up, down = packed
         native = NativeWeights(
-            attention_norm=weights.attention_norm, qkv=qkv, output=output, mlp_norm=weights.mlp_norm,
-            gate_up=gate_up, down=down, head_dim=weights.head_dim, rotated_heads=weights.rotated_heads,
+            attention_norm=weights.attention_norm, qkv=qkv, qk_norm=weights.qk_norm, output=output,
+            mlp_norm=weights.mlp_norm, gate_up=gate_up, down=down, head_dim=weights.head_dim,
+            rotated_heads=weights.rotated_heads,
         )  # fmt: skip
         if not native.served:
             return PlainLayer(operators, weights)
         return cls(operators, weights, NativeSlice(kernel, native))
 
+    def rotate(self, hidden: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor) -> Opened:
+        return self.opened(hidden, qkv, self.native.rotate(qkv, cos, sin, self.weights.epsilon))
+
     def advance(self, following: Layer, hidden: Tensor, attended: Tensor, cos: Tensor, sin: Tensor) -> Opened:
         if not isinstance(following, NativeLayer):
             return super().advance(following, hidden, attended, cos, sin)
-        weights = following.weights
-        rotation = (cos, sin) if weights.qk_norm is None else None
-        total, qkv, rotated = self.native.advance(
-            following.native, hidden, attended, rotation, weights.epsilon
-        )
-        if rotated is None:
-            return following.rotate(total, qkv, cos, sin)
+        epsilon = self.weights.epsilon
+        total, qkv, rotated = self.native.advance(following.native, hidden, attended, cos, sin, epsilon)
         return following.opened(total, qkv, rotated)
 
     def opened(self, hidden: Tensor, qkv: Tensor, rotated: Tensor) -> Opened:
@@ -64,8 +63,8 @@ class PagedForward:
 
     @classmethod
     def of(cls, kernel: Kernel, layers: Sequence[Layer]) -> PagedForward | None:
-        """None where the kernel does not compute all of each layer: heads that are normed are not its."""
-        native = [one for one in layers if isinstance(one, NativeLayer) and one.weights.qk_norm is None]
+        """None where the kernel does not compute all of each layer."""
+        native = [one for one in layers if isinstance(one, NativeLayer)]
         if len(native) < len(layers):
             return None
         forward = NativeForward(kernel, [one.native for one in native], native[0].weights.epsilon)

@@ -77,9 +77,8 @@ EXPORTED void kvc_advance_rows(const kvc_advance* call) {
     multiply(*call, closing.down, gated, projected, arranged);
     norm(*call, middle, projected, opening.norm, hidden, call->sum, normed);
     multiply(*call, opening.qkv, normed, call->qkv, arranged);
-    if (!call->cos) return;
     kvc_rotation rotation{
-        call->qkv, call->cos, call->sin, call->rotated, call->parallel, call->count, opening.qkv.rows,
-        opening.rotated_heads, opening.dim, call->threads, call->is_bf16, call->variant};
+        call->qkv, opening.qk_norm, call->cos, call->sin, call->rotated, call->parallel, call->count, opening.qkv.rows,
+        opening.rotated_heads, opening.dim, call->threads, call->epsilon, call->is_bf16, call->variant};
     kvc_rotate_rows(&rotation);
 }

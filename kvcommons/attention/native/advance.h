@@ -19,8 +19,9 @@ struct kvc_closing {
     const float* norm;   // [hidden], of the MLP
 };
 struct kvc_opening {
-    kvc_matrix qkv;     // [(heads + 2 * kv_heads) * dim, hidden]
-    const float* norm;  // [hidden], of attention
+    kvc_matrix qkv;        // [(heads + 2 * kv_heads) * dim, hidden]
+    const float* norm;     // [hidden], of attention
+    const float* qk_norm;  // [rotated_heads, dim]; null: heads are not normed
     int64_t rotated_heads, dim;
 };
 
@@ -29,7 +30,7 @@ struct kvc_advance {
     const kvc_opening* opening;
     const void* hidden;    // [count, hidden]
     const void* attended;  // [count, heads * dim]
-    const float* cos;      // [count, dim / 2]; null: heads are not rotated here
+    const float* cos;      // [count, dim / 2]
     const float* sin;
     void* sum;             // [count, hidden], the residual stream before the next layer
     void* qkv;             // [count, rows of qkv]

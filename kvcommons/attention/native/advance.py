@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvcommons.attention.native import structures
+from kvcommons.attention.native import slices, structures
 from kvcommons.attention.native.library import Kernel
 from kvcommons.attention.native.products import PackedWeight
-from kvcommons.attention.native.slices import has_whole_registers
 from kvcommons.attention.native.structures import STRUCTURES
 
 _ALIGNMENT = 64
@@ -25,6 +24,7 @@ class NativeWeights:
 
     attention_norm: Tensor
     qkv: PackedWeight
+    qk_norm: Tensor | None
     output: PackedWeight
     mlp_norm: Tensor
     gate_up: PackedWeight
@@ -36,7 +36,7 @@ class NativeWeights:
     def served(self) -> bool:
         """Whether the kernel can compute with rows of such sizes."""
         sizes = (self.output.rows, self.down.size, self.head_dim // 2)
-        return all(has_whole_registers(size) for size in sizes)
+        return all(slices.has_whole_registers(size) for size in sizes)
 
 
 class NativeSlice:
@@ -56,34 +56,39 @@ class NativeSlice:
             packed: PackedWeight = getattr(weights, name)
             packed.fill(getattr(structure, name))
         structures.fill(self.closing, norm=weights.mlp_norm)
-        structures.fill(self.opening, norm=weights.attention_norm)
+        structures.fill(self.opening, norm=weights.attention_norm, qk_norm=weights.qk_norm)
+
+    def rotate(self, qkv: Tensor, cos: Tensor, sin: Tensor, epsilon: float) -> Tensor:
+        """qkv [T, all heads * head_dim] -> q and k of it, which are normed in place where the model does so,
+        rotated [T, rotated_heads, head_dim]."""
+        weights = self.weights
+        heads = qkv.view(len(qkv), -1, weights.head_dim)[:, : weights.rotated_heads]
+        return slices.rotate(self._kernel, heads, cos, sin, weights.qk_norm, epsilon)
 
     def advance(
         self,
         following: NativeSlice,
         hidden: Tensor,
         attended: Tensor,
-        rotation: tuple[Tensor, Tensor] | None,
+        cos: Tensor,
+        sin: Tensor,
         epsilon: float,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """hidden [T, hidden] and attended [T, query_heads * head_dim] of the weights' dtype -> the residual
-        stream [T, hidden], qkv [T, all heads * head_dim], and q and k of it rotated [T, rotated_heads,
-        head_dim] by cos and sin; None: not at all."""
-        hidden, attended = hidden.contiguous(), attended.contiguous()
+        stream [T, hidden], qkv [T, all heads * head_dim] with q and k as `rotate` leaves them, and what it
+        returns."""
+        hidden, attended, cos, sin = (one.contiguous() for one in (hidden, attended, cos, sin))
         opens, dtype, count = following.weights, hidden.dtype, len(hidden)
         total = torch.empty_like(hidden)
         qkv = torch.empty((count, opens.qkv.rows), dtype=dtype)
+        rotated = torch.empty((count, opens.rotated_heads, opens.head_dim), dtype=dtype)
         call: Any = STRUCTURES["kvc_advance"](
             closing=addressof(self.closing), opening=addressof(following.opening),
-            hidden=hidden.data_ptr(), attended=attended.data_ptr(), sum=total.data_ptr(), qkv=qkv.data_ptr(),
+            hidden=hidden.data_ptr(), attended=attended.data_ptr(), cos=cos.data_ptr(), sin=sin.data_ptr(),
+            sum=total.data_ptr(), qkv=qkv.data_ptr(), rotated=rotated.data_ptr(),
             parallel=self._kernel._parallel, count=count, threads=torch.get_num_threads(), epsilon=epsilon,
             is_bf16=dtype == torch.bfloat16, variant=self._kernel._index,
         )  # fmt: skip
-        rotated = None
-        if rotation is not None:
-            cos, sin = (one.contiguous() for one in rotation)
-            rotated = torch.empty((count, opens.rotated_heads, opens.head_dim), dtype=dtype)
-            call.cos, call.sin, call.rotated = cos.data_ptr(), sin.data_ptr(), rotated.data_ptr()
         space = self.space(call)
         call.space = space.data_ptr()
         self._kernel._library.kvc_advance_rows(byref(call))

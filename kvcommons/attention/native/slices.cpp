@@ -5,36 +5,40 @@
 namespace kvc {
 namespace {
 
+// The RMSNorm of `size` elements; `out` may be `x`.
+template <class T>
+void norm_one(const T* x, const float* weight, float epsilon, int64_t size, T* out) {
+    Floats a, b, c, d, squares = {}, more = {};
+    for (int64_t i = 0; i < size; i += 2 * W) {
+        widen(x + i, a, b);
+        squares += a * a;
+        more += b * b;
+    }
+    float scale = 1.0f / __builtin_sqrtf(sum_of(squares + more) / (float)size + epsilon);
+    for (int64_t i = 0; i < size; i += 2 * W) {
+        widen(x + i, a, b);
+        arrange(T{}, weight + i, c, d);
+        narrow(out + i, a * scale * c, b * scale * d);
+    }
+}
+
 template <class T>
 void norm_rows(const kvc_norm& work, int64_t first, int64_t last) {
     int64_t size = work.size;
     for (int64_t row = first; row < last; row++) {
         const T* x = (const T*)work.x + row * size;
-        Floats a, b, squares = {}, more = {};
         if (work.added) {
             const T* added = (const T*)work.added + row * size;
             T* sum = (T*)work.sum + row * size;
             for (int64_t i = 0; i < size; i += 2 * W) {
-                Floats c, d;
+                Floats a, b, c, d;
                 widen(x + i, a, b);
                 widen(added + i, c, d);
                 narrow(sum + i, a + c, b + d);
             }
             x = sum;
         }
-        for (int64_t i = 0; i < size; i += 2 * W) {
-            widen(x + i, a, b);
-            squares += a * a;
-            more += b * b;
-        }
-        float scale = 1.0f / __builtin_sqrtf(sum_of(squares + more) / (float)size + work.epsilon);
-        T* out = (T*)work.out + row * size;
-        for (int64_t i = 0; i < size; i += 2 * W) {
-            Floats c, d;
-            widen(x + i, a, b);
-            arrange(T{}, work.weight + i, c, d);
-            narrow(out + i, a * scale * c, b * scale * d);
-        }
+        norm_one(x, work.weight, work.epsilon, size, (T*)work.out + row * size);
     }
 }
 
@@ -44,7 +48,8 @@ void rotate_rows(const kvc_rotation& work, int64_t first, int64_t last) {
     for (int64_t row = first; row < last; row++) {
         const float *cos = work.cos + row * half, *sin = work.sin + row * half;
         for (int64_t head = 0; head < work.heads; head++) {
-            const T* x = (const T*)work.x + row * work.row + head * dim;
+            T* x = (T*)work.x + row * work.row + head * dim;
+            if (work.weight) norm_one(x, work.weight + head * dim, work.epsilon, dim, x);
             T* out = (T*)work.out + (row * work.heads + head) * dim;
             for (int64_t i = 0; i < half; i += 2 * W) {
                 Floats a, b, c, d, cos_a, cos_b, sin_a, sin_b;

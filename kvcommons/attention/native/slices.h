@@ -18,14 +18,16 @@ struct kvc_norm {
     int32_t is_bf16, variant;
 };
 
-// Rotary embedding of a row's first heads; pairs lie half a head apart.
+// Rotary embedding of a row's first heads, and their RMSNorm before it; pairs lie half a head apart.
 struct kvc_rotation {
-    const void* x;     // rows of `row` elements, heads of `dim` in each
-    const float* cos;  // [rows, dim / 2]
+    void* x;              // rows of `row` elements, heads of `dim` in each; normed in place
+    const float* weight;  // [heads, dim], of the norm; null: heads are not normed
+    const float* cos;     // [rows, dim / 2]
     const float* sin;
-    void* out;         // [rows, heads, dim]
+    void* out;            // [rows, heads, dim]
     kvc_parallel parallel;
     int64_t rows, row, heads, dim, threads;
+    float epsilon;
     int32_t is_bf16, variant;
 };
 

@@ -40,16 +40,22 @@ def norm(
     return total, out
 
 
-def rotate(kernel: Kernel, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [T, heads, head_dim], each row's heads in one piece; cos, sin [T, 1, head_dim / 2] float32."""
+def rotate(
+    kernel: Kernel, x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None = None, epsilon: float = 0.0
+) -> Tensor:
+    """x [T, heads, head_dim] rotated by cos, sin [T, 1, head_dim / 2] float32. With a weight [heads,
+    head_dim] float32 the RMSNorm of each head, times that, takes its place in x before, whose heads lie in
+    one piece in each row then."""
     rows, heads, dim = x.shape
     if x.stride()[1:] != (dim, 1):
+        assert weight is None
         x = x.contiguous()
     cos, sin = cos.contiguous(), sin.contiguous()
     out = torch.empty((rows, heads, dim), dtype=x.dtype)
     call = STRUCTURES["kvc_rotation"](
-        x=x.data_ptr(), cos=cos.data_ptr(), sin=sin.data_ptr(), out=out.data_ptr(), parallel=kernel._parallel,
-        rows=rows, row=x.stride(0), heads=heads, dim=dim, threads=torch.get_num_threads(),
+        x=x.data_ptr(), weight=None if weight is None else weight.data_ptr(), cos=cos.data_ptr(),
+        sin=sin.data_ptr(), out=out.data_ptr(), parallel=kernel._parallel, rows=rows, row=x.stride(0),
+        heads=heads, dim=dim, threads=torch.get_num_threads(), epsilon=epsilon,
         is_bf16=x.dtype == torch.bfloat16, variant=kernel._index,
     )  # fmt: skip
     kernel._library.kvc_rotate_rows(byref(call))

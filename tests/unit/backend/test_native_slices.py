@@ -77,6 +77,25 @@ def test_rotates_the_first_heads_of_rows(
 
 
 @pytest.mark.parametrize("dtype", ERRORS)
+@pytest.mark.parametrize(("rows", "heads", "dim"), [(1, 1, 16), (3, 5, 48), (75, 20, 128)])
+def test_norms_the_heads_that_it_rotates_in_place(
+    kernel: Kernel, threads: int, dtype: torch.dtype, rows: int, heads: int, dim: int
+) -> None:
+    torch.manual_seed(rows)
+    qkv, weight = torch.randn(rows, heads + 2, dim).to(dtype), torch.rand(heads, dim) + 0.5
+    before = qkv.clone()
+    angles = torch.rand(rows, 1, dim // 2) * 2 * math.pi
+    cos, sin = angles.cos(), angles.sin()
+
+    out = slices.rotate(kernel, qkv[:, :heads], cos, sin, weight, 1e-5)
+
+    wide = before[:, :heads].double()
+    assert close(qkv[:, :heads], wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight)
+    assert torch.equal(qkv[:, heads:], before[:, heads:])
+    assert torch.equal(out, slices.rotate(kernel, qkv[:, :heads], cos, sin))
+
+
+@pytest.mark.parametrize("dtype", ERRORS)
 @pytest.mark.parametrize(("rows", "size"), [(1, 8), (3, 24), (75, 2816)])
 def test_gates(kernel: Kernel, threads: int, dtype: torch.dtype, rows: int, size: int) -> None:
     torch.manual_seed(rows)

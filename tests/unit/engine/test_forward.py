@@ -82,7 +82,9 @@ def outcome(core: Core, *, at_once: bool) -> tuple[list[Any], torch.Tensor, list
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("config", [LLAMA, BIASED, WINDOWED], ids=["llama", "biased", "windowed"])
+@pytest.mark.parametrize(
+    "config", [LLAMA, BIASED, WINDOWED, NORMED], ids=["llama", "biased", "windowed", "normed"]
+)
 def test_layers_at_once_and_one_by_one_are_the_same_to_the_bit(config: dict[str, Any], dtype: str) -> None:
     tokens, kv, pauses = outcome(core_of(config, dtype), at_once=True)
     others, other_kv, more = outcome(core_of(config, dtype), at_once=False)
@@ -92,8 +94,7 @@ def test_layers_at_once_and_one_by_one_are_the_same_to_the_bit(config: dict[str,
     assert (len(pauses), len(more)) == (-(-(LAYERS - 1) // STRETCH), LAYERS - 1)
 
 
-def test_heads_that_are_normed_and_kv_of_another_type_go_one_by_one() -> None:
-    assert core_of(NORMED, "float32").model._forward is None
+def test_rows_whose_kv_is_of_another_type_go_one_by_one() -> None:
     tokens, _, pauses = outcome(core_of(LLAMA, "bfloat16", "float32"), at_once=True)
     assert len(tokens) == 5
     assert len(pauses) == LAYERS - 1
