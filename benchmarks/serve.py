@@ -1,8 +1,8 @@
 """Conversations at given rates: how many turns a second keep their objectives, here and at other servers.
 
 Each conversation arrives by itself, waits between its turns as its user does, and sends the next one whatever
-the others do: so a server that falls behind has more and more of them at once. Other servers that speak
-OpenAI's API (`--peer NAME=URL`) get the same conversations at the same times, one server after the other.
+the others do: so a server that falls behind has more and more of them at once. Other servers (`--with`, and
+by OpenAI's API `--peer NAME=URL`) get the same conversations at the same times, one server after the other.
 """
 
 from __future__ import annotations
@@ -10,24 +10,27 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import os
 import random
 import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from benchmarks.peers.bounds import kv_token_bytes
-from benchmarks.peers.named import add_peer_option, named_client
+from benchmarks.peers.named import add_peer_options, named_client
+from benchmarks.peers.servers import Sizes, start
 from benchmarks.plot import panels
 from benchmarks.prompts import PromptWriter
 from benchmarks.random_model import chosen_model
-from benchmarks.report import Report, Row, p50, p99
+from benchmarks.report import Report, Row, geometric, p50, p99
 from benchmarks.session_stack import template_tokens
 from devstack.rest import RestClient, Turn
 from devstack.running import RunningStack
@@ -39,6 +42,8 @@ Progress = Callable[[str], None]
 OWN = "kvcommons"
 # Of the memory for KV: decode's, prefill's, and the kvstore's DRAM.
 SHARES = (0.5, 0.25, 0.25)
+# Templates and words that are several tokens make conversations longer than their steps say.
+LONGER = 1.3
 FIGURES = ("goodput turns/s", "TTFT p50 s", "TTFT p99 s", "TBT p50 ms", "TBT p99 ms")
 
 
@@ -55,6 +60,25 @@ class Step:
 class Conversation:
     arrives_s: float
     steps: Sequence[Step]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """The turns of all conversations at one server that were answered, how many failed, and how long all
+    took."""
+
+    turns: Sequence[Turn]
+    failed: int
+    seconds: float
+
+    def kept(self, ttft_s: float, tbt_s: float) -> int:
+        """Turns whose first token and whose time between tokens kept their objectives."""
+        return sum(turn.ttft_s <= ttft_s and _between_s(turn) <= tbt_s for turn in self.turns)
+
+    @property
+    def tokens(self) -> int:
+        """Of all answers."""
+        return sum(turn.completion_tokens for turn in self.turns)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,7 +172,10 @@ def add(
     )
     parser.add_argument("--ttft", type=float, default=2.0, metavar="S", help="objective")
     parser.add_argument("--tbt", type=float, default=0.2, metavar="S", help="objective")
-    add_peer_option(parser)
+    parser.add_argument(
+        "--rounds", type=int, default=1, metavar="N", help="each rate so many times at each server, in turns"
+    )
+    add_peer_options(parser)
     parser.add_argument("--histories", action="store_true", help="send whole conversations here, too")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
     add_outputs(parser)
@@ -166,14 +193,23 @@ def _run(options: argparse.Namespace, progress: Progress) -> Report:
         own = Server(
             name=OWN, client=stack.client, model=_model_of(stack.client), sessions=not options.histories
         )
-        servers = [own, *(_peer(one) for one in options.peer)]
+        sizes = _sizes(steps, spec, options)
+        servers = [own]
+        for name in options.peers:
+            started = start(name, model, sizes, folder, progress)
+            progress(f"starting {name}")
+            servers.append(_peer(name, running.enter_context(started).client))
+        servers += [_peer(*named_client(one)) for one in options.peer]
         write = PromptWriter(Tokenizer.read(model), template_tokens(str(model)))
-        runs: dict[tuple[float, str], tuple[list[Turn], float, int]] = {}
+        runs: dict[tuple[float, str], list[Run]] = defaultdict(list)
         for rate in options.rates:
-            arrivals = arriving(steps, rate_per_s=rate, seed=options.seed)
-            for server in servers:
-                progress(f"{server.name}, {rate:g} conversations a second")
-                runs[rate, server.name] = converse(server, arrivals, write, serial=len(runs))
+            for number in range(options.rounds):
+                arrivals = arriving(steps, rate_per_s=rate, seed=options.seed + number)
+                first = number % len(servers)
+                for server in servers[first:] + servers[:first]:
+                    progress(f"{server.name}, {rate:g} conversations a second")
+                    serial = sum(map(len, runs.values()))
+                    runs[rate, server.name].append(converse(server, arrivals, write, serial=serial))
     label = options.trace.name if options.trace else f"{len(steps)} conversations"
     return _summarise(f"{what}: {label}", runs, ttft_s=options.ttft, tbt_s=options.tbt)
 
@@ -208,9 +244,20 @@ def _stack(folder: Path, model: Path, spec: ModelSpec, options: argparse.Namespa
     return RunningStack(folder, tables=tables, model=str(model), attention_pool=0)
 
 
-def _peer(given: str) -> Server:
-    """Raises InvalidInput."""
-    name, client = named_client(given)
+def _sizes(steps: Sequence[Sequence[Step]], spec: ModelSpec, options: argparse.Namespace) -> Sizes:
+    """Of a peer: as much memory for KV as the stack has in all."""
+    longest = max(sum(step.new_tokens + step.answer_tokens for step in some) for some in steps)
+    memory = options.memory_mb << 20
+    return Sizes(
+        kv_tokens=memory // kv_token_bytes(spec),
+        kv_bytes=memory,
+        threads=os.cpu_count() or 1,
+        sequences=len(steps),
+        window_tokens=min(spec.context_window, int(LONGER * longest) + 256),
+    )
+
+
+def _peer(name: str, client: RestClient) -> Server:
     return Server(name=name, client=client, model=_model_of(client), sessions=False)
 
 
@@ -218,11 +265,8 @@ def _model_of(client: RestClient) -> str:
     return str(client.get("/v1/models")["data"][0]["id"])
 
 
-def converse(
-    server: Server, arrivals: Sequence[Conversation], write: PromptWriter, *, serial: int
-) -> tuple[list[Turn], float, int]:
-    """The turns that were answered, the seconds that all took, and how many turns failed. `serial` keeps what
-    is said apart from what any other call says."""
+def converse(server: Server, arrivals: Sequence[Conversation], write: PromptWriter, *, serial: int) -> Run:
+    """`serial` keeps what is said apart from what any other call says."""
     began_s, failed = time.monotonic(), 0
     lock = threading.Lock()
     answered: list[Turn] = []
@@ -242,7 +286,7 @@ def converse(
     with ThreadPoolExecutor(len(arrivals)) as pool:
         for done in [pool.submit(one, number, some) for number, some in enumerate(arrivals)]:
             done.result()
-    return answered, time.monotonic() - began_s, failed
+    return Run(turns=answered, failed=failed, seconds=time.monotonic() - began_s)
 
 
 def _turns(
@@ -275,18 +319,20 @@ def _between_s(turn: Turn) -> float:
 
 
 def _summarise(
-    title: str,
-    runs: dict[tuple[float, str], tuple[list[Turn], float, int]],
-    *,
-    ttft_s: float,
-    tbt_s: float,
+    title: str, runs: Mapping[tuple[float, str], Sequence[Run]], *, ttft_s: float, tbt_s: float
 ) -> Report:
-    """Goodput: turns a second whose first token and whose time between tokens kept their objectives."""
+    """Goodput: turns a second that kept their objectives."""
+
+    def goodput(run: Run) -> float:
+        return run.kept(ttft_s, tbt_s) / run.seconds
+
+    def throughput(run: Run) -> float:
+        return run.tokens / run.seconds
+
     rows: list[Row] = []
-    goodput: dict[tuple[float, str], float] = {}
-    for (rate, server), (turns, seconds, failed) in runs.items():
-        kept = sum(turn.ttft_s <= ttft_s and _between_s(turn) <= tbt_s for turn in turns)
-        goodput[rate, server] = kept / seconds
+    for (rate, server), some in runs.items():
+        turns, seconds = [turn for run in some for turn in run.turns], sum(run.seconds for run in some)
+        failed, kept = sum(run.failed for run in some), sum(run.kept(ttft_s, tbt_s) for run in some)
         firsts = [turn.ttft_s for turn in turns] or [0.0]
         between = [_between_s(turn) * 1e3 for turn in turns] or [0.0]
         prompts = sum(turn.prompt_tokens for turn in turns)
@@ -302,18 +348,38 @@ def _summarise(
                 "TTFT p99 s": p99(firsts),
                 "TBT p50 ms": p50(between),
                 "TBT p99 ms": p99(between),
-                "output tokens/s": sum(turn.completion_tokens for turn in turns) / seconds,
+                "output tokens/s": sum(run.tokens for run in some) / seconds,
                 "prompt from cache": sum(turn.cached_tokens for turn in turns) / max(prompts, 1),
             }
         )
     ratios: dict[str, float] = {}
     for rate in dict.fromkeys(rate for rate, _ in runs):
-        peers = [found for (at, server), found in goodput.items() if at == rate and server != OWN]
-        if peers and max(peers) > 0:
-            ratios[f"goodput at {rate:g}/s over the better peer's"] = goodput[rate, OWN] / max(peers)
-        else:
-            ratios[f"goodput at {rate:g}/s"] = goodput[rate, OWN]
+        at_rate = {server: some for (at, server), some in runs.items() if at == rate}
+        for name, figure in (("goodput", goodput), ("output tokens/s", throughput)):
+            ratios |= _over_the_better(f"{name} at {rate:g}/s", figure, at_rate)
     return Report(title=title, ratios=ratios, rows=rows)
+
+
+def _over_the_better(
+    name: str, figure: Callable[[Run], float], runs: Mapping[str, Sequence[Run]]
+) -> dict[str, float]:
+    """Of one rate, by server: the mean of the rounds' ratios to the peer that has more of it in all, and 95%
+    bounds where there are several rounds. Without a peer, the figure."""
+    peers = {server: sum(map(figure, some)) for server, some in runs.items() if server != OWN}
+    own = [figure(run) for run in runs[OWN]]
+    better = max(peers, key=peers.__getitem__, default=None)
+    pairs = zip(own, map(figure, runs[better]), strict=True) if better is not None else ()
+    ratios = [ours / theirs for ours, theirs in pairs if ours > 0 and theirs > 0]
+    if len(ratios) < len(own):  # nobody to compare with, or somebody who kept nothing
+        return {name: fmean(own)}
+    ratio, factor = geometric(ratios)
+    found = {f"{name} over {better}'s": ratio}
+    if len(own) > 1:
+        found |= {
+            f"{name} over {better}'s, low": ratio / factor,
+            f"{name} over {better}'s, high": ratio * factor,
+        }
+    return found
 
 
 def _draw(path: Path, report: Report) -> None:

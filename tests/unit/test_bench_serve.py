@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.serve import alike, arriving, of_trace
+from benchmarks.serve import Run, _over_the_better, alike, arriving, of_trace
 from kvcommons.errors import InvalidInput
 
 
@@ -45,3 +45,24 @@ def test_arrivals_keep_the_rate_and_are_the_same_for_each_server() -> None:
     assert arrivals == arriving(steps, rate_per_s=2.0, seed=3)
     assert arrivals[-1].arrives_s == pytest.approx(200, rel=0.15)
     assert [step.think_s for step in arrivals[0].steps] == [0.0, 1.0, 1.0]
+
+
+def run(seconds: float) -> Run:
+    return Run(turns=(), failed=0, seconds=seconds)
+
+
+def test_a_rate_is_compared_round_by_round_with_the_better_peer() -> None:
+    def speed(run: Run) -> float:
+        return 1 / run.seconds
+
+    runs = {"kvcommons": [run(1), run(2)], "slow": [run(9), run(9)], "quick": [run(2), run(4)]}
+    found = _over_the_better("speed", speed, runs)
+    assert found == pytest.approx(
+        {"speed over quick's": 2, "speed over quick's, low": 2, "speed over quick's, high": 2}
+    )
+    assert _over_the_better("speed", speed, {"kvcommons": [run(4)], "quick": [run(2)]}) == {
+        "speed over quick's": 0.5
+    }, "one round has no interval"
+    assert _over_the_better("speed", speed, {"kvcommons": [run(4)]}) == {"speed": 0.25}
+    none = {"kvcommons": [run(4)], "stuck": [run(float("inf"))]}
+    assert _over_the_better("speed", speed, none) == {"speed": 0.25}, "who kept nothing is no measure"
