@@ -305,9 +305,12 @@ def _turns(
             "temperature": 0.0,
             "messages": [message] if server.sessions else said,
         }
+        turn: Turn | None
         try:
             turn = server.client.say("", session if server.sessions else None, **parameters)
         except KVCommonsError:
+            turn = None
+        if turn is None or not turn.completion_tokens:  # some servers answer nothing, and no error
             yield None
             return
         said.append({"role": "assistant", "content": turn.text})

@@ -1,11 +1,12 @@
-"""A model folder as llama.cpp reads it: a GGUF file in bfloat16, with the same weights. Its tokens have names
-that nobody reads: benchmarks send ids."""
+"""A model folder as llama.cpp reads it: a GGUF file in bfloat16, with the same weights and, where it is of
+byte pairs, the same tokenizer. Tokens of others have names that nobody reads: cells are asked by ids."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -43,13 +44,7 @@ def write_gguf(folder: Path, file: Path) -> None:
     writer.add_layer_norm_rms_eps(spec.norm_eps)
     writer.add_rope_freq_base(float(json.loads(spec.config)["rope_theta"]))
     writer.add_vocab_size(spec.vocab_size)
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("default")
-    writer.add_token_list([f"Ġ{token}" for token in range(spec.vocab_size)])
-    writer.add_token_types([gguf.TokenType.NORMAL] * spec.vocab_size)
-    writer.add_token_merges(["Ġ 0"])
-    writer.add_bos_token_id(0)
-    writer.add_eos_token_id(0)
+    _add_tokenizer(writer, folder, spec.vocab_size)
     heads = {"attn_q": spec.query_heads, "attn_k": spec.kv_heads}
     for name, values in _tensors(folder):
         kind = name.split(".")[-2]
@@ -64,6 +59,35 @@ def write_gguf(folder: Path, file: Path) -> None:
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def _add_tokenizer(writer: Any, folder: Path, vocab_size: int) -> None:
+    from gguf import TokenType
+
+    file = folder / "tokenizer.json"
+    read = json.loads(file.read_text()) if file.exists() else {"model": {"type": "none"}}
+    names = [f"Ġ{token}" for token in range(vocab_size)]
+    types, merges, splits_digits = [TokenType.NORMAL] * vocab_size, ["Ġ 0"], False
+    ends: dict[str, int] = {}
+    if read["model"]["type"] == "BPE":
+        for name, token in read["model"]["vocab"].items():
+            names[token] = name
+        for added in read["added_tokens"]:
+            names[added["id"]] = added["content"]
+            types[added["id"]] = TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED
+        merges = [one if isinstance(one, str) else " ".join(one) for one in read["model"]["merges"]]
+        splits_digits = '"Digits"' in json.dumps(read["pre_tokenizer"])
+        settings = json.loads((folder / "tokenizer_config.json").read_text())
+        writer.add_chat_template(settings["chat_template"])
+        ends = {end: names.index(settings[end]) for end in ("bos_token", "eos_token")}
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm" if splits_digits else "gpt-2")  # its names of ways to split text
+    writer.add_token_list(names)
+    writer.add_token_types(types)
+    writer.add_token_merges(merges)
+    writer.add_bos_token_id(ends.get("bos_token", 0))
+    writer.add_eos_token_id(ends.get("eos_token", 0))
+    writer.add_add_bos_token(False)
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, np.ndarray]]:

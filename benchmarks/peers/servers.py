@@ -44,8 +44,8 @@ TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"  # as in the Makefile
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
-    """What a server may use: as many tokens of KV, as many threads, as many sequences at once, each of them
-    as long."""
+    """What a server may use: as many tokens of KV in all, as many threads, as many sequences at once, each of
+    them as long."""
 
     kv_tokens: int
     kv_bytes: int
@@ -182,7 +182,7 @@ def _llama_cpp(home: Path, model: Path, sizes: Sizes, port: int, folder: Path, p
     command = [str(server), "--model", str(file), "--port", str(port), "--host", "127.0.0.1"]
     command += ["--threads", threads, "--threads-batch", threads, "--no-webui", "--flash-attn", "on"]
     command += ["--ctx-size", str(sizes.kv_tokens), "--parallel", str(sizes.sequences), "--kv-unified"]
-    command += ["--cache-type-k", "bf16", "--cache-type-v", "bf16"]
+    command += ["--cache-type-k", "bf16", "--cache-type-v", "bf16", "--cache-ram", "0"]
     return Plan(command=command)
 
 

@@ -173,8 +173,8 @@ async def test_kv_leaves_a_creditor_that_is_slow(engines: Stack) -> None:
     )
     tasks, expected = [], []
     for number in range(2):
-        tokens, following = engines.reference.prompt(260, 150, 1 + 100 * number)
-        tasks.append(await running(turn(prefill, decode, engines.model, tokens, 150)))
+        tokens, following = engines.reference.prompt(260, 240, 1 + 100 * number)
+        tasks.append(await running(turn(prefill, decode, engines.model, tokens, 240)))
         expected.append(following)
     before = {name: await lent(engines, name) for name in names}
     slow = max(names, key=lambda name: before[name])

@@ -58,6 +58,10 @@ class Victims:
         self._inspect = {name: stack.inspector(name) for name in names if name.startswith(INSPECTED)}
         self.killed: list[str] = []
 
+    def __len__(self) -> int:
+        """How many there were at first."""
+        return len(self._pids)
+
     def kill_busy(self) -> bool:
         """Whether there was one: where this process gets no CPU, a stream ends before anybody looks."""
         now = {name: inspect() for name, inspect in self._inspect.items() if name not in self.killed}

@@ -3,6 +3,7 @@ reads."""
 
 from __future__ import annotations
 
+import json
 import time
 from argparse import Namespace
 from collections.abc import Iterator
@@ -152,6 +153,12 @@ def test_llama_cpp_gets_the_same_weights(tmp_path: Path) -> None:
     fields = {name: field.contents() for name, field in reader.fields.items()}
     assert fields["llama.rope.freq_base"] == 500000.0
     assert fields["llama.attention.head_count_kv"] == spec.kv_heads
+    tokenizer = json.loads((tmp_path / "model" / "tokenizer.json").read_text())
+    settings = json.loads((tmp_path / "model" / "tokenizer_config.json").read_text())
+    names = fields["tokenizer.ggml.tokens"]
+    assert {name: names.index(name) for name in tokenizer["model"]["vocab"]} == tokenizer["model"]["vocab"]
+    assert names[fields["tokenizer.ggml.eos_token_id"]] == settings["eos_token"]
+    assert fields["tokenizer.chat_template"] == settings["chat_template"]
 
 
 def test_no_other_family_is_written_for_llama_cpp(tmp_path: Path) -> None:
