@@ -79,7 +79,7 @@ def _add_tokenizer(writer: Any, folder: Path, vocab_size: int) -> None:
         splits_digits = '"Digits"' in json.dumps(read["pre_tokenizer"])
         settings = json.loads((folder / "tokenizer_config.json").read_text())
         writer.add_chat_template(settings["chat_template"])
-        ends = {end: names.index(settings[end]) for end in ("bos_token", "eos_token")}
+        ends = {end: names.index(settings[end]) for end in ("bos_token", "eos_token") if settings.get(end)}
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("smollm" if splits_digits else "gpt-2")  # its names of ways to split text
     writer.add_token_list(names)
