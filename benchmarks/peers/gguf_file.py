@@ -65,7 +65,7 @@ def _add_tokenizer(writer: Any, folder: Path, vocab_size: int) -> None:
     from gguf import TokenType
 
     file = folder / "tokenizer.json"
-    read = json.loads(file.read_text()) if file.exists() else {"model": {"type": "none"}}
+    read: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"model": {"type": ""}}
     names = [f"Ġ{token}" for token in range(vocab_size)]
     types, merges, splits_digits = [TokenType.NORMAL] * vocab_size, ["Ġ 0"], False
     ends: dict[str, int] = {}

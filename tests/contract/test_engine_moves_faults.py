@@ -164,6 +164,7 @@ async def slowed(pool: subprocess.Popen[bytes]) -> AsyncIterator[None]:
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("unhurried")
 async def test_kv_leaves_a_creditor_that_is_slow(engines: Stack) -> None:
     pools = await engines.lenders(24, 24, 24, process=True)
     names = [f"pool-{number}" for number in range(len(pools))]
