@@ -25,8 +25,8 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.peers.bounds import kv_token_bytes
-from benchmarks.peers.named import add_peer_options, named_client
-from benchmarks.peers.servers import Sizes, start
+from benchmarks.peers.named import add_peer_options, peer_clients
+from benchmarks.peers.servers import Sizes
 from benchmarks.plot import panels
 from benchmarks.prompts import PromptWriter
 from benchmarks.random_model import chosen_model
@@ -194,12 +194,8 @@ def _run(options: argparse.Namespace, progress: Progress) -> Report:
             name=OWN, client=stack.client, model=_model_of(stack.client), sessions=not options.histories
         )
         sizes = _sizes(steps, spec, options)
-        servers = [own]
-        for name in options.peers:
-            started = start(name, model, sizes, folder, progress)
-            progress(f"starting {name}")
-            servers.append(_peer(name, running.enter_context(started).client))
-        servers += [_peer(*named_client(one)) for one in options.peer]
+        peers = peer_clients(options, model, sizes, folder, running=running, progress=progress)
+        servers = [own, *(_peer(name, client) for name, client in peers.items())]
         write = PromptWriter(Tokenizer.read(model), template_tokens(str(model)))
         runs: dict[tuple[float, str], list[Run]] = defaultdict(list)
         for rate in options.rates:
@@ -368,14 +364,12 @@ def _over_the_better(
 ) -> dict[str, float]:
     """Of one rate, by server: the mean of the rounds' ratios to the peer that has more of it in all, and 95%
     bounds where there are several rounds. Without a peer, the figure."""
-    peers = {server: sum(map(figure, some)) for server, some in runs.items() if server != OWN}
-    own = [figure(run) for run in runs[OWN]]
-    better = max(peers, key=peers.__getitem__, default=None)
-    pairs = zip(own, map(figure, runs[better]), strict=True) if better is not None else ()
-    ratios = [ours / theirs for ours, theirs in pairs if ours > 0 and theirs > 0]
-    if len(ratios) < len(own):  # nobody to compare with, or somebody who kept nothing
+    figures = {server: [figure(run) for run in some] for server, some in runs.items()}
+    own = figures.pop(OWN)
+    better = max(figures, key=lambda peer: sum(figures[peer]), default=None)
+    if better is None or not all([*own, *figures[better]]):  # a round in which nothing was kept is no measure
         return {name: fmean(own)}
-    ratio, factor = geometric(ratios)
+    ratio, factor = geometric([ours / theirs for ours, theirs in zip(own, figures[better], strict=True)])
     found = {f"{name} over {better}'s": ratio}
     if len(own) > 1:
         found |= {

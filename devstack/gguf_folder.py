@@ -7,7 +7,7 @@ The `gguf` package reads the file and dequantises its tensors; torch is not need
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,10 +23,11 @@ if TYPE_CHECKING:
 
 _CONTROL = 3  # of tokenizer.ggml.token_type
 # What llama.cpp calls a pre-tokenizer, in the terms of `tokenizers`.
-_PRE_TOKENIZERS = {
+PRE_TOKENIZERS: Mapping[str, Callable[[], Any]] = {
+    "gpt-2": lambda: pre_tokenizers.ByteLevel(add_prefix_space=False),
     "smollm": lambda: pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
+    ),
 }
 TENSORS = {
     "token_embd": "model.embed_tokens",
@@ -112,14 +113,14 @@ def _config(metadata: _Metadata, *, tied: bool) -> dict[str, Any]:
 
 def _write_tokenizer(metadata: _Metadata, folder: Path) -> None:
     kind, pre = metadata["tokenizer.ggml.model"], metadata["tokenizer.ggml.pre"]
-    if kind != "gpt2" or pre not in _PRE_TOKENIZERS:
+    if kind != "gpt2" or pre not in PRE_TOKENIZERS:
         raise InvalidInput(f"{metadata.file.name} has a tokenizer {kind}/{pre}, which cannot be converted")
     texts = metadata["tokenizer.ggml.tokens"]
     merges = [tuple(pair.split(" ")) for pair in metadata["tokenizer.ggml.merges"]]
     tokenizer = tokenizers.Tokenizer(
         models.BPE(vocab={text: token for token, text in enumerate(texts)}, merges=merges)
     )
-    tokenizer.pre_tokenizer = _PRE_TOKENIZERS[pre]()
+    tokenizer.pre_tokenizer = PRE_TOKENIZERS[pre]()
     tokenizer.decoder = decoders.ByteLevel()
     types = metadata["tokenizer.ggml.token_type"]
     control = [text for text, type_ in zip(texts, types, strict=True) if type_ == _CONTROL]

@@ -18,8 +18,8 @@ from pathlib import Path
 from benchmarks.limits import product_flop_s, read_bytes_s
 from benchmarks.peers.bounds import Rates, kv_token_bytes
 from benchmarks.peers.grid import Cell, grid, kv_tokens
-from benchmarks.peers.named import add_peer_options, named_client
-from benchmarks.peers.servers import Sizes, start
+from benchmarks.peers.named import add_peer_options, peer_clients
+from benchmarks.peers.servers import Sizes
 from benchmarks.plot import panels
 from benchmarks.random_model import chosen_model
 from benchmarks.report import Report, Row, geometric, p50
@@ -71,14 +71,9 @@ def _run(options: argparse.Namespace, progress: Progress) -> Report:
         progress("measuring what the machine can do")
         rates = _rates(options.threads)
         sizes = _sizes(cells, spec, options)
-        clients: dict[str, RestClient] = {}
         progress("starting the stack")
-        clients[OWN] = running.enter_context(_stack(folder / "stack", model, sizes)).client
-        for peer in options.peers:
-            started = start(peer, model, sizes, folder, progress)
-            progress(f"starting {peer}")
-            clients[peer] = running.enter_context(started).client
-        clients |= map(named_client, options.peer)
+        clients = {OWN: running.enter_context(_stack(folder / "stack", model, sizes)).client}
+        clients |= peer_clients(options, model, sizes, folder, running=running, progress=progress)
         compare = partial(_compare, clients, spec=spec, rates=rates, options=options, progress=progress)
         rows = [_row(cell, compare) for cell in cells]
     title = (

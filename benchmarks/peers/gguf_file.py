@@ -1,5 +1,6 @@
-"""A model folder as llama.cpp reads it: a GGUF file in bfloat16, with the same weights and, where it is of
-byte pairs, the same tokenizer. Tokens of others have names that nobody reads: cells are asked by ids."""
+"""A model folder as llama.cpp reads it: a GGUF file in bfloat16 with the same weights, and the same tokenizer
+where llama.cpp's name of its way to split text is known. Else tokens have names that nobody reads, and the
+server can only be asked by ids, as cells are."""
 
 from __future__ import annotations
 
@@ -10,9 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from devstack.gguf_folder import TENSORS
+from devstack.gguf_folder import PRE_TOKENIZERS, TENSORS
 from kvcommons.errors import InvalidInput, Unavailable
+from kvcommons.model.chat import template_source
+from kvcommons.model.folder import read_json
 from kvcommons.model.spec import ModelSpec
+from kvcommons.model.tokenizer import Tokenizer
 
 _NAMES = {own: theirs for theirs, own in TENSORS.items()}
 _LAYER = "model.layers."
@@ -64,30 +68,36 @@ def write_gguf(folder: Path, file: Path) -> None:
 def _add_tokenizer(writer: Any, folder: Path, vocab_size: int) -> None:
     from gguf import TokenType
 
-    file = folder / "tokenizer.json"
-    read: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {"model": {"type": ""}}
+    read = read_json(folder / "tokenizer.json")
     names = [f"Ġ{token}" for token in range(vocab_size)]
-    types, merges, splits_digits = [TokenType.NORMAL] * vocab_size, ["Ġ 0"], False
-    ends: dict[str, int] = {}
-    if read["model"]["type"] == "BPE":
+    types, merges, ends = [TokenType.NORMAL] * vocab_size, ["Ġ 0"], {"bos_token": 0, "eos_token": 0}
+    pre = _pre_tokenizer(read.get("pre_tokenizer"))
+    if pre is not None:
         for name, token in read["model"]["vocab"].items():
             names[token] = name
         for added in read["added_tokens"]:
             names[added["id"]] = added["content"]
             types[added["id"]] = TokenType.CONTROL if added["special"] else TokenType.USER_DEFINED
         merges = [one if isinstance(one, str) else " ".join(one) for one in read["model"]["merges"]]
-        splits_digits = '"Digits"' in json.dumps(read["pre_tokenizer"])
-        settings = json.loads((folder / "tokenizer_config.json").read_text())
-        writer.add_chat_template(settings["chat_template"])
-        ends = {end: names.index(settings[end]) for end in ("bos_token", "eos_token") if settings.get(end)}
+        named = Tokenizer.read(folder).named_tokens
+        ends |= {end: names.index(named[end]) for end in ends if end in named}
+        template = template_source(folder)
+        if template is not None:
+            writer.add_chat_template(template)
     writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm" if splits_digits else "gpt-2")  # its names of ways to split text
+    writer.add_tokenizer_pre(pre or "default")
     writer.add_token_list(names)
     writer.add_token_types(types)
     writer.add_token_merges(merges)
-    writer.add_bos_token_id(ends.get("bos_token", 0))
-    writer.add_eos_token_id(ends.get("eos_token", 0))
+    writer.add_bos_token_id(ends["bos_token"])
+    writer.add_eos_token_id(ends["eos_token"])
     writer.add_add_bos_token(False)
+
+
+def _pre_tokenizer(settings: object) -> str | None:
+    """llama.cpp's name of it; None where none is known."""
+    known = (name for name, make in PRE_TOKENIZERS.items() if json.loads(make().__getstate__()) == settings)
+    return next(known, None)
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, np.ndarray]]:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import ExitStack
+from pathlib import Path
 
-from benchmarks.peers.servers import PEERS
+from benchmarks.peers.servers import PEERS, Progress, Sizes, start
 from devstack.rest import RestClient
 from kvcommons.errors import InvalidInput
 
@@ -21,6 +23,25 @@ def add_peer_options(parser: argparse.ArgumentParser) -> None:
         metavar="NAME=URL",
         help="a server that runs, with the same model",
     )
+
+
+def peer_clients(
+    options: argparse.Namespace,
+    model: Path,
+    sizes: Sizes,
+    folder: Path,
+    *,
+    running: ExitStack,
+    progress: Progress,
+) -> dict[str, RestClient]:
+    """By name: servers that are started here, which end with `running`, and those that run already. Raises
+    InvalidInput, and what `start` raises."""
+    clients: dict[str, RestClient] = {}
+    for name in options.peers:
+        started = start(name, model, sizes, folder, progress)
+        progress(f"starting {name}")
+        clients[name] = running.enter_context(started).client
+    return clients | dict(map(named_client, options.peer))
 
 
 def named_client(given: str) -> tuple[str, RestClient]:

@@ -51,6 +51,18 @@ class Thinking:
         return self.begin, self.end
 
 
+def template_source(folder: Path) -> str | None:
+    """A folder's Jinja template; None where it has none."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    source: Any = read_json(folder / "tokenizer_config.json").get("chat_template")
+    if isinstance(source, list):
+        named = {entry["name"]: entry["template"] for entry in source}
+        source = named.get("default", next(iter(named.values()), None))
+    return source if source is None else str(source)
+
+
 class ChatTemplate:
     """A folder's chat template with its tokenizer. Thread-safe."""
 
@@ -71,14 +83,7 @@ class ChatTemplate:
         cls, folder: Path, tokenizer: Tokenizer, *, now: Callable[[], datetime] = datetime.now
     ) -> ChatTemplate:
         """A folder without a template gives one whose `prompt` raises InvalidInput."""
-        path = folder / "chat_template.jinja"
-        if path.is_file():
-            return cls(path.read_text(encoding="utf-8"), tokenizer, now=now)
-        source = read_json(folder / "tokenizer_config.json").get("chat_template")
-        if isinstance(source, list):
-            named = {entry["name"]: entry["template"] for entry in source}
-            source = named.get("default", next(iter(named.values()), None))
-        return cls(source, tokenizer, now=now)
+        return cls(template_source(folder), tokenizer, now=now)
 
     @cached_property
     def end_of_turn(self) -> int | None:
