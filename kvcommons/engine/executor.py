@@ -168,26 +168,28 @@ class Inline:
         return tokens
 
     def generate(self, work: Work) -> None:
-        self._batch = self._composer.batch(self._batch, list(work.make_room().values()))
-        if self._batch is not None:
-            iteration = self._composer.iteration(self._batch)
+        batch = self._compose_batch(work)
+        if batch is not None:
+            iteration = self._composer.iteration(batch)
             work.take_results(iteration, iteration.run_or_fail())
 
     def compose(self, work: Work, slices: Callable[[bool], Slices] | None = None) -> Iteration | None:
         """None where there is nothing to compute. `slices`: where they are computed, by whether queries are
         shifted."""
-        ready = work.make_room()
-        sequences = list(ready.values())
-        drafts = work.drafts(sequences)
-        self._batch = self._composer.batch(self._batch, sequences, drafts)
-        objectives_s = () if self._batch is None else self._batch.objectives_s
-        spans = work.spans(beside=self._composer.work(self._batch), objectives_s=objectives_s)
+        batch = self._compose_batch(work)
+        objectives_s = () if batch is None else batch.objectives_s
+        spans = work.spans(beside=self._composer.work(batch), objectives_s=objectives_s)
         work.answer_switches()
-        if self._batch is None and not spans:
+        if batch is None and not spans:
             work.idle()
             return None
-        has_heads = self._batch is not None and self._batch.has_heads
-        return self._composer.iteration(self._batch, spans, slices(has_heads) if slices else None)
+        has_heads = batch is not None and batch.has_heads
+        return self._composer.iteration(batch, spans, slices(has_heads) if slices else None)
+
+    def _compose_batch(self, work: Work) -> Batch | None:
+        sequences = list(work.make_room().values())
+        self._batch = self._composer.batch(self._batch, sequences, work.drafts(sequences))
+        return self._batch
 
     def defer(self, key: int, command: Callable[[], None]) -> bool:
         groups = [] if self._iteration is None else self._iteration.groups

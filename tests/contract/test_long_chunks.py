@@ -45,11 +45,14 @@ from kvcommons.transport.server import DataServer
 from services.decode.batching.engine import decode_engine
 from services.decode.config import DecodeConfig
 from tests.clock import Clock
+from tests.contract.engine_drafts import foreseen
 from tests.contract.plan_cases import Peer, row
 from tests.machine import scaled
 from tests.unit.engine.sinks import RecordingSink
 from tests.unit.engine.tiny import tiny_core
 from tests.waiting import wait_until
+
+pytest_plugins = ("tests.contract.engine_fixtures",)
 
 LAYERS = 8
 LAYER_S = 0.5
@@ -132,7 +135,9 @@ class Creditor:
 
 
 @contextmanager
-def creditor(clock: Clock, tbt_s: float = 0.2, cores: CoreLock | None = None) -> Iterator[Creditor]:
+def creditor(
+    clock: Clock, tbt_s: float = 0.2, cores: CoreLock | None = None, max_draft_tokens: int = 0
+) -> Iterator[Creditor]:
     """Not started yet."""
     core, around = tiny_core(layers=LAYERS), Around()
     loader = BlockLoader(lambda _: None)
@@ -147,6 +152,7 @@ def creditor(clock: Clock, tbt_s: float = 0.2, cores: CoreLock | None = None) ->
     engine = decode_engine(
         core, scheduler=scheduler, may_borrow=False, attend_deadline_s=LONG_S, budget=budget,
         keeper=keeper, callbacks=around, metrics=around, prompts=prompts, cores=cores,
+        max_draft_tokens=max_draft_tokens,
     )  # fmt: skip
     try:
         yield Creditor(core, engine, prompts, budget, around)
@@ -322,7 +328,13 @@ def generating(made: Creditor) -> Sequence:
     return sequence
 
 
-def test_a_sequence_that_begins_while_a_chunk_is_computed_generates_between_its_layers() -> None:
+@pytest.mark.usefixtures("all_drafts")
+@pytest.mark.parametrize(
+    ("drafts", "at_layers"), [(0, [0, 0, *range(2, LAYERS)]), (3, [0, 0, 5, 9, 11, 11, 11, 11])]
+)
+def test_a_sequence_that_begins_while_a_chunk_is_computed_generates_between_its_layers(
+    drafts: int, at_layers: list[int]
+) -> None:
     first = common_pb2.SampledToken(token=3)
     with creditor(Clock()) as made:
         sequence = generating(made)
@@ -330,7 +342,7 @@ def test_a_sequence_that_begins_while_a_chunk_is_computed_generates_between_its_
         made.engine.start()
         wait_until(lambda: made.around.updates and made.around.updates[-1].reason == "length")
         expected = list(sequence.tokens)
-    with creditor(Clock()) as made:
+    with creditor(Clock(), max_draft_tokens=drafts) as made, foreseen([expected], wrong=0.0, most=drafts):
         sequence = generating(made)
         delivered = list[int]()
 
@@ -346,7 +358,7 @@ def test_a_sequence_that_begins_while_a_chunk_is_computed_generates_between_its_
         assert chunk.first is not None, chunk.error
         wait_until(lambda: made.around.updates[-1].reason == "length")
         assert sequence.tokens == expected
-    assert delivered == [0, 0, *range(2, LAYERS)]
+    assert delivered == at_layers
     assert (chunk.first.token.token, chunk.layers) == alone()
 
 
