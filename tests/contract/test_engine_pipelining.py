@@ -4,14 +4,17 @@ joins, leaves, grows or is lost meanwhile."""
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 
 import pytest
 
-from kvcommons.errors import DataLoss, Internal
+from kvcommons.engine.engine import Engine
+from kvcommons.errors import DataLoss, Internal, Unavailable
 from services.decode.staggering.lanes import Pipelining
 from tests.contract.engine_stack import SlowIterations, Stack, ready
 from tests.contract.engine_turns import Turn, turn
+from tests.machine import scaled
 
 pytestmark = pytest.mark.asyncio
 pytest_plugins = ("tests.contract.engine_fixtures",)
@@ -134,3 +137,26 @@ async def test_by_itself_it_begins_where_the_batch_is_large_enough_only(engines:
     assert [one.tokens for one in turns] == [expected for _, expected in made]
     assert not lanes()
     await engines.idle("decode", "pool-0")
+
+
+@pytest.mark.usefixtures("unhurried")
+async def test_an_engine_that_stops_takes_what_both_batches_bring(
+    engines: Stack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    await engines.lenders(40)
+    prefill = await engines.prefill()
+    started, start = list[Engine](), Engine.start
+    monkeypatch.setattr(Engine, "start", lambda engine: (started.append(engine), start(engine)))
+    decode = await engines.decode(placement="offload", pipelining="on")
+    made = [engines.reference.prompt(20 + n, 200, 100 * n + 1) for n in range(4)]
+    turns = [turn(prefill, decode, engines.model, tokens, 200) for tokens, _ in made]
+    tasks = [asyncio.create_task(one.run()) for one in turns]
+    for one in turns:
+        await begun(one, 3)
+    with caplog.at_level(logging.ERROR):
+        started[-1].stop(scaled(10.0))
+        done = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(one, Unavailable) for one in done), done
+    for one, (_, expected) in zip(turns, made, strict=True):
+        assert one.tokens == expected[: len(one.tokens)]
+    assert "the engine's loop failed" not in caplog.text

@@ -75,7 +75,8 @@ class Staggered:
     def _landed(self, lane: BatchLane, tokens: Tokens | None) -> None:
         """A lane's iteration has ended; without tokens where it failed."""
         iteration, lane.iteration = lane.iteration, None
-        assert iteration is not None
+        if iteration is None:
+            return  # it was given up, and ended just then
         if tokens is not None and not iteration.failures:
             self._policy.ended(*self._work.load(), iteration.timing, batch=iteration.rows, alone=False)
         self._work.take_results(iteration, tokens)

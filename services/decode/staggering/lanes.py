@@ -62,9 +62,13 @@ class BatchLane:
         return self.iteration is not None and key in self._keys
 
     def close(self, timeout_s: float) -> None:
-        if self._thread.ident is not None:
-            self._iterations.put(None)
-            self._thread.join(timeout_s)
+        """What has ended by then is landed yet; an iteration that has not is given up."""
+        if self._thread.ident is None:
+            return
+        self._iterations.put(None)
+        self._thread.join(timeout_s)
+        if self._thread.is_alive():
+            self.iteration = None
 
     def _run(self) -> None:
         if self._threads is not None:
@@ -125,7 +129,6 @@ class Lanes:
         """Waits for iterations under way."""
         for lane in self.all:
             lane.close(timeout_s)
-            lane.iteration = None
 
 
 def share_of(division: Division, lane: BatchLane, able: Mapping[int, Sequence]) -> list[int]:
