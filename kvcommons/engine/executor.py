@@ -188,7 +188,8 @@ class Inline:
 
     def _compose_batch(self, work: Work) -> Batch | None:
         sequences = list(work.make_room().values())
-        self._batch = self._composer.batch(self._batch, sequences, work.drafts(sequences))
+        drafts = work.drafts(sequences)  # first: room for them may change the last batch's blocks
+        self._batch = self._composer.batch(self._batch, sequences, drafts)
         return self._batch
 
     def defer(self, key: int, command: Callable[[], None]) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from kvcommons.engine.drafts import speculation
 from kvcommons.errors import CapacityExhausted
 from kvcommons.pb import common_pb2
 from services.router.sessions.truncation import Context
@@ -174,6 +175,19 @@ async def test_choices_of_one_prompt_draft_each_for_itself(engines: Stack) -> No
         await asyncio.gather(*(one.run() for one in made))
     assert [one.tokens for one in made] == expected
     assert outcome(engines)[0] > 50
+    await engines.idle("decode")
+
+
+async def test_a_sequence_uses_the_room_that_grew_for_drafts_none_of_which_is_verified(
+    engines: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speculation, "choose", lambda *_, **__: {})
+    prefill, decode = await engines.prefill(), await engines.decode(max_draft_tokens=MOST)
+    tokens, expected = engines.reference.prompt(50, 80)
+    with foreseen([[*tokens, *expected]], wrong=0.0):
+        made = await turn(prefill, decode, engines.model, tokens, 80).run()
+    assert made.tokens == expected
+    assert outcome(engines) == (0, 0)
     await engines.idle("decode")
 
 
