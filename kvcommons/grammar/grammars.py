@@ -39,7 +39,7 @@ _DRAFTS_S = 0.02  # masks behind drafts may take together: what is not there the
 _STACK_BYTES = 512 << 20
 # Of processor time. What takes longer to give its first mask would hold up decode with later ones, too.
 _COMPILE_CPU_S = 5.0
-_MASK_CPU_S = 0.5
+_MASK_CPU_S = 0.2
 
 
 class Grammars:

@@ -149,13 +149,22 @@ def test_an_answer_beside_its_grammar_is_an_error(grammars: Grammars, tokenizer:
         sources.of_schema({"not": {"type": "string"}}, param="schema"),
         sources.of_lark("nothing: /a/", param="grammar"),
         sources.of_lark("start: missing", param="grammar"),
-        sources.of_regex("(a{1000}){1000}", param="regex"),  # which takes seconds a mask
     ],
 )
 async def test_what_is_no_grammar_is_refused(grammars: Grammars, text: str) -> None:
     for _ in range(2):  # once more out of the cache
         with pytest.raises(InvalidInput):
             await grammars.ready(TENANT, text)
+
+
+async def test_a_grammar_whose_masks_take_long_is_refused(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bound lies far from both, on any machine: a mask of one takes half a second, of the other 1 ms."""
+    monkeypatch.setattr(settings, "_MASK_CPU_S", 0.03)
+    with pytest.raises(InvalidInput, match="takes too long to compute"):
+        await grammars.ready(TENANT, sources.of_regex("(a{1000}){1000}", param="regex"))
+    await grammars.ready(TENANT, sources.of_regex("(a{10}){10}", param="regex"))
 
 
 @pytest.mark.parametrize(
