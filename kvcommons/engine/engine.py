@@ -32,6 +32,7 @@ from contextlib import contextmanager
 
 import torch
 
+from kvcommons.backend.team import Team, parallel_address
 from kvcommons.engine.block_publisher import BlockPublisher
 from kvcommons.engine.callbacks import EngineCallbacks, EngineMetrics, Movable, SequenceUpdate
 from kvcommons.engine.core import Core
@@ -106,6 +107,7 @@ class Engine:
         self._callbacks = callbacks
         self._metrics = metrics
         self._cores = cores
+        self._team = Team(parallel_address() if core.backend.device.host else None)
         self._speculation = speculation
         self.predictor = predictor or (prompts.predictor if prompts is not None else Predictor())
         self._sequences: dict[int, Generating] = {}
@@ -269,15 +271,16 @@ class Engine:
 
     @contextmanager
     def cores(self, iteration: Iteration) -> Iterator[None]:
-        if self._cores is None:
-            yield
-            return
-        with self._budget.waiting():  # who has the cores may need attention computed here
-            self._cores.acquire(urgent=any(isinstance(group, TokenRows) for group in iteration.groups))
+        if self._cores is not None:
+            with self._budget.waiting():  # who has the cores may need attention computed here
+                self._cores.acquire(urgent=any(isinstance(group, TokenRows) for group in iteration.groups))
+        self._team.begin()
         try:
             yield
         finally:
-            self._cores.release()
+            self._team.end()
+            if self._cores is not None:
+                self._cores.release()
 
     def between_layers(self, iteration: Iteration) -> None:
         """Attention for others that waits is computed while a chunk pauses, whose layers take long; commands

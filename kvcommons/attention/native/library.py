@@ -17,6 +17,7 @@ from torch import Tensor
 from kvcommons.attention.native import build, structures
 from kvcommons.attention.native.structures import STRUCTURES
 from kvcommons.backend.interface import Partial
+from kvcommons.backend.team import parallel_address
 from kvcommons.errors import InvalidInput
 
 log = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ class Kernel:
             )
         self.variant = variant or names[-1]
         self._index = list(self._all_variants()).index(self.variant)
-        self._parallel = _parallel()
+        self._parallel = parallel_address()
 
     def variants(self) -> list[str]:
         """Of those compiled, what this processor has, from the plainest to the widest."""
@@ -212,13 +213,4 @@ def _load(variant: str | None) -> Kernel | None:
             "attention on the CPU is computed by torch, several times slower: the kernel is not compiled",
             extra={"reason": str(error)},
         )
-        return None
-
-
-def _parallel() -> int | None:
-    """The address of GOMP_parallel in the OpenMP that torch has loaded, whatever that is called."""
-    try:
-        with_its_own = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-        return ctypes.cast(with_its_own.GOMP_parallel, c_void_p).value
-    except (OSError, AttributeError):
         return None
