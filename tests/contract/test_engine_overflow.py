@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import itertools
 import signal
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 from kvcommons.errors import CapacityExhausted, DataLoss
-from kvcommons.pb import kvstore_pb2
+from kvcommons.pb import kvstore_pb2, prefill_pb2
 from kvcommons.rblock.identity import IdentityChain
 from tests.contract.engine_stack import BLOCK, Stack, ready, settings
-from tests.contract.engine_turns import SALT, Turn, prompt, turn
+from tests.contract.engine_turns import SALT, Turn, prompt, started_in_order, turn
 from tests.machine import scaled
 from tests.pausing import pause
 from tests.waiting import eventually
@@ -88,20 +89,34 @@ async def test_nobody_lends(engines: Stack) -> None:
 
 
 async def test_one_that_waits_for_its_prompt_gives_way_to_an_older_one(engines: Stack) -> None:
-    prefill = await engines.prefill()
+    held = HeldPrefill(await engines.prefill())
     decode = await engines.decode(placement="overflow", engine={"capacity_tokens": 8 * BLOCK})
     tokens, expected = engines.reference.prompt(50, 75)
-    old = turn(prefill, decode, engines.model, tokens, 75)
-    running = asyncio.create_task(old.run())
-    await ready(lambda: _has_tokens(old.tokens))
-    unprefilled = turn(None, decode, engines.model, prompt(50, seed=8), 5).request
-    # Nobody lends what does not fit, where the older one has grown meanwhile.
+    old = turn(held, decode, engines.model, tokens, 75)
+    (running,) = await started_in_order([old])
+    # Both prompts fit, into 7 blocks of 8; to end, the older one needs all 8.
+    unprefilled = turn(None, decode, engines.model, prompt(40, seed=8), 5).request
+    events = aiter(decode.Generate(unprefilled, timeout=scaled(30)))
+    assert (await anext(events)).WhichOneof("event") == "reserved"
+    held.released.set()
     with pytest.raises(CapacityExhausted, match=r"older sequences|nobody lends"):
-        async for _ in decode.Generate(unprefilled, timeout=scaled(30)):
-            pass
+        await anext(events)
     await running
     assert old.tokens == expected
     await engines.idle("decode")
+
+
+class HeldPrefill:
+    """A prefill service that computes nothing until it is `released`."""
+
+    def __init__(self, prefill: Any) -> None:
+        self._prefill = prefill
+        self.released = asyncio.Event()
+
+    async def Compute(self, request: prefill_pb2.PrefillRequest, timeout: float) -> AsyncIterator[Any]:
+        await self.released.wait()
+        async for event in self._prefill.Compute(request, timeout=timeout):
+            yield event
 
 
 async def _has_tokens(tokens: list[int]) -> None:

@@ -107,11 +107,15 @@ async def test_over_one_to_four_holders_that_join(stack: Stack, long: Long, hold
     await prefill_idle(prefill)
 
 
-async def test_with_history_from_the_store(stack: Stack, long: Long) -> None:
-    """Half of it is fetched to the first two holders, the others join behind them."""
+@pytest.mark.parametrize(("stages", "tensor"), [(1, 1), (2, 2)])
+async def test_with_history_from_the_store(stack: Stack, long: Long, stages: int, tensor: int) -> None:
+    """Half of it is fetched to the first two holders, the others join behind them; stages and ranks load what
+    they need of it themselves."""
     pools = ("pool-0", "pool-1", "pool-2")
     await stack.lenders(*[300 for _ in pools])
-    store, prefill = await stack.kvstore(), await stack.prefill(engine={"capacity_tokens": CAPACITY})
+    store = await stack.kvstore()
+    whole: dict[str, Any] = {"engine": {"capacity_tokens": CAPACITY}, "chunk_tokens": 512}
+    prefill = await stack.staged(stages, tensor=tensor, **whole)
     grow: dict[str, Any] = {
         "placement": "grow", "holder_tokens": 4096, "engine": {"capacity_tokens": CAPACITY},
         "attend_deadline_s": 20.0, "fetch_deadline_s": 60.0,
@@ -122,9 +126,12 @@ async def test_with_history_from_the_store(stack: Stack, long: Long) -> None:
     half.call_s = 300.0
     await half.run()
     assert await stored(stack, store, long.tokens[: known * BLOCK]) == known
-    small = await stack.prefill("small", engine={"capacity_tokens": 2048}, chunk_tokens=512)
+    if stages * tensor > 1:  # what is spread over holders one process computes alone
+        other = await stack.staged(stages, "other", tensor=tensor, loads="always", **whole)
+    else:
+        other = await stack.prefill("other", engine={"capacity_tokens": 2048}, chunk_tokens=512)
     fresh = await stack.decode("fresh", **grow)
-    one = asked(stack, long, small, fresh, history=stack.history(known))
+    one = asked(stack, long, other, fresh, history=stack.history(known))
     await one.run()
     assert_exact(one, long)
     assert one.first is not None
@@ -150,3 +157,43 @@ async def test_with_a_holder_that_is_killed_in_the_middle(stack: Stack, long: Lo
     await one.run()
     assert_exact(one, long)
     await stack.idle("decode", "pool-1")
+
+
+@pytest.mark.parametrize("victim", ["nobody", "stage 1", "rank 1", "holder"])
+async def test_two_stages_of_two_ranks_over_two_holders(stack: Stack, long: Long, victim: str) -> None:
+    """All three together (section 4.5): four processes compute the prompt, a quarter of the model each, whose
+    KV goes to two holders; one of them is killed when the second holder has joined."""
+    killed, _ = await stack.lenders(600, 600, process=True)
+    shape: dict[str, Any] = {
+        "tensor": 2, "process": True, "engine": {"capacity_tokens": CAPACITY}, "chunk_tokens": 512,
+    }  # fmt: skip
+    prefill = await stack.staged(2, **shape)
+    members = {"rank 1": (0, 1), "stage 1": (1, 0)}
+    decode = await stack.decode(
+        placement="grow", holder_tokens=8192, engine={"capacity_tokens": CAPACITY}, lease_ms=2000,
+        attend_deadline_s=20.0,
+    )  # fmt: skip
+    pools = ["pool-0", "pool-1"]
+    if victim != "nobody":
+        running = asyncio.create_task(asked(stack, long, prefill, decode).run())
+        await until_lent(stack, 1, *pools)
+        if victim == "holder":
+            killed.kill()
+            pools.remove("pool-0")
+        else:
+            number, rank = members[victim]
+            stack.children[2 + 2 * number + rank - 1].kill()
+        with pytest.raises(KVCommonsError):
+            await running
+        await stack.idle("decode", *pools)
+        await prefill_idle(prefill)
+        if victim in members:
+            stack.stage(number, 2, rank=rank, **shape)
+            await stack.together(prefill)
+    one = asked(stack, long, prefill, decode)
+    running = asyncio.create_task(one.run())
+    await until_lent(stack, 1, *pools)
+    await running
+    assert_exact(one, long)
+    await stack.idle("decode", *pools)
+    await prefill_idle(prefill)
