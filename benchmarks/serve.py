@@ -25,7 +25,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.peers.bounds import kv_token_bytes
-from benchmarks.peers.named import add_peer_options, peer_clients
+from benchmarks.peers.named import add_peer_options, peer_servers
 from benchmarks.peers.servers import Sizes
 from benchmarks.plot import panels
 from benchmarks.prompts import PromptWriter
@@ -194,8 +194,8 @@ def _run(options: argparse.Namespace, progress: Progress) -> Report:
             name=OWN, client=stack.client, model=_model_of(stack.client), sessions=not options.histories
         )
         sizes = _sizes(steps, spec, options)
-        peers = peer_clients(options, model, sizes, folder, running=running, progress=progress)
-        servers = [own, *(_peer(name, client) for name, client in peers.items())]
+        peers = peer_servers(options, model, sizes, folder, running=running, progress=progress)
+        servers = [own, *(_peer(name, peer.client) for name, peer in peers.items())]
         write = PromptWriter(Tokenizer.read(model), template_tokens(str(model)))
         runs: dict[tuple[float, str], list[Run]] = defaultdict(list)
         for rate in options.rates:

@@ -66,8 +66,7 @@ def take_pairs(
             pairs += benchmark.round(stack.client, turn, "dram")
         if restart:
             progress("restarting the stack")
-            stack.kill_all()
-            stack.start()
+            stack.restart()
             pairs += benchmark.round(stack.client, workload.turns, "disk")
     return pairs
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -18,12 +19,11 @@ from pathlib import Path
 from benchmarks.limits import product_flop_s, read_bytes_s
 from benchmarks.peers.bounds import Rates, kv_token_bytes
 from benchmarks.peers.grid import Cell, grid, kv_tokens
-from benchmarks.peers.named import add_peer_options, peer_clients
+from benchmarks.peers.named import RunningServer, add_peer_options, peer_servers
 from benchmarks.peers.servers import Sizes
 from benchmarks.plot import panels
 from benchmarks.random_model import chosen_model
 from benchmarks.report import Report, Row, geometric, p50
-from devstack.rest import RestClient
 from devstack.running import RunningStack
 from kvcommons.errors import InvalidInput, KVCommonsError, Unavailable
 from kvcommons.model.spec import ModelSpec
@@ -56,6 +56,9 @@ def add(
     )
     parser.add_argument("--rounds", type=int, default=6, metavar="N")
     parser.add_argument(
+        "--pause", type=float, default=1.5, metavar="S", help="before each measurement (default: 1.5)"
+    )
+    parser.add_argument(
         "--threads", type=int, default=os.cpu_count() or 1, metavar="N", help="of each server"
     )
     add_outputs(parser)
@@ -67,14 +70,16 @@ def _run(options: argparse.Namespace, progress: Progress) -> Report:
         folder = Path(name)
         model, what = chosen_model(options, folder, progress)
         spec = ModelSpec.read(model)
-        cells = _chosen(grid(spec.context_window - options.answer), options.cells)
+        cells = _chosen(grid(spec.context_window, options.answer), options.cells)
         progress("measuring what the machine can do")
         rates = _rates(options.threads)
         sizes = _sizes(cells, spec, options)
         progress("starting the stack")
-        clients = {OWN: running.enter_context(_stack(folder / "stack", model, sizes)).client}
-        clients |= peer_clients(options, model, sizes, folder, running=running, progress=progress)
-        compare = partial(_compare, clients, spec=spec, rates=rates, options=options, progress=progress)
+        servers: dict[str, RunningServer] = {
+            OWN: running.enter_context(_stack(folder / "stack", model, sizes))
+        }
+        servers |= peer_servers(options, model, sizes, folder, running=running, progress=progress)
+        compare = partial(_compare, servers, spec=spec, rates=rates, options=options, progress=progress)
         rows = [_row(cell, compare) for cell in cells]
     title = (
         f"{what}, bfloat16, {options.threads} threads; memory read at {rates.read_bytes_s / 1e9:.1f} GB/s, "
@@ -102,7 +107,7 @@ def _rates(threads: int) -> Rates:
 
 
 def _sizes(cells: Sequence[Cell], spec: ModelSpec, options: argparse.Namespace) -> Sizes:
-    tokens = kv_tokens(cells, options.answer)
+    tokens = kv_tokens(cells)
     return Sizes(
         kv_tokens=tokens,
         kv_bytes=tokens * kv_token_bytes(spec),
@@ -116,7 +121,9 @@ def _stack(folder: Path, model: Path, sizes: Sizes) -> RunningStack:
     engine = {"capacity_tokens": sizes.kv_tokens, "threads": sizes.threads}
     tables = {
         "prefill": engine,
-        "decode": {**engine, "max_batch": sizes.sequences},
+        # Each round has the answers of the one before, which drafts would foretell: they have a benchmark
+        # of their own.
+        "decode": {**engine, "max_batch": sizes.sequences, "max_draft_tokens": 0},
         "kvstore": {"dram_bytes": sizes.kv_bytes},
     }
     return RunningStack(folder, tables=tables, model=str(model), attention_pool=0)
@@ -131,7 +138,7 @@ def _row(cell: Cell, compare: Callable[[Cell], Row]) -> Row:
 
 
 def _compare(
-    clients: dict[str, RestClient],
+    servers: dict[str, RunningServer],
     cell: Cell,
     *,
     spec: ModelSpec,
@@ -139,18 +146,19 @@ def _compare(
     options: argparse.Namespace,
     progress: Progress,
 ) -> Row:
-    names = list(clients)
+    names = list(servers)
     taken_s: dict[str, list[float]] = {name: [] for name in names}
     for name in names:
         progress(f"{cell.name}: {name} sees its prompts")
         with _named(name):
-            cell.prepare(clients[name])
+            cell.prepare(servers[name].client)
     for number in range(WARM_UP + options.rounds):
         progress(f"{cell.name}: round {number + 1} of {WARM_UP + options.rounds}")
         first = number % len(names)
         for name in names[first:] + names[:first]:
+            time.sleep(options.pause)
             with _named(name):
-                seconds = cell.measure(clients[name], _serial(cell, number), options.answer)
+                seconds = cell.measure(servers[name], _serial(cell, number))
             if number >= WARM_UP:
                 taken_s[name].append(seconds)
     bound_s = cell.bound_s(spec, rates)

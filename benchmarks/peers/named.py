@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from benchmarks.peers.servers import PEERS, Progress, Sizes, start
 from devstack.rest import RestClient
@@ -25,7 +27,34 @@ def add_peer_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def peer_clients(
+class RunningServer(Protocol):
+    """One that answers while it is measured."""
+
+    @property
+    def client(self) -> RestClient: ...
+
+    def restart(self) -> None:
+        """kill -9, and what a start has of before. Raises InvalidInput where that is not ours to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForeignServer:
+    """One that ran before the benchmark, and runs on after it."""
+
+    name: str
+    url: str
+
+    @property
+    def client(self) -> RestClient:
+        return RestClient(self.url)
+
+    def restart(self) -> None:
+        raise InvalidInput(
+            f"--peer {self.name} was started by somebody else, and is not killed", param="peer"
+        )
+
+
+def peer_servers(
     options: argparse.Namespace,
     model: Path,
     sizes: Sizes,
@@ -33,20 +62,20 @@ def peer_clients(
     *,
     running: ExitStack,
     progress: Progress,
-) -> dict[str, RestClient]:
+) -> dict[str, RunningServer]:
     """By name: servers that are started here, which end with `running`, and those that run already. Raises
     InvalidInput, and what `start` raises."""
-    clients: dict[str, RestClient] = {}
+    servers: dict[str, RunningServer] = {}
     for name in options.peers:
         started = start(name, model, sizes, folder, progress)
         progress(f"starting {name}")
-        clients[name] = running.enter_context(started).client
-    return clients | dict(map(named_client, options.peer))
+        servers[name] = running.enter_context(started)
+    return servers | {server.name: server for server in map(_foreign, options.peer)}
 
 
-def named_client(given: str) -> tuple[str, RestClient]:
+def _foreign(given: str) -> ForeignServer:
     """Of one `--peer`. Raises InvalidInput."""
     name, equals, url = given.partition("=")
     if not (name and equals and url):
         raise InvalidInput(f"--peer {given}: write NAME=URL, as vllm=http://127.0.0.1:8001", param="peer")
-    return name, RestClient(url)
+    return ForeignServer(name, url)

@@ -73,7 +73,25 @@ class Peer:
         return RestClient(self._url)
 
     def __enter__(self) -> Self:
-        with self._log.open("wb") as log:
+        self._start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._process is not None
+        self._process.terminate()
+        try:
+            self._process.wait(STOP_S_MAX)
+        except subprocess.TimeoutExpired:
+            pass
+        self._kill()
+
+    def restart(self) -> None:
+        """kill -9 of it and of all that it started, and a new start."""
+        self._kill()
+        self._start()
+
+    def _start(self) -> None:
+        with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 self._plan.command,
                 env={**os.environ, **self._plan.environment},
@@ -85,12 +103,8 @@ class Peer:
         try:
             self._until_ready(time.monotonic() + READY_S_MAX)
         except BaseException:
-            self._end()
+            self._kill()
             raise
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end()
 
     def _until_ready(self, until_s: float) -> None:
         assert self._process is not None
@@ -100,14 +114,9 @@ class Peer:
                 raise Unavailable(f"{self.name} did not start:\n{said}")
             time.sleep(0.2)
 
-    def _end(self) -> None:
+    def _kill(self) -> None:
         """It and all that it started: vLLM's engine is a process of its own."""
         assert self._process is not None
-        self._process.terminate()
-        try:
-            self._process.wait(STOP_S_MAX)
-        except subprocess.TimeoutExpired:
-            pass
         try:
             os.killpg(self._process.pid, 9)
         except ProcessLookupError:

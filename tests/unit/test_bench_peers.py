@@ -70,10 +70,10 @@ def test_a_sliding_window_bounds_what_a_token_sees() -> None:
 
 
 def test_the_grid_has_the_cells_that_fit() -> None:
-    names = [cell.name for cell in grid(32768)]
-    assert len(names) == len(set(names)) == 13
-    assert max(cell.tokens for cell in grid(2048)) == 512
-    assert kv_tokens(grid(2048), 64) == 2 * 32 * (512 + 128)
+    names = [cell.name for cell in grid(32768, 64)]
+    assert len(names) == len(set(names)) == 14
+    assert max(cell.tokens for cell in grid(2048, 64)) == 512
+    assert kv_tokens(grid(2048, 64)) == 2 * 32 * (512 + 4 * 32 + 64)
 
 
 class Slow:
@@ -81,6 +81,14 @@ class Slow:
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, int]] = []  # the prompt's tokens and the answer's
+        self.restarts = 0
+
+    @property
+    def client(self) -> Slow:
+        return self
+
+    def restart(self) -> None:
+        self.restarts += 1
 
     def tokens(self, ids: list[int], **asked: Any) -> Iterator[dict[str, Any]]:
         self.asked.append((len(ids), asked["max_tokens"]))
@@ -93,19 +101,22 @@ class Slow:
 
 def test_a_cell_measures_first_tokens_and_times_between() -> None:
     client: Any = Slow()
-    first_s = Cell(kind="prefill", tokens=50).measure(client, 1, 8)
+    first_s = Cell(kind="prefill", tokens=50).measure(client, 1)
     assert first_s >= 0.05
-    cached_s = Cell(kind="cached", tokens=50, new=50).measure(client, 1, 8)
+    cached_s = Cell(kind="cached", tokens=50, new=50).measure(client, 1)
     assert cached_s >= 0.1
-    between_s = Cell(kind="decode", tokens=10, batch=3).measure(client, 1, 20)
+    assert client.restarts == 0
+    assert Cell(kind="restarted", tokens=50, new=50).measure(client, 1) >= 0.1
+    assert client.restarts == 1
+    between_s = Cell(kind="decode", tokens=10, batch=3, answer=20).measure(client, 1)
     assert 0.01 <= between_s < first_s, "waiting for the prompt is not counted"
     with pytest.raises(Unavailable, match="never all under way"):
-        Cell(kind="decode", tokens=10, batch=2).measure(client, 1, 1)
+        Cell(kind="decode", tokens=10, batch=2).measure(client, 1)
 
 
 def test_prompts_that_are_not_new_are_seen_before() -> None:
     client: Any = Slow()
-    for cell in grid(32768)[:2]:
+    for cell in grid(32768, 64)[:2]:
         cell.prepare(client)
     assert not client.asked
     Cell(kind="decode", tokens=10, batch=3).prepare(client)
@@ -115,13 +126,13 @@ def test_prompts_that_are_not_new_are_seen_before() -> None:
 
 def test_a_cell_that_a_server_does_not_manage_leaves_the_others() -> None:
     client: Any = Slow()
-    options = Namespace(rounds=2, answer=1)
+    options = Namespace(rounds=2, answer=1, pause=0.0)
     cell = Cell(kind="decode", tokens=10, batch=2)
     compare = partial(_compare, spec=SPEC, rates=READING, options=options, progress=lambda _: None)
     row = _row(cell, partial(compare, {"kvcommons": client, "other": client}))
     assert row["cell"] == cell.name
     assert str(row["not measured"]).startswith("kvcommons: decode, 2 at once")
-    good = _row(grid(32768)[0], partial(compare, {"kvcommons": client}))
+    good = _row(grid(32768, 64)[0], partial(compare, {"kvcommons": client}))
     assert "not measured" not in good
 
 
