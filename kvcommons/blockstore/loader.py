@@ -82,7 +82,9 @@ class _Wanted:
 class LayerLoad:
     """A load under way. Its buffers belong to it until it has ended: by itself, or by `cancel`.
 
-    It stops after its first `ahead` layers until it is released, and then goes on with the others.
+    It stops after its first `ahead` layers until it is released, and then goes on with the others. Where not
+    all of the blocks are in the store's memory at once, they come in pieces, and no layer is there before the
+    last piece comes.
     """
 
     def __init__(self, layers: int, blocks: int, ahead: int, first: int = 0) -> None:
@@ -302,11 +304,8 @@ class BlockLoader:
         try:
             while (step := load._next(deadline)) is not None:
                 layers, blocks = step
-                part = replace(wanted, block_ids=wanted.block_ids[:blocks])
                 try:
-                    with self._client(wanted.address).begin(part.request(layers), deadline=deadline) as call:
-                        if load._begin(call, blocks):
-                            self._receive(load, call, part, layers, destination)
+                    self._load_layers(load, wanted, layers, blocks, destination, deadline)
                 except Unavailable:
                     if not load._wants_less(blocks):
                         raise
@@ -325,25 +324,67 @@ class BlockLoader:
             with self._lock:
                 self._active.discard(load)
 
-    def _receive(
-        self, load: LayerLoad, call: PendingCall, wanted: _Wanted, layers: range, destination: Destination
+    def _load_layers(
+        self,
+        load: LayerLoad,
+        wanted: _Wanted,
+        layers: range,
+        blocks: int,
+        destination: Destination,
+        deadline: Deadline,
     ) -> None:
-        run = len(wanted.block_ids)
+        """These layers of the first `blocks`, piece by piece where the store sends them so."""
+        wanted = replace(wanted, block_ids=wanted.block_ids[:blocks])
+        with self._client(wanted.address).begin(wanted.request(layers), deadline=deadline) as call:
+            if not load._begin(call, blocks):
+                return
+            there, more = 0, True
+            while more:
+                part = replace(wanted, block_ids=wanted.block_ids[there:])
+                there, more = self._receive(load, call, part, layers, there, destination)
+
+    def _receive(
+        self,
+        load: LayerLoad,
+        call: PendingCall,
+        part: _Wanted,
+        layers: range,
+        first: int,
+        destination: Destination,
+    ) -> tuple[int, bool]:
+        """One piece, whose first block is the run's `first`. How many leading blocks of the run are there
+        then in all of the layers, and whether others follow. Where none do, the load has advanced."""
+        run, more = len(part.block_ids), False
+
+        def is_last(reply: pb.DataReply) -> bool:
+            return reply.got_layer.layer == layers[-1] and not reply.got_layer.more
+
         for layer in layers:
             with ExitStack() as open_buffers:
                 buffers: Sequence[Buffer] = ()
 
                 def choose(reply: pb.DataReply, payload_bytes: int, layer: int = layer) -> Sequence[Buffer]:
                     nonlocal buffers
-                    count = wanted.check(reply, payload_bytes, layer)
-                    buffers = open_buffers.enter_context(destination(layer, 0, count)) if count else ()
+                    count = part.check(reply, payload_bytes, layer)
+                    if count:
+                        buffers = open_buffers.enter_context(destination(layer, first, count))
                     return buffers
 
-                got = call.next(choose, last=layer == layers[-1]).got_layer
-                run = self._verify(wanted, got, buffers, min(run, len(buffers)))
-            load._advance(run)
-            if not run:
-                return  # the rest is of no use: leaving the call early hangs up
+                got = call.next(choose, last=is_last).got_layer
+                came = self._verify(part, got, buffers, min(run, len(buffers)))
+            if layer == layers.start:
+                more = got.more and 0 < came == len(buffers) < run  # a corrupt one ends the run
+            elif more and came < run:
+                more = False  # what is missing in a later layer ends the run
+                for _ in range(layers.start, layer):
+                    load._advance(first + run)
+            run = came
+            if more:
+                continue
+            load._advance(first + run)
+            if not first + run:
+                break  # the rest is of no use: leaving the call early hangs up
+        return first + run, more
 
     def _verify(self, wanted: _Wanted, got: pb.GotLayer, buffers: Sequence[Buffer], run: int) -> int:
         """How many of the leading `run` objects are what was stored; the first that is not is condemned."""

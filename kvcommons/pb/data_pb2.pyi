@@ -306,7 +306,9 @@ Global___PutLayerReply: _TypeAlias = PutLayerReply  # noqa: Y015
 
 @_typing.final
 class GetLayers(_message.Message):
-    """From the kvstore: layers of a run of consecutive blocks, answered layer by layer."""
+    """From the kvstore: layers of a run of consecutive blocks, answered layer by layer; all layers of its leading blocks
+    before those behind them, where not all are in DRAM at once.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -348,7 +350,10 @@ class GotLayer(_message.Message):
     LAYER_FIELD_NUMBER: _builtins.int
     CHECKSUMS_FIELD_NUMBER: _builtins.int
     GENERATIONS_FIELD_NUMBER: _builtins.int
+    MORE_FIELD_NUMBER: _builtins.int
     layer: _builtins.int
+    more: _builtins.bool
+    """once all layers of these have come, those of blocks behind them follow"""
     @_builtins.property
     def checksums(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
@@ -361,10 +366,11 @@ class GotLayer(_message.Message):
         layer: _builtins.int = ...,
         checksums: _abc.Iterable[_builtins.int] | None = ...,
         generations: _abc.Iterable[_builtins.int] | None = ...,
+        more: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "generations", b"generations", "layer", b"layer"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksums", b"checksums", "generations", b"generations", "layer", b"layer", "more", b"more"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

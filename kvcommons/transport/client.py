@@ -213,8 +213,8 @@ class PendingCall:
         """The one reply, its payload in `into`. Errors as in DataClient.call."""
         return self.next(into, last=True)
 
-    def next(self, into: Into, *, last: bool) -> pb.DataReply:
-        """The next of several replies; `last` gives the connection back."""
+    def next(self, into: Into, *, last: bool | Callable[[pb.DataReply], bool]) -> pb.DataReply:
+        """The next of several replies; the `last` gives the connection back."""
         connection = self._connection
         assert connection is not None, "this call has ended"
         try:
@@ -227,7 +227,7 @@ class PendingCall:
             self.cancel()
             raise
         failure = from_detail(reply.error) if reply.HasField("error") else None
-        if last or failure:
+        if failure or (last(reply) if callable(last) else last):
             with self._handover:
                 self._connection = None
             self._client._keep(connection)

@@ -100,7 +100,7 @@ class BlockStore:
         self._durability = Durability(self._catalog)
         self._stopping = False
         pool = medium.executor(settings.io_threads, "kvstore-read")
-        self._loader = Loader(self._slabs, self.arena, pool, self._load_done, settings.read_bytes)
+        self._loader = Loader(self._slabs, self.arena, pool, self._loaded, settings.read_bytes)
         self._writer = Writer(
             catalog=self._catalog,
             lock=self._lock,
@@ -262,7 +262,8 @@ class BlockStore:
     ) -> Run:
         """Pins the leading blocks that are stored and begins to load those on disk, `first_layer` first.
 
-        One load per block, whoever waits for it. The run is shorter where DRAM has no room for all of it.
+        One load per block, whoever waits for it. The run is shorter, and says so, where DRAM has no room for
+        all of it.
         """
         with self._lock:
             condition = threading.Condition()
@@ -276,7 +277,10 @@ class BlockStore:
                 self._loader.begin(block, condition)
             loads = [block.load for block in blocks]
         self._start_loads(model, started, first_layer)
-        return Run(self, blocks, loads)
+        together = len(blocks)
+        if blocks and 2 * len(started) > together:
+            together = self._loader.together(blocks[0].space.shape) or together
+        return Run(self, blocks, loads, together=together, more=0 < len(blocks) < len(found))
 
     def unpin(self, blocks: Sequence[Block]) -> None:
         """See Run.close."""
@@ -367,6 +371,7 @@ class BlockStore:
         if not blocks:
             return
         good: list[Block] = []
+        lost: list[Block] = []
         try:
             entries = self._index.get(model, [block.block_id for block in blocks])
         except Exception as error:
@@ -374,28 +379,33 @@ class BlockStore:
             entries = [None] * len(blocks)
         for block, entry in zip(blocks, entries, strict=True):
             if entry is None or entry.generation != block.generation or entry.slot != block.disk:
-                assert block.load is not None
-                block.load.fail(Outcome.UNREADABLE)
-                self._load_done(block, Outcome.UNREADABLE)
+                lost.append(block)
             else:
                 block.checksums = entry.checksums
                 good.append(block)
+        self._loader.give_up(lost)
         self._loader.start(good, first_layer)
 
-    def _load_done(self, block: Block, outcome: Outcome) -> None:
+    def _loaded(self, blocks: Sequence[Block]) -> None:
         with self._lock:
-            counters = self._catalog.counters
-            if outcome is Outcome.GOOD:
-                counters.disk_read_bytes += block.space.shape.slot_bytes
-                self._catalog.loaded(block)
-            else:
-                if not block.detached:  # else somebody condemned it while it was loading
-                    counters.corrupt += outcome is Outcome.CORRUPT
-                    counters.read_errors += outcome is Outcome.UNREADABLE
-                    log.error("block %s on disk is %s: dropped", block.block_id.hex(), outcome.value)
-                self._catalog.load_failed(block)
-                self._work.notify()
+            for block in blocks:
+                self._load_over(block)
             self._freed.notify_all()
+
+    def _load_over(self, block: Block) -> None:
+        assert block.load is not None
+        counters, outcome = self._catalog.counters, block.load.outcome
+        if outcome is Outcome.GOOD:
+            counters.disk_read_bytes += block.space.shape.slot_bytes
+            self._catalog.loaded(block)
+            return
+        assert outcome is not None
+        if not block.detached:  # else somebody condemned it while it was loading
+            counters.corrupt += outcome is Outcome.CORRUPT
+            counters.read_errors += outcome is Outcome.UNREADABLE
+            log.error("block %s on disk is %s: dropped", block.block_id.hex(), outcome.value)
+        self._catalog.load_failed(block)
+        self._work.notify()
 
     def _settled(self, blocks: Sequence[Block], durable: bool) -> None:
         with self._lock:

@@ -12,6 +12,7 @@ from kvcommons.telemetry.telemetry import Telemetry
 from kvcommons.transport.server import Exchange
 from services.kvstore.blocks import BlockStore
 from services.kvstore.incoming import LayerPut
+from services.kvstore.run import Run
 from services.kvstore.tier import BlockShape
 
 BLOCKS_MAX = 65_536  # of one request
@@ -89,12 +90,26 @@ class DataHandler:
             raise InvalidInput("layers is 0: nothing is asked for", param="layers")
         last_layer = get.first_layer + get.layers - 1
         heads = HeadPart.of(get.heads) if get.HasField("heads") else None
-        with self._store.open_run(get.model, list(get.block_ids), get.first_layer, last_layer) as run:
-            for layer in range(get.first_layer, last_layer + 1):
-                checksums, generations, objects = run.layer(layer, exchange.deadline.left(), heads)
-                reply = pb.GotLayer(layer=layer, checksums=checksums, generations=generations)
-                exchange.reply(pb.DataReply(got_layer=reply), objects)
-                self._store.sent(sum(len(part) for part in objects))
+        layers, ids = range(get.first_layer, last_layer + 1), list(get.block_ids)
+        while ids:
+            with self._store.open_run(get.model, ids, layers.start, last_layer) as run:
+                for piece in run.pieces():
+                    self._send_piece(run, piece, layers, heads, exchange)
+                ids = ids[len(run) :] if run.more else []
+
+    def _send_piece(
+        self, run: Run, piece: range, layers: range, heads: HeadPart | None, exchange: Exchange
+    ) -> None:
+        for layer in layers:
+            checksums, generations, objects = run.layer(layer, exchange.deadline.left(), heads, piece)
+            reply = pb.GotLayer(
+                layer=layer,
+                checksums=checksums,
+                generations=generations,
+                more=run.more_behind(piece),
+            )
+            exchange.reply(pb.DataReply(got_layer=reply), objects)
+            self._store.sent(sum(len(part) for part in objects))
 
 
 def _check_ids(model: bytes, block_ids: object) -> None:

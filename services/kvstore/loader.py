@@ -22,6 +22,7 @@ log = logging.getLogger(__name__)
 
 READ_BYTES = 256 << 10  # layers are read together up to here: smaller reads waste the disk
 JOINED_BYTES_MAX = 1 << 20  # blocks that lie side by side and are read whole share one read up to here
+PIECE_BYTES = 64 << 20  # of blocks that are read whole, which go to the reader before those behind them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,56 +65,54 @@ class Outcome(Enum):
 class BlockLoad:
     """Progress of one block's load. Layers become readable in order; any number of threads wait for them."""
 
-    __slots__ = ("_condition", "_parts_left", "_ready", "outcome")
+    __slots__ = ("_parts_left", "_ready", "condition", "outcome")
 
     def __init__(self, layers: int, parts: int, condition: threading.Condition) -> None:
+        """`condition`: that of all blocks whose loads start together."""
+        self.condition = condition
         self.outcome: Outcome | None = None  # set once nothing more will come
-        self._condition = condition
         self._ready = [False] * layers
         self._parts_left = parts
 
+    def ready(self, layer: int) -> bool:
+        """Whether this layer is in DRAM and right."""
+        return self._ready[layer]
+
     def wait(self, layer: int, timeout_s: float) -> bool:
         """Whether this layer is in DRAM and right; False after the time-out as well."""
-        with self._condition:
-            self._condition.wait_for(lambda: self._ready[layer] or self._failed, timeout_s)
+        with self.condition:
+            self.condition.wait_for(lambda: self._ready[layer] or self.given_up, timeout_s)
             return self._ready[layer]
 
     def wait_over(self, timeout_s: float) -> None:
         """Until nothing more will come, or the time-out."""
-        with self._condition:
-            self._condition.wait_for(lambda: self.outcome is not None, timeout_s)
-
-    @property
-    def _failed(self) -> bool:
-        return self.outcome in (Outcome.CORRUPT, Outcome.UNREADABLE)
-
-    def fail(self, outcome: Outcome) -> None:
-        """No layer that is not ready yet will be."""
-        with self._condition:
-            if not self._failed:
-                self.outcome = outcome
-            self._condition.notify_all()
-
-    def part_done(self, layers: range) -> bool:
-        """These layers are readable (none if their part failed). Whether this was the last part."""
-        with self._condition:
-            for layer in layers:
-                self._ready[layer] = True
-            self._parts_left -= 1
-            if not self._parts_left and self.outcome is None:
-                self.outcome = Outcome.GOOD
-            self._condition.notify_all()
-            return not self._parts_left
+        with self.condition:
+            self.condition.wait_for(lambda: self.outcome is not None, timeout_s)
 
     @property
     def given_up(self) -> bool:
-        return self._failed
+        """No layer that is not ready yet will be."""
+        return self.outcome in (Outcome.CORRUPT, Outcome.UNREADABLE)
+
+    def fail(self, outcome: Outcome) -> None:
+        """Gives up. Whoever calls it holds the condition, and notifies, as with `part_came`."""
+        if not self.given_up:
+            self.outcome = outcome
+
+    def part_came(self, layers: range) -> bool:
+        """These layers are readable (none if their part failed). Whether this was the last part."""
+        for layer in layers:
+            self._ready[layer] = True
+        self._parts_left -= 1
+        if not self._parts_left and self.outcome is None:
+            self.outcome = Outcome.GOOD
+        return not self._parts_left
 
 
 class Loader:
     """Reads blocks into the DRAM slots that they have, on the threads of `pool`.
 
-    `done` is called with the end of each load.
+    `done` is called with blocks whose loads have ended.
     """
 
     def __init__(
@@ -121,7 +120,7 @@ class Loader:
         slabs: SlabFiles,
         arena: Arena,
         pool: Executor,
-        done: Callable[[Block, Outcome], None],
+        done: Callable[[Sequence[Block]], None],
         read_bytes: int = READ_BYTES,
     ) -> None:
         self._slabs = slabs
@@ -136,8 +135,15 @@ class Loader:
         block.load = BlockLoad(shape.layers, len(read_parts(shape, self._read_bytes)), condition)
         return block.load
 
+    def together(self, shape: BlockShape) -> int | None:
+        """How many blocks go to a reader in all layers before those behind them; None: all go layer by layer,
+        for that is how they are read."""
+        if len(read_parts(shape, self._read_bytes)) > 1:
+            return None
+        return max(1, PIECE_BYTES // shape.slot_bytes)
+
     def start(self, blocks: Sequence[Block], first_layer: int) -> None:
-        """Queues the reads of blocks of one model, whose `load` and `checksums` are set.
+        """Queues the reads of blocks of one model, whose `load` (with one condition) and `checksums` are set.
 
         The part with `first_layer` comes first, for all blocks; then the rest in turn, so that while one
         layer is sent the next ones are being read.
@@ -154,16 +160,25 @@ class Loader:
         """Loads under way finish, queued ones never do."""
         self._pool.shutdown(wait=True, cancel_futures=True)
 
+    def give_up(self, blocks: Sequence[Block]) -> None:
+        """Instead of `start`, for blocks that cannot be read."""
+        if not blocks:
+            return
+        for block in blocks:
+            assert block.load is not None
+            with block.load.condition:
+                block.load.fail(Outcome.UNREADABLE)
+                block.load.condition.notify_all()
+        self._done(blocks)
+
     def _read(self, blocks: Sequence[Block], part: ReadPart) -> None:
         try:
             self._fill(blocks, part)
+            outcomes = [self._verify(block, part) for block in blocks]
         except Exception as error:
             log.error("reading %d blocks from disk failed: %s", len(blocks), error)
-            for block in blocks:
-                self._finish(block, part, Outcome.UNREADABLE)
-            return
-        for block in blocks:
-            self._finish(block, part, self._verify(block, part))
+            outcomes = [Outcome.UNREADABLE] * len(blocks)
+        self._finish(blocks, part, outcomes)
 
     def _fill(self, blocks: Sequence[Block], part: ReadPart) -> None:
         assert blocks[0].disk is not None
@@ -186,15 +201,22 @@ class Loader:
                 return Outcome.CORRUPT
         return Outcome.GOOD
 
-    def _finish(self, block: Block, part: ReadPart, outcome: Outcome) -> None:
-        load = block.load
-        assert load is not None
-        layers = range(part.first_layer, part.end_layer) if outcome is Outcome.GOOD else range(0)
-        if outcome is not Outcome.GOOD:
-            load.fail(outcome)
-        if load.part_done(layers):
-            assert load.outcome is not None
-            self._done(block, load.outcome)
+    def _finish(self, blocks: Sequence[Block], part: ReadPart, outcomes: Sequence[Outcome]) -> None:
+        """All at once: for each by itself, whoever waits would be woken for it."""
+        assert blocks[0].load is not None
+        condition, over = blocks[0].load.condition, []
+        with condition:
+            for block, outcome in zip(blocks, outcomes, strict=True):
+                load = block.load
+                assert load is not None
+                if outcome is not Outcome.GOOD:
+                    load.fail(outcome)
+                came = range(part.first_layer, part.end_layer) if outcome is Outcome.GOOD else range(0)
+                if load.part_came(came):
+                    over.append(block)
+            condition.notify_all()
+        if over:
+            self._done(over)
 
 
 def _rows(blocks: Sequence[Block]) -> list[list[Block]]:

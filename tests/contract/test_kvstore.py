@@ -9,10 +9,12 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import pytest
 
+from kvcommons.blockstore.loader import BlockLoader, CorruptObject
 from kvcommons.errors import (
     AlreadyExists,
     Conflict,
@@ -24,6 +26,7 @@ from kvcommons.errors import (
 )
 from kvcommons.pb import data_pb2 as data
 from kvcommons.pb import kvstore_pb2 as pb
+from kvcommons.rblock.layout import Layout
 from kvcommons.transport.base import Limits
 from kvcommons.transport.deadline import Deadline
 from kvcommons.transport.frame import pack
@@ -324,6 +327,34 @@ def test_a_writer_that_dies_in_mid_layer_leaves_no_half_block(store: KvstoreProc
     deadline = Deadline.after(scaled(20))
     while not whole():
         deadline.check()
+
+
+def test_a_run_that_is_larger_than_its_memory_is_loaded_from_disk(store: KvstoreProcess) -> None:
+    """In pieces: a conversation may have more KV than the store has DRAM."""
+    layout = Layout(layers=2, kv_heads=1, block_tokens=8, head_dim=32, kv_dtype="float32", query_heads=1)
+    shape = BlockShape(model=b"l" * 32, layers=layout.layers, object_bytes=layout.object_bytes)
+    room = 16 * MIB // shape.slot_bytes
+    ids = block_ids(2 * room + 100, "long")
+    for first in range(0, len(ids), 500):
+        store.put_blocks(ids[first : first + 500], shape=shape)
+        store.wait_written()
+    memory = bytearray(layout.block_bytes * len(ids))
+
+    def into(layer: int, first: int, count: int) -> AbstractContextManager[list[memoryview]]:
+        size = layout.object_bytes
+        starts = [(layer * len(ids) + first + index) * size for index in range(count)]
+        return nullcontext([memoryview(memory)[start : start + size] for start in starts])
+
+    corrupt: list[CorruptObject] = []
+    loader = BlockLoader(corrupt.append)
+    try:
+        deadline = Deadline.after(scaled(30))
+        load = loader.load(store.data_address, shape.model, layout, ids, into, deadline)
+        assert load.wait_all(deadline) == len(ids)
+    finally:
+        loader.close()
+    assert corrupt == []
+    assert store.resident_bytes < 16 * MIB + 150 * MIB
 
 
 def test_memory_stays_within_bounds(store: KvstoreProcess) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from itertools import takewhile
 
 from kvcommons.errors import KVCommonsError
 from kvcommons.pb import data_pb2 as pb
@@ -32,6 +33,8 @@ class DictionaryStore:
         self.puts: list[pb.PutLayer] = []
         self.unwanted: set[bytes] = set()
         self.refusal: KVCommonsError | None = None
+        self.room = 1 << 30  # blocks that it can send at once
+        self.asked: list[int] = []  # blocks, by each GetLayers
         self.gate = threading.Event()  # replies to GetLayers after layer 0, and to PutLayer, wait for it
         self.gate.set()
         self.waiting = 0  # requests that have come to the gate
@@ -51,18 +54,27 @@ class DictionaryStore:
             self._put(request.put_layer, exchange)
             return
         get = request.get_layers
-        for layer in range(get.first_layer, get.first_layer + get.layers):
-            if layer:
-                self.gate.wait(5)
-            keys = []
-            for block_id in get.block_ids:
-                if (block_id, layer) not in self.objects:
-                    break
-                keys.append((block_id, layer))
-            got = pb.GotLayer(
-                layer=layer, checksums=[self.sums[key] for key in keys], generations=[7] * len(keys)
-            )
-            exchange.reply(pb.DataReply(got_layer=got), [self.objects[key] for key in keys])
+        self.asked.append(len(get.block_ids))
+        layers = range(get.first_layer, get.first_layer + get.layers)
+        asked = list(get.block_ids)
+        while asked:
+            there = list(takewhile(lambda one: (one, layers.start) in self.objects, asked))
+            piece, asked = asked[: self.room], asked[self.room :]
+            more = 0 < len(piece) < len(there)
+            for layer in layers:
+                if layer:
+                    self.gate.wait(5)
+                keys = list(takewhile(self.objects.__contains__, ((one, layer) for one in piece)))
+                more = more and len(keys) == len(piece)
+                got = pb.GotLayer(
+                    layer=layer,
+                    checksums=[self.sums[key] for key in keys],
+                    generations=[7] * len(keys),
+                    more=more,
+                )
+                exchange.reply(pb.DataReply(got_layer=got), [self.objects[key] for key in keys])
+            if not more:
+                break
 
     def _put(self, put: pb.PutLayer, exchange: Exchange) -> None:
         keys = [(b, layer) for b in put.block_ids for layer in range(put.layer, put.layer + put.count)]

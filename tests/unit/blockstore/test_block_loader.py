@@ -14,6 +14,7 @@ from kvcommons.blockstore.loader import BlockLoader, CorruptObject
 from kvcommons.errors import DataLoss, DeadlineExceeded, NotFound, Unavailable
 from kvcommons.transport.deadline import Deadline
 from tests.unit.blockstore.dictionary_store import LAYOUT, MODEL, DictionaryStore, content, ids
+from tests.waiting import wait_until
 
 
 def soon() -> Deadline:
@@ -80,6 +81,61 @@ def test_a_run_ends_where_a_layer_is_missing_and_stays_short(
     del store.objects[ids(5)[3], 1]
     load = loader.load(store.server.address, MODEL, LAYOUT, ids(5), Memory(5), soon())
     assert [load.wait(layer, soon()) for layer in range(3)] == [5, 3, 3]
+
+
+@pytest.mark.parametrize("ahead", [None, 1])
+def test_what_the_store_has_no_room_for_at_once_comes_in_pieces(
+    store: DictionaryStore, loader: BlockLoader, ahead: int | None
+) -> None:
+    store.fill(ids(5))
+    store.room = 2
+    memory = Memory(5)
+    load = loader.load(store.server.address, MODEL, LAYOUT, ids(5), memory, soon(), ahead=ahead)
+    assert load.wait(0, soon()) == 5
+    load.release()
+    assert [load.wait(layer, soon()) for layer in range(3)] == [5, 5, 5]
+    assert memory.objects == [[content(block_id, layer) for block_id in ids(5)] for layer in range(3)]
+    assert store.asked == [5] * (1 if ahead is None else 2)
+
+
+@pytest.mark.parametrize(
+    ("block", "layer", "there"),
+    [(0, 0, [0, 0, 0]), (2, 0, [2, 2, 2]), (3, 0, [3, 3, 3]), (1, 2, [2, 2, 1]), (3, 1, [4, 3, 3])],
+)
+def test_a_run_in_pieces_ends_where_a_layer_is_missing(
+    store: DictionaryStore, loader: BlockLoader, block: int, layer: int, there: list[int]
+) -> None:
+    store.fill(ids(6))
+    store.room = 2
+    del store.objects[ids(6)[block], layer]
+    load = loader.load(store.server.address, MODEL, LAYOUT, ids(6), Memory(6), soon())
+    assert load.wait_all(soon()) == there[-1]
+    for number, expected in enumerate(there):
+        assert load.wait(number, soon()) == expected
+    assert load.failure is None
+
+
+def test_a_store_that_has_no_room_at_all_is_not_asked_again(
+    store: DictionaryStore, loader: BlockLoader
+) -> None:
+    store.fill(ids(3))
+    store.room = 0
+    load = loader.load(store.server.address, MODEL, LAYOUT, ids(3), Memory(3), soon())
+    assert load.wait_all(soon()) == 0
+    assert store.asked == [3]
+
+
+def test_a_load_in_pieces_can_be_narrowed(store: DictionaryStore, loader: BlockLoader) -> None:
+    store.fill(ids(6))
+    store.room = 2
+    store.gate.clear()
+    memory = Memory(6)
+    load = loader.load(store.server.address, MODEL, LAYOUT, ids(6), memory, soon())
+    wait_until(lambda: bool(store.asked), "it asks for the first piece")
+    load.narrow(3)
+    store.gate.set()
+    assert load.wait_all(soon()) == 3
+    assert memory.objects[2][3:] == [bytearray(LAYOUT.object_bytes)] * 3
 
 
 def test_a_corrupt_object_ends_the_run_and_is_condemned(

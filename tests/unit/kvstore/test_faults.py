@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tests.unit.kvstore.samples import (
     SHAPE,
     block_ids,
     open_store,
+    payload,
     put_blocks,
     read_blocks,
     wait_durable,
@@ -211,6 +213,50 @@ def test_a_read_error_ends_the_run_and_drops_the_block(
     assert store.stats().counters.read_errors == 1
     disk.fail = lambda call, offset: None
     assert read_blocks(store, IDS[5:]) == len(IDS) - 5
+    store.close()
+
+
+def test_what_is_read_whole_goes_to_its_reader_before_the_disk_has_read_the_rest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    places = stored(tmp_path)
+    disk, allowed = Disk(monkeypatch), threading.Event()
+    monkeypatch.setattr("services.kvstore.loader.JOINED_BYTES_MAX", 0)
+    monkeypatch.setattr("services.kvstore.loader.PIECE_BYTES", 3 * SHAPE.slot_bytes)
+
+    def hold(call: str, offset: int) -> None:
+        if call == "preadv" and offset == places[IDS[4]]:
+            assert allowed.wait(10)
+
+    disk.fail = hold
+    store = open_store(tmp_path)
+    with store.open_run(SHAPE.model, IDS) as run:
+        sent = []
+        for piece in run.pieces():
+            for layer in range(SHAPE.layers):
+                sent += [bytes(view) for view in run.layer(layer, 10, piece=piece)[2]]
+            assert run.more_behind(piece) == (piece.stop < len(IDS))
+            allowed.set()
+    pieces = [IDS[first : first + 3] for first in range(0, len(IDS), 3)]
+    assert sent == [payload(one, layer) for piece in pieces for layer in range(SHAPE.layers) for one in piece]
+    with store.open_run(SHAPE.model, IDS) as run:
+        assert list(run.pieces()) == [range(len(IDS))], "what is in memory goes layer by layer"
+    store.close()
+
+
+def test_a_read_error_ends_a_run_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bad = stored(tmp_path)[IDS[4]]
+    disk = Disk(monkeypatch)
+    monkeypatch.setattr("services.kvstore.loader.JOINED_BYTES_MAX", 0)
+    monkeypatch.setattr("services.kvstore.loader.PIECE_BYTES", 3 * SHAPE.slot_bytes)
+    disk.fail = lambda call, offset: errno.EIO if call == "preadv" and offset == bad else None
+    store = open_store(tmp_path)
+    with store.open_run(SHAPE.model, IDS) as run:
+        counts, more = [], []
+        for piece in run.pieces():
+            counts.append([len(run.layer(layer, 10, piece=piece)[0]) for layer in range(SHAPE.layers)])
+            more.append(run.more_behind(piece))
+    assert (counts, more) == ([[3, 3, 3], [1, 1, 1]], [True, False])
     store.close()
 
 
