@@ -13,6 +13,8 @@ After a truncation the parent is the truncation's own identity (`truncation_id`)
 from __future__ import annotations
 
 import struct
+import sys
+from array import array
 from collections.abc import Sequence
 from hashlib import blake2b
 
@@ -20,7 +22,7 @@ LAYOUT_VERSION = 1
 ID_BYTES = 32
 SALT_BYTES = 32
 
-_MAX_TOKEN = 0xFFFFFFFF
+_TOKEN_BYTES = 4
 
 
 def tenant_salt(secret: bytes, tenant: str) -> bytes:
@@ -39,17 +41,34 @@ def block_id(salt: bytes, model: bytes, parent: bytes, tokens: Sequence[int]) ->
 
     `model` is the model's fingerprint (32 bytes), which covers weights, config, KV dtype and block size.
     """
-    if len(salt) != SALT_BYTES:
-        raise ValueError(f"a tenant salt has {SALT_BYTES} bytes, not {len(salt)}")
     if len(parent) not in (0, ID_BYTES):
         raise ValueError(f"a parent identity has 0 or {ID_BYTES} bytes, not {len(parent)}")
+    digest = _before_parent(salt, model, len(parent))
+    digest.update(parent)
+    digest.update(_packed(tokens))
+    return digest.digest()
+
+
+def _before_parent(salt: bytes, model: bytes, parent_bytes: int) -> blake2b:
+    """What all blocks have in common whose parent is so long."""
+    if len(salt) != SALT_BYTES:
+        raise ValueError(f"a tenant salt has {SALT_BYTES} bytes, not {len(salt)}")
     digest = blake2b(digest_size=ID_BYTES, key=salt, person=b"kvc-block")
     digest.update(struct.pack("<I", len(model)))
     digest.update(model)
-    digest.update(struct.pack("<II", LAYOUT_VERSION, len(parent)))
-    digest.update(parent)
-    digest.update(struct.pack(f"<{len(tokens)}I", *tokens))
-    return digest.digest()
+    digest.update(struct.pack("<II", LAYOUT_VERSION, parent_bytes))
+    return digest
+
+
+def _packed(tokens: Sequence[int]) -> bytes:
+    try:
+        packed = array("I", tokens)
+    except OverflowError as error:
+        raise ValueError("a token id does not fit 32 bits") from error
+    assert packed.itemsize == _TOKEN_BYTES
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
 
 
 def truncation_id(
@@ -93,12 +112,13 @@ class IdentityChain:
         self._model = model
         self._block_tokens = block_tokens
         self._parent = parent or (self.ids[-1] if self.ids else b"")
-        self._tail: list[int] = []
+        self._behind_parent = _before_parent(salt, model, ID_BYTES)
+        self._tail = b""  # tokens of the unfinished block, as they are hashed
 
     @property
     def tokens(self) -> int:
         """Tokens seen so far, those of the unfinished block included."""
-        return len(self.ids) * self._block_tokens + len(self._tail)
+        return len(self.ids) * self._block_tokens + len(self._tail) // _TOKEN_BYTES
 
     @property
     def parent(self) -> bytes:
@@ -116,14 +136,22 @@ class IdentityChain:
 
     def extend(self, tokens: Sequence[int]) -> list[bytes]:
         """Appends tokens; the identities of the blocks that they complete."""
-        if any(not 0 <= token <= _MAX_TOKEN for token in tokens):
-            raise ValueError("a token id does not fit 32 bits")
-        pending = self._tail + list(tokens)
+        pending = memoryview(self._tail + _packed(tokens))
         first_new = len(self.ids)
-        size = self._block_tokens
+        size = self._block_tokens * _TOKEN_BYTES
         full = len(pending) // size * size
         for start in range(0, full, size):
-            self._parent = block_id(self._salt, self._model, self._parent, pending[start : start + size])
+            self._parent = self._id_of(pending[start : start + size])
             self.ids.append(self._parent)
-        self._tail = pending[full:]
+        self._tail = bytes(pending[full:])
         return self.ids[first_new:]
+
+    def _id_of(self, packed: memoryview) -> bytes:
+        """Of the next block."""
+        if self._parent:  # what they have in common is hashed once for a chain of many thousands
+            digest = self._behind_parent.copy()
+            digest.update(self._parent)
+        else:
+            digest = _before_parent(self._salt, self._model, 0)
+        digest.update(packed)
+        return digest.digest()
