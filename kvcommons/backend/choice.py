@@ -66,6 +66,12 @@ def kernels_version() -> str:
     return build.file_name()
 
 
+def device_name(device: str) -> str:
+    """Of an accelerator, as its maker calls it; else as torch names it."""
+    place = torch.device(device)
+    return torch.cuda.get_device_name(place) if place.type == "cuda" else device
+
+
 def processor() -> str:
     """Its name, as far as the operating system tells, and how many of its cores this process may use."""
     name = platform.processor() or platform.machine()

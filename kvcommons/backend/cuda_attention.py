@@ -26,7 +26,7 @@ class CudaAttention(TorchAttention):
         window: int | None = None,
     ) -> BatchPlan:
         queries = query_positions - first_key_positions
-        return _CudaPlan(
+        return CudaPlan(
             kv.shape, kv.element_size(), batch_units(self._device, tables, lengths, queries, window)
         )
 
@@ -43,8 +43,8 @@ class CudaAttention(TorchAttention):
     ) -> ChunkPlan:
         first = query_positions.start - first_key_position
         queries = range(first, first + len(query_positions))
-        shape = _shape(kv.shape, kv.element_size(), query_heads)
-        return _CudaPlan(
+        shape = head_shape(kv.shape, kv.element_size(), query_heads)
+        return CudaPlan(
             kv.shape, kv.element_size(), chunk_units(self._device, table, length, queries, window, shape)
         )
 
@@ -52,18 +52,19 @@ class CudaAttention(TorchAttention):
         return partials[0] if len(partials) == 1 else attend.merge(partials)
 
 
-class _CudaPlan:
+class CudaPlan:
     """A BatchPlan and a ChunkPlan."""
 
     def __init__(self, kv_shape: Sequence[int], itemsize: int, units: Units) -> None:
-        self._kv_shape, self._itemsize, self._units = kv_shape, itemsize, units
+        self._kv_shape, self._itemsize, self.units = kv_shape, itemsize, units
 
     def attend(self, q: Tensor, kv: Tensor, scale: float, into: Partial | None = None) -> Partial:
-        shape = _shape(self._kv_shape, self._itemsize, q.shape[1])
-        return attend.attend(q, kv, self._units, shape, scale, into)
+        shape = head_shape(self._kv_shape, self._itemsize, q.shape[1])
+        return attend.attend(q, kv, self.units, shape, scale, into)
 
 
-def _shape(kv_shape: Sequence[int], itemsize: int, query_heads: int) -> HeadShape:
+def head_shape(kv_shape: Sequence[int], itemsize: int, query_heads: int) -> HeadShape:
+    """For a layer's KV of this shape."""
     _, _, kv_heads, block_tokens, head_dim = kv_shape
     return HeadShape(
         kv_heads=kv_heads, group=query_heads // kv_heads, block_tokens=block_tokens, head_dim=head_dim,

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from kvcommons.attention.cuda import products, slices
-from kvcommons.backend.interface import Layer, LayerWeights, Matrix
+from kvcommons.backend.cuda_forward import GraphedForward
+from kvcommons.backend.interface import Forward, Layer, LayerWeights, Matrix
 from kvcommons.backend.slice_graphs import Capture, GraphedLayer, SliceGraphs
 from kvcommons.backend.torch_operators import PlainMatrix, TorchOperators
 
 
 class CudaOperators(TorchOperators):
     def __init__(self, capture: Capture | None = None) -> None:
-        """`capture`: how slices become graphs; None: they do not."""
+        """`capture`: how slices, and layers at once, become graphs; None: they do not."""
+        self._capture = capture
         self._graphs = None if capture is None else SliceGraphs(capture)
         self._layers = itertools.count()
 
@@ -29,6 +32,9 @@ class CudaOperators(TorchOperators):
         if self._graphs is None:
             return super().layer(weights)
         return GraphedLayer(self, weights, self._graphs, next(self._layers))
+
+    def forward(self, layers: Sequence[Layer]) -> Forward | None:
+        return None if self._capture is None else GraphedForward.of(layers, self._capture)
 
     def norm(self, x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         return slices.norm(x, weight, epsilon)

@@ -19,8 +19,8 @@ from torch import Tensor
 from kvcommons.backend.interface import Layer, LayerWeights, Opened, Operators
 from kvcommons.backend.plain_layer import PlainLayer
 
-# Numbers of rows that slices are captured for. With more, computing takes longer than launching.
-ROWS = (1, 2, 4, 8, 16, 32, 64)
+# Numbers of rows that are captured for. With more, computing takes longer than launching.
+ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)
 
 
 class Graph(Protocol):
@@ -72,10 +72,10 @@ class SliceGraphs:
             if graph is None:
                 graph = self._graphs[key] = self._capture(lambda: compute(*inputs))
             graph.replay()
-            return _copied(graph.opened, rows)
+            return copied(graph.opened, rows)
 
 
-def _copied(opened: Opened, rows: int) -> Opened:
+def copied(opened: Opened, rows: int) -> Opened:
     """To memory that the next replay does not write to."""
     sources = [one[:rows] for one in (opened.hidden, opened.qk, opened.v, opened.rotated)]
     copies = [torch.empty(one.shape, dtype=one.dtype, device=one.device) for one in sources]

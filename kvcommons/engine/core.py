@@ -188,14 +188,16 @@ def make_core(
 
 
 def _warm_up(core: Core) -> None:
-    """One chunk and one decode step, so that the first request does not pay for what is made lazily."""
+    """Chunks and a decode step, so that the first request does not pay for what is made lazily: on a GPU that
+    is a kernel for each of several lengths of chunks."""
     model, layout, attention, device = core.model, core.layout, core.backend.attention, core.backend.device
     blocks = core.allocator.allocate(1)
     rows = max(1, min(8, core.block_tokens - 1))
+    longer = () if device.host else tuple(range(16, core.block_tokens, 16))
     try:
         with torch.inference_mode():
             table = torch.tensor(blocks)
-            for first, count in ((0, rows), (rows, 1)):
+            for first, count in (*((0, more) for more in (rows, *longer)), (rows, 1)):
                 positions = torch.arange(first, first + count)
                 rotated_for = device.upload(positions)
                 if model.first:

@@ -30,7 +30,8 @@ from kvcommons.pb import common_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-# Layers that go at once: commands wait for so many, and what others may compute here is granted as often.
+# Layers that go at once on the host: commands wait for so many, and what others may compute here is granted
+# as often.
 STRETCH = 4
 
 
@@ -107,6 +108,9 @@ class Iteration:
             if len(self.groups) == 1:
                 self._paged = self.groups[0].paged()
             tokens = self._run()
+            # Chunks that sample nothing have been given to the device by now, and not more: what they took is
+            # what it takes to do them.
+            self._core.backend.device.record().wait()
         finally:
             for group in opened:
                 group.close()
@@ -134,9 +138,11 @@ class Iteration:
             self._core.backend.device.upload(_joined([group.positions for group in self.groups]))
         )
         layers = self._core.layers[:-1]
+        # Another device is given all of them before it has done the first.
+        stretch = STRETCH if self._core.backend.device.host else len(layers)
         while layers:
-            if (forward := self._forward(layers[:STRETCH], state)) is not None:
-                state, layers = forward, layers[STRETCH:]
+            if (forward := self._forward(layers[:stretch], state)) is not None:
+                state, layers = forward, layers[stretch:]
             else:
                 attention = self._attend(layers[0], state)
                 if attention is None:

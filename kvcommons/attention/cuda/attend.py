@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvcommons.attention.cuda.launch import beside
 from kvcommons.attention.cuda.precision import dot, rounded
-from kvcommons.attention.cuda.units import FIELDS, HeadShape, Merge, Units
+from kvcommons.attention.cuda.units import DOT_MIN, FIELDS, HeadShape, Merge, Units
 from kvcommons.backend.interface import Partial
 
 _LN_2 = tl.constexpr(0.6931471805599453)
@@ -26,7 +26,8 @@ _LOG2_E = 1.4426950408889634
 def attend(
     q: Tensor, kv: Tensor, units: Units, shape: HeadShape, scale: float, into: Partial | None
 ) -> Partial:
-    """q [rows, heads, D], of any strides but the last; kv one layer's blocks."""
+    """q [rows, heads, D], of any strides but the last; kv one layer's blocks. The output `into` which it is
+    written may be of the model's dtype."""
     heads = shape.kv_heads * shape.group
     result = into or _undefined(q, units.rows, heads, shape.head_dim)
     parts = result if units.merge is None else _undefined(q, units.parts, heads, shape.head_dim)
@@ -38,8 +39,7 @@ def attend(
             q.stride(0), q.stride(1), units.blocks.stride(0),
             KV_HEADS=shape.kv_heads, GROUP=shape.group, BLOCK_TOKENS=shape.block_tokens, DIM=shape.head_dim,
             PADDED=shape.padded_dim, TILE=tile, KEYS=shape.keys, FIELDS=FIELDS,
-            WINDOWED=units.window is not None, num_warps=8 if tile > 64 else 4,
-            num_stages=3 if shape.itemsize == 2 else 2,
+            WINDOWED=units.window is not None, num_warps=2 if tile == DOT_MIN else 4, num_stages=2,
         )  # fmt: skip
     return result if units.merge is None else _merge(parts, units.merge, result)
 
@@ -73,6 +73,42 @@ def _merge(parts: Partial, merge: Merge, result: Partial) -> Partial:
     return result
 
 
+@triton.jit
+def _keys_at(
+    kv, blocks, head, start, begin, end, dims,
+    KV_HEADS: tl.constexpr, BLOCK_TOKENS: tl.constexpr, DIM: tl.constexpr, PADDED: tl.constexpr,
+    KEYS: tl.constexpr, ALL: tl.constexpr,
+):  # fmt: skip
+    """Where the keys from `start` on are, and which of them and of their dimensions may be read. With `ALL`
+    they all lie between `begin` and `end`."""
+    steps = tl.arange(0, KEYS)
+    key = start + steps
+    if BLOCK_TOKENS % KEYS == 0:  # all in one block
+        block = tl.load(blocks + start // BLOCK_TOKENS).to(tl.int64)
+        place = (block * (2 * KV_HEADS) + head) * BLOCK_TOKENS + start % BLOCK_TOKENS
+        address = kv + place * DIM + (steps[:, None] * DIM + dims[None, :])
+    else:
+        there = (key >= begin) & (key < end)
+        block = tl.load(blocks + key // BLOCK_TOKENS, mask=there, other=0).to(tl.int64)
+        place = (block * (2 * KV_HEADS) + head) * BLOCK_TOKENS + key % BLOCK_TOKENS
+        address = kv + place[:, None] * DIM + dims[None, :]
+    read = dims[None, :] < DIM
+    if not ALL:
+        read = read & ((key >= begin) & (key < end))[:, None]
+    return address, read
+
+
+@triton.jit
+def _weigh(scores, values, top, total, sums, dtype: tl.constexpr):
+    """An online softmax's next step: scores [rows, keys] and values [keys, D]."""
+    above = tl.maximum(top, tl.max(scores, 1))
+    base = tl.where(above == float("-inf"), 0.0, above)  # no key seen as yet
+    weights = tl.exp2(scores - base[:, None])
+    shrunk = tl.exp2(top - base)
+    sums = sums * shrunk[:, None] + dot(rounded(weights, dtype), values)
+    return above, total * shrunk + tl.sum(weights, 1), sums
+
+
 # What changes from one call to the next must not be compiled for: others would wait a second for it.
 @triton.jit(do_not_specialize=["window", "blocks_stride"])
 def _attend_unit(
@@ -86,6 +122,7 @@ def _attend_unit(
     row, rows, sequence = tl.load(unit), tl.load(unit + 1), tl.load(unit + 2)
     first, begin, end, part = tl.load(unit + 3), tl.load(unit + 4), tl.load(unit + 5), tl.load(unit + 6)
     dtype = kv.dtype.element_ty
+    blocks += sequence * blocks_stride
 
     m, dims = tl.arange(0, TILE), tl.arange(0, PADDED)
     token, query_head = m // GROUP, head * GROUP + m % GROUP
@@ -97,33 +134,42 @@ def _attend_unit(
     top = tl.full([TILE], float("-inf"), tl.float32)
     total = tl.zeros([TILE], tl.float32)
     sums = tl.zeros([TILE, PADDED], tl.float32)
-    for start in range(begin, end, KEYS):
-        key = start + tl.arange(0, KEYS)
-        there = key < end
-        block = tl.load(blocks + sequence * blocks_stride + key // BLOCK_TOKENS, mask=there, other=0)
-        place = (block.to(tl.int64) * (2 * KV_HEADS) + head) * BLOCK_TOKENS + key % BLOCK_TOKENS
-        address = kv + place[:, None] * DIM + dims[None, :]
+    # Tiles of keys begin at their multiples. Those that all rows see need no masks.
+    start = begin // KEYS * KEYS
+    masked = start
+    if not WINDOWED:
+        bound = end
+        if first + 1 < end:
+            bound = first + 1
+        if bound > start:
+            masked = bound // KEYS * KEYS
+        for tile in range(start, masked, KEYS):
+            address, read = _keys_at(
+                kv, blocks, head, tile, begin, end, dims, KV_HEADS, BLOCK_TOKENS, DIM, PADDED, KEYS, True
+            )
+            keys = tl.load(address, mask=read, other=0.0)
+            scores = dot(queries, tl.trans(keys)) * scale
+            values = tl.load(address + KV_HEADS * BLOCK_TOKENS * DIM, mask=read, other=0.0)
+            top, total, sums = _weigh(scores, values, top, total, sums, dtype)
+    for tile in range(masked, end, KEYS):
+        address, read = _keys_at(
+            kv, blocks, head, tile, begin, end, dims, KV_HEADS, BLOCK_TOKENS, DIM, PADDED, KEYS, False
+        )
         # What nobody sees may be anything, NaN included: it is not read.
-        read = there[:, None] & (dims < DIM)[None, :]
         keys = tl.load(address, mask=read, other=0.0)
-        scores = dot(queries, tl.trans(keys)) * scale
-        seen = there[None, :] & (key[None, :] <= query[:, None])
+        key = tile + tl.arange(0, KEYS)
+        seen = ((key >= begin) & (key < end))[None, :] & (key[None, :] <= query[:, None])
         if WINDOWED:
             seen = seen & (key[None, :] > query[:, None] - window)
-        scores = tl.where(seen, scores, float("-inf"))
-        above = tl.maximum(top, tl.max(scores, 1))
-        base = tl.where(above == float("-inf"), 0.0, above)  # no key seen as yet
-        weights = tl.exp2(scores - base[:, None])
-        shrunk = tl.exp2(top - base)
+        scores = tl.where(seen, dot(queries, tl.trans(keys)) * scale, float("-inf"))
         values = tl.load(address + KV_HEADS * BLOCK_TOKENS * DIM, mask=read, other=0.0)
-        sums = sums * shrunk[:, None] + dot(rounded(weights, dtype), values)
-        total = total * shrunk + tl.sum(weights, 1)
-        top = above
+        top, total, sums = _weigh(scores, values, top, total, sums, dtype)
 
     target = (part + token).to(tl.int64) * (KV_HEADS * GROUP) + query_head
     # A row that sees nothing has a top of -inf, and so a log-sum-exp of -inf.
     total = tl.where(total == 0.0, 1.0, total)
-    tl.store(out + target[:, None] * DIM + dims[None, :], sums / total[:, None], mask=live)
+    attended = rounded(sums / total[:, None], out.dtype.element_ty)
+    tl.store(out + target[:, None] * DIM + dims[None, :], attended, mask=live)
     tl.store(lse + target, (top + tl.log2(total)) * _LN_2, mask=token < rows)
 
 
@@ -151,5 +197,5 @@ def _merge_row(
         top = above
     at = row.to(tl.int64) * HEADS + head
     total = tl.where(total == 0.0, 1.0, total)
-    tl.store(out + at * DIM + dims, sums / total, mask=dims < DIM)
+    tl.store(out + at * DIM + dims, rounded(sums / total, out.dtype.element_ty), mask=dims < DIM)
     tl.store(lse + at, top + tl.log(total))

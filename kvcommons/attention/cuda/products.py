@@ -12,7 +12,7 @@ from kvcommons.attention.cuda.precision import dot, rounded
 
 ROWS_MAX = 16  # that one product takes: for one they cost no more than for all
 _OUTPUTS = 16  # of a program: few, so that a small matrix has enough of them for a GPU
-_DEPTH = 256  # bytes of a weight's row that are read at a time, by each of them
+_DEPTH = 1024  # bytes of a weight's row that are read at a time, by each of them
 
 
 def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -21,13 +21,14 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     x = x.contiguous()
     rows, size = x.shape
     outputs = len(weight)
+    depth = _DEPTH // x.element_size()
     out = torch.empty((rows, outputs), dtype=x.dtype, device=x.device)
     if rows:
         with beside(x):
             _multiply_outputs[(triton.cdiv(outputs, _OUTPUTS),)](
                 x, weight, x if bias is None else bias, out, rows, outputs, SIZE=size,
-                ROWS=ROWS_MAX, OUTPUTS=_OUTPUTS, DEPTH=_DEPTH // x.element_size(), BIASED=bias is not None,
-                num_warps=4, num_stages=4,
+                ROWS=ROWS_MAX, OUTPUTS=_OUTPUTS, DEPTH=depth, BIASED=bias is not None,
+                EVEN=size % depth == 0 and outputs % _OUTPUTS == 0, num_warps=2, num_stages=3,
             )  # fmt: skip
     return out
 
@@ -35,22 +36,25 @@ def multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 @triton.jit(do_not_specialize=["rows"])
 def _multiply_outputs(
     x, weight, bias, out, rows, outputs, SIZE: tl.constexpr,
-    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, BIASED: tl.constexpr,
+    ROWS: tl.constexpr, OUTPUTS: tl.constexpr, DEPTH: tl.constexpr, BIASED: tl.constexpr, EVEN: tl.constexpr,
 ):  # fmt: skip
-    row = tl.arange(0, ROWS)
+    """EVEN: the weight is whole tiles of OUTPUTS x DEPTH."""
+    row = tl.arange(0, ROWS)[:, None]
     output = tl.program_id(0) * OUTPUTS + tl.arange(0, OUTPUTS)
     of_weight = weight + output.to(tl.int64)[:, None] * SIZE
     sums = tl.zeros([ROWS, OUTPUTS], tl.float32)
     for start in range(0, SIZE, DEPTH):
-        depth = start + tl.arange(0, DEPTH)
-        inside = (depth < SIZE)[None, :]
-        some = tl.load(
-            x + row[:, None] * SIZE + depth[None, :], mask=inside & (row < rows)[:, None], other=0.0
-        )
-        weights = tl.load(of_weight + depth[None, :], mask=inside & (output < outputs)[:, None], other=0.0)
+        depth = (start + tl.arange(0, DEPTH))[None, :]
+        # Nobody reads a weight twice in a step.
+        if EVEN:
+            some = tl.load(x + row * SIZE + depth, mask=row < rows, other=0.0)
+            weights = tl.load(of_weight + depth, eviction_policy="evict_first")
+        else:
+            some = tl.load(x + row * SIZE + depth, mask=(row < rows) & (depth < SIZE), other=0.0)
+            there = (output < outputs)[:, None] & (depth < SIZE)
+            weights = tl.load(of_weight + depth, mask=there, other=0.0, eviction_policy="evict_first")
         sums += dot(some, tl.trans(weights))
     if BIASED:
         sums += tl.load(bias + output, mask=output < outputs, other=0.0).to(tl.float32)[None, :]
-    target = out + row[:, None] * outputs + output[None, :]
-    kept = (row < rows)[:, None] & (output < outputs)[None, :]
-    tl.store(target, rounded(sums, out.dtype.element_ty), mask=kept)
+    target = out + row * outputs + output[None, :]
+    tl.store(target, rounded(sums, out.dtype.element_ty), mask=(row < rows) & (output < outputs)[None, :])

@@ -15,9 +15,12 @@ from torch import Tensor
 from kvcommons.backend.interface import Device
 
 FIELDS = 7  # of a unit
-# Keys of a unit of one row: few, so that one sequence has units for a whole GPU; a long one has so many
-# units.
+# Keys of a unit of one row, a multiple of those that are taken at a time: so many for each so many of its
+# sequence's, up to a bound, and more only where a sequence would have more units than it may. Few, so that
+# one sequence has units for a whole GPU; many, so that each reads for longer than it takes to begin.
 _UNIT_KEYS = 128
+_UNIT_KEYS_FOR = 1024
+_UNIT_KEYS_MAX = 512
 _UNITS_MAX = 64
 # Of a chunk with few rows, keys are divided until there are so many programs, but no further than to so many
 # keys.
@@ -26,7 +29,7 @@ _CHUNK_KEYS_MIN = 512
 # Bytes of a unit's queries, which stay where products read them while keys pass by.
 _QUERY_BYTES = 128 * 128 * 2
 _WIDE_BYTES = 256  # of a head, above which fewer keys are taken at a time
-_DOT_MIN = 16  # rows, columns and depth of a product have to be so many
+DOT_MIN = 16  # rows, columns and depth of a product have to be so many
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +44,7 @@ class HeadShape:
 
     @property
     def padded_dim(self) -> int:
-        return max(_power_of_2(self.head_dim), _DOT_MIN)
+        return max(_power_of_2(self.head_dim), DOT_MIN)
 
     @property
     def keys(self) -> int:
@@ -54,11 +57,11 @@ class HeadShape:
 
     def tile(self, unit_rows: int) -> int:
         """Rows of a product: those of a unit, for each query head of the group."""
-        return max(_power_of_2(unit_rows * self.group), _DOT_MIN)
+        return max(_power_of_2(unit_rows * self.group), DOT_MIN)
 
     def _tile(self, rows: int) -> int:
         most = _QUERY_BYTES // (self.padded_dim * self.itemsize)
-        return min(max(most, _DOT_MIN), self.tile(rows))
+        return min(max(most, DOT_MIN), self.tile(rows))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +100,7 @@ def batch_units(
     starts = (
         torch.zeros_like(ends) if window is None else torch.minimum((queries - window + 1).clamp_min(0), ends)
     )
-    keys = (-(-lengths // (_UNITS_MAX * _UNIT_KEYS))).clamp_min(1) * _UNIT_KEYS
+    keys = _unit_keys(lengths)
     numbers = starts // keys  # of each row's first unit
     counts = (-(-ends // keys) - numbers).clamp_min(1)
     row = torch.arange(rows).repeat_interleave(counts)
@@ -110,14 +113,22 @@ def batch_units(
             torch.minimum(border + keys[row], ends[row]), part,
         ), dim=1,
     )  # fmt: skip
+    # So that graphs are of few lengths: behind them are some of no rows.
+    padded = torch.zeros((_power_of_2(len(row)), FIELDS), dtype=torch.int32)
+    padded[: len(row)] = table
     merge = None
     if len(row) > rows:
         merge = Merge(begins=_uploaded(device, begins), counts=_uploaded(device, counts))
     return Units(
-        table=_uploaded(device, table), blocks=_uploaded(device, tables), unit_rows=1, window=window,
+        table=_uploaded(device, padded), blocks=_uploaded(device, tables), unit_rows=1, window=window,
         rows=rows,
         parts=len(row), merge=merge,
     )  # fmt: skip
+
+
+def _unit_keys(lengths: Tensor) -> Tensor:
+    few = (-(-lengths // _UNIT_KEYS_FOR)).clamp(1, _UNIT_KEYS_MAX // _UNIT_KEYS)
+    return torch.maximum(few, -(-lengths // (_UNITS_MAX * _UNIT_KEYS))) * _UNIT_KEYS
 
 
 def chunk_units(
@@ -134,7 +145,7 @@ def chunk_units(
     splits = max(min(_CHUNK_PROGRAMS // programs, -(-most // _CHUNK_KEYS_MIN)), 1)
     units = []
     for at, keys in zip(tiles, seen, strict=True):
-        size = -(-len(keys) // splits)
+        size = -(-len(keys) // (splits * shape.keys)) * shape.keys
         for split in range(splits):
             part = keys[split * size : (split + 1) * size]
             count = min(unit_rows, rows - at)

@@ -17,6 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from kvcommons.attention.cuda.append import append
 from kvcommons.backend.cuda_attention import CudaAttention
 from kvcommons.backend.cuda_operators import CudaOperators
 from kvcommons.backend.host_device import HostDevice
@@ -77,6 +78,8 @@ def compiled(capability: int) -> Iterator[tuple[str, Any]]:
             operators.norm(x.view(8, heads, dim), torch.ones(dim), 1e-5)
             operators.rotate(x.view(8, heads, dim), torch.ones(8, 1, dim // 2), torch.ones(8, 1, dim // 2))
             operators.gate(x)
+            new = torch.zeros(8, kv_heads, dim, dtype=dtype)
+            append(kv, torch.zeros(8 * 2 * kv_heads, dtype=torch.int64), new, new)
             operators.pack(torch.zeros(48, hidden, dtype=dtype), torch.zeros(48, dtype=dtype))(x)
             operators.pack(torch.zeros(48, hidden, dtype=dtype))(x[:1])
             for name, kernel in found:

@@ -31,6 +31,7 @@ def test_every_kernel_fits_and_spills_nothing(capability: int, tmp_path: Path) -
     names = {one["kernel"].split()[0] for one in kernels}
     assert names == {
         "_attend_unit", "_merge_row", "_norm_row", "_rotate_head", "_gate_row", "_multiply_outputs",
+        "_append_head",
     }  # fmt: skip
     for one in kernels:
         assert one["shared_bytes"] <= SHARED_BYTES, one

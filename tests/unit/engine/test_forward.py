@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
 from kvcommons.backend.choice import choose
+from kvcommons.backend.interface import Backend
 from kvcommons.engine.core import Core, make_core
 from kvcommons.engine.executor import Composer
 from kvcommons.engine.iteration import STRETCH
@@ -19,9 +21,10 @@ from kvcommons.model.sampling import SamplingParams
 from kvcommons.model.slices import Model
 from kvcommons.model.spec import ModelSpec, model_info
 from kvcommons.rblock.identity import IdentityChain
+from tests.interpreted import interpreted, needs_triton
+from tests.machine import scaled
 from tests.unit.backend.kernels import needs_compiler
 
-pytestmark = needs_compiler
 BLOCK, LAYERS = 16, 2 * STRETCH + 2
 CONFIG: dict[str, Any] = {
     "vocab_size": 99, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": LAYERS,
@@ -32,11 +35,37 @@ LLAMA = CONFIG | {"model_type": "llama"}
 BIASED = CONFIG | {"model_type": "qwen2"}
 WINDOWED = CONFIG | {"model_type": "mistral", "sliding_window": 20}
 NORMED = CONFIG | {"model_type": "qwen3"}
+KINDS = {"llama": LLAMA, "biased": BIASED, "windowed": WINDOWED, "normed": NORMED}
+DTYPES = ("float32", "bfloat16")
+NATIVE = [
+    pytest.param(kind, dtype, LAYERS, choose, id=f"{kind}-{dtype}-native", marks=needs_compiler)
+    for kind in KINDS
+    for dtype in DTYPES
+]
+CUDA = [
+    pytest.param(kind, dtype, LAYERS, lambda: choose("cuda"), id=f"{kind}-{dtype}-cuda")
+    for kind in KINDS
+    for dtype in DTYPES
+]
+# An interpreter takes a minute for each.
+INTERPRETED = [
+    pytest.param(
+        kind,
+        dtype,
+        3,
+        interpreted,
+        id=f"{kind}-{dtype}-interpreted",
+        marks=[pytest.mark.slow, pytest.mark.timeout(scaled(600)), needs_triton],
+    )
+    for kind, dtype in (("llama", "bfloat16"), ("windowed", "float32"))
+]
 
 
-def core_of(config: dict[str, Any], dtype: str, kv_dtype: str | None = None) -> Core:
+def core_of(
+    config: dict[str, Any], dtype: str, kv_dtype: str | None = None, backend: Backend | None = None
+) -> Core:
     spec = ModelSpec.of(config)
-    model = Model.random(spec, seed=1, init_range=0.2, dtype=dtype)
+    model = Model.random(spec, seed=1, init_range=0.2, dtype=dtype, backend=backend)
     info = model_info("tiny", spec, bytes(32), kv_dtype or dtype, BLOCK)
     core = make_core(model, info, capacity_tokens=512)
     core.memory.tensor.copy_(
@@ -62,15 +91,15 @@ def sequences(core: Core, *lengths: int) -> list[Sequence]:
     return made
 
 
-def outcome(core: Core, *, at_once: bool) -> tuple[list[Any], torch.Tensor, list[int]]:
-    """What an iteration of three sequences samples, the KV after it, and in which pieces it went through the
-    model: layers before each pause."""
+def outcome(core: Core, *lengths: int, at_once: bool) -> tuple[list[Any], torch.Tensor, list[int]]:
+    """What an iteration of sequences of these lengths samples, one of them with two drafts, the KV after it,
+    and in which pieces it went through the model: layers before each pause."""
     if not at_once:
         core.model._forward = None
     remote = RemoteAttention(core.layout, core.backend, AttentionBudget(1.0))
     composer = Composer(core, remote, attend_deadline_s=1.0)
-    some = sequences(core, 5, 33, 70)
-    drafts = {some[1].key: [3, 4]}
+    some = sequences(core, *lengths)
+    drafts = {some[-2].key: [3, 4]}
     iteration = composer.iteration(composer.batch(None, some, drafts))
     pauses: list[int] = []
     with torch.inference_mode():
@@ -78,24 +107,36 @@ def outcome(core: Core, *, at_once: bool) -> tuple[list[Any], torch.Tensor, list
     assert not iteration.failures
     assert iteration.timing.here_s > 0
     assert iteration.timing.slices_s > 0
-    return tokens[0], core.memory.tensor.clone(), pauses
+    for sequence in some:
+        for run in sequence.runs:
+            assert isinstance(run, LocalRun)
+            core.allocator.release(run.blocks)
+    return tokens[0], core.backend.device.fetch(core.memory.tensor).clone(), pauses
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
-    "config", [LLAMA, BIASED, WINDOWED, NORMED], ids=["llama", "biased", "windowed", "normed"]
+    ("kind", "dtype", "layers", "make"), [*NATIVE, *(CUDA if torch.cuda.is_available() else INTERPRETED)]
 )
-def test_layers_at_once_and_one_by_one_are_the_same_to_the_bit(config: dict[str, Any], dtype: str) -> None:
-    tokens, kv, pauses = outcome(core_of(config, dtype), at_once=True)
-    others, other_kv, more = outcome(core_of(config, dtype), at_once=False)
-    assert tokens == others
-    assert torch.equal(kv, other_kv)
-    # The last layer is by itself: its attention ends the model.
-    assert (len(pauses), len(more)) == (-(-(LAYERS - 1) // STRETCH), LAYERS - 1)
+def test_layers_at_once_and_one_by_one_are_the_same_to_the_bit(
+    kind: str, dtype: str, layers: int, make: Callable[[], Backend]
+) -> None:
+    config = KINDS[kind] | {"num_hidden_layers": layers}
+    backend = make()
+    together, apart = (core_of(config, dtype, backend=one) for one in (backend, make()))
+    # Twice of one shape, with other sequences between: what is captured computes from what comes now.
+    for lengths in ((5, 33, 70), (3, 2), (21, 150, 61)):
+        tokens, kv, pauses = outcome(together, *lengths, at_once=True)
+        others, other_kv, more = outcome(apart, *lengths, at_once=False)
+        assert tokens == others
+        assert torch.equal(kv, other_kv)
+        # The last layer is by itself: its attention ends the model.
+        at_once = STRETCH if backend.device.host else layers - 1
+        assert (len(pauses), len(more)) == (-(-(layers - 1) // at_once), layers - 1)
 
 
+@needs_compiler
 def test_rows_whose_kv_is_of_another_type_go_one_by_one() -> None:
-    tokens, _, pauses = outcome(core_of(LLAMA, "bfloat16", "float32"), at_once=True)
+    tokens, _, pauses = outcome(core_of(LLAMA, "bfloat16", "float32"), 5, 33, 70, at_once=True)
     assert len(tokens) == 5
     assert len(pauses) == LAYERS - 1
 
