@@ -1,9 +1,10 @@
 """`kvcommons bench gpu`: the kernels for GPUs against what the GPU can do, and against torch's operators.
 
 Attention of single rows, and products with a few, read memory: their limit is the rate at which the GPU
-copies. A chunk's attention computes: its limit is the rate of a large product. What lies between two layers'
-attention reads a layer's weights, and is launched as one graph, or kernel by kernel. Ours, torch's operators
-and the limit take turns, so that ratios are of neighbours in time.
+reads. A chunk's attention computes: its limit is the rate of a large product. Both are launched as graphs,
+for the small ones take less time than their launches. What lies between two layers' attention reads a
+layer's weights, and is launched as an engine does it. Ours, torch's operators and the limit take turns, so
+that ratios are of neighbours in time.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class Sizes:
     head_dim: int = 128
     block_tokens: int = 64
     pool_bytes: int = 8 << 30
+    weights_bytes: int = 1 << 30  # of one shape, more than any cache holds
     product: int = 8192  # rows, columns and depth of the product that is the limit
 
 
@@ -53,6 +55,7 @@ class Case:
     torch: Work
     amount: float
     computes: bool = False  # and is not bound by memory
+    captured: bool = True  # launched as one graph
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,15 +120,18 @@ class Gpu:
         import torch
 
         with torch.inference_mode():
-            copying, product = self._copying(), self._product()
+            reading, product = self._reading(), self._product()
             found = {}
             for case in self._cases(batches, contexts, chunks):
                 progress(case.name)
-                limit = product if case.computes else copying
+                limit = product if case.computes else reading
+                ours, theirs = case.ours, case.torch
+                if case.captured:
+                    ours, theirs = self._captured(ours), self._captured(theirs)
                 found[case.name] = [
                     Round(
-                        ours=case.amount / self._seconds(case.ours),
-                        torch=case.amount / self._seconds(case.torch), limit=limit(),
+                        ours=case.amount / self._seconds(ours),
+                        torch=case.amount / self._seconds(theirs), limit=limit(),
                     )
                     for _ in range(rounds)
                 ]  # fmt: skip
@@ -146,12 +152,19 @@ class Gpu:
                 return spent_s / times
             times = max(2 * times, int(times * _LEAST_S / max(spent_s, 1e-6)))
 
-    def _copying(self) -> Callable[[], float]:
-        """Bytes a second that a copy reads and writes."""
-        half = len(self._kv) // 2 or 1
-        source, target = self._kv[:half], self._kv[-half:].clone()
-        amount = 2 * source.numel() * source.element_size()
-        return lambda: amount / self._seconds(lambda: target.copy_(source))
+    def _captured(self, work: Work) -> Work:
+        """As one graph; as it is where there are none."""
+        from kvcommons.backend.cuda_device import CudaDevice
+
+        device = self._backend.device
+        return device.captured(work) if isinstance(device, CudaDevice) else work
+
+    def _reading(self) -> Callable[[], float]:
+        """Bytes a second that a sum reads."""
+        import torch
+
+        memory = self._kv.view(-1).view(torch.float32)
+        return lambda: memory.nbytes / self._seconds(memory.sum)
 
     def _product(self) -> Callable[[], float]:
         """Operations a second."""
@@ -230,15 +243,27 @@ class Gpu:
         )
 
     def _product_cases(self) -> Iterator[Case]:
+        """With one weight after the other, as in a model: none is in a cache from the time before."""
         sizes = self._sizes
+        heads = (sizes.query_heads + 2 * sizes.kv_heads) * sizes.head_dim
         for rows in (1, 8, 16):
-            for outputs, size in ((sizes.hidden, sizes.hidden), (2 * sizes.mlp, sizes.hidden)):
-                weight, x = self._random(outputs, size), self._random(rows, size)
+            for outputs, size in (
+                (heads, sizes.hidden), (sizes.hidden, sizes.hidden), (2 * sizes.mlp, sizes.hidden),
+                (sizes.hidden, sizes.mlp),
+            ):  # fmt: skip
+                count = max(sizes.weights_bytes // (outputs * size * self._dtype.itemsize), 1)
+                weights = [self._random(outputs, size) for _ in range(count)]
+                x = self._random(rows, size)
+
+                def all_of(operators: Operators, x: Tensor, weights: list[Tensor]) -> Work:
+                    matrices = [operators.pack(weight) for weight in weights]
+                    return lambda: [matrix(x) for matrix in matrices]
+
                 yield Case(
                     name=f"product, {rows} rows, {outputs:,} x {size:,}",
-                    ours=partial(self._backend.operators.pack(weight), x),
-                    torch=partial(self._torch.pack(weight), x),
-                    amount=float(weight.numel() * weight.element_size()),
+                    ours=all_of(self._backend.operators, x, weights),
+                    torch=all_of(self._torch, x, weights),
+                    amount=float(sum(weight.nbytes for weight in weights)),
                 )
 
     def _slice_cases(self, batches: list[int]) -> Iterator[Case]:
@@ -259,6 +284,7 @@ class Gpu:
                 ours=partial(ours, hidden, attended, angles.cos(), angles.sin()),
                 torch=partial(theirs, hidden, attended, angles.cos(), angles.sin()),
                 amount=float(2 * weights * self._dtype.itemsize),
+                captured=False,
             )
 
     def _two_layers(self, operators: Operators) -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:

@@ -58,6 +58,31 @@ def read_bytes_s(size: int = 1 << 30) -> float:
     return max(rates)
 
 
+def device_rates(device: str) -> tuple[float, float]:
+    """Of a GPU, bytes and operations a second: of reading memory far larger than its caches, and of a large
+    product in bfloat16, of random numbers. Raises InvalidInput for a device that cannot be used."""
+    import torch
+
+    from kvcommons.backend.choice import choose
+
+    gpu = choose(device).device
+    memory = gpu.allocate((1 << 29,), torch.float32).normal_()
+    matrix = gpu.allocate((8192, 8192), torch.bfloat16).normal_()
+
+    def least_s(work: Callable[[], object]) -> float:
+        taken_s = []
+        for _ in range(_TIMES + 1):
+            gpu.record().wait()
+            began_s = time.perf_counter()
+            work()
+            gpu.record().wait()
+            taken_s.append(time.perf_counter() - began_s)
+        return min(taken_s)
+
+    read_s, product_s = least_s(memory.sum), least_s(lambda: matrix @ matrix)
+    return memory.nbytes / read_s, 2 * len(matrix) ** 3 / product_s
+
+
 def read_memory(core: Core) -> None:
     """All of its block memory, on all threads."""
     read(core.memory.tensor)

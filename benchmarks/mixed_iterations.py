@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from benchmarks.holders import CALL_S, decoded
-from benchmarks.limits import product_flop_s, read_memory
+from benchmarks.limits import device_rates, product_flop_s, read_memory
 from benchmarks.plot import Curves, curves
 from benchmarks.random_model import write_random_model
 from benchmarks.report import Report, Row
@@ -51,6 +51,7 @@ def add(
     parser.add_argument("--context", type=int, default=1024, metavar="N", help="tokens before each")
     parser.add_argument("--rounds", type=int, default=6, metavar="N", help="the first three are for learning")
     parser.add_argument("--threads", type=int, default=2, metavar="N")
+    parser.add_argument("--device", default="cpu", metavar="NAME", help="as torch names it")
     add_outputs(parser)
     parser.set_defaults(run=_run, draw=_draw)
 
@@ -89,11 +90,12 @@ def _run(options: argparse.Namespace, progress: Progress) -> Report:
         progress("loading the model")
         core = load_core(
             EngineSettings(
-                model=str(model), threads=options.threads, block_tokens=BLOCK_TOKENS,
+                model=str(model), device=options.device, threads=options.threads,
+                block_tokens=BLOCK_TOKENS,
                 capacity_tokens=room + 4 * BLOCK_TOKENS,
             )
         )  # fmt: skip
-        machine = _Machine(core, Path(name) / model.name)
+        machine = _Machine(core, model)
         measured = _measure(core, points, options, machine, progress)
     return summarise(
         f"{options.random_model}: iterations of a chunk beside rows of {options.context} tokens", measured,
@@ -214,6 +216,11 @@ class _Machine:
 
     def measure(self) -> None:
         """The peaks, now."""
+        if not self._core.backend.device.host:
+            read, product = device_rates(str(self._core.memory.tensor.device))
+            self._read.append(read)
+            self._peaks.append(product)
+            return
         self._peaks.append(product_flop_s(_PRODUCT))
         began_s = time.monotonic()
         read_memory(self._core)

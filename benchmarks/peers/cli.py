@@ -16,7 +16,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
-from benchmarks.limits import product_flop_s, read_bytes_s
+from benchmarks.limits import device_rates, product_flop_s, read_bytes_s
 from benchmarks.peers.bounds import Rates, kv_token_bytes
 from benchmarks.peers.grid import Cell, grid, kv_tokens
 from benchmarks.peers.named import RunningServer, add_peer_options, peer_servers
@@ -32,6 +32,9 @@ Progress = Callable[[str], None]
 OWN = "kvcommons"
 WARM_UP = 1  # rounds that count for nothing
 PRODUCT_SIZE = 2048
+_GPU_CHUNK_TOKENS = 4096  # a GPU is not busy with fewer
+_GPU_WAIT_SCALE = 5.0  # of larger models, whose kernels are compiled when they start
+_DRAM_BYTES_MAX = 32 << 30
 
 
 def add(
@@ -42,7 +45,10 @@ def add(
         "peers", help="prefill, decode and cached prompts beside vLLM and llama.cpp, and what bounds them"
     )
     parser.add_argument("--model", metavar="DIR", help="a Llama in bfloat16; default: smollm2, fetched once")
-    parser.add_argument("--random-model", metavar="SIZE", help="random weights instead: 7m, 34m or 246m")
+    parser.add_argument("--random-model", metavar="SIZE", help="random weights instead: 7m, 34m, 246m or 8b")
+    parser.add_argument(
+        "--device", default="cpu", metavar="NAME", help="as torch names it; with cuda, one process has it all"
+    )
     add_peer_options(parser)
     parser.add_argument(
         "--cells",
@@ -72,7 +78,7 @@ def _run(options: argparse.Namespace, progress: Progress) -> Report:
         spec = ModelSpec.read(model)
         cells = _chosen(grid(spec.context_window, options.answer), options.cells)
         progress("measuring what the machine can do")
-        rates = _rates(options.threads)
+        rates = _rates(options)
         sizes = _sizes(cells, spec, options)
         progress("starting the stack")
         servers: dict[str, RunningServer] = {
@@ -82,7 +88,7 @@ def _run(options: argparse.Namespace, progress: Progress) -> Report:
         compare = partial(_compare, servers, spec=spec, rates=rates, options=options, progress=progress)
         rows = [_row(cell, compare) for cell in cells]
     title = (
-        f"{what}, bfloat16, {options.threads} threads; memory read at {rates.read_bytes_s / 1e9:.1f} GB/s, "
+        f"{what}, bfloat16, {_where(options)}; memory read at {rates.read_bytes_s / 1e9:.1f} GB/s, "
         f"products at {rates.product_flop_s / 1e9:.0f} GFLOP/s"
     )
     ratios = {
@@ -99,10 +105,21 @@ def _chosen(cells: Sequence[Cell], numbers: Sequence[int] | None) -> list[Cell]:
     return [cells[number - 1] for number in numbers]
 
 
-def _rates(threads: int) -> Rates:
+def _where(options: argparse.Namespace) -> str:
+    if options.device == "cpu":
+        return f"{options.threads} threads"
+    from kvcommons.backend.choice import device_name
+
+    return device_name(options.device)
+
+
+def _rates(options: argparse.Namespace) -> Rates:
     import torch
 
-    torch.set_num_threads(threads)
+    torch.set_num_threads(options.threads)
+    if options.device != "cpu":
+        read, product = device_rates(options.device)
+        return Rates(read_bytes_s=read, product_flop_s=product)
     return Rates(read_bytes_s=read_bytes_s(), product_flop_s=product_flop_s(PRODUCT_SIZE))
 
 
@@ -114,19 +131,25 @@ def _sizes(cells: Sequence[Cell], spec: ModelSpec, options: argparse.Namespace) 
         threads=options.threads,
         sequences=max(8, *(cell.batch for cell in cells)),
         window_tokens=spec.context_window,
+        device=options.device,
     )
 
 
 def _stack(folder: Path, model: Path, sizes: Sizes) -> RunningStack:
-    engine = {"capacity_tokens": sizes.kv_tokens, "threads": sizes.threads}
-    tables = {
+    engine: dict[str, int | str] = {"capacity_tokens": sizes.kv_tokens, "threads": sizes.threads}
+    on_gpu = sizes.device != "cpu"
+    if on_gpu:
+        engine |= {"device": sizes.device, "chunk_tokens": _GPU_CHUNK_TOKENS}
+    tables: dict[str, dict[str, int | str]] = {
         "prefill": engine,
         # Each round has the answers of the one before, which drafts would foretell: they have a benchmark
         # of their own.
         "decode": {**engine, "max_batch": sizes.sequences, "max_draft_tokens": 0},
-        "kvstore": {"dram_bytes": sizes.kv_bytes},
+        "kvstore": {"dram_bytes": min(sizes.kv_bytes, _DRAM_BYTES_MAX)},
     }
-    return RunningStack(folder, tables=tables, model=str(model), attention_pool=0)
+    stack = RunningStack(folder, tables=tables, model=str(model), attention_pool=0, colocated=on_gpu)
+    stack.wait_scale = _GPU_WAIT_SCALE if on_gpu else 1.0
+    return stack
 
 
 def _row(cell: Cell, compare: Callable[[Cell], Row]) -> Row:

@@ -24,7 +24,7 @@ from typing import Self
 from benchmarks.peers.gguf_file import write_gguf
 from devstack.fetch import cache_folder
 from devstack.rest import RestClient
-from kvcommons.errors import Unavailable
+from kvcommons.errors import InvalidInput, Unavailable
 
 Progress = Callable[[str], None]
 INSTALL_S_MAX = 3600.0
@@ -52,6 +52,7 @@ class Sizes:
     threads: int
     sequences: int
     window_tokens: int
+    device: str = "cpu"  # as torch names it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +136,14 @@ def _is_up(url: str) -> bool:
 
 def start(name: str, model: Path, sizes: Sizes, folder: Path, progress: Progress) -> Peer:
     """A server of PEERS for a model folder, installed where it is not yet; its log and what is written for it
-    lie in `folder`. Raises Unavailable, with what a command said, where it cannot be installed."""
+    lie in `folder`. Raises Unavailable, with what a command said, where it cannot be installed, and
+    InvalidInput for one that is not for this device."""
+    if sizes.device != "cpu" and name not in ON_GPUS:
+        raise InvalidInput(
+            f"{name} is installed for the CPU here: start a server on {sizes.device} yourself, and give it "
+            f"with --peer {name}=URL",
+            param="with",
+        )
     home = cache_folder() / "peers" / name
     port = _free_port()
     plan = PEERS[name](home, model, sizes, port, folder, progress)
@@ -195,10 +203,21 @@ def _llama_cpp(home: Path, model: Path, sizes: Sizes, port: int, folder: Path, p
     return Plan(command=command)
 
 
+def _transformers(home: Path, model: Path, sizes: Sizes, port: int, folder: Path, progress: Progress) -> Plan:
+    """From this environment: what tests hold the engine to."""
+    server = [sys.executable, "-m", "benchmarks.peers.transformers_server", str(model)]
+    return Plan(
+        command=[*server, "--port", str(port), "--device", sizes.device],
+        environment={"OMP_NUM_THREADS": str(sizes.threads), "HF_HUB_OFFLINE": "1"},
+    )
+
+
 PEERS: Mapping[str, Callable[[Path, Path, Sizes, int, Path, Progress], Plan]] = {
     "vllm": _vllm,
     "llama.cpp": _llama_cpp,
+    "transformers": _transformers,
 }
+ON_GPUS = ("transformers",)  # of those; another server runs already, and is given with --peer
 
 
 def _build_llama_cpp(home: Path, server: Path) -> None:

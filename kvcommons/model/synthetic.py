@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import tokenizers
 from safetensors.torch import save_file
+from torch import Tensor
 
 from kvcommons.errors import InvalidInput
 from kvcommons.model.spec import ModelSpec
@@ -16,6 +19,16 @@ from kvcommons.model.weights import random_source, tensor_shapes, torch_dtype
 
 # Configs by the names of `kvcommons bench --random-model`; 246m is the one that docs compare engines with.
 _SIZES: dict[str, dict[str, int]] = {
+    # Of Llama 3's shape: for GPUs, 16 GB.
+    "8b": {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
+    },
     "246m": {
         "hidden_size": 1024,
         "num_hidden_layers": 16,
@@ -79,7 +92,14 @@ def write_random_folder(
     spec, kind = ModelSpec.of(config), torch_dtype(dtype)
     source = random_source(seed, init_range)
     folder.mkdir(parents=True, exist_ok=True)
-    tensors = {name: source(name, shape).to(kind) for name, shape in tensor_shapes(spec).items()}
+    shapes = tensor_shapes(spec)
+
+    def made(name: str) -> Tensor:
+        return source(name, shapes[name]).to(kind)
+
+    # A tensor has a seed of its own, and is drawn by one thread.
+    with ThreadPoolExecutor(max_workers=len(os.sched_getaffinity(0))) as pool:
+        tensors = dict(zip(shapes, pool.map(made, shapes), strict=True))
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(
         json.dumps({**config, "torch_dtype": dtype}, indent=2) + "\n", encoding="utf-8"

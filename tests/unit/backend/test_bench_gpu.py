@@ -14,7 +14,15 @@ from kvcommons.errors import InvalidInput
 from tests.interpreted import interpreted, needs_triton
 
 TINY = Sizes(
-    hidden=32, mlp=48, query_heads=4, kv_heads=2, head_dim=16, block_tokens=16, pool_bytes=1 << 16, product=32
+    hidden=32,
+    mlp=48,
+    query_heads=4,
+    kv_heads=2,
+    head_dim=16,
+    block_tokens=16,
+    pool_bytes=1 << 16,
+    weights_bytes=1 << 14,
+    product=32,
 )
 
 
