@@ -5,6 +5,8 @@ from __future__ import annotations
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from kvcommons.engine.truncated import WHOLE, Truncated
 from kvcommons.errors import ContextLengthExceeded, InvalidInput, ModelNotFound
 from kvcommons.model.prompt_logprobs import TOP_MAX
@@ -55,9 +57,12 @@ class Request:
                 "shorten the prompt",
                 param="tokens",
             )
-        if max(tokens) >= model.vocab_size:
+        ids = np.array(
+            tokens, dtype=np.uint32
+        )  # a document has a million, and Python goes through them slowly
+        if ids.max() >= model.vocab_size:
             raise InvalidInput(
-                f"token {max(tokens)} is not in the vocabulary of {model.vocab_size}", param="tokens"
+                f"token {ids.max()} is not in the vocabulary of {model.vocab_size}", param="tokens"
             )
         if len(job.prediction) > model.context_window:
             raise InvalidInput(
@@ -91,7 +96,7 @@ class Request:
             session_id=job.session_id,
             tenant=job.tenant,
             salt=job.salt,
-            tokens=tuple(tokens),
+            tokens=tuple(ids.tolist()),
             prompt_tokens=job.prompt_tokens,
             max_position=job.max_position,
             sampling=SamplingParams.of(job.sampling),
