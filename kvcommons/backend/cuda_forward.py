@@ -22,7 +22,7 @@ from kvcommons.attention.cuda.units import Merge, Units
 from kvcommons.backend.cuda_attention import CudaPlan, head_shape
 from kvcommons.backend.interface import Layer, Opened, PagedRows, Partial
 from kvcommons.backend.plain_layer import PlainLayer
-from kvcommons.backend.slice_graphs import ROWS, Capture, Graph, copied
+from kvcommons.backend.slice_graphs import ROWS, Capture, Graph, copied, laid_into
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +66,7 @@ class GraphedForward:
         self._rows: dict[int, _Rows] = {}
         self._divisions: dict[tuple[int, int], _Division] = {}  # by rows, and the plan's number
         self._tables: dict[tuple[int, int], Tensor] = {}  # by units, and the plan's number
+        self._results: dict[int, Opened] = {}  # by rows
         self._graphs: dict[_Key, Graph] = {}
 
     @classmethod
@@ -105,8 +106,12 @@ class GraphedForward:
             graph = self._graphs.get(key)
             if graph is None:
                 of_layers = [units[number] for number in key.plan_of]
-                graph = self._capture(lambda: self._compute(layers, inputs, rows, of_layers))
-                self._graphs[key] = graph
+                results = self._results.get(key.rows)
+                if results is None:
+                    results = self._results[key.rows] = copied(self._compute(layers, inputs, rows, of_layers))
+                graph = self._graphs[key] = self._capture(
+                    lambda: laid_into(results, self._compute(layers, inputs, rows, of_layers))
+                )
             graph.replay()
             return copied(graph.opened, len(hidden)), 0.0
 

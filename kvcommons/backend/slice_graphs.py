@@ -52,6 +52,7 @@ class SliceGraphs:
         self._capture = capture
         self._lock = threading.Lock()
         self._inputs: dict[int, list[Tensor]] = {}  # of all layers, by rows
+        self._results: dict[int, Opened] = {}  # likewise: of each graph its own would be gigabytes
         self._graphs: dict[_Key, Graph] = {}
 
     def run(self, layer: int, compute: Callable[..., Opened], given: Sequence[Tensor]) -> Opened | None:
@@ -70,18 +71,31 @@ class SliceGraphs:
             torch._foreach_copy_([one[:rows] for one in inputs], list(given))
             graph = self._graphs.get(key)
             if graph is None:
-                graph = self._graphs[key] = self._capture(lambda: compute(*inputs))
+                results = self._results.get(key.rows)
+                if results is None:
+                    results = self._results[key.rows] = copied(compute(*inputs))
+                graph = self._graphs[key] = self._capture(lambda: laid_into(results, compute(*inputs)))
             graph.replay()
             return copied(graph.opened, rows)
 
 
-def copied(opened: Opened, rows: int) -> Opened:
-    """To memory that the next replay does not write to."""
-    sources = [one[:rows] for one in (opened.hidden, opened.qk, opened.v, opened.rotated)]
+def laid_into(results: Opened, opened: Opened) -> Opened:
+    """`results`, with what is in `opened`."""
+    torch._foreach_copy_(_tensors(results), _tensors(opened))
+    return results
+
+
+def copied(opened: Opened, rows: int | None = None) -> Opened:
+    """The first `rows` (None: all), in memory that the next replay does not write to."""
+    sources = [one[:rows] for one in _tensors(opened)]
     copies = [torch.empty(one.shape, dtype=one.dtype, device=one.device) for one in sources]
     torch._foreach_copy_(copies, sources)
     hidden, qk, v, rotated = copies
     return Opened(hidden=hidden, qk=qk, v=v, rotated=rotated)
+
+
+def _tensors(opened: Opened) -> list[Tensor]:
+    return [opened.hidden, opened.qk, opened.v, opened.rotated]
 
 
 class GraphedLayer(PlainLayer):
