@@ -19,16 +19,6 @@ from kvcommons.model.weights import random_source, tensor_shapes, torch_dtype
 
 # Configs by the names of `kvcommons bench --random-model`; 246m is the one that docs compare engines with.
 _SIZES: dict[str, dict[str, int]] = {
-    # Of Llama 3's shape: for GPUs, 16 GB.
-    "8b": {
-        "hidden_size": 4096,
-        "num_hidden_layers": 32,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "intermediate_size": 14336,
-        "vocab_size": 128256,
-        "max_position_embeddings": 131072,
-    },
     "246m": {
         "hidden_size": 1024,
         "num_hidden_layers": 16,
@@ -56,6 +46,16 @@ _SIZES: dict[str, dict[str, int]] = {
         "intermediate_size": 704,
         "vocab_size": 8000,
         "max_position_embeddings": 8192,
+    },
+    # Of Llama 3's shape: for GPUs, 16 GB.
+    "8b": {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "intermediate_size": 14336,
+        "vocab_size": 128256,
+        "max_position_embeddings": 131072,
     },
 }
 
