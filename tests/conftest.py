@@ -6,6 +6,7 @@ from __future__ import annotations
 import gc
 import itertools
 import os
+import signal
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,11 @@ if not Path("/dev/nvidiactl").exists():
 # A developer's own settings must not steer the tests.
 for _name in [name for name in os.environ if name.startswith("KVCOMMONS_") and "__" in name]:
     del os.environ[_name]
+
+# A shell starts what it runs in the background with Ctrl-C ignored, and every child inherits that: the tests
+# that press it, and the people they stand for, expect the default.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 SHARED_STACK = "tests/system/conftest.py::stack"
 SHARING_FILES = {

@@ -1,5 +1,5 @@
 // The attention exchange, from both ends: what Python passes, and what a layer's frames look like
-// (docs/formats/attention-layer.md). Plain C layouts for ctypes, which layouts.cpp lets the loader compare; all
+// (docs/formats/attention-layer.md). Plain C layouts for ctypes, which structures.cpp lets the loader compare; all
 // pointers are the caller's.
 #pragma once
 
