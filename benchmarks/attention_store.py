@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.replay.hierarchy import Room
+from benchmarks.replay.hierarchy import Capacity
 from benchmarks.replay.replay import Setting, replay
 from benchmarks.replay.sharegpt import ShareGpt, generate, session_of
 from benchmarks.replay.trace import Job, Trace
@@ -147,8 +147,8 @@ def capacity(setting: Replayed, shares: Sequence[float], progress: Progress) -> 
         for share in shares:
             progress(f"{policy}, {share} of {whole * block_bytes / 2**40:.1f} TiB")
             blocks = int(share * whole)
-            room = Room(dram_blocks=min(dram, blocks), disk_blocks=max(0, blocks - dram))
-            outcome = replay(trace, policy, Setting(room=room, ttl_s=TTL_S, warm_up=setting.warm_up))
+            capacity = Capacity(dram_blocks=min(dram, blocks), disk_blocks=max(0, blocks - dram))
+            outcome = replay(trace, policy, Setting(capacity=capacity, ttl_s=TTL_S, warm_up=setting.warm_up))
             found[f"hits_{policy}_{share:g}"] = outcome.reuse_hit_rate
             rows.append(
                 {
@@ -194,16 +194,16 @@ def mediums(setting: Replayed, models: Sequence[Model], progress: Progress) -> R
         device, both, disk = (
             setting.blocks(size, model) for size in (DEVICE_BYTES, DEVICE_BYTES + DRAM_BYTES, DISK_BYTES)
         )
-        rooms = {
-            "device": Room(dram_blocks=device),
-            "+ DRAM": Room(dram_blocks=both),
-            "+ disk": Room(dram_blocks=both, disk_blocks=disk),
+        capacities = {
+            "device": Capacity(dram_blocks=device),
+            "+ DRAM": Capacity(dram_blocks=both),
+            "+ disk": Capacity(dram_blocks=both, disk_blocks=disk),
         }
         for policy in setting.policies:
             row: dict[str, str | int | float] = {"model": model.name, "policy": policy}
-            for (medium, room), paper in zip(rooms.items(), model.paper_hits, strict=True):
+            for (medium, capacity), paper in zip(capacities.items(), model.paper_hits, strict=True):
                 progress(f"{model.name}, {policy}: {medium}")
-                outcome = replay(trace, policy, Setting(room=room, warm_up=setting.warm_up))
+                outcome = replay(trace, policy, Setting(capacity=capacity, warm_up=setting.warm_up))
                 found[f"hits_{model.name}_{policy}_{medium.removeprefix('+ ')}"] = outcome.request_hit_rate
                 row[f"{medium} %"] = 100 * outcome.request_hit_rate
                 row[f"{medium}, paper %"] = 100 * paper

@@ -121,7 +121,7 @@ def _measured_mediums(options: argparse.Namespace, progress: Progress) -> Report
         model = write_random_model(Path(name), options.random_model, progress)
         spec = ModelSpec.read(model)
         all_bytes = sum(load.lengths().values()) * 2 * spec.layers * spec.kv_heads * spec.head_dim * 2
-        rooms = {
+        capacities = {
             "device": (1 << 20, 0),
             "+ DRAM": (all_bytes // options.dram_part, 0),
             "+ disk": (all_bytes // options.dram_part, 2 * all_bytes),
@@ -136,7 +136,7 @@ def _measured_mediums(options: argparse.Namespace, progress: Progress) -> Report
             concurrency=1,
         )
         found = {}
-        for number, (medium, (dram, disk)) in enumerate(rooms.items()):
+        for number, (medium, (dram, disk)) in enumerate(capacities.items()):
             setting = _setting(options, Path(name) / str(number), model, dram_bytes=dram, disk_bytes=disk)
 
             def tell(text: str, medium: str = medium) -> None:

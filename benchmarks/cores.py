@@ -65,8 +65,8 @@ def _run(options: argparse.Namespace, progress: Progress) -> Report:
 
 
 def _stack(folder: Path, model: Path, options: argparse.Namespace, *, core_lock: bool) -> RunningStack:
-    room = 8 * (options.prompt + options.answer + (options.beside + 1) * options.prompt)
-    engine = {"block_tokens": BLOCK_TOKENS, "capacity_tokens": room}
+    capacity = 8 * (options.prompt + options.answer + (options.beside + 1) * options.prompt)
+    engine = {"block_tokens": BLOCK_TOKENS, "capacity_tokens": capacity}
     tables = {"up": {"core_lock": core_lock}, "prefill": engine, "decode": engine}
     return RunningStack(folder, tables=tables, model=str(model), attention_pool=0)
 

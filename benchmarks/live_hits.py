@@ -20,7 +20,7 @@ import grpc
 
 from benchmarks.kvstore_child import KvstoreChild
 from benchmarks.plot import panels
-from benchmarks.replay.hierarchy import Room
+from benchmarks.replay.hierarchy import Capacity
 from benchmarks.replay.replay import Setting, replay
 from benchmarks.replay.sharegpt import ShareGpt, generate
 from benchmarks.replay.trace import Job, Trace
@@ -131,10 +131,10 @@ class Serving:
 
     def _read(self, ids: Sequence[bytes]) -> None:
         get = data_pb2.GetLayers(model=MODEL, block_ids=ids, first_layer=0, layers=1)
-        room = bytearray(len(ids) * PAGE_BYTES)
+        capacity = bytearray(len(ids) * PAGE_BYTES)
         replies = self._data.stream(
             data_pb2.DataRequest(get_layers=get),
-            into=lambda _, size: [memoryview(room)[:size]],
+            into=lambda _, size: [memoryview(capacity)[:size]],
             replies=1,
             deadline=Deadline.after(CALL_S),
         )
@@ -192,8 +192,10 @@ def _run(options: argparse.Namespace, progress: Progress) -> Report:
     )
     # Whatever is in DRAM of the live store has a copy on disk; in the replay a block is in one tier at a
     # time.
-    room = Room(dram_blocks=options.dram_blocks, disk_blocks=options.disk_blocks - options.dram_blocks)
-    setting = Setting(room=room, look_ahead=options.look_ahead, warm_up=options.warm_up)
+    capacity = Capacity(
+        dram_blocks=options.dram_blocks, disk_blocks=options.disk_blocks - options.dram_blocks
+    )
+    setting = Setting(capacity=capacity, look_ahead=options.look_ahead, warm_up=options.warm_up)
     rows = []
     for policy in options.policy:
         found = _live(options, trace, policy, progress)

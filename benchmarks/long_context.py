@@ -42,8 +42,8 @@ MODES = ("two that share", "one large")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """Tokens; `room` is an instance's for contexts, `rates_room` for rates, `holder` a holder's for the other
-    two parts."""
+    """Tokens; `capacity` is an instance's for contexts, `rates_capacity` for rates, `holder` a holder's
+    for the other two parts."""
 
     parts: tuple[str, ...]
     size: str
@@ -51,9 +51,9 @@ class Setting:
     holder: int
     reaches: tuple[tuple[int, int], ...]  # tokens, and holders besides the instance itself
     answer: int
-    room: int
+    capacity: int
     contexts: tuple[int, ...]
-    rates_room: int
+    rates_capacity: int
     rates: tuple[float, ...]  # requests a second
     long_shares: tuple[float, ...]
     requests: int  # for each rate and share
@@ -81,10 +81,12 @@ def add(
         help="tokens of a long sequence, for each number of holders",
     )  # fmt: skip
     parser.add_argument("--answer", type=int, default=128, metavar="N", help="tokens of each answer")
-    parser.add_argument("--room", type=int, default=8192, metavar="N", help="of each instance, for contexts")
+    parser.add_argument(
+        "--capacity", type=int, default=8192, metavar="N", help="of each instance, for contexts"
+    )
     parser.add_argument("--contexts", type=int, nargs="+", default=[2048, 7168, 12288], metavar="N")
     parser.add_argument(
-        "--rates-room", type=int, default=4096, metavar="N", help="of each instance, for rates"
+        "--rates-capacity", type=int, default=4096, metavar="N", help="of each instance, for rates"
     )
     parser.add_argument("--rates", type=float, nargs="+", default=[4.0], metavar="R", help="a second")
     parser.add_argument("--long-shares", type=float, nargs="+", default=[0.01, 0.1, 0.3], metavar="S")
@@ -102,8 +104,9 @@ def _run(options: argparse.Namespace, progress: Progress) -> Report:
     setting = Setting(
         parts=tuple(options.parts), size=options.random_model, moved_size=options.migrated_model,
         holder=options.holder, reaches=tuple(zip(options.reach, options.holders, strict=True)),
-        answer=options.answer, room=options.room, contexts=tuple(options.contexts),
-        rates_room=options.rates_room, rates=tuple(options.rates), long_shares=tuple(options.long_shares),
+        answer=options.answer, capacity=options.capacity, contexts=tuple(options.contexts),
+        rates_capacity=options.rates_capacity, rates=tuple(options.rates),
+        long_shares=tuple(options.long_shares),
         requests=options.requests, seed=options.seed,
     )  # fmt: skip
     rows: list[Row] = []
@@ -113,7 +116,7 @@ def _run(options: argparse.Namespace, progress: Progress) -> Report:
             rows += _migration(folder / "moved", setting, progress)
         if set(setting.parts) - {"migration"}:
             longest = max(tokens for tokens, _ in setting.reaches)
-            window = 2 * max(longest, 2 * setting.room, 2 * setting.rates_room)
+            window = 2 * max(longest, 2 * setting.capacity, 2 * setting.rates_capacity)
             model = write_random_model(folder, setting.size, progress, window_tokens=window)
             for number, (tokens, holders) in enumerate(setting.reaches if "reach" in setting.parts else ()):
                 rows += _reach(folder / f"reach-{number}", model, tokens, holders, setting, progress)
@@ -199,12 +202,12 @@ def _migration(folder: Path, setting: Setting, progress: Progress) -> list[Row]:
 
 
 @contextmanager
-def _instances(folder: Path, model: Path, mode: str, room: int) -> Iterator[RunningStack]:
+def _instances(folder: Path, model: Path, mode: str, capacity: int) -> Iterator[RunningStack]:
     """Two instances of that room which lend to each other, or one of twice the room and the threads. Prefill
     is the same for both, and has room for everything."""
     shares = mode == MODES[0]
     flags: dict[str, Any] = {"model": str(model), "decode": 2 if shares else 1, "attention_pool": 1}
-    tables = _tables(room if shares else 2 * room, 1 if shares else 2, prefill_tokens=4 * room)
+    tables = _tables(capacity if shares else 2 * capacity, 1 if shares else 2, prefill_tokens=4 * capacity)
     tables["decode"]["placement"] = "overflow" if shares else "local"
     tables["attention_pool"]["capacity_tokens"] = BLOCK_TOKENS  # for nobody
     with RunningStack(folder, tables=tables, **flags) as stack:
@@ -215,11 +218,11 @@ def _contexts(folder: Path, model: Path, mode: str, setting: Setting, progress: 
     """Tokens a second while all of the largest batch decode, the median of some rounds."""
     rows: list[Row] = []
     progress(f"starting {mode}")
-    with _instances(folder, model, mode, setting.room) as stack:
+    with _instances(folder, model, mode, setting.capacity) as stack:
         for context in setting.contexts:
             progress(f"{context:,} tokens, {mode}")
             whole = context + setting.answer + BLOCK_TOKENS
-            count = max(1, 2 * setting.room // whole)
+            count = max(1, 2 * setting.capacity // whole)
             prompts = [prompt(1000 * context + number, context) for number in range(count)]
             for one in prompts:
                 ask(stack.client, one, WARM_TOKENS)
@@ -250,7 +253,7 @@ def together(streams: Sequence[Stream]) -> float:
 def _rates(folder: Path, model: Path, mode: str, setting: Setting, progress: Progress) -> list[Row]:
     rows: list[Row] = []
     progress(f"starting {mode}")
-    with _instances(folder, model, mode, setting.rates_room) as stack:
+    with _instances(folder, model, mode, setting.rates_capacity) as stack:
         for share in setting.long_shares:
             for rate in setting.rates:
                 progress(f"{rate:g} requests a second, {share:.0%} long, {mode}")
@@ -262,8 +265,8 @@ def _rate(stack: RunningStack, rate: float, long_share: float, setting: Setting)
     """Short requests are up to a quarter of an instance, long ones up to one and a half of it."""
     # Of its own: prompts that another point asked for before would be found again.
     dice = random.Random(f"{setting.seed} {rate} {long_share}")
-    room = setting.rates_room
-    bounds = {False: (room // 16, room // 4), True: (room // 2, room * 3 // 2)}
+    capacity = setting.rates_capacity
+    bounds = {False: (capacity // 16, capacity // 4), True: (capacity // 2, capacity * 3 // 2)}
     starts_s: list[float] = []
     for _ in range(setting.requests):
         starts_s.append(dice.expovariate(rate) + (starts_s[-1] if starts_s else 0.0))

@@ -84,7 +84,7 @@ def _run(options: argparse.Namespace, progress: Progress) -> Report:
         for chunk, rows in itertools.product([0, *options.chunks], [0, *options.batch])
         if chunk or rows
     )
-    room = max(options.batch) * (options.context + BLOCK_TOKENS) + options.context + max(options.chunks)
+    capacity = max(options.batch) * (options.context + BLOCK_TOKENS) + options.context + max(options.chunks)
     with tempfile.TemporaryDirectory(prefix="kvc-") as name:
         model = write_random_model(Path(name), options.random_model, progress)
         progress("loading the model")
@@ -92,7 +92,7 @@ def _run(options: argparse.Namespace, progress: Progress) -> Report:
             EngineSettings(
                 model=str(model), device=options.device, threads=options.threads,
                 block_tokens=BLOCK_TOKENS,
-                capacity_tokens=room + 4 * BLOCK_TOKENS,
+                capacity_tokens=capacity + 4 * BLOCK_TOKENS,
             )
         )  # fmt: skip
         machine = _Machine(core, model)

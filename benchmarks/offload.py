@@ -58,9 +58,9 @@ class Setting:
 
     @property
     def capacity_tokens(self) -> int:
-        return self.batch * self.room(self.reference) * BLOCK_TOKENS
+        return self.batch * self.capacity(self.reference) * BLOCK_TOKENS
 
-    def room(self, context: int) -> int:
+    def capacity(self, context: int) -> int:
         """Blocks of a sequence, its answer included."""
         return -(-(context + self.answer + 1) // BLOCK_TOKENS)
 
@@ -70,7 +70,7 @@ class Setting:
 
     def fits(self, context: int, tokens: int) -> int:
         """Sequences in an instance with room for so many tokens."""
-        return tokens // BLOCK_TOKENS // self.room(context)
+        return tokens // BLOCK_TOKENS // self.capacity(context)
 
 
 def add(
@@ -181,7 +181,7 @@ async def _borrow(
     """As many sequences' as fit, in turn from one pool and the next."""
     from kvcommons.engine.sequence import RemoteRun
 
-    blocks = setting.room(context)
+    blocks = setting.capacity(context)
     runs = []
     for number in range(setting.fits(context, setting.pool_tokens)):
         for pool in pools:
@@ -316,7 +316,7 @@ class _Load(Replacing):
         from kvcommons.engine.sequence import LocalRun, RemoteRun
         from kvcommons.pb import common_pb2
 
-        key, blocks = next(self._keys), self._setting.room(self._context)
+        key, blocks = next(self._keys), self._setting.capacity(self._context)
         run: Run
         if self._away is None:
             run = LocalRun(first_block=0, blocks=self._core.allocator.allocate(blocks))

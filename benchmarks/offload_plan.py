@@ -22,7 +22,7 @@ from benchmarks.rooflines import (
     Group,
     Model,
 )
-from benchmarks.turns import attend_s_wanted
+from benchmarks.slice_schedule import attend_s_wanted
 from kvcommons.errors import InvalidInput
 from kvcommons.model.spec import ModelSpec
 from services.decode.staggering.pipelines import Fixed, Rotational, Scheme, Timing, period_s

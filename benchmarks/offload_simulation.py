@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from benchmarks.offload_plan import Deployment
-from benchmarks.turns import SliceStart, Turns
+from benchmarks.slice_schedule import SliceSchedule, SliceStart
 from services.decode.staggering.pipelines import Division, Staggering, Timing
 
 _WARM_ITERATIONS = 4  # of each batch, until they are staggered
@@ -115,7 +115,7 @@ class OffloadSimulation:
         self._deployment, self._load, self._batching = deployment, load, batching
         scheme, model = deployment.scheme, deployment.model
         self._dice = random.Random(seed)
-        self._turns, self._division = Turns(scheme), Division()
+        self._slices, self._division = SliceSchedule(scheme), Division()
         self._staggering = Staggering(scheme)
         self._division.spread(scheme.batches if batching is Batching.STAGGERED else scheme.replicas)
         self._layer_kv_s = deployment.pool.count * deployment.pool.attention_s(model, 1) / model.layers
@@ -212,7 +212,7 @@ class OffloadSimulation:
 
     def _ask(self, flight: _Flight) -> None:
         flight.asked_s = self.now_s
-        self._start(self._turns.ask(flight.batch))
+        self._start(self._slices.ask(flight.batch))
 
     def _start(self, start: SliceStart | None) -> None:
         if start is None:
@@ -228,9 +228,9 @@ class OffloadSimulation:
 
     def _sliced(self, flight: _Flight, replica: int) -> None:
         flight.left_s = self.now_s
-        self._start(self._turns.ended(flight.batch))
+        self._start(self._slices.ended(flight.batch))
         if not self._deployment.contexts_come_home:
-            self._to_pool(flight, replica, self._turns.replica(flight.batch))
+            self._to_pool(flight, replica, self._slices.replica(flight.batch))
             return
         model, home = self._deployment.model, self._home(flight)
         size = model.sent_bytes + model.returned_bytes  # q, k, v, and what is as wide as attention's result
@@ -298,7 +298,7 @@ class OffloadSimulation:
         if not self._deployment.contexts_come_home:
             self._attended(flight)
             return
-        next_replica, size = self._turns.replica(flight.batch), 2 * self._deployment.model.returned_bytes
+        next_replica, size = self._slices.replica(flight.batch), 2 * self._deployment.model.returned_bytes
         self._move(flight, self._home(flight), next_replica, size, lambda: self._attended(flight))
 
     def _attended(self, flight: _Flight) -> None:

@@ -116,8 +116,8 @@ class Trials:
 
     def core(self, tokens: int) -> Core:
         """Fresh memory for prompts of so many tokens in all."""
-        room = tokens + 4 * self._core.block_tokens
-        return make_core(self._core.model, self._core.info, capacity_tokens=room)
+        capacity = tokens + 4 * self._core.block_tokens
+        return make_core(self._core.model, self._core.info, capacity_tokens=capacity)
 
     @contextmanager
     def engine(self, core: Core, read_buffer: ReadBuffer) -> Iterator[Prefill]:

@@ -37,7 +37,7 @@ class Workload:
     `token_bytes`: KV of a token."""
 
     prefixes: int
-    room: tuple[int, int, int]
+    capacity: tuple[int, int, int]
     requests: int
     waiting: int
     running: int
@@ -57,7 +57,7 @@ class Workload:
 
     def tables(self, policy: str, dtype: str) -> dict[str, dict[str, Any]]:
         """Settings of a stack with this room."""
-        device, dram, disk = self.room
+        device, dram, disk = self.capacity
         blocks = -(-(self.prefix_tokens + self.new_tokens + self.answer_tokens) // BLOCK_TOKENS)
         engine = {
             "dtype": dtype,

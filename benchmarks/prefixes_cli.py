@@ -30,7 +30,11 @@ def add(
     )
     parser.add_argument("--prefixes", type=int, default=128, metavar="N")
     parser.add_argument(
-        "--room", type=_room, default=(8, 32, 128), metavar="DEVICE/DRAM/DISK", help="prefixes in each tier"
+        "--capacity",
+        type=_capacity,
+        default=(8, 32, 128),
+        metavar="DEVICE/DRAM/DISK",
+        help="prefixes in each tier",
     )
     parser.add_argument("--requests", type=int, default=4096, metavar="N")
     parser.add_argument("--waiting", type=int, default=512, metavar="N", help="jobs that wait at any time")
@@ -54,7 +58,7 @@ def add(
     parser.set_defaults(run=_run, draw=_draw)
 
 
-def _room(text: str) -> tuple[int, int, int]:
+def _capacity(text: str) -> tuple[int, int, int]:
     device, dram, disk = (int(part) for part in text.split("/"))
     return device, dram, disk
 
@@ -62,7 +66,7 @@ def _room(text: str) -> tuple[int, int, int]:
 def _run(options: argparse.Namespace, progress: Callable[[str], None]) -> Report:
     if options.stack:
         return _on_stacks(options, progress)
-    device, dram, disk = options.room
+    device, dram, disk = options.capacity
     first = Trial(
         prefixes=options.prefixes,
         device=device,
@@ -93,7 +97,7 @@ def _on_stacks(options: argparse.Namespace, progress: Callable[[str], None]) -> 
         spec = ModelSpec.read(model)
         load = prefixes.Workload(
             prefixes=options.prefixes,
-            room=options.room,
+            capacity=options.capacity,
             requests=options.requests,
             waiting=options.waiting,
             running=options.running,
@@ -116,9 +120,9 @@ def _on_stacks(options: argparse.Namespace, progress: Callable[[str], None]) -> 
                 with RunningStack(own, tables=load.tables(policy, _DTYPE), model=str(model)) as stack:
                     trials.append(prefixes.measure(stack, load, policy, turn, seed, progress))
                 shutil.rmtree(own)
-    room = "/".join(map(str, options.room))
+    capacity = "/".join(map(str, options.capacity))
     return prefixes.summarise(
-        f"{options.random_model}: {options.prefixes} prefixes of {options.prefix} tokens, room for {room}",
+        f"{options.random_model}: {options.prefixes} prefixes of {options.prefix} tokens, {capacity} kept",
         trials,
     )
 

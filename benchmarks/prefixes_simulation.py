@@ -82,8 +82,8 @@ class Outcome:
 class _Tier:
     """The prefixes of a tier, the least recently used one first."""
 
-    def __init__(self, room: int) -> None:
-        self._room = room
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
         self._prefixes: OrderedDict[int, None] = OrderedDict()
 
     def __contains__(self, prefix: int) -> bool:
@@ -95,7 +95,7 @@ class _Tier:
         if prefix in self._prefixes:
             self._prefixes.move_to_end(prefix)
             return True
-        if len(self._prefixes) >= self._room:
+        if len(self._prefixes) >= self._capacity:
             victims = (one for one in self._prefixes if one not in spared)
             victim = next(victims, None if sparing else next(iter(self._prefixes), None))
             if victim is None:

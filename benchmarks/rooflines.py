@@ -146,10 +146,10 @@ class Group:
 
     def kv_tokens(self, model: Model, *, weights: bool) -> int:
         """Tokens of KV that have room, beside the model's weights where it is here."""
-        room = self.usable_bytes
+        capacity = self.usable_bytes
         if weights:
-            room -= model.weight_bytes + self.count * RESERVED_BYTES
-        return max(math.floor(room / model.kv_token_bytes), 0)
+            capacity -= model.weight_bytes + self.count * RESERVED_BYTES
+        return max(math.floor(capacity / model.kv_token_bytes), 0)
 
 
 A100_80G = Device(

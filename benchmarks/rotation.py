@@ -89,14 +89,14 @@ async def _measure(folder: Path, model: Path, options: argparse.Namespace, progr
         load_core,
         EngineSettings(model=str(model), block_tokens=BLOCK_TOKENS, capacity_tokens=BLOCK_TOKENS),
     )
-    room = -(-(options.context + options.answer + 1) // BLOCK_TOKENS)
+    capacity = -(-(options.context + options.answer + 1) // BLOCK_TOKENS)
     addresses = [f"{options.transport}:{folder}/replica-{number}-data" for number in range(replicas)]
     async with AsyncExitStack() as stack:
         progress("starting pools and replicas")
         pools: Sequence[HolderProcess] = await stack.enter_async_context(
             attention_pools(
                 folder, model, core, count=options.pools, transport=options.transport,
-                capacity_tokens=(sum(most) + replicas) * room * BLOCK_TOKENS,
+                capacity_tokens=(sum(most) + replicas) * capacity * BLOCK_TOKENS,
             )
         )  # fmt: skip
         del core

@@ -151,11 +151,11 @@ class Commons:
             blocks = int(sequence.tokens) // self.hardware.block_tokens + 1
             spare = sum(one.free for one in self.instances) - blocks
             number = max(range(len(self.instances)), key=lambda one: self.instances[one].free)
-            if spare < self.hardware.blocks * SPARE or not self._room(number, sequence, blocks):
+            if spare < self.hardware.blocks * SPARE or not self._made_free(number, sequence, blocks):
                 return
             self.instances[number].running.append(self.queue.pop(0))
 
-    def _room(self, number: int, sequence: Served, blocks: int) -> bool:
+    def _made_free(self, number: int, sequence: Served, blocks: int) -> bool:
         """Here, then with creditors that the ledger names; all or nothing."""
         instance = self.instances[number]
         local = min(blocks, instance.free)
@@ -198,7 +198,7 @@ class Commons:
 
     def _generate(self, number: int, sequence: Served, made: float) -> None:
         needed = int(sequence.tokens + made) // self.hardware.block_tokens + 1 - sequence.blocks
-        if needed > 0 and not self._room(number, sequence, needed):
+        if needed > 0 and not self._made_free(number, sequence, needed):
             self._free(number, self.instances[number].running[-1])  # the youngest is preempted
             return
         sequence.tokens += made
@@ -221,11 +221,11 @@ class Commons:
     def _come_home(self) -> None:
         """Where there is room, as each debtor decides for itself."""
         for debtor, instance in enumerate(self.instances):
-            room = instance.free - int(self.hardware.blocks * SPARE)
+            capacity = instance.free - int(self.hardware.blocks * SPARE)
             owed = instance.owed()
-            if room > 0 and owed and instance.link_busy_until <= self.now:
+            if capacity > 0 and owed and instance.link_busy_until <= self.now:
                 creditor = max(owed, key=lambda one: owed[one])
-                self._bring_home(debtor, creditor, min(room, owed[creditor]))
+                self._bring_home(debtor, creditor, min(capacity, owed[creditor]))
 
     def _settle(self) -> None:
         """Circles, as the ledger's leader plans them."""

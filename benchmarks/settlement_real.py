@@ -45,7 +45,7 @@ class RealLoad:
     """Tokens, of an instance's room and of requests."""
 
     instances: int = 4
-    room: int = 2048
+    capacity: int = 2048
     at_once: int = 28  # requests under way
     short: tuple[int, int] = (64, 384)
     long: tuple[int, int] = (1024, 2560)
@@ -102,9 +102,9 @@ def compare(
 def _tables(load: RealLoad, threshold: int, homecoming: bool) -> dict[str, dict[str, Any]]:
     shared = {"block_tokens": BLOCK_TOKENS, "threads": 1}
     return {
-        "prefill": {**shared, "capacity_tokens": 4 * load.room, "push_deadline_s": 30.0},
+        "prefill": {**shared, "capacity_tokens": 4 * load.capacity, "push_deadline_s": 30.0},
         "decode": {
-            **shared, "capacity_tokens": load.room, "lend_share": 1.0, "homecoming": homecoming,
+            **shared, "capacity_tokens": load.capacity, "lend_share": 1.0, "homecoming": homecoming,
             "attend_deadline_s": 20.0,
         },
         "ledger": {"settle_threshold_blocks": threshold},

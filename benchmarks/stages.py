@@ -97,8 +97,8 @@ def _wall(
         progress("starting two stacks")
         stacks = {}
         for number, (way, (stages, threads)) in enumerate(ways.items()):
-            room = 2 * options.prompt + 4 * BLOCK_TOKENS
-            engine = {"block_tokens": BLOCK_TOKENS, "capacity_tokens": room}
+            capacity = 2 * options.prompt + 4 * BLOCK_TOKENS
+            engine = {"block_tokens": BLOCK_TOKENS, "capacity_tokens": capacity}
             tables = {
                 "prefill": {**engine, "threads": threads, "chunk_tokens": options.chunk},
                 "decode": {**engine, "max_local_prefill_tokens": 0},
@@ -141,8 +141,8 @@ def _generation(
     used = {way: defaultdict[str, float](float) for way in ways}
     with ExitStack() as running:
         progress("starting two stacks that generate")
-        room = options.batch * (options.context + options.answer + 2 * BLOCK_TOKENS)
-        engine = {"block_tokens": BLOCK_TOKENS, "capacity_tokens": room}
+        capacity = options.batch * (options.context + options.answer + 2 * BLOCK_TOKENS)
+        engine = {"block_tokens": BLOCK_TOKENS, "capacity_tokens": capacity}
         stacks = {}
         for number, (way, (stages, threads)) in enumerate(ways.items()):
             decode = {**engine, "threads": threads, "max_local_prefill_tokens": 0}
@@ -219,8 +219,8 @@ def _measured(
         )
         cores = [load_core(settings, partial(_these, layers)) for layers in ranges]
         staged_s = _processor_seconds(cores, chunks, options.rounds, progress)
-        line_s = pipeline_seconds(staged_s, send_s)
-        ratios[f"efficiency of {options.stages} stages, replayed"] = one_s / (options.stages * line_s)
+        pipeline_s = pipeline_seconds(staged_s, send_s)
+        ratios[f"efficiency of {options.stages} stages, replayed"] = one_s / (options.stages * pipeline_s)
         rows += [
             {
                 "what": f"stage {number}, layers {layers.start} … {layers.stop - 1}",
@@ -229,7 +229,7 @@ def _measured(
             }
             for number, layers in enumerate(ranges)
         ]
-        rows.append({"what": f"{options.stages} stages", "way": "critical path", "seconds": line_s})
+        rows.append({"what": f"{options.stages} stages", "way": "critical path", "seconds": pipeline_s})
     rows.append({"what": "one stage", "way": "processor time of all chunks", "seconds": one_s})
     rows.append({"what": "activations of a chunk", "way": "sent and received", "seconds": send_s})
     if "simulation" in options.parts:
@@ -329,7 +329,7 @@ def _simulate(
     from kvcommons.engine.iteration_costs import IterationWork
     from kvcommons.model.layer_ranges import LayerTimes
 
-    def line_s(stages: int) -> float:
+    def pipeline_s(stages: int) -> float:
         ranges = LayerTimes(layers=(1.0,) * layers).divide(stages)
 
         def seconds(chunk: range, stage: int) -> float:
@@ -337,10 +337,10 @@ def _simulate(
 
         return simulated_seconds([options.simulated_prompt], stages, options.chunk, seconds, send_s)
 
-    one_s = line_s(1)
+    one_s = pipeline_s(1)
     stages = 1
     while stages <= min(options.simulated_stages, layers):
-        taken_s = line_s(stages)
+        taken_s = pipeline_s(stages)
         ratios[f"efficiency of {stages} stages, simulated"] = one_s / (stages * taken_s)
         rows.append(
             {

@@ -48,15 +48,15 @@ def ask(
     most."""
     sent_s = time.monotonic()
     times_s: list[float] = []
-    tokens, told = 0, False
+    tokens, reported = 0, False
     held = {"ignore_eos": True} if structured is None else {"structured_outputs": structured}
     events = client.tokens(ids, max_tokens=answer_tokens, temperature=0.0, logprobs=0, **held)
     for event in events:
         now_s = time.monotonic()
         for choice in event.get("choices", []):
             came = len((choice.get("logprobs") or {}).get("tokens") or [])
-            told = told or came > 0
-            if not told and choice.get("text"):  # a server that never tells them sends one at a time
+            reported = reported or came > 0
+            if not reported and choice.get("text"):  # a server that never tells them sends one at a time
                 came = 1
             times_s += [now_s] * came
             tokens += came

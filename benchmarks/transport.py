@@ -237,14 +237,14 @@ def _peer(frames: str, calls: str) -> None:
     server = DataServer(calls, answer, name="peer")
     server.start()
     bound: list[str] = []
-    told = threading.Event()
+    reported = threading.Event()
 
     def ready(address: str) -> None:
         bound.append(address)
-        told.set()
+        reported.set()
 
     threading.Thread(target=_serve_frames, args=(frames, ready), name="frames", daemon=True).start()
-    told.wait(10)
+    reported.wait(10)
     print(bound[0], server.address, flush=True)
     sys.stdin.read()  # until the benchmark is through, or gone
     server.stop(2)

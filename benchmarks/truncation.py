@@ -300,12 +300,12 @@ def _long_texts(tokens: ChatTokens, rng: Random, count: int) -> list[Message]:
 
     maker = FactMaker(held_out_name)
     facts = {fact.key: fact for fact in (maker.fact(rng) for _ in range(3))}
-    told, asked = list[Message](), list[Message]()
+    reported, asked = list[Message](), list[Message]()
     for fact in facts.values():
-        told += [Message("user", fact.tell(rng)), Message("assistant", fact.acknowledge(rng, [fact]))]
+        reported += [Message("user", fact.tell(rng)), Message("assistant", fact.acknowledge(rng, [fact]))]
         question, answer = fact.ask(rng)
         asked += [Message("user", question), Message("assistant", answer)]
-    return [*told, *long_text(rng, tokens.count, rng.randint(100, 400)), *asked]
+    return [*reported, *long_text(rng, tokens.count, rng.randint(100, 400)), *asked]
 
 
 def _question(tokens: ChatTokens, rng: Random, window: int) -> Question:
@@ -314,13 +314,13 @@ def _question(tokens: ChatTokens, rng: Random, window: int) -> Question:
     from demo.recall import make_case
 
     case = make_case(rng, tokens, rng.randint(64, int((1 - RATIO) * window * 0.8)))
-    told = [message for message in case.messages if message.role != "system"]
+    reported = [message for message in case.messages if message.role != "system"]
     system, filler = Message("system", SYSTEM), list[Message]()
     header = len(tokens.header("assistant"))
-    while len(tokens.prompt([system, *filler, *told[:-1]])) - header < window - 40:
+    while len(tokens.prompt([system, *filler, *reported[:-1]])) - header < window - 40:
         filler += small_talk(rng)
-    history = tokens.prompt([system, *filler, *told[:-1]])[:-header]
-    whole = tokens.prompt([system, *filler, *told])
+    history = tokens.prompt([system, *filler, *reported[:-1]])[:-header]
+    whole = tokens.prompt([system, *filler, *reported])
     return Question(history=history, asked=whole[len(history) :], value=case.fact.value, end=tokens.end)
 
 
@@ -336,11 +336,11 @@ class Overflow:
 
     def tables(self, dtype: str) -> dict[str, dict[str, Any]]:
         """Prefill has room for one context and a little more: what is kept comes from the kvstore."""
-        room = self.window_tokens + 4 * self.new_tokens + 128
+        capacity = self.window_tokens + 4 * self.new_tokens + 128
         return {
-            "prefill": {"dtype": dtype, "capacity_tokens": room},
-            "decode": {"dtype": dtype, "capacity_tokens": 2 * room},
-            "attention_pool": {"dtype": dtype, "capacity_tokens": room},
+            "prefill": {"dtype": dtype, "capacity_tokens": capacity},
+            "decode": {"dtype": dtype, "capacity_tokens": 2 * capacity},
+            "attention_pool": {"dtype": dtype, "capacity_tokens": capacity},
             "kvstore": {"dram_bytes": 2 << 30, "disk_bytes": 8 << 30},
         }
 

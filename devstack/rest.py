@@ -290,11 +290,11 @@ class RestClient:
                     if b"https" in plain.getresponse().read().lower():  # it says that it has TLS
                         return None
             else:
-                untold = ssl.create_default_context()
-                untold.check_hostname, untold.verify_mode = False, ssl.CERT_NONE
+                unchecked = ssl.create_default_context()
+                unchecked.check_hostname, unchecked.verify_mode = False, ssl.CERT_NONE
                 address = self._host, self._port or http.client.HTTPS_PORT
                 with socket.create_connection(address, PROBE_S) as connection:
-                    untold.wrap_socket(connection, server_hostname=self._host).close()
+                    unchecked.wrap_socket(connection, server_hostname=self._host).close()
         except (OSError, http.client.HTTPException):
             return None
         serves = "without TLS" if self._tls else "HTTPS"

@@ -188,7 +188,7 @@ class _Up:
 
     async def _until_stopped(self, client: RestClient, supervisor: Supervisor) -> int:
         stopped = asyncio.ensure_future(self._stop.wait())
-        for step in (self._ready, self._welcome, self._stay):
+        for step in (self._ready, self._welcome, self._supervise):
             task = asyncio.ensure_future(step(client))
             events: list[asyncio.Future[Any]] = [task, stopped, supervisor.failed]
             await asyncio.wait(events, return_when=asyncio.FIRST_COMPLETED)
@@ -252,7 +252,7 @@ class _Up:
         except KVCommonsError as error:
             self._terminal.say(f"The conversation failed: {error.message}", "error")
 
-    async def _stay(self, client: RestClient) -> None:
+    async def _supervise(self, client: RestClient) -> None:
         key = "KVCOMMONS_API_KEY=KEY " if self._keyed else ""
         self._terminal.say(f"kvcommons answers at {client.url}/v1")
         self._terminal.say(f"To talk to it, in another terminal: {key}{program()} chat{client.option}")

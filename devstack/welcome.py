@@ -13,7 +13,7 @@ from devstack.rest import RestClient, Turn
 from kvcommons.errors import KVCommonsError, SessionNotFound
 
 SESSION = "welcome"
-TOLD = "My cat is called Zuzu."
+FACT = "My cat is called Zuzu."
 ASKED = "What is my cat called?"
 # An answer of the demo model is a sentence; others may ramble.
 ANSWER_TOKENS_MAX = 48
@@ -55,7 +55,7 @@ class Welcome:
 
     def _begin(self) -> None:
         self._say("A first conversation:")
-        self._turn(TOLD)
+        self._turn(FACT)
         self._prove(self._turn(ASKED))
 
     def _go_on(self, record: dict[str, Any]) -> None:

@@ -127,10 +127,10 @@ class Replica:
     @cached_property
     def own_tokens(self) -> int:
         """Of KV that have room beside the weights: where the longest stage is full, the replica is."""
-        room = (
+        capacity = (
             self.tensor * (self.device.usable_bytes - RESERVED_BYTES) - self.model.weight_bytes * self.share
         )
-        return max(math.floor(room / (self.model.kv_token_bytes * self.share)), 0)
+        return max(math.floor(capacity / (self.model.kv_token_bytes * self.share)), 0)
 
     @cached_property
     def kv_tokens(self) -> int:

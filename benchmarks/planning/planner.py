@@ -277,12 +277,12 @@ class Planner:
     def _refusal(
         self, objectives: Objectives, prefilling: Prefilling | None, decoding: Decoding | None
     ) -> str:
-        market, room = self._market, max((one.kv_tokens for one in self._with_pools), default=0)
+        market, capacity = self._market, max((one.kv_tokens for one in self._with_pools), default=0)
         named = f"{market.devices_max} {market.device.name}"
-        if not room:
+        if not capacity:
             return f"the weights of {self._model.name} do not fit {named}: allow more devices"
-        if room < objectives.context:
-            missing = (objectives.context - room) * self._model.kv_token_bytes
+        if capacity < objectives.context:
+            missing = (objectives.context - capacity) * self._model.kv_token_bytes
             return f"{objectives.context} tokens do not fit {named}: {missing / 1e9:.1f} GB are missing"
         if decoding is None:
             nearest = min(_decode_s(one, objectives, 1) for one in self._with_pools)

@@ -10,7 +10,7 @@ from dataclasses import asdict, fields, replace
 from itertools import product
 from pathlib import Path
 
-from benchmarks.replay.hierarchy import Room
+from benchmarks.replay.hierarchy import Capacity
 from benchmarks.replay.replay import POLICIES, Outcome, Setting, replay
 from benchmarks.replay.sharegpt import ShareGpt, generate
 from benchmarks.replay.trace import Trace, read_trace
@@ -151,7 +151,7 @@ def _setting(options: argparse.Namespace, trace: Trace) -> Setting:
     if options.warm_up and options.warm_up >= len(trace.jobs):
         raise InvalidInput(f"the trace has {len(trace.jobs)} requests: nothing is left to be counted")
     return Setting(
-        room=Room(dram_blocks=dram, disk_blocks=disk, buffer_blocks=int(options.buffer * dram)),
+        capacity=Capacity(dram_blocks=dram, disk_blocks=disk, buffer_blocks=int(options.buffer * dram)),
         look_ahead=options.look_ahead,
         warm_up=options.warm_up,
         block_bytes=block_bytes,
@@ -162,8 +162,8 @@ def _result(trace: Trace, setting: Setting, outcomes: Sequence[Outcome]) -> dict
     return {
         "trace": trace.name,
         "block_tokens": trace.block_tokens,
-        "dram_blocks": setting.room.dram_blocks,
-        "disk_blocks": setting.room.disk_blocks,
+        "dram_blocks": setting.capacity.dram_blocks,
+        "disk_blocks": setting.capacity.disk_blocks,
         "look_ahead": setting.look_ahead,
         "results": [asdict(outcome) for outcome in outcomes],
         "machine": describe_machine(),
@@ -175,8 +175,10 @@ def _print(trace: Trace, setting: Setting, outcomes: Sequence[Outcome]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    room = setting.room
-    title = f"{trace.name}: room for {room.dram_blocks:,} blocks in DRAM, {room.disk_blocks:,} on disk"
+    capacity = setting.capacity
+    title = (
+        f"{trace.name}: room for {capacity.dram_blocks:,} blocks in DRAM, {capacity.disk_blocks:,} on disk"
+    )
     table = Table(title=title, title_justify="left")
     table.add_column("policy", no_wrap=True)
     columns = ("hits", "DRAM", "disk", "of reusable", "tokens", "DRAM", "disk", "misses")

@@ -17,7 +17,7 @@ from services.kvstore.policies.window import Windows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
+class Capacity:
     """Capacities in blocks; `buffer_blocks` of DRAM are kept free, so that a fetch need not wait (§3.3.1)."""
 
     dram_blocks: int
@@ -81,7 +81,7 @@ class Hierarchy(Generic[K]):
 
     def __init__(
         self,
-        room: Room,
+        capacity: Capacity,
         policy: Callable[[], Policy[K]],
         *,
         fetches: bool,
@@ -89,12 +89,12 @@ class Hierarchy(Generic[K]):
         ttl_s: float | None = None,
         pinned: Callable[[K], bool] = nothing_pinned,
     ) -> None:
-        self.room = room
+        self.capacity = capacity
         self.moves = Moves()
-        self._dram = _Tier(policy(), room.dram_blocks - room.buffer_blocks)
-        self._disk = _Tier(policy(), room.disk_blocks)
-        self._tiers = (self._dram, self._disk) if room.disk_blocks else (self._dram,)
-        self._fetches = fetches and room.disk_blocks > 0
+        self._dram = _Tier(policy(), capacity.dram_blocks - capacity.buffer_blocks)
+        self._disk = _Tier(policy(), capacity.disk_blocks)
+        self._tiers = (self._dram, self._disk) if capacity.disk_blocks else (self._dram,)
+        self._fetches = fetches and capacity.disk_blocks > 0
         self._paper_window = paper_window
         self._ttl_s = ttl_s
         self._pinned = pinned

@@ -20,7 +20,7 @@ def draw(path: Path, trace: Trace, setting: Setting, outcomes: Sequence[Outcome]
     dram = [100 * outcome.dram_hit_rate for outcome in outcomes]
     disk = [100 * outcome.disk_hit_rate for outcome in outcomes]
     axes.barh(names, dram, label="found in DRAM")
-    if setting.room.disk_blocks:
+    if setting.capacity.disk_blocks:
         axes.barh(names, disk, left=dram, label="found on disk")
     for position, outcome in enumerate(outcomes):
         hits = 100 * outcome.block_hit_rate
@@ -28,12 +28,12 @@ def draw(path: Path, trace: Trace, setting: Setting, outcomes: Sequence[Outcome]
     axes.invert_yaxis()
     axes.set_xlim(0, 1.12 * max(1.0, *(100 * outcome.block_hit_rate for outcome in outcomes)))
     axes.set_xlabel("blocks found in a run from the first, % of all blocks asked for")
-    room = f"{setting.room.dram_blocks:,} blocks in DRAM"
-    if setting.room.disk_blocks:
-        room += f", {setting.room.disk_blocks:,} on disk"
+    capacity = f"{setting.capacity.dram_blocks:,} blocks in DRAM"
+    if setting.capacity.disk_blocks:
+        capacity += f", {setting.capacity.disk_blocks:,} on disk"
     known = "" if setting.look_ahead is None else f", next {setting.look_ahead:,} requests known"
-    axes.set_title(f"{trace.name}: {room}{known}", loc="left")
-    if setting.room.disk_blocks:
+    axes.set_title(f"{trace.name}: {capacity}{known}", loc="left")
+    if setting.capacity.disk_blocks:
         figure.legend(loc="outside lower center", ncols=2, frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.replay.hierarchy import Hierarchy, Room
+from benchmarks.replay.hierarchy import Capacity, Hierarchy
 from benchmarks.replay.optimum import Belady
 from benchmarks.replay.trace import Job, Trace
 from services.kvstore.policies.base import Policy
@@ -21,7 +21,7 @@ class Setting:
     """`look_ahead`: requests known after the one that is served; None: those that have arrived by then.
     The first `warm_up` requests fill the store and are not counted."""
 
-    room: Room
+    capacity: Capacity
     look_ahead: int | None = None
     ttl_s: float | None = None
     warm_up: int = 0
@@ -65,7 +65,7 @@ def replay(trace: Trace, policy: str, setting: Setting) -> Outcome:
     began = time.perf_counter()
     chosen, make = _maker(trace, policy)
     hierarchy: Hierarchy[int] = Hierarchy(
-        setting.room,
+        setting.capacity,
         make,
         fetches=chosen.looks_ahead,
         paper_window=chosen.paper_window,

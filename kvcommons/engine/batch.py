@@ -299,10 +299,10 @@ class Batch:
         # First the first of each holder, which they begin with at the same time.
         pieces = [(holder, _even(segments, mini_batches)) for holder, segments in by_holder.items()]
         self.shares = [
-            self.share(holder, some[turn])
-            for turn in range(mini_batches)
+            self.share(holder, some[number])
+            for number in range(mini_batches)
             for holder, some in pieces
-            if turn < len(some)
+            if number < len(some)
         ]
         spans = [share.span for share in self.shares if share.span is not None]
         rows = sorted(range(len(spans)), key=lambda number: spans[number].start)

@@ -86,9 +86,9 @@ class Calibration:
 
     def __init__(self, core: Core, *, chunk_tokens: int, generates: bool) -> None:
         self._core = core
-        room = min(_ROOM_TOKENS, core.info.context_window - 1, core.allocator.free * core.block_tokens)
-        self._room = room - room % core.block_tokens
-        self._chunks = sorted({min(tokens, chunk_tokens, self._room) for tokens in _CHUNKS})
+        free = min(_ROOM_TOKENS, core.info.context_window - 1, core.allocator.free * core.block_tokens)
+        self._tokens_free = free - free % core.block_tokens
+        self._chunks = sorted({min(tokens, chunk_tokens, self._tokens_free) for tokens in _CHUNKS})
         self._batches = _BATCHES if generates else ()
         self._composer = Composer(
             core,
@@ -106,9 +106,9 @@ class Calibration:
     ) -> None:
         """For about so long at most, each iteration alone on `cores`. Whatever it measured, the predictor has
         learnt."""
-        if not self._room:
+        if not self._tokens_free:
             return
-        blocks = self._core.allocator.allocate(self._room // self._core.block_tokens)
+        blocks = self._core.allocator.allocate(self._tokens_free // self._core.block_tokens)
         began_s = clock()
         try:
             with torch.inference_mode():
@@ -137,7 +137,7 @@ class Calibration:
             for sequences in self._batches:
                 batch = self._composer.batch(None, self._sequences(sequences, blocks))
                 yield self._composer.iteration(batch)
-            late = UnsentChunk(self._core, range(self._room - last, self._room), blocks)
+            late = UnsentChunk(self._core, range(self._tokens_free - last, self._tokens_free), blocks)
             yield Iteration(self._core, [late])
 
     def _sequences(self, count: int, blocks: list[int]) -> list[Sequence]:

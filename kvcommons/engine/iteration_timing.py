@@ -17,8 +17,8 @@ class IterationTiming:
     slices_s: float = 0.0  # the model between two attentions, and sampling
     here_s: float = 0.0  # attention here
     there_s: float = 0.0  # of the time that it waited for holders, what the slowest one computed
-    network_s: float = 0.0  # asking, and the rest of that time
-    waiting_s: float = 0.0  # for its turn at the model, or at a holder
+    network_s: float = 0.0  # sending the queries, and the rest of that time
+    waiting_s: float = 0.0  # for the lock of the model, or in the queue of a holder
     pool_s: float = 0.0  # that the slowest holder computed, waited for or not
     away_s: float = 0.0  # slices that other replicas computed
     between_layers_s: float = 0.0  # what it gave way to between two of its layers
@@ -70,10 +70,10 @@ class IterationTiming:
         self.moved_s += blocked_s - away_s - waiting_s
 
     @contextmanager
-    def slice(self, turn: AbstractContextManager[None]) -> Iterator[None]:
-        """Of the model. Batches that share one replica of it compute in `turn`."""
+    def slice(self, lock: AbstractContextManager[None]) -> Iterator[None]:
+        """Of the model. Batches that share one replica of it compute within `lock`."""
         asked_s = time.monotonic()
-        with turn:
+        with lock:
             began_s = time.monotonic()
             yield
             self.slices_s += time.monotonic() - began_s

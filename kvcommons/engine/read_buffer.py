@@ -51,7 +51,7 @@ class ReadBuffer:
         """For a history of `history_bytes`, behind which `new` positions are computed, where other jobs'
         buffers hold `held_bytes`."""
         layer_bytes = history_bytes / self.layers
-        room = int(max(0, self.bytes_max - held_bytes) // layer_bytes)
+        free = int(max(0, self.bytes_max - held_bytes) // layer_bytes)
         if self.fixed_layers is not None:
             wanted = self.fixed_layers
         elif not rates.load_bytes_per_s:
@@ -60,4 +60,4 @@ class ReadBuffer:
             # One more than the gap: what a turn begins with must never be waited for.
             size = buffer_bytes(rates, history_bytes=history_bytes, new=new)
             wanted = math.ceil(size / layer_bytes) + 1
-        return min(wanted, room, self.layers)
+        return min(wanted, free, self.layers)

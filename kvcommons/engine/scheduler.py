@@ -66,8 +66,8 @@ class Scheduler:
         self._states: dict[int, SequenceState] = {}
         self._prompts: dict[int, _Prompt] = {}  # in the order in which they came
         self._oldest: int | None = None  # of the prompts that could be computed
-        self._others_may = 0  # so many tokens of others before it is the oldest one's turn
-        self._others_turn = False  # in the last iteration
+        self._others_may = 0  # so many tokens of others before the oldest one goes on
+        self._others_first = False  # in the last iteration
         self._progressed = True  # in it
         self._passed_over = 0  # iterations of others while background prompts could have been computed
 
@@ -150,13 +150,13 @@ class Scheduler:
             return self._shares(background, tokens)
         self._oldest, others = able[0], sorted(able[1:], key=self._tokens_left)
         self._others_may = min(self._others_may, tokens)
-        if not self._progressed:  # whoever's turn it was could not use it
-            self._others_may = -tokens if self._others_turn else tokens
+        if not self._progressed:  # whoever came first could not use it
+            self._others_may = -tokens if self._others_first else tokens
         first: list[int] = []
         if self._oldest not in self._done_with(sorted(able, key=self._tokens_left), tokens):
             credit = tokens + self._others_may  # by which they may be ahead of it
             first = others if self._others_may > 0 else self._done_with(others, credit)
-        self._others_turn, self._progressed = bool(first), False
+        self._others_first, self._progressed = bool(first), False
         return self._shares(first or [self._oldest, *others], tokens)
 
     def _shares(self, keys: list[int], tokens: int) -> list[tuple[int, int]]:

@@ -94,11 +94,11 @@ class Sequence:
     @property
     def full(self) -> bool:
         """Whether the next token's KV has no room."""
-        return self.room < 0
+        return self.unfilled < 0
 
     @property
-    def room(self) -> int:
-        """For the KV of tokens behind the last one that it has."""
+    def unfilled(self) -> int:
+        """Tokens behind the last one that it has whose KV its blocks can take."""
         return self.blocks * self.block_tokens - len(self.tokens)
 
     @property
@@ -242,7 +242,7 @@ class Sequence:
         """The leading ones of `drafts` that an iteration can verify: their KV has room in the blocks that are
         there, the sequence does not end before the token behind the last one, and its grammar allows them."""
         left = self.request.max_position - len(self.tokens) - 1
-        drafts = drafts[: max(0, min(self.room, left))]
+        drafts = drafts[: max(0, min(self.unfilled, left))]
         stop = next((at for at, token in enumerate(drafts) if token in self.request.stop_token_ids), None)
         drafts = drafts[:stop]
         if drafts and self.constraint is not None:

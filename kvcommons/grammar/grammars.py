@@ -221,10 +221,10 @@ class _Step:
         self.threads = threads
         self.mask: Future[list[bytes]] = Future()
         self._compute = compute
-        self._taken = threading.Lock()  # never released
+        self._claimed = threading.Lock()  # never released
 
     def compute(self) -> None:
-        if not self._taken.acquire(blocking=False):
+        if not self._claimed.acquire(blocking=False):
             return
         try:
             self.mask.set_result(self._compute())
@@ -235,6 +235,6 @@ class _Step:
         """Raises what computing it raised, and TimeoutError."""
         with suppress(FutureTimeout):
             return self.mask.result(_HELD_UP_S)
-        if not self._taken.locked():  # one before it takes long
+        if not self._claimed.locked():  # one before it takes long
             self.threads.submit(self.compute)
         return self.mask.result(MASK_S)

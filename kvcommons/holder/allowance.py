@@ -36,7 +36,7 @@ class Allowance(Protocol):
         """Whether no computation may begin."""
 
     @property
-    def asking(self) -> int:
+    def outstanding(self) -> int:
         """Computations that wait to begin, or are under way."""
 
     def grant(self, until_s: float | None, *, counts: bool) -> None:
@@ -60,8 +60,8 @@ class PlainAllowance:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._changed = threading.Condition()
-        self._taken = False
-        self._asking = 0
+        self._held = False
+        self._outstanding = 0
         self._counts = False
         self._granted_s: float | None = None
         self._spent_s = 0.0
@@ -77,8 +77,8 @@ class PlainAllowance:
         return self._granted_s is not None and self._spent_s >= self._granted_s
 
     @property
-    def asking(self) -> int:
-        return self._asking
+    def outstanding(self) -> int:
+        return self._outstanding
 
     def grant(self, until_s: float | None, *, counts: bool) -> None:
         with self._changed:
@@ -89,16 +89,16 @@ class PlainAllowance:
         until = Deadline.after(timeout_s)
         with self._changed:
             asked_s = self._clock()
-            self._asking += 1
-            while self._taken or self.exhausted:
+            self._outstanding += 1
+            while self._held or self.exhausted:
                 was_exhausted = self.exhausted
                 if not self._changed.wait(until.left()) and until.passed():
-                    self._asking -= 1
+                    self._outstanding -= 1
                     self._changed.notify_all()
                     return 0
                 if was_exhausted:
                     asked_s = self._clock()
-            self._taken = True
+            self._held = True
             self._number += 1
             self._began_s[self._number] = asked_s if self._counts else None
             return self._number
@@ -108,14 +108,14 @@ class PlainAllowance:
             began_s = self._began_s.pop(permit)
             if began_s is not None:
                 self._spent_s += self._clock() - began_s
-            self._taken = False
-            self._asking -= 1
+            self._held = False
+            self._outstanding -= 1
             self._changed.notify_all()
 
     def give_way(self, timeout_s: float) -> None:
         with self._changed:
             self._changed.wait_for(
-                lambda: not self._asking or (self.exhausted and not self._taken), timeout_s
+                lambda: not self._outstanding or (self.exhausted and not self._held), timeout_s
             )
 
 

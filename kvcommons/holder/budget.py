@@ -94,7 +94,7 @@ class AttentionBudget:
     def between_layers(self, *, gives_way: bool) -> None:
         """An own iteration stands between two of its layers. Where it `gives_way`, those that wait and may
         begin compute first."""
-        if not self.allowance.asking and not self.allowance.exhausted:
+        if not self.allowance.outstanding and not self.allowance.exhausted:
             return
         with self._lock:
             self._renew()

@@ -444,10 +444,10 @@ class SegmentTable:
         return self.allocator.allocate(blocks)
 
     def _check_cap(self, blocks: int) -> None:
-        room = self.lend_blocks_max - self.lent_blocks
-        if blocks > room:
+        free = self.lend_blocks_max - self.lent_blocks
+        if blocks > free:
             raise CapacityExhausted(
-                f"{blocks} blocks are wanted, {max(room, 0)} more may be lent: ask another holder or retry"
+                f"{blocks} blocks are wanted, {max(free, 0)} more may be lent: ask another holder or retry"
             )
 
     def _owned(self, ref: SegmentRef, owner: str) -> Segment:

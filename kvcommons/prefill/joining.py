@@ -49,16 +49,16 @@ class JoiningHolders:
         self._delivery = delivery
         self._dialer = dialer
         self._changed = threading.Condition()
-        self._asking = False
+        self._pending = False
         self._failure: KVCommonsError | None = None
 
     def want(self, blocks: int) -> None:
         """So many leading blocks will soon need a place."""
         blocks = min(blocks, self._blocks)
         with self._changed:
-            if blocks <= self.table.blocks or self._asking or self._failure is not None:
+            if blocks <= self.table.blocks or self._pending or self._failure is not None:
                 return
-            self._asking = True
+            self._pending = True
         threading.Thread(target=self._ask, args=(blocks,), name="prefill-places", daemon=True).start()
 
     def reached(self, blocks: int, wait_s: float) -> bool:
@@ -66,7 +66,7 @@ class JoiningHolders:
         blocks = min(blocks, self._blocks)
         with self._changed:
             if self.table.blocks < blocks:
-                self._changed.wait_for(lambda: not self._asking, wait_s)
+                self._changed.wait_for(lambda: not self._pending, wait_s)
             if self._failure is not None:
                 raise self._failure
             return self.table.blocks >= blocks
@@ -94,7 +94,7 @@ class JoiningHolders:
         except Exception as error:
             failure = Internal(f"no further holder could be asked for: {error}")
         with self._changed:
-            self._asking, self._failure = False, failure
+            self._pending, self._failure = False, failure
             self._changed.notify_all()
 
 

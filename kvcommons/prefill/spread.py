@@ -153,8 +153,8 @@ class SpreadPrompt:
         self._holders = holders
         self._delivery = delivery
         self._targets = targets
-        room = max(core.allocator.total // 2, 1) * core.block_tokens
-        self._chunk_tokens = min(chunk_tokens, room)
+        chunk_max = max(core.allocator.total // 2, 1) * core.block_tokens
+        self._chunk_tokens = min(chunk_tokens, chunk_max)
 
     def check(self, prompt: Prompt) -> None:
         """Its targets have room for it, or others join them (`can_spread`)."""

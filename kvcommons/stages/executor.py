@@ -27,7 +27,7 @@ class Pipelined(Inline):
         self._batches = SteppedBatches(core)
         self._waiting: dict[int, list[Callable[[], None]]] = {}  # for sequences whose tokens are under way
         self._work: Work
-        group.line = self
+        group.landing = self
 
     def check(self) -> None:
         self._group.check()

@@ -215,8 +215,8 @@ class Follower:
         if epoch is None or epoch.number != plan.epoch:
             return  # of one that has ended: whoever sent it knows, or will hear
         try:
-            rows, room = sum(span.tokens or 1 for span in plan.spans), self.core.allocator.total
-            if rows > room * self.core.block_tokens:
+            rows, total = sum(span.tokens or 1 for span in plan.spans), self.core.allocator.total
+            if rows > total * self.core.block_tokens:
                 raise InvalidInput(f"a plan has {rows} rows, more than there are tokens of memory here")
             hidden: Tensor | None = None
             if rows:

@@ -1,4 +1,4 @@
-"""The other processes of a prefill, from where the first one is: what it plans goes down the line of stages,
+"""The other processes of a prefill, from where the first one is: what it plans goes from stage to stage,
 and to the ranks of its own; what they report comes back from each.
 
 An epoch begins when all stages have joined and ends when anything goes wrong with any of them: all sequences
@@ -99,7 +99,7 @@ class StageGroup:
     """Belongs to the engine's thread, but for `form`, `formed`, `check`, `places`, `reserve`, `load` and
     `close`."""
 
-    line: Landing  # set by the executor
+    landing: Landing  # set by the executor
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class StageGroup:
         dialer: Dialer = UNSECURED,
         epochs: Epochs | None = None,
     ) -> None:
-        """`ranges`: layers of all stages. `iteration_s`: what one takes through the line, at most. `ranks`:
+        """`ranges`: layers of all stages. `iteration_s`: what one takes through all stages, at most. `ranks`:
         where a stage has several, those of the first stage. `changed` is called, on any thread, when an epoch
         has begun or ended. `epochs` makes them; None: over the data plane."""
         self.core = core
@@ -390,10 +390,10 @@ class StageGroup:
                 failure = from_detail(delivered.error) if delivered.HasField("error") else None
                 formed.deliveries[delivered.sequence].end(failure)
         for read in report.logprobs:
-            self.line.scored(read.sequence, read.logprobs)
+            self.landing.scored(read.sequence, read.logprobs)
         tokens = {made.sequence: made.token for made in report.tokens}
         for iteration in done:
-            self.line.landed(iteration, tokens)
+            self.landing.landed(iteration, tokens)
         for key in report.ended:
             self.core.allocator.release(formed.outstanding.ended(key, stage))
             if not formed.outstanding.begun(key):
@@ -427,7 +427,7 @@ class StageGroup:
         gone = Unavailable(f"a stage of this instance ended: {error.message}")
         blocks, undelivered = formed.outstanding.abandon()
         self._end_loads(formed)
-        self.line.abandoned()
+        self.landing.abandoned()
         self.engine.fail_all(gone)
         for key, _ in undelivered:
             formed.deliveries[key].end(gone)

@@ -115,10 +115,10 @@ class RingStream:
         start = self._out_free == self._size
         if start:
             self._out_at = 0  # what is small stays in the caches, and takes little memory
-        room, count = min(self._out_free, self._piece), 0
+        most, count = min(self._out_free, self._piece), 0
         for view in views:
-            count += self._put(view[: room - count])
-            if count == room:
+            count += self._put(view[: most - count])
+            if count == most:
                 break
         self._out_free -= count
         self._ring(count | _FROM_START if start else count, deadline)
@@ -131,10 +131,10 @@ class RingStream:
             if self._ended:
                 return 0
             self._listen(deadline, "for")
-        room, count = min(self._in_ready, self._piece), 0
+        most, count = min(self._in_ready, self._piece), 0
         for view in views:
-            count += self._take(view[: room - count])
-            if count == room:
+            count += self._take(view[: most - count])
+            if count == most:
                 break
         self._in_ready -= count
         self._in_unacknowledged += count

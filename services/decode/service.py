@@ -50,7 +50,7 @@ from kvcommons.transport.metrics import DataMetrics
 from kvcommons.transport.server import DataServer
 from services.decode.arrival.arrivals import Arrivals
 from services.decode.arrival.growth import Growth
-from services.decode.arrival.growth_turns import GrowthTurns
+from services.decode.arrival.growth_queue import GrowthQueue
 from services.decode.arrival.local_prefill import LocalPrefill
 from services.decode.batching.callbacks import LoopCallbacks
 from services.decode.batching.engine import decode_engine
@@ -264,7 +264,7 @@ class DecodeParts:
             )
         self.growth = Growth(
             core,
-            GrowthTurns(wait_s=config.grow_wait_s, draw=random.random),
+            GrowthQueue(wait_s=config.grow_wait_s, draw=random.random),
             engine=self.engine,
             holder=self.holder,
             loans=self.loans,

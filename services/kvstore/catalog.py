@@ -135,9 +135,9 @@ class Catalog:
                 held.popleft()
             else:
                 comes = block.dram is None
-                while not (room := not block.detached and self.pin(block)) and held:
+                while not (is_pinned := not block.detached and self.pin(block)) and held:
                     self.unpin(held.pop())
-                if not room:
+                if not is_pinned:
                     break
                 coming += [block] if comes else []
             pinned.append(block)

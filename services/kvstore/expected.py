@@ -48,7 +48,7 @@ class ExpectedJobs:
         self._window = window
         self._jobs: dict[str, dict[_Name, _Job]] = {}  # by router
         self._recent: OrderedDict[tuple[bytes, bytes], float] = OrderedDict()  # prompts, when they were used
-        self._taken: set[int] = set()  # numbers of jobs that wait
+        self._reserved: set[int] = set()  # numbers of jobs that wait
         self._served = 0
 
     def replace(self, router: str, uses: Sequence[ExpectedUse]) -> None:
@@ -125,12 +125,12 @@ class ExpectedJobs:
         if job.announced and not job.served:
             for policy in self._policies(job.use.model):
                 policy.move(job.number, number, job.use.block_ids)
-        self._taken.discard(job.number)
+        self._reserved.discard(job.number)
         job.number = number
 
     def _leave(self, job: _Job) -> None:
         self._tell_forget(job)
-        self._taken.discard(job.number)
+        self._reserved.discard(job.number)
 
     def _tell_forget(self, job: _Job) -> None:
         if job.announced and not job.served:
@@ -140,9 +140,9 @@ class ExpectedJobs:
 
     def _number(self, number: int) -> int:
         """That one, or the next that no job has."""
-        while number in self._taken:
+        while number in self._reserved:
             number += 1
-        self._taken.add(number)
+        self._reserved.add(number)
         return number
 
 

@@ -167,8 +167,8 @@ class Tier:
         """How many slots a further region may have within the capacity; 0: none."""
         if self.growth_bytes < shape.slot_bytes + self._overhead_bytes:
             return 0
-        room = (self.capacity_bytes - self.used_bytes - self._overhead_bytes) // shape.slot_bytes
-        return min(max(0, room), max(1, self._region_bytes // shape.slot_bytes))
+        free = (self.capacity_bytes - self.used_bytes - self._overhead_bytes) // shape.slot_bytes
+        return min(max(0, free), max(1, self._region_bytes // shape.slot_bytes))
 
     def next_number(self) -> int:
         """A region number that was never used."""

@@ -23,7 +23,7 @@ IDLE_S = 0.5  # how often renewals are looked for
 RELIST_S = 60.0  # a watch that lost something without a word costs no more than this
 BACKOFF_S = (0.1, 0.2, 0.5, 1.0)
 # etcd may start after its ledgers: it is logged only where it stays away for some seconds.
-FAILURES_TOLD = 5
+FAILURES_LOGGED = 5
 
 
 class Mirror:
@@ -74,7 +74,7 @@ class Mirror:
                 await self._etcd.reconnect()
                 await self._follow()
             except Unavailable as error:
-                if self.connected or failures == FAILURES_TOLD:
+                if self.connected or failures == FAILURES_LOGGED:
                     log.warning("etcd is out of reach: %s", error.message)
                 failures = 1 if self.connected else failures + 1
                 self.connected = False

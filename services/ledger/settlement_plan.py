@@ -63,7 +63,7 @@ Plan = Swap | Recall
 
 
 def plan(
-    debts: Debts, rooms: Mapping[str, MemoryState], *, threshold: int, busy: Collection[str] = ()
+    debts: Debts, memory: Mapping[str, MemoryState], *, threshold: int, busy: Collection[str] = ()
 ) -> list[Plan]:
     """Plans that share no instance. `threshold`: the least blocks that are worth a settlement (the paper's
     empirical one). `busy` instances are left out: a settlement is under way there, or has just ended and
@@ -82,15 +82,15 @@ def plan(
         taken.update(names)
     for debtor, owed in sorted(_without(debts, taken).items()):
         for creditor, blocks in sorted(owed.items(), key=lambda one: (-one[1], one[0])):
-            if _needs(rooms.get(creditor)) and not {debtor, creditor} & taken:
+            if _needs(memory.get(creditor)) and not {debtor, creditor} & taken:
                 plans.append(Recall(creditor=creditor, debtor=debtor, blocks=blocks))
                 taken.update((debtor, creditor))
     return plans
 
 
-def _needs(room: MemoryState | None) -> bool:
+def _needs(memory: MemoryState | None) -> bool:
     """Sequences wait, and it is for memory."""
-    return room is not None and room.waiting > 0 and room.free_blocks < room.total_blocks * SCARCE
+    return memory is not None and memory.waiting > 0 and memory.free_blocks < memory.total_blocks * SCARCE
 
 
 def _without(debts: Debts, taken: Collection[str]) -> dict[str, dict[str, int]]:

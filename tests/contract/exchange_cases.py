@@ -151,7 +151,7 @@ class Debtor:
         count = len(sequences)
         self.order = [sequence.key for sequence in batch.sequences]
         for name, holder in enumerate(self.holders):
-            holder.waited = lambda *told, name=str(name): self.waited.append((name, told))
+            holder.waited = lambda *reported, name=str(name): self.waited.append((name, reported))
         for iteration in range(ITERATIONS):
             timing, places = IterationTiming(), memory.rows_of(batch.slots())
             step = remote.begin(batch, self.deadline_s, timing, (memory, places))

@@ -94,13 +94,13 @@ def test_a_chunk_tells_holders_as_much_however_long_the_context(
     socket_folder: Path, sent: Sent, contexts: tuple[int, ...]
 ) -> None:
     """Three holders are full, a fourth takes tokens, and a fifth joins. Full ones are told nothing."""
-    told: dict[int, list[tuple[int, int]]] = {}
+    reported: dict[int, list[tuple[int, int]]] = {}
     with holder(socket_folder, 2 * contexts[-1]) as (held, address):
         for context in contexts:
             share = context // 4 // SIZE
             targets = [lend(held, address, number * share, share) for number in range(4)]
             holders = Holders(LAYOUT, BACKEND, attend_deadline_s=scaled(20.0))
-            told[context] = []
+            reported[context] = []
             for number in range(6):
                 if number == 4:
                     targets.append(lend(held, address, 4 * share, 1))
@@ -110,11 +110,11 @@ def test_a_chunk_tells_holders_as_much_however_long_the_context(
                     for call in holders.ask(tuple(targets), SIZE, layer, before, q):
                         partial, _ = call.finish()
                         assert partial.lse.isfinite().all()
-                told[context].append(sent.taken())
+                reported[context].append(sent.taken())
             holders.close()
             held.release([SegmentRef(handle=one.handle, epoch=one.epoch) for one in targets])
-    least = told[contexts[0]]
-    for context, counted in told.items():
+    least = reported[contexts[0]]
+    for context, counted in reported.items():
         for (size, messages), (least_size, least_messages) in zip(counted, least, strict=True):
             assert messages == least_messages
             assert least_size <= size <= least_size + NUMBERS * messages, f"context {context}: {counted}"

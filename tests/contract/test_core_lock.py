@@ -176,14 +176,14 @@ def test_a_chunk_that_is_held_up_before_it_takes_the_cores_gives_way(
     tokens, try_ = children[0], seen._try
 
     def late(byte: _Byte, kind: int = fcntl.LOCK_EX) -> bool:
-        if byte is _Byte.CORES and not told:
-            told.extend(["acquire urgently", "release"])
-            for command in told:
+        if byte is _Byte.CORES and not reported:
+            reported.extend(["acquire urgently", "release"])
+            for command in reported:
                 tokens.tell(command)
             wait_until(lambda: seen.urgently_wanted)
         return try_(byte, kind)
 
-    told: list[str] = []
+    reported: list[str] = []
     monkeypatch.setattr(seen, "_try", late)
     assert seen.acquire(urgent=False)
     assert (tokens.answer(), tokens.answer()) == ("True", "released")

@@ -33,8 +33,8 @@ def pools(count: int) -> list[str]:
 
 def as_transformers_says(engines: Stack, one: Turn, tokens: Sequence[int], expected: Sequence[int]) -> None:
     assert one.tokens == expected
-    told = [token.logprob for token in one.sampled]
-    assert told == pytest.approx(engines.reference.logprobs(tokens, expected), abs=1e-4)
+    reported = [token.logprob for token in one.sampled]
+    assert reported == pytest.approx(engines.reference.logprobs(tokens, expected), abs=1e-4)
 
 
 async def blocks_at(engines: Stack, count: int) -> list[list[int]]:
@@ -219,7 +219,7 @@ async def test_a_group_that_is_not_whole(engines: Stack, heads: list[tuple[str, 
     prefill = await engines.prefill()
     decode = await engines.decode(placement="offload")
 
-    async def told() -> None:
+    async def reported() -> None:
         try:
             await turn(prefill, decode, engines.model, prompt(60), 2).run()
         except CapacityExhausted as error:
@@ -227,7 +227,7 @@ async def test_a_group_that_is_not_whole(engines: Stack, heads: list[tuple[str, 
                 return
             raise
 
-    await ready(told)
+    await ready(reported)
     await engines.idle("decode")
 
 

@@ -56,16 +56,16 @@ async def test_tokens_are_the_reference(engines: Stack, transport: str, mini_bat
         logprobs = engines.reference.logprobs(tokens, expected)
         assert [token.logprob for token in one.sampled] == pytest.approx(logprobs, abs=2e-4)
     # Messages for a layer of an iteration: at most one a holder, or more than that.
-    told = {name: engines.processes[name].telemetry.registry for name in ("decode", "pool-0", "pool-1")}
+    reported = {name: engines.processes[name].telemetry.registry for name in ("decode", "pool-0", "pool-1")}
     layers = engines.reference.layers
-    iterations = told["decode"].get_sample_value("kvcommons_iteration_seconds_count") or 0.0
+    iterations = reported["decode"].get_sample_value("kvcommons_iteration_seconds_count") or 0.0
     labels = {"op": "attend_layer", "code": "ok"}
     messages = sum(
-        told[name].get_sample_value("kvcommons_data_server_seconds_count", labels) or 0.0
+        reported[name].get_sample_value("kvcommons_data_server_seconds_count", labels) or 0.0
         for name in ("pool-0", "pool-1")
     )
     assert (messages > 2 * layers * iterations) == (mini_batches > 1)
-    native = told["decode"].get_sample_value("kvcommons_native_layers_total")
+    native = reported["decode"].get_sample_value("kvcommons_native_layers_total")
     assert native == (layers * iterations if compiled() else 0)
     await engines.idle("decode", "pool-0", "pool-1")
 

@@ -58,11 +58,11 @@ async def test_a_sequence_grows_elsewhere_when_decode_is_full(engines: Stack) ->
     assert borrowed >= 10
     for one in turns:  # each tells who lends to it, when that changes
         assert all(before != after for before, after in itertools.pairwise(one.borrowed))
-    told = [holders for one in turns for holders in one.borrowed]
-    pools = {address for holders in told for address in holders}
+    reported = [holders for one in turns for holders in one.borrowed]
+    pools = {address for holders in reported for address in holders}
     assert len(pools) == 1
     assert "pool-0" in pools.pop()
-    assert max(sum(holders.values()) for holders in told) >= 5
+    assert max(sum(holders.values()) for holders in reported) >= 5
     await engines.idle("decode", "pool-0")
 
 

@@ -14,7 +14,7 @@ from kvcommons.errors import DataLoss, InvalidInput
 from kvcommons.pb import common_pb2
 from kvcommons.pb.common_pb2 import ModelInfo
 from kvcommons.pb.kvstore_pb2_grpc import BlocksStub
-from services.router.sessions.truncation import Context, Stage, Truncation, truncation_for
+from services.router.sessions.truncation import Context, Excerpt, Truncation, truncation_for
 from tests.contract.engine_stack import BLOCK, Stack
 from tests.contract.engine_turns import SALT, Turn, compute, prefill_request, prompt, turn
 from tests.contract.test_engine_reuse import stored_ids
@@ -114,7 +114,7 @@ async def test_what_is_left_stays_in_use(engines: Stack, session: Session, head_
     await engines.idle("d0", "d1")
 
 
-async def test_what_is_left_stays_in_use_in_stages(engines: Stack, session: Session) -> None:
+async def test_what_is_left_stays_in_use_in_pipeline_stages(engines: Stack, session: Session) -> None:
     """Each has its layers of the shifted head, and loads them."""
     await engines.lenders()
     store = await engines.kvstore()
@@ -146,8 +146,8 @@ async def stays_in_use(
     assert sum(one.dropped_tokens for one in session.truncations) == 7 * BLOCK
 
 
-async def test_lost_kv_is_made_again_stage_by_stage(engines: Stack, session: Session) -> None:
-    """A prefill that has nothing refuses a stage whose history it lacks, and replays the session from the
+async def test_lost_kv_is_made_again_excerpt_by_excerpt(engines: Stack, session: Session) -> None:
+    """A prefill that has nothing refuses an excerpt whose history it lacks, and replays the session from the
     first."""
     contexts: list[tuple[Context, Answer]] = []
 
@@ -160,16 +160,16 @@ async def test_lost_kv_is_made_again_stage_by_stage(engines: Stack, session: Ses
     prefill, decode = await engines.prefill(), await engines.decode()
     with pytest.raises(DataLoss, match="replay"):
         await compute(prefill, asked(engines, context.now))
-    assert len(context.stages) == 3
-    for stage in context.stages[:-1]:
-        await compute(prefill, asked(engines, stage))
+    assert len(context.excerpts) == 3
+    for excerpt in context.excerpts[:-1]:
+        await compute(prefill, asked(engines, excerpt))
     made = await session.answer(prefill, decode, context, expected)
     assert made.first is not None
     assert made.first.cached_tokens == context.now.since_token
 
 
-def asked(engines: Stack, stage: Stage) -> Any:
-    return prefill_request(engines.model, stage.tokens, truncated=stage.message())
+def asked(engines: Stack, excerpt: Excerpt) -> Any:
+    return prefill_request(engines.model, excerpt.tokens, truncated=excerpt.message())
 
 
 @pytest.mark.parametrize(("placement", "capacity"), [("overflow", 5), ("overflow", 9), ("grow", 40)])

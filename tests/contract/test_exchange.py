@@ -69,8 +69,8 @@ async def test_the_same_bits(served: list[Served], name: str, mini_batches: int)
     assert len(natively.attention) == ITERATIONS * LAYOUT.layers
     assert_the_same(natively, python)
     assert not natively.lost
-    told = [Counter(replace(one, seconds=0.0) for one in some) for some in seen]
-    assert told[0] == told[1] != Counter()
+    reported = [Counter(replace(one, seconds=0.0) for one in some) for some in seen]
+    assert reported[0] == reported[1] != Counter()
     assert all(0 < one.seconds < 5 for one in seen[0])
     assert [key for key, _ in natively.waited] == [key for key, _ in python.waited]
 

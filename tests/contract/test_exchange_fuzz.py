@@ -73,17 +73,17 @@ def test_mutated_plans_and_layers(socket_folder: Path, seed: int) -> None:
     with rig(socket_folder, transport="unix") as made:
         refs = [made.lend(6) for _ in range(3)]
         rows = [row(ref, 4 + n, 5 + n) for n, ref in enumerate(refs)]
-        witness = made.peer()
-        witness.open(rows[:1])
+        bystander = made.peer()
+        bystander.open(rows[:1])
         for _ in range(150):
             peer = made.peer()
             with contextlib.suppress(OSError, KVCommonsError, AssertionError):
                 talk(chance, peer, rows)
             peer.socket.close()
             made.peers.remove(peer)
-            witness.ask(witness.layer(0))
-        assert (witness.head.lost, witness.lost()) == (0, {})
-        witness.socket.close()
+            bystander.ask(bystander.layer(0))
+        assert (bystander.head.lost, bystander.lost()) == (0, {})
+        bystander.socket.close()
         wait_until(lambda: made.server.connections == 0)
         assert made.pins() == 0
 

@@ -43,7 +43,7 @@ from tests.machine import scaled
 
 ROWS = 3
 CPU = choose()
-TOLD = [(0, 0), (0, 7), (300, 40_000), (2**32 - 1, 2**32 - 1), (1, 0), (0, 0)]
+REPORTED = [(0, 0), (0, 7), (300, 40_000), (2**32 - 1, 2**32 - 1), (1, 0), (0, 0)]
 
 Send = Callable[[socket.socket, bytes], None]
 # What makes an answer of a layer's head.
@@ -174,11 +174,11 @@ def asking(
 @pytest.mark.parametrize("send", [at_once, in_pieces])
 def test_what_is_sent_and_what_comes_back(socket_folder: Path, send: Send) -> None:
     """Layer by layer, over two iterations, and the same in Python."""
-    partials = [partial() for _ in TOLD]
+    partials = [partial() for _ in REPORTED]
     tensors = [
         [rows(heads) for heads in (LAYOUT.query_heads,) * 2 + (LAYOUT.kv_heads,) * 2] for _ in partials
     ]
-    replies = [answered(one, *told) for one, told in zip(partials, TOLD, strict=True)]
+    replies = [answered(one, *reported) for one, reported in zip(partials, REPORTED, strict=True)]
     sent = []
     for way in ("native", "python"):
         folder = socket_folder / way
@@ -187,25 +187,25 @@ def test_what_is_sent_and_what_comes_back(socket_folder: Path, send: Send) -> No
             if way == "python":
                 patch.setattr("tests.contract.test_exchange_replies.CPU", asking_in_python())
             with asking(folder, replies, send) as (peer, made, observed):
-                told = []
+                reported = []
                 for number, (one, (q, shifted, k, v)) in enumerate(zip(partials, tensors, strict=True)):
                     if number == 3:
-                        told += made.take_timings()
+                        reported += made.take_timings()
                         made.end()
                         made.begin(1, 10.0, None)
                     made.ask(number % 2, q, k, v, shifted)
                     made.receive()
                     assert torch.equal(made.whole.out, one.out)
                     assert torch.equal(made.whole.lse, one.lse)
-                told += made.take_timings()
-                assert [layer.native for layer in told] == [way == "native"] * len(TOLD)
-                assert [(*layer.shares[0][4:6],) for layer in told] == TOLD
-                for layer in told:
+                reported += made.take_timings()
+                assert [layer.native for layer in reported] == [way == "native"] * len(REPORTED)
+                assert [(*layer.shares[0][4:6],) for layer in reported] == REPORTED
+                for layer in reported:
                     (share,) = layer.shares
                     instants = (layer.asks_s, share.began_s, layer.asked_s, layer.waits_s, share.waits_s,
                                 share.came_s, layer.came_s)  # fmt: skip
                     assert list(instants) == sorted(instants)
-                assert [one.error for one in observed] == [""] * len(TOLD)
+                assert [one.error for one in observed] == [""] * len(REPORTED)
                 assert [one.WhichOneof("op") for one in peer.plans] == ["open_plan"]
                 sent.append(peer.layers)
     for (head, payload), (expected, expected_payload) in zip(*sent, strict=True):

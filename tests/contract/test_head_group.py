@@ -102,8 +102,8 @@ async def test_sequences_grow_token_by_token(parts: list[Served]) -> None:
             q = torch.stack([one.q[row] for one in tokens])
             new = torch.cat([one.appended(row, row + 1) for one in tokens])
             for layer in range(LAYOUT.layers):
-                partial, told = begin_attend(group, layer, rows, q, [new], soon()).finish()
-                took_us += told.computed_us
+                partial, reported = begin_attend(group, layer, rows, q, [new], soon()).finish()
+                took_us += reported.computed_us
                 for index, one in enumerate(tokens):
                     whole = one.whole([row])
                     torch.testing.assert_close(partial.out[index : index + 1], whole.out, **CLOSE)

@@ -178,7 +178,7 @@ async def test_routers_are_told_what_they_do_not_know_yet(kvstores: Kvstores) ->
     """Two that take turns on one session, each at the kvstore that serves."""
     store, copies = Remembering(kvstores.fleet), [RecordCopies(), RecordCopies()]
     blocks: list[bytes] = []
-    told: list[tuple[bool, list[int]]] = []
+    reported: list[tuple[bool, list[int]]] = []
     for number, router in enumerate([0, 0, 1, 1, 0, 0, 0, 1]):
         turn = await SessionTurn.begin(
             store,
@@ -189,7 +189,7 @@ async def test_routers_are_told_what_they_do_not_know_yet(kvstores: Kvstores) ->
             owner="test",
             lease_ms=LEASE_MS,
         )
-        told.append((store.answer.after_known, list(store.answer.record.tokens)))
+        reported.append((store.answer.after_known, list(store.answer.record.tokens)))
         assert list(turn.record.tokens) == list(range(number))
         assert list(turn.record.block_ids) == blocks
         cut = number == 5
@@ -203,7 +203,7 @@ async def test_routers_are_told_what_they_do_not_know_yet(kvstores: Kvstores) ->
             durable_wait_ms=0,
             patience_s=PATIENCE_S,
         )
-    assert told == [
+    assert reported == [
         (False, []),  # there was no session
         (True, []),
         (False, [0, 1]),

@@ -210,12 +210,12 @@ async def test_a_circle_is_settled_by_the_one_leader(circle: tuple[Stack, list[S
         assert sorted({number for method, _, number in one.calls if method == "CopyHome"}) == [1, 2]
         assert len({term for _, term, _ in one.calls}) == 1
     await eventually(lambda: _settled(stack), "no record", within_s=10)
-    told = [report for ledger in stack.ledgers for report in await ledger.settlements()]
-    assert len(told) == 1, "the one that leads tells of it, for a while after its end, too"
-    assert told[0].ended
-    assert told[0].begun_ms >= told[0].ended_ms
-    assert told[0].settlement.step == pb.Settlement.Step.END
-    assert {leg.debtor: (leg.left_blocks, leg.settled_blocks) for leg in told[0].settlement.legs} == {
+    reported = [report for ledger in stack.ledgers for report in await ledger.settlements()]
+    assert len(reported) == 1, "the one that leads tells of it, for a while after its end, too"
+    assert reported[0].ended
+    assert reported[0].begun_ms >= reported[0].ended_ms
+    assert reported[0].settlement.step == pb.Settlement.Step.END
+    assert {leg.debtor: (leg.left_blocks, leg.settled_blocks) for leg in reported[0].settlement.legs} == {
         "decode-x": (0, 10),
         "decode-y": (0, 10),
     }

@@ -93,10 +93,10 @@ async def test_a_settlement_is_seen_as_it_happens(served: Stack, tmp_path: Path)
         now = tab.locator(".settlement-list .steps [aria-current=step]")
         await now.wait_for()
         assert await now.inner_text() == "copy"
-        told = await tab.locator(".settlement-list").inner_text()
-        assert "decode-a → decode-b → decode-a" in told
-        assert "round 2: KV is copied home, 8 blocks came home" in told
-        assert "decode-a from decode-b: 4 home, 6 left" in told
+        reported = await tab.locator(".settlement-list").inner_text()
+        assert "decode-a → decode-b → decode-a" in reported
+        assert "round 2: KV is copied home, 8 blocks came home" in reported
+        assert "decode-a from decode-b: 4 home, 6 left" in reported
         assert await tab.locator(".graph .arrow.settling").count() == 2
         pictures = Path(os.environ.get("PAGE_PICTURES", tmp_path))
         for colours in ("dark", "light"):
@@ -121,11 +121,11 @@ async def test_what_is_older_than_the_picture_says_so(served: Stack) -> None:
     async with tab_at(f"{served.url}/#/commons", []) as tab:
         lending = tab.locator(".room.lending .problem")
         await lending.first.wait_for()
-        told = await lending.all_inner_texts()
+        reported = await lending.all_inner_texts()
         assert re.match(
-            r"decode-a does not answer: its memory and what it lends are as it said \d\d s ago", told[0]
+            r"decode-a does not answer: its memory and what it lends are as it said \d\d s ago", reported[0]
         )
-        assert re.match(r"decode-b does not answer: .* as it said \d s ago", told[1])
+        assert re.match(r"decode-b does not answer: .* as it said \d s ago", reported[1])
         services = await tab.locator(".room.services li").all_inner_texts()
         aged = [text.split()[0] for text in services if "as it said" in text]
         assert aged == ["decode-a", "kvstore-0"]

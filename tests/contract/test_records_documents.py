@@ -58,9 +58,9 @@ async def test_a_document_is_gone_on_with_by_another_owner(home: Home, committed
     assert (found.session_id, found.lease.turn_id, found.orphaned) == ("s", "d1", False)
     assert found.lease.document is not None
     assert found.lease.document.computed_tokens == 40_000
-    with pytest.raises(TurnInProgress, match="40% of its 100000 tokens") as told:
+    with pytest.raises(TurnInProgress, match="40% of its 100000 tokens") as reported:
         await begin(records, "d1", owner="another router")
-    assert told.value.retry_after_ms == 7000
+    assert reported.value.retry_after_ms == 7000
     clock.time_ms += 24 * 3_600_000  # as long as it may take until somebody has time for it
     await home.close()
     records = await home.open()

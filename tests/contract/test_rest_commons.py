@@ -83,9 +83,14 @@ async def test_a_picture_has_services_tiers_loans_and_settlements(served: Stack)
     (tiers,) = body["tiers"]
     assert tiers["kvstore"] == "kvstore-0"
     assert tiers["sessions"] >= 1, "the real store said so"
-    (told,) = body["settlements"]
-    assert (told["id"], told["step"], told["round"], told["begun_s"]) == ("1-1", "copy", 2, 0.25)
-    assert told["legs"][0]["settled_blocks"] == 5
+    (reported,) = body["settlements"]
+    assert (reported["id"], reported["step"], reported["round"], reported["begun_s"]) == (
+        "1-1",
+        "copy",
+        2,
+        0.25,
+    )
+    assert reported["legs"][0]["settled_blocks"] == 5
     (default,) = body["classes"]
     assert (default["name"], default["met"]) == ("default", 1)
 

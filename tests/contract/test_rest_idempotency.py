@@ -178,10 +178,10 @@ async def test_a_sessions_turn_is_told_by_any_router_however_late(
     _, before = await served.get(f"/v1/sessions/{session}")
     async with stack(socket_folder / "b", rest_store) as fresh:
         await fresh.show(engines=False)
-        status, told, replayed = await send(fresh, CHAT, body, key)
+        status, reported, replayed = await send(fresh, CHAT, body, key)
         assert (status, replayed) == (200, True)
         assert jobs(fresh) == 0
-        assert said(told, stream) == said(first, stream)
+        assert said(reported, stream) == said(first, stream)
         reused = FIRST | {"session_id": session, "stream": stream}
         assert (await code_of(fresh, CHAT, reused, key))[:2] == (422, "idempotency_key_reused")
         _, after = await fresh.get(f"/v1/sessions/{session}")
@@ -233,9 +233,9 @@ async def test_a_turn_that_another_router_has_committed_meanwhile_is_found_with_
     with monkeypatch.context() as patch:
         patch.setattr(RequestPlan, "_answered_before", nothing)
         patch.setattr(SessionTurn, "abandon", slowly)
-        status, told, replayed = await send(served, CHAT, body, key)
+        status, reported, replayed = await send(served, CHAT, body, key)
     assert (status, replayed) == (200, True)
-    assert json.loads(told) == json.loads(first)
+    assert json.loads(reported) == json.loads(first)
     assert jobs(served) == computed
     assert (await served.post(CHAT, body))[0] == 200
 
@@ -256,9 +256,9 @@ async def test_where_another_router_has_the_turn_it_is_a_409(
         await eventually(lambda: served.calls)
         assert (await code_of(other, CHAT, body, key))[:2] == (409, "turn_in_progress")
         _, answer, _ = await first
-        status, told, replayed = await send(other, CHAT, body, key)
+        status, reported, replayed = await send(other, CHAT, body, key)
         assert (status, replayed) == (200, True)
-        assert json.loads(told) == json.loads(answer)
+        assert json.loads(reported) == json.loads(answer)
 
 
 @on_both
@@ -283,9 +283,9 @@ async def test_a_turn_that_went_on_in_a_branch_is_found_there(
     async with stack(socket_folder / "b", rest_store) as fresh:
         await fresh.show()
         fresh.says("never said")
-        status, told, replayed = await send(fresh, CHAT, body, key)
+        status, reported, replayed = await send(fresh, CHAT, body, key)
         assert (status, replayed) == (200, True)
-        assert json.loads(told) == json.loads(first)
+        assert json.loads(reported) == json.loads(first)
         _, branches = await fresh.get(f"/v1/sessions/{session}/branches")
         assert [one["id"] for one in branches["data"]] == [f"{session}~2"]
 
@@ -313,9 +313,9 @@ async def test_a_turn_of_a_session_that_a_header_names_is_told_again(
         await fresh.show()
         fresh.says("never said")
         for key, (_, answer, _) in zip(keys, answers, strict=True):
-            status, told, replayed = await send(fresh, path, body, key, **session)
+            status, reported, replayed = await send(fresh, path, body, key, **session)
             assert (status, replayed) == (200, True)
-            assert json.loads(told) == json.loads(answer)
+            assert json.loads(reported) == json.loads(answer)
         assert jobs(fresh) == 0
         _, after = await fresh.get("/v1/sessions")
         assert [one["id"] for one in after["data"]] == [one["id"] for one in before["data"]]
@@ -329,7 +329,7 @@ async def test_stored_responses_are_told_again(
     """One that begins, one that goes on with the newest response, one that branches from an older one, and
     one of a conversation: by a fresh router, after all of them."""
     _, conversation = await served.post("/v1/conversations", {})
-    told: list[tuple[dict[str, Any], str, bytes]] = []
+    reported: list[tuple[dict[str, Any], str, bytes]] = []
     ids: list[str] = []
 
     async def respond(said: str, **fields: Any) -> None:
@@ -337,7 +337,7 @@ async def test_stored_responses_are_told_again(
         body, key = {"input": f"say {said}", "stream": stream, **fields}, new("key")
         status, answer, replayed = await send(served, RESPONSES, body, key)
         assert (status, replayed) == (200, False), answer
-        told.append((body, key, answer))
+        reported.append((body, key, answer))
         ids.append(response_of(answer, stream)["id"])
 
     await respond("one", instructions="be kind")
@@ -348,7 +348,7 @@ async def test_stored_responses_are_told_again(
     async with stack(socket_folder / "b", rest_store) as fresh:
         await fresh.show()
         fresh.says("never said")
-        for body, key, answer in told:
+        for body, key, answer in reported:
             status, again, replayed = await send(fresh, RESPONSES, body, key)
             assert (status, replayed) == (200, True)
             assert response_of(again, stream) == response_of(answer, stream)

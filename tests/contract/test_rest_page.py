@@ -125,12 +125,12 @@ async def test_a_holder_that_joins_in_mid_answer_is_in_the_proof(served: Stack) 
         served.script.borrowed[at] = [lent]
     body = {"messages": [{"role": "user", "content": "hi"}], "stream_options": {"include_usage": True}}
 
-    async def told() -> bool:
+    async def reported() -> bool:
         *_, last, _ = await served.stream("/v1/chat/completions", body)
         holders: list[str] = last["timings"]["instances"]["holders"]
         return holders == ["pool-1", "pool-0"]
 
-    await eventually(told)
+    await eventually(reported)
 
 
 async def test_who_takes_no_gzip_gets_none(served: Stack) -> None:

@@ -40,9 +40,9 @@ async def test_the_sdk_predicts(served: Stack) -> None:
     assert reply.choices[0].message.content == TEXT
     assert reply.usage is not None
     assert reply.usage.completion_tokens == len(answer), "what was rejected is none of it"
-    told = reply.usage.completion_tokens_details
-    assert told is not None
-    assert (told.accepted_prediction_tokens, told.rejected_prediction_tokens) == (3, 5)
+    reported = reply.usage.completion_tokens_details
+    assert reported is not None
+    assert (reported.accepted_prediction_tokens, reported.rejected_prediction_tokens) == (3, 5)
     (engine,) = served.engines
     (job,) = engine.decode.jobs
     assert list(job.prediction) == answer[:-1], "as the model would write it, without what ends an answer"
@@ -100,9 +100,9 @@ async def test_a_stream_says_it_with_its_usage(served: Stack) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     found = await served.stream(CHAT, ask(stream_options=options))
     # A busy router may have heard of several tokens before it tells of the first one.
-    told = [event["usage"]["completion_tokens_details"] for event in found[:-1]]
-    assert told[-1] == details(2, 2)
-    accepted = [one["accepted_prediction_tokens"] for one in told]
+    reported = [event["usage"]["completion_tokens_details"] for event in found[:-1]]
+    assert reported[-1] == details(2, 2)
+    accepted = [one["accepted_prediction_tokens"] for one in reported]
     assert accepted == sorted(accepted)
 
 

@@ -85,9 +85,9 @@ async def test_a_command_is_told_what_to_set_where_it_cannot_know_the_server(
         client = RestClient(url, ca=ca)
         with pytest.raises(Unavailable) as asked:
             await asyncio.to_thread(client.get, "/v1/status")
-        with pytest.raises(Unavailable) as told:
+        with pytest.raises(Unavailable) as reported:
             await asyncio.to_thread(client.say, "hi", None)
-        assert asked.value.message == told.value.message
+        assert asked.value.message == reported.value.message
         return asked.value.message
 
     async with secured(socket_folder, rest_store) as served:

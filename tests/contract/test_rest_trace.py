@@ -89,8 +89,8 @@ async def test_a_requests_span_says_the_same_of_every_api(
     root, inner = f"POST {path}", f"{operation} demo"
     found = await spans(collector, root, inner)
     assert (facts(found[root]), found[inner].parent_id) == (("server", False, None), found[root].span_id)
-    told = found[inner].attributes
-    usage = tuple(told[f"gen_ai.usage.{name}_tokens"] for name in ("input", "output"))
+    reported = found[inner].attributes
+    usage = tuple(reported[f"gen_ai.usage.{name}_tokens"] for name in ("input", "output"))
     assert usage == tuple(reply["usage"][name] for name in counts)
     assert usage == (len(traced.engines[0].decode.jobs[0].tokens), len(answer))
     expected = {
@@ -98,7 +98,7 @@ async def test_a_requests_span_says_the_same_of_every_api(
         "response.model": "demo", "request.max_tokens": 9, "request.temperature": 0.5,
         "response.finish_reasons": ["stop"], "usage.cache_read.input_tokens": 0,
     }  # fmt: skip
-    assert {name: told[f"gen_ai.{name}"] for name in expected} == expected
+    assert {name: reported[f"gen_ai.{name}"] for name in expected} == expected
 
 
 async def test_a_stream_that_breaks_off_failed_though_it_began_well(

@@ -57,19 +57,19 @@ async def asked(
 async def test_they_stay_where_the_setting_says_nothing(served: Stack) -> None:
     served.says("hello")
     user = {"role": "user", "content": "hi"}
-    _, told, _ = await asked(served, CHAT, {"messages": [system("09:00:01"), user]})
-    assert told == "kept 1"
+    _, reported, _ = await asked(served, CHAT, {"messages": [system("09:00:01"), user]})
+    assert reported == "kept 1"
     assert "Be brief.\nCurrent time: 09:00:01\nAsk first." in served.tokenizer.decode(prompts(served)[0])
-    _, told, _ = await asked(served, CHAT, {"messages": [user]})
-    assert told is None
+    _, reported, _ = await asked(served, CHAT, {"messages": [user]})
+    assert reported is None
 
 
 async def test_moved_lines_are_read_behind_what_is_asked(moving: Stack) -> None:
     moving.says("hello")
     user = {"role": "user", "content": "hi"}
     for time in ("09:00:01", "09:00:02"):
-        _, told, _ = await asked(moving, CHAT, {"messages": [system(time), user]})
-        assert told == "moved 1"
+        _, reported, _ = await asked(moving, CHAT, {"messages": [system(time), user]})
+        assert reported == "moved 1"
     first, second = map(moving.tokenizer.decode, prompts(moving))
     assert "Be brief.\nAsk first." in first
     assert first.index("Ask first.") < first.index("hi\n\nCurrent time: 09:00:01")
@@ -84,8 +84,8 @@ async def test_a_session_keeps_what_its_model_was_told(moving: Stack) -> None:
     for at, answer in enumerate(("hello", "well", "fine")):
         moving.says(answer)
         body = {"messages": [system(f"09:00:0{at}"), *history], "session_id": session}
-        reply, told, kept_in = await asked(moving, CHAT, body)
-        assert (told, kept_in, reply.get("branch")) == ("moved 1", session, None)
+        reply, reported, kept_in = await asked(moving, CHAT, body)
+        assert (reported, kept_in, reply.get("branch")) == ("moved 1", session, None)
         history += [{"role": "assistant", "content": answer}, {"role": "user", "content": f"and {at}?"}]
     _, record = await moving.get(f"/v1/sessions/{session}")
     found = [(one["role"], one["content"]) for one in record["messages"][:5]]
@@ -119,8 +119,8 @@ async def test_dropped_lines_are_nowhere(dropping: Stack) -> None:
     session = new_id()
     dropping.says("hello")
     body = {"messages": [system("09:00:01"), {"role": "user", "content": "hi"}], "session_id": session}
-    _, told, _ = await asked(dropping, CHAT, body)
-    assert told == "dropped 1"
+    _, reported, _ = await asked(dropping, CHAT, body)
+    assert reported == "dropped 1"
     _, record = await dropping.get(f"/v1/sessions/{session}")
     assert [one["role"] for one in record["messages"]] == ["system", "user", "assistant"]
     assert "09:00:01" not in dropping.tokenizer.decode(prompts(dropping)[0])
@@ -129,13 +129,13 @@ async def test_dropped_lines_are_nowhere(dropping: Stack) -> None:
 async def test_instructions_of_responses_are_a_head_too(moving: Stack) -> None:
     moving.says("hello")
     body: dict[str, Any] = {"model": "demo", "input": "hi", "instructions": system("09:00:01")["content"]}
-    first, told, session = await asked(moving, RESPONSES, body)
-    assert told == "moved 1"
+    first, reported, session = await asked(moving, RESPONSES, body)
+    assert reported == "moved 1"
     body["instructions"] = system("09:00:02")["content"]
-    _, told, kept_in = await asked(
+    _, reported, kept_in = await asked(
         moving, RESPONSES, {**body, "input": "and?", "previous_response_id": first["id"]}
     )
-    assert (told, kept_in) == ("moved 1", session), "they are those of the response before"
+    assert (reported, kept_in) == ("moved 1", session), "they are those of the response before"
     before, after = prompts(moving)
     assert after[: len(before)] == before
     assert "and?\n\nCurrent time: 09:00:02" in moving.tokenizer.decode(after)
@@ -176,10 +176,10 @@ async def test_a_recorded_conversation_goes_on_with_the_very_tokens(moving: Stac
                     if name in block:
                         block[name] = calls[block[name]]
         moving.says(as_the_model_writes(request.answer or [{"type": "text", "text": "Nothing else."}]))
-        message, told, kept_in = await asked(
+        message, reported, kept_in = await asked(
             moving, MESSAGES, body | {"model": "demo", "max_tokens": 100}, headers
         )
-        assert told == f"moved {len(changing(request))}"
+        assert reported == f"moved {len(changing(request))}"
         place = f"{session}~@{request.agent}" if request.agent else session
         assert kept_in == place
         stored = before.get(place, [])

@@ -88,8 +88,8 @@ async def test_a_cancelled_span_failed_unless_it_answered(collector: Collector) 
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)
-    with tracer.span("told") as told:
-        told.fail("unavailable", "gone")
+    with tracer.span("told") as reported:
+        reported.fail("unavailable", "gone")
     await asyncio.to_thread(tracer.shutdown)
     spans = {span.name: span for span in collector.spans}
     assert set(spans) == {*kinds, "told"}

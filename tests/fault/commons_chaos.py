@@ -129,7 +129,7 @@ class Chaos:
     def exact(self) -> int:
         return sum(story.error is None for story in self.stories)
 
-    def told(self) -> str:
+    def reported(self) -> str:
         errors = Counter(
             f"{type(story.error).__name__}: {story.error.message[:70]}"
             for story in self.stories
@@ -319,7 +319,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--folder", type=Path, required=True, help="for data and logs")
     options = parser.parse_args(arguments)
     chaos = run(options.folder, faults=options.faults, seconds=options.seconds, seed=options.seed)
-    print(chaos.told())
+    print(chaos.reported())
     wrong = chaos.wrong()
     for line in wrong:
         print(line)

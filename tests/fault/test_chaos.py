@@ -34,7 +34,7 @@ TURNS = 4
 LEASE_MS = 4000
 CALL_S_MAX = 60.0
 MESSAGE = "My cat is called Zuzu and my brother is called Benno. Tell me a long story about them."
-TOLD = ["My cat is called Zuzu.", "I have a green house.", "What is my cat called?", "Tell me a story."]
+MESSAGES = ["My cat is called Zuzu.", "I have a green house.", "What is my cat called?", "Tell me a story."]
 # While a part is gone for good, or an id is taken by the turn that broke: all else would be a fault.
 CLEAR = (Unavailable, Overloaded, Conflict)
 TABLES = {
@@ -188,7 +188,7 @@ class Story:
 
     def turn(self, client: RestClient, session: str, number: int, *, reuse: bool) -> Turn:
         return client.say(
-            f"{TOLD[number]} ({self.name})",
+            f"{MESSAGES[number]} ({self.name})",
             session,
             max_tokens=60,
             temperature=0.8,

@@ -23,7 +23,7 @@ FAULT_EVERY_S = 10.0
 def test_streams_are_exact_and_blocks_come_back_whoever_dies(tmp_path: Path) -> None:
     print(f"replay with KVCOMMONS_TEST_SEED={SEED}")
     chaos = run(tmp_path, faults=max(10, int(SECONDS / FAULT_EVERY_S)), seconds=scaled(SECONDS), seed=SEED)
-    print(chaos.told())
+    print(chaos.reported())
     assert chaos.wrong() == []
     # It was about borrowed blocks, that moved.
     assert min(chaos.history.seen[event] for event in ("borrow", "switch", "trim")) > 0

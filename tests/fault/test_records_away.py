@@ -93,9 +93,9 @@ def test_nothing_is_acknowledged_that_is_not_there(
                 database.kill()
 
     try:
-        with pytest.raises(StoreUnavailable, match="the session store was out of reach") as told:
+        with pytest.raises(StoreUnavailable, match="the session store was out of reach") as reported:
             listen()
-        assert "the database of records did not answer" in told.value.message
+        assert "the database of records did not answer" in reported.value.message
         assert "".join(pieces) == expected.text
         with pytest.raises(StoreUnavailable):
             stack.client.session("kept")

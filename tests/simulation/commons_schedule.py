@@ -336,12 +336,12 @@ class CommonsSchedule:
 
     def _check_books(self) -> None:
         """After a heartbeat each and a while the ledger says what the creditors have said, and no more."""
-        told: dict[str, dict[str, int]] = {}
+        reported: dict[str, dict[str, int]] = {}
         for _ in range(2):
             self._pass(WRITE_OFF_S + 1.0)
             for instance in self.instances:
                 beat = instance.describe()
-                told[instance.name] = dict(beat.load.loans)
+                reported[instance.name] = dict(beat.load.loans)
                 for ledger in self.ledgers:
                     ledger.beat(beat)
             for _ in range(2):  # to write, and to read what the other one has written
@@ -349,7 +349,7 @@ class CommonsSchedule:
                     self.world.start(ledger, ledger.tick)
                 self._deliver_all()
         for ledger in self.ledgers:
-            for name, lent in told.items():
+            for name, lent in reported.items():
                 noted = ledger.book.loans(name)
                 require(noted == lent, f"{ledger.name} notes {noted} where {name} has lent {lent}")
 

@@ -42,7 +42,7 @@ class SimulatedPrompt:
         self.key, self.tokens = key, tokens
         self.labels = [tokens[: index + 1] for index in range(len(tokens))]
         self.ids = [bytes(label) for label in self.labels]
-        self.told: list[int | FirstToken | KVCommonsError] = []
+        self.reported: list[int | FirstToken | KVCommonsError] = []
         self.delivery = Delivery(Deadline.after(1e6), "")
         asked = prefill_pb2.PrefillRequest()
         targets = TargetTable(())
@@ -53,7 +53,7 @@ class SimulatedPrompt:
         self.ended = False
 
     def tell(self, event: int | FirstToken | KVCommonsError) -> None:
-        self.told.append(event)
+        self.reported.append(event)
         if not isinstance(event, KVCommonsError):
             for number in self.world.stage:
                 for label in self.labels:
@@ -296,7 +296,7 @@ class StageSchedule:
         )  # fmt: skip
         engine: Any = SimpleNamespace(post=self.posted.append, fail=self.fail, fail_all=self.fail_all)
         self.group.attach(engine)
-        self.group.line = self
+        self.group.landing = self
         self.sequences: dict[int, SimulatedSequence] = {}
         self.generating: list[int] = []
         self.under_way: dict[int, list[Callable[[], None]]] = {}  # what waits for a sequence's token
@@ -350,7 +350,7 @@ class StageSchedule:
         if alive:
             prompt = self.prompts[self.draw.choice(alive)]
             prompt.sink.cancelled()
-            prompt.told.append(Unavailable("cancelled"))
+            prompt.reported.append(Unavailable("cancelled"))
             self.finish(prompt)
 
     def reserve(self) -> None:
@@ -592,5 +592,5 @@ class StageSchedule:
             if len(one.results) != 1:
                 raise AssertionError(f"sequence {key} came to {len(one.results)} ends")
         for key, prompt in self.prompts.items():
-            if len(prompt.told) != 1:
-                raise AssertionError(f"prompt {key} was told {len(prompt.told)} results")
+            if len(prompt.reported) != 1:
+                raise AssertionError(f"prompt {key} was told {len(prompt.reported)} results")

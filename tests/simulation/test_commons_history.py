@@ -38,7 +38,7 @@ RELEASE = at("c", "release", **REF)
 PIN = at("c", "pin", **REF, generation=0, pin=1)
 
 
-def told(events: list[Event]) -> History:
+def reported(events: list[Event]) -> History:
     history = History()
     for instance, event, facts in events:
         history.take(instance, event, **facts)
@@ -46,7 +46,7 @@ def told(events: list[Event]) -> History:
 
 
 def test_a_loan_that_moves_home_and_ends() -> None:
-    history = told([*SWITCHED, TRIM, at("c", "freed", blocks=[4])])
+    history = reported([*SWITCHED, TRIM, at("c", "freed", blocks=[4])])
     history.rest(["c", "d"])
     for instance, event, facts in (GIVEN_BACK, RELEASE, at("c", "freed", blocks=[5])):
         history.take(instance, event, **facts)
@@ -85,7 +85,7 @@ def test_a_loan_that_moves_home_and_ends() -> None:
 )
 def test_what_must_never_happen_is_noticed(events: list[Event], noticed: str) -> None:
     with pytest.raises(Violation, match=noticed):
-        told(events)
+        reported(events)
 
 
 @pytest.mark.parametrize(
@@ -98,12 +98,12 @@ def test_what_must_never_happen_is_noticed(events: list[Event], noticed: str) ->
 )
 def test_debts_that_are_no_loans_are_noticed_at_rest(events: list[Event]) -> None:
     with pytest.raises(Violation, match=r"owes"):
-        told(events).rest(["c", "d"])
+        reported(events).rest(["c", "d"])
 
 
 def test_who_is_dead_owes_nothing() -> None:
-    told([*BORROWED, at("c", "expire", **REF)]).rest(["c"])
-    told(BORROWED).rest([])
+    reported([*BORROWED, at("c", "expire", **REF)]).rest(["c"])
+    reported(BORROWED).rest([])
 
 
 def test_block_tables_write_a_history_that_can_be_replayed(tmp_path: Path) -> None:

@@ -37,13 +37,13 @@ def test_a_seed_makes_the_same_history_each_time(seed: int, monkeypatch: pytest.
     tell = World.tell
     for history in histories:
 
-        def told(
+        def reported(
             world: World, name: str, event: str, *, history: list[str] = history, **facts: object
         ) -> None:
             history.append(f"{world.now} {name} {event} {facts}")
             tell(world, name, event, **facts)
 
-        monkeypatch.setattr(World, "tell", told)
+        monkeypatch.setattr(World, "tell", reported)
         CommonsSchedule(seed).run()
     assert len(histories[0]) > 20
     assert histories[0] == histories[1]

@@ -26,8 +26,8 @@ def test_one_long_sequence(tmp_path: Path) -> None:
 
 def test_batches_of_two_that_share_and_of_one_large(tmp_path: Path) -> None:
     picture = tmp_path / "long.png"
-    contexts = ("--room", "512", "--contexts", "128", "640", "--answer", "96")
-    rates = ("--rates-room", "512", "--long-shares", "0.1", "--rates", "4", "8", "--requests", "6")
+    contexts = ("--capacity", "512", "--contexts", "128", "640", "--answer", "96")
+    rates = ("--rates-capacity", "512", "--long-shares", "0.1", "--rates", "4", "8", "--requests", "6")
     parts = ("--parts", "contexts", "rates", "--picture", str(picture))
     report = bench(tmp_path / "long.json", "long-context", *parts, *contexts, *rates)
     rows = report["rows"]

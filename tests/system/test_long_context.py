@@ -67,11 +67,11 @@ def answer(stack: Stack, tokens: int) -> list[tuple[str, float]]:
         "logprobs": 5,
     }
     (choice,) = stack.client.post("/v1/completions", body)["choices"]
-    told = choice["logprobs"]
-    bests = [sorted(top.values(), reverse=True) for top in told["top_logprobs"]]
+    reported = choice["logprobs"]
+    bests = [sorted(top.values(), reverse=True) for top in reported["top_logprobs"]]
     # Tokens of the same text share a place: where only one is left, nothing says how far ahead it was.
     leads = [best[0] - best[1] if len(best) > 1 else 0.0 for best in bests]
-    return list(zip(told["tokens"], leads, strict=True))
+    return list(zip(reported["tokens"], leads, strict=True))
 
 
 @pytest.fixture(scope="module")

@@ -110,10 +110,10 @@ def test_the_request_span_speaks_opentelemetrys_language(observed: Observed) -> 
     for request_id in ("observed-1", "observed-2"):
         usage = observed.answers[request_id].usage
         spans = observed.trace(request_id)
-        told = one(spans, "router", f"chat {MODEL}").attributes
-        assert isinstance(told.pop("gen_ai.request.seed"), str)  # the router drew it
-        assert re.fullmatch(r"[0-9a-f]{24}", told.pop("gen_ai.response.id"))
-        assert told == {
+        reported = one(spans, "router", f"chat {MODEL}").attributes
+        assert isinstance(reported.pop("gen_ai.request.seed"), str)  # the router drew it
+        assert re.fullmatch(r"[0-9a-f]{24}", reported.pop("gen_ai.response.id"))
+        assert reported == {
             "gen_ai.operation.name": "chat",
             "gen_ai.provider.name": "kvcommons",
             "gen_ai.conversation.id": SESSION,
@@ -173,18 +173,20 @@ def test_every_log_line_is_an_object_and_none_complains(observed: Observed) -> N
 def test_a_request_can_be_followed_through_the_logs_of_all_services(observed: Observed) -> None:
     for request_id, answer in observed.answers.items():
         assert answer.request_id == request_id
-        told = {process: line for process, line in lines(observed) if line.get("request_id") == request_id}
+        reported = {
+            process: line for process, line in lines(observed) if line.get("request_id") == request_id
+        }
         session = request_id != "observed-3"
-        assert told.keys() == {"router", "prefill", "decode"} | ({"kvstore"} if session else set())
-        assert len({line["trace_id"] for line in told.values()}) == 1
-        assert {line.get("session_id") for line in told.values()} == {SESSION if session else None}
-        assert told["router"]["message"] == "answered"
+        assert reported.keys() == {"router", "prefill", "decode"} | ({"kvstore"} if session else set())
+        assert len({line["trace_id"] for line in reported.values()}) == 1
+        assert {line.get("session_id") for line in reported.values()} == {SESSION if session else None}
+        assert reported["router"]["message"] == "answered"
         for name in ("prompt_tokens", "completion_tokens"):
-            assert told["router"][name] == answer.usage[name]
-        assert told["decode"]["tokens"] == answer.usage["completion_tokens"]
-        assert told["decode"]["outcome"] == "length"
+            assert reported["router"][name] == answer.usage[name]
+        assert reported["decode"]["tokens"] == answer.usage["completion_tokens"]
+        assert reported["decode"]["outcome"] == "length"
         cached = answer.usage["prompt_tokens_details"]["cached_tokens"]
-        assert told["router"]["cached_tokens"] == told["prefill"]["cached_tokens"] == cached
+        assert reported["router"]["cached_tokens"] == reported["prefill"]["cached_tokens"] == cached
     outcomes = [
         line["outcome"] for process, line in lines(observed) if process == "decode" and "outcome" in line
     ]

@@ -151,18 +151,18 @@ def test_what_was_generated_is_as_likely_when_it_is_read(
 ) -> None:
     """Logprobs of an answer's tokens, as they were generated, and as prefill finds them in a prompt that ends
     with them: with no token and with one more, streamed, and as vLLM says them."""
-    told = sdk.chat.completions.create(
+    reported = sdk.chat.completions.create(
         model=model,
         messages=ask("My owl is called Bubo. What is my owl called?"),
         temperature=0,
         logprobs=True,
         extra_body={"session_id": "likely"},
     )
-    assert told.usage is not None
-    assert told.choices[0].logprobs is not None
-    expected = [one.logprob for one in told.choices[0].logprobs.content or ()]
+    assert reported.usage is not None
+    assert reported.choices[0].logprobs is not None
+    expected = [one.logprob for one in reported.choices[0].logprobs.content or ()]
     assert len(expected) > 4
-    first = told.usage.prompt_tokens
+    first = reported.usage.prompt_tokens
     ids = stack.client.session("likely")["token_ids"]
     of_answer = slice(first, first + len(expected))
     for max_tokens, stream in ((0, False), (1, False), (0, True)):

@@ -39,15 +39,15 @@ def text_of(message: anthropic.types.Message) -> str:
 
 
 def test_responses_go_on_from_each_other(sdk: openai.OpenAI, model: str) -> None:
-    told = sdk.responses.create(model=model, input="My duck is called Quax.", temperature=0)
+    reported = sdk.responses.create(model=model, input="My duck is called Quax.", temperature=0)
     asked = sdk.responses.create(
-        model=model, input="What is my duck called?", previous_response_id=told.id, temperature=0
+        model=model, input="What is my duck called?", previous_response_id=reported.id, temperature=0
     )
     assert "Quax" in asked.output_text
     assert asked.usage is not None
     assert asked.usage.input_tokens_details.cached_tokens >= BLOCK_TOKENS
     branch = sdk.responses.create(
-        model=model, input="What is my duck called?", previous_response_id=told.id, temperature=0
+        model=model, input="What is my duck called?", previous_response_id=reported.id, temperature=0
     )
     assert branch.output_text == asked.output_text
     assert sdk.responses.retrieve(asked.id).output == asked.output

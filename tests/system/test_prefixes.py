@@ -99,8 +99,8 @@ def test_the_order_of_the_queue_reaches_the_memory_of_prefill(keyed: Stack) -> N
             answers.append(pool.submit(client.complete, prompt, max_tokens=1, ignore_eos=True))
             keyed.until(lambda: waiting(client) == len(answers), 5.0, "not queued")
         assert not long.done(), "the queue moved before all had come"
-        told = [answer.result() for answer in answers]
-    found = [timings["device_tokens"] for _, timings in told]
+        reported = [answer.result() for answer in answers]
+    found = [timings["device_tokens"] for _, timings in reported]
     whole = 16 * BLOCK_TOKENS
     assert found == [0, 0, whole, whole, whole, whole]
-    assert [usage["prompt_tokens_details"]["cached_tokens"] for usage, _ in told] == found
+    assert [usage["prompt_tokens_details"]["cached_tokens"] for usage, _ in reported] == found

@@ -31,8 +31,8 @@ def test_shell_examples_answer(stack: Stack, example: str) -> None:
 def test_the_quickstart_chats_keeps_a_session_and_calls_a_function(stack: Stack) -> None:
     chat, session, call = (run_python(one, stack) for one in examples("docs/quickstart.md", "python"))
     assert "Bella" in chat
-    told, asked = session.strip().splitlines()
+    reported, asked = session.strip().splitlines()
     assert "Bella" in asked
-    assert "(0 of" in told
+    assert "(0 of" in reported
     assert "(0 of" not in asked
     assert call.startswith("remember_pet {'kind': ")

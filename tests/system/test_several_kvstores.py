@@ -122,7 +122,7 @@ def serving(stack: Stack) -> int:
 def test_a_stack_that_grows_keeps_its_sessions_whichever_kvstore_dies(folder: Path) -> None:
     stack = Stack(folder, kvstore=1, colocated=True, attention_pool=0)
     with stack:
-        told = stack.client.say(TELLS[0], "grown", temperature=0).text
+        reported = stack.client.say(TELLS[0], "grown", temperature=0).text
     assert not (stack.data / "postgres").exists()
 
     stack = Stack(folder, kvstore=2, colocated=True, attention_pool=0)
@@ -131,7 +131,7 @@ def test_a_stack_that_grows_keeps_its_sessions_whichever_kvstore_dies(folder: Pa
         assert working_in(stack.data / "postgres")
         sessions = ["grown", *(f"talk-{number}" for number in range(3))]
         for session in sessions[1:]:
-            assert stack.client.say(TELLS[0], session, temperature=0).text == told
+            assert stack.client.say(TELLS[0], session, temperature=0).text == reported
         for name, text in (("kvstore-1", TELLS[1]), ("kvstore-2", TELLS[2])):
             stack.until(lambda: serving(stack) == 2, START_S, "two kvstores are never ready")
             stack.kill(name)

@@ -109,12 +109,12 @@ def test_bfloat16_stays_near_the_reference_in_float32(folder: Path, reference: A
         }  # fmt: skip
         answer = stack.client.post("/v1/chat/completions", body)
         tokens = stack.client.session("story")["token_ids"]
-    told = [one["logprob"] for one in answer["choices"][0]["logprobs"]["content"]]
+    reported = [one["logprob"] for one in answer["choices"][0]["logprobs"]["content"]]
     start = answer["usage"]["prompt_tokens"]
-    made = tokens[start : start + len(told)]
+    made = tokens[start : start + len(reported)]
     logprobs = logits_of(reference, tokens[:start], made).log_softmax(-1)
     expected = logprobs.gather(1, torch.tensor(made).unsqueeze(1))[:, 0]
-    distance = (torch.tensor(told) - expected).abs()
+    distance = (torch.tensor(reported) - expected).abs()
     print(f"mean {distance.mean():.4f}, most {distance.max():.4f}")
     assert distance.mean() < BFLOAT16_MEAN_MAX
     assert distance.max() < BFLOAT16_MAX

@@ -54,14 +54,14 @@ class Conversation:
 
     stack: Stack
     id: str
-    told: list[Told] = field(default_factory=list)
+    reported: list[Told] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
 
     def say(self, count: int = 20, *, max_tokens: int = 24, seed: int | None = None, **more: Any) -> Told:
         """A message of so many words."""
         draw = random.Random(f"{self.id} {len(self.tokens)}" if seed is None else seed)
         message = {"role": "user", "content": " ".join(draw.choices(WORDS, k=count))}
-        first = [] if self.told else [{"role": "system", "content": SYSTEM}]
+        first = [] if self.reported else [{"role": "system", "content": SYSTEM}]
         body = {
             "messages": [*first, message], "session_id": self.id, "max_tokens": max_tokens, "temperature": 0,
             "truncation": "auto", **NEVER_ENDS, **more,
@@ -73,7 +73,7 @@ class Conversation:
         self.tokens = self.stack.client.session(self.id)["token_ids"]
         truncation = reply.get("truncation", {"dropped_tokens": 0, "kv": "kept"})
         usage = reply["usage"]
-        told = Told(
+        reported = Told(
             start=start,
             end=len(self.tokens),
             answer_tokens=usage["completion_tokens"],
@@ -81,34 +81,34 @@ class Conversation:
             cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
             **truncation,
         )
-        self.told.append(told)
-        assert told.end - told.dropped_tokens == told.prompt_tokens + told.answer_tokens
-        return told
+        self.reported.append(reported)
+        assert reported.end - reported.dropped_tokens == reported.prompt_tokens + reported.answer_tokens
+        return reported
 
     def check(self, reference: TruncatedReference, head: int) -> None:
         """Every token of every answer, as far as the reference is sure of it."""
         reference.begin()
         context: list[int] = []
         dropped = sure = 0
-        for told in self.told:
-            gone = told.dropped_tokens - dropped
-            dropped = told.dropped_tokens
+        for reported in self.reported:
+            gone = reported.dropped_tokens - dropped
+            dropped = reported.dropped_tokens
             complete = (len(context) - 1) // BLOCK_TOKENS * BLOCK_TOKENS
             kept = context[:head] + context[head + gone :] if gone else context
-            if told.kv == "recomputed":
+            if reported.kv == "recomputed":
                 reference.begin()
             elif gone:
                 reference.truncate(complete, head, gone)
-            context = kept + self.tokens[told.start : told.end]
-            assert len(context) == told.prompt_tokens + told.answer_tokens
-            logits = reference.feed(context[reference.length :])[-told.answer_tokens - 1 : -1].clone()
+            context = kept + self.tokens[reported.start : reported.end]
+            assert len(context) == reported.prompt_tokens + reported.answer_tokens
+            logits = reference.feed(context[reference.length :])[-reported.answer_tokens - 1 : -1].clone()
             logits[:, list(BANNED)] -= 100
             best = logits.topk(2)
-            for row, token in enumerate(context[-told.answer_tokens :]):
+            for row, token in enumerate(context[-reported.answer_tokens :]):
                 if best.values[row, 0] - best.values[row, 1] > 1e-3:
-                    assert token == best.indices[row, 0], f"token {row} of the answer at {told.start}"
+                    assert token == best.indices[row, 0], f"token {row} of the answer at {reported.start}"
                     sure += 1
-        assert sure > sum(told.answer_tokens for told in self.told) * 0.8
+        assert sure > sum(reported.answer_tokens for reported in self.reported) * 0.8
 
 
 @pytest.fixture(scope="module")
@@ -143,8 +143,8 @@ def test_a_session_outlives_its_window(stack: Stack, model: Path, head: int) -> 
     name = f"outlives-{next(_serial)}"
     session = Conversation(stack, name)
     while not session.say().dropped_tokens:
-        assert len(session.told) < 8
-    first = session.told[-1]
+        assert len(session.reported) < 8
+    first = session.reported[-1]
     assert first.kv == "kept"
     assert first.dropped_tokens == WINDOW // 2
     # All that was complete and is left was reused.
@@ -159,7 +159,7 @@ def test_a_session_outlives_its_window(stack: Stack, model: Path, head: int) -> 
     assert after.cached_tokens == (after.start - after.dropped_tokens - 1) // BLOCK_TOKENS * BLOCK_TOKENS
 
     stack.client.post(f"/v1/sessions/{name}/fork", {"id": f"{name}-fork"})
-    fork = Conversation(stack, f"{name}-fork", list(session.told), list(session.tokens))
+    fork = Conversation(stack, f"{name}-fork", list(session.reported), list(session.tokens))
     assert session.say(5, seed=1).kv == fork.say(5, seed=1).kv == "kept"
     assert session.tokens == fork.tokens
 
@@ -182,7 +182,7 @@ def test_a_session_outlives_its_window(stack: Stack, model: Path, head: int) -> 
         }
     )
     while session.say().dropped_tokens < 2 * first.dropped_tokens:
-        assert len(session.told) < 14
+        assert len(session.reported) < 14
     assert session.say().kv == "kept"
     reference = TruncatedReference(model)
     session.check(reference, head)
@@ -215,7 +215,7 @@ def test_kv_that_is_lost_is_made_again(
     with stack:
         session = Conversation(stack, "s")
         while not session.say().dropped_tokens:
-            assert len(session.told) < 8
+            assert len(session.reported) < 8
         until_on_disk(stack, "s")
     wipe(stack.data, intact_bytes)
     with stack:
@@ -255,7 +255,7 @@ def test_what_cannot_be_truncated_is_refused(stack: Stack) -> None:
             stack.client.post(CHAT, {**body, "truncation": "auto"})
         assert (refused.value.param, refused.value.http_status) == (param, 400)
     assert stack.client.session(name)["tokens"] == len(session.tokens)
-    while not session.told[-1].dropped_tokens:
+    while not session.reported[-1].dropped_tokens:
         session.say()
     with pytest.raises(KVCommonsError, match="reuse"):
         session.say(reuse=False)

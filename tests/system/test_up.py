@@ -75,10 +75,10 @@ def what_it_says_to_type_talks_to_it(stack: Stack, key: str = "") -> None:
     stack.until(lambda: "Ctrl-C stops the stack" in stack.said(), 10, "the stack does not say what to type")
     found = re.search("^To talk to it, in another terminal: (.*)$", stack.said(), re.MULTILINE)
     assert found is not None, stack.said()
-    told = found[1]
-    assert f"chat --url {stack.url}" in told
-    assert ("KVCOMMONS_API_KEY=KEY " in told) == bool(key)
-    command = told.replace("=KEY ", f"={key} ")
+    reported = found[1]
+    assert f"chat --url {stack.url}" in reported
+    assert ("KVCOMMONS_API_KEY=KEY " in reported) == bool(key)
+    command = reported.replace("=KEY ", f"={key} ")
     ended = subprocess.run(
         command, shell=True, cwd=ROOT, input="Hello.\n/exit\n", capture_output=True, text=True,
         timeout=scaled(60), check=False,

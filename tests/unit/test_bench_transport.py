@@ -8,9 +8,9 @@ from benchmarks.transport import measure
 
 
 def test_each_transport_and_size_has_its_figures() -> None:
-    told: list[str] = []
+    reported: list[str] = []
     sizes = (4 << 10, 64 << 10)
-    report = measure(["tcp", "shm"], sizes, told.append, turns=20)
+    report = measure(["tcp", "shm"], sizes, reported.append, turns=20)
     assert [(row["size"], row["transport"]) for row in report.rows] == [
         ("4 KiB", "tcp"),
         ("4 KiB", "shm"),
@@ -24,4 +24,4 @@ def test_each_transport_and_size_has_its_figures() -> None:
     assert list(report.ratios) == [
         f"{name}: µs of a round trip with 64 KiB each way" for name in ("tcp", "shm")
     ]
-    assert len(told) == 3 * 2 * 2
+    assert len(reported) == 3 * 2 * 2

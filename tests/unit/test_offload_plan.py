@@ -28,7 +28,7 @@ from benchmarks.rooflines import (
     Group,
     Model,
 )
-from benchmarks.turns import attend_s_wanted
+from benchmarks.slice_schedule import attend_s_wanted
 from demo import MODEL_DIR
 from kvcommons.errors import InvalidInput
 from kvcommons.model.spec import ModelSpec

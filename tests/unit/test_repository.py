@@ -263,5 +263,5 @@ def test_make_lists_its_targets_as_contributing_does() -> None:
     found = dict(re.findall(r"^  make (\S+) +(\S.*)$", listed[0], re.MULTILINE))
     phony = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert found.keys() == set(" ".join(phony).split())
-    told = re.findall(r"^\| `make (\S+)` \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
-    assert found.keys() - {"install", "clean"} == set(told)
+    reported = re.findall(r"^\| `make (\S+)` \|", (ROOT / "CONTRIBUTING.md").read_text(), re.MULTILINE)
+    assert found.keys() - {"install", "clean"} == set(reported)

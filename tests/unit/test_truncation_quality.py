@@ -31,9 +31,9 @@ def test_kv_that_is_left_is_as_good_as_computed_anew() -> None:
 def test_a_text_is_read_as_well_with_what_is_left_of_it(tmp_path: Path) -> None:
     """What the demo model was trained to say."""
     draw = random.Random(5)
-    told = [message.content for _ in range(40) for message in long_text(draw, len, 400)]
+    reported = [message.content for _ in range(40) for message in long_text(draw, len, 400)]
     text = tmp_path / "text"
-    text.write_text("\n\n".join(told))
+    text.write_text("\n\n".join(reported))
     found = quality_of_text(MODEL_DIR, text, tokens=700, window=512, progress=lambda _: None)
     assert hashlib.sha256(text.read_bytes()).hexdigest() in found.title
     assert [row["tokens"] for row in found.rows] == [1020, 1020, 1020]

@@ -21,8 +21,8 @@ enum Stage : int32_t { NONE = 0, RECEIVING = 1, QUEUING = 2, SENDING = 3 };
 
 // Bits of a plan's access.
 constexpr int32_t BUSY = 1, ENDED = 2;
-// Of a turn: whether it is taken, and whether somebody may sleep until it is given back.
-constexpr int32_t FREE = 0, TAKEN = 1, WANTED = 2;
+// Of a lock: whether it is held, and whether somebody may sleep until it is released.
+constexpr int32_t FREE = 0, HELD = 1, CONTENDED = 2;
 
 // What a wait for the rest of a head takes at most: longer ones are Python's, which sleeps meanwhile.
 constexpr int64_t HEAD_NS = 200000;
@@ -39,17 +39,17 @@ bool sleep_on(int32_t* word, int32_t value, int64_t until_ns) {
     return true;
 }
 
-bool take_turn(int32_t* turn, int64_t until_ns) {
+bool acquire(int32_t* lock, int64_t until_ns) {
     int32_t free = FREE;
-    if (__atomic_compare_exchange_n(turn, &free, TAKEN, false, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED)) return true;
-    while (__atomic_exchange_n(turn, WANTED, __ATOMIC_ACQUIRE) != FREE)
-        if (!sleep_on(turn, WANTED, until_ns)) return false;
+    if (__atomic_compare_exchange_n(lock, &free, HELD, false, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED)) return true;
+    while (__atomic_exchange_n(lock, CONTENDED, __ATOMIC_ACQUIRE) != FREE)
+        if (!sleep_on(lock, CONTENDED, until_ns)) return false;
     return true;
 }
 
-void give_turn(int32_t* turn) {
-    if (__atomic_exchange_n(turn, FREE, __ATOMIC_RELEASE) == WANTED)
-        syscall(SYS_futex, turn, FUTEX_WAKE_PRIVATE, 1, nullptr, nullptr, 0);
+void release(int32_t* lock) {
+    if (__atomic_exchange_n(lock, FREE, __ATOMIC_RELEASE) == CONTENDED)
+        syscall(SYS_futex, lock, FUTEX_WAKE_PRIVATE, 1, nullptr, nullptr, 0);
 }
 
 // What the call needs beside Python's memory.
@@ -156,18 +156,18 @@ Outcome failed(kvc_serving& serving, Outcome outcome, Stage stage, int64_t began
     return outcome;
 }
 
-// For the turn to compute, with time left of what was granted: when it came, 0 where it has not in time, negative where
+// For the lock to compute under, with time left of what was granted: when it came, 0 where it has not in time, negative where
 // the computation does not count.
 int64_t wait_to_begin(kvc_allowance* allowance, int64_t until_ns) {
     for (;;) {
         int64_t began_ns = now_ns();
         int32_t grants = __atomic_load_n(&allowance->grants, __ATOMIC_SEQ_CST);
-        if (!take_turn(&allowance->turn, until_ns)) return 0;
+        if (!acquire(&allowance->lock, until_ns)) return 0;
         bool counts = __atomic_load_n(&allowance->counts, __ATOMIC_SEQ_CST);
         if (__atomic_load_n(&allowance->spent_ns, __ATOMIC_SEQ_CST) <
             __atomic_load_n(&allowance->granted_ns, __ATOMIC_SEQ_CST))
             return counts ? began_ns : -began_ns;
-        give_turn(&allowance->turn);
+        release(&allowance->lock);
         __atomic_add_fetch(&allowance->sleepers, 1, __ATOMIC_SEQ_CST);
         bool slept = sleep_on(&allowance->grants, grants, until_ns);
         __atomic_sub_fetch(&allowance->sleepers, 1, __ATOMIC_SEQ_CST);
@@ -176,16 +176,16 @@ int64_t wait_to_begin(kvc_allowance* allowance, int64_t until_ns) {
 }
 
 int64_t take(kvc_allowance* allowance, int64_t until_ns) {
-    __atomic_add_fetch(&allowance->asking, 1, __ATOMIC_SEQ_CST);
+    __atomic_add_fetch(&allowance->outstanding, 1, __ATOMIC_SEQ_CST);
     int64_t taken_ns = wait_to_begin(allowance, until_ns);
-    if (!taken_ns) __atomic_sub_fetch(&allowance->asking, 1, __ATOMIC_SEQ_CST);
+    if (!taken_ns) __atomic_sub_fetch(&allowance->outstanding, 1, __ATOMIC_SEQ_CST);
     return taken_ns;
 }
 
 void give(kvc_allowance* allowance, int64_t taken_ns) {
     if (taken_ns > 0) __atomic_add_fetch(&allowance->spent_ns, now_ns() - taken_ns, __ATOMIC_SEQ_CST);
-    give_turn(&allowance->turn);
-    __atomic_sub_fetch(&allowance->asking, 1, __ATOMIC_SEQ_CST);
+    release(&allowance->lock);
+    __atomic_sub_fetch(&allowance->outstanding, 1, __ATOMIC_SEQ_CST);
 }
 
 // A layer whose frame is there, or begins to be.
@@ -244,10 +244,10 @@ EXPORTED void kvc_grant(kvc_allowance* allowance, int64_t granted_ns, int32_t co
 // Until no computation is under way and none that may begin waits, or the time has come. It looks again and again: who
 // gives way has a layer of a chunk to compute next, of milliseconds, and computations pay for no call to wake it.
 EXPORTED void kvc_give_way(kvc_allowance* allowance, int64_t until_ns) {
-    while (__atomic_load_n(&allowance->asking, __ATOMIC_SEQ_CST) && now_ns() < until_ns) {
+    while (__atomic_load_n(&allowance->outstanding, __ATOMIC_SEQ_CST) && now_ns() < until_ns) {
         bool exhausted = __atomic_load_n(&allowance->spent_ns, __ATOMIC_SEQ_CST) >=
                          __atomic_load_n(&allowance->granted_ns, __ATOMIC_SEQ_CST);
-        if (exhausted && __atomic_load_n(&allowance->turn, __ATOMIC_SEQ_CST) == FREE) return;
+        if (exhausted && __atomic_load_n(&allowance->lock, __ATOMIC_SEQ_CST) == FREE) return;
         timespec nap{0, NAP_NS};
         nanosleep(&nap, nullptr);
     }

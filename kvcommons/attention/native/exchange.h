@@ -14,10 +14,10 @@ struct kvc_allowance {
     int64_t spent_ns;    // by computations that counted; never set back
     int64_t granted_ns;  // a computation may begin while less is spent
     int32_t counts;      // whether those that begin now are counted
-    int32_t turn;        // one computation at a time: FREE, TAKEN or WANTED
+    int32_t lock;        // one computation at a time: FREE, HELD or CONTENDED
     int32_t grants;      // changes with each grant
     int32_t sleepers;    // that wait for one
-    int32_t asking;      // computations that wait to begin, or are under way
+    int32_t outstanding; // computations that wait to begin, or are under way
 };
 
 // A plan whose rows are one query each: what its layers attend over, whatever the step.

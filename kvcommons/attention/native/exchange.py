@@ -81,8 +81,8 @@ class NativeAllowance:
         return bool(self._struct.spent_ns >= self._struct.granted_ns)
 
     @property
-    def asking(self) -> int:
-        return int(self._struct.asking)
+    def outstanding(self) -> int:
+        return int(self._struct.outstanding)
 
     def grant(self, until_s: float | None, *, counts: bool) -> None:
         granted_ns = _NS_MAX if until_s is None else int(until_s * 1e9)

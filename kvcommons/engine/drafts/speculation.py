@@ -140,7 +140,7 @@ class Speculation:
                 continue
             looked.append(one.key)
             drafts, chances = known.next(self._most)
-            if len(drafts) > one.room:
+            if len(drafts) > one.unfilled:
                 grow(one)
             drafts = one.verifiable(drafts)
             if drafts:

@@ -62,7 +62,7 @@ class MiniBatches:
         self._read_byte_s = _READ_BYTE_S
         self._over = dict.fromkeys(_NUMBERS, 1.0)  # what it took over what was computed
         self._last = 1
-        self._turn = 0  # of those iterations
+        self._trial = 0  # of those iterations
 
     def observe(self, exchange: ExchangeSize, *, network_s: float, computed_s: float) -> None:
         """One message. The holder computed so long; there and back took `network_s`, what it had queued left
@@ -108,8 +108,8 @@ class MiniBatches:
             exchange, best
         ):
             self._last = best
-        self._turn = (self._turn + 1) % (_DIVIDED + _WHOLE) if self._last > 1 else 0
-        return self._last if self._turn < _DIVIDED else 1
+        self._trial = (self._trial + 1) % (_DIVIDED + _WHOLE) if self._last > 1 else 0
+        return self._last if self._trial < _DIVIDED else 1
 
     def _computed_s(self, exchange: ExchangeSize, number: int) -> float:
         """Three stages (there, attention, back), through which mini-batches go one behind the other."""

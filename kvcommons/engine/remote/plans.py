@@ -90,7 +90,7 @@ class BatchPlans:
 
     def _make(self, batch: Batch) -> LayerExchange:
         layout, rows = self._layout, len(batch.sequences)
-        whole = _room(rows, layout)
+        whole = _empty_partial(rows, layout)
         recipients = [plan.share.holder.recipients(plan.rows) for plan in self.shares]
         sources: list[PartialSource] = []
         if batch.apart and not len(batch.part_rows) and all(plan.share.span for plan in self.shares):
@@ -98,9 +98,9 @@ class BatchPlans:
             spans = [plan.share.span or slice(0) for plan in self.shares]
             answers = [Partial(out=whole.out[span], lse=whole.lse[span]) for span in spans]
         else:
-            answers = [_room(len(plan.rows), layout) for plan in self.shares]
+            answers = [_empty_partial(len(plan.rows), layout) for plan in self.shares]
             if len(batch.part_rows):
-                self.here = _room(len(batch.part_rows), layout)
+                self.here = _empty_partial(len(batch.part_rows), layout)
                 sources += [
                     PartialSource(partial=self.here, index=group.index, rows=group.rows)
                     for group in batch.part_groups
@@ -127,7 +127,7 @@ class BatchPlans:
         return made
 
 
-def _room(rows: int, layout: Layout) -> Partial:
+def _empty_partial(rows: int, layout: Layout) -> Partial:
     return Partial(
         out=torch.empty((rows, layout.query_heads, layout.head_dim)),
         lse=torch.empty((rows, layout.query_heads)),

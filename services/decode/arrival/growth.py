@@ -16,7 +16,7 @@ from kvcommons.holder.holder import Holder
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import common_pb2 as pb
 from kvcommons.placement.base import FreeBlocks
-from services.decode.arrival.growth_turns import GrowthTurns
+from services.decode.arrival.growth_queue import GrowthQueue
 from services.decode.borrowing.creditors import place_of
 from services.decode.borrowing.loans import Loans
 
@@ -45,7 +45,7 @@ class Growth:
     def __init__(
         self,
         core: Core,
-        turns: GrowthTurns,
+        queue: GrowthQueue,
         *,
         engine: Engine,
         holder: Holder,
@@ -55,7 +55,7 @@ class Growth:
     ) -> None:
         """`sequences`: how many are held here, each of which is left a block to grow."""
         self._core = core
-        self._turns = turns
+        self._queue = queue
         self._engine = engine
         self._holder = holder
         self._loans = loans
@@ -66,7 +66,7 @@ class Growth:
     @property
     def any_waits(self) -> bool:
         """A prompt that has begun waits for memory: none that would want more begins meanwhile."""
-        return self._turns.any_waits
+        return self._queue.any_waits
 
     @property
     def promised_blocks(self) -> int:
@@ -105,17 +105,17 @@ class Growth:
             while True:
                 if self._growing.get(prompt.key) is not prompt:
                     raise Unavailable("the sequence whose prompt is computed has ended")
-                if self._turns.may_ask(prompt.key):
+                if self._queue.may_ask(prompt.key):
                     runs = await self._reserve(prompt, least)
                     if runs and self._growing.get(prompt.key) is prompt:
                         return runs
                     self._give_back(runs)
-                self._turns.waits(prompt.key, loop.time())
-                if self._turns.gives_up(prompt.key, loop.time()):
+                self._queue.waits(prompt.key, loop.time())
+                if self._queue.gives_up(prompt.key, loop.time()):
                     raise self._short(prompt)
                 await asyncio.sleep(PAUSE_S)
         finally:
-            self._turns.ended(prompt.key)
+            self._queue.ended(prompt.key)
 
     async def _reserve(self, prompt: GrowingPrompt, least: int) -> list[Run]:
         """None where neither others nor this instance have room for `least` blocks."""

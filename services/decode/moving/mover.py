@@ -249,9 +249,9 @@ class Homecoming:
         self.task = PeriodicTask("homecoming", HOMECOMING_S, self._look)
 
     async def _look(self) -> None:
-        room = self._core.allocator.free - self._spare
-        if room > 0:
-            blocks = min(room, HOMECOMING_BLOCKS)
+        free = self._core.allocator.free - self._spare
+        if free > 0:
+            blocks = min(free, HOMECOMING_BLOCKS)
             await self._mover.to_the_end(
                 self._mover.bring_home(blocks, spare=self._spare, wanted=self._wanted)
             )

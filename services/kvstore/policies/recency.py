@@ -66,8 +66,8 @@ class SegmentedLru(QueueBlind, Generic[K]):
                 self._protected[block] = None
             else:
                 self._probation.move_to_end(block)
-        room = self._share * (len(self._probation) + len(self._protected))
-        while len(self._protected) > room:
+        free = self._share * (len(self._probation) + len(self._protected))
+        while len(self._protected) > free:
             self._probation[self._protected.popitem(last=False)[0]] = None
 
     def admit(self, block: K, after: K | None = None) -> None:

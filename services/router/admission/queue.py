@@ -10,7 +10,7 @@ from itertools import count
 
 from kvcommons.errors import Overloaded, QuotaExceeded
 from services.router.admission.prefixes import PrefixSharers
-from services.router.admission.scheduling import ABSENT, NO_PROMISE, FirstCome, Promise, Rank, Scheduling
+from services.router.admission.scheduling import ABSENT, NO_PROMISE, FirstCome, Promise, Scheduling, SortKey
 from services.router.admission.shares import TenantShares
 
 _RETRY_AFTER_MS_MIN = 1000
@@ -143,7 +143,7 @@ class RequestQueue:
             self.leave(request, now_s)
         started: list[QueuedRequest] = []
         while self._waiting and self.running < self._max_running:
-            request = min(self._waiting, key=self._ranks(now_s))
+            request = min(self._waiting, key=self._sort_keys(now_s))
             if not self._fits(request):
                 break
             self._drop(request)
@@ -169,7 +169,7 @@ class RequestQueue:
 
     def look_ahead(self, requests_max: int, now_s: float) -> list[tuple[QueuedRequest, float]]:
         """The next requests, and in how many seconds each will likely start, by how long requests run."""
-        order = nsmallest(requests_max, self._waiting, key=self._ranks(now_s))
+        order = nsmallest(requests_max, self._waiting, key=self._sort_keys(now_s))
         turnover_s = self._service_s / self._max_running
         return [(request, (place + 1) * turnover_s) for place, request in enumerate(order)]
 
@@ -186,9 +186,9 @@ class RequestQueue:
         if not self._waiting and self._fits(request):
             return 0.0
         self._shares.join(promise.tenant)
-        rank = self._ranks(now_s)
-        own = rank(request)
-        before = sum(other.cost for other in self._waiting if rank(other) < own)
+        sort_key = self._sort_keys(now_s)
+        own = sort_key(request)
+        before = sum(other.cost for other in self._waiting if sort_key(other) < own)
         self._shares.leave(promise.tenant)
         return self._share_s(request, self._service_s) + self._service_s * before / self._max_running
 
@@ -197,22 +197,22 @@ class RequestQueue:
         turnover_s = self._service_s * max(1, self.waiting) / self._max_running
         return int(min(max(turnover_s * 1000, _RETRY_AFTER_MS_MIN), _RETRY_AFTER_MS_MAX))
 
-    def _ranks(self, now_s: float) -> Callable[[QueuedRequest], Rank]:
+    def _sort_keys(self, now_s: float) -> Callable[[QueuedRequest], SortKey]:
         """Of requests as they are now."""
         oldest_s: dict[str, float] = {}
         for waiting in self._waiting:  # in the order in which they came
             oldest_s.setdefault(waiting.promise.tenant, waiting.queued_s)
         delays = {tenant: self._shares.delay_s(tenant, came_s) for tenant, came_s in oldest_s.items()}
 
-        def rank(request: QueuedRequest) -> Rank:
+        def sort_key(request: QueuedRequest) -> SortKey:
             tenant = request.promise.tenant
             if tenant not in delays:  # none of its requests waits yet
                 delays[tenant] = self._shares.delay_s(tenant, request.queued_s)
             request.delay_s = delays[tenant]
             sharers = self._sharers.of(request.prefix.block_ids, request.on_device)
-            return self._policy.rank(request, sharers, now_s)
+            return self._policy.sort_key(request, sharers, now_s)
 
-        return rank
+        return sort_key
 
     def _drop(self, request: QueuedRequest) -> None:
         del self._waiting[request]

@@ -24,7 +24,7 @@ PATIENCE_S = 60.0  # of a request that was promised nothing, beside those that w
 DOCUMENT_PATIENCE_S = 300.0  # of a part of a document, for whose end nobody waits as for an answer
 _LATE = 10  # objectives of a request that cannot meet its own any more
 
-Rank = tuple[float, ...]
+SortKey = tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class Promise:
 NO_PROMISE = Promise()
 
 
-class RankedRequest(Protocol):
+class OrderedRequest(Protocol):
     """What is asked of a request that waits. `number` counts requests as they come; `overtaken` counts the
     requests that came later and started earlier; `delay_s` is of its tenant (`TenantShares`)."""
 
@@ -64,14 +64,14 @@ class RankedRequest(Protocol):
 
 
 class Scheduling(Protocol):
-    """The order in which requests start: the smallest rank first. Ranks of one policy have one length.
+    """The order in which requests start: the smallest sort key first. Those of one policy have one length.
 
     `asks_distance`: whether the order depends on where prefixes lie.
     """
 
     asks_distance: bool
 
-    def rank(self, request: RankedRequest, sharers: int, now_s: float) -> Rank:
+    def sort_key(self, request: OrderedRequest, sharers: int, now_s: float) -> SortKey:
         """`sharers`: the waiting requests, this one among them, that need the next block which it lacks."""
 
 
@@ -80,7 +80,7 @@ class FirstCome:
 
     asks_distance = False
 
-    def rank(self, request: RankedRequest, sharers: int, now_s: float) -> Rank:
+    def sort_key(self, request: OrderedRequest, sharers: int, now_s: float) -> SortKey:
         return (request.number,)
 
 
@@ -93,7 +93,7 @@ class FastestPrefixFirst:
 
     asks_distance = True
 
-    def rank(self, request: RankedRequest, sharers: int, now_s: float) -> Rank:
+    def sort_key(self, request: OrderedRequest, sharers: int, now_s: float) -> SortKey:
         return (request.distance, request.number)
 
 
@@ -108,7 +108,7 @@ class RelaxedFastestPrefixFirst:
 
     asks_distance = True
 
-    def rank(self, request: RankedRequest, sharers: int, now_s: float) -> Rank:
+    def sort_key(self, request: OrderedRequest, sharers: int, now_s: float) -> SortKey:
         return (-(now_s - request.queued_s) * (4.0 - request.distance), request.number)
 
 
@@ -148,7 +148,7 @@ class BoundedFastestPrefixFirst:
     def __init__(self, overtakes_max: int = OVERTAKES_MAX) -> None:
         self._overtakes_max = overtakes_max
 
-    def rank(self, request: RankedRequest, sharers: int, now_s: float) -> Rank:
+    def sort_key(self, request: OrderedRequest, sharers: int, now_s: float) -> SortKey:
         if request.overtaken >= self._overtakes_max:
             return (0.0, 0.0, request.number)
         if request.distance < _ON_DEVICE:
@@ -180,7 +180,7 @@ class LeastSlackFirst:
 
     asks_distance = False
 
-    def rank(self, request: RankedRequest, sharers: int, now_s: float) -> Rank:
+    def sort_key(self, request: OrderedRequest, sharers: int, now_s: float) -> SortKey:
         promise = request.promise
         start_s = request.queued_s + promise.patience_s
         if promise.ttft_s < promise.patience_s:

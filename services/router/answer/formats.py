@@ -25,8 +25,8 @@ class CallFormat:
     """`opening` stands before a call, or before a list of them, `closing` behind it. `listed`: calls are the
     members of a list. `bare`: an answer that begins with a brace is a call, too, and a `separator` parts it
     from the next. `before_arguments`: parts a name, which stands before the object, from the arguments, which
-    are all of it. `id_chars`: how long the ids of calls have to be, 0: as they come. `told`: the template
-    knows nothing of all this."""
+    are all of it. `id_chars`: how long the ids of calls have to be, 0: as they come. `described`: the
+    template knows nothing of all this."""
 
     name: str
     opening: str
@@ -37,7 +37,7 @@ class CallFormat:
     before_arguments: str = ""
     arguments_key: str = "arguments"
     id_chars: int = 0
-    told: bool = False
+    described: bool = False
 
     @property
     def marks(self) -> tuple[str, ...]:
@@ -63,7 +63,7 @@ MISTRAL_NAMED = CallFormat(
 )
 
 
-GENERIC = CallFormat(name="generic", opening="<tool_call>", closing="</tool_call>", told=True)
+GENERIC = CallFormat(name="generic", opening="<tool_call>", closing="</tool_call>", described=True)
 AUTO = "auto"
 CALL_FORMATS: Mapping[str, CallFormat] = {
     form.name: form for form in (HERMES, LLAMA3, MISTRAL, MISTRAL_NAMED, GENERIC)

@@ -109,13 +109,13 @@ async def _whole(
 
     # What is said of thousands of a prompt's tokens would hold up everybody's streams.
     body = await asyncio.to_thread(written) if lifecycle.plan.reads_prompt else written()
-    headers = {"Server-Timing": _server_timing(lifecycle.timings())} | _told_again(lifecycle)
+    headers = {"Server-Timing": _server_timing(lifecycle.timings())} | _replayed_header(lifecycle)
     response = web.json_response(text=body, headers=headers)
     keep(request, _kept(lifecycle, response.headers["Content-Type"], body.encode()))
     return response
 
 
-def _told_again(lifecycle: RequestLifecycle) -> dict[str, str]:
+def _replayed_header(lifecycle: RequestLifecycle) -> dict[str, str]:
     return {} if lifecycle.plan.replayed is None else {REPLAYED_HEADER: "true"}
 
 
@@ -131,7 +131,7 @@ class _Stream:
         self._request = request
         self._lifecycle = lifecycle
         self._shape = shape
-        self._response = web.StreamResponse(headers=sse.HEADERS | _told_again(lifecycle))
+        self._response = web.StreamResponse(headers=sse.HEADERS | _replayed_header(lifecycle))
         self._opened = False
         self._written_so_far: list[bytes] = []  # where it is kept
 

@@ -37,7 +37,7 @@ async def chat_completions(request: web.Request) -> web.StreamResponse:
                 usage_so_far=(lambda: lifecycle.plan.turn.usage) if options.continuous_usage_stats else None,
                 session_id=named.id if named and lifecycle.plan.session_id else None,
                 branch=lifecycle.plan.branch,
-                context=lifecycle.plan.told_context,
+                context=lifecycle.plan.answered_context,
                 prompt_logprobs=body.prompt_logprobs,
             )
             return await answer(request, lifecycle, shape, stream=bool(body.stream))

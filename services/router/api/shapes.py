@@ -30,7 +30,7 @@ from services.router.sessions.conversation import Message, ToolCall
 from services.router.sessions.truncation import Context
 from services.router.turn import events as ev
 from services.router.turn.choice import Choice
-from services.router.turn.replayed import ToldContext
+from services.router.turn.replayed import ReplayedContext
 from services.router.turn.turn import TokenUsage
 
 Json = dict[str, Any]
@@ -105,7 +105,7 @@ class ChatShape:
     usage_so_far: Callable[[], TokenUsage] | None = None  # for each chunk
     session_id: str | None
     branch: str | None = None
-    context: Context | ToldContext | None = None
+    context: Context | ReplayedContext | None = None
     prompt_logprobs: int | None = None  # alternatives that are shown of each of the prompt's tokens
     _begun: set[int] = field(default_factory=set)  # choices whose role was sent
 

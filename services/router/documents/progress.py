@@ -83,18 +83,18 @@ class DocumentProgress:
 
     def _seconds(self, first: int, tokens: int) -> float:
         """Of so many tokens from position `first` on; 0 until measured."""
-        each, pair = self._line()
+        each, pair = self._costs()
         return each * tokens + pair * _pairs(first, tokens)
 
     def _within(self, seconds: float) -> int:
         """How many of the next tokens take so long: the root of `_seconds` less that."""
-        each, pair = self._line()
+        each, pair = self._costs()
         first = each + pair * (self.computed + 0.5)
         return (
             int(2 * seconds / (first + sqrt(first * first + 2 * pair * seconds))) if first else self._largest
         )
 
-    def _line(self) -> tuple[float, float]:
+    def _costs(self) -> tuple[float, float]:
         """Seconds a token, and a pair."""
         if not self._xx:
             return 0.0, 0.0

@@ -51,8 +51,8 @@ class GivenTurn:
         if not stored:
             return False
         heads = leading_system(self.messages)
-        told = self.shared and heads > 0 and not self.head_changes
-        other = told and not repeats(self.messages[:heads], stored[: leading_system(stored)])
+        compared = self.shared and heads > 0 and not self.head_changes
+        other = compared and not repeats(self.messages[:heads], stored[: leading_system(stored)])
         return self.whole or other or is_history(stored, self.messages)
 
     def is_of_use(self, record: pb.SessionRecord) -> bool:

@@ -53,7 +53,7 @@ class SessionStore:
         fleet = self._fleet.homed(session_key(tenant, root))
         deadline_s, delay_s = self._clock() + patience_s, _DELAY_S_MIN
         asked: set[str] = set()  # in this round
-        told: Unavailable | DeadlineExceeded | Overloaded | None = None
+        reported: Unavailable | DeadlineExceeded | Overloaded | None = None
         while True:
             stores = fleet.stores()
             fresh = [store for store in stores if store.id not in asked] or stores
@@ -67,9 +67,9 @@ class SessionStore:
                 if len(stores) > 1 and not isinstance(error, (StoreUnavailable, Overloaded)):
                     fleet.suspect(fresh[0].id)
                 # Where a try had little time left, its end says nothing of why.
-                told = error if told is None or not isinstance(error, DeadlineExceeded) else told
+                reported = error if reported is None or not isinstance(error, DeadlineExceeded) else reported
                 if self._clock() + delay_s >= deadline_s:
-                    raise _gave_up(told, patience_s) from error
+                    raise _gave_up(reported, patience_s) from error
             if others:
                 asked.add(fresh[0].id)
                 continue

@@ -2,9 +2,9 @@
 
 AttentionStore, section 3.4; docs/truncation.md is its page. A truncation drops the oldest blocks behind the
 system prompt. What is left keeps its KV, which was computed with the dropped tokens in view; tokens that come
-later see the shorter context. So a session has stages, one more than truncations, and its KV can be made
+later see the shorter context. So a session has excerpts, one more than truncations, and its KV can be made
 again only by computing them in turn. A truncation at token 0 says that it was not worth that: what is kept
-then was computed anew, as a plain prompt, and stages are counted from there.
+then was computed anew, as a plain prompt, and excerpts are counted from there.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class Truncation:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Stage:
+class Excerpt:
     """What is in sight between two truncations: `tokens`, the head and then the rest, and the identities of
-    their full blocks. Those from `since_token` on were computed in this stage. `dropped_tokens`: see
+    their full blocks. Those from `since_token` on were computed in this excerpt. `dropped_tokens`: see
     Truncated in common.proto."""
 
     tokens: Sequence[int]
@@ -80,8 +80,8 @@ class Stage:
 
 
 class Context:
-    """The stages of a sequence. `kv` says what became of a turn's history: "kept", "replayed" where stages
-    were computed again, "recomputed" where the turn begins with a truncation at token 0."""
+    """The excerpts of a sequence. `kv` says what became of a turn's history: "kept", "replayed" where
+    excerpts were computed again, "recomputed" where the turn begins with a truncation at token 0."""
 
     def __init__(
         self,
@@ -102,9 +102,9 @@ class Context:
         head = truncations[-1].head_tokens if truncations else 0
         gone = sum(one.dropped_tokens for one in truncations[:plain])
         self._known_ids = known_ids if not truncations else ()
-        self.stages = self._stages([*tokens[:head], *tokens[head + gone :]], gone, truncations[plain:])
+        self.excerpts = self._excerpts([*tokens[:head], *tokens[head + gone :]], gone, truncations[plain:])
 
-    def _stages(self, tokens: list[int], gone: int, truncations: Sequence[Truncation]) -> list[Stage]:
+    def _excerpts(self, tokens: list[int], gone: int, truncations: Sequence[Truncation]) -> list[Excerpt]:
         """`tokens` are those of the session but for `gone` ones, whose KV nobody needs any more."""
         size = self._model.block_tokens
         first = block_id(self._salt, self._model.fingerprint, b"", tokens[:size])
@@ -119,13 +119,13 @@ class Context:
             chain.truncate(head_tokens=one.head_tokens, dropped_tokens=dropped[-1])
             parents.append(chain.parent)
         chain.extend(tokens[chain.tokens :])
-        stages = []
+        excerpts = []
         for number, start in enumerate(starts):
             head = truncations[0].head_tokens if number else 0
             rest = head + dropped[number]
             end = starts[number + 1] if number + 1 < len(starts) else len(tokens)
-            stages.append(
-                Stage(
+            excerpts.append(
+                Excerpt(
                     tokens=[*tokens[:head], *tokens[rest:end]],
                     ids=[*chain.ids[: head // size], *chain.ids[rest // size : end // size]],
                     head_tokens=head,
@@ -135,7 +135,7 @@ class Context:
                     block_tokens=size,
                 )
             )
-        return stages
+        return excerpts
 
     @property
     def truncated(self) -> bool:
@@ -143,15 +143,15 @@ class Context:
         return bool(self.dropped_tokens) or self.kv != "kept"
 
     @property
-    def now(self) -> Stage:
+    def now(self) -> Excerpt:
         """What the turn sees."""
-        return self.stages[-1]
+        return self.excerpts[-1]
 
     def up_to(self, tokens: int) -> Context:
-        """The same for a turn that sees the first `tokens` of these only; no stage before has all of them."""
+        """The same for a turn that sees the first `tokens` of these; no earlier excerpt has all of them."""
         cut, now = copy(self), self.now
         ids = now.ids[: tokens // now.block_tokens]
-        cut.stages = [*self.stages[:-1], replace(now, tokens=now.tokens[:tokens], ids=ids)]
+        cut.excerpts = [*self.excerpts[:-1], replace(now, tokens=now.tokens[:tokens], ids=ids)]
         return cut
 
     def chain(self) -> IdentityChain:
@@ -206,16 +206,16 @@ def recomputed(truncations: Sequence[Truncation], new: Truncation | None) -> Tru
     )
 
 
-def replay_costs(stages: Sequence[Stage], found: Sequence[int]) -> tuple[int, int]:
-    """From which stage on a replay begins, and how many tokens it and the turn compute. `found`: leading
-    blocks of each stage that are stored."""
-    first = len(stages) - 1
-    while found[first] < stages[first].since_block:
+def replay_costs(excerpts: Sequence[Excerpt], found: Sequence[int]) -> tuple[int, int]:
+    """From which excerpt on a replay begins, and how many tokens it and the turn compute. `found`: leading
+    blocks of each excerpt that are stored."""
+    first = len(excerpts) - 1
+    while found[first] < excerpts[first].since_block:
         first -= 1
     cost = 0
-    for number in range(first, len(stages)):
-        stage = stages[number]
-        # What an earlier stage of the replay has computed need not be computed again.
-        have = max(found[number], stage.since_block) * stage.block_tokens
-        cost += len(stage.tokens) - min(have, len(stage.tokens))
+    for number in range(first, len(excerpts)):
+        excerpt = excerpts[number]
+        # What an earlier excerpt of the replay has computed need not be computed again.
+        have = max(found[number], excerpt.since_block) * excerpt.block_tokens
+        cost += len(excerpt.tokens) - min(have, len(excerpt.tokens))
     return first, cost

@@ -34,7 +34,7 @@ from services.router.turn import events as ev
 from services.router.turn.attempt import RequestContext
 from services.router.turn.idempotency import RequestKey
 from services.router.turn.planning import RequestPlan
-from services.router.turn.replayed import ToldContext, answered_request
+from services.router.turn.replayed import ReplayedContext, answered_request
 
 
 @dataclass(slots=True, kw_only=True)
@@ -205,7 +205,7 @@ class RequestLifecycle:
             turn_id=self.plan.turn_id,
             created_s=self.plan.created_s,
             service_tier=self.plan.service.name,
-            context=ToldContext(dropped_tokens=context.dropped_tokens, kv=context.kv),
+            context=ReplayedContext(dropped_tokens=context.dropped_tokens, kv=context.kv),
         )
 
     def _observe(self, deltas: list[ev.Delta], now_s: float) -> None:

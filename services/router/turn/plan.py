@@ -143,11 +143,11 @@ def max_tokens_of(request: ChatRequest | CompletionRequest) -> int | None:
     return request.max_tokens
 
 
-def _check_min_tokens(request: ChatRequest | CompletionRequest, room: int) -> None:
+def _check_min_tokens(request: ChatRequest | CompletionRequest, tokens_left: int) -> None:
     """Raises InvalidInput where the answer cannot have as many."""
-    if request.min_tokens is not None and request.min_tokens > room:
+    if request.min_tokens is not None and request.min_tokens > tokens_left:
         raise InvalidInput(
-            f"min_tokens is {request.min_tokens}, and the answer ends after {room} tokens at the latest",
+            f"min_tokens is {request.min_tokens}, and the answer has at most {tokens_left} tokens",
             param="min_tokens",
         )
 

@@ -32,7 +32,7 @@ from services.router.sessions.branching import GivenTurn, is_history
 from services.router.sessions.conversation import Message, check_results, new_messages
 from services.router.sessions.model import checked_model
 from services.router.sessions.naming import NamedSession
-from services.router.sessions.replay import stored_of_stages
+from services.router.sessions.replay import stored_of_excerpts
 from services.router.sessions.truncation import (
     Context,
     Truncation,
@@ -47,7 +47,7 @@ from services.router.turn.grammar import chat_grammar, compiled_grammar, content
 from services.router.turn.idempotency import RequestKey
 from services.router.turn.options import template_options
 from services.router.turn.plan import max_tokens_of, messages_of, plan_turn, prompts_of
-from services.router.turn.replayed import ReplayedTurn, ToldContext, replayed_turn
+from services.router.turn.replayed import ReplayedContext, ReplayedTurn, replayed_turn
 from services.router.turn.sampling import prompt_logprobs_of
 from services.router.turn.tools import NO_TOOLS, ToolOffer, definitions_of, offered_tools
 from services.router.turn.turn import Turn
@@ -278,7 +278,7 @@ class RequestPlan:
         return bool(self.session_id)
 
     @property
-    def told_context(self) -> Context | ToldContext | None:
+    def answered_context(self) -> Context | ReplayedContext | None:
         """Of a session."""
         return self.context if self.replayed is None else self.replayed.context
 
@@ -306,7 +306,7 @@ class RequestPlan:
                 block_tokens=model.block_tokens,
             )
         context = self._context_with(session, [*tokens, *new])
-        if len(context.stages) == 1:
+        if len(context.excerpts) == 1:
             return context
         for name, asked in (("reuse", request.reuse is False), ("prompt_logprobs", _reads_prompt(request))):
             if asked:
@@ -316,11 +316,11 @@ class RequestPlan:
                     param=name,
                 )
         fleet = self._serving.fleet.homed(self.home())
-        found = await stored_of_stages(fleet, model, context.stages, timeout_s=config.request_deadline_s)
+        found = await stored_of_excerpts(fleet, model, context.excerpts, timeout_s=config.request_deadline_s)
         if found is None:  # nothing is given up for a store that is slow to answer
             return context
-        first, cost = replay_costs(context.stages, found)
-        last = len(context.stages) - 1
+        first, cost = replay_costs(context.excerpts, found)
+        last = len(context.excerpts) - 1
         if first < last and cost > config.replay_max * len(context.now.tokens):
             self.truncation = recomputed(stored, self.truncation)
             context = self._context_with(session, [*tokens, *new])

@@ -15,7 +15,7 @@ from kvcommons.model.chat import ChatTemplate, Options
 from kvcommons.model.tokenizer import Tokenizer
 from services.router.answer.formats import AnswerFormat, CallFormat, call_format
 from services.router.answer.parser import AnswerParser
-from services.router.answer.telling import told
+from services.router.answer.tool_prompt import describe_tools
 from services.router.sessions.conversation import Message, joined, leading_system
 from services.router.turn.tools import NO_TOOLS, ToolOffer
 
@@ -153,15 +153,15 @@ class Text:
     def _shown(self, messages: Sequence[Message], tools: ToolOffer, *, begins: bool) -> list[dict[str, Any]]:
         """As the template reads them. `begins`: they are the first of the conversation."""
         messages = joined(messages)
-        if self.calls.told:
-            messages = told(
+        if self.calls.described:
+            messages = describe_tools(
                 messages, tools.definitions, begins=begins, takes_system=self.template.takes_system
             )
         return [message.as_dict() for message in messages]
 
     def _given(self, tools: ToolOffer) -> Sequence[dict[str, Any]]:
         """What the template itself is given of them."""
-        return () if self.calls.told else tools.definitions
+        return () if self.calls.described else tools.definitions
 
     def _new_call_id(self) -> str:
         if self.calls.id_chars:

@@ -19,7 +19,7 @@ from services.router.turn.turn import TokenUsage, Turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ToldContext:
+class ReplayedContext:
     """What was said of a session's context with the answer."""
 
     dropped_tokens: int
@@ -41,7 +41,7 @@ class ReplayedTurn:
     answered: pb.AnsweredRequest
     model: common_pb2.ModelInfo
     messages: int
-    context: ToldContext
+    context: ReplayedContext
 
     @property
     def delta(self) -> ev.Delta:
@@ -57,7 +57,7 @@ def answered_request(
     turn_id: str,
     created_s: int,
     service_tier: str,
-    context: ToldContext,
+    context: ReplayedContext,
 ) -> pb.AnsweredRequest:
     """What the record keeps of an answer that is being committed. Of log-probabilities those that were asked
     for."""
@@ -118,11 +118,11 @@ def _replayed(record: pb.SessionRecord, at: int, tokenizer: Tokenizer) -> Replay
         rejected_prediction_tokens=answered.rejected_prediction_tokens,
     )
     return ReplayedTurn(
-        turn=Turn([[choice]], told=usage),
+        turn=Turn([[choice]], replayed=usage),
         parts=tuple(parts),
         shown=tuple((one.start, one.token) for one in answered.shown),
         answered=answered,
         model=common_pb2.ModelInfo(name=record.model_name, fingerprint=record.model),
         messages=at + 1,
-        context=ToldContext(dropped_tokens=answered.dropped_tokens, kv=answered.kv),
+        context=ReplayedContext(dropped_tokens=answered.dropped_tokens, kv=answered.kv),
     )

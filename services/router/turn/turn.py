@@ -32,10 +32,10 @@ class Turn:
     Ended when all choices finished, or with `error` once one of them failed.
     """
 
-    def __init__(self, prompts: Sequence[Sequence[Choice]], *, told: TokenUsage | None = None) -> None:
-        """`prompts`: the choices of each prompt; a choice's `index` is its place among all of them. `told`:
-        what one used that has ended before, and is told again."""
-        self._told = told
+    def __init__(self, prompts: Sequence[Sequence[Choice]], *, replayed: TokenUsage | None = None) -> None:
+        """`prompts`: the choices of each prompt; a choice's `index` is its place among all of them.
+        `replayed`: what one used that has ended before, and is replayed."""
+        self._replayed = replayed
         self._prompts = prompts
         self.choices = [choice for choices in prompts for choice in choices]
         if [choice.index for choice in self.choices] != list(range(len(self.choices))):
@@ -67,8 +67,8 @@ class Turn:
 
     @property
     def usage(self) -> TokenUsage:
-        if self._told is not None:
-            return self._told
+        if self._replayed is not None:
+            return self._replayed
         leaders = [choices[0] for choices in self._prompts]
         return TokenUsage(
             prompt_tokens=sum(len(choice.prompt) for choice in leaders),

@@ -45,13 +45,13 @@ def history(model: ChatOpenAI) -> None:
 
 def session(model: ChatOpenAI) -> None:
     """Of chat completions by a header; of responses by the one before, behind which what is new is sent."""
-    told, asked = HumanMessage("My goose is called Gerda."), HumanMessage("What is my goose called?")
+    reported, asked = HumanMessage("My goose is called Gerda."), HumanMessage("What is my goose called?")
     if model.use_responses_api:
         kept = ChatOpenAI(**GREEDY, use_responses_api=True, use_previous_response_id=True)
-        answer = kept.invoke([told, kept.invoke([told]), asked])
+        answer = kept.invoke([reported, kept.invoke([reported]), asked])
     else:
         kept = ChatOpenAI(**GREEDY, default_headers={"X-Session-ID": "langchain-client"})
-        kept.invoke([told])
+        kept.invoke([reported])
         answer = kept.invoke([asked])
     assert "Gerda" in answer.text, answer
 

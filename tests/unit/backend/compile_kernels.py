@@ -97,11 +97,11 @@ def spilled_bytes(kernel: Any) -> int:
 
 
 def main(capability: int) -> None:
-    told = [
+    reported = [
         {"kernel": name, "shared_bytes": kernel.metadata.shared, "spilled_bytes": spilled_bytes(kernel)}
         for name, kernel in compiled(capability)
     ]
-    print(json.dumps(told))
+    print(json.dumps(reported))
 
 
 if __name__ == "__main__":

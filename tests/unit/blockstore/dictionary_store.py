@@ -33,11 +33,11 @@ class DictionaryStore:
         self.puts: list[pb.PutLayer] = []
         self.unwanted: set[bytes] = set()
         self.refusal: KVCommonsError | None = None
-        self.room = 1 << 30  # blocks that it can send at once
+        self.capacity = 1 << 30  # blocks that it can send at once
         self.asked: list[int] = []  # blocks, by each GetLayers
-        self.gate = threading.Event()  # replies to GetLayers after layer 0, and to PutLayer, wait for it
-        self.gate.set()
-        self.waiting = 0  # requests that have come to the gate
+        self.may_reply = threading.Event()  # replies to GetLayers after layer 0, and to PutLayer, wait for it
+        self.may_reply.set()
+        self.waiting = 0  # requests whose replies wait for it
         self.server = DataServer(address, self._answer, name="store")
         self.server.start()
 
@@ -59,11 +59,11 @@ class DictionaryStore:
         asked = list(get.block_ids)
         while asked:
             there = list(takewhile(lambda one: (one, layers.start) in self.objects, asked))
-            piece, asked = asked[: self.room], asked[self.room :]
+            piece, asked = asked[: self.capacity], asked[self.capacity :]
             more = 0 < len(piece) < len(there)
             for layer in layers:
                 if layer:
-                    self.gate.wait(5)
+                    self.may_reply.wait(5)
                 keys = list(takewhile(self.objects.__contains__, ((one, layer) for one in piece)))
                 more = more and len(keys) == len(piece)
                 got = pb.GotLayer(
@@ -81,7 +81,7 @@ class DictionaryStore:
         into = [bytearray(exchange.payload_bytes // len(keys)) for _ in keys]
         exchange.receive_payload(into)
         self.waiting += 1
-        self.gate.wait(5)
+        self.may_reply.wait(5)
         self.puts.append(put)
         for key, digest, arrived in zip(keys, put.checksums, into, strict=True):
             if key[0] not in self.unwanted:

@@ -36,7 +36,7 @@ def store() -> Iterator[DictionaryStore]:
     folder = tempfile.mkdtemp(prefix="kvc-")
     store = DictionaryStore(f"unix:{folder}/data")
     yield store
-    store.gate.set()
+    store.may_reply.set()
     store.server.stop(5)
     shutil.rmtree(folder)
 
@@ -65,12 +65,12 @@ def test_all_layers_of_all_blocks_arrive(store: DictionaryStore, loader: BlockLo
 
 def test_a_layer_is_there_while_later_ones_are_not(store: DictionaryStore, loader: BlockLoader) -> None:
     store.fill(ids(2))
-    store.gate.clear()
+    store.may_reply.clear()
     load = loader.load(store.server.address, MODEL, LAYOUT, ids(2), Memory(2), soon())
     assert load.wait(0, soon()) == 2
     with pytest.raises(DeadlineExceeded, match="layer 1"):
         load.wait(1, Deadline.after(0.05))
-    store.gate.set()
+    store.may_reply.set()
     assert load.wait(2, soon()) == 2
 
 
@@ -88,7 +88,7 @@ def test_what_the_store_has_no_room_for_at_once_comes_in_pieces(
     store: DictionaryStore, loader: BlockLoader, ahead: int | None
 ) -> None:
     store.fill(ids(5))
-    store.room = 2
+    store.capacity = 2
     memory = Memory(5)
     load = loader.load(store.server.address, MODEL, LAYOUT, ids(5), memory, soon(), ahead=ahead)
     assert load.wait(0, soon()) == 5
@@ -106,7 +106,7 @@ def test_a_run_in_pieces_ends_where_a_layer_is_missing(
     store: DictionaryStore, loader: BlockLoader, block: int, layer: int, there: list[int]
 ) -> None:
     store.fill(ids(6))
-    store.room = 2
+    store.capacity = 2
     del store.objects[ids(6)[block], layer]
     load = loader.load(store.server.address, MODEL, LAYOUT, ids(6), Memory(6), soon())
     assert load.wait_all(soon()) == there[-1]
@@ -119,7 +119,7 @@ def test_a_store_that_has_no_room_at_all_is_not_asked_again(
     store: DictionaryStore, loader: BlockLoader
 ) -> None:
     store.fill(ids(3))
-    store.room = 0
+    store.capacity = 0
     load = loader.load(store.server.address, MODEL, LAYOUT, ids(3), Memory(3), soon())
     assert load.wait_all(soon()) == 0
     assert store.asked == [3]
@@ -127,13 +127,13 @@ def test_a_store_that_has_no_room_at_all_is_not_asked_again(
 
 def test_a_load_in_pieces_can_be_narrowed(store: DictionaryStore, loader: BlockLoader) -> None:
     store.fill(ids(6))
-    store.room = 2
-    store.gate.clear()
+    store.capacity = 2
+    store.may_reply.clear()
     memory = Memory(6)
     load = loader.load(store.server.address, MODEL, LAYOUT, ids(6), memory, soon())
     wait_until(lambda: bool(store.asked), "it asks for the first piece")
     load.narrow(3)
-    store.gate.set()
+    store.may_reply.set()
     assert load.wait_all(soon()) == 3
     assert memory.objects[2][3:] == [bytearray(LAYOUT.object_bytes)] * 3
 
@@ -184,7 +184,7 @@ def test_a_stores_error_and_an_absent_store_give_nothing(store: DictionaryStore,
 
 def test_a_store_that_stops_leaves_the_layers_that_came(store: DictionaryStore, loader: BlockLoader) -> None:
     store.fill(ids(2))
-    store.gate.clear()
+    store.may_reply.clear()
     load = loader.load(store.server.address, MODEL, LAYOUT, ids(2), Memory(2), soon())
     assert load.wait(0, soon()) == 2
     threading.Timer(0.05, store.server.stop, [0.1]).start()
@@ -194,7 +194,7 @@ def test_a_store_that_stops_leaves_the_layers_that_came(store: DictionaryStore, 
 
 def test_a_slow_store_costs_the_loads_deadline(store: DictionaryStore, loader: BlockLoader) -> None:
     store.fill(ids(2))
-    store.gate.clear()
+    store.may_reply.clear()
     load = loader.load(store.server.address, MODEL, LAYOUT, ids(2), Memory(2), Deadline.after(0.2))
     assert load.wait_all(soon()) == 0
     assert isinstance(load.failure, DeadlineExceeded)
@@ -202,13 +202,13 @@ def test_a_slow_store_costs_the_loads_deadline(store: DictionaryStore, loader: B
 
 def test_after_cancel_nothing_is_written(store: DictionaryStore, loader: BlockLoader) -> None:
     store.fill(ids(2))
-    store.gate.clear()
+    store.may_reply.clear()
     memory = Memory(2)
     load = loader.load(store.server.address, MODEL, LAYOUT, ids(2), memory, soon())
     assert load.wait(0, soon()) == 2
     load.cancel()
     assert load.ended
-    store.gate.set()
+    store.may_reply.set()
     other = loader.load(store.server.address, MODEL, LAYOUT, ids(2), Memory(2), soon())
     assert other.wait_all(soon()) == 2
     assert memory.objects[1] == [bytes(LAYOUT.object_bytes)] * 2
@@ -217,7 +217,7 @@ def test_after_cancel_nothing_is_written(store: DictionaryStore, loader: BlockLo
 
 def test_loads_in_the_queue_can_be_cancelled_and_close_ends_all(store: DictionaryStore) -> None:
     store.fill(ids(1))
-    store.gate.clear()
+    store.may_reply.clear()
     loader = BlockLoader(lambda _: None, loads_max=1, name="load-test")
     loads = [loader.load(store.server.address, MODEL, LAYOUT, ids(1), Memory(1), soon()) for _ in range(4)]
     assert loads[0].wait(0, soon()) == 1
@@ -269,12 +269,12 @@ def test_a_held_load_ends_by_its_deadline_and_by_cancel(store: DictionaryStore, 
 
 def test_a_narrowed_load_goes_on_with_fewer_blocks(store: DictionaryStore, loader: BlockLoader) -> None:
     store.fill(ids(4))
-    store.gate.clear()
+    store.may_reply.clear()
     memory = Memory(4)
     load = loader.load(store.server.address, MODEL, LAYOUT, ids(4), memory, soon())
     assert load.wait(0, soon()) == 4
     load.narrow(2)
-    store.gate.set()
+    store.may_reply.set()
     assert load.wait_all(soon()) == 2
     assert load.failure is None
     kept = [content(block_id, 2) for block_id in ids(2)]

@@ -38,7 +38,7 @@ def folder() -> Iterator[Path]:
 def store(folder: Path) -> Iterator[DictionaryStore]:
     store = DictionaryStore(f"unix:{folder}/data")
     yield store
-    store.gate.set()
+    store.may_reply.set()
     store.server.stop(5)
 
 
@@ -158,12 +158,12 @@ def test_no_more_waits_for_others_than_is_sent_in_a_moment(folder: Path) -> None
 def test_a_full_buffer_drops_and_never_blocks(store: DictionaryStore) -> None:
     saver = BlockSaver("w", buffer_bytes=3 * LAYOUT.object_bytes)
     writer = Writer(saver)
-    store.gate.clear()
+    store.may_reply.clear()
     taken = [writer.save(store.server.address, ids(1, number), 0) for number in range(10)]
     assert taken == [True] * 3 + [False] * 7
     assert saver.stats().dropped_objects == 7
     assert saver.stats().pending_bytes == 3 * LAYOUT.object_bytes
-    store.gate.set()
+    store.may_reply.set()
     assert saver.flush(soon())
     # The later layers of what was dropped are of no use.
     for number in range(10):
@@ -255,7 +255,7 @@ def test_a_refusal_drops_the_blocks(store: DictionaryStore) -> None:
 def test_close_drops_the_rest_and_leaves_no_thread(store: DictionaryStore) -> None:
     saver = BlockSaver("closing")
     writer = Writer(saver)
-    store.gate.clear()
+    store.may_reply.clear()
     for number in range(5):
         writer.save(store.server.address, ids(1, number), 0)
     saver.close(Deadline.after(0.1))
@@ -289,7 +289,7 @@ def test_progress_sends_a_layer_only_after_the_one_before() -> None:
 
 def test_what_waits_can_be_moved_out_of_its_owners_memory(store: DictionaryStore) -> None:
     saver = BlockSaver("writer-1")
-    store.gate.clear()
+    store.may_reply.clear()
     memory = [bytearray(content(block_id, layer)) for layer in range(3) for block_id in ids(1)]
     done: list[int] = []
     for layer in range(3):
@@ -303,7 +303,7 @@ def test_what_waits_can_be_moved_out_of_its_owners_memory(store: DictionaryStore
     assert done == [1, 2]
     assert not saver.detach()
     memory[1][:] = memory[2][:] = bytes(len(memory[1]))
-    store.gate.set()
+    store.may_reply.set()
     assert saver.flush(soon())
     assert sorted(done) == [0, 1, 2]
     assert store.objects == {(ids(1)[0], layer): content(ids(1)[0], layer) for layer in range(3)}

@@ -9,14 +9,14 @@ from itertools import pairwise
 
 import pytest
 
-from benchmarks.turns import SliceStart, Turns, attend_s_wanted
+from benchmarks.slice_schedule import SliceSchedule, SliceStart, attend_s_wanted
 from services.decode.staggering.pipelines import Fixed, Rotational, Scheme, Timing, period_s
 
 
-def run(scheme: Scheme, timing: Timing, turns: int) -> tuple[list[SliceStart], dict[str, float], float]:
+def run(scheme: Scheme, timing: Timing, slices: int) -> tuple[list[SliceStart], dict[str, float], float]:
     """What started on the replicas, busy seconds of each device, and the period at the end; the pool computes
     attention of one batch after the other."""
-    order, busy = Turns(scheme), defaultdict[str, float](float)
+    order, busy = SliceSchedule(scheme), defaultdict[str, float](float)
     events: list[tuple[float, int, str, int]] = []
     pool: deque[int] = deque()
     pool_free = True
@@ -32,7 +32,7 @@ def run(scheme: Scheme, timing: Timing, turns: int) -> tuple[list[SliceStart], d
 
     for batch in range(scheme.batches):
         start(order.ask(batch))
-    while min(done) < turns:
+    while min(done) < slices:
         now_s, _, kind, batch = heapq.heappop(events)
         if kind == "slice":
             start(order.ended(batch))
@@ -40,14 +40,14 @@ def run(scheme: Scheme, timing: Timing, turns: int) -> tuple[list[SliceStart], d
         else:
             pool_free = True
             done[batch] += 1
-            if min(done) == max(done) == turns // 2:
+            if min(done) == max(done) == slices // 2:
                 half_s = now_s
             start(order.ask(batch))
         if pool_free and pool:
             pool_free = False
             busy["pool"] += timing.attend_s
             heapq.heappush(events, (now_s + timing.attend_s, -len(begun), "attention", pool.popleft()))
-    return begun, dict(busy), (now_s - half_s) / (turns - turns // 2)
+    return begun, dict(busy), (now_s - half_s) / (slices - slices // 2)
 
 
 @pytest.mark.parametrize("batches", [2, 3, 4, 9])
@@ -106,11 +106,11 @@ def test_a_slice_goes_to_the_replica_that_the_paper_names() -> None:
 
 
 def test_a_batch_that_rests_is_not_waited_for() -> None:
-    turns = Turns(Rotational(2))
-    assert turns.ask(0) == SliceStart(0, 0)
-    assert turns.ask(1) is None
-    assert turns.ended(0) == SliceStart(1, 0)
-    assert turns.ended(1) is None  # the first one does not ask: the second goes on alone
-    assert turns.ask(1) == SliceStart(1, 0)
-    assert turns.ended(1) is None
-    assert turns.ask(0) == SliceStart(0, 0)
+    slices = SliceSchedule(Rotational(2))
+    assert slices.ask(0) == SliceStart(0, 0)
+    assert slices.ask(1) is None
+    assert slices.ended(0) == SliceStart(1, 0)
+    assert slices.ended(1) is None  # the first one does not ask: the second goes on alone
+    assert slices.ask(1) == SliceStart(1, 0)
+    assert slices.ended(1) is None
+    assert slices.ask(0) == SliceStart(0, 0)

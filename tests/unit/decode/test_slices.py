@@ -103,11 +103,11 @@ def test_it_is_the_slice_to_the_bit(pair: Pair, unrotated: bool) -> None:
     state, attention = pair.state()
     expected = pair.core.model.advance(0, state, attention)
     for _ in range(2):  # the second one finds its rotation made
-        answer, told = pair.ask(unrotated=unrotated).finish()
+        answer, reported = pair.ask(unrotated=unrotated).finish()
         for name in ("hidden", "q", "k", "v", "cos", "sin", "positions"):
             assert torch.equal(getattr(answer, name), getattr(expected, name)), name
         assert torch.equal(answer.unrotated_q, expected.unrotated_q) == unrotated
-        assert told.computed_us
+        assert reported.computed_us
     # And it is a state like any other: the next slice can be computed from it.
     again = pair.core.model.advance(1, answer, attention)
     assert torch.equal(again.q, pair.core.model.advance(1, expected, attention).q)
@@ -137,18 +137,18 @@ def _short(pair: Pair) -> tuple[State, Tensor]:
 def test_it_waits_for_its_turn_no_longer_than_it_may(pair: Pair) -> None:
     with pair.turn.within(Deadline.after(1)), pytest.raises(DeadlineExceeded):
         pair.ask(wait_s=0.1).finish()
-    _, told = pair.ask().finish()  # who gave up has left the queue
-    assert told.queued_us < 10e6
+    _, reported = pair.ask().finish()  # who gave up has left the queue
+    assert reported.queued_us < 10e6
 
 
 def test_a_turn_is_first_come_first_served() -> None:
     turn, order = FairLock(), list[int]()
-    gate = threading.Event()
+    may_end = threading.Event()
 
     def take(number: int) -> None:
         with turn.within(Deadline.after(scaled(10))):
             if number == 0:
-                gate.wait(scaled(10))
+                may_end.wait(scaled(10))
             order.append(number)
 
     def asked(numbers: int) -> bool:
@@ -161,7 +161,7 @@ def test_a_turn_is_first_come_first_served() -> None:
             while not asked(number + 1):
                 deadline.check()
                 time.sleep(0.002)
-        gate.set()
+        may_end.set()
     assert order == list(range(5))
 
 

@@ -134,9 +134,9 @@ def test_an_error_is_an_object_of_json_where_no_terminal_shows_it(
     wrong = ["up", "--data", str(tmp_path / "data"), "--port", "0", "--decode", "0"]
     assert main(wrong) == main([*wrong, "--log-format", "json"]) == 2
     for line in capsys.readouterr().out.splitlines():
-        told = json.loads(line)
-        assert (told["level"], told["service"]) == ("error", "up")
-        assert "decode" in told["message"]
+        reported = json.loads(line)
+        assert (reported["level"], reported["service"]) == ("error", "up")
+        assert "decode" in reported["message"]
     assert main([*wrong, "--log-format", "text"]) == 2
     assert capsys.readouterr().out.startswith("kvcommons up: decode")
 

@@ -28,8 +28,8 @@ def test_a_part_of_a_head_group_says_so(part: int | None) -> None:
 def test_a_service_that_is_silent_is_shown_with_the_age_of_its_figures() -> None:
     pool = ledger_pb2.Instance(id="attention_pool-1", service="attention_pool")
     for silent_s, said in ((None, False), (2.5, False), (31.2, True)):
-        told = _lines(_services([_instance(pool, None, silent_s)], None), "of 31 s ago")
-        assert bool(told) is said
+        reported = _lines(_services([_instance(pool, None, silent_s)], None), "of 31 s ago")
+        assert bool(reported) is said
 
 
 def test_a_pool_that_lends_nothing_says_why() -> None:

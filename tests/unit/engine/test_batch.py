@@ -160,13 +160,13 @@ def test_rows_ordered_by_holder_are_sent_and_gathered_in_one_piece() -> None:
     )
     q = torch.randn(5, 4, 8)
     whole = Partial(out=torch.randn(5, 4, 8), lse=torch.randn(5, 4))
-    told = [
+    reported = [
         (share.groups, Partial(out=whole.out[share.rows], lse=whole.lse[share.rows]))
         for share in batch.shares
     ]
-    assert torch.equal(batch.gather(told, q).out, whole.out)
+    assert torch.equal(batch.gather(reported, q).out, whole.out)
     # One holder is lost: its rows are empty, the others are where they belong.
-    left = batch.gather(told[1:], q)
+    left = batch.gather(reported[1:], q)
     rows = batch.shares[1].rows
     assert torch.equal(left.out[rows], whole.out[rows])
     assert bool(left.lse[batch.shares[0].rows].isneginf().all())
@@ -195,12 +195,12 @@ def test_mini_batches_have_about_as_much_kv_each_and_give_the_same() -> None:
         assert sorted(row for share in batch.shares for row in share.rows.tolist()) == list(range(6))
         # Each holder's first one comes before the second ones.
         assert len({id(share.holder) for share in batch.shares[:2]}) == 2
-        told = [
+        reported = [
             (share.groups, Partial(out=whole.out[share.rows], lse=whole.lse[share.rows]))
             for share in batch.shares
         ]
-        assert torch.equal(batch.gather(told, q).out, whole.out)
-        left = batch.gather(told[1:], q)
+        assert torch.equal(batch.gather(reported, q).out, whole.out)
+        left = batch.gather(reported[1:], q)
         lost = batch.shares[0].rows
         assert bool(left.lse[lost].isneginf().all())
         assert int(left.lse.isneginf().all(1).sum()) == len(lost)

@@ -102,7 +102,7 @@ def test_who_waits_goes_on_when_time_has_passed(event: str) -> None:
 
     waiting = threading.Thread(target=wait)
     waiting.start()
-    while not budget.allowance.asking:
+    while not budget.allowance.outstanding:
         time.sleep(0.001)
     budget.between_layers(gives_way=False)
     assert not got.wait(0.02), "no time has passed"
@@ -131,7 +131,7 @@ def test_between_two_layers_a_chunk_gives_way_to_those_that_may_begin() -> None:
 
     waits = threading.Thread(target=wait)
     waits.start()
-    while budget.allowance.asking < 2:
+    while budget.allowance.outstanding < 2:
         time.sleep(0.001)
     passed = threading.Event()
 
@@ -207,17 +207,17 @@ def test_what_is_granted_is_spent_by_what_counts(allowance: Allowance) -> None:
 def test_who_gives_way_waits_for_those_that_may_begin_and_for_no_others(allowance: Allowance) -> None:
     allowance.give_way(10)
     taken = allowance.take(0)
-    assert allowance.asking == 1
+    assert allowance.outstanding == 1
     threading.Timer(0.02, lambda: allowance.give(taken)).start()
     allowance.give_way(10)
-    assert allowance.asking == 0
+    assert allowance.outstanding == 0
     allowance.grant(allowance.spent_s, counts=True)
     waits = threading.Thread(target=lambda: allowance.give(allowance.take(10)))
     waits.start()
-    while not allowance.asking:
+    while not allowance.outstanding:
         time.sleep(0.001)
     allowance.give_way(10)  # nothing is granted: who waits is not waited for
-    assert allowance.asking == 1
+    assert allowance.outstanding == 1
     allowance.grant(None, counts=True)
     waits.join(10)
-    assert allowance.asking == 0
+    assert allowance.outstanding == 0

@@ -153,15 +153,15 @@ class CatalogMachine(RuleBasedStateMachine):
             self.writing.append((block, self.disk_slot(block)))
 
     def disk_slot(self, block: Block) -> Slot | None:
-        room, disk, shape = self.catalog.evictor, self.catalog.disk, block.space.shape
+        capacity, disk, shape = self.catalog.evictor, self.catalog.disk, block.space.shape
         slot = disk.take(shape)
         if slot is None and (slots := disk.growth_slots(shape)):
             disk.add(disk.next_number(), shape, slots)
             slot = disk.take(shape)
         if slot is None:
-            taken = room.empty_disk_region(block.space)
-            gone: list[Doomed] = taken[1] if taken else room.evict_disk(block.space, 1)
-            room.unindexed(gone)
+            taken = capacity.empty_disk_region(block.space)
+            gone: list[Doomed] = taken[1] if taken else capacity.evict_disk(block.space, 1)
+            capacity.unindexed(gone)
             if taken:
                 disk.remove(taken[0].number)
                 if slots := disk.growth_slots(shape):

@@ -48,7 +48,7 @@ class Listening(HitDensity[bytes]):
     def order(self) -> list[bytes]:
         return [self.waiting[job] for job in sorted(self.waiting)]
 
-    def told(self) -> list[tuple[str, bytes]]:
+    def reported(self) -> list[tuple[str, bytes]]:
         heard, self.heard = self.heard, []
         return heard
 
@@ -70,21 +70,21 @@ def test_jobs_join_stay_and_leave_and_routers_are_merged() -> None:
     jobs.replace("r", [use(1.0, A), use(5.0, B)])
     jobs.replace("s", [use(3.0, C), use(3.0, C, model=b"other")])
     assert policy.order == [A, C, B]
-    policy.told()
+    policy.reported()
     jobs.replace("r", [use(1.1, A), use(5.1, B)])
-    assert policy.told() == []  # the same jobs still wait
+    assert policy.reported() == []  # the same jobs still wait
     jobs.replace("r", [use(4.0, B)])
-    assert policy.told() == [("forget", A)]
+    assert policy.reported() == [("forget", A)]
     assert policy.order == [C, B]
 
 
 def test_who_is_overtaken_moves() -> None:
     jobs, policy = listening()
     jobs.replace("r", [use(1.0, A), use(2.0, B), use(3.0, C)])
-    policy.told()
+    policy.reported()
     jobs.replace("r", [use(1.0, C), use(2.0, A), use(3.0, B)])
     assert policy.order == [C, A, B]
-    assert policy.told() == [("move", A), ("move", B)]
+    assert policy.reported() == [("move", A), ("move", B)]
 
 
 def test_equal_prompts_are_jobs_of_their_own() -> None:
@@ -105,9 +105,9 @@ def test_a_job_that_is_served_is_not_forgotten_again_and_not_served_twice() -> N
     assert jobs.serve(MODEL, [A, B], 2, now_s=1.0)
     assert not jobs.serve(MODEL, [A, B], 2, now_s=1.5)  # the decode side reads it, too
     jobs.replace("r", [])
-    assert policy.told() == [("expect", B), ("use", B)]
+    assert policy.reported() == [("expect", B), ("use", B)]
     assert jobs.serve(MODEL, [A, B], 2, now_s=1.5 + SAME_JOB_S)
-    assert policy.told() == [("use", B)]
+    assert policy.reported() == [("use", B)]
 
 
 def test_policies_see_the_window_only() -> None:

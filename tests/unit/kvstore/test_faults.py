@@ -335,10 +335,10 @@ print("recovered")
 """
 
 
-@pytest.mark.parametrize("room", [0, 4096])
-def test_a_commit_on_a_full_disk_is_a_clear_error_and_loses_nothing(tmp_path: Path, room: int) -> None:
+@pytest.mark.parametrize("capacity", [0, 4096])
+def test_a_commit_on_a_full_disk_is_a_clear_error_and_loses_nothing(tmp_path: Path, capacity: int) -> None:
     result = subprocess.run(
-        [sys.executable, "-c", _FULL_DISK, str(tmp_path), str(room)],
+        [sys.executable, "-c", _FULL_DISK, str(tmp_path), str(capacity)],
         check=False,
         capture_output=True,
         text=True,

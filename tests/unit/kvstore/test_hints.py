@@ -137,10 +137,10 @@ def test_more_hints_than_dram_holds_do_not_chase_each_other_out(tmp_path: Path) 
     uses = [(MODEL, wave, float(number)) for number, wave in enumerate(waves)]
     store.prefetcher.hint("r", uses, 30.0)
     wait_until(lambda: all(store.match(MODEL, waves[3], peek=True)))
-    room = store.stats().dram_capacity_blocks
-    wait_until(lambda: store.stats().counters.prefetched >= room - 10)
+    capacity = store.stats().dram_capacity_blocks
+    wait_until(lambda: store.stats().counters.prefetched >= capacity - 10)
     store.prefetcher.hint("r", uses, 30.0)
-    assert store.stats().counters.prefetched <= room
+    assert store.stats().counters.prefetched <= capacity
     assert put_blocks(store, block_ids(5, "new")) == []
     assert store.match(MODEL, waves[0], peek=True) == [True] * 10
     assert store.match(MODEL, ids, peek=True) == [False] * len(ids)

@@ -134,12 +134,12 @@ def fill(store: BlockStore, groups: range) -> list[list[bytes]]:
 def test_eviction_leaves_no_block_that_nobody_can_reach(tmp_path: Path, restarts: bool) -> None:
     """Prompts that nobody asks for again, in a store with room for a few. What is left of each is its
     beginning: a block without the one before it would take room and be of no use."""
-    room = {"dram_bytes": MIB // 4, "disk_bytes": MIB, "slab_bytes_min": MIB // 4}
-    store = open_store(tmp_path, **room)
+    capacity = {"dram_bytes": MIB // 4, "disk_bytes": MIB, "slab_bytes_min": MIB // 4}
+    store = open_store(tmp_path, **capacity)
     prompts = fill(store, range(5 if restarts else 12))
     if restarts:
         store.close()
-        store = open_store(tmp_path, **room)
+        store = open_store(tmp_path, **capacity)
         assert sum(matched(store, ids) for ids in prompts) > 0
         prompts += fill(store, range(5, 7))
     alone = {block_id: matched(store, [block_id]) for ids in prompts for block_id in ids}

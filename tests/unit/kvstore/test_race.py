@@ -99,9 +99,9 @@ def test_many_at_once(tmp_path: Path) -> None:
     assert stats.disk_used_bytes <= 5 * MIB
     # Nothing is pinned any more: new blocks of either model may have all of the memory.
     for shape in (SHAPE, OTHER):
-        room = 2 * MIB // shape.slot_bytes
-        ids = block_ids(room, f"after all, {shape.layers}")
-        for start in range(0, room, 8):
+        capacity = 2 * MIB // shape.slot_bytes
+        ids = block_ids(capacity, f"after all, {shape.layers}")
+        for start in range(0, capacity, 8):
             wait_until(partial(fits, store, ids[start : start + 8], shape))
         assert read_blocks(store, ids[-8:], shape) == 8
     store.close()

@@ -7,7 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from benchmarks.replay.hierarchy import Hierarchy, Room
+from benchmarks.replay.hierarchy import Capacity, Hierarchy
 from services.kvstore.policies.base import Policy
 from services.kvstore.policies.catalogue import CATALOGUE
 
@@ -32,7 +32,7 @@ def maker(name: str) -> Callable[[], Policy[Any]]:
     return CATALOGUE[name].make
 
 
-def serve_all(hierarchy: Hierarchy[int], jobs: list[Run], look_ahead: int | None, room: Room) -> int:
+def serve_all(hierarchy: Hierarchy[int], jobs: list[Run], look_ahead: int | None, capacity: Capacity) -> int:
     """Leading blocks found, in all. Fails where a tier is too full or the account is wrong."""
     hits, known = 0, 0
     for number, run in enumerate(jobs):
@@ -43,7 +43,7 @@ def serve_all(hierarchy: Hierarchy[int], jobs: list[Run], look_ahead: int | None
         served = hierarchy.serve(number, run, float(number))
         assert served.dram >= 0 <= served.disk
         assert served.dram + served.disk <= len(run)
-        assert hierarchy.dram_used <= room.dram_blocks - room.buffer_blocks
-        assert hierarchy.disk_used <= room.disk_blocks
+        assert hierarchy.dram_used <= capacity.dram_blocks - capacity.buffer_blocks
+        assert hierarchy.disk_used <= capacity.disk_blocks
         hits += served.dram + served.disk
     return hits

@@ -26,9 +26,9 @@ def tenant_of(block: Block) -> str:
 class Tier:
     """Of `room` blocks: what comes evicts what the policy says."""
 
-    def __init__(self, policy: Callable[[], Any], floors: Floors, room: int) -> None:
+    def __init__(self, policy: Callable[[], Any], floors: Floors, capacity: int) -> None:
         self.policy = TenantFloors[Block](policy(), tenant_of, floors)
-        self.room = room
+        self.capacity = capacity
         self.blocks: set[Block] = set()
         self.jobs = 0
 
@@ -39,7 +39,7 @@ class Tier:
         for block in run:
             if block in self.blocks:
                 continue
-            while len(self.blocks) >= self.room:
+            while len(self.blocks) >= self.capacity:
                 victim = self.policy.victim(lambda one: one in run or pinned(one))
                 if victim is None:
                     break
@@ -47,7 +47,7 @@ class Tier:
                 self.blocks.remove(victim)
                 self.policy.remove(victim)
                 gone.append(victim)
-            if len(self.blocks) < self.room:
+            if len(self.blocks) < self.capacity:
                 self.blocks.add(block)
                 self.policy.admit(block)
         self.jobs += 1

@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.replay.hierarchy import Hierarchy, Room, Served
+from benchmarks.replay.hierarchy import Capacity, Hierarchy, Served
 from tests.unit.kvstore_policies.driving import maker
 
 
 def two_tiers(dram: int, disk: int, *, policy: str = "attention-store", buffer: int = 0) -> Hierarchy[int]:
-    room = Room(dram_blocks=dram, disk_blocks=disk, buffer_blocks=buffer)
-    return Hierarchy(room, maker(policy), fetches=True)
+    capacity = Capacity(dram_blocks=dram, disk_blocks=disk, buffer_blocks=buffer)
+    return Hierarchy(capacity, maker(policy), fetches=True)
 
 
 def test_only_a_run_from_the_first_block_is_a_hit() -> None:
@@ -58,8 +58,8 @@ def test_a_buffer_of_dram_stays_free() -> None:
 
 
 def test_unused_blocks_go_after_their_time_to_live() -> None:
-    room = Room(dram_blocks=2, disk_blocks=4)
-    store: Hierarchy[int] = Hierarchy(room, maker("lru"), fetches=False, ttl_s=60.0)
+    capacity = Capacity(dram_blocks=2, disk_blocks=4)
+    store: Hierarchy[int] = Hierarchy(capacity, maker("lru"), fetches=False, ttl_s=60.0)
     store.serve(0, [1, 2], 0.0)
     store.serve(1, [3, 4], 30.0)
     assert store.serve(2, [1, 2], 59.0) == Served(dram=0, disk=2)
@@ -71,7 +71,11 @@ def test_unused_blocks_go_after_their_time_to_live() -> None:
 def test_a_pinned_block_stays_where_it_is() -> None:
     pinned = {1, 2}
     store: Hierarchy[int] = Hierarchy(
-        Room(dram_blocks=2, disk_blocks=0), maker("lru"), fetches=False, ttl_s=5.0, pinned=pinned.__contains__
+        Capacity(dram_blocks=2, disk_blocks=0),
+        maker("lru"),
+        fetches=False,
+        ttl_s=5.0,
+        pinned=pinned.__contains__,
     )
     store.serve(0, [1, 2], 0.0)
     store.serve(1, [3, 4], 100.0)

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.replay.hierarchy import Hierarchy, Room
+from benchmarks.replay.hierarchy import Capacity, Hierarchy
 from benchmarks.replay.optimum import Belady
 from kvcommons.errors import InvalidInput
 from services.kvstore.policies.base import nothing_pinned
@@ -22,22 +22,22 @@ def test_capacity_is_never_exceeded(
     name: str, jobs: list[Run], dram: int, disk: int, look_ahead: int
 ) -> None:
     chosen = CATALOGUE[name]
-    room = Room(dram_blocks=dram, disk_blocks=disk, buffer_blocks=dram // 4)
+    capacity = Capacity(dram_blocks=dram, disk_blocks=disk, buffer_blocks=dram // 4)
     hierarchy: Hierarchy[int] = Hierarchy(
-        room, maker(name), fetches=chosen.looks_ahead, paper_window=chosen.paper_window
+        capacity, maker(name), fetches=chosen.looks_ahead, paper_window=chosen.paper_window
     )
-    serve_all(hierarchy, jobs, look_ahead if chosen.looks_ahead else None, room)
+    serve_all(hierarchy, jobs, look_ahead if chosen.looks_ahead else None, capacity)
 
 
 @pytest.mark.parametrize("name", CATALOGUE)
-@given(jobs=runs, room=st.integers(1, 10))
+@given(jobs=runs, blocks=st.integers(1, 10))
 @settings(max_examples=25, deadline=None)
-def test_nothing_beats_the_optimum(name: str, jobs: list[Run], room: int) -> None:
+def test_nothing_beats_the_optimum(name: str, jobs: list[Run], blocks: int) -> None:
     uses: dict[int, list[int]] = {}
     for number, run in enumerate(jobs):
         for block in run:
             uses.setdefault(block, []).append(number)
-    capacity = Room(dram_blocks=room)
+    capacity = Capacity(dram_blocks=blocks)
     best: Hierarchy[int] = Hierarchy(capacity, lambda: Belady(uses, deepest_first=True), fetches=False)
     other: Hierarchy[int] = Hierarchy(capacity, maker(name), fetches=False)
     ahead = 4 if CATALOGUE[name].looks_ahead else None
@@ -69,10 +69,10 @@ def test_a_pinned_block_is_never_the_victim_and_all_others_are(
     assert held - kept <= gone
 
 
-@given(jobs=runs, room=st.integers(1, 10), look_ahead=st.integers(0, 5))
+@given(jobs=runs, blocks=st.integers(1, 10), look_ahead=st.integers(0, 5))
 @settings(max_examples=50, deadline=None)
 def test_what_the_scheduler_aware_policy_keeps_is_closed_under_prefixes(
-    jobs: list[Run], room: int, look_ahead: int
+    jobs: list[Run], blocks: int, look_ahead: int
 ) -> None:
     policy: HitDensity[int] = HitDensity()
     held: set[int] = set()
@@ -85,7 +85,7 @@ def test_what_the_scheduler_aware_policy_keeps_is_closed_under_prefixes(
                 held.add(block)
                 policy.admit(block)
         policy.use(number, run, 0)
-        while len(held) > room:
+        while len(held) > blocks:
             block = policy.victim(nothing_pinned)
             assert block is not None
             held.discard(block)
@@ -153,9 +153,9 @@ def test_a_client_who_usually_comes_back_is_waited_for() -> None:
         if number % 4 == 0 and number >= 400:
             jobs.append((number - 400, number - 399))
     for name in ("lru", "scheduler-aware"):
-        room = Room(dram_blocks=300)
-        hierarchy: Hierarchy[int] = Hierarchy(room, maker(name), fetches=False)
-        hits[name] = serve_all(hierarchy, jobs, None, room)
+        capacity = Capacity(dram_blocks=300)
+        hierarchy: Hierarchy[int] = Hierarchy(capacity, maker(name), fetches=False)
+        hits[name] = serve_all(hierarchy, jobs, None, capacity)
     assert hits["lru"] == 0
     assert hits["scheduler-aware"] > 600
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.replay.cli import TOKEN_BYTES, main
-from benchmarks.replay.hierarchy import Room
+from benchmarks.replay.hierarchy import Capacity
 from benchmarks.replay.replay import Setting, replay
 from benchmarks.replay.sharegpt import ShareGpt, generate
 from benchmarks.replay.trace import Job, Trace, read_trace
@@ -34,7 +34,7 @@ def mooncake() -> Trace:
     ],
 )
 def test_known_figures_come_out(mooncake: Trace, policy: str, blocks: int, share: float) -> None:
-    outcome = replay(mooncake, policy, Setting(room=Room(dram_blocks=blocks)))
+    outcome = replay(mooncake, policy, Setting(capacity=Capacity(dram_blocks=blocks)))
     assert round(outcome.block_hit_rate, 3) == share
 
 
@@ -52,7 +52,7 @@ def test_known_figures_come_out(mooncake: Trace, policy: str, blocks: int, share
 def test_the_scheduler_aware_policy_on_a_real_trace(
     mooncake: Trace, look_ahead: int, blocks: int, at_least: float
 ) -> None:
-    setting = Setting(room=Room(dram_blocks=blocks), look_ahead=look_ahead)
+    setting = Setting(capacity=Capacity(dram_blocks=blocks), look_ahead=look_ahead)
     assert replay(mooncake, "scheduler-aware", setting).block_hit_rate >= at_least
 
 
@@ -80,9 +80,9 @@ def test_in_the_proportions_of_figure_21_the_queue_is_worth_25_points(part: int,
     """128 GiB, 10 TiB and 9,000 sessions of a 13B model, or a part of each."""
     trace = generate(ShareGpt(sessions=9000 // part, block_tokens=block_tokens))
     block_bytes = block_tokens * TOKEN_BYTES * part
-    room = Room(dram_blocks=(128 << 30) // block_bytes, disk_blocks=(10 << 40) // block_bytes)
+    capacity = Capacity(dram_blocks=(128 << 30) // block_bytes, disk_blocks=(10 << 40) // block_bytes)
     lru, aware = (
-        replay(trace, policy, Setting(room=room, warm_up=10_000 // part))
+        replay(trace, policy, Setting(capacity=capacity, warm_up=10_000 // part))
         for policy in ("lru", "scheduler-aware")
     )
     assert aware.block_hit_rate >= lru.block_hit_rate + 0.25
@@ -94,13 +94,13 @@ def test_a_request_hits_that_finds_all_that_had_come_before() -> None:
     jobs = [Job(run=run, tokens=16 * len(run), arrive_s=n, start_s=n) for n, run in enumerate(runs)]
     trace = Trace(name="four", jobs=jobs, block_tokens=16)
     for blocks, share in ((8, 0.5), (1, 0.0)):
-        outcome = replay(trace, "lru", Setting(room=Room(dram_blocks=blocks)))
+        outcome = replay(trace, "lru", Setting(capacity=Capacity(dram_blocks=blocks)))
         assert outcome.request_hit_rate == share
 
 
 def test_a_session_shorter_than_a_block_uses_none() -> None:
     trace = generate(ShareGpt(sessions=40, block_tokens=16_384))
-    setting = Setting(room=Room(dram_blocks=4, disk_blocks=8))
+    setting = Setting(capacity=Capacity(dram_blocks=4, disk_blocks=8))
     for policy in ("scheduler-aware", "attention-store"):
         assert replay(trace, policy, setting).requests == len(trace.jobs)
 
@@ -147,10 +147,10 @@ def test_runs_of_sessions_are_local_to_them(tmp_path: Path) -> None:
     ]
     with gzip.open(path, "wt") as file:
         file.writelines(json.dumps(row) + "\n" for row in rows)
-    outcome = replay(read_trace(path), "lru", Setting(room=Room(dram_blocks=100)))
+    outcome = replay(read_trace(path), "lru", Setting(capacity=Capacity(dram_blocks=100)))
     assert (outcome.blocks, outcome.misses) == (9, 6)
     assert outcome.token_hit_rate == pytest.approx(192 / 600, abs=1e-6)
-    late = replay(read_trace(path), "lru", Setting(room=Room(dram_blocks=100), ttl_s=5.0))
+    late = replay(read_trace(path), "lru", Setting(capacity=Capacity(dram_blocks=100), ttl_s=5.0))
     assert late.misses == 9
 
 

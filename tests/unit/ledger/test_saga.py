@@ -47,7 +47,7 @@ class Play:
     ) -> None:
         self.written: list[Settlement | None] = []
         self.asked: list[tuple[Step, int, str]] = []
-        self.told: list[str] = []  # what happened, in order
+        self.reported: list[str] = []  # what happened, in order
         self.result: Settlement | None = None
         value: object = None
         while True:
@@ -61,11 +61,11 @@ class Play:
                     value = writes_max is None or len(self.written) < writes_max
                     if value:
                         self.written.append(settlement)
-                        self.told.append(f"wrote {settlement.step.name if settlement else 'nothing'}")
+                        self.reported.append(f"wrote {settlement.step.name if settlement else 'nothing'}")
                 case AskDebtors(requests=requests):
                     for name, request in requests.items():
                         self.asked.append((request.step, request.round, name))
-                        self.told.append(f"asked {request.step.name}")
+                        self.reported.append(f"asked {request.step.name}")
                     value = {name: answer(name, request) for name, request in requests.items()}
                 case Pause():
                     value = None
@@ -89,7 +89,7 @@ def test_a_circle_turns_in_rounds_until_its_debt_is_settled() -> None:
 def test_each_step_is_written_before_it_is_taken() -> None:
     play = Play(settle(circle(2, 2)), lambda _, request: obey(request))
     written = ""
-    for entry in play.told:
+    for entry in play.reported:
         word, _, step = entry.partition(" ")
         if word == "wrote":
             written = step

@@ -98,8 +98,8 @@ class PagedRunner:
 
     def _write(self, sequence: Sequence_, layer: int, positions: Tensor, k: Tensor, v: Tensor) -> None:
         """`positions` are consecutive, in host memory."""
-        for first, room, memory, table in self._segments(sequence):
-            inside = ((positions >= first) & (positions < first + room)).nonzero().flatten().tolist()
+        for first, capacity, memory, table in self._segments(sequence):
+            inside = ((positions >= first) & (positions < first + capacity)).nonzero().flatten().tolist()
             here = slice(inside[0], inside[-1] + 1) if inside else slice(0)
             at = positions[here] - first
             slots = table[at // BLOCK_TOKENS] * BLOCK_TOKENS + at % BLOCK_TOKENS
@@ -110,11 +110,11 @@ class PagedRunner:
         end = int(positions[-1]) + 1
         parts = [
             attend_chunk(
-                state.q, memory.layer(layer), table, min(max(end - first, 0), room),
+                state.q, memory.layer(layer), table, min(max(end - first, 0), capacity),
                 first_key_position=first, query_positions=positions, backend=self.model.backend,
                 scale=self.model.scale, window=self.model.window(layer),
             )
-            for first, room, memory, table in self._segments(sequence)
+            for first, capacity, memory, table in self._segments(sequence)
         ]  # fmt: skip
         return self.model.backend.attention.merge(parts).out
 
@@ -128,13 +128,13 @@ class PagedRunner:
             segments = [self._segments(sequence)[holder] for sequence in self.sequences]
             tables = torch.nn.utils.rnn.pad_sequence([table for _, _, _, table in segments], batch_first=True)
             firsts = torch.tensor([first for first, _, _, _ in segments])
-            rooms = torch.tensor([room for _, room, _, _ in segments])
+            capacities = torch.tensor([capacity for _, capacity, _, _ in segments])
             parts.append(
                 attend_batch(
                     state.q,
                     segments[0][2].layer(layer),
                     tables,
-                    torch.minimum((ends - firsts).clamp_min(0), rooms),
+                    torch.minimum((ends - firsts).clamp_min(0), capacities),
                     scale=self.model.scale,
                     first_key_positions=firsts,
                     query_positions=positions,

@@ -130,13 +130,13 @@ def test_tools_calls_and_results_cannot_forge_control_tokens(folder: Path) -> No
 def test_the_format_of_calls_is_found_from_the_template(tmp_path: Path, kind: str, name: str) -> None:
     template = read(tool_templates.KINDS[kind](tmp_path))
     assert call_format(template).name == name
-    assert call_format(template, "generic").told
+    assert call_format(template, "generic").described
 
 
 def test_templates_that_know_no_tools_or_write_calls_otherwise(tmp_path: Path) -> None:
-    assert call_format(read(chat_folders.chatml(tmp_path))).told
+    assert call_format(read(chat_folders.chatml(tmp_path))).described
     xml = chat_folders.CHATML + "{% if tools %}<tool_call><function=name>{% endif %}"
-    assert call_format(read(chat_folders.chatml(tmp_path, xml))).told
+    assert call_format(read(chat_folders.chatml(tmp_path, xml))).described
     named = chat_folders.CHATML + "{% if tools %}[TOOL_CALLS]name[ARGS]{}{% endif %}"
     assert call_format(read(chat_folders.chatml(tmp_path, named))).name == "mistral_named"
 

@@ -24,14 +24,14 @@ def choice_of(
     tokenizer: Tokenizer,
     *,
     stops: tuple[str, ...] = (),
-    room: int = 100,
+    capacity: int = 100,
     stall_s: float = 5,
     prompt_logprobs: LogprobsOfPrompt | None = None,
 ) -> Choice:
     return Choice(
         index=0,
         prompt=PROMPT,
-        max_position=len(PROMPT) + room,
+        max_position=len(PROMPT) + capacity,
         sampling=pb.Sampling(),
         text=AnswerText(tokenizer, stops=stops, stop_ids=tokenizer.eos_ids),
         patience=Patience(resume_s=10, stall_s=stall_s),

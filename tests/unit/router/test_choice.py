@@ -261,7 +261,7 @@ def test_a_stream_that_is_over_is_not_taken_for_silent(tokenizer: Tokenizer) -> 
 
 def test_the_length_ends_it(tokenizer: Tokenizer) -> None:
     answer = tokenizer.encode_text("one two three four")
-    choice = choice_of(tokenizer, room=2)
+    choice = choice_of(tokenizer, capacity=2)
     choice.start()
     text = shown(choice.handle(first_of(1, answer[0]), 0))
     actions = choice.handle(tokens(1, answer), 0)
@@ -272,7 +272,7 @@ def test_the_length_ends_it(tokenizer: Tokenizer) -> None:
 
 def test_text_held_for_a_stop_string_comes_at_the_end(tokenizer: Tokenizer) -> None:
     answer = tokenizer.encode_text("one two thr")
-    choice = choice_of(tokenizer, stops=("three",), room=len(answer))
+    choice = choice_of(tokenizer, stops=("three",), capacity=len(answer))
     choice.start()
     text = shown(choice.handle(first_of(1, answer[0]), 0))
     actions = choice.handle(tokens(1, answer), 0)

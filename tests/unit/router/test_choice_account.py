@@ -45,7 +45,7 @@ def test_an_answer_of_one_token_tells_what_was_cached(tokenizer: Tokenizer) -> N
     (token,) = tokenizer.encode_text("a")
     for decode in ([tokens(1, [token])], [tokens(1, [token]), finished(1)]):
         for at in range(len(decode) + 1):
-            choice = choice_of(tokenizer, room=1)
+            choice = choice_of(tokenizer, capacity=1)
             choice.start()
             actions = [
                 action
@@ -78,7 +78,7 @@ def test_what_decode_sent_before_it_failed_counts_though_it_was_held(tokenizer: 
 
 
 def test_a_failure_after_the_last_token_fails_nothing(tokenizer: Tokenizer) -> None:
-    choice = choice_of(tokenizer, room=2)
+    choice = choice_of(tokenizer, capacity=2)
     choice.start()
     choice.handle(tokens(1, [50, 51]), 1)
     actions = choice.handle(decode_failed(1), 2)
@@ -116,8 +116,8 @@ def test_a_prefill_that_does_not_give_its_account_is_not_waited_for(tokenizer: T
 def test_the_end_of_an_answer_waits_for_a_late_account(tokenizer: Tokenizer, reason: str) -> None:
     """Its text does not: a call of prefill's that was lost and made again takes seconds."""
     answer = tokenizer.encode_text("one two three")
-    for room, decode in ((len(answer), []), (100, [finished(1, reason)])):
-        choice = choice_of(tokenizer, room=room, stall_s=5)
+    for capacity, decode in ((len(answer), []), (100, [finished(1, reason)])):
+        choice = choice_of(tokenizer, capacity=capacity, stall_s=5)
         choice.start()
         for event in (tokens(1, answer), *decode):
             assert choice.handle(event, 10) == []

@@ -95,8 +95,8 @@ def test_a_lender_that_answers_is_shown_as_it_is_now_and_another_one_with_its_ag
         {"creditor": "pool-1", "debtor": "decode-1", "blocks": 6},
         {"creditor": "pool-2", "debtor": "decode-1", "blocks": 4},
     ]
-    told = ("free_blocks", "running", "silent_s", "answers")
-    assert [tuple(one[name] for name in told) for one in picture["instances"]] == [
+    reported = ("free_blocks", "running", "silent_s", "answers")
+    assert [tuple(one[name] for name in reported) for one in picture["instances"]] == [
         (51, 2, 0.3, True),
         (60, 2, 7.0, False),
         (0, 0, None, None),

@@ -45,13 +45,13 @@ def test_what_is_no_file_of_keys_is_named_and_no_key_repeated(bad: str, says: st
 async def test_changes_are_followed_and_mistakes_change_nothing(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    file, told = tmp_path / "keys", asyncio.Queue[Keys]()
+    file, reported = tmp_path / "keys", asyncio.Queue[Keys]()
     file.write_text("ann key-of-ann\n")
     first = read_keys(file)
-    following = asyncio.create_task(follow_keys(str(file), first, told.put_nowait, look_s=LOOK_S))
+    following = asyncio.create_task(follow_keys(str(file), first, reported.put_nowait, look_s=LOOK_S))
     for text in ("ann key-of-ann\nbob key-of-bob\n", "bob key-of-bob operator\n"):
         file.write_text(text)
-        assert await asyncio.wait_for(told.get(), scaled(5)) == parse_keys(text, "keys")
+        assert await asyncio.wait_for(reported.get(), scaled(5)) == parse_keys(text, "keys")
     file.write_text("nonsense\n")
     await _logged(caplog, "expected 'tenant key'")
     file.unlink()
@@ -59,8 +59,8 @@ async def test_changes_are_followed_and_mistakes_change_nothing(
     replaced = tmp_path / "new"
     replaced.write_text("eve key-of-eve\n")
     replaced.rename(file)  # as editors and secrets of containers do
-    assert list(await asyncio.wait_for(told.get(), scaled(5))) == ["key-of-eve"]
-    assert told.empty()
+    assert list(await asyncio.wait_for(reported.get(), scaled(5))) == ["key-of-eve"]
+    assert reported.empty()
     assert caplog.text.count("the keys stay as they were") == 2
     assert "key-of" not in caplog.text
     following.cancel()

@@ -11,7 +11,7 @@ from kvcommons.errors import Internal
 
 LOAD = Workload(
     prefixes=4,
-    room=(2, 3, 0),
+    capacity=(2, 3, 0),
     requests=40,
     waiting=7,
     running=1,

@@ -36,8 +36,8 @@ def tokenizer() -> Tokenizer:
     return demo_tokenizer()
 
 
-def begun(tokenizer: Tokenizer, *, room: int = 2, stall_s: float = 5) -> Choice:
-    choice = choice_of(tokenizer, room=room, stall_s=stall_s, prompt_logprobs=LogprobsOfPrompt(top=1))
+def begun(tokenizer: Tokenizer, *, capacity: int = 2, stall_s: float = 5) -> Choice:
+    choice = choice_of(tokenizer, capacity=capacity, stall_s=stall_s, prompt_logprobs=LogprobsOfPrompt(top=1))
     choice.start()
     choice.handle(ev.Reserved(choice=0, attempt=1, push_from_block=0, instance="d"), 0.0)
     return choice
@@ -98,7 +98,7 @@ def test_those_of_a_part_of_the_prompt_are_none(
 
 
 def test_a_choice_that_generates_nothing_ends_with_its_prompt(tokenizer: Tokenizer) -> None:
-    choice = choice_of(tokenizer, room=0)
+    choice = choice_of(tokenizer, capacity=0)
     assert not choice.generates
     choice.start()
     choice.handle(ev.PrefillStarted(choice=0, attempt=1), 0.1)

@@ -177,9 +177,9 @@ def test_an_answer_with_calls_can_be_sent_back_and_its_schemas_keep_their_nulls(
     schema = {"type": "object", "properties": {"a": {"default": None, "enum": [None, 1]}}}
     tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": None}}
     asked = chat(messages=[*HI["messages"], answer.model_dump(), result], tools=[tool])
-    _, said, told = messages_of(asked)
+    _, said, reported = messages_of(asked)
     assert (said.content, said.tool_calls) == ("", (ToolCall(id="c", name="f", arguments="{}"),))
-    assert (told.role, told.content, told.tool_call_id) == ("tool", "1", "c")
+    assert (reported.role, reported.content, reported.tool_call_id) == ("tool", "1", "c")
     assert asked.tools is not None
     assert asked.tools[0].function.parameters == schema
 

@@ -15,9 +15,9 @@ from services.router.admission.scheduling import (
     DOCUMENT_PATIENCE_S,
     PATIENCE_S,
     FirstCome,
+    OrderedRequest,
     Promise,
-    Rank,
-    RankedRequest,
+    SortKey,
     scheduling,
 )
 
@@ -224,9 +224,9 @@ def test_asking_for_the_expected_wait_ranks_each_request_once() -> None:
     class Counting(FirstCome):
         ranked = 0
 
-        def rank(self, request: RankedRequest, sharers: int, now_s: float) -> Rank:
+        def sort_key(self, request: OrderedRequest, sharers: int, now_s: float) -> SortKey:
             self.ranked += 1
-            return super().rank(request, sharers, now_s)
+            return super().sort_key(request, sharers, now_s)
 
     policy = Counting()
     queue = RequestQueue(max_running=1, max_waiting=10, policy=policy)

@@ -118,13 +118,13 @@ def test_another_truncation_gives_other_identities(other: Truncation) -> None:
     assert context(32, cut(24, 8, 12)).now.ids[-1] != context(32, other).now.ids[-1]
 
 
-def test_stages_are_what_a_replay_computes() -> None:
+def test_excerpts_are_what_a_replay_computes() -> None:
     after = context(60, cut(24, 8, 12), cut(40, 8, 8))
-    first, second, third = after.stages
+    first, second, third = after.excerpts
     assert list(first.tokens) == list(range(24))
     assert list(second.tokens) == [*range(8), *range(20, 40)]
     assert list(third.tokens) == [*range(8), *range(28, 60)]
-    assert [stage.since_token for stage in after.stages] == [0, 12, 20]
+    assert [excerpt.since_token for excerpt in after.excerpts] == [0, 12, 20]
     assert list(second.ids[:3]) == [*first.ids[:2], first.ids[5]]
     assert list(third.ids[:5]) == [*second.ids[:2], *second.ids[4:]]
     assert after.dropped_tokens == 20
@@ -134,7 +134,7 @@ def test_a_truncation_at_zero_begins_anew() -> None:
     cuts = [cut(24, 8, 12), cut(0, 8, 8)]
     after = context(60, *cuts)
     kept = [*range(8), *range(28, 60)]
-    assert len(after.stages) == 1
+    assert len(after.excerpts) == 1
     assert list(after.now.ids) == plain(kept)
     assert after.now.message() is None
     later = context(80, *cuts, cut(60, 8, 4))
@@ -145,13 +145,13 @@ def test_a_truncation_at_zero_begins_anew() -> None:
     assert recomputed([], cut(24, 8, 12)) == cut(0, 8, 12)
 
 
-def test_a_replay_begins_at_the_last_stage_that_can_be_computed() -> None:
-    stages = context(60, cut(24, 8, 12), cut(40, 8, 8)).stages
-    assert replay_costs(stages, [0, 0, 5]) == (2, 40 - 20)
-    assert replay_costs(stages, [0, 0, 7]) == (2, 40 - 28)
-    assert replay_costs(stages, [0, 5, 0]) == (1, (28 - 20) + (40 - 20))
-    assert replay_costs(stages, [2, 2, 4]) == (0, (24 - 8) + (28 - 12) + (40 - 20))
-    assert replay_costs(stages, [0, 0, 0]) == (0, 24 + (28 - 12) + (40 - 20))
+def test_a_replay_begins_at_the_last_excerpt_that_can_be_computed() -> None:
+    excerpts = context(60, cut(24, 8, 12), cut(40, 8, 8)).excerpts
+    assert replay_costs(excerpts, [0, 0, 5]) == (2, 40 - 20)
+    assert replay_costs(excerpts, [0, 0, 7]) == (2, 40 - 28)
+    assert replay_costs(excerpts, [0, 5, 0]) == (1, (28 - 20) + (40 - 20))
+    assert replay_costs(excerpts, [2, 2, 4]) == (0, (24 - 8) + (28 - 12) + (40 - 20))
+    assert replay_costs(excerpts, [0, 0, 0]) == (0, 24 + (28 - 12) + (40 - 20))
 
 
 def test_sessions_of_any_course_are_told_alike_by_all_who_chain() -> None:

@@ -20,7 +20,7 @@ def test_every_sequence_generates_while_others_come_and_go() -> None:
     for seed in range(200):
         draw = random.Random(seed)
         stages = draw.randrange(2, 6)
-        line, tokens = deque[list[int]](), Counter[int]()
+        pipeline, tokens = deque[list[int]](), Counter[int]()
         ready = list(range(draw.randrange(1, 12)))
         stays = ready[-1]  # the youngest at first
         for _ in range(400):
@@ -28,13 +28,13 @@ def test_every_sequence_generates_while_others_come_and_go() -> None:
                 ready.append(ready[-1] + 1)
             if draw.random() < 0.05 and ready[0] != stays:
                 gone = ready[0]
-                if all(gone not in batch for batch in line):
+                if all(gone not in batch for batch in pipeline):
                     ready.remove(gone)
-            under_way = [key for batch in line for key in batch]
+            under_way = [key for batch in pipeline for key in batch]
             batch = next_batch(ready, under_way, stages)
-            if batch and len(line) < stages:
+            if batch and len(pipeline) < stages:
                 assert not set(batch) & set(under_way)
-                line.append(batch)
-            elif line:
-                tokens.update(line.popleft())
+                pipeline.append(batch)
+            elif pipeline:
+                tokens.update(pipeline.popleft())
         assert tokens[stays] >= 400 // (4 * stages)

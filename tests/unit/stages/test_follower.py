@@ -63,13 +63,13 @@ def stage() -> Iterator[str]:
 def test_a_plan_that_cannot_be_ends_the_epoch(stage: str, plan: pb.StagePlan, why: str) -> None:
     client, deadline = DataClient(stage), Deadline.after(scaled(10))
     model = tiny_core(layers=2).info.fingerprint
-    reports, line = client.connect(deadline), client.connect(deadline)
+    reports, channel = client.connect(deadline), client.connect(deadline)
     plan.epoch = EPOCH
     try:
         join = pb.JoinStages(epoch=EPOCH, model=model, number=1, blocks=1, writer="first")
         reports.send(_request(deadline, join_stages=join), (), deadline)
         assert not _reply(reports, deadline).HasField("error")
-        line.send(_request(deadline, stage_plan=plan), (), deadline)
+        channel.send(_request(deadline, stage_plan=plan), (), deadline)
         while not (reply := _reply(reports, deadline)).HasField("error"):
             pass
         error = from_detail(reply.error)
@@ -78,7 +78,7 @@ def test_a_plan_that_cannot_be_ends_the_epoch(stage: str, plan: pb.StagePlan, wh
     finally:
         reports.abort()
         reports.close()
-        line.close()
+        channel.close()
         client.close()
 
 

@@ -182,12 +182,14 @@ def _tool(tool: OfferedFunction | OfferedCustomTool) -> Json:
 def _custom(tool: OfferedCustomTool) -> Json:
     """As a function of one text."""
     text: Json = {"type": "string"}
-    told = [tool.description] if tool.description else []
+    paragraphs = [tool.description] if tool.description else []
     form = tool.format
     if form is not None and form.syntax == "regex":
         text["pattern"] = f"^({form.definition})$"
     elif form is not None and form.syntax == "lark":
-        told.append(f"Its input is text that keeps to this grammar in Lark's syntax:\n{form.definition}")
+        paragraphs.append(
+            f"Its input is text that keeps to this grammar in Lark's syntax:\n{form.definition}"
+        )
     custom: Json = {
         "parameters": {
             "type": "object",
@@ -198,7 +200,7 @@ def _custom(tool: OfferedCustomTool) -> Json:
     }
     if "pattern" in text:
         custom["strict"] = True
-    return custom | ({"description": "\n\n".join(told)} if told else {})
+    return custom | ({"description": "\n\n".join(paragraphs)} if paragraphs else {})
 
 
 def _choice(body: InputTokensRequest) -> Json:

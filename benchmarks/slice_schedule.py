@@ -1,4 +1,4 @@
-"""Whose turn it is to compute, in a simulated pipeline of several batches (Lamina, section 5.1)."""
+"""Which slice is computed next, in a simulated pipeline of several batches (Lamina, section 5.1)."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ class SliceStart:
     replica: int
 
 
-class Turns:
+class SliceSchedule:
     """Who computes next on each replica: first come, first served. Where attention takes t_m / (n - 1) that
     is the order of the paper's figure 8, without bubbles under rotation; where times differ nobody waits for
     a batch that is not ready, and batches without sequences simply do not ask."""
 
     def __init__(self, scheme: Scheme) -> None:
         self._scheme = scheme
-        self._turns = [0] * scheme.batches
+        self._slices = [0] * scheme.batches
         self._queues: list[FairQueue[int]] = [FairQueue() for _ in range(scheme.replicas)]
 
     def replica(self, batch: int) -> int:
         """Of the batch's slice that runs, waits or is next."""
-        return self._scheme.replica_of(batch, self._turns[batch])
+        return self._scheme.replica_of(batch, self._slices[batch])
 
     def ask(self, batch: int) -> SliceStart | None:
         """The batch is ready for its next slice. None: it waits for `ended` to name it."""
@@ -44,6 +44,6 @@ class Turns:
     def ended(self, batch: int) -> SliceStart | None:
         """The batch's slice is computed, its attention begins. The slice that the replica computes next."""
         replica = self.replica(batch)
-        self._turns[batch] += 1
+        self._slices[batch] += 1
         successor = self._queues[replica].ended()
         return None if successor is None else SliceStart(successor, replica)

@@ -1,5 +1,5 @@
-"""Tools for models whose chat template knows none: told in the system prompt, with calls and results written
-as text. Pure."""
+"""Tools for models whose chat template knows none: described in the system prompt, with calls and results
+written as text. Pure."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _INTRODUCTION = (
 )
 
 
-def told(
+def describe_tools(
     messages: Sequence[Message], tools: Sequence[dict[str, Any]], *, begins: bool, takes_system: bool
 ) -> list[Message]:
     """The messages without anything of tools in their fields. `begins`: they are the first of a conversation,

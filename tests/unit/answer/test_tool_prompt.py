@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from services.router.answer.telling import told
+from services.router.answer.tool_prompt import describe_tools
 from services.router.sessions.conversation import Message, ToolCall
 
 TOOLS = [{"type": "function", "function": {"name": "add"}}]
@@ -16,20 +16,20 @@ RESULTS = [Message(role="tool", content=text, tool_call_id=text) for text in "xy
 
 
 def test_the_system_prompt_tells_of_tools() -> None:
-    system, asked = told([SYSTEM, ASK], TOOLS, begins=True, takes_system=True)
+    system, asked = describe_tools([SYSTEM, ASK], TOOLS, begins=True, takes_system=True)
     assert system.content.startswith("Be brief.\n\n")
     assert '<tools>\n{"type": "function", "function": {"name": "add"}}\n</tools>' in system.content
     assert asked == ASK
-    alone, asked = told([ASK], TOOLS, begins=True, takes_system=True)
+    alone, asked = describe_tools([ASK], TOOLS, begins=True, takes_system=True)
     assert (alone.role, asked) == ("system", ASK)
-    (both,) = told([ASK], TOOLS, begins=True, takes_system=False)
+    (both,) = describe_tools([ASK], TOOLS, begins=True, takes_system=False)
     assert both.role == "user"
     assert both.content.endswith("\n\n1 + 2?")
 
 
 def test_calls_and_results_are_text_and_roles_alternate() -> None:
     messages = [ASK, CALL, *RESULTS, Message(role="assistant", content="3.")]
-    plain = told(messages, (), begins=True, takes_system=True)
+    plain = describe_tools(messages, (), begins=True, takes_system=True)
     assert [one.role for one in plain] == ["user", "assistant", "user", "assistant"]
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
     assert plain[1].content == f"I add.\n{call}\n{call}"
@@ -38,4 +38,4 @@ def test_calls_and_results_are_text_and_roles_alternate() -> None:
 
 
 def test_later_messages_are_not_told_again() -> None:
-    assert told([ASK], TOOLS, begins=False, takes_system=True) == [ASK]
+    assert describe_tools([ASK], TOOLS, begins=False, takes_system=True) == [ASK]

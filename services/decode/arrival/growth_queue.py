@@ -31,7 +31,7 @@ class _Waiting:
     patience_s: float
 
 
-class GrowthTurns:
+class GrowthQueue:
     """Of one instance. Keys are of sequences: a smaller one is older."""
 
     def __init__(self, *, wait_s: float, draw: Callable[[], float]) -> None:
@@ -50,7 +50,7 @@ class GrowthTurns:
         return key <= min(self._waiting, default=key)
 
     def waits(self, key: int, now_s: float) -> None:
-        """It wants memory, and there is none or it is not its turn."""
+        """It wants memory, and there is none or an older one is before it."""
         if key not in self._waiting:
             self._waiting[key] = _Waiting(now_s, self._wait_s * (1 + self._draw()) / 2)
 

@@ -7,18 +7,18 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from services.decode.arrival.growth_turns import GrowthTurns
+from services.decode.arrival.growth_queue import GrowthQueue
 
 WAIT_S, PAUSE_S = 8.0, 0.1
 TRIES = 0.05  # of looks at what is free, those that begin a prompt though there is no room for it
 
 
-def turns(draw: float = 1.0) -> GrowthTurns:
-    return GrowthTurns(wait_s=WAIT_S, draw=lambda: draw)
+def queue(draw: float = 1.0) -> GrowthQueue:
+    return GrowthQueue(wait_s=WAIT_S, draw=lambda: draw)
 
 
 def test_the_oldest_that_waits_asks_alone() -> None:
-    some = turns()
+    some = queue()
     assert some.may_ask(7)
     some.waits(7, 0.0)
     assert some.any_waits
@@ -35,7 +35,7 @@ def test_the_oldest_that_waits_asks_alone() -> None:
 
 @pytest.mark.parametrize(("draw", "patience_s"), [(1.0, WAIT_S), (0.0, WAIT_S / 2)])
 def test_a_younger_one_gives_up_after_a_quarter_of_the_patience(draw: float, patience_s: float) -> None:
-    some = turns(draw)
+    some = queue(draw)
     some.waits(1, 0.0)
     some.waits(2, 0.0)
     some.waits(2, 1.0)  # that it goes on waiting changes nothing
@@ -65,7 +65,7 @@ class Commons:
 
     dice: random.Random
     free: int
-    instances: list[GrowthTurns]
+    instances: list[GrowthQueue]
     now_s: float = 0.0
     keys: int = 0
     ended: int = 0
@@ -88,8 +88,8 @@ class Commons:
         own = self.instances[prompt.instance]
         if not prompt.key:
             # A router has it wait for room for all of it, or tries at times; decode refuses.
-            room = self.free - self.promised >= prompt.needed or self.dice.random() < TRIES
-            if not room or own.any_waits or not self.free:
+            capacity = self.free - self.promised >= prompt.needed or self.dice.random() < TRIES
+            if not capacity or own.any_waits or not self.free:
                 self.after(self.dice.uniform(0.05, 0.8), prompt)
                 return
             self.keys += 1
@@ -121,7 +121,7 @@ class Commons:
 def simulate(seed: int, instances: int) -> Commons:
     dice = random.Random(seed)
     memory = dice.randrange(4, 13)
-    made = [GrowthTurns(wait_s=WAIT_S, draw=dice.random) for _ in range(instances)]
+    made = [GrowthQueue(wait_s=WAIT_S, draw=dice.random) for _ in range(instances)]
     world = Commons(dice, memory, made)
     prompts = dice.randrange(2, 9)
     for number in range(prompts):
