@@ -234,7 +234,7 @@ def test_a_layer_under_way_keeps_its_blocks(socket_folder: Path, trace: str) -> 
         peer.ask(peer.layer(0))
         with made.computing():
             peer.send(peer.layer(0, 1))
-            wait_until(lambda: made.data.attention.allowance.asking > 1)
+            wait_until(lambda: made.data.attention.allowance.outstanding > 1)
             time.sleep(0.02)
             made.holder.release([ref])
             assert made.holder.allocator.in_use == 30

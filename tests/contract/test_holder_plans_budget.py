@@ -37,7 +37,7 @@ def test_what_is_served_natively_counts_for_the_budget(socket_folder: Path) -> N
         assert 0 < spent_s <= sum(one.seconds for one in made.observed)
         with made.computing():
             peer.send(peer.layer(0, step))
-            wait_until(lambda: made.data.attention.allowance.asking > 1)
+            wait_until(lambda: made.data.attention.allowance.outstanding > 1)
             time.sleep(0.1)
         peer.receive()
         assert 9.0 - budget.left_s >= spent_s + 0.1, "to wait for the cores counts too"
@@ -66,7 +66,7 @@ def test_what_is_not_granted_waits(socket_folder: Path, trace: str) -> None:
             budget.between_layers(gives_way=False)
             assert peer.refused(peer.layer(1, step, deadline_ms=30)) == "deadline_exceeded"
             peer.send(peer.layer(1, step))
-            wait_until(lambda: budget.allowance.asking)
+            wait_until(lambda: budget.allowance.outstanding)
             clock.now_s += 1.0
             budget.between_layers(gives_way=False)
             assert isinstance(peer.receive()[0], LayerReply)
