@@ -10,7 +10,7 @@ import pytest
 from openai.types.chat import ChatCompletionMessage
 
 from kvcommons.errors import InvalidInput, UnsupportedParameter
-from services.router.api.messages.requests import MessagesRequest
+from services.router.api.messages.requests import MessagesRequest, TextBlock
 from services.router.api.responses.requests import ResponsesRequest
 from services.router.api.schemas.body import Body
 from services.router.api.schemas.requests import (
@@ -344,6 +344,50 @@ def test_unknown_fields_may_be_ignored_wherever_they_are() -> None:
         validate_known(ChatRequest, HI | {"modalities": ["audio"]})
     with pytest.raises(InvalidInput, match="unknown field"):
         validate_known(ChatRequest, HI | {f"x{number}": 1 for number in range(65)})
+
+
+def test_a_field_is_not_taken_for_the_type_of_the_block_that_has_it() -> None:
+    """pydantic names the members of a union by their type, and a block of type "text" has its text there."""
+    block = {"type": "text", "text": "hi", "x": 1, "y": 2}
+    body = {"model": "m", "max_tokens": 5, "messages": [{"role": "user", "content": [dict(block)]}] * 2}
+    with pytest.raises(InvalidInput) as unknown:
+        validate(MessagesRequest, body)
+    assert unknown.value.param == "messages[0].content[0].x"
+    body["messages"] = [{"role": "user", "content": [dict(block), dict(block)]}]
+    known, ignored = validate_known(MessagesRequest, body)
+    assert known.messages[0].content == [TextBlock(type="text", text="hi")] * 2
+    assert ignored == [f"messages[0].content[{at}].{name}" for at in (0, 1) for name in "xy"]
+
+
+def test_whole_numbers_are_integers_wherever_they_stand() -> None:
+    assert validate(CompletionRequest, {"prompt": [[1.0, 2], [3.0]], "n": 2.0}).prompt == [[1, 2], [3]]
+    with pytest.raises(InvalidInput, match=r"prompt\[1\]\[0\]"):
+        validate(CompletionRequest, {"prompt": [[1.0], [1.5]]})
+
+
+def _lists(schema: Any) -> list[Any]:
+    """All schemas of lists in a core schema."""
+    waiting, found = [schema], []
+    while waiting:
+        one = waiting.pop()
+        if isinstance(one, dict):
+            if one.get("type") == "list":
+                found.append(one)
+            waiting += [item for name, item in one.items() if name not in ("metadata", "serialization")]
+        elif isinstance(one, (list, tuple)):
+            waiting += one
+    return found
+
+
+def _bodies(base: type[Body] = Body) -> list[type[Body]]:
+    return [base, *(deeper for one in base.__subclasses__() for deeper in _bodies(one))]
+
+
+@pytest.mark.parametrize("schema", _bodies())
+def test_the_first_error_of_a_list_ends_its_validation(schema: type[Body]) -> None:
+    """A list of any values has none."""
+    for one in _lists(schema.__pydantic_core_schema__):
+        assert one.get("fail_fast") or one["items_schema"]["type"] == "any", one
 
 
 @pytest.mark.parametrize("prompt", ["text", ["a", "b"], [1, 2], [[1], [2, 3]]])

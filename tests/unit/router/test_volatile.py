@@ -116,3 +116,13 @@ def test_many_lines_are_looked_through_soon() -> None:
 def test_another_mode_is_refused() -> None:
     with pytest.raises(InvalidInput, match="keep, move or drop"):
         check_mode("hide")
+
+
+def test_of_one_request_so_many_lines_are_looked_at() -> None:
+    """However many messages they are in: each takes the event loop's time."""
+    moment = "Current time: 10:32:07"
+    messages = [Message(role="system", content="\n".join([moment] * 300))] * 5
+    served = VolatileLines.of([*messages, Message(role="user", content="hi")], "move")
+    assert len(served.lines) == 1000
+    kept = [message.content.count(moment) for message in served.messages if message.role == "system"]
+    assert kept == [200, 300], "the rest of the fourth message, and the fifth"

@@ -83,7 +83,7 @@ class InputTool(Body):
     defer_loading: bool | None = Field(None, description=_NO_EFFECT)
     eager_input_streaming: bool | None = Field(None, description=_NO_EFFECT)
     input_examples: list[Any] | None = Field(None, description=_NO_EFFECT)
-    allowed_callers: list[str] | None = Field(None, description=_NO_EFFECT)
+    allowed_callers: Annotated[list[str], Field(fail_fast=True)] | None = Field(None, description=_NO_EFFECT)
 
 
 class ToolChoice(Body):
@@ -157,7 +157,7 @@ class TokenCountRequest(Body):
     context_management: JsonObject | None = Field(None, description=_NO_EFFECT)
     diagnostics: JsonObject | None = Field(None, description=_NO_EFFECT)
     speed: str | None = Field(None, description=_NO_EFFECT)
-    betas: list[str] | None = Field(None, description=_NO_EFFECT)
+    betas: Annotated[list[str], Field(fail_fast=True)] | None = Field(None, description=_NO_EFFECT)
 
 
 class MessagesRequest(TokenCountRequest):

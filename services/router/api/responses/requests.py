@@ -189,7 +189,7 @@ class NamedTool(Item):
 class AllowedTools(Item):
     type: Literal["allowed_tools"]
     mode: Literal["auto", "required"]
-    tools: Annotated[list[NamedTool], Field(min_length=1)]
+    tools: Annotated[list[NamedTool], Field(min_length=1, fail_fast=True)]
 
 
 ToolChoice = (
@@ -298,7 +298,7 @@ class ResponsesRequest(InputTokensRequest):
     temperature: float | None = Field(None, ge=0, le=2)
     top_p: float | None = Field(None, gt=0, le=1)
     top_logprobs: int | None = Field(None, ge=0, le=TOP_LOGPROBS_MAX)
-    include: list[str] | None = Field(
+    include: Annotated[list[str], Field(fail_fast=True)] | None = Field(
         None, description="message.output_text.logprobs is given; others are accepted, no effect."
     )
     metadata: Metadata | None = Field(None, description="Repeated in the answer.")

@@ -100,21 +100,18 @@ def new_messages(body: InputTokensRequest) -> list[Json]:
     """Chat's messages of the input. Items of one answer (reasoning, text, calls) make one message."""
     if isinstance(body.input, str):
         return [{"role": "user", "content": body.input}]
-    messages: list[Json] = []
-    open_answer: Json | None = None
+    messages: list[Json | _Answer] = []
+    open_answer: _Answer | None = None
     for item in body.input or ():
-        added = _answer_item(item)
-        if added is not None:
-            if open_answer is None or (added.get("content") and open_answer["content"]):
-                open_answer = {"role": "assistant", "content": ""}
-                messages.append(open_answer)
-            _grow(open_answer, added)
-            continue
-        message = _message(item)
-        if message is not None:
+        if (message := _message(item)) is not None:
             open_answer = None
             messages.append(message)
-    return messages
+        elif _is_of_answer(item):
+            if open_answer is None or not open_answer.takes(item):
+                open_answer = _Answer()
+                messages.append(open_answer)
+            open_answer.add(item)
+    return [one.message if isinstance(one, _Answer) else one for one in messages]
 
 
 def _sampling(body: ResponsesRequest) -> Json:
@@ -131,34 +128,52 @@ def _sampling(body: ResponsesRequest) -> Json:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _answer_item(item: InputItem) -> Json | None:
-    """Fields of the assistant's message that the item is a part of; None for what others said."""
-    match item:
-        case MessageItem(role="assistant"):
-            return {"content": joined_text(item.content)}
-        case ReasoningItem():
-            return {"reasoning_content": joined_text(item.content or item.summary or [])}
-        case FunctionCallItem():
-            return {"tool_calls": [_call(item.call_id, item.name, item.arguments)]}
-        case CustomToolCallItem():
-            arguments = json.dumps({CUSTOM_INPUT: item.input}, ensure_ascii=False)
-            return {"tool_calls": [_call(item.call_id, item.name, arguments)]}
-    return None
+def _is_of_answer(item: InputItem) -> bool:
+    return isinstance(item, MessageItem | ReasoningItem | FunctionCallItem | CustomToolCallItem)
+
+
+class _Answer:
+    """An assistant's message that grows by items. Its texts are joined at the end: joined at each item they
+    would take a time that grows with the square of their number."""
+
+    def __init__(self) -> None:
+        self._content = ""
+        self._reasoning: list[str] = []
+        self._calls: list[Json] = []
+
+    def takes(self, item: InputItem) -> bool:
+        """A message has one text."""
+        return not (self._content and isinstance(item, MessageItem) and joined_text(item.content))
+
+    def add(self, item: InputItem) -> None:
+        match item:
+            case MessageItem():
+                self._content = joined_text(item.content) or self._content
+            case ReasoningItem():
+                self._reasoning.append(joined_text(item.content or item.summary or []))
+            case FunctionCallItem():
+                self._calls.append(_call(item.call_id, item.name, item.arguments))
+            case CustomToolCallItem():
+                arguments = json.dumps({CUSTOM_INPUT: item.input}, ensure_ascii=False)
+                self._calls.append(_call(item.call_id, item.name, arguments))
+
+    @property
+    def message(self) -> Json:
+        message: Json = {"role": "assistant", "content": self._content}
+        if reasoning := "".join(self._reasoning):
+            message["reasoning_content"] = reasoning
+        if self._calls:
+            message["tool_calls"] = self._calls
+        return message
 
 
 def _message(item: InputItem) -> Json | None:
     match item:
-        case MessageItem():
+        case MessageItem() if item.role != "assistant":
             return {"role": item.role, "content": joined_text(item.content)}
         case FunctionCallOutputItem() | CustomToolCallOutputItem():
             return {"role": "tool", "tool_call_id": item.call_id, "content": joined_text(item.output)}
     return None
-
-
-def _grow(answer: Json, added: Json) -> None:
-    for name, value in added.items():
-        if value:
-            answer[name] = answer[name] + value if answer.get(name) else value
 
 
 def _call(call_id: str, name: str, arguments: str) -> Json:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import orjson
 from pydantic import ValidationError
@@ -64,38 +64,21 @@ def parse_json(body: bytes) -> dict[str, Any]:
 
 def validate(schema: type[B], value: dict[str, Any]) -> B:
     """Raises InvalidInput, or UnsupportedParameter for what the API knows and this server has not built."""
-    _check_names(schema, value, "", others=schema.NOT_BUILT)
-    value = _without_unbuilt(schema, value)
-    if isinstance(options := value.get("stream_options"), dict):
-        _check_names(StreamOptions, options, "stream_options.")
-    if schema.CHAT_MESSAGES and isinstance(messages := value.get("messages"), list):
-        # Of more messages than are taken, the first ones are enough to say so.
-        messages = [_checked_message(index, item) for index, item in enumerate(messages[: MESSAGES_MAX + 1])]
-        value = {**value, "messages": messages}
-    while True:
-        try:
-            body = schema.model_validate(value)
-        except ValidationError as error:
-            errors = error.errors(include_url=False, include_input=False, include_context=True)
-            if not _made_whole(value, errors):
-                raise _explained(value, errors) from None
-            continue
-        body.check_together()
-        return body
+    return _validated(schema, value, _refuse)
 
 
 def validate_known(schema: type[B], value: dict[str, Any]) -> tuple[B, list[str]]:
     """The same without the fields that nobody knows, which are taken out of `value`, and their names. Fields
     that are known and not built are refused as ever: to leave them out would change what is asked."""
     ignored: list[str] = []
-    while True:
-        try:
-            return validate(schema, value), ignored
-        except _UnknownField as unknown:
-            if len(ignored) >= _IGNORED_MAX:
-                raise
-            ignored.append(unknown.param or "")
-            del unknown.holder[unknown.name]
+
+    def ignore(unknown: _UnknownField) -> None:
+        if len(ignored) >= _IGNORED_MAX:
+            raise unknown
+        ignored.append(unknown.param or "")
+        del unknown.holder[unknown.name]
+
+    return _validated(schema, value, ignore), ignored
 
 
 class _UnknownField(InvalidInput):
@@ -108,21 +91,103 @@ class _UnknownField(InvalidInput):
         self.name = name
 
 
+# What becomes of a field that nobody knows: raises it, or takes it out of its holder.
+_OnUnknown = Callable[[_UnknownField], None]
+
+
+def _refuse(unknown: _UnknownField) -> None:
+    raise unknown
+
+
+def _validated(schema: type[B], value: dict[str, Any], on_unknown: _OnUnknown) -> B:
+    _check_names(schema, value, "", on_unknown, others=schema.NOT_BUILT)
+    value = _without_unbuilt(schema, value)
+    if isinstance(options := value.get("stream_options"), dict):
+        _check_names(StreamOptions, options, "stream_options.", on_unknown)
+    if schema.CHAT_MESSAGES and isinstance(messages := value.get("messages"), list):
+        # Of more messages than are taken, the first ones are enough to say so.
+        first = messages[: MESSAGES_MAX + 1]
+        value = {
+            **value,
+            "messages": [_checked_message(index, item, on_unknown) for index, item in enumerate(first)],
+        }
+    body = _built(schema, value, on_unknown)
+    body.check_together()
+    return body
+
+
+def _built(schema: type[B], value: dict[str, Any], on_unknown: _OnUnknown) -> B:
+    """As often as there are kinds of places with whole floats, and twice more where fields are unknown: never
+    as often as there are values."""
+    extra: Literal["allow"] | None = None
+    while True:
+        try:
+            body = schema.model_validate(value, extra=extra)
+        except ValidationError as error:
+            errors = error.errors(include_url=False, include_input=False, include_context=True)
+            if _made_whole(value, errors):
+                continue
+            explained = _explained(value, errors)
+            if not isinstance(explained, _UnknownField):
+                raise explained from None
+            on_unknown(explained)
+            extra = "allow"  # so that one pass finds all the others
+        else:
+            if extra is None:
+                return body
+            _visit_unknown(body, value, "", on_unknown)
+            extra = None
+
+
+def _visit_unknown(body: Any, value: Any, where: str, on_unknown: _OnUnknown) -> None:
+    """All that `value` has and the schemas of `body`, which was made of it, have not."""
+    if isinstance(body, list) and isinstance(value, list):
+        for at, (item, of_item) in enumerate(zip(body, value, strict=True)):
+            if isinstance(item, (Body, list)):
+                _visit_unknown(item, of_item, f"{where}[{at}]", on_unknown)
+    elif isinstance(body, Body) and isinstance(value, dict):
+        prefix = f"{where}." if where else ""
+        if body.model_config["extra"] == "forbid":
+            for name in body.model_extra or ():
+                on_unknown(_UnknownField(value, name, prefix, _NAMES_ARE_KNOWN))
+        for name, field in type(body).model_fields.items():
+            if isinstance(item := getattr(body, name), (Body, list)):
+                called = field.alias or name
+                _visit_unknown(item, value.get(called), f"{prefix}{called}", on_unknown)
+
+
 def _made_whole(value: dict[str, Any], errors: list[ErrorDetails]) -> bool:
-    """Writes numbers as 5.0 as integers where those are wanted, for to JSON Schema they are: in a list all.
-    Returns whether there were any."""
+    """Writes numbers as 5.0 as integers where those are wanted, for to JSON Schema they are: of an item of a
+    list, in all its items, for the first error ends the validation of a list. Returns whether there were
+    any."""
+    places = {
+        tuple(None if isinstance(step, int) else step for step in _located(value, error))
+        for error in errors
+        if error["type"] == "int_type"
+    }
     found = False
-    for error in errors:
-        path = _located(value, error)
-        if error["type"] != "int_type" or not path:
-            continue
-        holder = _at(value, path[:-1])
-        for at in range(len(holder)) if isinstance(holder, list) else path[-1:]:
-            number = holder[at]
-            if isinstance(number, float) and number.is_integer() and abs(number) <= _WHOLE_MAX:
-                holder[at] = int(number)
-                found = True
+    for *path, last in filter(None, places):
+        holders: list[Any] = [value]
+        for step in path:
+            holders = [item for holder in holders for item in _items(holder, step)]
+        for holder in holders:
+            for key in _keys(holder, last):
+                number = holder[key]
+                if isinstance(number, float) and number.is_integer() and abs(number) <= _WHOLE_MAX:
+                    holder[key] = int(number)
+                    found = True
     return found
+
+
+def _items(holder: Any, step: str | None) -> list[Any]:
+    return [holder[key] for key in _keys(holder, step)]
+
+
+def _keys(holder: Any, step: str | None) -> Iterable[Any]:
+    """Those of `step` in an object, and with None all of a list; nothing where it is something else."""
+    if step is None:
+        return range(len(holder)) if isinstance(holder, list) else ()
+    return (step,) if isinstance(holder, dict) and step in holder else ()
 
 
 def _unreadable(error: orjson.JSONDecodeError) -> str:
@@ -174,20 +239,26 @@ def _names(schema: type[Body]) -> frozenset[str]:
 
 
 def _check_names(
-    schema: type[Body], value: dict[str, Any], where: str, *, others: Collection[str] = ()
+    schema: type[Body],
+    value: dict[str, Any],
+    where: str,
+    on_unknown: _OnUnknown,
+    *,
+    others: Collection[str] = (),
 ) -> None:
-    """Raises _UnknownField for the first name that `schema` does not have; pydantic would list them all.
+    """Calls `on_unknown` for names that `schema` does not have; pydantic would list them all.
 
     `where`: the path to `value`, with the dot behind it. `others`: further names that are known."""
     known = _names(schema)
     if value.keys() <= known or value.keys() <= known.union(others):
         return
-    unknown = next(name for name in value if name not in known and name not in others)
-    if unknown in schema.ELSEWHERE:
-        raise _UnknownField(value, unknown, where, f": {schema.ELSEWHERE[unknown]}")
-    near = _near(_cut(unknown), [*schema.model_fields, *others])
-    advice = f": did you mean {near!r}?" if near else _NAMES_ARE_KNOWN
-    raise _UnknownField(value, unknown, where, advice)
+    for unknown in [name for name in value if name not in known and name not in others]:
+        if unknown in schema.ELSEWHERE:
+            advice = f": {schema.ELSEWHERE[unknown]}"
+        else:
+            near = _near(_cut(unknown), [*schema.model_fields, *others])
+            advice = f": did you mean {near!r}?" if near else _NAMES_ARE_KNOWN
+        on_unknown(_UnknownField(value, unknown, where, advice))
 
 
 def _near(unknown: str, names: Sequence[str]) -> str | None:
@@ -201,7 +272,7 @@ def _near(unknown: str, names: Sequence[str]) -> str | None:
     return begun[0] if len(unknown) >= _BEGINNING_CHARS and len(begun) == 1 else None
 
 
-def _checked_message(index: int, message: Any) -> Any:
+def _checked_message(index: int, message: Any, on_unknown: _OnUnknown) -> Any:
     """Refuses other media and unknown fields by name, and what belongs to another role; leaves out empty
     fields (clients send answers back as they got them, with `"annotations": []`)."""
     if not isinstance(message, dict):
@@ -210,7 +281,7 @@ def _checked_message(index: int, message: Any) -> Any:
     if isinstance(content, str) and role in _PLAIN_ROLES and message.keys() <= _PLAIN_NAMES:
         return message  # as nearly all are
     where = f"messages[{index}]"
-    _check_names(ChatMessage, message, f"{where}.", others=_MEDIA_FIELDS)
+    _check_names(ChatMessage, message, f"{where}.", on_unknown, others=_MEDIA_FIELDS)
     if role == "function":
         raise UnsupportedParameter(
             f'{where}.role: "function" is deprecated by OpenAI; send "tool" with a tool_call_id',
@@ -237,18 +308,18 @@ def _checked_message(index: int, message: Any) -> Any:
         raise InvalidInput(f"the field {param!r} is missing: which call it is the result of", param=param)
     if isinstance(content, list):
         for at, part in enumerate(content):
-            _check_part(f"{where}.content[{at}]", part)
+            _check_part(f"{where}.content[{at}]", part, on_unknown)
     return message
 
 
-def _check_part(where: str, part: Any) -> None:
+def _check_part(where: str, part: Any, on_unknown: _OnUnknown) -> None:
     if not isinstance(part, dict):
         return
     kind = part.get("type")
     if isinstance(kind, str) and kind != "text":
         param = f"{where}.type"
         raise UnsupportedParameter(f"{param}: {_cut(kind)!r} is not built, only text is", param=param)
-    _check_names(TextPart, part, f"{where}.")
+    _check_names(TextPart, part, f"{where}.", on_unknown)
 
 
 def _explained(value: dict[str, Any], errors: list[ErrorDetails]) -> InvalidInput:
@@ -271,18 +342,24 @@ def _explained(value: dict[str, Any], errors: list[ErrorDetails]) -> InvalidInpu
 def _located(value: Any, error: ErrorDetails) -> list[int | str]:
     """The error's place without pydantic's names of union members: only what can be followed into the value,
     and the key that is missing there."""
-    path: list[int | str] = []
-    loc = error["loc"]
-    missing = len(loc) - 1 if error["type"] == "missing" else None
-    here = value
-    for place, step in enumerate(loc):
-        if isinstance(here, dict) and isinstance(step, str) and (step in here or place == missing):
-            here = here.get(step)
-            path.append(step)
-        elif isinstance(here, list) and isinstance(step, int) and step < len(here):
-            here = here[step]
-            path.append(step)
-    return path
+    return _followed(value, error["loc"], error["type"] == "missing")[1]
+
+
+def _followed(here: Any, loc: tuple[int | str, ...], missing: bool) -> tuple[bool, list[int | str]]:
+    """Whether the last step of `loc` leads somewhere, and all steps that do. A block of type "text" has a
+    member of that name, too: where a step may be the one or the other, the last step says which it is."""
+    if not loc:
+        return True, []
+    step, *rest = loc
+    without = _followed(here, tuple(rest), missing) if rest else (False, [])
+    if isinstance(here, dict) and isinstance(step, str) and (step in here or (missing and not rest)):
+        inner = here.get(step)
+    elif isinstance(here, list) and isinstance(step, int) and step < len(here):
+        inner = here[step]
+    else:
+        return without
+    led, path = _followed(inner, tuple(rest), missing)
+    return max((led, [step, *path]), without, key=lambda found: (found[0], len(found[1])))
 
 
 def _at(value: Any, path: list[int | str]) -> Any:
