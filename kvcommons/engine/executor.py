@@ -180,6 +180,8 @@ class Inline:
         objectives_s = () if batch is None else batch.objectives_s
         spans = work.spans(beside=self._composer.work(batch), objectives_s=objectives_s)
         work.answer_switches()
+        if batch is not None and any(span.exclusive for span in spans):
+            self._batch = batch = None  # its sequences generate between the chunk's layers
         if batch is None and not spans:
             work.idle()
             return None

@@ -139,8 +139,7 @@ class Prompts:
         self, fail: Fail, *, beside: IterationWork, objectives_s: Collection[float] = (0.0,)
     ) -> list[PromptSpan]:
         """Of the next iteration, `beside` what sequences that generate have in it, which are promised a token
-        within `objectives_s` (0: as the settings have it). A prompt whose history is still on its way, or
-        lies with several holders, is alone in its iteration: its waits stall nobody else."""
+        within `objectives_s` (0: as the settings have it). An `exclusive` prompt is the only one."""
         generates = beside.rows > 0
         wanted = self._scheduler.spans(
             lambda key: self.preloading.ready(self._prompts[key], whole=generates), self._chunk_tokens
@@ -149,7 +148,7 @@ class Prompts:
         spans: list[PromptSpan] = []
         for key, tokens in wanted:
             prompt = self._prompts[key]
-            exclusive = not self.preloading.whole(prompt) or not prompt.memory.keeps
+            exclusive = self.exclusive(prompt)
             fitting = budget.fit(prompt.sequence.computed, tokens)
             if not fitting or (spans and exclusive):
                 continue
@@ -166,6 +165,11 @@ class Prompts:
             if exclusive:
                 break
         return spans
+
+    def exclusive(self, prompt: Prompt) -> bool:
+        """Whether its history is still on its way, or lies with several holders: then it is alone in its
+        iteration, so that its waits stall nobody else."""
+        return not self.preloading.whole(prompt) or not prompt.memory.keeps
 
     def await_history(self) -> bool:
         """There was nothing to compute: waits a moment for the oldest prompt's history. False where none
@@ -317,6 +321,11 @@ class PromptSpan:
     @property
     def work(self) -> IterationWork:
         return IterationWork.of_chunk(self.chunk, exchanges=int(not self.prompt.memory.keeps))
+
+    @property
+    def exclusive(self) -> bool:
+        """Whether nothing else may be in its iteration."""
+        return self._prompts.exclusive(self.prompt)
 
     @property
     def waited_s(self) -> float:

@@ -3,14 +3,19 @@ tokens are those of transformers."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
+from kvcommons.engine.iteration import Iteration
+from kvcommons.engine.prompts import PromptSpan
+from kvcommons.pb import prefill_pb2_grpc
 from kvcommons.pb.kvstore_pb2_grpc import BlocksStub
 from tests.contract.engine_stack import BLOCK, Stack
 from tests.contract.engine_turns import turn
 from tests.contract.test_engine_reuse import stored
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.asyncio
 pytest_plugins = ("tests.contract.engine_fixtures",)
@@ -82,6 +87,41 @@ async def test_what_decode_could_not_fetch_is_computed(engines: Stack) -> None:
     assert whole.first.cached_tokens == 8 * BLOCK
     assert await stored(engines, store, tokens[: PROMPT // BLOCK * BLOCK]) == PROMPT // BLOCK
     await engines.idle("d2")
+
+
+async def test_a_spread_prompt_is_alone_in_its_iterations(
+    engines: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where one process has both roles, sequences generate between its layers: they do not wait for the
+    holders that it waits for."""
+    seen: list[list[str]] = []
+    run = Iteration.run
+
+    def recorded(self: Iteration, *between_layers: Any) -> Any:
+        spread = [isinstance(group, PromptSpan) and not group.prompt.memory.keeps for group in self.groups]
+        seen.append(["spread" if one else "other" for one in spread])
+        return run(self, *between_layers)
+
+    monkeypatch.setattr(Iteration, "run", recorded)
+    both = await engines.decode("both", colocated=True, engine={"capacity_tokens": 12 * BLOCK})
+    large = await engines.decode("large", engine=LARGE)
+    prefill = prefill_pb2_grpc.PrefillStub(engines.channel("both"))
+    (mine, answer), (theirs, other) = (
+        engines.reference.prompt(20, 100),
+        engines.reference.prompt(PROMPT, 20, 50),
+    )
+    generating = turn(None, both, engines.model, mine, 100)
+    task = asyncio.create_task(generating.run())
+    await eventually(lambda: len(generating.tokens) > 2)
+    spread = turn(prefill, large, engines.model, theirs, 20)
+    assert (await spread.run()).tokens == other
+    assert (await task).tokens == answer
+    kinds = [tuple(one) for one in seen]
+    chunks = [at for at, one in enumerate(kinds) if "spread" in one]
+    assert len(chunks) > 1
+    assert {kinds[at] for at in chunks} == {("spread",)}
+    assert ("other",) in kinds[chunks[0] : chunks[-1]], "the other sequence goes on meanwhile"
+    await engines.idle("both", "large")
 
 
 @pytest.mark.parametrize("settings", [LARGE, SMALL], ids=["whole", "spread"])
