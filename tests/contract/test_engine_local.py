@@ -14,6 +14,7 @@ from kvcommons.pb import common_pb2, prefill_pb2_grpc
 from tests.contract.engine_stack import BLOCK, SlowIterations, Stack, ready
 from tests.contract.engine_turns import Turn, prompt, started_in_order, turn
 from tests.machine import scaled
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.asyncio
 pytest_plugins = ("tests.contract.engine_fixtures",)
@@ -172,3 +173,30 @@ async def test_one_process_has_both_roles(engines: Stack) -> None:
     assert theirs.reserved is not None
     assert (own.reserved.computes, theirs.reserved.computes) == (True, False)
     await engines.idle("both", "alone")
+
+
+@pytest.mark.parametrize("left", ["own", "theirs"])
+async def test_each_role_drains_what_it_has(engines: Stack, unhurried: SlowIterations, left: str) -> None:
+    """However much longer the other one takes; neither takes anything new."""
+    both = await engines.decode("both", colocated=True, chunk_tokens=32)
+    alone = await engines.decode("alone")
+    prefill = prefill_pb2_grpc.PrefillStub(engines.channel("both"))
+    new = 60 if left == "own" else 5
+    tokens, expected = engines.reference.prompt(20, new)
+    other, others = engines.reference.prompt(75 if left == "own" else 450, 10, 200)
+    own = turn(prefill, both, engines.model, tokens, new)
+    theirs = turn(prefill, alone, engines.model, other, 10)
+    tasks = await started_in_order([own, theirs])
+    await eventually(lambda: len(own.tokens) > 1)
+    engines.processes["both"].stop.set()
+    await asyncio.sleep(0)
+    for refused in (
+        turn(prefill, both, engines.model, tokens, 5),
+        turn(prefill, alone, engines.model, tokens, 5),
+    ):
+        with pytest.raises(KVCommonsError):
+            await refused.run()
+    await asyncio.gather(*tasks)
+    assert (own.tokens, theirs.tokens) == (expected, others)
+    await asyncio.wait_for(engines.tasks["both"], scaled(15))
+    await engines.idle("alone")
