@@ -83,8 +83,8 @@ def of_lark(grammar: str, *, param: str) -> str:
         raise InvalidInput(f"{param}: a grammar is in Lark's syntax, and begins with a rule", param=param)
     if "%json" in grammar or "%llguidance" in grammar or "%regex" in grammar:
         raise InvalidInput(
-            f"{param}: %json, %regex and %llguidance are not taken; send a schema as json, a pattern "
-            "as regex",
+            f"{param}: %json, %regex and %llguidance are not taken; send a schema as json, "
+            "a pattern as regex",
             param=param,
         )
     return grammar

@@ -18,8 +18,7 @@ from kvcommons.transport.deadline import Deadline
 BUSY = "the holder was busy until the deadline: spread the load over more holders"
 EXHAUSTED = (
     "the holder's own sequences left no time for others until the deadline: bring the KV home, or spread "
-    "it over "
-    "more holders"
+    "it over more holders"
 )
 
 

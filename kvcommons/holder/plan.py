@@ -68,8 +68,7 @@ class PlanRow(NamedTuple):
         if not row.queries or (row.append and row.queries > row.length) or row.position > _POSITION_MAX:
             raise InvalidInput(
                 f"segment {row.handle}: {row.queries} queries from position {row.position} on, at a length "
-                f"of "
-                f"{row.length} tokens"
+                f"of {row.length} tokens"
             )
         return row
 

@@ -221,8 +221,7 @@ class ServedPlan:
         if not rows or len(rows) > ROWS_MAX or queries > QUERIES_MAX:
             raise InvalidInput(
                 f"a plan of {len(rows)} rows with {queries} queries: at least one, and at most {ROWS_MAX} "
-                f"rows with "
-                f"{QUERIES_MAX} queries"
+                f"rows with {QUERIES_MAX} queries"
             )
         kept = torch.tensor([index or 0 for index in order], dtype=torch.int64)
         if len(self._tables):
@@ -264,8 +263,7 @@ class ServedPlan:
         if row.append and row.first_block + (row.length - row.queries) // size < segment.writable_from:
             raise InvalidInput(
                 f"segment {row.handle} takes no tokens before block {segment.writable_from}: those are "
-                f"frozen or "
-                "shared"
+                "frozen or shared"
             )
         one.key_position = segment.first_position + row.first_block * size
         if row.length <= 0:

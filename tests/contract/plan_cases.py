@@ -24,6 +24,7 @@ from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import data_pb2 as pb
 from kvcommons.rblock.allocator import BlockAllocator
 from kvcommons.rblock.layout import Layout
+from kvcommons.telemetry.trace import Tracer
 from kvcommons.transport.base import Limits, Observation
 from kvcommons.transport.deadline import Deadline
 from kvcommons.transport.frame import HEADER_BYTES, pack, unpack
@@ -163,13 +164,20 @@ class Peer:
 class Rig:
     """A holder with its data plane, and the test's say in its table."""
 
-    def __init__(self, address: str, layout: Layout, ask_s: float, budget: AttentionBudget | None) -> None:
+    def __init__(
+        self,
+        address: str,
+        layout: Layout,
+        ask_s: float,
+        budget: AttentionBudget | None,
+        tracer: Tracer | None = None,
+    ) -> None:
         memory = BlockMemory(layout, BLOCKS)
         source = torch.Generator().manual_seed(1)
         memory.tensor.copy_(torch.randn(memory.tensor.shape, generator=source))
         model = HeldModel(fingerprint=b"f" * 32, scale=0.25, windows=WINDOWS)
         self.holder = Holder(memory, BlockAllocator(BLOCKS), model, instance_id="holder", clock=lambda: 0.0)
-        self.data = HolderData(self.holder, budget=budget)
+        self.data = HolderData(self.holder, budget=budget, tracer=tracer)
         self.observed: list[Observation] = []
         self.server = DataServer(
             address, self.data, name="holder", observer=self.observed.append, ask_s=ask_s,
@@ -227,15 +235,18 @@ def rig(
     layout: Layout = LAYOUT,
     ask_s: float = 60e-6,
     budget: AttentionBudget | None = None,
+    tracer: Tracer | None = None,
 ) -> Iterator[Rig]:
     """Ends with a check that nothing stays pinned or taken, and that the server's threads end at once."""
     address = "tcp:127.0.0.1:0" if transport == "tcp" else f"unix:{folder}/data"
-    made = Rig(address, layout, ask_s, budget)
+    made = Rig(address, layout, ask_s, budget, tracer)
     try:
         yield made
         made.holder.release(made.lent)
         wait_until(lambda: made.holder.allocator.in_use == 0)
     finally:
-        assert made.server.stop(5)
-        for peer in made.peers:
-            peer.socket.close()
+        try:
+            assert made.server.stop(5)
+        finally:  # else another test is blamed for what is open still
+            for peer in made.peers:
+                peer.socket.close()

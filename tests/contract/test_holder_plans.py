@@ -21,10 +21,12 @@ from kvcommons.holder.layer_head import LayerReply
 from kvcommons.holder.plan import PlanRow
 from kvcommons.pb import data_pb2 as pb
 from kvcommons.rblock.heads import HeadPart
+from kvcommons.telemetry.trace import Tracer
 from kvcommons.transport.frame import HEADER_BYTES
 from tests.backends import COMPILED
 from tests.contract.plan_cases import LAYERS, LAYOUT, SIZE, TRACE, Peer, Rig, rig, row
 from tests.machine import scaled
+from tests.system.collector import Collector
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(not COMPILED, reason="there is no compiled kernel")
@@ -172,6 +174,21 @@ def test_blocks_that_are_frozen_while_the_debtor_is_silent_cost_no_row(socket_fo
         for layer in range(LAYERS):
             peer.ask(peer.layer(layer, step))
         assert peer.lost() == {}
+
+
+def test_each_layer_of_a_traced_plan_is_a_span(socket_folder: Path) -> None:
+    with Collector() as collector:
+        tracer = Tracer.otlp(collector.endpoint, service="attention_pool", instance_id="pool-0")
+        with rig(socket_folder, tracer=tracer) as made:
+            peer = made.peer()
+            for number, trace in ((1, TRACE), (2, "")):
+                peer.open([row(made.lend(8))], plan=number, trace=trace)
+                for layer in range(LAYERS):
+                    peer.ask(peer.layer(layer, plan=number))
+        tracer.shutdown()
+    assert [span.name for span in collector.spans] == ["holder.open_plan", *["holder.attend_layer"] * LAYERS]
+    for span in collector.spans:
+        assert (span.trace_id, span.parent_id, span.kind) == (TRACE[3:35], TRACE[36:52], "server")
 
 
 def test_a_row_that_is_lost_ends_no_other(socket_folder: Path) -> None:
@@ -439,7 +456,8 @@ def test_a_peer_has_so_many_plans(socket_folder: Path) -> None:
         time.sleep(0.15)  # the connection's thread serves on the native path for so long
         peer.ask(peer.layer(0, plan=1))
         peer.open([row(ref)], plan=99)
-        assert made.pins() == plan_session.PLANS_MAX or peer.ask(peer.layer(0, plan=99))
+        assert peer.ask(peer.layer(0, plan=99))
+        assert made.pins() == plan_session.PLANS_MAX
         assert peer.refused(peer.layer(0, plan=2)) == "unknown_plan"
         peer.ask(peer.layer(0, plan=3))
         assert made.pins() == plan_session.PLANS_MAX

@@ -75,6 +75,5 @@ def check(library: ctypes.CDLL) -> None:
         wrong = sorted(name for name in ours.keys() | sizes.keys() if ours.get(name) != sizes.get(name))
         raise Internal(
             f"the attention library was compiled with other structures ({', '.join(wrong)}): build it "
-            f"again by "
-            "`python -m kvcommons.attention.native.build`"
+            "again by `python -m kvcommons.attention.native.build`"
         )

@@ -9,6 +9,7 @@ import pytest
 from kvcommons.errors import InvalidInput
 from kvcommons.holder.plan import PlanRow, arrangement, difference
 from kvcommons.holder.segments import SegmentRef
+from kvcommons.pb import data_pb2 as pb
 
 
 def row(handle: int, position: int = 5) -> PlanRow:
@@ -39,6 +40,21 @@ def test_a_difference_makes_the_rows_after_of_those_before(seed: int) -> None:
     unique = [row(handle) for handle in range(9)]
     assert difference(unique, unique) == ([], [])
     assert difference(unique, [*unique[:4], *unique[5:], row(77)]) == ([4], [(8, row(77))])
+
+
+def test_a_change_says_no_more_than_what_changes() -> None:
+    """Of 96 rows two have new blocks, about as many as fill them in an iteration."""
+    rows = [row(handle) for handle in range(96)]
+    after = [one.moved(1) for one in rows]
+    for index in (17, 80):
+        after[index] = after[index]._replace(generation=after[index].generation + 1)
+    removed, placed = difference([one.moved(1) for one in rows], after)
+    assert (removed, [index for index, _ in placed]) == ([17, 80], [17, 80])
+    opening = pb.OpenPlan(plan=1, rows=[one.message() for one in rows])
+    change = pb.ChangePlan(plan=1, revision=1, step=1, removed=removed)
+    for index, one in placed:
+        change.placed.add(index=index, row=one.message())
+    assert change.ByteSize() < opening.ByteSize() / 20
 
 
 @pytest.mark.parametrize(
