@@ -21,7 +21,7 @@ READY_S_MAX = 60.0
 STOP_S_MAX = 40.0
 KILL_S_MAX = 10.0
 POLL_S = 0.02
-TOLD_CHARS = 8000  # of what the stack said, in an error
+SHOWN_CHARS = 8000  # of what the stack said, in an error
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +154,7 @@ class RunningStack:
         deadline = time.monotonic() + wait_s
         while not condition():
             if time.monotonic() > deadline:
-                raise Unavailable(f"{otherwise} after {wait_s} s:\n{self.said()[-TOLD_CHARS:]}")
+                raise Unavailable(f"{otherwise} after {wait_s} s:\n{self.said()[-SHOWN_CHARS:]}")
             time.sleep(POLL_S)
 
     def _process(self) -> subprocess.Popen[bytes]:
@@ -165,7 +165,7 @@ class RunningStack:
     def _is_ready(self) -> bool:
         up = self._process()
         if up.poll() is not None:
-            raise Unavailable(f"`kvcommons up` ended ({up.returncode}):\n{self.said()[-TOLD_CHARS:]}")
+            raise Unavailable(f"`kvcommons up` ended ({up.returncode}):\n{self.said()[-SHOWN_CHARS:]}")
         try:
             record = json.loads((self.data / "stack.json").read_text())
             self.url, self.runtime = record["url"], Path(record["runtime"])

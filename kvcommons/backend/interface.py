@@ -122,7 +122,9 @@ class Layer(Protocol):
         """From attended [T, query_heads * head_dim] on: the residual stream, and what is still to be added to
         it."""
 
-    def advance(self, following: Layer, hidden: Tensor, attended: Tensor, cos: Tensor, sin: Tensor) -> Opened:
+    def advance(
+        self, next_layer: Layer, hidden: Tensor, attended: Tensor, cos: Tensor, sin: Tensor
+    ) -> Opened:
         """`close`, without other ranks, and `open` of the layer that follows."""
 
 

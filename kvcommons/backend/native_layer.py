@@ -40,12 +40,14 @@ class NativeLayer(PlainLayer):
     def rotate(self, hidden: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor) -> Opened:
         return self.opened(hidden, qkv, self.native.rotate(qkv, cos, sin, self.weights.epsilon))
 
-    def advance(self, following: Layer, hidden: Tensor, attended: Tensor, cos: Tensor, sin: Tensor) -> Opened:
-        if not isinstance(following, NativeLayer):
-            return super().advance(following, hidden, attended, cos, sin)
+    def advance(
+        self, next_layer: Layer, hidden: Tensor, attended: Tensor, cos: Tensor, sin: Tensor
+    ) -> Opened:
+        if not isinstance(next_layer, NativeLayer):
+            return super().advance(next_layer, hidden, attended, cos, sin)
         epsilon = self.weights.epsilon
-        total, qkv, rotated = self.native.advance(following.native, hidden, attended, cos, sin, epsilon)
-        return following.opened(total, qkv, rotated)
+        total, qkv, rotated = self.native.advance(next_layer.native, hidden, attended, cos, sin, epsilon)
+        return next_layer.opened(total, qkv, rotated)
 
     def opened(self, hidden: Tensor, qkv: Tensor, rotated: Tensor) -> Opened:
         """Of this layer, by what the kernel has computed."""

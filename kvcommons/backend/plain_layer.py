@@ -36,6 +36,8 @@ class PlainLayer:
         added = weights.down(operators.gate(weights.gate_up(normed)))
         return hidden, added if sum_ranks is None else sum_ranks(added)
 
-    def advance(self, following: Layer, hidden: Tensor, attended: Tensor, cos: Tensor, sin: Tensor) -> Opened:
+    def advance(
+        self, next_layer: Layer, hidden: Tensor, attended: Tensor, cos: Tensor, sin: Tensor
+    ) -> Opened:
         hidden, added = self.close(hidden, attended, None)
-        return following.open(hidden, added, cos, sin)
+        return next_layer.open(hidden, added, cos, sin)

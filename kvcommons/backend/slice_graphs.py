@@ -106,9 +106,11 @@ class GraphedLayer(PlainLayer):
         super().__init__(operators, weights)
         self._graphs, self._number = graphs, number
 
-    def advance(self, following: Layer, hidden: Tensor, attended: Tensor, cos: Tensor, sin: Tensor) -> Opened:
+    def advance(
+        self, next_layer: Layer, hidden: Tensor, attended: Tensor, cos: Tensor, sin: Tensor
+    ) -> Opened:
         def compute(*given: Tensor) -> Opened:
-            return super(GraphedLayer, self).advance(following, *given)
+            return super(GraphedLayer, self).advance(next_layer, *given)
 
         given = (hidden, attended, cos, sin)
         return self._graphs.run(self._number, compute, given) or compute(*given)

@@ -41,7 +41,7 @@ _ROOM_TOKENS = 2048  # of context, at most: their memory becomes resident
 _CONTEXT_TOKENS = 512  # of each sequence that generates
 _BATCHES = (1, 8)
 _CHUNKS = (32, 128, 512)
-_ROUNDS = 3
+_REPEATS = 3
 _S = 1.0  # nobody waits for these iterations, nor do they for others
 
 
@@ -130,7 +130,7 @@ class Calibration:
             self._core.allocator.release(blocks)
 
     def _iterations(self, blocks: list[int]) -> Iterator[Iteration]:
-        for _ in range(_ROUNDS):
+        for _ in range(_REPEATS):
             for tokens in self._chunks:
                 yield Iteration(self._core, [UnsentChunk(self._core, range(tokens), blocks)])
             last = self._chunks[-1]

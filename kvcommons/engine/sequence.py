@@ -74,7 +74,7 @@ class Sequence:
     published_blocks: int = 0  # leading full blocks that were published, and saved or known to be saved
     saved_blocks: int = 0
     ended: bool = False
-    told_borrowed: dict[str, int] = field(default_factory=dict)  # blocks by their holder's data address
+    reported_borrowed: dict[str, int] = field(default_factory=dict)  # blocks by their holder's data address
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.tokens)
@@ -134,9 +134,9 @@ class Sequence:
         for run in self.remote_runs():
             address = run.holder.data_address
             borrowed[address] = borrowed.get(address, 0) + run.count
-        if borrowed == self.told_borrowed:
+        if borrowed == self.reported_borrowed:
             return None
-        self.told_borrowed = borrowed
+        self.reported_borrowed = borrowed
         return borrowed
 
     def append_run(self, run: Run) -> None:

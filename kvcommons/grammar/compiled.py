@@ -79,11 +79,11 @@ class AnswerState:
         Unprocessable where the library's limits are reached."""
         if not tokens:
             return
-        taken = self._matcher.try_consume_tokens(list(tokens))
-        if taken < len(tokens):
+        accepted = self._matcher.try_consume_tokens(list(tokens))
+        if accepted < len(tokens):
             if self._matcher.is_error():
                 raise self._too_complex()
-            raise Internal(f"the answer does not keep to its grammar from its token {tokens[taken]} on")
+            raise Internal(f"the answer does not keep to its grammar from its token {tokens[accepted]} on")
 
     def allowed(self, tokens: Sequence[int]) -> int:
         """How many of these, none of them an end, the grammar allows next; nothing advances."""

@@ -376,7 +376,7 @@ class LayerExchange:
 
     def take_timings(self) -> list[LayerTiming]:
         """The timings of layers since the last call; they go to the creditors' observers as well."""
-        taken, self._timings = self._timings, []
+        timings, self._timings = self._timings, []
         instants, self._instants = self._instants, []
         columns = [call.timings[: len(instants)].tolist() for call in self._calls]
         for index, (asks_s, asked_s, waits_s, came_s, native) in enumerate(instants):
@@ -394,12 +394,12 @@ class LayerExchange:
                     call.plan.observe(began_s, answered_s, call.sent_bytes, call.answer_bytes)
                 other = shares.get(call.number)
                 shares[call.number] = one if other is None else _slower(other, one)
-            taken.append(LayerTiming(asks_s, asked_s, waits_s, came_s, native, list(shares.values())))
+            timings.append(LayerTiming(asks_s, asked_s, waits_s, came_s, native, list(shares.values())))
         self._late = {}
         for call in self._calls:
             if call.state is CallState.FAILED:
                 call.timings.zero_()
-        return taken
+        return timings
 
     def end(self) -> None:
         """Of the iteration, whether it went well or not."""

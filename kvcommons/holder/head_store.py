@@ -107,7 +107,7 @@ class WholeStore:
             for layer in range(self.layout.layers):
                 objects = self._objects(len(blocks.block_ids))
                 read(layer, objects, deadline)
-                taken = self._saver.save(
+                accepted = self._saver.save(
                     address=blocks.store,
                     model=self._model,
                     layers=self.layout.layers,
@@ -119,7 +119,7 @@ class WholeStore:
                     payload=objects,
                     done=lambda: None,
                 )
-                if not taken:
+                if not accepted:
                     return  # the later layers would be of no use
 
         await self._on(self._saving, work)

@@ -43,8 +43,8 @@ class Pledges:
         check_lease(lease_s)
         pledge = self._pledges.get(settlement)
         if pledge is None:
-            taken = self._allocator.allocate(min(blocks, self._allocator.free))
-            pledge = self._pledges[settlement] = _Pledge(blocks=taken, expires_s=0.0)
+            allocated = self._allocator.allocate(min(blocks, self._allocator.free))
+            pledge = self._pledges[settlement] = _Pledge(blocks=allocated, expires_s=0.0)
         pledge.expires_s = self._clock() + lease_s
         return len(pledge.blocks)
 

@@ -206,7 +206,7 @@ class HolderService(rpc.HolderServicer):
         with holder.pinned([_ref(request.segment)]) as (segment,):
             blocks = holder.blocks(segment, request.first_block, count)
             for layer in range(layout.layers):
-                taken = self._saver.save(
+                accepted = self._saver.save(
                     address=request.data_address,
                     model=holder.model.fingerprint,
                     layers=layout.layers,
@@ -218,7 +218,7 @@ class HolderService(rpc.HolderServicer):
                     payload=holder.memory.read_buffers(layer, blocks),
                     done=self._pin_until_done(_ref(request.segment)),
                 )
-                if not taken:
+                if not accepted:
                     break  # the later layers would be of no use
         return pb.SaveReply()
 

@@ -76,16 +76,16 @@ class LayerTimes:
 
         best: dict[int, tuple[float, list[int]]] = {0: (0.0, [0])}
         for _ in range(stages):
-            following: dict[int, tuple[float, list[int]]] = {}
+            reached: dict[int, tuple[float, list[int]]] = {}
             for start, (others, borders) in best.items():
                 for end in range(start + 1, count + 1):
                     mine = took(start, end)
                     if mine > limit:
                         continue
                     joined = join(others, mine)
-                    if end not in following or joined < following[end][0]:
-                        following[end] = joined, [*borders, end]
-            best = following
+                    if end not in reached or joined < reached[end][0]:
+                        reached[end] = joined, [*borders, end]
+            best = reached
         return best[count]
 
 

@@ -274,10 +274,10 @@ class _Backoff:
 
     def next_s(self) -> float:
         self._failures += 1
-        rounds, within = divmod(self._failures, self._addresses)
+        sweeps, within = divmod(self._failures, self._addresses)
         if within:
             return 0.0
-        return min(BACKOFF_S_MIN * 2.0 ** min(rounds - 1, 10), BACKOFF_S_MAX)
+        return min(BACKOFF_S_MIN * 2.0 ** min(sweeps - 1, 10), BACKOFF_S_MAX)
 
 
 def _can_be_there(address: str) -> bool:

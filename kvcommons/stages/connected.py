@@ -57,14 +57,14 @@ class ConnectedEpoch(EpochState):
             connection = client.connect(deadline)
             self._reports.append(connection)
             (stage, rank), first = divmod(member.number, tensor), member.number + 1
-            following = member.number + tensor
-            leads = not rank and following < len(self._addresses)
+            next_number = member.number + tensor
+            leads = not rank and next_number < len(self._addresses)
             join = pb.JoinStages(
                 epoch=self.number,
                 model=core.info.fingerprint,
                 number=stage,
                 blocks=core.allocator.total,
-                next_address=self._addresses[following] if leads else "",
+                next_address=self._addresses[next_number] if leads else "",
                 writer=writer,
                 rank=rank,
                 meeting="" if self._meeting is None else self._meeting.address,

@@ -188,8 +188,8 @@ class FramedConnection:
                     raise Unavailable(f"{self.peer} closed the connection")
                 have += count
             self._ahead = self._buffer[:have]
-        taken, self._ahead = bytes(self._ahead[:size]), self._ahead[size:]
-        return taken
+        head, self._ahead = bytes(self._ahead[:size]), self._ahead[size:]
+        return head
 
     def _fill(self, views: list[memoryview], deadline: Deadline) -> None:
         start = 0

@@ -221,18 +221,18 @@ class RingStream:
         elif count % _BELL.size:
             raise DataLoss(f"{self._bell.peer} sent half a doorbell")
         else:
-            for written, taken in _BELL.iter_unpack(memoryview(self._bells)[:count]):
-                self._heard(written, taken)
+            for written, consumed in _BELL.iter_unpack(memoryview(self._bells)[:count]):
+                self._heard(written, consumed)
         return True
 
-    def _heard(self, written: int, taken: int) -> None:
+    def _heard(self, written: int, consumed: int) -> None:
         if written & _FROM_START:
             if self._in_ready:
                 raise DataLoss(f"{self._bell.peer} began its ring again before it was empty")
             self._in_at = 0
             written &= ~_FROM_START
         self._in_ready += written
-        self._out_free += taken
+        self._out_free += consumed
         if self._in_ready + self._in_unacknowledged > self._size or self._out_free > self._size:
             raise DataLoss(f"{self._bell.peer} rang for more than a ring of {self._size} bytes holds")
 

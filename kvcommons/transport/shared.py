@@ -149,8 +149,8 @@ def take_offer(stream: SocketStream, deadline: Deadline, *, wanted: bool = True)
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
-    taken = (_FLAG_RINGS, ring_bytes) if memory else (0, 0)
-    stream.send_some([memoryview(_GREETING.pack(MAGIC, VERSION, *taken))], deadline)
+    answer = (_FLAG_RINGS, ring_bytes) if memory else (0, 0)
+    stream.send_some([memoryview(_GREETING.pack(MAGIC, VERSION, *answer))], deadline)
     return RingStream(stream, memory, connecting=True) if memory else stream
 
 

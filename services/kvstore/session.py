@@ -140,7 +140,7 @@ def not_found(session_id: str) -> SessionNotFound:
     return SessionNotFound(f"there is no session {session_id!r}", param="session_id")
 
 
-def taken(session_id: str) -> AlreadyExists:
+def session_exists(session_id: str) -> AlreadyExists:
     return AlreadyExists(f"a session {session_id!r} exists already", param="session_id")
 
 

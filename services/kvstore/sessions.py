@@ -333,7 +333,7 @@ class Sessions:
         if record is not None and record.incarnation == incarnation:
             return record
         if record is not None or under_way(self._lease(key), self._now_ms()):
-            raise rules.taken(session_id)
+            raise rules.session_exists(session_id)
         return None
 
     def _lease(self, key: bytes) -> TurnLease | None:

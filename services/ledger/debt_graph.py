@@ -78,15 +78,15 @@ def components(successors: Mapping[str, Sequence[str]]) -> list[list[str]]:
         on_stack.add(root)
         while work:
             node, rest = work[-1]
-            for following in rest:
-                if following not in index:
-                    index[following] = low[following] = len(index)
-                    stack.append(following)
-                    on_stack.add(following)
-                    work.append((following, iter(successors.get(following, ()))))
+            for successor in rest:
+                if successor not in index:
+                    index[successor] = low[successor] = len(index)
+                    stack.append(successor)
+                    on_stack.add(successor)
+                    work.append((successor, iter(successors.get(successor, ()))))
                     break
-                if following in on_stack:
-                    low[node] = min(low[node], index[following])
+                if successor in on_stack:
+                    low[node] = min(low[node], index[successor])
             else:
                 work.pop()
                 if work:
@@ -124,10 +124,10 @@ def _shortest(successors: Mapping[str, Sequence[str]]) -> list[str]:
         waiting = deque([start])
         while waiting and start not in before:
             node = waiting.popleft()
-            for following in successors[node]:
-                if following not in before:
-                    before[following] = node
-                    waiting.append(following)
+            for successor in successors[node]:
+                if successor not in before:
+                    before[successor] = node
+                    waiting.append(successor)
         walk = [start]
         while (node := before[walk[-1]]) != start:
             walk.append(node)

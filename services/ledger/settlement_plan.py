@@ -68,9 +68,9 @@ def plan(
     """Plans that share no instance. `threshold`: the least blocks that are worth a settlement (the paper's
     empirical one). `busy` instances are left out: a settlement is under way there, or has just ended and
     no heartbeat counts it yet."""
-    taken = set(busy)
+    involved = set(busy)
     plans: list[Plan] = []
-    while (circle := find_circle(_without(debts, taken), threshold)) is not None:
+    while (circle := find_circle(_without(debts, involved), threshold)) is not None:
         names = circle.instances
         plans.append(
             Swap(
@@ -79,12 +79,12 @@ def plan(
                 )
             )
         )
-        taken.update(names)
-    for debtor, owed in sorted(_without(debts, taken).items()):
+        involved.update(names)
+    for debtor, owed in sorted(_without(debts, involved).items()):
         for creditor, blocks in sorted(owed.items(), key=lambda one: (-one[1], one[0])):
-            if _needs(memory.get(creditor)) and not {debtor, creditor} & taken:
+            if _needs(memory.get(creditor)) and not {debtor, creditor} & involved:
                 plans.append(Recall(creditor=creditor, debtor=debtor, blocks=blocks))
-                taken.update((debtor, creditor))
+                involved.update((debtor, creditor))
     return plans
 
 
@@ -93,10 +93,10 @@ def _needs(memory: MemoryState | None) -> bool:
     return memory is not None and memory.waiting > 0 and memory.free_blocks < memory.total_blocks * SCARCE
 
 
-def _without(debts: Debts, taken: Collection[str]) -> dict[str, dict[str, int]]:
+def _without(debts: Debts, involved: Collection[str]) -> dict[str, dict[str, int]]:
     return {
         debtor: left
         for debtor, owed in debts.items()
-        if debtor not in taken
-        and (left := {name: blocks for name, blocks in owed.items() if name not in taken})
+        if debtor not in involved
+        and (left := {name: blocks for name, blocks in owed.items() if name not in involved})
     }

@@ -10,7 +10,7 @@ from kvcommons.pb import ledger_pb2 as pb
 from services.ledger.saga import Settlement
 from services.ledger.settlement_records import message_of
 
-TOLD_S = 60.0  # after its end: most settlements take less time than there is between two looks
+SHOWN_S = 60.0  # after its end: most settlements take less time than there is between two looks
 ENDED_MAX = 32
 
 
@@ -22,7 +22,7 @@ class _Report:
 
 
 class SettlementReports:
-    """The settlements under way here, and the last `ENDED_MAX` of the last `TOLD_S` seconds."""
+    """The settlements under way here, and the last `ENDED_MAX` of the last `SHOWN_S` seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -65,7 +65,7 @@ class SettlementReports:
         over = len(ended) - ENDED_MAX
         for at, name in enumerate(ended):
             ended_s = self._reports[name].ended_s
-            if at < over or (ended_s is not None and now_s - ended_s > TOLD_S):
+            if at < over or (ended_s is not None and now_s - ended_s > SHOWN_S):
                 del self._reports[name]
 
 

@@ -88,10 +88,10 @@ async def serve(config: RouterConfig, process: Process) -> None:
     watch = asyncio.create_task(_watch(serving, rpc, heartbeat))
     looking = asyncio.create_task(serving.look_ahead.run())
     taking = asyncio.create_task(take_over_documents(serving))
-    following = None
+    key_watch = None
     if config.api_keys is not None:
         tenants = serving.tenants
-        following = asyncio.create_task(follow_keys(config.api_keys, tenants.keys, tenants.set_keys))
+        key_watch = asyncio.create_task(follow_keys(config.api_keys, tenants.keys, tenants.set_keys))
     renewing = None
     if serving.certificate is not None:
         renewing = asyncio.create_task(serving.certificate.follow())
@@ -101,8 +101,8 @@ async def serve(config: RouterConfig, process: Process) -> None:
         watch.cancel()
         looking.cancel()
         taking.cancel()
-        if following is not None:
-            following.cancel()
+        if key_watch is not None:
+            key_watch.cancel()
         if renewing is not None:
             renewing.cancel()
         await heartbeat.stop()

@@ -237,6 +237,49 @@ def test_who_asks_for_a_device_is_found() -> None:
     assert len(asks_for_a_device("kvcommons/holder/x.py", asking)) == 6
 
 
+# Words that say too little of what they name, each with a word that an engineer of the field looks for.
+UNCLEAR = {
+    "asking": "pending, outstanding",
+    "crossing": "between slices, exchange",
+    "filled": "full, computed",
+    "following": "the next one, by what it is",
+    "room": "capacity, free blocks",
+    "rounds": "iterations, sweeps",
+    "spent": "used",
+    "stay": "duration",
+    "surroundings": "callbacks",
+    "taken": "accepted, reserved, claimed",
+    "told": "reported, announced, logged",
+    "witness": "integrity",
+}
+
+
+def bound_names(tree: ast.AST) -> list[tuple[str, int]]:
+    """Names that a module gives to classes, functions, arguments, variables and attributes, with lines."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            found.append((node.name, node.lineno))
+        elif isinstance(node, ast.arg):
+            found.append((node.arg, node.lineno))
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.append((node.id, node.lineno))
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.append((node.attr, node.lineno))
+    return found
+
+
+def test_nothing_is_called_by_a_word_that_says_too_little() -> None:
+    problems = [
+        f"{name}:{line}: {bound}: perhaps {UNCLEAR[word]}"
+        for name, text in texts(".py")
+        if name.startswith(("kvcommons/", "services/", "devstack/")) and not name.startswith("kvcommons/pb/")
+        for bound, line in bound_names(ast.parse(text))
+        if (word := bound.strip("_").lower()) in UNCLEAR
+    ]
+    assert problems == []
+
+
 def test_the_kernels_structures_are_filled_by_their_fields_names() -> None:
     """Their fields are read from the headers: an argument without a name would go wrong in silence where
     their order changes there, and so would a structure that is written down twice."""

@@ -67,7 +67,7 @@ class NativeSlice:
 
     def advance(
         self,
-        following: NativeSlice,
+        next_layer: NativeSlice,
         hidden: Tensor,
         attended: Tensor,
         cos: Tensor,
@@ -78,12 +78,12 @@ class NativeSlice:
         stream [T, hidden], qkv [T, all heads * head_dim] with q and k as `rotate` leaves them, and what it
         returns."""
         hidden, attended, cos, sin = (one.contiguous() for one in (hidden, attended, cos, sin))
-        opens, dtype, count = following.weights, hidden.dtype, len(hidden)
+        opens, dtype, count = next_layer.weights, hidden.dtype, len(hidden)
         total = torch.empty_like(hidden)
         qkv = torch.empty((count, opens.qkv.rows), dtype=dtype)
         rotated = torch.empty((count, opens.rotated_heads, opens.head_dim), dtype=dtype)
         call: Any = STRUCTURES["kvc_advance"](
-            closing=addressof(self.closing), opening=addressof(following.opening),
+            closing=addressof(self.closing), opening=addressof(next_layer.opening),
             hidden=hidden.data_ptr(), attended=attended.data_ptr(), cos=cos.data_ptr(), sin=sin.data_ptr(),
             sum=total.data_ptr(), qkv=qkv.data_ptr(), rotated=rotated.data_ptr(),
             parallel=self._kernel._parallel, count=count, threads=torch.get_num_threads(), epsilon=epsilon,

@@ -34,8 +34,8 @@ class WeightMemory:
             if hasattr(mmap, "MADV_HUGEPAGE"):
                 area.madvise(mmap.MADV_HUGEPAGE)
             self._left = torch.frombuffer(area, dtype=torch.uint8)
-        taken, self._left = self._left[:size], self._left[size:]
-        return taken
+        piece, self._left = self._left[:size], self._left[size:]
+        return piece
 
 
 def serves(weight: Tensor) -> bool:

@@ -120,8 +120,8 @@ class PendingSlice:
         reply = self._call.finish([byte_view(tensor) for tensor in into])
         q, k, v = torch.split(upload(qkv), [spec.query_heads, spec.kv_heads, spec.kv_heads], dim=1)
         unrotated = upload(into[2]) if self._unrotated else state.unrotated_q
-        following = replace(state, hidden=upload(hidden), q=q, k=k, v=v, unrotated_q=unrotated)
-        return following, reply.computed_slice
+        advanced = replace(state, hidden=upload(hidden), q=q, k=k, v=v, unrotated_q=unrotated)
+        return advanced, reply.computed_slice
 
 
 def begin_slice(

@@ -126,9 +126,9 @@ class ReuseCurve:
         densities = []
         for start in range(self.bins):
             alive, hits, time, best = 1.0, 0.0, dead, 0.0
-            for reuse, stay in steps[start:]:
+            for reuse, duration in steps[start:]:
                 hits += alive * reuse
-                time += alive * stay
+                time += alive * duration
                 alive *= 1 - reuse
                 if hits > best * time:
                     best = hits / time

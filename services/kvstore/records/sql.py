@@ -360,7 +360,7 @@ class SqlRecords:
         if row.head is not None and row.head.incarnation == incarnation:
             return await tables.read_whole(transaction.connection, row.head)
         if row.head is not None or under_way(row.lease, self._now_ms()):
-            raise rules.taken(names_in(key)[1])
+            raise rules.session_exists(names_in(key)[1])
         await self._remove(transaction, row)
         return None
 

@@ -134,11 +134,11 @@ def _choose(
     if not candidates:
         return None
     fresh = [instance for instance in candidates if instance.id not in failed] or candidates
-    with_room = _with_free_blocks(fresh, blocks, free_blocks, shared_blocks) or fresh
-    least = min(_busy(instance, under_way) for instance in with_room)
+    fitting = _with_free_blocks(fresh, blocks, free_blocks, shared_blocks) or fresh
+    least = min(_busy(instance, under_way) for instance in fitting)
     near = [
         instance
-        for instance in with_room
+        for instance in fitting
         if _busy(instance, under_way) <= least + (_AFFINITY_SLACK if affinity else 0)
     ]
     # Rendezvous hashing: every replica of the router prefers the same instance, with nothing to remember.

@@ -28,12 +28,12 @@ class LogprobsOfPrompt:
 
     def take(self, messages: Sequence[pb.PromptLogprobs], tokens: int) -> None:
         """Those of a prompt of so many tokens; others than of all of its positions, in order, are none."""
-        following = 1
+        next_position = 1
         for message in messages:
-            if message.first != following:
+            if message.first != next_position:
                 return
-            following += len(message.logprobs)
-        if following == tokens:
+            next_position += len(message.logprobs)
+        if next_position == tokens:
             self.found = tuple(messages)
 
     def likelihoods(self, tokens: Sequence[int]) -> Iterator[TokenLikelihood | None]:

@@ -3,7 +3,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from services.ledger.saga import Leg, Settlement, Step
-from services.ledger.settlement_reports import ENDED_MAX, TOLD_S, SettlementReports
+from services.ledger.settlement_reports import ENDED_MAX, SHOWN_S, SettlementReports
 
 
 def settlement(name: str) -> Settlement:
@@ -31,7 +31,7 @@ def test_each_step_is_told_and_the_end_for_a_while() -> None:
     reports.wrote(replace(settlement("s"), step=Step.COPY, round=1))
     assert reports.reported() == [("s", Step.COPY, False, 1000, 0)]
     reports.left("s")
-    reports.now_s += TOLD_S - 1
+    reports.now_s += SHOWN_S - 1
     assert reports.reported() == [("s", Step.COPY, True, 60_000, 59_000)]
     reports.left("s")  # a second time says nothing new
     assert reports.reported() == [("s", Step.COPY, True, 60_000, 59_000)]
