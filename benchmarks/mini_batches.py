@@ -172,6 +172,7 @@ def _layers(
     from kvcommons.engine.remote.plans import NewRows
     from kvcommons.engine.sequence import RemoteRun
     from kvcommons.holder.budget import AttentionBudget
+    from services.decode.staggering.mini_batches import MiniBatches
 
     layout, backend = core.layout, core.backend
     sequences = []
@@ -181,7 +182,7 @@ def _layers(
         sequences[-1].start(1)
     batch = Batch(sequences, core.block_tokens, backend)
     kinds = {
-        number: RemoteAttention(layout, backend, AttentionBudget(1.0), number)
+        number: RemoteAttention(layout, backend, AttentionBudget(1.0), MiniBatches(number))
         for number in (*setting.mini_batches, AUTO)
     }
     samples: dict[int, list[_Sample]] = {number: [] for number in kinds}
@@ -202,7 +203,7 @@ def _layers(
                     for error in step.lost.values():
                         raise error
                     if round_:
-                        samples[number].append(_Sample(seconds, step.timing.pool_s, batch.mini_batches))
+                        samples[number].append(_Sample(seconds, step.timing.pool_s, batch.messages))
                 remote.end(step)
                 for sequence in sequences:
                     sequence.append(1)

@@ -212,10 +212,11 @@ class _Stepper:
         from kvcommons.engine.batch import Batch
         from kvcommons.engine.remote.attention import RemoteAttention
         from kvcommons.holder.budget import AttentionBudget
+        from services.decode.staggering.mini_batches import MiniBatches
 
         self._core = core
         budget = AttentionBudget(1.0)
-        self._remote = RemoteAttention(core.layout, core.backend, budget)
+        self._remote = RemoteAttention(core.layout, core.backend, budget, MiniBatches())
         self._sequence = decoded(core, 1, context, 1 << 30, runs)
         self._sequence.start(1)
         self._batch = Batch([self._sequence], core.block_tokens, core.backend)

@@ -63,7 +63,7 @@ class RemoteSegment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HolderShare:
-    """What one other holder attends over for this batch, or a mini-batch of that. Tensors are in host
+    """What one other holder attends over for this batch, or a part of that. Tensors are in host
     memory."""
 
     holder: Creditor
@@ -141,7 +141,7 @@ class Batch:
     # And each share's rows are neighbours: shares' groups, and the order that makes their rows the batch's.
     _in_order: list[list[Group]] | None = field(init=False)
     _row_order: list[int] = field(init=False)
-    mini_batches: int = field(init=False, default=1)
+    messages: int = field(init=False, default=1)  # to each holder, in a layer
     steps: int = field(init=False, default=0)  # since it was built
     plans: BatchPlans | None = field(init=False, default=None)  # of these shares, kept by who sends them
 
@@ -228,11 +228,11 @@ class Batch:
         came = len(sequence.tokens) == int(self.positions[row]) + 1
         return came and not sequence.ended and sequence.tokens[-1] == drafts[-1]
 
-    def divide(self, mini_batches: int) -> None:
-        """Each holder's share in so many from now on (Lamina, section 5.2.1), or in as many as it has rows:
-        a holder that attends over the first one receives the second meanwhile."""
-        self.mini_batches = mini_batches
-        self._share_out(mini_batches)
+    def divide(self, messages: int) -> None:
+        """Each holder's share in so many messages from now on, or in as many as it has rows: a holder that
+        attends over the first one receives the second meanwhile."""
+        self.messages = messages
+        self._share_out(messages)
 
     def slots(self) -> Tensor:
         """Where the K and V of `append_rows` go: block * block_tokens + offset, in host memory."""
@@ -290,17 +290,17 @@ class Batch:
                 whole.lse.index_copy_(0, rows, partial.lse)
         return whole
 
-    def _share_out(self, mini_batches: int) -> None:
+    def _share_out(self, messages: int) -> None:
         by_holder: dict[Creditor, list[RemoteSegment]] = {}
         for row, sequence in enumerate(self.sequences):
             for run in sequence.remote_runs():
                 segment = RemoteSegment(row=row, run=run, tail=run is sequence.tail)
                 by_holder.setdefault(run.holder, []).append(segment)
         # First the first of each holder, which they begin with at the same time.
-        pieces = [(holder, _even(segments, mini_batches)) for holder, segments in by_holder.items()]
+        pieces = [(holder, _even(segments, messages)) for holder, segments in by_holder.items()]
         self.shares = [
             self.share(holder, some[number])
-            for number in range(mini_batches)
+            for number in range(messages)
             for holder, some in pieces
             if number < len(some)
         ]

@@ -30,6 +30,7 @@ from kvcommons.model.sampling import SamplingParams
 from kvcommons.rblock.identity import IdentityChain
 from kvcommons.rblock.layout import Layout
 from kvcommons.transport.base import Observer
+from services.decode.staggering.mini_batches import MiniBatches
 from tests.backends import asking_in_python
 from tests.contract.holder_cases import (
     BLOCK_TOKENS,
@@ -146,7 +147,7 @@ class Debtor:
     def decode(self, sequences: list[Decoded]) -> None:
         """ITERATIONS of them, as kvcommons.engine.iteration has it."""
         layout, memory, backend = self.layout, self.memory, choose()
-        remote = RemoteAttention(layout, backend, AttentionBudget(1.0), self.mini_batches)
+        remote = RemoteAttention(layout, backend, AttentionBudget(1.0), MiniBatches(self.mini_batches))
         batch = Batch(sequences, BLOCK_TOKENS, backend)
         count = len(sequences)
         self.order = [sequence.key for sequence in batch.sequences]

@@ -184,7 +184,7 @@ async def test_what_was_asked_for_is_not_kept_where_the_iteration_fails(served: 
         debtor = Debtor([holder], LAYOUT)
         sequences = await debtor.sequences(rows_of((0, 2), count=2))
         batch = Batch(sequences, BLOCK_TOKENS, choose())
-        remote = RemoteAttention(LAYOUT, choose(), AttentionBudget(1.0), 1)
+        remote = RemoteAttention(LAYOUT, choose(), AttentionBudget(1.0))
         q = debtor.random(2, LAYOUT.query_heads, LAYOUT.head_dim)
         k = debtor.random(2, LAYOUT.kv_heads, LAYOUT.head_dim)
         answers = []

@@ -16,7 +16,7 @@ from kvcommons.backend.interface import Backend, Partial
 from kvcommons.backend.memory import BlockMemory
 from kvcommons.engine.batch import Batch, Group, RemoteSegment
 from kvcommons.engine.iteration_timing import IterationTiming
-from kvcommons.engine.remote.mini_batches import MiniBatches
+from kvcommons.engine.remote.division import ShareDivision, Undivided
 from kvcommons.engine.remote.plans import BatchPlans, NewRows
 from kvcommons.engine.remote.timing import RemoteTiming
 from kvcommons.errors import DataLoss, KVCommonsError
@@ -49,15 +49,15 @@ class RemoteAttention:
         layout: Layout,
         backend: Backend,
         budget: AttentionBudget,
-        mini_batches: int = 0,
+        division: ShareDivision | None = None,
     ) -> None:
-        """`budget` takes when this process has nothing to do but wait. A holder is sent its share of a batch
-        in so many `mini_batches`; 0: in as many as pays by what was measured."""
+        """`budget` takes when this process has nothing to do but wait. `division` says in how many
+        messages a holder is sent its share of a batch; None: in one."""
         self._budget = budget
         self._backend = backend
         self._layout = layout
-        self._mini_batches = MiniBatches(mini_batches)
-        self._timing = RemoteTiming(self._mini_batches)
+        self._division = division or Undivided()
+        self._timing = RemoteTiming(self._division)
 
     def begin(
         self,
@@ -72,8 +72,8 @@ class RemoteAttention:
         plans = self._plans(batch)
         if plans.shares:
             largest = plans.largest(plans.step(batch))
-            number = self._mini_batches.decide(largest, busy=len(batch.part_rows) > 0)
-            if number != batch.mini_batches:
+            number = self._division.decide(largest, busy=len(batch.part_rows) > 0)
+            if number != batch.messages:
                 batch.divide(number)
                 plans = self._plans(batch)
         step = RemoteStep(batch, timing, plans, own)
@@ -120,7 +120,7 @@ class RemoteAttention:
                 layer,
                 shares,
                 largest=largest,
-                mini_batches=step.batch.mini_batches,
+                messages=step.batch.messages,
                 lost=bool(step.lost),
                 busy=len(step.batch.part_rows) > 0,
             )

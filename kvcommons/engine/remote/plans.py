@@ -11,7 +11,7 @@ from torch import Tensor
 from kvcommons.backend.interface import Backend, Partial
 from kvcommons.backend.memory import TORCH_DTYPES
 from kvcommons.engine.batch import Batch, HolderShare, Queries, RemoteSegment
-from kvcommons.engine.remote.mini_batches import ExchangeSize
+from kvcommons.engine.remote.division import ExchangeSize
 from kvcommons.holder.creditor import Creditor
 from kvcommons.holder.exchange import LayerExchange, PartialSource, Share
 from kvcommons.holder.plan import PlanRow
@@ -31,7 +31,7 @@ class NewRows:
 
 
 class SharePlan:
-    """A holder's share of a batch, or a mini-batch of it."""
+    """A holder's share of a batch, or a part of it."""
 
     def __init__(self, batch: Batch, share: HolderShare, layout: Layout) -> None:
         self.share = share
@@ -75,7 +75,7 @@ class BatchPlans:
         return batch.steps - self._made_at
 
     def largest(self, step: int) -> ExchangeSize:
-        """Of all holders', each with all of its mini-batches."""
+        """Of all holders', each with all of its messages."""
         whole: dict[Creditor, ExchangeSize] = {}
         for plan in self.shares:
             holder = plan.share.holder

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvcommons.engine.iteration_timing import IterationTiming
-from kvcommons.engine.remote.mini_batches import ExchangeSize, MiniBatches
+from kvcommons.engine.remote.division import ExchangeSize, ShareDivision
 from kvcommons.holder.creditor import Creditor
 from kvcommons.holder.exchange import LayerTiming, ShareTiming
 
@@ -16,7 +16,7 @@ _WAITED_S = 50e-6
 
 @dataclass(slots=True)
 class _HolderTime:
-    """What one holder took in a layer, all of its mini-batches together."""
+    """What one holder took in a layer, all of its messages together."""
 
     waited_s: float = 0.0
     answered: bool = True
@@ -25,10 +25,10 @@ class _HolderTime:
 
 
 class RemoteTiming:
-    """Passes what was measured to `mini_batches` and the holders."""
+    """Passes what was measured to `division` and the holders."""
 
-    def __init__(self, mini_batches: MiniBatches) -> None:
-        self._mini_batches = mini_batches
+    def __init__(self, division: ShareDivision) -> None:
+        self._division = division
 
     def layer(
         self,
@@ -37,12 +37,12 @@ class RemoteTiming:
         shares: Sequence[tuple[Creditor, ExchangeSize]],
         *,
         largest: ExchangeSize,
-        mini_batches: int,
+        messages: int,
         lost: bool,
         busy: bool,
     ) -> None:
         """A layer. `shares`: of each, its holder and what it was asked for; `largest` of the holders'
-        exchanges, which was in so many `mini_batches`. `lost`: something is. `busy`: this instance computed
+        exchanges, which was in so many `messages`. `lost`: something is. `busy`: this instance computed
         attention of its own meanwhile."""
         timing.network_s += layer.asked_s - layer.asks_s
         timing.native_layers += layer.native
@@ -51,13 +51,13 @@ class RemoteTiming:
         for answer in layer.shares:
             holder, exchange = shares[answer.share]
             self._hear(heard.setdefault(holder, _HolderTime()), answer)
-            if mini_batches == 1 and answer.answered and answer.came_s - answer.waits_s > _WAITED_S:
+            if messages == 1 and answer.answered and answer.came_s - answer.waits_s > _WAITED_S:
                 # One of several took some of the others' time, too.
                 computed_s = answer.computed_us / 1e6
                 took_s = answer.came_s - answer.began_s - computed_s - answer.queued_us / 1e6
-                self._mini_batches.observe(exchange, network_s=max(took_s, 0.0), computed_s=computed_s)
+                self._division.observe(exchange, network_s=max(took_s, 0.0), computed_s=computed_s)
         if layer.shares and blocked_s > _WAITED_S and not lost and not busy:
-            self._mini_batches.took(largest, mini_batches, layer.came_s - layer.shares[0].began_s)
+            self._division.took(largest, messages, layer.came_s - layer.shares[0].began_s)
         for holder, one in heard.items():
             holder.waited(one.waited_s, one.answered)
         slowest = max(heard.values(), key=lambda one: one.computed_s, default=_HolderTime())

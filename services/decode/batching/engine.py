@@ -20,6 +20,7 @@ from kvcommons.stages.executor import Pipelined
 from kvcommons.stages.group import StageGroup
 from services.decode.staggering.executor import Staggered
 from services.decode.staggering.lanes import Mode, Pipelining
+from services.decode.staggering.mini_batches import MiniBatches
 from services.decode.staggering.rotation import Rotation
 
 
@@ -51,7 +52,7 @@ def decode_engine(
     or with `rotation`. `cores` is given where other engines of the host
     share them; staggered batches do not wait for it. With `stages` this is the first of several, and batches
     take turns in them."""
-    remote = RemoteAttention(core.layout, core.backend, budget, mini_batches)
+    remote = RemoteAttention(core.layout, core.backend, budget, MiniBatches(mini_batches))
     composer = Composer(core, remote, attend_deadline_s=attend_deadline_s)
     executor: Executor
     predictor = predictor or (prompts.predictor if prompts is not None else Predictor())

@@ -30,6 +30,7 @@ from kvcommons.model.sampling import SamplingParams
 from kvcommons.rblock.identity import IdentityChain
 from kvcommons.transport.client import DataClient
 from kvcommons.transport.deadline import Deadline
+from services.decode.staggering.mini_batches import MiniBatches
 from tests.unit.engine.tiny import tiny_core
 
 if TYPE_CHECKING:
@@ -125,7 +126,7 @@ def batch(holders: list[Far], *, here: bool = False) -> Batch:
 
 
 def remote(core: Core, mini_batches: int) -> RemoteAttention:
-    return RemoteAttention(core.layout, CPU, AttentionBudget(1.0), mini_batches)
+    return RemoteAttention(core.layout, CPU, AttentionBudget(1.0), MiniBatches(mini_batches))
 
 
 def new_rows(core: Core) -> NewRows:

@@ -9,9 +9,8 @@ on one host hardly ever.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from kvcommons.engine.regression import Regression
+from kvcommons.engine.remote.division import ExchangeSize
 
 _KEPT = 0.98  # of an observation's weight, by the next one
 _NUMBERS = (1, 2, 4, 8)  # each of them has a connection of its own
@@ -25,30 +24,8 @@ _EMPTY_S, _EMPTY_WEIGHT = 100e-6, 4.0
 _READ_BYTE_S = 1e-10  # 10 GB of KV a second
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ExchangeSize:
-    """What a holder is asked for, in one layer: rows, bytes of the message and of its answer, and of the KV
-    that is read for it."""
-
-    rows: int
-    asked_bytes: int
-    answered_bytes: int
-    read_bytes: int
-
-    def beside(self, other: ExchangeSize | None) -> ExchangeSize:
-        """Both in one."""
-        if other is None:
-            return self
-        return ExchangeSize(
-            rows=self.rows + other.rows,
-            asked_bytes=self.asked_bytes + other.asked_bytes,
-            answered_bytes=self.answered_bytes + other.answered_bytes,
-            read_bytes=self.read_bytes + other.read_bytes,
-        )
-
-
 class MiniBatches:
-    """Threads may share it; what both tell at the same time may count once.
+    """A `ShareDivision`. Threads may share it; what both tell at the same time may count once.
 
     Of whole messages it knows what a byte adds, by a line through what was observed, and computes from that
     what several would take. How far that is from what they took is what it learns of each number: messages

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from kvcommons.config import load
-from kvcommons.engine.remote.mini_batches import ExchangeSize, MiniBatches
+from kvcommons.engine.remote.division import ExchangeSize
 from kvcommons.errors import InvalidInput
 from services.decode.config import DecodeConfig
+from services.decode.staggering.mini_batches import MiniBatches
 
 KV_BYTE_S = 1e-10  # 10 GB/s
 LATENCY_S = 100e-6
