@@ -6,15 +6,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
+from collections import deque
 
 import pytest
 
 from kvcommons.engine.engine import Engine
+from kvcommons.engine.mailbox import Command, Mailbox
 from kvcommons.errors import DataLoss, Internal, Unavailable
 from services.decode.staggering.lanes import Pipelining
 from tests.contract.engine_stack import SlowIterations, Stack, ready
 from tests.contract.engine_turns import Turn, turn
 from tests.machine import scaled
+from tests.waiting import eventually
 
 pytestmark = pytest.mark.asyncio
 pytest_plugins = ("tests.contract.engine_fixtures",)
@@ -101,12 +104,18 @@ async def test_an_error_that_lasts_fails_sequences_and_takes_no_core(
 ) -> None:
     """It comes while a sequence runs. The loop comes by with each command, not again and again, and serves
     once the error is gone."""
-    failed = 0
+    failed, failing, waits_s = 0, None, list[float | None]()
+    take = Mailbox.take
 
     def fail(pipelining: Pipelining, sequences: int, tokens: int) -> int:
-        nonlocal failed
-        failed += 1
+        nonlocal failed, failing
+        failed, failing = failed + 1, threading.current_thread()
         raise RuntimeError("on purpose")
+
+    def noting(mailbox: Mailbox, wait_s: float | None) -> deque[Command] | None:
+        if threading.current_thread() is failing:
+            waits_s.append(wait_s)
+        return take(mailbox, wait_s)
 
     await engines.lenders(10)
     prefill, decode = await engines.prefill(), await engines.decode()
@@ -116,9 +125,10 @@ async def test_an_error_that_lasts_fails_sequences_and_takes_no_core(
     await begun(one, 3)
     with monkeypatch.context() as patch:
         patch.setattr(Pipelining, "batches", fail)
+        patch.setattr(Mailbox, "take", noting)
         with pytest.raises(Internal, match="unexpectedly"):
             await running
-        await asyncio.sleep(0.3)
+        await eventually(lambda: waits_s[-1:] == [None], "the loop waits until it is asked for something")
     assert 1 <= failed < 20
     unhurried.over()
     await again.run()

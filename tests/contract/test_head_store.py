@@ -81,18 +81,20 @@ async def test_loads_from_a_store_that_stands_still_hold_up_nothing_else(
 
 
 async def test_a_save_has_its_time_from_its_turn_on(silent: str, store: WholeStore) -> None:
-    go, left = threading.Event(), []
+    go, begun, left = threading.Event(), [], []
 
     def slow(layer: int, objects: Sequence[Any], deadline: Deadline) -> None:
-        assert go.wait(20)
+        begun.append(layer)
+        assert go.wait(scaled(20))
 
     def quick(layer: int, objects: Sequence[Any], deadline: Deadline) -> None:
         left.append(deadline.left())
 
     first = [asyncio.create_task(save(store, silent, slow)) for _ in range(2)]
-    await asyncio.sleep(0.05)
-    last = asyncio.create_task(save(store, silent, quick, timeout_s=0.5))
-    await asyncio.sleep(0.6)
+    await eventually(lambda: len(begun) == len(first), "nobody else has a turn")
+    last = asyncio.create_task(save(store, silent, quick, timeout_s=scaled(0.5)))
+    await asyncio.sleep(0)  # it waits for its turn
+    await asyncio.sleep(scaled(0.6))
     go.set()
     await asyncio.gather(*first, last)
     assert left[0] > 0

@@ -186,7 +186,7 @@ async def test_a_paused_etcd_holds_nobody_up(
         for ledger in ledgers:
             await eventually(ledger.ready, "ready again", within_s=WITHIN_S)
         # It wakes to leases that have run out; the living are written again before anyone takes note.
-        await asyncio.sleep(LEASE_S + 1)
+        await asyncio.sleep(LEASE_IS_OVER_S)
         assert fleet.missing == []
         await eventually(
             lambda: beaten(a, b, instance("prefill-1")), "the replicas agree again", within_s=WITHIN_S
@@ -295,11 +295,14 @@ class LateEtcd(Etcd):
         super().__init__(endpoints, timeout_s=scaled(5.0))
         self.waiting = asyncio.Event()
         self.let_go = asyncio.Event()
+        self.written = asyncio.Event()
 
     async def put(self, key: bytes, value: bytes, *, lease_id: int, lease_s: int, new: bool) -> int:
         self.waiting.set()
         await self.let_go.wait()
-        return await super().put(key, value, lease_id=lease_id, lease_s=lease_s, new=new)
+        revision = await super().put(key, value, lease_id=lease_id, lease_s=lease_s, new=new)
+        self.written.set()
+        return revision
 
 
 async def test_a_write_under_way_does_not_bring_back_who_leaves(etcd: RealEtcd) -> None:
@@ -317,9 +320,14 @@ async def test_a_write_under_way_does_not_bring_back_who_leaves(etcd: RealEtcd) 
             await client.waiting.wait()
         registry.left(instance("decode-1"), time.monotonic())
         leaving = asyncio.create_task(mirror.flush(scaled(20)))
-        await asyncio.wait({leaving}, timeout=0.5)  # a flush that overtakes the put is done by now
+        # A flush that overtakes the put has asked etcd while it listed, and etcd writes in the order in which
+        # it was asked.
+        await client.list(PREFIX)
+        await client.swap(b"after", b"what was asked before", 0)
         client.let_go.set()
         assert await leaving
+        async with asyncio.timeout(scaled(20)):
+            await client.written.wait()
         assert await registered(etcd) == set()
     finally:
         running.cancel()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from kvcommons.rpc.server import RpcServer
 from kvcommons.telemetry.telemetry import Telemetry
 from services.router.api.schemas.answers import Error
 from services.router.api.schemas.commons import CommonsPicture
-from services.router.commons.watch import VIEWERS_MAX
+from services.router.commons.watch import VIEWERS_MAX, CommonsWatch
 from tests.contract.rest_stack import KvStore, Stack, stack
 from tests.machine import scaled
 from tests.waiting import eventually
@@ -125,8 +126,23 @@ async def test_a_sequence_is_seen_from_its_first_token_to_its_last(served: Stack
                 break
 
 
-async def test_services_are_asked_once_for_all_viewers_and_never_for_none(served: Stack) -> None:
+async def test_services_are_asked_once_for_all_viewers_and_never_for_none(
+    served: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
     await show_lenders(served)
+    viewer, watching = CommonsWatch.viewer, 0
+
+    @contextmanager
+    def counted(watch: CommonsWatch) -> Iterator[None]:
+        nonlocal watching
+        with viewer(watch):
+            watching += 1
+            try:
+                yield
+            finally:
+                watching -= 1
+
+    monkeypatch.setattr(CommonsWatch, "viewer", counted)
     before = served.ledger.asked
 
     async def see(count: int) -> set[float]:
@@ -138,14 +154,17 @@ async def test_services_are_asked_once_for_all_viewers_and_never_for_none(served
                     break
         return seen
 
+    began_s = time.monotonic()
     seen = await asyncio.gather(*(see(4) for _ in range(5)))
+    seen_s = time.monotonic() - began_s
     taken = served.ledger.asked - before
     assert len(set().union(*seen)) <= taken + 1, "one may be from before"
     assert taken < 4 * 5
     # One that was under way when the last viewer left may still come.
-    await asyncio.sleep(1)
+    await eventually(lambda: not watching, "the router has seen that they left")
+    await served.get("/v1/commons")
     after = served.ledger.asked
-    await asyncio.sleep(2)
+    await asyncio.sleep(seen_s)  # for each of those who watched, four were taken meanwhile
     assert served.ledger.asked == after
 
 

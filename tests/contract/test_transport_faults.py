@@ -258,12 +258,22 @@ def test_garbage_is_refused_with_a_reason(
     assert server.stop(scaled(10))
 
 
-def test_a_thread_that_is_about_to_end_is_waited_for(socket_folder: Path) -> None:
-    """Its connection is gone already when the server is stopped."""
+def test_a_thread_that_is_about_to_end_is_waited_for(
+    socket_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connection is gone already when the server is stopped. It ends once it is waited for."""
+    join, waited_for = threading.Thread.join, threading.Event()
+
+    def joining(thread: threading.Thread, timeout: float | None = None) -> None:
+        if thread.name.startswith("lingering-data"):
+            waited_for.set()
+        join(thread, timeout)
 
     def linger(frame: FrameType, event: str, _: object) -> None:
         if event == "return" and frame.f_code.co_name == "_serve":
-            time.sleep(0.3)
+            waited_for.wait(scaled(20))
+
+    monkeypatch.setattr(threading.Thread, "join", joining)
 
     threading.setprofile(linger)
     try:
@@ -277,6 +287,7 @@ def test_a_thread_that_is_about_to_end_is_waited_for(socket_folder: Path) -> Non
         assert not [one.name for one in threading.enumerate() if one.name.startswith("lingering")]
     finally:
         threading.setprofile(None)
+        waited_for.set()
 
 
 def test_no_descriptor_and_no_thread_is_left(address: str) -> None:

@@ -16,7 +16,7 @@ from kvcommons.engine.slices import LocalSlices
 from kvcommons.errors import InvalidInput, UnsupportedParameter
 from kvcommons.holder.budget import AttentionBudget
 from kvcommons.pb import data_pb2
-from kvcommons.transport.server import DataServer, Exchange
+from kvcommons.transport.server import DataServer, Exchange, Handler
 from services.decode.staggering.lanes import LANES, BatchLane, Mode
 from services.decode.staggering.rotation import Rotated, Rotation
 from tests.unit.engine.tiny import tiny_core
@@ -34,6 +34,7 @@ class Uncounted:
 class Instance:
     rotation: Rotation
     server: DataServer
+    asked: list[str]  # what its peer asked of it, each as it came
 
     def stop(self) -> None:
         self.rotation.close(5)
@@ -47,6 +48,14 @@ def refuse(request: data_pb2.DataRequest, exchange: Exchange) -> None:
     raise UnsupportedParameter("nothing else is asked for", param="op")
 
 
+def noting(handler: Handler, asked: list[str]) -> Handler:
+    def handle(request: data_pb2.DataRequest, exchange: Exchange) -> None:
+        asked.append(request.WhichOneof("op") or "")
+        handler(request, exchange)
+
+    return handle
+
+
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
     running: list[Instance] = []
@@ -56,11 +65,13 @@ def start(tmp_path: Path) -> Iterator[Start]:
         for number, mode in enumerate(modes):
             core = tiny_core(layers=LAYERS, identity=identities[number] if identities else bytes(32))
             rotation = Rotation(mode, addresses, core, AttentionBudget(1.0), Uncounted(), deadline_s=5.0)
-            server = DataServer(addresses[number], rotation.handler(refuse), name=f"decode-{number}")
+            asked: list[str] = []
+            handler = noting(rotation.handler(refuse), asked)
+            server = DataServer(addresses[number], handler, name=f"decode-{number}")
             rotation.join(addresses[number])
             server.start()
             rotation.start()
-            running.append(Instance(rotation, server))
+            running.append(Instance(rotation, server, asked))
         return running
 
     yield make
@@ -81,6 +92,13 @@ def measure(one: Instance) -> None:
     for _ in range(5):
         one.rotation.ended(16, 16_000, timing(1e-3, 5e-4), batch=16, alone=True)
         one.rotation.ended(8, 8_000, timing(8e-4, 25e-5), batch=16, alone=True)
+
+
+def hear(one: Instance, other: Instance) -> None:
+    """Until one has taken in what the other has to do now: of two meetings that it begins from now on, the
+    first one's answer says so, and has come when it begins the second."""
+    before = len(other.asked)
+    wait_until(lambda: len(other.asked) >= before + 2 and one.rotation.peers_well() == 1)
 
 
 def test_the_first_decides_and_the_others_follow_until_it_is_gone(start: Start) -> None:
@@ -148,17 +166,17 @@ def test_an_idle_group_decides_nothing_and_goes_on(start: Start) -> None:
 
 
 def test_two_batches_at_each_are_taken_where_they_bring_as_much(start: Start) -> None:
-    """Slices of half as many sequences take half as long, attention as long as slices."""
+    """Slices of half as many sequences take half as long, attention half as long as slices: three batches
+    for two replicas would pay, and are no better than two at each."""
     first, second = start("auto", "auto")
     wait_until(lambda: first.rotation.peers_well() == 1)
     second.rotation.batches(16, 16_000)
     for _ in range(5):
-        first.rotation.ended(16, 16_000, timing(1e-3, 1e-3), batch=16, alone=True)
-    heard_s = time.monotonic() + 1.5  # of the other's load
-    while time.monotonic() < heard_s:
-        assert first.rotation.batches(16, 16_000) == LANES
-        assert not first.rotation.rotating
-        time.sleep(0.05)
+        first.rotation.ended(16, 16_000, timing(1e-3, 5e-4), batch=16, alone=True)
+    assert first.rotation.batches(16, 16_000) == LANES
+    hear(first, second)
+    assert first.rotation.batches(16, 16_000) == LANES
+    assert not first.rotation.rotating
 
 
 def test_activations_that_take_long_are_known_before_it_is_tried(start: Start) -> None:
@@ -167,10 +185,9 @@ def test_activations_that_take_long_are_known_before_it_is_tried(start: Start) -
     second.rotation.batches(16, 16_000)
     first.rotation.ended(16, 16_000, timing(1e-3, 5e-4, away=4, moved_s=LAYERS * 2e-3), batch=16, alone=True)
     measure(first)
-    heard_s = time.monotonic() + 1.5
-    while time.monotonic() < heard_s:
-        assert first.rotation.batches(16, 16_000) == 1
-        time.sleep(0.05)
+    hear(first, second)
+    assert first.rotation.batches(16, 16_000) == 1
+    assert not first.rotation.rotating
 
 
 def test_on_and_off_are_kept_and_too_few_sequences_stay_one_batch(start: Start) -> None:
@@ -182,11 +199,15 @@ def test_on_and_off_are_kept_and_too_few_sequences_stay_one_batch(start: Start) 
     assert not second.rotation.rotating  # it computes slices for the first, and keeps its own
 
 
-def test_another_model_is_no_peer_of_either(start: Start) -> None:
+def test_another_model_is_no_peer_of_either(start: Start, caplog: pytest.LogCaptureFixture) -> None:
     first, second = start("on", "on", identities=(bytes(32), bytes(31) + b"x"))
-    time.sleep(1.2)  # they have met by then
-    assert not first.rotation.peers_well()
-    assert not second.rotation.peers_well()
+
+    def found() -> tuple[int, int, int]:
+        refused = sum("set up wrongly" in record.getMessage() for record in caplog.records)
+        return first.rotation.peers_well(), second.rotation.peers_well(), refused
+
+    wait_until(lambda: any(found()[:2]) or found()[2] == 2, "each has met the other, or was refused")
+    assert found() == (0, 0, 2)
 
 
 def test_a_group_has_each_of_its_instances_once() -> None:
