@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterable, AsyncIterator, Callable
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -308,6 +309,28 @@ async def test_drain_lets_calls_end_and_cancels_what_is_left(tmp_path: Path) -> 
         await peer.server.drain(0.1)
         with pytest.raises(errors.Unavailable):
             await long
+
+
+async def test_a_peer_that_is_gone_is_tried_again_every_second(tmp_path: Path) -> None:
+    """However long it is gone. gRPC's own pauses grow to two minutes: 43 s before the tenth attempt."""
+    attempts: list[float] = []
+    loop = asyncio.get_running_loop()
+
+    def end(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        attempts.append(loop.time())
+        writer.close()
+
+    server = await asyncio.start_unix_server(end, f"{tmp_path}/s")
+    channel = open_channel(f"unix:{tmp_path}/s")
+    try:
+        while len(attempts) < 10:
+            with pytest.raises(errors.Unavailable):
+                await rpc.LedgerStub(channel).Heartbeat(pb.HeartbeatRequest(), timeout=scaled(20))
+            await asyncio.sleep(0.05)
+    finally:
+        await channel.close(None)
+        server.close()
+    assert max(later - earlier for earlier, later in pairwise(attempts)) < scaled(3)
 
 
 async def test_a_peer_that_comes_back_is_found_soon(tmp_path: Path) -> None:
