@@ -102,10 +102,13 @@ class Iteration:
         began_s, self._between_layers = time.monotonic(), between_layers
         opened: list[Rows] = []
         try:
-            for group in self.groups:
-                group.open(self.timing)
-                opened.append(group)
-            if len(self.groups) == 1:
+            for number, group in enumerate(self.groups):
+                try:
+                    group.open(self.timing)
+                    opened.append(group)
+                except Exception as error:
+                    self.failures[number] = error
+            if len(opened) == len(self.groups) == 1:
                 self._paged = self.groups[0].paged()
             tokens = self._run()
             # Chunks that sample nothing have been given to the device by now, and not more: what they took is
@@ -201,7 +204,10 @@ class Iteration:
         if rows:
             drawn = self._slices.end(self.timing, state.ending(_joined(hidden)), _joined(attention), rows)
         for number, ending in closed.items():  # last: other ranks wait for all that is summed up
-            self._read_logprobs(number, ending)
+            try:
+                self._read_logprobs(number, ending)
+            except Exception as error:
+                self.failures[number] = error
         ends = list(accumulate(len(some) for some in sampling))
         return [drawn[end - len(some) : end] for some, end in zip(sampling, ends, strict=True)]
 

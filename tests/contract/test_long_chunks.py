@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 
 from kvcommons.attention.native import library
-from kvcommons.blockstore.loader import BlockLoader
 from kvcommons.blockstore.saver import BlockSaver
 from kvcommons.engine.callbacks import SequenceUpdate
 from kvcommons.engine.core import Core
@@ -25,6 +24,7 @@ from kvcommons.engine.engine import Engine
 from kvcommons.engine.history import Histories
 from kvcommons.engine.iteration_timing import IterationTiming
 from kvcommons.engine.keeper import BlockKeeper
+from kvcommons.engine.load_or_compute import AlwaysLoad
 from kvcommons.engine.prompt import Prompt
 from kvcommons.engine.prompt_memory import WholePrompt
 from kvcommons.engine.prompts import Prompts
@@ -41,6 +41,7 @@ from kvcommons.holder.segments import SegmentRef
 from kvcommons.model.sampling import SamplingParams
 from kvcommons.pb import common_pb2
 from kvcommons.telemetry.trace import Tracer
+from kvcommons.transport.deadline import Deadline
 from kvcommons.transport.server import DataServer
 from services.decode.batching.engine import decode_engine
 from services.decode.config import DecodeConfig
@@ -48,6 +49,7 @@ from tests.clock import Clock
 from tests.contract.engine_drafts import foreseen
 from tests.contract.plan_cases import Peer, row
 from tests.machine import scaled
+from tests.unit.engine.loads import HeldLoader
 from tests.unit.engine.sinks import RecordingSink
 from tests.unit.engine.tiny import tiny_core
 from tests.waiting import wait_until
@@ -78,9 +80,11 @@ class Around:
 
     updates: list[SequenceUpdate] = field(default_factory=list)
     given_back: list[RemoteRun] = field(default_factory=list)
+    delivered: Callable[[], None] = lambda: None  # called after each delivery, on the engine's thread
 
     def deliver(self, steps: list[SequenceUpdate]) -> None:
         self.updates += steps
+        self.delivered()
 
     def borrow(self, sequence: Sequence) -> None:
         raise AssertionError("there is room")
@@ -113,21 +117,25 @@ class Creditor:
         self.budget = budget
         self._prompts = prompts
 
-    def submit(self, sink: Chunk, tokens: list[int] = PROMPT) -> int:
+    def submit(self, sink: Chunk, tokens: list[int] = PROMPT, *, stored_blocks: int = 0) -> int:
         key, now_s = self.engine.new_key(), time.monotonic()
         self.engine.submit(
             Prompt(
-                sequence=self.sequence(key, tokens), sink=sink, memory=WholePrompt(self.core, self._prompts),
-                deadline_s=now_s + LONG_S, submitted_s=now_s,
+                sequence=self.sequence(key, tokens, stored_blocks=stored_blocks), sink=sink,
+                memory=WholePrompt(self.core, self._prompts), deadline_s=now_s + LONG_S, submitted_s=now_s,
             )
         )  # fmt: skip
         return key
 
-    def sequence(self, key: int, tokens: list[int]) -> Sequence:
+    def sequence(
+        self, key: int, tokens: list[int], *, stored_blocks: int = 0, max_position: int = 16
+    ) -> Sequence:
+        """`stored_blocks`: leading ones that a store is said to have."""
         request = Request(
             request_id="r", session_id="", tenant="t", salt=bytes(32), tokens=tuple(tokens),
-            prompt_tokens=len(tokens), sampling=SamplingParams(), store_control="", store_data="",
-            matched_blocks=0, no_reuse=False, max_position=16,
+            prompt_tokens=len(tokens), sampling=SamplingParams(), store_control="",
+            store_data="unix:/store" if stored_blocks else "", matched_blocks=stored_blocks, no_reuse=False,
+            max_position=max_position,
         )  # fmt: skip
         return Sequence(
             key=key, request=request, block_tokens=self.core.block_tokens, chain=request.chain(self.core.info)
@@ -136,17 +144,28 @@ class Creditor:
 
 @contextmanager
 def creditor(
-    clock: Clock, tbt_s: float = 0.2, cores: CoreLock | None = None, max_draft_tokens: int = 0
+    clock: Clock,
+    tbt_s: float = 0.2,
+    cores: CoreLock | None = None,
+    max_draft_tokens: int = 0,
+    *,
+    chunk_tokens: int = len(PROMPT),
+    chunks_s: float | None = None,
+    loader: HeldLoader | None = None,
 ) -> Iterator[Creditor]:
-    """Not started yet."""
+    """Not started yet. `chunks_s`: what bounds the length of chunks, instead of `tbt_s`. What `loader` loads
+    is waited for, however long it takes."""
     core, around = tiny_core(layers=LAYERS), Around()
-    loader = BlockLoader(lambda _: None)
-    keeper = BlockKeeper(core, BlockSaver("engine", buffer_bytes=1 << 20))
+    cost = AlwaysLoad(lambda _: 0.0) if loader else None
+    loader = loader or HeldLoader()
+    saver = BlockSaver("engine", buffer_bytes=1 << 20)
+    keeper = BlockKeeper(core, saver)
     scheduler = Scheduler(max_batch=4, max_queue=4, max_prompts=4)
     prompts = Prompts(
-        core, scheduler, chunk_tokens=len(PROMPT), keeper=keeper,
+        core, scheduler, chunk_tokens=chunk_tokens, keeper=keeper,
         histories=Histories(core, loader), read_buffer=ReadBuffer(layers=LAYERS, bytes_max=0),
-        tracer=Tracer.off(), tbt_objective_s=tbt_s, cores=cores,
+        cost=cost, tracer=Tracer.off(), tbt_objective_s=tbt_s if chunks_s is None else chunks_s,
+        cores=cores,
     )  # fmt: skip
     budget = AttentionBudget(tbt_s, new_allowance(core.backend.attention.native_exchange), clock)
     engine = decode_engine(
@@ -159,6 +178,7 @@ def creditor(
     finally:
         engine.stop(LONG_S)
         keeper.close()
+        saver.close(Deadline.after(0))
         loader.close()
     assert core.allocator.free == core.allocator.total, "no block is left with anybody"
 
@@ -318,11 +338,11 @@ def test_a_sequence_that_generates_beside_a_chunk_keeps_its_blocks_until_the_ite
     assert chunk.first.token.token == alone()[0]
 
 
-def generating(made: Creditor) -> Sequence:
+def generating(made: Creditor, tokens: int = 5, *, max_position: int = 16) -> Sequence:
     """A sequence whose prompt's KV is all zeros, about to begin."""
     made.core.memory.tensor.zero_()
-    sequence = made.sequence(made.engine.new_key(), PROMPT[:5])
-    sequence.computed = 5
+    sequence = made.sequence(made.engine.new_key(), PROMPT[:tokens], max_position=max_position)
+    sequence.computed = tokens
     sequence.append_run(LocalRun(first_block=0, blocks=made.core.allocator.allocate(1)))
     made.engine.add(sequence)
     return sequence

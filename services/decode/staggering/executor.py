@@ -32,7 +32,7 @@ class StaggeringPolicy(Protocol):
 
 class Staggered:
     """Prompts are never in a batch that takes turns: while there are any, all is computed in one iteration at
-    a time."""
+    a time, and here."""
 
     def __init__(
         self,
@@ -109,7 +109,8 @@ class Staggered:
         if self._division.batches > 1:
             self._division = Division()
             self._lanes.rest()
-        iteration = self._inline.compose(work, self._slices(self._lanes.all[0]))
+        slices = (lambda _: self._here) if work.prompts() else self._slices(self._lanes.all[0])
+        iteration = self._inline.compose(work, slices)
         if iteration is None:
             return False
         tokens = self._inline.run(work, iteration)

@@ -162,12 +162,17 @@ class _Room:
 
 class Machine:
     """The engine's own prompts and scheduler, beside four sequences that generate; an iteration takes what
-    `takes_s` says, and some percent more or less."""
+    `takes_s` says, and some percent more or less. `lends`: whether others' attention waits for it, too."""
 
-    def __init__(self, core: Core, scheduler: Scheduler, prompts: Prompts, seed: int) -> None:
+    def __init__(self, core: Core, keeper: BlockKeeper, loader: BlockLoader, seed: int) -> None:
+        self.lends = False
         self._core = core
-        self._scheduler = scheduler
-        self._prompts = prompts
+        self._scheduler = Scheduler(max_queue=8, max_prompts=8)
+        self._prompts = Prompts(
+            core, self._scheduler, chunk_tokens=CHUNK, keeper=keeper,
+            histories=Histories(core, loader), read_buffer=ReadBuffer(layers=1, bytes_max=0),
+            tracer=Tracer.off(), tbt_objective_s=OBJECTIVE_S, lends=lambda: self.lends,
+        )  # fmt: skip
         self._chance = random.Random(seed)
         self._keys = iter(range(10**6))
 
@@ -190,8 +195,10 @@ class Machine:
         return sequence.key
 
     def next_chunk(self, *objectives_s: float) -> int:
-        """How many tokens of a prompt would be beside sequences that were promised these."""
-        (span,) = self._prompts.spans(self._fail, beside=TOKENS, objectives_s=frozenset(objectives_s))
+        """How many tokens of a prompt would be beside sequences that were promised these; beside none where
+        nothing was promised."""
+        beside = TOKENS if objectives_s else IterationWork()
+        (span,) = self._prompts.spans(self._fail, beside=beside, objectives_s=frozenset(objectives_s))
         return len(span.chunk)
 
     def iterate(self) -> tuple[list[PromptSpan], float]:
@@ -217,13 +224,7 @@ class Machine:
 def machine() -> Iterator[Machine]:
     core, loader = tiny_core(layers=1), BlockLoader(lambda _: None)
     keeper = BlockKeeper(core, BlockSaver("engine", buffer_bytes=1 << 20))
-    scheduler = Scheduler(max_queue=8, max_prompts=8)
-    prompts = Prompts(
-        core, scheduler, chunk_tokens=CHUNK, keeper=keeper,
-        histories=Histories(core, loader), read_buffer=ReadBuffer(layers=1, bytes_max=0),
-        tracer=Tracer.off(), tbt_objective_s=OBJECTIVE_S,
-    )  # fmt: skip
-    yield Machine(core, scheduler, prompts, seed=1)
+    yield Machine(core, keeper, loader, seed=1)
     keeper.close()
     loader.close()
 
@@ -263,6 +264,25 @@ def test_the_strictest_of_the_sequences_beside_decides(machine: Machine) -> None
     assert machine.next_chunk(OBJECTIVE_S / 2, 0.0, 1.0) == machine.next_chunk(OBJECTIVE_S / 2) < own
     assert machine.next_chunk(1.0, 0.0) == own
     assert machine.next_chunk(1.0) > own, "nobody in the batch was promised more"
+
+
+def test_those_it_lends_to_have_half_of_the_objective(machine: Machine) -> None:
+    """Nobody knows when they ask: half of what the strictest objective allows is left to them, of the
+    instance's own one where none of its sequences generates."""
+    machine.submit(40_000)
+    for _ in range(20):
+        machine.iterate()
+    promised = machine.next_chunk(OBJECTIVE_S / 2, 0.0)
+    half, quarter = machine.next_chunk(OBJECTIVE_S / 2), machine.next_chunk(OBJECTIVE_S / 4)
+    assert LEAST_TOKENS < quarter < half == promised
+    assert machine.next_chunk() == CHUNK, "nobody waits for it"
+    machine.lends = True
+    assert half < machine.next_chunk() < CHUNK
+    assert machine.next_chunk(0.0) == half
+    assert machine.next_chunk(OBJECTIVE_S / 2, 0.0) == quarter
+    assert machine.next_chunk(1.0) == half, "to others it is bound by its own"
+    machine.lends = False
+    assert machine.next_chunk(0.0) > half
 
 
 def test_a_short_prompt_beside_a_long_one_waits_for_one_chunk_at_most(machine: Machine) -> None:

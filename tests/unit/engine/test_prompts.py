@@ -7,10 +7,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
+from torch import Tensor
 
-from kvcommons.blockstore.loader import BlockLoader
+from kvcommons.backend.interface import AttentionBackend, ChunkPlan, Partial
 from kvcommons.blockstore.saver import BlockSaver
 from kvcommons.engine.core import Core
 from kvcommons.engine.engine import Engine
@@ -18,6 +20,7 @@ from kvcommons.engine.history import Histories
 from kvcommons.engine.iteration import Iteration
 from kvcommons.engine.iteration_costs import IterationWork
 from kvcommons.engine.keeper import BlockKeeper
+from kvcommons.engine.load_or_compute import AlwaysLoad
 from kvcommons.engine.prompt import Prompt
 from kvcommons.engine.prompt_engine import prompt_engine
 from kvcommons.engine.prompt_memory import WholePrompt
@@ -28,7 +31,10 @@ from kvcommons.engine.scheduler import Scheduler
 from kvcommons.engine.sequence import Sequence
 from kvcommons.errors import DeadlineExceeded, Internal, Unavailable
 from kvcommons.model.sampling import SamplingParams
+from kvcommons.model.slices import Model
 from kvcommons.telemetry.trace import Tracer
+from kvcommons.transport.deadline import Deadline
+from tests.unit.engine.loads import HeldLoader, KeptKV, kept_kv
 from tests.unit.engine.sinks import RecordingSink
 from tests.unit.engine.tiny import tiny_core
 
@@ -39,14 +45,17 @@ LAYERS = 2
 
 @dataclass(slots=True)
 class Kept(RecordingSink):
-    """`breaks_at`: the layer at which taking KV fails."""
+    """`breaks_at`: the layer at which taking KV fails. `pace` is called within each layer, on the engine's
+    thread."""
 
     breaks_at: int | None = None
+    pace: Callable[[int], None] = lambda layer: None
 
     def computed(self, prompt: Prompt, layer: int, blocks: range) -> None:
         if layer == self.breaks_at:
             raise MemoryError("on purpose")
         self.runs.append((layer, blocks))
+        self.pace(layer)
 
     def token(self) -> tuple[int, float]:
         """And its log probability."""
@@ -63,12 +72,11 @@ class Running:
         self.engine = engine
         self._memory = memory
 
-    def submit(self, tokens: list[int], sink: Kept, *, seconds: float = LONG_S) -> int:
-        request = Request(
-            request_id="r", session_id="", tenant="t", salt=bytes(32), tokens=tuple(tokens),
-            prompt_tokens=len(tokens), sampling=SamplingParams(logprobs=True), store_control="",
-            store_data="", matched_blocks=0, no_reuse=False,
-        )  # fmt: skip
+    def submit(
+        self, tokens: list[int], sink: Kept, *, seconds: float = LONG_S, stored_blocks: int = 0
+    ) -> int:
+        """`stored_blocks`: leading ones that a store is said to have."""
+        request = self.request(tokens, stored_blocks)
         key, now = self.engine.new_key(), time.monotonic()
         sequence = Sequence(
             key=key, request=request, block_tokens=self.core.block_tokens,
@@ -81,22 +89,32 @@ class Running:
         )
         return key
 
+    def request(self, tokens: list[int], stored_blocks: int = 0) -> Request:
+        return Request(
+            request_id="r", session_id="", tenant="t", salt=bytes(32), tokens=tuple(tokens),
+            prompt_tokens=len(tokens), sampling=SamplingParams(logprobs=True), store_control="",
+            store_data="unix:/store" if stored_blocks else "", matched_blocks=stored_blocks, no_reuse=False,
+        )  # fmt: skip
+
 
 @contextmanager
-def running(*, chunk_tokens: int = CHUNK) -> Iterator[Running]:
+def running(*, chunk_tokens: int = CHUNK, loader: HeldLoader | None = None) -> Iterator[Running]:
+    """What `loader` loads is waited for, however long it takes."""
     core = tiny_core(layers=LAYERS)
-    loader, saver = BlockLoader(lambda _: None), BlockSaver("engine", buffer_bytes=1 << 20)
+    cost = AlwaysLoad(lambda _: 0.0) if loader else None
+    loader, saver = loader or HeldLoader(), BlockSaver("engine", buffer_bytes=1 << 20)
     keeper = BlockKeeper(core, saver)
     scheduler = Scheduler(max_queue=8, max_prompts=4)
     prompts = Prompts(
         core, scheduler, chunk_tokens=chunk_tokens, keeper=keeper,
         histories=Histories(core, loader), read_buffer=ReadBuffer(layers=LAYERS, bytes_max=0),
-        tracer=Tracer.off(),
+        cost=cost, tracer=Tracer.off(),
     )  # fmt: skip
     engine = prompt_engine(core, scheduler, prompts, keeper)
     yield Running(core, engine, WholePrompt(core, prompts))
     engine.stop(LONG_S)
     keeper.close()
+    saver.close(Deadline.after(0))
     loader.close()
     assert core.allocator.free == core.allocator.total, "no block is left with anybody"
 
@@ -181,6 +199,119 @@ def test_what_fails_of_one_prompt_ends_that_one_alone(groups: list[int]) -> None
         assert sinks[1].ended.wait(LONG_S)
         assert isinstance(sinks[1].error, Internal)
     assert groups == [3]
+
+
+def stored(prompt: list[int]) -> tuple[KeptKV, tuple[int, float]]:
+    """What a store would have of it, and what it gives alone."""
+    with running(chunk_tokens=64) as one:
+        sink = Kept()
+        one.submit(prompt, sink)
+        one.engine.start()
+        outcome = sink.token()
+        ids = one.request(prompt).chain(one.core.info).ids
+        return kept_kv(one.core, ids), outcome
+
+
+def test_a_prompt_whose_history_is_on_its_way_is_alone_in_its_iteration(groups: list[int]) -> None:
+    """It may wait for its next layer, and no row of another prompt waits with it."""
+    prompt, other = tokens(29, 1), tokens(9, 2)
+    kept, (token, logprob) = stored(prompt)
+    beside = alone(other)
+    groups.clear()
+    loader = HeldLoader(kept, at_once=[None])  # its first layer, with which it may begin
+
+    def pace(layer: int) -> None:
+        if layer == 0:
+            loader.loads[0].come()
+
+    with running(loader=loader) as one:
+        waits, sink = Kept(pace=pace), Kept()
+        one.submit(prompt, waits, stored_blocks=1)
+        one.submit(other, sink)
+        one.engine.start()
+        assert waits.token() == (token, pytest.approx(logprob, abs=1e-5))
+        assert sink.token() == (beside[0], pytest.approx(beside[1], abs=1e-5))
+        assert waits.first is not None
+        assert waits.first.cached_tokens == one.core.block_tokens
+    assert groups == [1, 1]
+
+
+def test_prompts_whose_history_is_there_share_an_iteration(groups: list[int]) -> None:
+    prompt, other = tokens(29, 1), tokens(9, 2)
+    kept, (token, logprob) = stored(prompt)
+    groups.clear()
+    loader = HeldLoader(kept, at_once=[None] * LAYERS)
+    with running(loader=loader) as one:
+        sinks = [Kept(), Kept()]
+        one.submit(prompt, sinks[0], stored_blocks=1)
+        one.submit(other, sinks[1])
+        one.engine.start()
+        assert sinks[0].token() == (token, pytest.approx(logprob, abs=1e-5))
+        sinks[1].token()
+    assert groups == [2]
+
+
+def test_a_history_that_fell_short_sets_its_own_prompt_back_alone(groups: list[int]) -> None:
+    """All of its layers came, but with one block of two: that is found out in the iteration, which goes on
+    with the other prompt's rows."""
+    prompt, other = tokens(37, 1), tokens(9, 2)
+    kept, (token, logprob) = stored(prompt)
+    beside = alone(other)
+    groups.clear()
+    loader = HeldLoader(kept, at_once=[1] * LAYERS)
+    with running(loader=loader) as one:
+        short, sink = Kept(), Kept()
+        one.submit(prompt, short, stored_blocks=2)
+        one.submit(other, sink)
+        one.engine.start()
+        assert sink.token() == (beside[0], pytest.approx(beside[1], abs=1e-5))
+        assert sink.layers == list(range(LAYERS)), "it was computed once"
+        assert short.token() == (token, pytest.approx(logprob, abs=1e-5))
+        assert short.first is not None
+        assert short.first.cached_tokens == one.core.block_tokens
+    assert groups == [2, 1]
+
+
+def test_chunks_that_are_not_the_last_need_no_attention_in_the_last_layer_and_no_head(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their keys and values of that layer are all that others will look for."""
+    with running(chunk_tokens=16) as one:
+        attended, heads = counted(one.core, monkeypatch)
+        sink = Kept()
+        one.submit(tokens(45, 4), sink)
+        one.engine.start()
+        sink.token()
+    assert attended == [(0, 16), (0, 16), (0, 13), (LAYERS - 1, 13)]
+    assert heads == [1]
+    assert len(sink.layers) == 3 * LAYERS, "each chunk's KV goes out in all layers"
+
+
+def counted(core: Core, monkeypatch: pytest.MonkeyPatch) -> tuple[list[tuple[int, int]], list[int]]:
+    """The layer and the rows of each attention over a chunk, and the rows of each product with the head."""
+    attended, heads = list[tuple[int, int]](), list[int]()
+    attention, head = core.backend.attention, Model.head
+    plan_chunk = attention.plan_chunk
+    layers = {core.memory.layer(layer).data_ptr(): layer for layer in core.layers}
+
+    class Counting:
+        def __init__(self, plan: ChunkPlan) -> None:
+            self._plan = plan
+
+        def attend(self, q: Tensor, kv: Tensor, scale: float) -> Partial:
+            attended.append((layers[kv.data_ptr()], len(q)))
+            return self._plan.attend(q, kv, scale)
+
+    def plan(self: AttentionBackend, *args: Any, **kwargs: Any) -> ChunkPlan:
+        return Counting(plan_chunk(*args, **kwargs))
+
+    def counting(self: Model, closed: Tensor) -> Tensor:
+        heads.append(len(closed))
+        return head(self, closed)
+
+    monkeypatch.setattr(type(attention), "plan_chunk", plan)
+    monkeypatch.setattr(Model, "head", counting)
+    return attended, heads
 
 
 def test_a_prompt_nobody_wants_any_more_ends_before_its_next_chunk() -> None:

@@ -179,6 +179,21 @@ def test_only_full_blocks_move_and_the_tail_keeps_one() -> None:
     assert waiting.movable(waiting.remote_runs()[0]) == 0
 
 
+@pytest.mark.parametrize("computed", [1, BLOCK, 2 * BLOCK + 1, 4 * BLOCK, 4 * BLOCK + 2])
+def test_a_partly_computed_prompt_is_not_moved(computed: int) -> None:
+    """Its blocks may be full already: whoever computes the rest still finds them where they were."""
+    waiting = make(4 * BLOCK + 3)
+    waiting.append_run(remote(0, 5))
+    waiting.append_run(remote(5, 1, handle=6))
+    waiting.computed = computed
+    head, tail = waiting.remote_runs()
+    assert (waiting.movable(head), waiting.movable(tail)) == (0, 0)
+    assert not waiting.move(head, LocalRun(first_block=0, blocks=[7]), head.ref)
+    assert places(waiting) == [("away", 0, 5), ("away", 5, 1)]
+    waiting.computed = len(waiting.tokens)
+    assert (waiting.movable(head), waiting.movable(tail)) == (4, 0)
+
+
 def test_a_segment_that_grows_while_it_moves_goes_on_where_it_was() -> None:
     sequence = started(9 * BLOCK)
     tail = sequence.remote_runs()[1]
