@@ -4,7 +4,7 @@ replay of all tokens and truncations."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,11 +29,13 @@ GREEDY = common_pb2.Sampling(temperature=0.0, top_p=1.0, logprobs=True)
 
 @dataclass
 class Session:
-    """What a session is asked; `reference` hears the same, and says what is right."""
+    """What a session is asked, of tokens that `draw` gives; `reference` hears the same, and says what is
+    right."""
 
     engines: Stack
     reference: TruncatedReference
     seed: int = 1
+    draw: Callable[[int, int], list[int]] = prompt
     tokens: list[int] = field(default_factory=list)
     truncations: list[Truncation] = field(default_factory=list)
 
@@ -55,7 +57,7 @@ class Session:
             self.reference.truncate(at, truncation.head_tokens, truncation.dropped_tokens)
             pending = before[at:]
         for seed in range(self.seed, self.seed + 50):
-            words = prompt(count, seed)
+            words = self.draw(count, seed)
             expected = self.reference.follow([*pending, *words], NEW)
             if expected is not None:
                 self.seed = seed + 1
