@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvcommons.backend import torch_attention
 from kvcommons.backend.choice import choose
-from kvcommons.backend.interface import Backend, Partial
+from kvcommons.backend.interface import Backend, LayerWeights, Partial
 from kvcommons.backend.memory import BlockMemory
 from kvcommons.rblock.layout import Layout
 from tests.asynchronous import HostAccess, asynchronous
@@ -396,3 +396,66 @@ def test_the_asynchronous_device_does_nothing_before_it_is_waited_for_and_lets_n
     for look in looks:
         with pytest.raises((HostAccess, RuntimeError, NotImplementedError)):
             look()
+
+
+@pytest.mark.parametrize("normed", [False, True])
+def test_a_layer_is_what_its_formulas_say(backend: Backend, dtype: torch.dtype, normed: bool) -> None:
+    """Up to attention, from it on, and from one layer's attention to the next one's."""
+    hidden, mlp, dim, heads, kv_heads, rows = 64, 96, 16, 4, 2, 5
+    device, operators = backend.device, backend.operators
+    shapes = {
+        "qkv": ((heads + 2 * kv_heads) * dim, hidden),
+        "output": (hidden, heads * dim),
+        "gate_up": (2 * mlp, hidden),
+        "down": (hidden, mlp),
+    }
+    exact = {
+        name: tensors(at, dtype, *shape) / shape[1] ** 0.5 for at, (name, shape) in enumerate(shapes.items())
+    }
+    norms = {name: torch.rand(hidden) + 0.5 for name in ("attention_norm", "mlp_norm")}
+    qk_norm = torch.rand(heads + kv_heads, dim) + 0.5 if normed else None
+    layer = operators.layer(
+        LayerWeights(
+            **{name: operators.pack(device.upload(weight)) for name, weight in exact.items()},
+            **{name: device.upload(weight) for name, weight in norms.items()},
+            qk_norm=None if qk_norm is None else device.upload(qk_norm),
+            head_dim=dim,
+            rotated_heads=heads + kv_heads,
+            epsilon=1e-5,
+        )
+    )
+
+    def rms(x: Tensor, weight: Tensor) -> Tensor:
+        return x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight
+
+    def opened(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q and k, v, and q and k rotated."""
+        qkv = (rms(x, norms["attention_norm"]) @ exact["qkv"].double().t()).view(rows, -1, dim)
+        qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
+        qk = qk if qk_norm is None else rms(qk, qk_norm)
+        first, second = qk[..., : dim // 2], qk[..., dim // 2 :]
+        rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+        return qk, v, rotated
+
+    def closed(x: Tensor, attended: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
+        x = x + ranks * (attended @ exact["output"].double().t())
+        gate, up = (rms(x, norms["mlp_norm"]) @ exact["gate_up"].double().t()).chunk(2, -1)
+        return x, ranks * ((torch.nn.functional.silu(gate) * up) @ exact["down"].double().t())
+
+    x, attended = tensors(7, dtype, rows, hidden), tensors(8, dtype, rows, heads * dim)
+    angles = torch.rand(rows, 1, dim // 2) * 2 * math.pi
+    cos, sin = angles.cos(), angles.sin()
+    rotation = device.upload(cos), device.upload(sin)
+    made = layer.open(device.upload(x), None, *rotation)
+    for part, wanted in zip((made.qk, made.v, made.rotated), opened(x.double()), strict=True):
+        near(backend, part, wanted, dtype, scale=3)
+    for ranks in (1, 2):
+        total = None if ranks == 1 else (lambda summand: summand + summand)
+        stream, added = layer.close(device.upload(x), device.upload(attended), total)
+        near(backend, stream, closed(x.double(), attended.double(), ranks)[0], dtype, scale=3)
+        near(backend, added, closed(x.double(), attended.double(), ranks)[1], dtype, scale=6)
+    passed = layer.advance(layer, device.upload(x), device.upload(attended), *rotation)
+    stream, added = closed(x.double(), attended.double(), 1)
+    near(backend, passed.hidden, stream + added, dtype, scale=6)
+    for part, wanted in zip((passed.qk, passed.v, passed.rotated), opened(stream + added), strict=True):
+        near(backend, part, wanted, dtype, scale=12)
