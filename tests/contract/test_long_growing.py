@@ -18,7 +18,7 @@ from kvcommons.model.synthetic import random_config, write_random_folder
 from kvcommons.pb import common_pb2
 from tests.contract.engine_stack import BLOCK, Stack, prefill_idle, scale_calls
 from tests.contract.engine_turns import Turn, turn
-from tests.contract.test_engine_growing import until_lent
+from tests.contract.test_engine_growing import lent, until_lent
 from tests.contract.test_engine_reuse import stored
 from tests.exactness import evident
 
@@ -162,8 +162,8 @@ async def test_with_a_holder_that_is_killed_in_the_middle(stack: Stack, long: Lo
 @pytest.mark.parametrize("victim", ["nobody", "stage 1", "rank 1", "holder"])
 async def test_two_stages_of_two_ranks_over_two_holders(stack: Stack, long: Long, victim: str) -> None:
     """All three together (section 4.5): four processes compute the prompt, a quarter of the model each, whose
-    KV goes to two holders; one of them is killed when the second holder has joined."""
-    killed, _ = await stack.lenders(600, 600, process=True)
+    KV goes to two holders; one of them is killed, of the holders the one that joined first."""
+    lenders = await stack.lenders(600, 600, process=True)
     shape: dict[str, Any] = {
         "tensor": 2, "process": True, "engine": {"capacity_tokens": CAPACITY}, "chunk_tokens": 512,
     }  # fmt: skip
@@ -178,8 +178,9 @@ async def test_two_stages_of_two_ranks_over_two_holders(stack: Stack, long: Long
         running = asyncio.create_task(asked(stack, long, prefill, decode).run())
         await until_lent(stack, 1, *pools)
         if victim == "holder":
-            killed.kill()
-            pools.remove("pool-0")
+            first, *_ = [name for name in pools if await lent(stack, name)]
+            lenders[pools.index(first)].kill()
+            pools.remove(first)
         else:
             number, rank = members[victim]
             stack.children[2 + 2 * number + rank - 1].kill()
