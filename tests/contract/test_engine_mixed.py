@@ -91,13 +91,12 @@ def token_of(chunk: Chunk) -> int:
     return chunk.first.token.token
 
 
-def test_a_chunk_that_fails_ends_its_prompt_alone(groups: list[list[type]]) -> None:
-    """The iteration goes on with the sequence beside it and with the other prompt."""
+def fails_alone(fails: Chunk, groups: list[list[type]]) -> None:
+    """A prompt whose chunk fails, with a sequence and another prompt in the iteration, which go on."""
     expected, (token, _) = generated_alone(), computed_alone(PROMPT[:7])
     groups.clear()
     with creditor(Clock(), chunks_s=math.inf) as made:
-        sequence = begun(made)
-        fails, other = Breaks(at=2), plain()
+        sequence, other = begun(made), plain()
         made.submit(fails, PROMPT[10:30])
         made.submit(other, PROMPT[:7])
         made.engine.start()
@@ -106,32 +105,28 @@ def test_a_chunk_that_fails_ends_its_prompt_alone(groups: list[list[type]]) -> N
         ended(made)
         assert sequence.tokens == expected
     assert isinstance(fails.error, Internal)
-    assert fails.layers == [0, 1, 2]
     assert other.layers == list(range(LAYERS)), "it was computed once"
     assert groups[0] == [TokenRows, PromptSpan, PromptSpan]
 
 
-def test_a_chunk_that_cannot_begin_ends_its_prompt_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected, (token, _) = generated_alone(), computed_alone(PROMPT[:7])
+def test_a_chunk_that_fails_ends_its_prompt_alone(groups: list[list[type]]) -> None:
+    fails = Breaks(at=2)
+    fails_alone(fails, groups)
+    assert fails.layers == [0, 1, 2]
+
+
+def test_a_chunk_that_cannot_begin_ends_its_prompt_alone(
+    monkeypatch: pytest.MonkeyPatch, groups: list[list[type]]
+) -> None:
     opened = PromptSpan.open
 
-    def fails(self: PromptSpan, timing: IterationTiming) -> None:
+    def cannot(self: PromptSpan, timing: IterationTiming) -> None:
         if len(self.prompt.sequence.tokens) == 20:
             raise MemoryError("on purpose")
         opened(self, timing)
 
-    monkeypatch.setattr(PromptSpan, "open", fails)
-    with creditor(Clock(), chunks_s=math.inf) as made:
-        sequence = begun(made)
-        failing, other = plain(), plain()
-        made.submit(failing, PROMPT[10:30])
-        made.submit(other, PROMPT[:7])
-        made.engine.start()
-        assert token_of(other) == token
-        assert failing.ended.wait(LONG_S)
-        ended(made)
-        assert sequence.tokens == expected
-    assert isinstance(failing.error, Internal)
+    monkeypatch.setattr(PromptSpan, "open", cannot)
+    fails_alone(plain(), groups)
 
 
 @pytest.mark.parametrize("where", ["open", "attend"])

@@ -10,7 +10,7 @@ import pytest
 
 from kvcommons.errors import CapacityExhausted
 from tests.contract.engine_stack import BLOCK, Stack, no_iterations
-from tests.contract.engine_turns import started_in_order, turn
+from tests.contract.engine_turns import Turn, started_in_order, turn
 
 pytestmark = pytest.mark.asyncio
 pytest_plugins = ("tests.contract.engine_fixtures",)
@@ -24,6 +24,16 @@ async def segments(engines: Stack) -> list[int]:
     return sorted(segment.blocks for reply in seen for segment in reply.segments)
 
 
+async def most_segments(engines: Stack, running: asyncio.Task[Turn]) -> list[int]:
+    """Until a turn has ended: the `segments` of a moment at which there were as many as ever."""
+    most: list[int] = []
+    while not running.done():
+        most = max(most, await segments(engines), key=len)
+        await asyncio.sleep(0.01)
+    await running
+    return most
+
+
 @pytest.mark.parametrize("engines", ["llama", "qwen2-sliding"], indirect=True)
 @pytest.mark.parametrize(("share", "least"), [(40, 0), (9, 1), (5, 3), (1, 16)])
 async def test_a_sequence_over_one_to_seventeen_holders(engines: Stack, share: int, least: int) -> None:
@@ -34,11 +44,7 @@ async def test_a_sequence_over_one_to_seventeen_holders(engines: Stack, share: i
     tokens, expected = engines.reference.prompt(260, 40)
     one = turn(prefill, decode, engines.model, tokens, 40)
     running = asyncio.create_task(one.run())
-    most: list[int] = []
-    while not running.done():
-        most = max(most, await segments(engines), key=len)
-        await asyncio.sleep(0.01)
-    await running
+    most = await most_segments(engines, running)
     assert one.tokens == expected
     assert len(most) >= least
     assert max(most, default=0) <= share

@@ -30,7 +30,7 @@ from tests.contract.engine_turns import Reference, Turn, started_in_order, turn
 from tests.contract.test_engine_heads import parts, pools
 from tests.contract.test_engine_moves import ballast, debtor, lent, room, running
 from tests.contract.test_engine_pipelining import lanes
-from tests.contract.test_engine_placement import segments
+from tests.contract.test_engine_placement import most_segments
 from tests.contract.test_engine_reuse import stored
 from tests.contract.test_engine_rotation import group, met, slices
 from tests.contract.test_engine_truncation import Session, stays_in_use
@@ -266,11 +266,7 @@ async def spread_over_many_holders(engines: Stack) -> None:
     decode = await engines.decode(placement="grow", holder_tokens=2 * BLOCK, borrow_blocks=1)
     one = asked(engines, prefill, decode)
     running = asyncio.create_task(one.run())
-    most: list[int] = []
-    while not running.done():
-        most = max(most, await segments(engines), key=len)
-        await asyncio.sleep(0.02)
-    await running
+    most = await most_segments(engines, running)
     assert_exact(engines, one)
     assert len(most) >= 5
     assert max(most) <= 2

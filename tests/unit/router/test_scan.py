@@ -38,19 +38,21 @@ def filled(start: bytes, middle: bytes, end: bytes) -> bytes:
     return start + middle * ((BYTES - len(start) - len(end)) // len(middle)) + end
 
 
+def dumped(first: dict[str, Any] | None = None, /, **fields: Any) -> bytes:
+    return json.dumps({**(first or {}), **fields}).encode()
+
+
+USER = {"role": "user", "content": "hi"}
+
+
 def chat(**fields: Any) -> bytes:
-    return json.dumps({"messages": [{"role": "user", "content": "hi"}], **fields}).encode()
+    return dumped({"messages": [USER]}, **fields)
 
 
 def names(count: int) -> dict[str, Any]:
     return {f"name{at}": at for at in range(count)}
 
 
-def dumped(first: dict[str, Any] | None = None, /, **fields: Any) -> bytes:
-    return json.dumps({**(first or {}), **fields}).encode()
-
-
-USER = {"role": "user", "content": "hi"}
 PART = {"type": "text", "text": "a"}
 OUTPUT = {"type": "output_text", "text": "a"}
 TOOL = {"type": "function", "function": {"name": "f"}}
@@ -98,14 +100,14 @@ HOSTILE: dict[str, bytes] = {
     "volatile lines": chat(messages=[{"role": "system", "content": VOLATILE}] * 4000),
     "unknown fields of parts": chat(
         messages=[
-            *[{"role": "user", "content": "hi"}] * 4000,
+            *[USER] * 4000,
             *[{"role": "user", "content": [PART | {"x": 1}]}] * 60,
         ]
     ),
     "unknown fields of tools": chat(tools=[TOOL | {"x": 1}] * 60),
     "unknown fields of calls": chat(
         messages=[
-            *[{"role": "user", "content": "hi"}] * 4000,
+            *[USER] * 4000,
             *[{"role": "assistant", "tool_calls": [CALL | {"x": 1}]}] * 60,
         ]
     ),

@@ -169,7 +169,7 @@ def _made_whole(value: dict[str, Any], errors: list[ErrorDetails]) -> bool:
     for *path, last in filter(None, places):
         holders: list[Any] = [value]
         for step in path:
-            holders = [item for holder in holders for item in _items(holder, step)]
+            holders = [holder[key] for holder in holders for key in _keys(holder, step)]
         for holder in holders:
             for key in _keys(holder, last):
                 number = holder[key]
@@ -177,10 +177,6 @@ def _made_whole(value: dict[str, Any], errors: list[ErrorDetails]) -> bool:
                     holder[key] = int(number)
                     found = True
     return found
-
-
-def _items(holder: Any, step: str | None) -> list[Any]:
-    return [holder[key] for key in _keys(holder, step)]
 
 
 def _keys(holder: Any, step: str | None) -> Iterable[Any]:
