@@ -149,6 +149,27 @@ def test_a_tenant_keeps_its_floor_while_another_fills_both_tiers(socket_folder: 
         store.kill()
 
 
+def test_floors_are_divided_by_the_weights_of_tenants(socket_folder: Path, tmp_path: Path) -> None:
+    """Half of the disk is floors, of three tenants that have blocks there. One that counts three times as
+    often as each other keeps three fifths of it; one as often as they, a third."""
+    kept, halves, each = [], [], 75
+    for weight in (3.0, 1.0):
+        settings = {"disk_bytes": 16 * MIB, "tenant_weights": json.dumps({"ann": weight})}
+        store = KvstoreProcess(socket_folder, tmp_path / f"{weight}", **settings).wait_ready()
+        try:
+            own = block_ids(400, "ann")
+            store.put_blocks(own, tenant="ann")
+            store.put_blocks(block_ids(10, "eve"), tenant="eve")
+            for round in range(20):
+                store.put_blocks(block_ids(each, f"bob {round}"), tenant="bob")
+                halves.append((store.wait_written().disk_blocks - each) / 2)
+            kept.append(len(tiers(store, own)))
+        finally:
+            store.kill()
+    # The tier makes room before it writes: floors are of what is in it then.
+    assert kept == pytest.approx([halves[-1] * 3 / 5, halves[-1] / 3], abs=1)
+
+
 def test_a_tenant_has_no_more_than_its_ceiling_in_either_tier(socket_folder: Path, tmp_path: Path) -> None:
     """Of its own what was used least goes, though there is room; others have what they like."""
     bounds = {

@@ -205,10 +205,9 @@ async def test_a_request_that_kills_its_instances_does_not_go_through_all(pair: 
 
 async def test_instances_that_do_not_come_back_are_a_clear_error(pair: Stack) -> None:
     pair.says(TEXT)
-    pair.script.delay_s = 0.1
+    pair.script.stall_at = 2
     asked = asyncio.create_task(pair.stream(CHAT, ask()))
-    await eventually(lambda: pair.calls > 0)
-    await asyncio.sleep(0.25)
+    await eventually(lambda: pair.script.stall_at is None, "two tokens were sent")
     for engine in pair.engines:
         await engine.stop()
     found = await asyncio.wait_for(asked, scaled(8))
