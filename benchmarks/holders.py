@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvcommons.engine.sequence import Run
     from kvcommons.engine.sequence import Sequence as DecodedSequence
     from kvcommons.holder.client import RemoteHolder
-    from kvcommons.holder.creditor import Creditor
+    from kvcommons.holder.head_group import Creditor
     from kvcommons.holder.segments import SegmentRef
 
 START_S = 120.0

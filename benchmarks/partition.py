@@ -27,7 +27,7 @@ from benchmarks.report import Report, Row, p50
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from kvcommons.holder.creditor import Creditor
+    from kvcommons.holder.head_group import Creditor
     from kvcommons.holder.plan import PlanRow
     from kvcommons.holder.segments import SegmentRef
     from kvcommons.rblock.layout import Layout

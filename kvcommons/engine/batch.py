@@ -19,7 +19,7 @@ from kvcommons.backend.interface import Backend, Partial
 from kvcommons.engine.iteration_costs import IterationWork
 from kvcommons.engine.sequence import LocalRun, RemoteRun, Sequence
 from kvcommons.grammar.grammars import Constraint
-from kvcommons.holder.creditor import Creditor
+from kvcommons.holder.head_group import Creditor
 
 if TYPE_CHECKING:
     from kvcommons.engine.remote.plans import BatchPlans

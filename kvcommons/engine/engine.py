@@ -59,7 +59,7 @@ from kvcommons.errors import (
     from_detail,
 )
 from kvcommons.holder.budget import AttentionBudget
-from kvcommons.holder.creditor import Creditor
+from kvcommons.holder.head_group import Creditor
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import common_pb2 as pb
 from kvcommons.placement.base import Next

@@ -62,7 +62,7 @@ class FairLock:
             with self._lock:
                 mine = not self._queue.leave(granted)
             if not mine:
-                raise DeadlineExceeded("other batches had their turn at the model until the deadline")
+                raise DeadlineExceeded("other batches computed on the model until the deadline")
         try:
             yield
         finally:

@@ -79,7 +79,7 @@ class Iteration:
     """Use once. What fails for some rows ends theirs alone (`failures`)."""
 
     def __init__(self, core: Core, groups: Sequence[Rows], slices: Slices | None = None) -> None:
-        """`slices`: where they are computed; None: here, without taking turns."""
+        """`slices`: where they are computed; None: here, and no other batch waits for the model."""
         self._core = core
         self.groups = groups
         self._slices = slices or LocalSlices(core.model)

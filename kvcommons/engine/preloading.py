@@ -73,7 +73,7 @@ class Preloading:
         )
 
     def release(self, prompt: Prompt) -> None:
-        """The prompt's turn has come: what it loads from here on is in no read buffer."""
+        """The prompt is computed next: what it loads from here on is in no read buffer."""
         if prompt.load is not None and not prompt.released:
             prompt.released = True
             prompt.ahead_bytes = 0

@@ -54,7 +54,7 @@ class PromptSink(Protocol):
         more."""
 
     def began(self, prompt: Prompt, queued_us: int) -> None:
-        """Its first chunk's turn comes next."""
+        """Its first chunk is computed next."""
 
     def computed(self, prompt: Prompt, layer: int, blocks: range) -> None:
         """One layer of these blocks of the sequence is final."""

@@ -30,11 +30,11 @@ def buffer_bytes(rates: LoadRates, *, history_bytes: int, new: range) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadBuffer:
-    """How many layers of a job's history are loaded before its turn to compute comes; the rest begins to load
-    with its turn.
+    """How many layers of a job's history are loaded before its prompt is computed; the rest begins to load
+    with its first chunk.
 
     Loaded blocks lie in memory that the job holds anyway: `bytes_max` bounds what lies there early, of all
-    jobs that wait for their turn.
+    jobs that wait.
     """
 
     layers: int

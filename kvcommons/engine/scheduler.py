@@ -1,14 +1,14 @@
 """What the next iteration computes, and who gives way when memory is short: a pure class.
 
 Sequences are known by number, smaller ones being older. Prompts are admitted to memory first come, first
-served, and take turns at chunk borders. For each token of the oldest one a token of others may be computed,
+served, and alternate at chunk borders. For each token of the oldest one a token of others may be computed,
 the fewest left first, and those that are done with it may have a chunk more on credit. So a short prompt
 waits for the chunk under way alone, however long the prompts before it are, as long as short ones are less
 than half of the work; and others are never ahead of the oldest by more than a chunk: nobody starves. Of the
 sequences that generate the oldest run, at most `max_batch` at once.
 
 Prompts in the background (parts of documents) are admitted behind all others and computed while there are
-none, in the order in which they came; beside others they have one iteration of `BACKGROUND_TURN`, so that
+none, in the order in which they came; beside others they have one iteration of `BACKGROUND_EVERY`, so that
 they come to an end.
 """
 
@@ -24,7 +24,7 @@ from kvcommons.engine.sequence import Sequence
 from kvcommons.errors import Overloaded
 from kvcommons.placement.base import Next
 
-BACKGROUND_TURN = 8
+BACKGROUND_EVERY = 8
 
 
 class SequenceState(Enum):
@@ -145,7 +145,7 @@ class Scheduler:
         if tokens < 1 or not (able or background):
             return []
         self._passed_over += bool(background)
-        if not able or self._passed_over >= BACKGROUND_TURN:
+        if not able or self._passed_over >= BACKGROUND_EVERY:
             self._passed_over = 0
             return self._shares(background, tokens)
         self._oldest, others = able[0], sorted(able[1:], key=self._tokens_left)

@@ -12,7 +12,7 @@ from typing import ParamSpec
 
 from kvcommons.engine.request import Request
 from kvcommons.grammar.grammars import Constraint
-from kvcommons.holder.creditor import Creditor
+from kvcommons.holder.head_group import Creditor
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.model.sampling import SamplingRow
 from kvcommons.placement.base import Next, Placement

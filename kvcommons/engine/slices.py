@@ -62,7 +62,7 @@ class LocalSlices:
 
     def forward(self, timing: IterationTiming, layers: range, state: State, rows: PagedRows) -> State | None:
         if self._model_lock is not None:
-            return None  # others wait for their turn between two layers
+            return None  # others compute between two layers
         with timing.slice(nullcontext()):
             found = self._model.forward(layers, state, rows)
         if found is None:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Coroutine, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 
 from kvcommons.errors import CapacityExhausted, KVCommonsError, StaleEpoch, UnsupportedParameter
 from kvcommons.holder.client import RemoteHolder
@@ -326,6 +326,11 @@ class HeadGroup:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+
+# What a debtor borrows from. The engine and what moves KV ask for no more than both can do; RemoteHolder says
+# what each method does and raises.
+Creditor: TypeAlias = RemoteHolder | HeadGroup
 
 
 async def _all(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T | BaseException]:

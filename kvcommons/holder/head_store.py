@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _LOADS_MAX, _SAVES_MAX = 4, 2  # at a time
-_TURN_S = 10.0  # that a save waits for its turn
+_START_S = 10.0  # that a save waits for a thread
 _END_S = 1.0  # for a load to end past its deadline, or once it was cancelled
 
 
@@ -97,12 +97,12 @@ class WholeStore:
         *,
         timeout_s: float,
     ) -> None:
-        """Has `read` fill each layer's objects, on a thread, `timeout_s` from its turn on; returns when they
-        wait to be written."""
-        turn = Deadline.after(_TURN_S)
+        """Has `read` fill each layer's objects, on a thread, within `timeout_s` of its start; returns when
+        they wait to be written."""
+        start = Deadline.after(_START_S)
 
         def work() -> None:
-            turn.check("waiting for a save's turn")
+            start.check("waiting for a thread to save with")
             deadline = Deadline.after(timeout_s)
             for layer in range(self.layout.layers):
                 objects = self._objects(len(blocks.block_ids))

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 # The only one of its connection.
 PLAN = 1
-# Batches in mini-batches that take turns; a creditor has a thread for each connection.
+# Batches in mini-batches alternate; a creditor has a thread for each connection.
 _KEPT_MAX = 16
 # A plan that nobody used for so long is another batch's to have, whatever its rows.
 _LEFT_S = 1.0

@@ -19,7 +19,7 @@ class PrefillMetrics:
         self._queue_s, self._compute_s, self._load_wait_s = (
             Histogram(f"kvcommons_prefill_{name}_seconds", text, registry=registry, buckets=TTFT_BUCKETS)
             for name, text in (
-                ("queue", "From a job's arrival to its first chunk's turn."),
+                ("queue", "From a job's arrival to its first chunk."),
                 ("compute", "Model execution of a job."),
                 ("load_wait", "Computing waited for history."),
             )

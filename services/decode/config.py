@@ -28,7 +28,7 @@ class DecodeConfig:
     placement: str = "overflow"  # local, overflow, offload, grow or auto; see docs/placement.md
     holder_tokens: Annotated[int, Ge(1)] = 16384  # of one sequence, the most on one holder (placement grow)
     grow_wait_s: Annotated[float, Gt(0), Le(50)] = 10.0  # for memory, in mid-prompt (placement grow)
-    pipelining: Literal["auto", "on", "off"] = "auto"  # batches take turns at model and pool
+    pipelining: Literal["auto", "on", "off"] = "auto"  # batches alternate at model and pool
     # Data addresses of all instances, this one's among them, that compute slices of each other's batches; the
     # same list in each.
     replicas: tuple[str, ...] = ()
@@ -71,7 +71,7 @@ class DecodeConfig:
         if self.replicas:
             raise ValueError(f"replicas {alone}: no other instance computes a stage's slices")
         if self.pipelining == "on":
-            raise ValueError(f'pipelining = "on" {alone}: batches take turns in the stages')
+            raise ValueError(f'pipelining = "on" {alone}: batches alternate in the stages')
         if self.mini_batches:
             raise ValueError(f"mini_batches {alone}: no other holder is asked")
         if self.colocated:

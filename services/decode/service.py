@@ -72,7 +72,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LOCAL_PROMPTS_MAX = 256  # that wait to be computed here; more go to prefill
-READ_BUFFER_BYTES = 256 << 20  # history of prompts that are computed here, loaded before their turn
+READ_BUFFER_BYTES = 256 << 20  # history of prompts computed here, loaded while they wait
 STOP_S = 1.0  # for threads to end, once nothing is under way
 
 

@@ -32,7 +32,7 @@ def by_worth(blocks: Iterable[Stored]) -> Sequence[bytes]:
     """The identities, those to go first in front."""
     deepest_first = sorted(blocks, key=lambda block: -block.first_index)
     newest_ms = {block.block_id: block.created_ms for block in deepest_first}
-    for block in deepest_first:  # by when a block's turn comes, those that continue it had theirs
+    for block in deepest_first:  # those that continue a block come before it
         if block.parent in newest_ms:
             newest_ms[block.parent] = max(newest_ms[block.parent], newest_ms[block.block_id])
     deepest_first.sort(key=lambda block: newest_ms[block.block_id])  # stable

@@ -23,11 +23,11 @@ class PrefillConfig:
     # not.
     tenant_key: str | None = None
     shape: StageSettings = field(default_factory=StageSettings)
-    chunk_tokens: Annotated[int, Gt(0)] = 512  # computed at once; other jobs take their turn between chunks
-    max_running: Annotated[int, Ge(1)] = 4  # jobs that hold memory and take turns
+    chunk_tokens: Annotated[int, Gt(0)] = 512  # computed at once; other jobs are served between chunks
+    max_running: Annotated[int, Ge(1)] = 4  # jobs that hold memory and alternate
     max_queue: Annotated[int, Ge(0)] = 256  # jobs that wait for memory; more are refused
     push_deadline_s: Annotated[float, Gt(0)] = 5.0  # of one write; past it the decode side counts as lost
-    read_buffer_bytes: Annotated[int, Ge(0)] = 256 << 20  # history loaded before its job's turn to compute
+    read_buffer_bytes: Annotated[int, Ge(0)] = 256 << 20  # history loaded before its job is computed
     save_buffer_bytes: Annotated[int, Gt(0)] = 256 << 20  # KV on its way to the kvstore; more is not saved
     core_lock: str = ""  # a file: see decode's
     loads: str = "auto"  # of stored history: "auto" loads or computes by measured rates, "always" loads

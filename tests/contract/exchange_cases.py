@@ -24,7 +24,7 @@ from kvcommons.engine.sequence import Sequence as Decoded
 from kvcommons.engine.truncated import WHOLE, Truncated
 from kvcommons.errors import KVCommonsError
 from kvcommons.holder.budget import AttentionBudget
-from kvcommons.holder.creditor import Creditor
+from kvcommons.holder.head_group import Creditor
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.model.sampling import SamplingParams
 from kvcommons.rblock.identity import IdentityChain

@@ -27,9 +27,8 @@ from kvcommons.blockstore.saver import BlockSaver
 from kvcommons.errors import KVCommonsError
 from kvcommons.holder import attend_call
 from kvcommons.holder.client import RemoteHolder
-from kvcommons.holder.creditor import Creditor
 from kvcommons.holder.data import HolderData, StartHook
-from kvcommons.holder.head_group import HeadGroup
+from kvcommons.holder.head_group import Creditor, HeadGroup
 from kvcommons.holder.head_store import WholeStore
 from kvcommons.holder.holder import HeldModel, Holder
 from kvcommons.holder.plan import PlanRow

@@ -12,7 +12,7 @@ import pytest
 
 from kvcommons.blockstore.loader import CorruptObject
 from kvcommons.blockstore.saver import BlockSaver
-from kvcommons.holder.creditor import Creditor
+from kvcommons.holder.head_group import Creditor
 from kvcommons.holder.head_store import WholeStore
 from kvcommons.pb import ledger_pb2
 from kvcommons.rblock.heads import divided

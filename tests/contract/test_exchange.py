@@ -20,7 +20,7 @@ from kvcommons.engine.remote.attention import RemoteAttention
 from kvcommons.engine.remote.plans import NewRows
 from kvcommons.errors import KVCommonsError
 from kvcommons.holder.budget import AttentionBudget
-from kvcommons.holder.creditor import Creditor
+from kvcommons.holder.head_group import Creditor
 from kvcommons.rblock.heads import divided
 from kvcommons.transport.base import Observation
 from tests.contract.exchange_cases import (

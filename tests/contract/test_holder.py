@@ -13,7 +13,7 @@ import torch
 
 from kvcommons.errors import CapacityExhausted, InvalidInput, StaleEpoch, UnsupportedParameter
 from kvcommons.holder.client import RemoteHolder
-from kvcommons.holder.creditor import Creditor
+from kvcommons.holder.head_group import Creditor
 from kvcommons.holder.plan import PlanRow
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import data_pb2 as pb

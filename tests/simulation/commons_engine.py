@@ -16,7 +16,7 @@ from kvcommons.engine.callbacks import Movable
 from kvcommons.engine.request import Request
 from kvcommons.engine.sequence import LocalRun, RemoteRun, Run, Sequence
 from kvcommons.errors import CapacityExhausted, KVCommonsError
-from kvcommons.holder.creditor import Creditor
+from kvcommons.holder.head_group import Creditor
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.model.sampling import SamplingParams
 from kvcommons.rblock.identity import IdentityChain

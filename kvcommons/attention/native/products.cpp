@@ -244,8 +244,8 @@ inline void read_words(Paired, const Bf16* from, Floats* to) { to[0] = load<Floa
 inline void read_words(Widened, const Bf16* from, Floats* to) {
     Floats even, odd;
     widen(from, even, odd);
-    to[0] = first_in_turn(even, odd);
-    to[1] = last_in_turn(even, odd);
+    to[0] = interleave_low(even, odd);
+    to[1] = interleave_high(even, odd);
 }
 
 inline Word word_at(Plain, const float* row, int64_t index) { return ((const Word*)row)[index]; }
@@ -282,16 +282,16 @@ inline void arrange_group(Way way, const kvc_product& work, const T* x, int64_t 
         for (int w = 0; w < Way::WORDS; w++) {
             float* at = (float*)to + (i + w * W) * GROUP;
             if constexpr (GROUP == 2) {
-                store(at, first_in_turn(read[0][w], read[1][w]));
-                store(at + W, last_in_turn(read[0][w], read[1][w]));
+                store(at, interleave_low(read[0][w], read[1][w]));
+                store(at + W, interleave_high(read[0][w], read[1][w]));
                 continue;
             }
-            Floats a = first_in_turn(read[0][w], read[GROUP / 2][w]), b = first_in_turn(read[1][w], read[GROUP - 1][w]);
-            Floats c = last_in_turn(read[0][w], read[GROUP / 2][w]), d = last_in_turn(read[1][w], read[GROUP - 1][w]);
-            store(at, first_in_turn(a, b));
-            store(at + W, last_in_turn(a, b));
-            store(at + 2 * W, first_in_turn(c, d));
-            store(at + 3 * W, last_in_turn(c, d));
+            Floats a = interleave_low(read[0][w], read[GROUP / 2][w]), b = interleave_low(read[1][w], read[GROUP - 1][w]);
+            Floats c = interleave_high(read[0][w], read[GROUP / 2][w]), d = interleave_high(read[1][w], read[GROUP - 1][w]);
+            store(at, interleave_low(a, b));
+            store(at + W, interleave_high(a, b));
+            store(at + 2 * W, interleave_low(c, d));
+            store(at + 3 * W, interleave_high(c, d));
         }
     }
     for (; i < words; i++)

@@ -153,10 +153,10 @@ inline Floats evens(Floats a, Floats b) {
 inline Floats odds(Floats a, Floats b) {
     return SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
 }
-inline Floats first_in_turn(Floats a, Floats b) {
+inline Floats interleave_low(Floats a, Floats b) {
     return SHUFFLE(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
 }
-inline Floats last_in_turn(Floats a, Floats b) {
+inline Floats interleave_high(Floats a, Floats b) {
     return SHUFFLE(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
 }
 inline Floats fold_pairs(Floats a, Floats b) {
@@ -174,8 +174,8 @@ inline Floats fold_lanes(Floats a, Floats b) {
 #elif KVC_WIDTH == 8
 inline Floats evens(Floats a, Floats b) { return SHUFFLE(a, b, 0, 2, 4, 6, 8, 10, 12, 14); }
 inline Floats odds(Floats a, Floats b) { return SHUFFLE(a, b, 1, 3, 5, 7, 9, 11, 13, 15); }
-inline Floats first_in_turn(Floats a, Floats b) { return SHUFFLE(a, b, 0, 8, 1, 9, 2, 10, 3, 11); }
-inline Floats last_in_turn(Floats a, Floats b) { return SHUFFLE(a, b, 4, 12, 5, 13, 6, 14, 7, 15); }
+inline Floats interleave_low(Floats a, Floats b) { return SHUFFLE(a, b, 0, 8, 1, 9, 2, 10, 3, 11); }
+inline Floats interleave_high(Floats a, Floats b) { return SHUFFLE(a, b, 4, 12, 5, 13, 6, 14, 7, 15); }
 inline Floats fold_pairs(Floats a, Floats b) {
     return SHUFFLE(a, b, 0, 8, 1, 9, 4, 12, 5, 13) + SHUFFLE(a, b, 2, 10, 3, 11, 6, 14, 7, 15);
 }
@@ -188,8 +188,8 @@ inline Floats fold_lanes(Floats a, Floats b) {
 #else
 inline Floats evens(Floats a, Floats b) { return SHUFFLE(a, b, 0, 2, 4, 6); }
 inline Floats odds(Floats a, Floats b) { return SHUFFLE(a, b, 1, 3, 5, 7); }
-inline Floats first_in_turn(Floats a, Floats b) { return SHUFFLE(a, b, 0, 4, 1, 5); }
-inline Floats last_in_turn(Floats a, Floats b) { return SHUFFLE(a, b, 2, 6, 3, 7); }
+inline Floats interleave_low(Floats a, Floats b) { return SHUFFLE(a, b, 0, 4, 1, 5); }
+inline Floats interleave_high(Floats a, Floats b) { return SHUFFLE(a, b, 2, 6, 3, 7); }
 inline Floats fold_pairs(Floats a, Floats b) {
     return SHUFFLE(a, b, 0, 4, 1, 5) + SHUFFLE(a, b, 2, 6, 3, 7);
 }
@@ -205,8 +205,8 @@ inline void transpose(Floats* square) {
     for (int step = 1; step < W; step *= 2) {
         Floats next[W];
         for (int i = 0; i < W / 2; i++) {
-            next[2 * i] = first_in_turn(square[i], square[i + W / 2]);
-            next[2 * i + 1] = last_in_turn(square[i], square[i + W / 2]);
+            next[2 * i] = interleave_low(square[i], square[i + W / 2]);
+            next[2 * i + 1] = interleave_high(square[i], square[i + W / 2]);
         }
         for (int i = 0; i < W; i++) square[i] = next[i];
     }
@@ -278,8 +278,8 @@ inline void arrange(Bf16, const float* from, Floats& a, Floats& b) {
 inline void arrange(float, const Bf16* from, Floats& a, Floats& b) {
     Floats even, odd;
     widen(from, even, odd);
-    a = first_in_turn(even, odd);
-    b = last_in_turn(even, odd);
+    a = interleave_low(even, odd);
+    b = interleave_high(even, odd);
 }
 
 // The same to memory, in the form that keys of type K are multiplied with; false where that would not be exact.
@@ -317,8 +317,8 @@ inline Floats add_pairs(Floats sums, Bits a, Bits b) {
 
 // What was widened from type T, in the order of its elements again.
 inline void restore(Bf16, Floats a, Floats b, float* to) {
-    store(to, first_in_turn(a, b));
-    store(to + W, last_in_turn(a, b));
+    store(to, interleave_low(a, b));
+    store(to + W, interleave_high(a, b));
 }
 inline void restore(float, Floats a, Floats b, float* to) {
     store(to, a);

@@ -12,8 +12,8 @@ from kvcommons.backend.interface import Backend, Partial
 from kvcommons.backend.memory import TORCH_DTYPES
 from kvcommons.engine.batch import Batch, HolderShare, Queries, RemoteSegment
 from kvcommons.engine.remote.division import ExchangeSize
-from kvcommons.holder.creditor import Creditor
 from kvcommons.holder.exchange import LayerExchange, PartialSource, Share
+from kvcommons.holder.head_group import Creditor
 from kvcommons.holder.plan import PlanRow
 from kvcommons.rblock.layout import Layout
 

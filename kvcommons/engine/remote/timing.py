@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from kvcommons.engine.iteration_timing import IterationTiming
 from kvcommons.engine.remote.division import ExchangeSize, ShareDivision
-from kvcommons.holder.creditor import Creditor
 from kvcommons.holder.exchange import LayerTiming, ShareTiming
+from kvcommons.holder.head_group import Creditor
 
 _WAITED_S = 50e-6
 

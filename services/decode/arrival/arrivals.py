@@ -462,7 +462,7 @@ class Arrivals:
             allocator.release(blocks)
             raise
         try:
-            # Shielded: a thread's turn that was cancelled before it came would let go of nothing.
+            # Shielded: what is cancelled before a thread begins it would let go of nothing.
             return await asyncio.shield(asyncio.wrap_future(finishing))
         except asyncio.CancelledError:
             load.cancel()  # wakes the thread

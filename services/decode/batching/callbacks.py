@@ -12,7 +12,7 @@ from kvcommons.engine.engine import Engine
 from kvcommons.engine.sequence import RemoteRun, Sequence
 from kvcommons.errors import KVCommonsError
 from kvcommons.holder.copying import BlockSave
-from kvcommons.holder.creditor import Creditor
+from kvcommons.holder.head_group import Creditor
 from kvcommons.placement.base import Next
 from services.decode.arrival.arrivals import Arrivals
 from services.decode.borrowing.loans import Loans

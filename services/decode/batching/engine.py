@@ -51,7 +51,7 @@ def decode_engine(
     in an iteration, which keeps to `tbt_objective_s`, or to what its sequences were promised; none in stages
     or with `rotation`. `cores` is given where other engines of the host
     share them; staggered batches do not wait for it. With `stages` this is the first of several, and batches
-    take turns in them."""
+    alternate in them."""
     remote = RemoteAttention(core.layout, core.backend, budget, MiniBatches(mini_batches))
     composer = Composer(core, remote, attend_deadline_s=attend_deadline_s)
     executor: Executor

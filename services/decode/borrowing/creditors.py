@@ -12,8 +12,7 @@ from functools import partial
 from kvcommons.engine.sequence import RemoteRun
 from kvcommons.errors import UnsupportedParameter
 from kvcommons.holder.client import RemoteHolder
-from kvcommons.holder.creditor import Creditor
-from kvcommons.holder.head_group import HeadGroup
+from kvcommons.holder.head_group import Creditor, HeadGroup
 from kvcommons.holder.head_store import WholeStore
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import common_pb2, ledger_pb2

@@ -18,8 +18,7 @@ from kvcommons.engine.sequence import RemoteRun
 from kvcommons.errors import CapacityExhausted, DataLoss, DeadlineExceeded, KVCommonsError, Unavailable
 from kvcommons.holder.client import RemoteHolder
 from kvcommons.holder.copying import BlockSave
-from kvcommons.holder.creditor import Creditor
-from kvcommons.holder.head_group import HeadGroup
+from kvcommons.holder.head_group import Creditor, HeadGroup
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.pb import ledger_pb2
 from kvcommons.rpc.dialer import UNSECURED, Dialer

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from kvcommons.engine.sequence import RemoteRun
 from kvcommons.errors import KVCommonsError
 from kvcommons.holder.copying import BlockSave
-from kvcommons.holder.creditor import Creditor
+from kvcommons.holder.head_group import Creditor
 from kvcommons.holder.segments import SegmentRef
 
 log = logging.getLogger(__name__)

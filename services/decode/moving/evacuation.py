@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Gauge
 
 from kvcommons.engine.core import Core
 from kvcommons.errors import KVCommonsError
-from kvcommons.holder.creditor import Creditor
+from kvcommons.holder.head_group import Creditor
 from services.decode.borrowing.loans import Loans
 from services.decode.moving.mover import SPARE_SHARE, Mover
 from services.decode.periodic import PeriodicTask

@@ -18,7 +18,7 @@ from kvcommons.engine.engine import Engine
 from kvcommons.engine.sequence import LocalRun, Run
 from kvcommons.errors import CapacityExhausted, KVCommonsError
 from kvcommons.holder.copying import copy_blocks
-from kvcommons.holder.creditor import Creditor
+from kvcommons.holder.head_group import Creditor
 from kvcommons.holder.segments import SegmentRef
 from kvcommons.placement.auto import Costs
 from kvcommons.transport.deadline import Deadline

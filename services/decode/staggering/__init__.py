@@ -1,1 +1,1 @@
-"""Staggered pipelining and rotation (Lamina, section 5.1): batches that take turns at model and pool."""
+"""Staggered pipelining and rotation (Lamina, section 5.1): batches that alternate at model and pool."""

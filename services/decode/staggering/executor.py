@@ -31,7 +31,7 @@ class StaggeringPolicy(Protocol):
 
 
 class Staggered:
-    """Prompts are never in a batch that takes turns: while there are any, all is computed in one iteration at
+    """Prompts are never in a staggered batch: while there are any, all is computed in one iteration at
     a time, and here."""
 
     def __init__(
@@ -60,7 +60,7 @@ class Staggered:
     def advance(self, work: Work) -> bool:
         self._work = work
         if self._policy.batches(*work.load()) == 1 or work.prompts():
-            # Batches that took turns end first.
+            # Staggered batches end first.
             return False if self._lanes.under_way else self._advance_alone(work)
         if self._division.batches == 1:
             self._division.spread(LANES)

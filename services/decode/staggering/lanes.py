@@ -120,7 +120,7 @@ class Lanes:
             lane.batch = None
 
     def rest(self) -> None:
-        """They do not take turns any more."""
+        """They do not alternate any more."""
         self.changed()
         for lane in self.all:
             lane.began_s = None

@@ -1,5 +1,5 @@
-"""Staggered pipelining (Lamina, section 5.1): several batches in turn, so that model replicas compute slices
-of some while the attention pool computes attention of others. Decisions only, without I/O or a clock.
+"""Staggered pipelining (Lamina, section 5.1): several batches alternate, so that model replicas compute
+slices of some while the attention pool computes attention of others. Decisions only, without I/O or a clock.
 
 A batch alternates: a slice of the model on a replica, then that layer's attention in the pool. Slice
 `slice_index` of a batch stands before its attention number `slice_index`; where an iteration ends, the end of

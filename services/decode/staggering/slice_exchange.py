@@ -44,7 +44,7 @@ class SliceMetrics(Protocol):
 
 
 class SliceServer:
-    """Computes slices for others, in turn with this instance's own. Thread-safe."""
+    """Computes slices for others, between this instance's own. Thread-safe."""
 
     def __init__(self, core: Core, model_lock: FairLock, metrics: SliceMetrics) -> None:
         self._model, self._identity = core.model, core.info.fingerprint

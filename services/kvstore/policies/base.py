@@ -21,7 +21,7 @@ class Policy(Protocol[K]):
     """Order of eviction in one tier."""
 
     def expect(self, job: int, run: Sequence[K]) -> None:
-        """A job joined the queue. At its turn it will want `run`."""
+        """A job joined the queue. When it starts, it will want `run`."""
 
     def forget(self, job: int, run: Sequence[K]) -> None:
         """The job left the queue without being served: its client went away."""

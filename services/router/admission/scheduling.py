@@ -121,13 +121,13 @@ class BoundedFastestPrefixFirst:
        of the device. Next is the request with the greatest sharers * waited^2 / 1000^distance.
 
     Why 3: what brings a prefix near is paid once a group. A queue that is kept full of W requests, and
-    prefixes wanted with probabilities p, are given; a prefix whose turn comes every T starts has p * T / 2
+    prefixes wanted with probabilities p, are given; a prefix that is served every T starts has p * T / 2
     requests in the queue, which together are W. The sum of the costs c / T is smallest where p * T^2 / c is
-    the same for all (Lagrange), and at its turn a prefix has p * T sharers, the first of which has waited for
-    T: so sharers * waited / c is equal at the turns of the best plan, as in the R x W rule for broadcasts
-    (Aksoy and Franklin, "RxW", 1999). FPF takes the oldest instead, which is worse by Cauchy and Schwarz
-    wherever prefixes are not alike. Waiting counts twice over here, which costs little of that and shortens
-    the longest waits.
+    the same for all (Lagrange), and when it is served a prefix has p * T sharers, the first of which has
+    waited for T: so sharers * waited / c is equal wherever the best plan serves one, as in the R x W rule for
+    broadcasts (Aksoy and Franklin, "RxW", 1999). FPF takes the oldest instead, which is worse by Cauchy and
+    Schwarz wherever prefixes are not alike. Waiting counts twice over here, which costs little of that and
+    shortens the longest waits.
 
     Theorem. Of the requests that came later than a given one, at most `overtakes_max` start before it; so a
     request that came when `waiting` others waited starts after at most `waiting + overtakes_max` other
@@ -139,8 +139,8 @@ class BoundedFastestPrefixFirst:
     Those that start before it and did not come later waited when it came.
 
     The bound binds only where prefixes are wanted very unequally: elsewhere 3 lets nobody wait so long. One
-    that is small is dear, for prefixes then drive each other from the device before all of their requests had
-    their turn: whoever wants fairness above all has `relaxed_fpf`.
+    that is small is dear, for prefixes then drive each other from the device before all of their requests
+    started: whoever wants fairness above all has `relaxed_fpf`.
     """
 
     asks_distance = True

@@ -21,7 +21,7 @@ _OUTCOMES = ("met", "missed", "refused", "best_effort")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class QueueCounts:
-    """Choices that run and that wait for their turn at this router; of the running ones those that wait until
+    """Choices that run and that wait at this router; of the running ones those that wait until
     decode has room for them; documents on their way into sessions."""
 
     running: int

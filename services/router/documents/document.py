@@ -199,7 +199,7 @@ class Document:
             moved_s, failures = self._clock(), 0
 
     async def _part(self, end: int) -> tuple[float, int | None]:
-        """Computes the context up to `end`. The seconds that it took once it was its turn, and how many
+        """Computes the context up to `end`. The seconds that it took once it had begun, and how many
         leading tokens' KV was found, where that is known."""
         serving, config, model = self._serving, self._serving.config, self._model
         choice = Choice(

@@ -95,7 +95,7 @@ class ChoiceState(Enum):
 class Phase(Enum):
     """What a choice that has not ended is at, for people who watch."""
 
-    WAITING = "waiting"  # for its turn, and for room at decode
+    WAITING = "waiting"  # in the queue, and for room at decode
     COMPUTING = "computing"  # its prompt
     GENERATING = "generating"
     RESUMING = "resuming"  # an attempt failed, and the next one has not begun

@@ -20,8 +20,8 @@ from kvcommons.engine.request import Request
 from kvcommons.engine.sequence import LocalRun, RemoteRun, Run, Sequence
 from kvcommons.engine.token_rows import TokenRows
 from kvcommons.holder.budget import AttentionBudget
-from kvcommons.holder.creditor import Creditor
 from kvcommons.holder.exchange import Recipient
+from kvcommons.holder.head_group import Creditor
 from kvcommons.holder.layer_head import LayerReply
 from kvcommons.holder.plan import PlanRow
 from kvcommons.holder.plan_connection import PlanConnection, PlanPool

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from kvcommons.engine.scheduler import BACKGROUND_TURN, Scheduler
+from kvcommons.engine.scheduler import BACKGROUND_EVERY, Scheduler
 from kvcommons.errors import Overloaded
 
 CHUNK = 512
@@ -156,10 +156,10 @@ def with_background(*tokens: int) -> tuple[Scheduler, dict[int, int]]:
 def test_the_background_has_one_iteration_of_eight_beside_others() -> None:
     made, left = with_background(4 * CHUNK, 20 * CHUNK, 3 * CHUNK)
     order = run(made, left)
-    assert order.index(0) == BACKGROUND_TURN - 1
+    assert order.index(0) == BACKGROUND_EVERY - 1
     last = max(at for at, job in enumerate(order) if job != 0)
     turns = [at for at, job in enumerate(order[:last]) if job == 0]
-    assert turns == list(range(BACKGROUND_TURN - 1, last, BACKGROUND_TURN))
+    assert turns == list(range(BACKGROUND_EVERY - 1, last, BACKGROUND_EVERY))
     assert set(order[last + 1 :]) == {0}, "the rest is its own"
 
 
