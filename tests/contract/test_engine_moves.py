@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.asyncio
 pytest_plugins = ("tests.contract.engine_fixtures",)
 
 LEASE_MS = scaled(20_000)
+PAIR = ("a", "b")
 
 
 @pytest.fixture(autouse=True)
@@ -150,33 +152,40 @@ async def test_kv_moves_from_one_holder_to_another(engines: Stack, unhurried: Sl
     await engines.idle("decode", *names)
 
 
-async def two_that_owe_each_other(engines: Stack) -> tuple[list[Turn], list[Any], list[list[int]]]:
-    """Instances "a" and "b", each with a sequence that lies at the other one too."""
+async def two_that_owe_each_other(
+    engines: Stack, make: Callable[[int, Any, Any], Turn]
+) -> list[asyncio.Task[Any]]:
+    """Instances "a" and "b", each with a sequence that lies at the other one too: `make` says of what number,
+    prefill and decode."""
     await engines.lenders()
     prefill = await engines.prefill()
     memory = {"capacity_tokens": 28 * BLOCK}  # 25 for each sequence at its end, and what is pledged
     kinds = {"placement": "overflow", "engine": memory, "lend_share": 0.5, "borrow_blocks": 1}
-    decodes = [await engines.decode(name, **kinds) for name in ("a", "b")]
-    await engines.lending("a", "b")
-    turns, tasks, expected = [], [], []
+    decodes = [await engines.decode(name, **kinds) for name in PAIR]
+    await engines.lending(*PAIR)
+    tasks = []
     for number, decode in enumerate(decodes):
-        free = (await engines.inspect("ab"[number])).free_blocks
+        free = (await engines.inspect(PAIR[number])).free_blocks
         holding = await ballast(engines, decode, (free - 3) * BLOCK - 8)
-        tokens, following = engines.reference.prompt(150, 250, 1 + 100 * number)
-        one = turn(prefill, decode, engines.model, tokens, 250)
-        tasks.append(await running(one))
-        turns.append(one)
-        expected.append(following)
+        tasks.append(await running(make(number, prefill, decode)))
         holding.cancel()
-        await ready(lambda name="ab"[number]: room(engines, name, 10))
-    return turns, tasks, expected
+        await ready(lambda name=PAIR[number]: room(engines, name, 10))
+    return tasks
 
 
-async def test_debts_are_swapped_in_rounds_while_both_decode(
-    engines: Stack, unhurried: SlowIterations
-) -> None:
-    _, tasks, expected = await two_that_owe_each_other(engines)
-    stubs = {"a": debtor(engines, "a"), "b": debtor(engines, "b")}
+async def pair_of_known_answers(engines: Stack) -> tuple[list[asyncio.Task[Any]], list[list[int]]]:
+    """Two that owe each other, and what transformers answers."""
+    known = [engines.reference.prompt(150, 250, 1 + 100 * number) for number in range(2)]
+
+    def make(number: int, prefill: Any, decode: Any) -> Turn:
+        return turn(prefill, decode, engines.model, known[number][0], 250)
+
+    return await two_that_owe_each_other(engines, make), [following for _, following in known]
+
+
+async def swap_in_rounds(engines: Stack) -> None:
+    """Two rounds of two blocks between those that owe each other, each step asked for twice."""
+    stubs = {name: debtor(engines, name) for name in PAIR}
     owed = {name: await lent(engines, name) for name in stubs}
     assert min(owed.values()) >= 4
     common: dict[str, Any] = {"settlement": "s1", "term": 3, "lease_ms": LEASE_MS}
@@ -205,17 +214,24 @@ async def test_debts_are_swapped_in_rounds_while_both_decode(
     for name in stubs:
         seen = await engines.inspect(name)
         assert (seen.pledged_blocks, seen.lent_blocks) == (0, owed[name] - 4)
+
+
+async def test_debts_are_swapped_in_rounds_while_both_decode(
+    engines: Stack, unhurried: SlowIterations
+) -> None:
+    tasks, expected = await pair_of_known_answers(engines)
+    await swap_in_rounds(engines)
     unhurried.over()
     assert [(await task).tokens for task in tasks] == expected
-    await engines.idle("a", "b")
+    await engines.idle(*PAIR)
 
 
 async def test_a_leader_that_vanishes_leaves_nothing_half_done(
     engines: Stack, unhurried: SlowIterations
 ) -> None:
     """At a: copied, not switched, so it is undone; at b: switched, so it is finished."""
-    _, tasks, expected = await two_that_owe_each_other(engines)
-    stubs = {"a": debtor(engines, "a"), "b": debtor(engines, "b")}
+    tasks, expected = await pair_of_known_answers(engines)
+    stubs = {name: debtor(engines, name) for name in PAIR}
     owed = {name: await lent(engines, name) for name in stubs}
     common: dict[str, Any] = {"settlement": "s2", "term": 1, "lease_ms": LEASE_MS}
     for name, stub in stubs.items():
@@ -240,4 +256,4 @@ async def test_a_leader_that_vanishes_leaves_nothing_half_done(
     assert [(await engines.inspect(name)).pledged_blocks for name in stubs] == [0, 0]
     unhurried.over()
     assert [(await task).tokens for task in tasks] == expected
-    await engines.idle("a", "b")
+    await engines.idle(*PAIR)

@@ -28,7 +28,16 @@ from tests.contract.engine_stack import (
 )
 from tests.contract.engine_turns import Reference, Turn, started_in_order, turn
 from tests.contract.test_engine_heads import parts, pools
-from tests.contract.test_engine_moves import ballast, debtor, lent, room, running
+from tests.contract.test_engine_moves import (
+    PAIR,
+    ballast,
+    debtor,
+    lent,
+    room,
+    running,
+    swap_in_rounds,
+    two_that_owe_each_other,
+)
 from tests.contract.test_engine_pipelining import lanes
 from tests.contract.test_engine_placement import most_segments
 from tests.contract.test_engine_reuse import stored
@@ -417,6 +426,45 @@ async def test_kv_that_comes_home_while_it_decodes(engines: Stack, monkeypatch: 
     await task
     assert_exact(engines, one)
     await engines.idle("decode", "pool-0")
+
+
+async def test_kv_that_moves_to_another_holder_while_it_decodes(
+    engines: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await engines.lenders(20, 20)
+    slow = SlowIterations(monkeypatch, scaled(0.1))
+    prefill = await engines.prefill()
+    decode = await engines.decode(placement="overflow", engine=SMALL)
+    one = asked(engines, prefill, decode, new=6 * ANSWER)
+    task = await running(one)
+    before = {name: await lent(engines, name) for name in pools(2)}
+    source = max(before, key=lambda name: before[name])
+    call = holder_pb2.CallBackRequest(creditor=source, blocks=5)
+    assert (await debtor(engines).CallBack(call, timeout=scaled(20))).moved_blocks > 0
+    assert not task.done()
+    slow.over()
+    await task
+    assert_exact(engines, one)
+    await engines.idle("decode", *pools(2))
+
+
+async def test_debts_that_are_swapped_while_both_decode(
+    engines: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = SlowIterations(monkeypatch, scaled(0.1))
+    turns: list[Turn] = []
+
+    def make(number: int, prefill: Any, decode: Any) -> Turn:
+        turns.append(asked(engines, prefill, decode, (0, 2)[number], new=10 * ANSWER))
+        return turns[-1]
+
+    tasks = await two_that_owe_each_other(engines, make)
+    await swap_in_rounds(engines)
+    assert not any(task.done() for task in tasks)
+    slow.over()
+    await asyncio.gather(*tasks)
+    assert_exact(engines, *turns)
+    await engines.idle(*PAIR)
 
 
 async def test_a_truncated_session_is_a_replay_of_it(engines: Stack) -> None:

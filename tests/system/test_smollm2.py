@@ -13,11 +13,14 @@ import pytest
 import torch
 
 from devstack.fetch import MODELS
+from devstack.rest import Turn
 from tests.exactness import assert_greedy, logits_of
+from tests.fault.streams import Victims
 from tests.machine import scaled
 from tests.system.real_model import fetched_smollm2
 from tests.system.stack import Stack
 from tests.system.test_grammar import answered
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -53,15 +56,21 @@ def served(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[S
     stack.assert_gone()
 
 
+def assert_reference(stack: Stack, reference: Any, session: str, turn: Turn) -> None:
+    """Each token of the session's last turn is that of transformers."""
+    tokens = stack.client.session(session)["token_ids"]
+    prompt = tokens[: turn.prompt_tokens]
+    made = tokens[turn.prompt_tokens : turn.prompt_tokens + turn.completion_tokens]
+    assert len(made) == turn.completion_tokens
+    assert_greedy(made, logits_of(reference, prompt, made))
+
+
 def converse(stack: Stack, reference: Any, session: str, **parameters: Any) -> list[str]:
     """The answers; asserts that each token is the reference's, and that later turns reuse."""
     answers = []
     for question in QUESTIONS:
         turn = stack.client.say(question, session, **{**ANSWER, **parameters})
-        tokens = stack.client.session(session)["token_ids"]
-        prompt = tokens[: turn.prompt_tokens]
-        made = tokens[turn.prompt_tokens : turn.prompt_tokens + turn.completion_tokens]
-        assert_greedy(made, logits_of(reference, prompt, made))
+        assert_reference(stack, reference, session, turn)
         assert not answers or turn.cached_tokens > 0
         answers.append(turn.text)
     return answers
@@ -102,6 +111,31 @@ def test_three_pools_share_its_three_kv_heads(folder: Path, reference: Any, tmp_
     with Stack(tmp_path, tables=tables, model="smollm2", attention_pool=3) as stack:
         assert converse(stack, reference, "heads")[0] == "The capital of France is Paris."
         stack.assert_no_block_is_held()
+
+
+def test_one_chats_on_a_document(served: Stack, reference: Any) -> None:
+    """On a licence, of some 2,500 tokens, which was computed in the background."""
+    text = (Path(__file__).parents[2] / "LICENSE").read_text()
+    served.client.post("/v1/sessions/licence/prefill", {"content": text})
+    wait_until(lambda: served.client.get("/v1/sessions/licence/prefill")["status"] != "running", within_s=200)
+    turn = served.client.say("In one sentence: what is this document?", "licence", **ANSWER)
+    assert turn.cached_tokens > turn.prompt_tokens * 0.9
+    assert "License" in turn.text
+    assert_reference(served, reference, "licence", turn)
+
+
+def test_an_answer_goes_on_when_its_instance_dies(folder: Path, reference: Any, tmp_path: Path) -> None:
+    with Stack(tmp_path, tables=FLOAT32, model="smollm2", decode=2, attention_pool=0) as stack:
+        victims = Victims(stack, "decode")
+        parts: list[str | Turn] = []
+        for part in stack.client.chat("Tell me about Paris.", "paris", **ANSWER):
+            parts.append(part)
+            if len(parts) == 10:
+                assert victims.kill_busy()
+        turn = parts[-1]
+        assert isinstance(turn, Turn)
+        assert turn.timings["resumptions"] == 1
+        assert_reference(stack, reference, "paris", turn)
 
 
 @pytest.mark.parametrize(
