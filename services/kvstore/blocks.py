@@ -263,7 +263,7 @@ class BlockStore:
         """Pins the leading blocks that are stored and begins to load those on disk, `first_layer` first.
 
         One load per block, whoever waits for it. The run is shorter, and says so, where DRAM has no room for
-        all of it.
+        all of it: half of DRAM then, so that the next one is read while this one is sent.
         """
         with self._lock:
             condition = threading.Condition()
@@ -272,7 +272,9 @@ class BlockStore:
             layers = found[0].space.shape.layers if found else 0
             if found and not 0 <= first_layer <= max(first_layer, last_layer) < layers:
                 raise InvalidInput(f"the model has {layers} layers", param="layers")
-            blocks, started = self._catalog.pin_run(found)
+            capacity = self._catalog.dram.capacity_slots(found[0].space.shape) if found else 0
+            most = len(found) if len(found) <= capacity else max(1, capacity // 2)
+            blocks, started = self._catalog.pin_run(found[:most])
             for block in started:
                 self._loader.begin(block, condition)
             loads = [block.load for block in blocks]

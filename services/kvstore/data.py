@@ -5,6 +5,9 @@ Payloads go from the socket into DRAM slots and from DRAM slots to the socket; n
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import closing
+
 from kvcommons.errors import InvalidInput, UnsupportedParameter
 from kvcommons.pb import data_pb2 as pb
 from kvcommons.rblock.heads import HeadPart
@@ -88,14 +91,36 @@ class DataHandler:
         _check_ids(get.model, get.block_ids)
         if not get.layers:
             raise InvalidInput("layers is 0: nothing is asked for", param="layers")
-        last_layer = get.first_layer + get.layers - 1
         heads = HeadPart.of(get.heads) if get.HasField("heads") else None
-        layers, ids = range(get.first_layer, last_layer + 1), list(get.block_ids)
-        while ids:
-            with self._store.open_run(get.model, ids, layers.start, last_layer) as run:
+        layers, ids = range(get.first_layer, get.first_layer + get.layers), list(get.block_ids)
+        with closing(self._runs(get.model, ids, layers)) as runs:
+            for run in runs:
                 for piece in run.pieces():
                     self._send_piece(run, piece, layers, heads, exchange)
-                ids = ids[len(run) :] if run.more else []
+
+    def _runs(self, model: bytes, ids: list[bytes], layers: range) -> Generator[Run]:
+        """One behind another, each open until the next is asked for. While one is sent the next is read, as
+        far as DRAM has room for both."""
+
+        def opened() -> Run:
+            return self._store.open_run(model, ids, layers.start, layers[-1])
+
+        run, following = opened(), None
+        try:
+            while True:
+                ids = ids[len(run) :]
+                following = opened() if run.more else None
+                yield run
+                run.close()
+                if following is None or not run.more:  # what was sent may have ended it
+                    return
+                if not len(following):
+                    following = opened()
+                run, following = following, None
+        finally:
+            run.close()
+            if following is not None:
+                following.close()
 
     def _send_piece(
         self, run: Run, piece: range, layers: range, heads: HeadPart | None, exchange: Exchange
