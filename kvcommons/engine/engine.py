@@ -10,7 +10,7 @@ plugged in: where new KV goes and what becomes of a finished prompt (`PromptSink
 The loop (`_run`), again and again:
 
 1. takes the commands that came (`_serve`);
-2. ends prompts whose deadline has passed, and gives memory to those whose turn it is (`Prompts.admit`);
+2. ends prompts whose deadline has passed, and gives memory to those that are next (`Prompts.admit`);
 3. has the executor advance (`Executor.advance`): it makes room for a token of each sequence that generates
    (`make_room`: preempts, allocates, asks for loans), takes the spans of prompts beside them (`spans`), runs
    an `Iteration` of both (`Iteration.run`), with `between_layers` after each layer or, where its rows attend

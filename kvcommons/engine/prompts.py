@@ -118,7 +118,7 @@ class Prompts:
         return self._scheduler.expired(time.monotonic())
 
     def admit(self) -> None:
-        """Gives memory to those whose turn it is, as far as there is any."""
+        """Gives memory to those that are next, as far as there is any."""
         progress = True
         while progress:
             progress = False
