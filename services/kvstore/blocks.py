@@ -258,21 +258,31 @@ class BlockStore:
             return tiers
 
     def open_run(
-        self, model: bytes, block_ids: Sequence[bytes], first_layer: int = 0, last_layer: int = 0
+        self,
+        model: bytes,
+        block_ids: Sequence[bytes],
+        first_layer: int = 0,
+        last_layer: int = 0,
+        *,
+        continues: bool = False,
     ) -> Run:
         """Pins the leading blocks that are stored and begins to load those on disk, `first_layer` first.
 
         One load per block, whoever waits for it. The run is shorter, and says so, where DRAM has no room for
-        all of it: half of DRAM then, so that the next one is read while this one is sent.
+        all of it: half of DRAM then, so that the next one, which `continues` it, is read while this one is
+        sent.
         """
         with self._lock:
             condition = threading.Condition()
-            begins, now_s = first_layer == 0, self._clock.monotonic_s()
+            first = self._catalog.find(model, block_ids[0]) if block_ids else None
+            capacity = self._catalog.dram.capacity_slots(first.space.shape) if first else 0
+            if continues:  # all of them were asked for before
+                block_ids = block_ids[: capacity + 1]
+            begins, now_s = first_layer == 0 and not continues, self._clock.monotonic_s()
             found = self._catalog.leading(model, block_ids, now_s, begins=begins)
             layers = found[0].space.shape.layers if found else 0
             if found and not 0 <= first_layer <= max(first_layer, last_layer) < layers:
                 raise InvalidInput(f"the model has {layers} layers", param="layers")
-            capacity = self._catalog.dram.capacity_slots(found[0].space.shape) if found else 0
             most = len(found) if len(found) <= capacity else max(1, capacity // 2)
             blocks, started = self._catalog.pin_run(found[:most])
             for block in started:

@@ -102,20 +102,20 @@ class DataHandler:
         """One behind another, each open until the next is asked for. While one is sent the next is read, as
         far as DRAM has room for both."""
 
-        def opened() -> Run:
-            return self._store.open_run(model, ids, layers.start, layers[-1])
+        def behind() -> Run:
+            return self._store.open_run(model, ids, layers.start, layers[-1], continues=True)
 
-        run, following = opened(), None
+        run, following = self._store.open_run(model, ids, layers.start, layers[-1]), None
         try:
             while True:
                 ids = ids[len(run) :]
-                following = opened() if run.more else None
+                following = behind() if run.more else None
                 yield run
                 run.close()
                 if following is None or not run.more:  # what was sent may have ended it
                     return
                 if not len(following):
-                    following = opened()
+                    following = behind()
                 run, following = following, None
         finally:
             run.close()

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
 
 from kvcommons.rblock.checksum import checksum
 from services.kvstore.arena import Arena
@@ -35,7 +36,8 @@ class ReadPart:
     end_layer: int
 
 
-def read_parts(shape: BlockShape, part_bytes: int) -> list[ReadPart]:
+@cache
+def read_parts(shape: BlockShape, part_bytes: int) -> tuple[ReadPart, ...]:
     """Cuts a slot into reads. Parts do not overlap; together they are the slot.
 
     A part has whole layers only, for parts come in any order: where layers do not end at the ends of pages,
@@ -51,7 +53,7 @@ def read_parts(shape: BlockShape, part_bytes: int) -> list[ReadPart]:
         end = -(-end // PAGE_BYTES) * PAGE_BYTES
         parts.append(ReadPart(offset=offset, length=end - offset, first_layer=layer, end_layer=end_layer))
         offset, layer = end, end_layer
-    return parts
+    return tuple(parts)
 
 
 class Outcome(Enum):
