@@ -275,7 +275,7 @@ class BlockStore:
         with self._lock:
             condition = threading.Condition()
             first = self._catalog.find(model, block_ids[0]) if block_ids else None
-            capacity = self._catalog.dram.capacity_slots(first.space.shape) if first else 0
+            capacity = self._catalog.dram.capacity_bytes // first.space.shape.slot_bytes if first else 0
             if continues:  # all of them were asked for before
                 block_ids = block_ids[: capacity + 1]
             begins, now_s = first_layer == 0 and not continues, self._clock.monotonic_s()
