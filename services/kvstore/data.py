@@ -105,22 +105,22 @@ class DataHandler:
         def behind() -> Run:
             return self._store.open_run(model, ids, layers.start, layers[-1], continues=True)
 
-        run, following = self._store.open_run(model, ids, layers.start, layers[-1]), None
+        run, next_run = self._store.open_run(model, ids, layers.start, layers[-1]), None
         try:
             while True:
                 ids = ids[len(run) :]
-                following = behind() if run.more else None
+                next_run = behind() if run.more else None
                 yield run
                 run.close()
-                if following is None or not run.more:  # what was sent may have ended it
+                if next_run is None or not run.more:  # what was sent may have ended it
                     return
-                if not len(following):
-                    following = behind()
-                run, following = following, None
+                if not len(next_run):
+                    next_run = behind()
+                run, next_run = next_run, None
         finally:
             run.close()
-            if following is not None:
-                following.close()
+            if next_run is not None:
+                next_run.close()
 
     def _send_piece(
         self, run: Run, piece: range, layers: range, heads: HeadPart | None, exchange: Exchange
