@@ -431,6 +431,7 @@ async def test_kv_that_comes_home_while_it_decodes(engines: Stack, monkeypatch: 
 async def test_kv_that_moves_to_another_holder_while_it_decodes(
     engines: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("services.decode.moving.mover.HOMECOMING_S", 3600)  # nothing comes home by itself
     await engines.lenders(20, 20)
     slow = SlowIterations(monkeypatch, scaled(0.1))
     prefill = await engines.prefill()
@@ -451,6 +452,7 @@ async def test_kv_that_moves_to_another_holder_while_it_decodes(
 async def test_debts_that_are_swapped_while_both_decode(
     engines: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("services.decode.moving.mover.HOMECOMING_S", 3600)  # where there is room again
     slow = SlowIterations(monkeypatch, scaled(0.1))
     turns: list[Turn] = []
 
