@@ -52,6 +52,12 @@ def unhurried(monkeypatch: pytest.MonkeyPatch) -> SlowIterations:
 
 
 @pytest.fixture
+def none_comes_home_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is lent stays where it is, though its debtor has room again."""
+    monkeypatch.setattr("services.decode.moving.mover.HOMECOMING_S", 3600)
+
+
+@pytest.fixture
 def all_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever they cost here, all are verified."""
 

@@ -178,12 +178,10 @@ async def test_a_group_that_refuses_keeps_nothing(engines: Stack) -> None:
     await engines.idle("d2", *pools(2))
 
 
+@pytest.mark.usefixtures("none_comes_home_by_itself")
 @pytest.mark.parametrize("engines", ["llama", "qwen2-sliding"], indirect=True)
-async def test_kv_comes_home_from_a_group(
-    engines: Stack, monkeypatch: pytest.MonkeyPatch, unhurried: SlowIterations
-) -> None:
+async def test_kv_comes_home_from_a_group(engines: Stack, unhurried: SlowIterations) -> None:
     """Any part calls it back; what has no room here stays, for no holder copies from a group."""
-    monkeypatch.setattr("services.decode.moving.mover.HOMECOMING_S", 3600)
     await engines.lenders(30, 30, 16, heads=[*parts("g", 2), None])
     prefill = await engines.prefill()
     decode = await engines.decode(placement="offload", engine={"capacity_tokens": 10 * BLOCK})

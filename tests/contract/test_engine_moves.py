@@ -16,16 +16,11 @@ from tests.contract.engine_stack import BLOCK, SlowIterations, Stack, ready
 from tests.contract.engine_turns import Turn, prompt, turn
 from tests.machine import scaled
 
-pytestmark = pytest.mark.asyncio
+pytestmark = [pytest.mark.asyncio, pytest.mark.usefixtures("none_comes_home_by_itself")]
 pytest_plugins = ("tests.contract.engine_fixtures",)
 
 LEASE_MS = scaled(20_000)
 PAIR = ("a", "b")
-
-
-@pytest.fixture(autouse=True)
-def none_comes_home_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.decode.moving.mover.HOMECOMING_S", 3600)
 
 
 def debtor(engines: Stack, name: str = "decode") -> Any:

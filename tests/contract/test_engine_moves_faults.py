@@ -22,16 +22,11 @@ from tests.contract.test_engine_moves import ballast, debtor, lent, room, runnin
 from tests.machine import scaled
 from tests.pausing import pause
 
-pytestmark = pytest.mark.asyncio
+pytestmark = [pytest.mark.asyncio, pytest.mark.usefixtures("none_comes_home_by_itself")]
 pytest_plugins = ("tests.contract.engine_fixtures",)
 
 MOVED = 4
 ROUND: dict[str, Any] = {"settlement": "s", "term": 1, "lease_ms": scaled(20_000), "round": 1}
-
-
-@pytest.fixture(autouse=True)
-def none_comes_home_by_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("services.decode.moving.mover.HOMECOMING_S", 3600)
 
 
 class Interruption:

@@ -428,10 +428,10 @@ async def test_kv_that_comes_home_while_it_decodes(engines: Stack, monkeypatch: 
     await engines.idle("decode", "pool-0")
 
 
+@pytest.mark.usefixtures("none_comes_home_by_itself")
 async def test_kv_that_moves_to_another_holder_while_it_decodes(
     engines: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.decode.moving.mover.HOMECOMING_S", 3600)  # nothing comes home by itself
     await engines.lenders(20, 20)
     slow = SlowIterations(monkeypatch, scaled(0.1))
     prefill = await engines.prefill()
@@ -449,10 +449,10 @@ async def test_kv_that_moves_to_another_holder_while_it_decodes(
     await engines.idle("decode", *pools(2))
 
 
+@pytest.mark.usefixtures("none_comes_home_by_itself")
 async def test_debts_that_are_swapped_while_both_decode(
     engines: Stack, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.decode.moving.mover.HOMECOMING_S", 3600)  # where there is room again
     slow = SlowIterations(monkeypatch, scaled(0.1))
     turns: list[Turn] = []
 
