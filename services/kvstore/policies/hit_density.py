@@ -48,6 +48,15 @@ def _stands(entry: tuple[int, int, _Node[Any]]) -> bool:
     return node.held and not node.children and bool(node.jobs) and node.jobs[0] == -entry[0]
 
 
+def _familiarity(run: Sequence[_Node[Any] | None]) -> int:
+    """Of the run's blocks, how many came before: 0, the first at most (a conversation begins); 1, fewer than
+    half; 2, more. Who has come back is likelier to do so again, and it tells at the first look at a block
+    that this turn has added."""
+    new = (depth for depth, node in enumerate(run) if node is None or node.uses < 0)
+    known = next(new, len(run))
+    return 0 if known <= 1 else 1 if 2 * known < len(run) else 2
+
+
 class HitDensity(Generic[K]):
     """`remembered`: blocks outside the tier of which it is still known when they were used."""
 
@@ -66,49 +75,46 @@ class HitDensity(Generic[K]):
         self._pushes = 0
 
     def expect(self, job: int, run: Sequence[K]) -> None:
+        self._comes(run, job)
+        self._queued.add(job)
+
+    def _comes(self, run: Sequence[K], waits: int | None) -> None:
+        """A job wants the run: one that `waits` by this number, or is served at once (None)."""
         if self._arrived % EPOCH_JOBS == 0:
             self._begin_epoch()
         self._arrived += 1
-        self._queued.add(job)
         epoch, nodes = self._epoch, self._nodes
-        waited: dict[tuple[int, int], int] = {}  # blocks that are used again, by class and epoch
+        again: dict[tuple[int, int], int] = {}  # blocks that waited for this use, by class and epoch
+        begun: dict[int, int] = {}  # blocks that wait for the next one from now on, by class
         parent: _Node[K] | None = None
         last = len(run) - 1
-        length = sum(last >= limit for limit in _LENGTHS)
-        origin = 8 * (_USES_MAX + 1) * self._familiarity(run)
-        for depth, key in enumerate(run):
-            node = nodes.get(key)
+        known = [nodes.get(key) for key in run]
+        origin = 8 * (_USES_MAX + 1) * _familiarity(known) + 2 * sum(last >= limit for limit in _LENGTHS)
+        for depth, (key, node) in enumerate(zip(run, known, strict=True)):
             if node is None:
                 node = nodes[key] = _Node(key)
             elif node.uses >= 0 and not node.jobs:
                 before = (node.kind, node.epoch)
-                waited[before] = waited.get(before, 0) + 1
+                again[before] = again.get(before, 0) + 1
             is_leaf = node.held and not node.children
             if is_leaf:
                 self._hide(node)
             if node.parent is not parent:
                 self._link(node, parent)
             node.uses += 1
-            uses = min(node.uses, _USES_MAX)
-            node.kind = origin + 8 * uses + 2 * length + (depth == last)
-            insort(node.jobs, job)
+            kind = node.kind = origin + 8 * min(node.uses, _USES_MAX) + (depth == last)
+            if waits is not None:
+                insort(node.jobs, waits)
+            elif not node.jobs:
+                node.epoch = epoch
+                begun[kind] = begun.get(kind, 0) + 1
             if is_leaf:
                 self._show(node)
             parent = node
-        for (kind, since), blocks in waited.items():
+        for (kind, since), blocks in again.items():
             self._curve.reused(kind, since, epoch, blocks)
-
-    def _familiarity(self, run: Sequence[K]) -> int:
-        """Of the run's blocks, how many came before: 0, the first at most (a conversation begins); 1, fewer
-        than half; 2, more. Who has come back is likelier to do so again, and it tells at the first look at
-        a block that this turn has added."""
-        known = 0
-        for key in run:
-            node = self._nodes.get(key)
-            if node is None or node.uses < 0:
-                break
-            known += 1
-        return 0 if known <= 1 else 1 if 2 * known < len(run) else 2
+        for kind, blocks in begun.items():
+            self._curve.entered(kind, epoch, blocks)
 
     def forget(self, job: int, run: Sequence[K]) -> None:
         if job not in self._queued:
@@ -141,9 +147,10 @@ class HitDensity(Generic[K]):
                 self._show(node)
 
     def use(self, job: int, run: Sequence[K], hits: int) -> None:
-        if job not in self._queued:
-            self.expect(job, run)
-        self.forget(job, run)
+        if job in self._queued:
+            self.forget(job, run)
+        else:
+            self._comes(run, None)
 
     def admit(self, block: K, after: K | None = None) -> None:
         node = self._nodes.get(block)
