@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import sys
 import time
@@ -58,6 +59,7 @@ async def serve(config: KVStoreConfig, process: Process) -> None:
         ballast = Ballast(folder.ballast, size_bytes)
         await asyncio.to_thread(folder.make_room, ballast, min(START_BYTES, ballast.size_bytes))
         store = await asyncio.to_thread(_open_blocks, folder, config, DiskReserve(size_bytes, ballast))
+        gc.freeze()  # the blocks that were found: no collection goes over them while a request waits
         try:
             name = folder_name(config.data, config.folder)
             directory = Directory(config.ledger, process.instance_id, process.dialer())

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from services.kvstore.ballast import Ballast
 from services.kvstore.database import Database, Put, RecoverableTable
@@ -26,8 +26,7 @@ _BLOCKS = "blocks"
 _META = "meta"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class IndexEntry:
+class IndexEntry(NamedTuple):
     """All that is known of a stored block but its payload.
 
     `generation` is unique among all blocks ever stored in this folder. `parent` is empty at the beginning of

@@ -175,5 +175,5 @@ def test_a_cut_index_entry_is_noticed(length: int) -> None:
 
 
 def test_an_entry_at_the_beginning_of_a_sequence_has_no_parent() -> None:
-    first = dataclasses.replace(ENTRY, parent=b"", first_index=0, tenant="ünïcode")
+    first = ENTRY._replace(parent=b"", first_index=0, tenant="ünïcode")
     assert decode_entry(encode_entry(first)) == first

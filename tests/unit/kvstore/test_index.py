@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 from services.kvstore.database import Database
@@ -24,7 +23,7 @@ ENTRY = IndexEntry(
 
 def test_entries_survive_and_generations_never_repeat(tmp_path: Path) -> None:
     index = BlockIndex(open_index(tmp_path))
-    index.add([(IDS[0], ENTRY), (IDS[1], dataclasses.replace(ENTRY, slot=Slot(1, 3)))])
+    index.add([(IDS[0], ENTRY), (IDS[1], ENTRY._replace(slot=Slot(1, 3)))])
     index.remove([(MODEL, IDS[1])])
     first = index.first_generation
     index.close()
