@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 
 from services.kvstore.block import Block
 
@@ -18,9 +19,11 @@ class Ages:
         """Blocks whose time runs."""
         return len(self._used)
 
-    def touch(self, block: Block, now_s: float) -> None:
-        """The block was used."""
-        if self._ttl_s is not None:
+    def touch(self, blocks: Iterable[Block], now_s: float) -> None:
+        """They were used, the last one as the most recent."""
+        if self._ttl_s is None:
+            return
+        for block in blocks:
             self._used[block] = now_s
             self._used.move_to_end(block)
 
@@ -32,7 +35,7 @@ class Ages:
             if used_s + self._ttl_s > now_s:
                 break
             if block.pins or block.disk_pins:
-                self.touch(block, now_s)
+                self.touch([block], now_s)
                 continue
             del self._used[block]
             if not block.detached:

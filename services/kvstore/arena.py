@@ -19,7 +19,7 @@ class Arena:
     """
 
     def __init__(self) -> None:
-        self._memory: dict[int, tuple[memoryview, BlockShape]] = {}
+        self._memory: dict[int, tuple[memoryview, int, int]] = {}  # and the bytes of a slot and of an object
 
     def create(self, number: int, shape: BlockShape, slots: int) -> None:
         """Maps a region. Raises OSError (out of memory)."""
@@ -27,7 +27,7 @@ class Arena:
         area = mmap.mmap(-1, slots * shape.slot_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         if hasattr(mmap, "MADV_HUGEPAGE"):
             area.madvise(mmap.MADV_HUGEPAGE)
-        self._memory[number] = (memoryview(area), shape)
+        self._memory[number] = (memoryview(area), shape.slot_bytes, shape.object_bytes)
 
     def remove(self, number: int) -> None:
         """Forgets a region; its memory goes back to the system when the last view of it is gone."""
@@ -35,16 +35,17 @@ class Arena:
 
     def slot(self, slot: Slot) -> memoryview:
         """The whole slot, padding included: `slot_bytes`, page-aligned."""
-        memory, shape = self._memory[slot.region]
-        start = slot.place * shape.slot_bytes
-        return memory[start : start + shape.slot_bytes]
+        memory, slot_bytes, _ = self._memory[slot.region]
+        return memory[slot.place * slot_bytes : (slot.place + 1) * slot_bytes]
 
     def object(self, slot: Slot, layer: int) -> memoryview:
         """One layer's object of the block in this slot: `object_bytes`."""
-        return self.objects(slot, range(layer, layer + 1))
+        memory, slot_bytes, object_bytes = self._memory[slot.region]
+        start = slot.place * slot_bytes + layer * object_bytes
+        return memory[start : start + object_bytes]
 
     def objects(self, slot: Slot, layers: range) -> memoryview:
         """The objects of consecutive layers, one after another."""
-        memory, shape = self._memory[slot.region]
-        start = slot.place * shape.slot_bytes
-        return memory[start + layers.start * shape.object_bytes : start + layers.stop * shape.object_bytes]
+        memory, slot_bytes, object_bytes = self._memory[slot.region]
+        start = slot.place * slot_bytes
+        return memory[start + layers.start * object_bytes : start + layers.stop * object_bytes]

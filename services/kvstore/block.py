@@ -127,7 +127,8 @@ def units(layers: range, heads: HeadPart | None) -> list[int]:
 class Block:
     """A whole block. There are many: it holds what every request needs, the rest is in the index.
 
-    `pins` keep its DRAM slot, `disk_pins` its disk slot, though it be detached (no longer to be found).
+    `pins` keep its DRAM slot, `disk_pins` its disk slot, though it be detached (no longer to be found). One
+    that is `passing` is in DRAM as long as it is pinned, and its tier's policy does not know of it.
     """
 
     __slots__ = (
@@ -140,6 +141,7 @@ class Block:
         "generation",
         "load",
         "origin",
+        "passing",
         "pins",
         "space",
         "tenant",
@@ -158,6 +160,7 @@ class Block:
         self.load: BlockLoad | None = None  # while it comes from disk
         self.pins = 0
         self.disk_pins = 0
+        self.passing = False
         self.detached = False
         self.unindexed = False  # detached, and its index entry is deleted
 

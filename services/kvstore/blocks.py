@@ -41,6 +41,7 @@ _SLAB_BYTES_MAX = 1 << 30
 _WRITE_THREADS = 2
 _IDLE_S = 1.0
 _RETRY_S = 1.0
+_PASSED_OF_DRAM = 8  # the part of it that a run of a longer history has which passes through
 _EVICTED_ROUND = 256  # blocks that leave a tier for the buffer, or for a tenant's ceiling, in one round
 
 
@@ -269,22 +270,27 @@ class BlockStore:
         """Pins the leading blocks that are stored and begins to load those on disk, `first_layer` first.
 
         One load per block, whoever waits for it. The run is shorter, and says so, where DRAM has no room for
-        all of it: half of DRAM then, so that the next one, which `continues` it, is read while this one is
-        sent.
+        all of it. Its beginning has most of DRAM then, and stays there. What `continues` it passes through
+        the rest, in runs of which one is read while the one before is sent: if each made room for the next,
+        nothing would be left in DRAM of what comes first when all of it is asked for again.
         """
         with self._lock:
             condition = threading.Condition()
             first = self._catalog.find(model, block_ids[0]) if block_ids else None
             capacity = self._catalog.dram.capacity_bytes // first.space.shape.slot_bytes if first else 0
+            passed = max(1, capacity // _PASSED_OF_DRAM)
             if continues:  # all of them were asked for before
-                block_ids = block_ids[: capacity + 1]
+                block_ids = block_ids[: passed + 1]
             begins, now_s = first_layer == 0 and not continues, self._clock.monotonic_s()
             found = self._catalog.leading(model, block_ids, now_s, begins=begins)
             layers = found[0].space.shape.layers if found else 0
             if found and not 0 <= first_layer <= max(first_layer, last_layer) < layers:
                 raise InvalidInput(f"the model has {layers} layers", param="layers")
-            most = len(found) if len(found) <= capacity else max(1, capacity // 2)
-            blocks, started = self._catalog.pin_run(found[:most])
+            if continues:
+                most = passed
+            else:
+                most = len(found) if len(found) <= capacity else max(1, capacity - 2 * passed)
+            blocks, started = self._catalog.pin_run(found[:most], passing=continues)
             for block in started:
                 self._loader.begin(block, condition)
             loads = [block.load for block in blocks]

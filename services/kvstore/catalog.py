@@ -100,9 +100,10 @@ class Catalog:
             found.append(block)
         return found
 
-    def pin(self, block: Block, *, sparing: bool = False) -> bool:
+    def pin(self, block: Block, *, sparing: bool = False, passing: bool = False) -> bool:
         """Pins a block's DRAM copy, making room for one where there is none yet. False: there is no room;
-        with `sparing`, none but that of blocks whose use is expected, or of another model.
+        with `sparing`, none but that of blocks whose use is expected, or of another model. With `passing`,
+        such a copy goes with its last pin.
 
         A block that has to come from disk gets its slot here, and its disk copy is pinned too: the caller
         sets `load` and calls `loaded` or `load_failed` later. It has one pin of its own for that, besides the
@@ -113,15 +114,18 @@ class Catalog:
             if slot is None:
                 return False
             block.dram = slot
-            block.space.dram_policy.admit(block.block_id)
-            self.dram.used(slot, self._tick)
+            block.passing = passing
+            if not passing:
+                block.space.dram_policy.admit(block.block_id)
+            self.dram.used([slot.region], self._tick)
             block.pins += 1
             block.disk_pins += 1
         block.pins += 1
         return True
 
-    def pin_run(self, blocks: Sequence[Block]) -> tuple[list[Block], list[Block]]:
-        """Pins as many leading blocks as there is room for: all of them, and those that come from disk.
+    def pin_run(self, blocks: Sequence[Block], *, passing: bool = False) -> tuple[list[Block], list[Block]]:
+        """Pins as many leading blocks as there is room for: all of them, and those that come from disk, as
+        `passing` as with `pin`.
 
         What is in DRAM is pinned before room is made for the rest, so that its end alone makes room for it.
         """
@@ -135,7 +139,7 @@ class Catalog:
                 held.popleft()
             else:
                 comes = block.dram is None
-                while not (is_pinned := not block.detached and self.pin(block)) and held:
+                while not (is_pinned := not block.detached and self.pin(block, passing=passing)) and held:
                     self.unpin(held.pop())
                 if not is_pinned:
                     break
@@ -197,7 +201,7 @@ class Catalog:
             slot = self.evictor.dram_slot(space)
             if slot is None:
                 return Refusal.NO_ROOM
-            self.dram.used(slot, self._tick)
+            self.dram.used([slot.region], self._tick)
             staging = Staging(space, block_id, writer, origin, slot, now_s, parts)
             space.stagings.setdefault(block_id, {})[writer] = staging
         staging.receiving.update(coming)
@@ -252,7 +256,7 @@ class Catalog:
         space.blocks[block.block_id] = block
         space.dram_policy.admit(block.block_id, block.origin.parent or None)
         self.pending.append(block)
-        self.ages.touch(block, now_s)
+        self.ages.touch([block], now_s)
         for other in others.values():
             self._drop(other)
         return block
@@ -316,7 +320,7 @@ class Catalog:
             self.evictor.doom(block)
         else:
             block.space.disk_policy.admit(block.block_id, parent or None)
-            self.disk.used(slot, self._tick)
+            self.disk.used([slot.region], self._tick)
         self.unpin(block)
 
     def write_failed(self, block: Block) -> None:
@@ -378,8 +382,8 @@ class Catalog:
             block.disk = slot
             space.blocks[block_id] = block
             space.disk_policy.admit(block_id)
-            self.disk.used(slot, self._tick)
-            self.ages.touch(block, now_s)
+            self.disk.used([slot.region], self._tick)
+            self.ages.touch([block], now_s)
 
     # ---- within
 
@@ -417,12 +421,9 @@ class Catalog:
 
     def _use(self, blocks: Sequence[Block], now_s: float) -> None:
         self._tick += 1
-        for block in reversed(blocks):
-            self.ages.touch(block, now_s)
-            if block.dram is not None:
-                self.dram.used(block.dram, self._tick)
-            if block.disk is not None:
-                self.disk.used(block.disk, self._tick)
+        self.ages.touch(reversed(blocks), now_s)
+        self.dram.used({block.dram.region for block in blocks if block.dram is not None}, self._tick)
+        self.disk.used({block.disk.region for block in blocks if block.disk is not None}, self._tick)
 
     def _drop(self, staging: Staging) -> None:
         """Frees a staging's slot once no bytes are under way into it."""

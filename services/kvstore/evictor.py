@@ -6,6 +6,7 @@ are free once nobody has them pinned and, on disk, its index entry is deleted.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Protocol
@@ -121,10 +122,15 @@ class Evictor:
         return True
 
     def give_dram(self, block: Block) -> None:
-        """Frees the DRAM slot of a detached block that nobody has pinned."""
-        if block.detached and not block.pins and block.dram is not None:
-            self.dram.give(block.dram)
-            block.dram = None
+        """Frees the DRAM slot of a block that nobody has pinned, if it is detached or only passing."""
+        if block.pins or block.dram is None or not (block.detached or block.passing):
+            return
+        self.dram.give(block.dram)
+        block.dram = None
+        block.checksums = None
+        block.passing = False
+        if block.disk is None:  # evicted while it was read
+            self.detach(block)
 
     def detach(self, block: Block) -> None:
         """Nobody finds the block from now on."""
@@ -209,10 +215,10 @@ class Evictor:
     def _surplus(self, tier: Tier, space: Space) -> Region | None:
         """The region of another model that is used least, if this model's least used one is used more."""
         other = tier.oldest_other(space.shape)
-        own = [r.last_used for r in tier.regions.values() if r.shape == space.shape]
-        if other is None or (own and other.last_used >= min(own)):
+        if other is None:
             return None
-        return other
+        own = min((region.last_used for region in tier.regions_of(space.shape)), default=math.inf)
+        return other if other.last_used < own else None
 
     def _inside(self, region: Region, *, disk: bool) -> list[Block] | None:
         """The blocks in a region; None where some slot of it is in use and cannot be emptied now."""
@@ -265,8 +271,8 @@ class Evictor:
         return block.block_id in self.hints.window().get(block.space.shape.model, {})
 
     def _dram_bytes(self, space: Space) -> int:
-        regions = self.dram.regions.values()
-        return sum(r.occupied * r.shape.slot_bytes for r in regions if r.shape == space.shape)
+        regions = self.dram.regions_of(space.shape)
+        return sum(region.occupied for region in regions) * space.shape.slot_bytes
 
     def _policies(self, model: bytes) -> Sequence[Policy[bytes]]:
         space = self.spaces.get(model)

@@ -67,12 +67,12 @@ class Run(AbstractContextManager["Run"]):
                 self._end_at(number)
                 break
         blocks = self._blocks[piece.start : min(piece.stop, self._length)]
-        arena = self._store.arena
+        object_in = self._store.arena.object
         checksums, views = [], []
         for block in blocks:
             assert block.checksums is not None
             assert block.dram is not None
-            whole, stored = arena.object(block.dram, layer), block.checksums[layer]
+            whole, stored = object_in(block.dram, layer), block.checksums[layer]
             if heads is None:
                 checksums.append(stored)
                 views.append(whole)

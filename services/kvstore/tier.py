@@ -9,7 +9,7 @@ whole.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -75,18 +75,15 @@ class Tier:
 
     def __init__(self, capacity_bytes: int, region_bytes: int, *, overhead_bytes: int = 0) -> None:
         self.capacity_bytes = capacity_bytes
+        self.used_bytes = 0  # capacity given to regions
         self.regions: dict[int, Region] = {}
+        self._rows: dict[BlockShape, dict[int, Region]] = {}  # the same regions, by model
         # What may still be written where nothing was written before; without it, only slots that have room
         # behind them are given.
         self.growth_bytes: float = math.inf
         self._region_bytes = region_bytes
         self._overhead_bytes = overhead_bytes  # of a region, beside its slots
         self._next_number = 1
-
-    @property
-    def used_bytes(self) -> int:
-        """Capacity given to regions."""
-        return sum(region.size_bytes for region in self.regions.values())
 
     @property
     def occupied(self) -> int:
@@ -100,8 +97,13 @@ class Tier:
 
     def capacity_slots(self, shape: BlockShape) -> int:
         """Slots that this model could have beside the regions of the others."""
-        others = sum(r.size_bytes for r in self.regions.values() if r.shape != shape)
+        others = self.used_bytes - sum(region.size_bytes for region in self.regions_of(shape))
         return max(0, self.capacity_bytes - others - self._overhead_bytes) // shape.slot_bytes
+
+    def regions_of(self, shape: BlockShape) -> Collection[Region]:
+        """Of this model, in the order in which they were added."""
+        row = self._rows.get(shape)
+        return row.values() if row is not None else ()
 
     def fits(self, shape: BlockShape) -> bool:
         """Whether the tier could hold even one block of this shape."""
@@ -110,9 +112,7 @@ class Tier:
     def take(self, shape: BlockShape) -> Slot | None:
         """A free slot of this model, the lowest region first so that blocks saved together lie together."""
         fresh: Region | None = None
-        for region in self.regions.values():
-            if region.shape != shape:
-                continue
+        for region in self.regions_of(shape):
             if region.recycled:
                 region.occupied += 1
                 return Slot(region.number, region.recycled.pop())
@@ -180,6 +180,8 @@ class Tier:
         """A new, empty region; its memory or file exists already."""
         region = Region(number, shape, slots, self._overhead_bytes)
         self.regions[number] = region
+        self._rows.setdefault(shape, {})[number] = region
+        self.used_bytes += region.size_bytes
         self._next_number = max(self._next_number, number + 1)
         return region
 
@@ -193,13 +195,19 @@ class Tier:
 
     def remove(self, number: int) -> None:
         """Gives the region's capacity back; its blocks are gone already."""
-        del self.regions[number]
+        region = self.regions.pop(number)
+        row = self._rows[region.shape]
+        del row[number]
+        if not row:
+            del self._rows[region.shape]
+        self.used_bytes -= region.size_bytes
 
-    def used(self, slot: Slot, tick: int) -> None:
-        """A block in this slot was used at `tick`."""
-        region = self.regions.get(slot.region)
-        if region is not None:
-            region.last_used = tick
+    def used(self, numbers: Iterable[int], tick: int) -> None:
+        """Blocks in these regions were used at `tick`."""
+        for number in numbers:
+            region = self.regions.get(number)
+            if region is not None:
+                region.last_used = tick
 
     def oldest(self) -> Region | None:
         """The region that has gone unused for longest."""
@@ -207,5 +215,6 @@ class Tier:
 
     def oldest_other(self, shape: BlockShape) -> Region | None:
         """The region of another model that has gone unused for longest."""
-        others = [region for region in self.regions.values() if region.shape != shape]
+        rows = [row for of, row in self._rows.items() if of != shape]
+        others = [region for row in rows for region in row.values()]
         return min(others, key=lambda region: region.last_used, default=None)

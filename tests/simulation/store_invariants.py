@@ -114,7 +114,10 @@ def _check_policies(schedule: StoreSchedule) -> None:
     """The policies know of the blocks in their tier, and of no others."""
     for space in schedule.store._catalog._spaces.values():
         for policy, there in (
-            (space.dram_policy, {b.block_id for b in space.blocks.values() if b.dram is not None}),
+            (
+                space.dram_policy,
+                {b.block_id for b in space.blocks.values() if b.dram is not None and not b.passing},
+            ),
             (space.disk_policy, {b.block_id for b in space.blocks.values() if b.disk is not None}),
         ):
             require(set(policy._tenants) == there, "the tenants' floors count other blocks")

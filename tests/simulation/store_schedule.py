@@ -207,7 +207,7 @@ class StoreSchedule:
 
     def _open_run(self) -> None:
         shape, ids = self._some()
-        run = self.store.open_run(shape.model, ids)
+        run = self.store.open_run(shape.model, ids, continues=self.machine.strikes(0.3))
         self.runs.append((run, shape, ids))
         self.seen.update((id(block), block) for block in run._blocks)
 

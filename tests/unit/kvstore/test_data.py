@@ -21,6 +21,8 @@ from tests.unit.kvstore.samples import MIB, SHAPE, block_ids, open_store, payloa
 from tests.waiting import wait_until
 
 ROOM = MIB // SHAPE.slot_bytes  # blocks in DRAM
+PASSED = ROOM // 8  # that pass through it together
+STAY = ROOM - 2 * PASSED
 IDS = block_ids(2 * ROOM + ROOM // 4)
 
 
@@ -68,23 +70,34 @@ def ask(store: BlockStore, reader: Reader) -> None:
 
 
 def test_what_comes_next_is_read_while_its_predecessors_are_sent(store: BlockStore) -> None:
-    """A reader that takes nothing more before the next half of DRAM is there."""
+    """A reader that takes nothing more before the next run is there."""
 
     def sees(blocks: int) -> None:
-        behind = blocks + ROOM // 2
-        if blocks % (ROOM // 2) == 0 and behind < len(IDS):
+        behind = STAY if not blocks else blocks + PASSED
+        if (blocks - STAY) % PASSED == 0 and behind < len(IDS):
             wait_until(lambda: store.match(SHAPE.model, IDS[: behind + 1], peek=True)[-1])
 
     reader = Reader(sees)
     ask(store, reader)
-    assert reader.pieces == [ROOM // 2] * 4 + [len(IDS) - 4 * (ROOM // 2)]
+    behind, last = divmod(len(IDS) - STAY, PASSED)
+    assert reader.pieces == [STAY] + [PASSED] * behind + [last] * bool(last)
     assert not reader.more
     for layer, came in enumerate(reader.layers):
         assert came == [payload(block_id, layer) for block_id in IDS]
     assert store.stats().counters.disk_read_bytes == len(IDS) * SHAPE.slot_bytes
 
 
-@pytest.mark.parametrize("after", [0, ROOM // 2])
+def test_the_beginning_of_what_dram_does_not_hold_stays_in_it(store: BlockStore) -> None:
+    """Nothing is evicted for what passes through behind it, and its room is free afterwards."""
+    for _ in range(3):
+        ask(store, Reader())
+    stats = store.stats()
+    assert stats.counters.disk_read_bytes == (len(IDS) + 2 * (len(IDS) - STAY)) * SHAPE.slot_bytes
+    assert stats.counters.evictions_dram == 0
+    assert stats.dram_blocks == STAY
+
+
+@pytest.mark.parametrize("after", [0, STAY])
 def test_a_reader_that_goes_away_holds_no_room(store: BlockStore, after: int) -> None:
     def sees(blocks: int) -> None:
         if blocks == after:
@@ -97,16 +110,16 @@ def test_a_reader_that_goes_away_holds_no_room(store: BlockStore, after: int) ->
 
 
 def test_where_others_hold_dram_a_run_waits_for_no_room(store: BlockStore) -> None:
-    """Half of it is somebody's: what is behind a run is read once it was sent, and not before."""
+    """Most of it is somebody's: what is behind a run is read once it was sent, and not before."""
     with store.open_run(SHAPE.model, IDS[ROOM:]) as theirs:
-        assert len(theirs) == ROOM // 2
+        assert len(theirs) == STAY
         reader = Reader()
         ask(store, reader)
     assert sum(reader.pieces) == len(IDS)
     assert [len(came) for came in reader.layers] == [len(IDS)] * SHAPE.layers
 
 
-@pytest.mark.parametrize("wrong", [5, ROOM // 2 + 5])
+@pytest.mark.parametrize("wrong", [5, STAY + 5])
 def test_a_wrong_block_ends_it_and_what_was_being_read_behind_it(
     store: BlockStore, monkeypatch: pytest.MonkeyPatch, wrong: int
 ) -> None:
