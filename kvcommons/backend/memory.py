@@ -38,6 +38,10 @@ class BlockMemory:
         self._bytes = byte_view(self.tensor) if self._device.host else None
         self._head_rows = torch.arange(2 * layout.kv_heads) * layout.block_tokens
 
+    def touch(self) -> None:
+        """Has the system give all of it now, by writing zeros: not once there is something in it."""
+        self.tensor.zero_()
+
     def layer(self, layer: int) -> Tensor:
         """[blocks, 2, kv_heads, block_tokens, head_dim], a view."""
         return self.tensor[self.layers.index(layer)]

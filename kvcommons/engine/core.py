@@ -135,6 +135,8 @@ def _load(
         capacity_tokens=settings.capacity_tokens,
         grammars=Grammars(partial(Vocabulary.read, folder)),
     )
+    if settings.touch_memory:
+        core.memory.touch()
     _warm_up(core)
     log.info(
         "model loaded",

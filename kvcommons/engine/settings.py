@@ -21,5 +21,7 @@ class EngineSettings:
     products: Literal["auto", "native", "onednn"] = "auto"
     block_tokens: Annotated[int, Ge(1)] = 64  # of a block of KV, the unit that is stored, shared and lent
     capacity_tokens: Annotated[int, Gt(0)] = 65536  # room for KV
+    # Whether all memory for KV is taken from the system at the start; else it is as it is used.
+    touch_memory: bool = False
     calibrate_s: Annotated[float, Ge(0)] = 2.0  # at the start, to measure what iterations take, about so long
     predictor_file: str = ""  # where what was learnt of that is kept from start to start; "": nowhere

@@ -69,6 +69,8 @@ def open_pool(settings: EngineSettings, instance_id: str, part: HeadPart | None 
         layout, held = part.layout(layout), part.model(identity)
     try:
         memory = BlockMemory(layout, blocks, backend)
+        if settings.touch_memory:
+            memory.touch()
     except (RuntimeError, AssertionError, OSError) as error:
         reason = str(error).split("\n")[0]
         raise InvalidInput(

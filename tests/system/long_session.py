@@ -104,7 +104,12 @@ def write_model(folder: Path, tokens: int) -> Path:
 
 def tables(tokens: int) -> dict[str, dict[str, Any]]:
     """All of it fits prefill and decode; the store's DRAM has an eighth."""
-    shared = {"dtype": "float32", "block_tokens": BLOCK, "capacity_tokens": room_for(tokens) + 4096}
+    shared = {
+        "dtype": "float32",
+        "block_tokens": BLOCK,
+        "capacity_tokens": room_for(tokens) + 4096,
+        "touch_memory": True,  # or what is loaded waits for the system to give memory
+    }
     kv_bytes = 4 * 2 * HEAD_DIM * LAYERS * tokens
     return {
         "prefill": shared,
