@@ -19,7 +19,7 @@ from services.kvstore.catalog import Catalog
 from services.kvstore.clock import Clock, SystemClock
 from services.kvstore.durability import Durability, DurableWatch
 from services.kvstore.incoming import Incoming, LayerPut
-from services.kvstore.index import BlockIndex
+from services.kvstore.index import BlockIndex, StoredCopy
 from services.kvstore.loader import READ_BYTES, Loader, Outcome
 from services.kvstore.medium import Medium
 from services.kvstore.policies.catalogue import DEFAULT, policy_entry
@@ -390,16 +390,17 @@ class BlockStore:
             return
         good: list[Block] = []
         lost: list[Block] = []
+        copies: Sequence[StoredCopy | None]
         try:
-            entries = self._index.get(model, [block.block_id for block in blocks])
+            copies = self._index.stored(model, [block.block_id for block in blocks])
         except Exception as error:
             log.error("the block index cannot be read: %s", error)
-            entries = [None] * len(blocks)
-        for block, entry in zip(blocks, entries, strict=True):
-            if entry is None or entry.generation != block.generation or entry.slot != block.disk:
+            copies = [None] * len(blocks)
+        for block, copy in zip(blocks, copies, strict=True):
+            if copy is None or copy.generation != block.generation or copy.slot != block.disk:
                 lost.append(block)
             else:
-                block.checksums = entry.checksums
+                block.checksums = copy.checksums
                 good.append(block)
         self._loader.give_up(lost)
         self._loader.start(good, first_layer)

@@ -7,9 +7,9 @@ whatever the index names is whole on disk, at whatever moment the process was ki
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from services.kvstore.ballast import Ballast
 from services.kvstore.database import Database, Put, RecoverableTable
@@ -24,6 +24,8 @@ _EPOCH_KEY = b"epoch"
 _COUNTER_BITS = 40
 _BLOCKS = "blocks"
 _META = "meta"
+
+T = TypeVar("T")
 
 
 class IndexEntry(NamedTuple):
@@ -62,18 +64,37 @@ def encode_entry(entry: IndexEntry) -> bytes:
     return head + entry.model + entry.parent + tenant + checksums
 
 
-def decode_entry(value: bytes) -> IndexEntry:
-    """Raises UnknownFormat for an entry that another version wrote, ValueError for one that is cut off."""
+class StoredCopy(NamedTuple):
+    """What a reader has to know of an entry."""
+
+    slot: Slot
+    generation: int
+    checksums: tuple[int, ...]
+
+
+def _decode_head(value: bytes) -> tuple[int, ...]:
+    """The fields of _HEAD. Raises as `decode_entry`."""
     if not value or value[0] != FORMAT:
         version = value[0] if value else "none"
         raise UnknownFormat(f"index entry of format {version}; this version of kvcommons reads {FORMAT}")
     if len(value) < _HEAD.size:
         raise ValueError("an index entry is cut off")
-    _, _, layers, region, place, first, generation, created, models, parents, tenants = _HEAD.unpack_from(
-        value
-    )
-    if len(value) != _HEAD.size + models + parents + tenants + 8 * layers:
+    head = _HEAD.unpack_from(value)
+    if len(value) != _HEAD.size + sum(head[-3:]) + 8 * head[2]:
         raise ValueError("an index entry has a wrong length")
+    return head
+
+
+def decode_stored(value: bytes) -> StoredCopy:
+    """Raises as `decode_entry`, of whose work it does a third."""
+    _, _, layers, region, place, _, generation, *_ = _decode_head(value)
+    checksums = struct.unpack_from(f"<{layers}Q", value, len(value) - 8 * layers)
+    return StoredCopy(Slot(region, place), generation, checksums)
+
+
+def decode_entry(value: bytes) -> IndexEntry:
+    """Raises UnknownFormat for an entry that another version wrote, ValueError for one that is cut off."""
+    _, _, layers, region, place, first, generation, created, models, parents, tenants = _decode_head(value)
     parent_at = _HEAD.size + models
     tenant_at = parent_at + parents
     return IndexEntry(
@@ -113,10 +134,15 @@ class BlockIndex:
         # Unique over restarts: a condemnation from before one cannot hit what was written after it.
         self.first_generation = epoch << _COUNTER_BITS
 
-    def get(self, model: bytes, block_ids: Sequence[bytes]) -> list[IndexEntry | None]:
-        """The entries; None where there is none that can be read."""
+    def get(self, model: bytes, block_id: bytes) -> IndexEntry | None:
+        """The entry; None where there is none that can be read."""
+        (value,) = self._table.get_many(_BLOCKS, [encode_key(model, block_id)])
+        return _readable(value, decode_entry)
+
+    def stored(self, model: bytes, block_ids: Sequence[bytes]) -> list[StoredCopy | None]:
+        """Of many entries, as `get`."""
         values = self._table.get_many(_BLOCKS, [encode_key(model, block_id) for block_id in block_ids])
-        return [_readable(value) for value in values]
+        return [_readable(value, decode_stored) for value in values]
 
     def scan(self) -> Iterator[tuple[bytes, bytes, IndexEntry | None]]:
         """(model, block id, entry) of all blocks; entry None where it is damaged. Raises UnknownFormat."""
@@ -148,10 +174,10 @@ class BlockIndex:
         self._table.close()
 
 
-def _readable(value: bytes | None) -> IndexEntry | None:
+def _readable(value: bytes | None, decode: Callable[[bytes], T]) -> T | None:
     if value is None:
         return None
     try:
-        return decode_entry(value)
+        return decode(value)
     except ValueError:
         return None

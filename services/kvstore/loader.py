@@ -69,22 +69,22 @@ class BlockLoad:
 
     __slots__ = ("_parts_left", "_ready", "condition", "outcome")
 
-    def __init__(self, layers: int, parts: int, condition: threading.Condition) -> None:
+    def __init__(self, parts: int, condition: threading.Condition) -> None:
         """`condition`: that of all blocks whose loads start together."""
         self.condition = condition
         self.outcome: Outcome | None = None  # set once nothing more will come
-        self._ready = [False] * layers
+        self._ready = 0  # a bit for each layer
         self._parts_left = parts
 
     def ready(self, layer: int) -> bool:
         """Whether this layer is in DRAM and right."""
-        return self._ready[layer]
+        return bool(self._ready >> layer & 1)
 
     def wait(self, layer: int, timeout_s: float) -> bool:
         """Whether this layer is in DRAM and right; False after the time-out as well."""
         with self.condition:
-            self.condition.wait_for(lambda: self._ready[layer] or self.given_up, timeout_s)
-            return self._ready[layer]
+            self.condition.wait_for(lambda: self.ready(layer) or self.given_up, timeout_s)
+            return self.ready(layer)
 
     def wait_over(self, timeout_s: float) -> None:
         """Until nothing more will come, or the time-out."""
@@ -103,8 +103,7 @@ class BlockLoad:
 
     def part_came(self, layers: range) -> bool:
         """These layers are readable (none if their part failed). Whether this was the last part."""
-        for layer in layers:
-            self._ready[layer] = True
+        self._ready |= (1 << layers.stop) - (1 << layers.start)
         self._parts_left -= 1
         if not self._parts_left and self.outcome is None:
             self.outcome = Outcome.GOOD
@@ -134,7 +133,7 @@ class Loader:
     def begin(self, block: Block, condition: threading.Condition) -> BlockLoad:
         """Gives the block a load that nothing has come for yet; `start` is to follow."""
         shape = block.space.shape
-        block.load = BlockLoad(shape.layers, len(read_parts(shape, self._read_bytes)), condition)
+        block.load = BlockLoad(len(read_parts(shape, self._read_bytes)), condition)
         return block.load
 
     def together(self, shape: BlockShape) -> int | None:

@@ -124,7 +124,7 @@ class Scrub:
         view = self._buffer[: shape.slot_bytes]
         entry = None
         try:
-            (entry,) = self._index.get(shape.model, [block.block_id])
+            entry = self._index.get(shape.model, block.block_id)
             if entry is None or (entry.generation, entry.slot) != (block.generation, slot):
                 return Outcome.UNREADABLE, None
             self._slabs.read(slot, 0, [view])

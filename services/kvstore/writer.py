@@ -190,7 +190,7 @@ class Writer:
         stale = []
         for slot, block in slots:
             model = block.space.shape.model
-            (entry,) = self._index.get(model, [block.block_id])
+            entry = self._index.get(model, block.block_id)
             if entry is not None and entry.slot == slot:
                 stale.append((model, block.block_id))
         if stale:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,15 @@ from kvcommons.pb import common_pb2
 from kvcommons.pb import kvstore_pb2 as pb
 from services.kvstore import session as rules
 from services.kvstore.folder import UnknownFormat
-from services.kvstore.index import IndexEntry, decode_entry, decode_key, encode_entry, encode_key
+from services.kvstore.index import (
+    IndexEntry,
+    StoredCopy,
+    decode_entry,
+    decode_key,
+    decode_stored,
+    encode_entry,
+    encode_key,
+)
 from services.kvstore.slab import decode_header, encode_header
 from services.kvstore.tier import PAGE_BYTES, BlockShape, Slot
 from services.kvstore.turn_lease import TurnLease, decode_document, decode_lease, encode_lease
@@ -112,6 +121,7 @@ def test_golden_index_entry() -> None:
     golden = (GOLDEN / "index-entry.bin").read_bytes()
     assert encode_entry(ENTRY) == golden
     assert decode_entry(golden) == ENTRY
+    assert decode_stored(golden) == StoredCopy(ENTRY.slot, ENTRY.generation, ENTRY.checksums)
     key = encode_key(ENTRY.model, b"b" * 32)
     assert key == b"\x20\x00" + ENTRY.model + b"b" * 32
     assert decode_key(key) == (ENTRY.model, b"b" * 32)
@@ -152,6 +162,8 @@ def test_other_versions_are_refused() -> None:
         decode_header(bytes(header))
     with pytest.raises(UnknownFormat, match="format 2"):
         decode_entry(b"\x02" + encode_entry(ENTRY)[1:])
+    with pytest.raises(UnknownFormat, match="format 2"):
+        decode_stored(b"\x02" + encode_entry(ENTRY)[1:])
     with pytest.raises(UnknownFormat, match=r"format 3; .* reads 1 and 2"):
         rules.decode_record(pb.SessionRecord(format=3, tenant="alice").SerializeToString())
     with pytest.raises(UnknownFormat, match="unknown format"):
@@ -169,9 +181,10 @@ def test_a_damaged_slab_header_is_noticed(place: int) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 20, -1])
-def test_a_cut_index_entry_is_noticed(length: int) -> None:
+@pytest.mark.parametrize("decode", [decode_entry, decode_stored])
+def test_a_cut_index_entry_is_noticed(decode: Callable[[bytes], object], length: int) -> None:
     with pytest.raises(ValueError, match="index entry"):
-        decode_entry(encode_entry(ENTRY)[:length])
+        decode(encode_entry(ENTRY)[:length])
 
 
 def test_an_entry_at_the_beginning_of_a_sequence_has_no_parent() -> None:
