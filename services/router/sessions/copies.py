@@ -7,6 +7,7 @@ from collections import OrderedDict
 from kvcommons.pb import kvstore_pb2 as pb
 
 COPIES_BYTES = 64 << 20
+_TOKEN_BYTES = 4
 
 
 class RecordCopies:
@@ -26,7 +27,7 @@ class RecordCopies:
     def put(self, record: pb.SessionRecord) -> None:
         key = record.tenant, record.session_id
         _, before = self._records.pop(key, (None, 0))
-        size = record.ByteSize()
+        size = _size_bytes(record)
         self._records[key] = record, size
         self._bytes += size - before
         while self._bytes > self._bytes_max:
@@ -37,7 +38,22 @@ def grown(record: pb.SessionRecord, added: pb.SessionRecord, *, kept_blocks: int
     """A record with what came after it behind it, and with the head of what came after: no turn sets any
     field of a head back to nothing. Of its blocks the first `kept_blocks` stay."""
     after = pb.SessionRecord()
-    after.CopyFrom(record)
+    _merge(after, record)
     del after.block_ids[kept_blocks:]
-    after.MergeFrom(added)
+    _merge(after, added)
     return after
+
+
+def _merge(into: pb.SessionRecord, record: pb.SessionRecord) -> None:
+    """As MergeFrom, which encodes and decodes all tokens: that of a container copies memory."""
+    for field, value in record.ListFields():
+        if hasattr(value, "MergeFrom"):
+            getattr(into, field.name).MergeFrom(value)
+        else:
+            setattr(into, field.name, value)
+
+
+def _size_bytes(record: pb.SessionRecord) -> int:
+    """About what it takes in memory; its ByteSize would encode all tokens."""
+    messages = sum(message.ByteSize() for message in record.messages)
+    return _TOKEN_BYTES * len(record.tokens) + sum(map(len, record.block_ids)) + messages

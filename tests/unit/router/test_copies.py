@@ -11,8 +11,7 @@ def record(session_id: str, *tokens: int, tenant: str = "alice") -> pb.SessionRe
 
 
 def test_the_records_used_last_stay_within_the_bytes() -> None:
-    size = record("a", *range(100)).ByteSize()
-    copies = RecordCopies(bytes_max=3 * size)
+    copies = RecordCopies(bytes_max=3 * 400)
     for name in "abc":
         copies.put(record(name, *range(100)))
     assert copies.get("alice", "a").last_turn_id
@@ -30,6 +29,18 @@ def test_tenants_have_records_of_their_own() -> None:
     assert copies.get("bob", "s") == pb.SessionRecord()
     copies.put(record("s", 2, tenant="bob"))
     assert (list(copies.get("alice", "s").tokens), list(copies.get("bob", "s").tokens)) == ([1], [2])
+
+
+def test_a_copy_grows_by_all_fields() -> None:
+    added = pb.SessionRecord(tokens=[3], version=2, messages=[pb.Message(role="user", content="x")])
+    added.truncations.add(dropped_tokens=64)
+    before = record("s", 1, 2)
+    before.messages.add(role="system", content="y")
+    expected = pb.SessionRecord()
+    expected.CopyFrom(before)
+    expected.MergeFrom(added)
+    assert grown(before, added, kept_blocks=0) == expected
+    assert grown(before, pb.SessionRecord(), kept_blocks=0) == before
 
 
 def test_a_copy_that_grows_stays_as_it_was() -> None:
