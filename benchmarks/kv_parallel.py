@@ -5,7 +5,8 @@ Real attention pools of one thread each have the KV of one layer, evenly. A toke
 to all of them, and their partials are merged here. Holders share this machine's memory and cores, so what
 they would take with devices of their own is put together from what each takes while the others are idle: the
 slowest of them, and the merge. Beside it stands the paper's law (equations 9 and 10): the attention of one
-holder divided by their number, and what is no attention as before.
+holder divided by their number, and what is no attention as before. All numbers of holders are asked in turn,
+round by round, and compared within a round: a machine's speed changes by a third between minutes.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import asyncio
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 Progress = Callable[[str], None]
 BLOCK_TOKENS = 64
 _HEADS, _HEAD_DIM = 8, 128
-_CHUNK_ROUNDS = 2  # a chunk takes seconds
 _PRODUCT = 1024  # rows and columns of the product whose rate is taken for the peak
 
 
@@ -60,7 +60,7 @@ def add(
         "--holders", type=int, nargs="+", default=[1, 2, 4], metavar="N", help="1 is the base"
     )
     parser.add_argument("--queries", type=int, nargs="+", default=[1, 32], metavar="N", help="1: decode")
-    parser.add_argument("--rounds", type=int, default=10, metavar="N", help="of decode")
+    parser.add_argument("--rounds", type=int, default=10, metavar="N")
     add_outputs(parser)
     parser.set_defaults(run=_run, draw=_draw)
 
@@ -78,9 +78,8 @@ def _run(options: argparse.Namespace, progress: Progress) -> Report:
         title=f"one layer of {_HEADS} heads of {_HEAD_DIM}, divided among holders by tokens; ms",
         ratios={
             f"{row['queries']} over {row['context']:,}, {row['holders']} holders: measured / law": float(
-                row["devices of their own"]
+                row["over the law"]
             )
-            / float(row["law"])
             for row in rows
             if row["holders"] != 1
         },
@@ -102,14 +101,14 @@ async def _measure(folder: Path, setting: Setting, progress: Progress) -> list[R
     layout = Layout.of(model_info("bench", spec, identity, "bfloat16", BLOCK_TOKENS))
     backend, rows = choose(), list[Row]()
     for context in setting.contexts:
-        base: dict[int, _Taken] = {}
-        for count in setting.holders:
-            progress(f"{context:,} tokens over {count} holders")
-            settings = {
-                "model": model, "block_tokens": BLOCK_TOKENS, "threads": 1,
-                "capacity_tokens": -(-context // count) + BLOCK_TOKENS,
-            }  # fmt: skip
-            async with AsyncExitStack() as stack:
+        placed: dict[int, list[_Segment]] = {}
+        async with AsyncExitStack() as stack:
+            for count in setting.holders:
+                progress(f"{context:,} tokens to {count} holders")
+                settings = {
+                    "model": model, "block_tokens": BLOCK_TOKENS, "threads": 1,
+                    "capacity_tokens": -(-context // count) + BLOCK_TOKENS,
+                }  # fmt: skip
                 opened = [
                     holder_process(
                         "attention_pool", folder, f"{context}-{count}-{number}",
@@ -119,16 +118,15 @@ async def _measure(folder: Path, setting: Setting, progress: Progress) -> list[R
                     for number in range(count)
                 ]  # fmt: skip
                 pools = [await stack.enter_async_context(one) for one in opened]
-                segments = await _place(layout, pools, context)
-                for queries in setting.queries:
-                    rounds = setting.rounds if queries == 1 else _CHUNK_ROUNDS
-                    taken = await asyncio.to_thread(
-                        _attend, layout, backend, segments, context, queries, rounds
-                    )
-                    base.setdefault(queries, taken)
-                    rows.append(_row(layout, context, count, queries, taken, base[queries]))
-                for segment in segments:
-                    await segment.pool.holder.release([segment.ref], timeout_s=CALL_S)
+                placed[count] = await _place(layout, pools, context)
+            for queries in setting.queries:
+                progress(f"{queries} queries over {context:,} tokens")
+                rounds = await asyncio.to_thread(
+                    _rounds, layout, backend, placed, context, queries, setting.rounds
+                )
+                rows += [_row(layout, context, count, queries, rounds) for count in setting.holders]
+            for segment in (segment for segments in placed.values() for segment in segments):
+                await segment.pool.holder.release([segment.ref], timeout_s=CALL_S)
     return rows
 
 
@@ -171,7 +169,7 @@ async def _place(layout: Layout, pools: Sequence[HolderProcess], context: int) -
 
 @dataclass(frozen=True, slots=True)
 class _Taken:
-    """Medians, in seconds, of one layer."""
+    """Seconds of one layer."""
 
     together_s: float  # all at once, on shared cores
     alone_s: float  # the slowest of those that are asked while the others are idle, and the merge
@@ -179,38 +177,54 @@ class _Taken:
     cpu_s: float  # of a holder's process, on average
 
 
-def _attend(
+@dataclass(frozen=True, slots=True)
+class _Round:
+    by_holders: dict[int, _Taken]
+    peak_flop_s: float  # of products, measured in the same round
+
+    def law_s(self, count: int) -> float:
+        """Equations 9 and 10, from what one holder took."""
+        one = self.by_holders[1]
+        return one.computed_s / count + one.alone_s - one.computed_s
+
+
+def _rounds(
     layout: Layout,
     backend: Backend,
-    segments: Sequence[_Segment],
+    placed: Mapping[int, Sequence[_Segment]],
     context: int,
     queries: int,
     rounds: int,
-) -> _Taken:
-    """The first of the rounds is not counted."""
+) -> list[_Round]:
+    """The first one is not counted."""
     import torch
 
     q = torch.randn(queries, layout.query_heads, layout.head_dim)
-    together, alone, computed, cpu = [], [], [], []
-    for round_ in range(rounds + 1):
-        _, all_s, _ = _ask(layout, backend, segments, context, q)
-        before_s = [cpu_clock_s(segment.pool.process.pid) for segment in segments]
-        each = [_ask(layout, backend, [segment], context, q) for segment in segments]
-        used_s = [
-            cpu_clock_s(segment.pool.process.pid) - began_s
-            for segment, began_s in zip(segments, before_s, strict=True)
-        ]
-        began_s = time.monotonic()
-        if len(each) > 1:
-            backend.attention.merge([partials[0] for partials, _, _ in each])
-        merged_s = time.monotonic() - began_s
-        if round_:
-            slowest = max(each, key=lambda one: one[1])
-            together.append(all_s)
-            alone.append(slowest[1] + merged_s)
-            computed.append(slowest[2])
-            cpu.append(sum(used_s) / len(used_s))
-    return _Taken(p50(together), p50(alone), p50(computed), p50(cpu))
+    taken = []
+    for _ in range(rounds + 1):
+        by_holders = {
+            count: _attend(layout, backend, segments, context, q) for count, segments in placed.items()
+        }
+        taken.append(_Round(by_holders, product_flop_s(_PRODUCT)))
+    return taken[1:]
+
+
+def _attend(
+    layout: Layout, backend: Backend, segments: Sequence[_Segment], context: int, q: Tensor
+) -> _Taken:
+    _, together_s, _ = _ask(layout, backend, segments, context, q)
+    before_s = [cpu_clock_s(segment.pool.process.pid) for segment in segments]
+    each = [_ask(layout, backend, [segment], context, q) for segment in segments]
+    used_s = [
+        cpu_clock_s(segment.pool.process.pid) - began_s
+        for segment, began_s in zip(segments, before_s, strict=True)
+    ]
+    began_s = time.monotonic()
+    if len(each) > 1:
+        backend.attention.merge([partials[0] for partials, _, _ in each])
+    merged_s = time.monotonic() - began_s
+    slowest = max(each, key=lambda one: one[1])
+    return _Taken(together_s, slowest[1] + merged_s, slowest[2], sum(used_s) / len(used_s))
 
 
 def _ask(
@@ -240,20 +254,22 @@ def _plan(segment: _Segment, context: int, queries: int) -> PlanRow:
     return PlanRow.of(segment.ref, position=context, length=len(segment.tokens), queries=queries)
 
 
-def _row(layout: Layout, context: int, count: int, queries: int, taken: _Taken, one: _Taken) -> Row:
-    """`law`: equations 9 and 10, from what one holder took."""
+def _row(layout: Layout, context: int, count: int, queries: int, rounds: Sequence[_Round]) -> Row:
+    """Medians."""
     flop = 4 * queries * context * layout.query_heads * layout.head_dim / count
+    taken = [one.by_holders[count] for one in rounds]
     return {
         "queries": queries,
         "context": context,
         "holders": count,
         "MB a holder": layout.blocks_of(context) * layout.object_bytes / count / 1e6,
-        "CPU of a holder": taken.cpu_s * 1e3,
-        "devices of their own": taken.alone_s * 1e3,
-        "law": (one.computed_s / count + one.alone_s - one.computed_s) * 1e3,
-        "on shared cores": taken.together_s * 1e3,
-        "GFLOP/s of a holder": flop / taken.computed_s / 1e9,
-        "of the peak": flop / taken.computed_s / product_flop_s(_PRODUCT),
+        "CPU of a holder": p50([one.cpu_s for one in taken]) * 1e3,
+        "devices of their own": p50([one.alone_s for one in taken]) * 1e3,
+        "law": p50([one.law_s(count) for one in rounds]) * 1e3,
+        "over the law": p50([one.by_holders[count].alone_s / one.law_s(count) for one in rounds]),
+        "on shared cores": p50([one.together_s for one in taken]) * 1e3,
+        "GFLOP/s of a holder": flop / p50([one.computed_s for one in taken]) / 1e9,
+        "of the peak": p50([flop / one.by_holders[count].computed_s / one.peak_flop_s for one in rounds]),
     }
 
 
