@@ -136,8 +136,7 @@ class BlockIndex:
 
     def get(self, model: bytes, block_id: bytes) -> IndexEntry | None:
         """The entry; None where there is none that can be read."""
-        (value,) = self._table.get_many(_BLOCKS, [encode_key(model, block_id)])
-        return _readable(value, decode_entry)
+        return _readable(self._table.get(_BLOCKS, encode_key(model, block_id)), decode_entry)
 
     def stored(self, model: bytes, block_ids: Sequence[bytes]) -> list[StoredCopy | None]:
         """Of many entries, as `get`."""
