@@ -22,11 +22,6 @@ LINE_BYTES_MAX = 64 << 10
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
-# gRPC's handlers of fork() start its threads again in a child, whose descriptors are closed before it becomes
-# another program: one child in some dozens aborts. None of ours uses gRPC before that. It is read when the
-# first channel or server is made.
-os.environ["GRPC_ENABLE_FORK_SUPPORT"] = "false"
-
 
 class Child:
     """A process of the plan, through all of its lives. `on_record` gets what it writes, as it writes it."""
