@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 from devstack import etcd, postgres, toml
 from devstack.checks import check_access, check_model, check_services, check_shapes, check_variables
-from devstack.child import end_with
 from devstack.fetch import MODELS, cached, fetch
+from devstack.launch import end_with
 from devstack.place import Claim
 from devstack.plan import ProcessPlan, brings_identities, processes, tables
 from devstack.program import program

@@ -118,7 +118,18 @@ async def test_kill_ends_children_that_ignore_sigterm(tmp_path: Path) -> None:
     assert not bench.alive(pid)
 
 
-def test_children_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "account",
+    [
+        None,
+        # The kernel forgets what was asked of it where a process changes its account.
+        pytest.param(
+            "nobody",
+            marks=pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another account"),
+        ),
+    ],
+)
+def test_children_die_with_a_parent_that_is_killed(tmp_path: Path, account: str | None) -> None:
     code = f"""
         import asyncio, sys
         from pathlib import Path
@@ -129,10 +140,14 @@ def test_children_die_with_a_parent_that_is_killed(tmp_path: Path) -> None:
         async def main():
             place = Place(data=Path({str(tmp_path)!r}), runtime=Path({str(tmp_path)!r}))
             place.logs.mkdir()
-            command = (sys.executable, "-c", "import time; time.sleep(60)")
-            plan = ProcessPlan(name="a", service="decode", command=command, environment={{}})
-            supervisor = Supervisor([plan], place, Terminal(), restart=True, log_bytes=1 << 16)
+            command = ("sh", "-c", "echo here; sleep 60")
+            plan = ProcessPlan(
+                name="a", service="decode", command=command, environment={{}}, account={account!r}
+            )
+            supervisor = Supervisor([plan], place, Terminal(sys.stderr), restart=True, log_bytes=1 << 16)
             await supervisor.start()
+            while not supervisor.children[0].last_lines:
+                await asyncio.sleep(0.01)
             print(supervisor.pids()["a"], flush=True)
             await asyncio.sleep(60)
         asyncio.run(main())
